@@ -11,7 +11,7 @@ RATE = 40
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-build: ## the program: target/release/sconce; the first time ten minutes on two cores
+build: ## the program: target/release/sconce; the first time takes about ten minutes on two cores
 	@test -x target/release/sconce || echo "compiling sconce first: about ten minutes on two cores" >&2
 	$(CARGO) build --release --locked
 

@@ -1,4 +1,4 @@
-//! Capped, jittered delays between attempts. Pure: the randomness is passed in; knows nothing of
+//! Capped, jittered delays between attempts. Pure: the randomness is passed in. Knows nothing about
 //! what is retried.
 
 use std::time::Duration;
@@ -8,19 +8,19 @@ use std::time::Duration;
 pub struct Backoff {
     /// Ceiling of the delay after the first failure.
     pub first: Duration,
-    /// Ceiling of all.
+    /// Upper bound of every ceiling.
     pub most: Duration,
 }
 
 impl Backoff {
-    /// The delay after `failures` failures in a row (0 counts as 1). `jitter` in `0.0..1.0` spreads
-    /// it over the upper half of the ceiling, so that many clients of one broker don't come back
-    /// together, and none comes back at once.
+    /// The delay after `failures` failures in a row (0 counts as 1). `jitter` in `0.0..1.0` places
+    /// it in the upper half of the ceiling, so that the clients of a broker do not all reconnect
+    /// together, and none reconnects at once.
     pub fn delay(&self, failures: u32, jitter: f64) -> Duration {
         self.ceiling(failures).mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0))
     }
 
-    /// The longest that [`Backoff::delay`] gives after so many failures.
+    /// The longest delay that [`Backoff::delay`] returns after this many failures.
     pub fn ceiling(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
         self.first.saturating_mul(1 << doublings).min(self.most)

@@ -4,8 +4,8 @@
 //!
 //! This is a library with a thin binary: to serve a model of your own, implement [`model::Processor`] and
 //! [`model::Forward`] or [`model::Generate`], register what loads them in an [`app::Registry`], and call
-//! [`app::main`]; see `docs/models.md`. The way of one task through these files, and
-//! what the words mean, is in `docs/architecture.md`.
+//! [`app::main`]; see `docs/own-models.md`. `docs/architecture.md` follows one task through these files
+//! and defines the project's terms.
 //!
 //! # Rooms, and who may import whom
 //!
@@ -13,20 +13,20 @@
 //!
 //! | level | room | decides |
 //! |---|---|---|
-//! | – | `crates/kernels` | what networks compute on a CPU, on slices; a crate of its own, for `model/ops`. Of it `config` has the names of vector units |
+//! | – | `crates/kernels` | what networks compute on a CPU, on slices. A separate crate, used by `model/ops`; `config` takes only the names of vector units from it |
 //! | 0 | `protocol` | bytes ↔ task, reply, part of a reply, sentinel, control line, batch line |
 //! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
 //! | 0 | `backoff` | capped, jittered delays |
 //! | 0 | `shutdown` | causes, phases, exit codes, the signal source |
-//! | 1 | `config` | what was written → validated settings; the worker's assignment |
+//! | 1 | `config` | raw settings → validated settings; the worker's assignment |
 //! | 2 | `telemetry` | where log lines and spans go, and how they look |
-//! | 2 | `model` | the traits of models; loading; devices; the networks; what serves which architecture |
+//! | 2 | `model` | the traits of models; loading; devices; the networks; what serves which architecture; models for tests |
 //! | 2 | `broker` | deliver, publish with confirm, settle, reconnect |
 //! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |
 //! | 4 | `worker` | session → intake → preprocess → engine → settle; the drain; isolation |
 //! | 4 | `launcher` | discover devices, plan slots, spawn, watch, restart, stop |
 //! | 4 | `client` | publish tasks, gather their replies, each once; a whole job; the fleet's figures; dead letters |
-//! | 5 | `admin` | what operators see of a running launcher and ask of it: metrics, health, remote control |
+//! | 5 | `admin` | what operators can see and change of a running launcher: metrics, health, remote control |
 //! | 5 | `cli` | the grammar of the command line |
 //! | 6 | `commands` | one file or folder for each command; the registry of models |
 //! | 7 | `app` | the program's entry, exit codes |
@@ -39,12 +39,14 @@
 //! - `one-reply-per-task`: one final reply from the worker that acks. A crash between confirm and
 //!   ack makes a duplicate with the same `correlation_id`: the service is at-least-once.
 //! - `no-loss-over-no-duplicate`: when in doubt, requeue.
-//! - `nobody-stops-the-others`: a requester, a reply queue, a bad task or a refusal of the broker costs
-//!   that side alone.
+//! - `nobody-stops-the-others`: a requester, a reply queue, a bad task or a refusal by the broker affects
+//!   only its own tasks.
 //! - `sentinel-after-work`: a sentinel never overtakes work accepted before it, and is acked last.
 //! - `bounded-everything`: every channel, buffer, retry and wait has a bound.
-//! - `device-or-fail`: a device that was asked for and cannot be opened is an error.
+//! - `device-or-fail`: a requested device that cannot be opened is an error.
 //! - `batch-equals-single`: a task's result does not depend on its batch-mates.
+//! - `nobody-waits-for-a-giant`: batches take inputs of all waiting tasks in turn, so that a task of ten thousand
+//!   inputs does not hold up the others.
 
 pub mod app;
 mod backoff;
@@ -55,7 +57,7 @@ mod engine;
 pub mod model;
 mod worker;
 
-// For the tests and benches in this repository; no part of the public interface.
+// Public only for the tests and benches in this repository; not part of the public interface.
 #[doc(hidden)]
 pub mod admin;
 #[doc(hidden)]

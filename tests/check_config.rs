@@ -72,7 +72,7 @@ fn check_in(folder: &Path, file: &str) -> (i32, String) {
 }
 
 #[test]
-fn a_models_folder_is_relative_to_the_file_that_names_it_and_a_hub_id_comes_after_it() {
+fn a_folder_is_relative_to_its_settings_file_and_precedes_a_hub_id() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();
     for name in ["config", "models", "elsewhere"] {
@@ -88,8 +88,11 @@ fn a_models_folder_is_relative_to_the_file_that_names_it_and_a_hub_id_comes_afte
         ("../models/a", format!("will load \"{here}/models/a\": bert for rerank")),
         ("org/b", format!("will load \"{here}/config/org/b\": bert for rerank")),
         ("echo", "will load \"echo\": registered".to_owned()),
-        ("models/a", format!("there is no folder {here}/config/models/a, and the hub's cache")),
-        ("./models/a", format!("will load \"{here}/config/models/a\": it is not on this host")),
+        (
+            "models/a",
+            format!("there is no folder {here}/config/models/a, and the model is not in the hub's cache"),
+        ),
+        ("./models/a", format!("will load \"{here}/config/models/a\": its files are not on this host")),
     ] {
         let file = root.join("config/a.toml");
         fs::write(&file, format!("[[pool]]\nmodel = \"{model}\"\ndevices = [\"cpu\"]")).unwrap();
@@ -107,7 +110,7 @@ fn the_default_model_is_found_where_fetch_model_puts_it() {
     let fetched = folder.path().join("models/all-MiniLM-L6-v2");
     fs::write(folder.path().join("a.toml"), "").unwrap();
     let (_, said) = check_in(folder.path(), "a.toml");
-    assert!(said.contains("/models/all-MiniLM-L6-v2, and the hub's cache on this host lacks it"), "{said}");
+    assert!(said.contains("/models/all-MiniLM-L6-v2, and the model is not in the hub's cache"), "{said}");
     symlink(fixture("score-bert"), &fetched).unwrap();
     let (exit, said) = check_in(folder.path(), "a.toml");
     let words = format!(

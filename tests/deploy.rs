@@ -33,7 +33,7 @@ fn quoted(cell: &str) -> Vec<String> {
     cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// A metric of `docs/metrics.md`.
+/// A metric of `docs/monitoring.md`.
 #[derive(Default)]
 struct Metric {
     histogram: bool,
@@ -44,7 +44,7 @@ struct Metric {
 
 /// The page's two tables.
 fn metrics() -> BTreeMap<String, Metric> {
-    let page = text("docs/metrics.md");
+    let page = text("docs/monitoring.md");
     let mut metrics: BTreeMap<String, Metric> = BTreeMap::new();
     for line in page.lines().filter(|line| line.starts_with("| `sconce_")) {
         let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
@@ -145,7 +145,7 @@ fn dashboard_and_alerts_name_no_metric_that_the_page_of_metrics_does_not_list() 
     let metrics = metrics();
     for (file, text) in queries() {
         for (name, _) in named(&text) {
-            assert!(find(&metrics, name).is_some(), "{file}: {name} is not in docs/metrics.md");
+            assert!(find(&metrics, name).is_some(), "{file}: {name} is not in docs/monitoring.md");
         }
     }
 }

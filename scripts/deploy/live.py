@@ -1,7 +1,7 @@
 """Runs a real Prometheus over made-up metrics: does every query of the dashboard parse and find something, and does
 every alert's text come out whole?
 
-The metrics are made from the tables of docs/metrics.md, with every label and value that stands there; so a query that
+The metrics are made from the tables of docs/monitoring.md, with every label and value that stands there; so a query that
 asks for another name, label or value finds nothing. One made-up host is well and the others are ill, so that alerts
 come up; their `for` is not waited for, since the texts are there while an alert is pending.
 """
@@ -32,7 +32,7 @@ START = time.time()
 def tables():
     """Name → (type, labels), and (name, label) → values."""
     metrics, values = {}, {}
-    for line in pathlib.Path("docs/metrics.md").read_text().splitlines():
+    for line in pathlib.Path("docs/monitoring.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         quoted = [re.findall(r"`([^`]*)`", cell) for cell in cells]
         if len(cells) == 6 and quoted[0] and quoted[0][0].startswith("sconce_"):
@@ -233,7 +233,7 @@ def main(folder):
         server.wait()
     for problem in problems:
         print(f"  {problem}")
-    print(f"  {len(read[0])} metrics of docs/metrics.md")
+    print(f"  {len(read[0])} metrics of docs/monitoring.md")
     return bool(problems)
 
 

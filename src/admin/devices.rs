@@ -1,5 +1,5 @@
-//! The devices' own values (memory, use), for the metrics. Asks the driver on a thread of its own, since a
-//! broken driver may not answer; until it does, its last answer is used.
+//! The devices' memory and utilization, for the metrics. Queries the driver on a thread of its own, since a
+//! broken driver may not answer. Until it does, its last answer is used.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -9,33 +9,33 @@ use tokio::sync::Semaphore;
 use crate::launcher::gpus::Gpus;
 
 /// How long a scrape waits for the driver.
-const PATIENCE: Duration = Duration::from_secs(1);
+const DRIVER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The last answer of the driver. Clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct Devices {
     last: Arc<Mutex<Gpus>>,
-    /// One query at a time: others use the last answer.
-    asking: Arc<Semaphore>,
+    /// One permit, so that there is one query at a time. Other scrapes use the last answer.
+    query_permit: Arc<Semaphore>,
 }
 
 impl Default for Devices {
     fn default() -> Self {
-        Self { last: Arc::default(), asking: Arc::new(Semaphore::new(1)) }
+        Self { last: Arc::default(), query_permit: Arc::new(Semaphore::new(1)) }
     }
 }
 
 impl Devices {
     /// The driver's answer, or its last one if it takes too long.
-    pub(super) async fn look(&self) -> Gpus {
-        if let Ok(permit) = self.asking.clone().try_acquire_owned() {
+    pub(super) async fn query(&self) -> Gpus {
+        if let Ok(permit) = self.query_permit.clone().try_acquire_owned() {
             let last = self.last.clone();
-            let asked = tokio::task::spawn_blocking(move || {
+            let queried = tokio::task::spawn_blocking(move || {
                 let _permit = permit;
                 let gpus = Gpus::here();
                 *last.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
             });
-            let _ = tokio::time::timeout(PATIENCE, asked).await;
+            let _ = tokio::time::timeout(DRIVER_TIMEOUT, queried).await;
         }
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

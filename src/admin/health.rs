@@ -1,11 +1,11 @@
-//! Whether a launcher is live, ready, and started, by its status board. Live means progress: a worker that is
+//! Decides from the status board whether a launcher is live, ready, and started. Live means progress: a worker that is
 //! stuck in a forward pass or sends nothing is not live, though its process runs. Pure.
 
 use std::collections::BTreeMap;
 
 use crate::launcher::status_board::{Entry, SlotStatus};
 
-/// The header of an answer that names the launcher.
+/// The header of a response that names the launcher.
 pub const LAUNCHER: &str = "x-sconce-launcher";
 
 /// A health check.
@@ -30,20 +30,20 @@ impl Check {
     }
 }
 
-/// The result of a check, with lines that explain it. `stopping`: the launcher has been told to stop.
+/// Whether the check passes, with lines that explain the result. `stopping`: the launcher is to stop.
 pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
     let wrong = match check {
         Check::Live => stuck(status),
         Check::Ready if stopping => vec!["the launcher is stopping".to_owned()],
-        Check::Ready => without(status, takes_tasks, "takes tasks"),
+        Check::Ready => pools_without(status, takes_tasks, "takes tasks"),
         Check::Startup if status.has_started => Vec::new(),
-        Check::Startup => without(status, |entry| entry.was_ready, "has been ready yet"),
+        Check::Startup => pools_without(status, |entry| entry.was_ready, "has been ready yet"),
     };
     let slots = status.slots.values().map(slot_line);
     (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
 }
 
-/// The state of a slot, and the problem of its worker.
+/// The line about one slot: its state, and its worker's problem if there is one.
 fn slot_line(entry: &Entry) -> String {
     let (slot, state) = (&entry.report.slot, entry.report.state.name());
     let now = entry.report.stats.as_ref().map(|stats| &stats.now);
@@ -69,23 +69,27 @@ fn stuck(status: &SlotStatus) -> Vec<String> {
         let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
         match entry.computing_since {
             Some(since) => format!("{slot}: a forward pass has lasted {} s", since.elapsed().as_secs()),
-            None => format!("{slot}: the worker has not moved for {seconds} s past its bound"),
+            None => format!("{slot}: the worker has made no progress, and exceeded its time limit {seconds} s ago"),
         }
     });
     lines.collect()
 }
 
-/// The pools without a slot that satisfies `so`.
-fn without(status: &SlotStatus, so: impl Fn(&Entry) -> bool, lacks: &str) -> Vec<String> {
+/// One line for each pool without a slot that satisfies `condition`; it ends with `description`.
+fn pools_without(
+    status: &SlotStatus,
+    condition: impl Fn(&Entry) -> bool,
+    description: &str,
+) -> Vec<String> {
     let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
     for entry in status.slots.values() {
-        *pools.entry(&entry.report.pool).or_default() |= so(entry);
+        *pools.entry(&entry.report.pool).or_default() |= condition(entry);
     }
     if pools.is_empty() {
         return vec!["there are no slots".to_owned()];
     }
     let lacking = pools.into_iter().filter(|(_, has)| !has);
-    lacking.map(|(pool, _)| format!("pool {pool}: no worker {lacks}")).collect()
+    lacking.map(|(pool, _)| format!("pool {pool}: no worker {description}")).collect()
 }
 
 #[cfg(test)]
@@ -126,15 +130,15 @@ mod tests {
         let (busy, loading) = (("a", State::Busy, true), ("a", State::Loading, false));
         assert!(ready(&[busy, loading]) && !ready(&[loading]) && !ready(&[]));
         assert!(!ready(&[busy, ("b", State::Paused, true)]));
-        let (is, lines) = answer(Check::Ready, &status(&[busy]), true);
-        assert!(!is && lines[0].contains("stopping") && lines[1].starts_with("a/0 busy"), "{lines:?}");
+        let (ready, lines) = answer(Check::Ready, &status(&[busy]), true);
+        assert!(!ready && lines[0].contains("stopping") && lines[1].starts_with("a/0 busy"), "{lines:?}");
         let mut lost = status(&[busy]);
         lost.slots.get_mut("a/0").unwrap().report.stats = None;
         assert!(!answer(Check::Ready, &lost, false).0, "without a broker");
     }
 
     #[test]
-    fn what_hinders_a_worker_is_said_where_it_stands() {
+    fn the_line_of_a_slot_names_the_problem_of_its_worker() {
         let mut hindered = status(&[("a", State::Ready, true)]);
         let mut hinder = |connected, problem: &str| {
             let entry = hindered.slots.get_mut("a/0").unwrap();
@@ -151,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_is_over_once_and_for_all() {
+    fn a_launcher_that_has_started_stays_started() {
         let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &status(slots), false).0;
         assert!(!started(&[("a", State::Loading, false)]));
         assert!(started(&[("a", State::Failed, true), ("a", State::Quarantined, false)]));
@@ -160,12 +164,12 @@ mod tests {
     }
 
     #[test]
-    fn a_launcher_with_a_stuck_worker_is_not_alive_and_says_which() {
+    fn a_launcher_with_a_stuck_worker_is_not_live_and_names_it() {
         let mut status = status(&[("a", State::Busy, true), ("a", State::Ready, true)]);
-        assert!(answer(Check::Live, &status, true).0, "one that stops lives");
+        assert!(answer(Check::Live, &status, true).0, "a stopping launcher is live");
         let entry = status.slots.get_mut("a/0").unwrap();
         (entry.stuck_since, entry.computing_since) = (Some(Instant::now()), Some(Instant::now()));
-        let (lives, lines) = answer(Check::Live, &status, false);
-        assert!(!lives && lines[0].starts_with("a/0: a forward pass has lasted"), "{lines:?}");
+        let (live, lines) = answer(Check::Live, &status, false);
+        assert!(!live && lines[0].starts_with("a/0: a forward pass has lasted"), "{lines:?}");
     }
 }

@@ -1,5 +1,5 @@
-//! Serves metrics for Prometheus and health for probes over HTTP. There is no password, hence the loopback
-//! address unless the settings say otherwise. Owns the listening socket and the connections. Every connection
+//! Serves metrics for Prometheus and health for probes over HTTP. There is no password, so the default address is
+//! loopback. Owns the listening socket and the connections. Every connection
 //! is accepted at once, so that a probe never waits for other clients; beyond the limit, a connection that has
 //! not sent its request yet is closed.
 
@@ -28,32 +28,32 @@ use super::metrics;
 use crate::launcher::status_board::{SlotStatus, StatusBoard};
 use crate::shutdown::{Phase, Stop};
 
-/// The content type of the metrics.
+/// The content type of the metrics for clients that accept OpenMetrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The content type of the metrics for all others.
+/// The content type of the metrics for all other clients.
 const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The most open connections: limits the sockets, and the requests being answered.
-const CONNECTIONS: usize = 64;
+/// The most open connections. It limits both the sockets and the requests that are being answered.
+const MAX_CONNECTIONS: usize = 64;
 
 /// How long a connection may last, counted from its acceptance.
 #[derive(Clone, Copy)]
 struct Limits {
-    /// Until the whole request head has arrived.
+    /// The time until the whole request head has arrived.
     head: Duration,
-    /// In all.
+    /// The time until the response has been sent.
     whole: Duration,
 }
 
 /// A probe sends its head in one packet; 2 s leave time for a lost packet.
 const LIMITS: Limits = Limits { head: Duration::from_secs(2), whole: Duration::from_secs(10) };
 
-/// How often a taken address is tried.
-const AGAIN: Duration = Duration::from_secs(2);
+/// The time between two attempts to listen on an address that is in use.
+const BIND_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
 #[derive(Clone)]
-struct Served {
+struct ServerState {
     launcher: Arc<str>,
     board: Arc<StatusBoard>,
     stop: Stop,
@@ -76,12 +76,12 @@ pub async fn serve(
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
             tracing::warn!(
                 %address,
-                "another process listens there: no metrics and no health of this launcher until it ends; set \
-                 admin.listen"
+                "another process listens there: this launcher serves no metrics and no health until the address is free; \
+                 set admin.listen to another address"
             );
             tokio::spawn(async move {
                 loop {
-                    tokio::time::sleep(AGAIN).await;
+                    tokio::time::sleep(BIND_RETRY_INTERVAL).await;
                     if let Ok(listener) = TcpListener::bind(address).await {
                         return listen(listener, router);
                     }
@@ -102,12 +102,12 @@ fn listen(listener: TcpListener, router: Router) {
 }
 
 fn router(launcher: &str, board: Arc<StatusBoard>, stop: Stop) -> Router {
-    let served = Served { launcher: launcher.into(), board, stop, devices: Devices::default() };
-    let mut router = Router::new().route("/", get(list)).route("/metrics", get(scrape));
+    let state = ServerState { launcher: launcher.into(), board, stop, devices: Devices::default() };
+    let mut router = Router::new().route("/", get(index)).route("/metrics", get(scrape));
     for check in [Check::Live, Check::Ready, Check::Startup] {
         router = router.route(check.path(), get(move |state| health(check, state)));
     }
-    router.with_state(served)
+    router.with_state(state)
 }
 
 /// Accepts each connection at once. If there are too many, closes the oldest one that has not sent its whole
@@ -122,8 +122,8 @@ async fn accept(listener: TcpListener, router: Router, limits: Limits) {
             continue;
         };
         open.retain(|connection| !connection.task.is_finished());
-        if open.len() == CONNECTIONS {
-            let idle = open.iter().position(|connection| !connection.has_asked.load(Ordering::Relaxed));
+        if open.len() == MAX_CONNECTIONS {
+            let idle = open.iter().position(|connection| !connection.head_arrived.load(Ordering::Relaxed));
             open.remove(idle.unwrap_or(0)).close().await;
         }
         open.push(Connection::start(stream, router.clone(), limits));
@@ -133,17 +133,17 @@ async fn accept(listener: TcpListener, router: Router, limits: Limits) {
 /// An open connection, for one request and one answer. Owned by [`accept`].
 struct Connection {
     /// Whether the whole request head has arrived. Set by the connection's task, read by [`accept`].
-    has_asked: Arc<AtomicBool>,
+    head_arrived: Arc<AtomicBool>,
     task: JoinHandle<()>,
 }
 
 impl Connection {
     fn start(stream: TcpStream, router: Router, limits: Limits) -> Self {
-        let has_asked = Arc::new(AtomicBool::new(false));
-        let (asked, routes) = (Arc::clone(&has_asked), TowerToHyperService::new(router));
+        let head_arrived = Arc::new(AtomicBool::new(false));
+        let (arrived, routes) = (Arc::clone(&head_arrived), TowerToHyperService::new(router));
         // hyper calls the service once it has read the whole head.
         let service = service_fn(move |request: Request<Incoming>| {
-            asked.store(true, Ordering::Relaxed);
+            arrived.store(true, Ordering::Relaxed);
             routes.call(request)
         });
         let mut http = http1::Builder::new();
@@ -152,10 +152,10 @@ impl Connection {
         let task = tokio::spawn(async move {
             let _ = tokio::time::timeout(limits.whole, connection).await;
         });
-        Self { has_asked, task }
+        Self { head_arrived, task }
     }
 
-    /// Closes it. Its socket is gone when this returns: no more descriptors are open than there may be.
+    /// Closes the connection. Its socket is closed when this returns, so that the limit on open sockets holds.
     async fn close(self) {
         self.task.abort();
         let _ = self.task.await;
@@ -163,12 +163,12 @@ impl Connection {
 }
 
 /// The metrics, in the format that the client reads: Prometheus asks for OpenMetrics, `promtool` reads plain text.
-async fn scrape(State(served): State<Served>, headers: HeaderMap) -> impl IntoResponse {
-    // The driver is asked only where a slot is on a GPU.
+async fn scrape(State(state): State<ServerState>, headers: HeaderMap) -> impl IntoResponse {
+    // The driver is queried only if a slot is on a GPU.
     let is_on_gpu = |status: &SlotStatus| status.slots.values().any(|entry| entry.report.device != "cpu");
-    let gpus = if served.board.read(is_on_gpu) { served.devices.look().await } else { Default::default() };
-    served.board.is_being_read();
-    let page = metrics::render(&served.launcher, served.board, gpus);
+    let gpus = if state.board.read(is_on_gpu) { state.devices.query().await } else { Default::default() };
+    state.board.mark_read();
+    let page = metrics::render(&state.launcher, state.board, gpus);
     let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if accepts.contains("application/openmetrics-text") {
         ([(header::CONTENT_TYPE, OPEN_METRICS)], page)
@@ -177,8 +177,8 @@ async fn scrape(State(served): State<Served>, headers: HeaderMap) -> impl IntoRe
     }
 }
 
-/// What is there, for a person with a browser.
-async fn list(State(served): State<Served>) -> impl IntoResponse {
+/// The page at `/`: a list of the other paths, for a person with a browser.
+async fn index(State(state): State<ServerState>) -> impl IntoResponse {
     let rows = [
         ("/metrics", "metrics for Prometheus"),
         (Check::Ready.path(), "200 if every pool has a worker that takes tasks"),
@@ -188,18 +188,18 @@ async fn list(State(served): State<Served>) -> impl IntoResponse {
     let rows =
         rows.map(|(path, about)| format!("<li><a href=\"{path}\">{path}</a>: {about}</li>\n")).concat();
     // A launcher's name may be any text.
-    let name = served.launcher.replace('&', "&amp;").replace('<', "&lt;");
+    let name = state.launcher.replace('&', "&amp;").replace('<', "&lt;");
     let version = env!("CARGO_PKG_VERSION");
     Html(format!(
         "<!doctype html>\n<title>sconce</title>\n<p>sconce {version}, launcher {name}</p>\n<ul>\n{rows}</ul>\n"
     ))
 }
 
-async fn health(check: Check, State(served): State<Served>) -> impl IntoResponse {
-    let stopping = served.stop.phase() > Phase::Running;
-    let (is_so, lines) = served.board.read(|status| answer(check, status, stopping));
-    let status = if is_so { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, [(LAUNCHER, served.launcher.to_string())], lines.join("\n") + "\n")
+async fn health(check: Check, State(state): State<ServerState>) -> impl IntoResponse {
+    let stopping = state.stop.phase() > Phase::Running;
+    let (passes, lines) = state.board.read(|status| answer(check, status, stopping));
+    let status = if passes { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, [(LAUNCHER, state.launcher.to_string())], lines.join("\n") + "\n")
 }
 
 #[cfg(test)]
@@ -215,9 +215,9 @@ mod tests {
 
     const PROBE: &str = "GET /livez HTTP/1.1\r\nhost: x\r\n\r\n";
     const SLOW: &str = "GET /slow HTTP/1.1\r\nhost: x\r\n\r\n";
-    /// Longer than anything takes, even on a busy machine.
-    const PATIENCE: Duration = Duration::from_secs(40);
-    /// Longer than any test: no connection is closed for its age.
+    /// Longer than any step of a test takes, even on a busy machine.
+    const TEST_TIMEOUT: Duration = Duration::from_secs(40);
+    /// Longer than any test, so that no connection is closed for its age.
     const NEVER: Limits = Limits { head: Duration::from_secs(3_600), whole: Duration::from_secs(3_600) };
 
     /// Starts a server with these limits; returns its address.
@@ -229,7 +229,7 @@ mod tests {
     }
 
     /// The routes of a launcher without slots.
-    fn of_nothing() -> Router {
+    fn router_without_slots() -> Router {
         router("here", Arc::new(StatusBoard::default()), Stop::default())
     }
 
@@ -255,7 +255,7 @@ mod tests {
     async fn answer(mut stream: TcpStream) -> String {
         let mut text = Vec::new();
         // The server resets a connection that it has not read completely; that counts as closed too.
-        let _ = timeout(PATIENCE, stream.read_to_end(&mut text)).await.expect("the server closes it");
+        let _ = timeout(TEST_TIMEOUT, stream.read_to_end(&mut text)).await.expect("the server closes it");
         String::from_utf8(text).unwrap()
     }
 
@@ -264,12 +264,12 @@ mod tests {
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
 
-    /// How long the server keeps a connection open on which `sent`, then ten times a second `more`, is sent.
-    async fn lasts(address: SocketAddr, sent: &str, more: &str) -> Duration {
+    /// How long the server keeps a connection open on which `sent` is sent once, and then `more` ten times a second.
+    async fn time_until_closed(address: SocketAddr, sent: &str, more: &str) -> Duration {
         let begun = Instant::now();
         let mut stream = connection(address, sent).await;
         while timeout(Duration::from_millis(100), stream.read(&mut [0])).await.is_err() {
-            assert!(begun.elapsed() < PATIENCE, "the server does not close it");
+            assert!(begun.elapsed() < TEST_TIMEOUT, "the server does not close it");
             // If the connection is closed meanwhile, the next read shows that.
             let _ = stream.write_all(more.as_bytes()).await;
         }
@@ -277,17 +277,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_probe_is_answered_though_strangers_hold_all_connections_and_the_oldest_make_room() {
-        let address = served(of_nothing(), NEVER).await;
-        let mut strangers = Vec::new();
+    async fn a_probe_is_answered_although_idle_clients_hold_all_connections() {
+        let address = served(router_without_slots(), NEVER).await;
+        let mut idle_clients = Vec::new();
         for number in 0..200 {
             // Every other one sends a part of a head.
             let (sent, left) = PROBE.split_at(if number % 2 == 0 { 0 } else { 25 });
-            strangers.push((connection(address, sent).await, left));
+            idle_clients.push((connection(address, sent).await, left));
         }
         probe(address).await;
-        let youngest = strangers.split_off(200 + 1 - CONNECTIONS);
-        for (stream, _) in strangers {
+        let youngest = idle_clients.split_off(200 + 1 - MAX_CONNECTIONS);
+        for (stream, _) in idle_clients {
             assert_eq!(answer(stream).await, "");
         }
         for (mut stream, left) in youngest {
@@ -315,20 +315,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_oldest_of_those_being_answered_makes_room_only_where_all_are() {
+    async fn a_request_being_answered_is_closed_only_if_no_connection_is_idle() {
         for idle in [1, 0] {
             let (asked, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
             let address = served(slow(&asked, &go), NEVER).await;
             let mut streams = Vec::new();
-            for _ in idle..CONNECTIONS {
+            for _ in idle..MAX_CONNECTIONS {
                 streams.push(connection(address, SLOW).await);
             }
-            let all = asked.acquire_many((CONNECTIONS - idle) as u32);
-            drop(timeout(PATIENCE, all).await.expect("all have asked").unwrap());
+            let all = asked.acquire_many((MAX_CONNECTIONS - idle) as u32);
+            drop(timeout(TEST_TIMEOUT, all).await.expect("all have asked").unwrap());
             let closed = if idle == 1 { connection(address, "").await } else { streams.remove(0) };
             probe(address).await;
             assert_eq!(answer(closed).await, "", "with {idle} idle");
-            go.add_permits(CONNECTIONS);
+            go.add_permits(MAX_CONNECTIONS);
             for stream in streams {
                 let answer = answer(stream).await;
                 assert!(answer.ends_with("slow"), "with {idle} idle: {answer}");
@@ -337,17 +337,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_not_sent_a_whole_head_in_time_is_cut_however_it_sends() {
-        let address = served(of_nothing(), LIMITS).await;
+    async fn a_client_that_sends_no_whole_head_in_time_is_disconnected() {
+        let address = served(router_without_slots(), LIMITS).await;
         let clients = [("", ""), ("GET /livez HTTP/1.1\r\nhost", ""), ("GET /livez HTTP/1.1\r\nx: ", "x")];
-        let lasted = join_all(clients.map(|(sent, more)| lasts(address, sent, more))).await;
+        let lasted = join_all(clients.map(|(sent, more)| time_until_closed(address, sent, more))).await;
         for (lasted, client) in lasted.iter().zip(clients) {
             assert!((LIMITS.head..LIMITS.whole).contains(lasted), "{client:?}: {lasted:?}");
         }
     }
 
     #[tokio::test]
-    async fn a_connection_ends_when_its_time_is_over_though_its_answer_is_not_ready() {
+    async fn a_connection_is_closed_at_its_time_limit_without_a_response() {
         let (asked, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
         let limits = Limits { whole: Duration::from_millis(200), ..NEVER };
         let address = served(slow(&asked, &go), limits).await;

@@ -1,4 +1,4 @@
-//! The board as Prometheus metrics: names, units and labels, listed in `docs/metrics.md`. Counts belong to a
+//! The board as Prometheus metrics: names, units and labels, listed in `docs/monitoring.md`. Counts belong to a
 //! slot and continue from one worker to the next, since the launcher started.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,21 +21,22 @@ use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS, T
 /// The board and the devices, as one page of metrics in OpenMetrics.
 pub(super) fn render(launcher: &str, board: Arc<StatusBoard>, gpus: Gpus) -> String {
     let mut registry = Registry::with_prefix("sconce");
-    registry.register_collector(Box::new(Page { launcher: launcher.to_owned(), board, gpus }));
+    registry.register_collector(Box::new(BoardCollector { launcher: launcher.to_owned(), board, gpus }));
     let mut page = String::new();
     // Writing to a string never fails.
     let _ = prometheus_client::encoding::text::encode(&mut page, &registry);
     page
 }
 
-/// A page in the older text format, in which a counter has the name of its values.
+/// Converts a page to the older text format. In it, the `# TYPE` and `# HELP` lines of a counter have the name of its
+/// samples, with `_total`.
 pub(super) fn plain(page: &str) -> String {
     let counter = |line: &str| line.strip_prefix("# TYPE ")?.strip_suffix(" counter").map(str::to_owned);
     let counters: BTreeSet<String> = page.lines().filter_map(counter).collect();
     let mut text = String::with_capacity(page.len());
     for line in page.lines().filter(|line| *line != "# EOF") {
-        let mut words = line.splitn(4, ' ');
-        match (words.next(), words.next(), words.next(), words.next()) {
+        let mut fields = line.splitn(4, ' ');
+        match (fields.next(), fields.next(), fields.next(), fields.next()) {
             (Some("#"), Some(kind), Some(name), Some(rest)) if counters.contains(name) => {
                 text.push_str(&format!("# {kind} {name}_total {rest}\n"));
             }
@@ -46,22 +47,22 @@ pub(super) fn plain(page: &str) -> String {
 }
 
 #[derive(Debug)]
-struct Page {
+struct BoardCollector {
     launcher: String,
     board: Arc<StatusBoard>,
     gpus: Gpus,
 }
 
-impl Collector for Page {
+impl Collector for BoardCollector {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.board.read(|status| {
             let mut out = Out { encoder: &mut encoder };
-            of_the_launcher(&mut out, &self.launcher, status)?;
-            of_tasks(&mut out, status)?;
-            of_batches(&mut out, status)?;
-            of_generated_text(&mut out, status)?;
-            of_workers(&mut out, status)?;
-            of_devices(&mut out, &self.gpus)
+            launcher_metrics(&mut out, &self.launcher, status)?;
+            task_metrics(&mut out, status)?;
+            batch_metrics(&mut out, status)?;
+            generation_metrics(&mut out, status)?;
+            worker_metrics(&mut out, status)?;
+            device_metrics(&mut out, &self.gpus)
         })
     }
 }
@@ -128,18 +129,18 @@ impl Out<'_, '_> {
 }
 
 /// The labels of every value of a slot.
-fn slot(entry: &Entry) -> Labels<'_> {
+fn slot_labels(entry: &Entry) -> Labels<'_> {
     vec![("pool", &entry.report.pool), ("slot", &entry.report.slot)]
 }
 
-fn with<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> Labels<'a> {
-    let mut labels = slot(entry);
+fn slot_labels_and<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> Labels<'a> {
+    let mut labels = slot_labels(entry);
     labels.push((name, value));
     labels
 }
 
-/// The counts of each slot that has any.
-fn counted(status: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
+/// Each slot that has statistics, with them.
+fn slots_with_stats(status: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
     status.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
 }
 
@@ -147,10 +148,10 @@ fn sums<'a>(
     status: &'a SlotStatus,
     of: impl Fn(&Stats) -> f64 + 'a,
 ) -> impl Iterator<Item = (Labels<'a>, f64)> {
-    counted(status).map(move |(entry, stats)| (slot(entry), of(stats)))
+    slots_with_stats(status).map(move |(entry, stats)| (slot_labels(entry), of(stats)))
 }
 
-fn of_the_launcher(out: &mut Out<'_, '_>, launcher: &str, status: &SlotStatus) -> fmt::Result {
+fn launcher_metrics(out: &mut Out<'_, '_>, launcher: &str, status: &SlotStatus) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION")), ("launcher", launcher)];
     out.gauge("build_info", "What is running", [(version, 1.0)])?;
     let pools = status.slots.values().map(|entry| (entry.report.pool.as_str(), &entry.assignment.pool));
@@ -168,15 +169,15 @@ fn of_the_launcher(out: &mut Out<'_, '_>, launcher: &str, status: &SlotStatus) -
     out.gauge("pool_info", help, info)?;
     let results = [("applied", status.reloads_applied), ("refused", status.reloads_refused)];
     let values = results.map(|(result, count)| (vec![("result", result)], count as f64));
-    out.counter("reloads", "Settings that were loaded again", values)
+    out.counter("reloads", "Reloads of the settings", values)
 }
 
-fn of_tasks(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
-    let kinds = known_answers();
-    let answers = counted(status).flat_map(|(entry, stats)| {
+fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let kinds = known_outcomes();
+    let answers = slots_with_stats(status).flat_map(|(entry, stats)| {
         kinds.iter().map(move |(status, reason)| {
             let of_kind = stats.answers.iter().find(|it| it.status == *status && it.reason == *reason);
-            let mut labels = with(entry, "status", status);
+            let mut labels = slot_labels_and(entry, "status", status);
             labels.push(("reason", reason));
             (labels, of_kind.map_or(0.0, |answer| answer.count as f64))
         })
@@ -184,29 +185,29 @@ fn of_tasks(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
     out.counter("inputs", "Inputs computed", sums(status, |stats| stats.inputs as f64))?;
     out.counter("tokens", "Tokens computed", sums(status, |stats| stats.tokens as f64))?;
-    out.counter("redelivered", "Deliveries made before", sums(status, |stats| stats.redelivered as f64))?;
+    out.counter("redelivered", "Deliveries that are not the first of their message", sums(status, |stats| stats.redelivered as f64))?;
     out.counter("retried", "Tasks put off to be tried again", sums(status, |stats| stats.retried as f64))?;
     out.counter("requeued", "Deliveries handed back", sums(status, |stats| stats.requeued as f64))?;
-    out.counter("sentinels", "Sentinels obeyed, each by one worker", sums(status, |it| it.sentinels as f64))?;
-    let dead_letters = counted(status).flat_map(|(entry, stats)| {
+    out.counter("sentinels", "Sentinels that stopped a worker", sums(status, |it| it.sentinels as f64))?;
+    let dead_letters = slots_with_stats(status).flat_map(|(entry, stats)| {
         Reason::ALL.iter().map(move |reason| {
             let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
-            (with(entry, "reason", reason.as_str()), count as f64)
+            (slot_labels_and(entry, "reason", reason.as_str()), count as f64)
         })
     });
     out.counter("dead_lettered", "Messages dead-lettered", dead_letters)?;
-    let stages = counted(status).flat_map(|(entry, stats)| {
+    let stages = slots_with_stats(status).flat_map(|(entry, stats)| {
         Stage::ALL
             .iter()
-            .map(move |(stage, name)| (with(entry, "stage", name), &stats.stages[*stage as usize]))
+            .map(move |(stage, name)| (slot_labels_and(entry, "stage", name), &stats.stages[*stage as usize]))
     });
     let help = "How long a stage of a task took: queue, prepare, wait, compute, publish";
     out.histogram("task_stage_duration_seconds", help, &SECONDS, stages)
 }
 
-/// Every status with every reason that goes with it. All series exist from the start: `increase()` would miss
-/// the first event of a series that began with it.
-fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
+/// Every status with every reason that goes with it. All series exist from the start, because `increase()` misses the
+/// first event of a series that begins with that event.
+fn known_outcomes() -> BTreeSet<(&'static str, &'static str)> {
     let errors = TaskErrorKind::ALL.map(|kind| {
         let (status, _, _, code) = kind.wire();
         (status, code)
@@ -214,76 +215,76 @@ fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
     errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
-fn of_batches(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
-    let durations = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_seconds));
+fn batch_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let durations = slots_with_stats(status).map(|(entry, stats)| (slot_labels(entry), &stats.batch_seconds));
     out.histogram("batch_duration_seconds", "How long a forward pass took", &SECONDS, durations)?;
-    let inputs = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_inputs));
+    let inputs = slots_with_stats(status).map(|(entry, stats)| (slot_labels(entry), &stats.batch_inputs));
     out.histogram("batch_inputs", "Inputs of a forward pass", &INPUTS, inputs)?;
-    let tokens = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_tokens));
+    let tokens = slots_with_stats(status).map(|(entry, stats)| (slot_labels(entry), &stats.batch_tokens));
     out.histogram("batch_tokens", "Tokens of a forward pass", &TOKENS, tokens)?;
     let busy = sums(status, |stats| stats.busy_us as f64 / 1e6);
     out.counter("device_busy_seconds", "Time that the device computed", busy)
 }
 
-fn of_generated_text(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+fn generation_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let by_user = |of: fn(&TokenCounts) -> u64| {
-        counted(status).flat_map(move |(entry, stats)| {
-            stats.users.iter().map(move |(user, tokens)| (with(entry, "user", user), of(tokens) as f64))
+        slots_with_stats(status).flat_map(move |(entry, stats)| {
+            stats.users.iter().map(move |(user, tokens)| (slot_labels_and(entry, "user", user), of(tokens) as f64))
         })
     };
     let help = "Tokens of prompts, by the request's user";
     out.counter("prompt_tokens", help, by_user(|tokens| tokens.prompt))?;
-    let help = "Tokens of prompts that were not computed again";
+    let help = "Tokens of prompts that were cached and not computed again";
     out.counter("cached_prompt_tokens", help, by_user(|tokens| tokens.cached))?;
     out.counter("generated_tokens", "Tokens of answers", by_user(|tokens| tokens.answer))?;
-    let generates = || counted(status).filter(|(_, stats)| stats.now.kv_tokens > 0);
-    let first = generates().map(|(entry, stats)| (slot(entry), &stats.first_token));
-    let help = "From a task's acceptance by its worker to its first token";
+    let generates = || slots_with_stats(status).filter(|(_, stats)| stats.now.kv_tokens > 0);
+    let first = generates().map(|(entry, stats)| (slot_labels(entry), &stats.first_token));
+    let help = "Time from a task's acceptance by its worker to its first token";
     out.histogram("first_token_duration_seconds", help, &SECONDS, first)?;
-    let output = generates().map(|(entry, stats)| (slot(entry), &stats.output_token));
-    let help = "For a token of an answer after its first, an average of the answer";
+    let output = generates().map(|(entry, stats)| (slot_labels(entry), &stats.output_token));
+    let help = "Time for each token of an answer after its first, averaged over the answer";
     out.histogram("output_token_duration_seconds", help, &SECONDS, output)?;
-    let reserved = generates().map(|(entry, stats)| (slot(entry), stats.now.kv_reserved as f64));
+    let reserved = generates().map(|(entry, stats)| (slot_labels(entry), stats.now.kv_reserved as f64));
     out.gauge("kv_reserved_tokens", "Tokens reserved for running sequences", reserved)?;
-    let most = generates().map(|(entry, stats)| (slot(entry), stats.now.kv_tokens as f64));
-    out.gauge("kv_tokens", "Tokens that can be reserved", most)
+    let most = generates().map(|(entry, stats)| (slot_labels(entry), stats.now.kv_tokens as f64));
+    out.gauge("kv_tokens", "Tokens that can be reserved in all", most)
 }
 
-fn of_workers(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let states = status.slots.values().flat_map(|entry| {
         let is = move |state| f64::from(u8::from(entry.report.state == state));
-        State::ALL.iter().map(move |(state, name)| (with(entry, "state", name), is(*state)))
+        State::ALL.iter().map(move |(state, name)| (slot_labels_and(entry, "state", name), is(*state)))
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
     let restarts = status.slots.values().flat_map(|entry| {
         RestartReason::ALL.iter().map(move |reason| {
             let count = entry.report.restarts.get(reason.as_str()).copied().unwrap_or(0);
-            (with(entry, "reason", reason.as_str()), count as f64)
+            (slot_labels_and(entry, "reason", reason.as_str()), count as f64)
         })
     });
-    out.counter("worker_restarts", "Workers started in the place of another", restarts)?;
+    out.counter("worker_restarts", "Workers started to replace another", restarts)?;
     let stuck =
-        status.slots.values().map(|entry| (slot(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
-    out.gauge("worker_stuck", "1 while the worker is past its bound, and /livez fails", stuck)?;
+        status.slots.values().map(|entry| (slot_labels(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
+    out.gauge("worker_stuck", "1 while the worker is past its time limit, and /livez fails", stuck)?;
     let resident = sums(status, |stats| stats.now.resident as f64);
-    out.gauge("worker_resident_memory_bytes", "Memory that is the worker's own, in use", resident)?;
+    out.gauge("worker_resident_memory_bytes", "Resident memory that only the worker uses", resident)?;
     let started = status
         .slots
         .values()
-        .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot(entry), at as f64 / 1e3)));
-    out.gauge("worker_start_time_seconds", "When the worker was ready, since 1970", started)?;
+        .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot_labels(entry), at as f64 / 1e3)));
+    out.gauge("worker_start_time_seconds", "When the worker became ready, in seconds since 1970", started)?;
     let connected = sums(status, |stats| f64::from(u8::from(stats.now.connected)));
     out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
     let lost = sums(status, |stats| stats.lost_sessions as f64);
     out.counter("broker_reconnects", "Sessions with the broker that were lost", lost)?;
-    let prefetched = counted(status)
-        .map(|(entry, stats)| (slot(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64));
-    out.gauge("prefetched_tasks", "Tasks in hand that are not on the device", prefetched)?;
-    let in_flight = status.slots.values().map(|entry| (slot(entry), entry.report.in_flight as f64));
+    let prefetched = slots_with_stats(status)
+        .map(|(entry, stats)| (slot_labels(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64));
+    out.gauge("prefetched_tasks", "Tasks that the worker holds and that are not on the device", prefetched)?;
+    let in_flight = status.slots.values().map(|entry| (slot_labels(entry), entry.report.in_flight as f64));
     out.gauge("in_flight_tasks", "Tasks on the device", in_flight)
 }
 
-fn of_devices(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
+fn device_metrics(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
     let parts = gpus.gpus.iter().flat_map(|gpu| {
         let parts = gpu.parts.iter().flatten().map(|part| (part.uuid.as_str(), part.memory));
         parts.chain([(gpu.uuid.as_str(), gpu.memory)])
@@ -291,13 +292,13 @@ fn of_devices(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
     let known: Vec<_> = parts.filter_map(|(uuid, memory)| Some((uuid, memory?))).collect();
     let used =
         known.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total.saturating_sub(it.free) as f64));
-    out.gauge("device_memory_used_bytes", "The device's memory in use, by anybody", used)?;
+    out.gauge("device_memory_used_bytes", "The device's memory in use by any process", used)?;
     let total = known.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total as f64));
     out.gauge("device_memory_total_bytes", "The device's memory", total)?;
     let use_of = gpus.gpus.iter().filter_map(|gpu| {
         Some((vec![("device", gpu.uuid.as_str())], f64::from(gpu.utilization_percent?) / 100.0))
     });
-    out.gauge("device_utilization_ratio", "Share of the last moments in which the device computed", use_of)
+    out.gauge("device_utilization_ratio", "Share of the driver's last sample period in which the device computed", use_of)
 }
 
 #[cfg(test)]
@@ -323,7 +324,7 @@ mod tests {
             stats.answered("succeeded", "", 2);
             stats.batch(3, 100, 0.02);
             stats.took(Stage::Compute, 0.02);
-            entry.turn(State::Busy);
+            entry.set_state(State::Busy);
         });
         render("here", board, gpus)
     }
@@ -335,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn every_value_of_a_slot_is_labelled_and_every_known_reason_begins_at_nought() {
+    fn slot_metrics_are_labelled_and_known_reasons_start_at_zero() {
         let page = page(Gpus::default());
         let slot = r#"pool="a \"quoted\" name",slot="a \"quoted\" name/0""#;
         assert_lines(
@@ -356,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_text_has_counters_by_the_names_of_their_values_and_no_end() {
+    fn plain_text_names_counters_with_total_and_has_no_eof_line() {
         let page = plain(&page(Gpus::default()));
         for line in ["# TYPE sconce_tasks_total counter", "# TYPE sconce_worker_state gauge"] {
             assert!(page.lines().any(|it| it == line), "{line}");
@@ -366,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_told_by_their_uuids() {
+    fn devices_are_labelled_by_their_uuids() {
         let memory = Some(Memory { total: 100, free: 40 });
         let gpu = Gpu { uuid: "GPU-a".into(), memory, utilization_percent: Some(50), ..Gpu::default() };
         let page = page(Gpus { gpus: vec![gpu], ..Gpus::default() });

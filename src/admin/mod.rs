@@ -4,14 +4,14 @@
 //! | file | decides |
 //! |---|---|
 //! | `http` | what is served under which path |
-//! | `health` | whether the launcher lives, is ready, has started |
+//! | `health` | whether the launcher is live, is ready, has started |
 //! | `metrics` | names, units and labels of the metrics |
-//! | `devices` | how often the driver is asked for the devices' values |
-//! | `remote` | what a request does, and what its answer contains |
+//! | `devices` | when the driver is queried for the devices' values |
+//! | `remote` | what a control request does, and what its answer contains |
 
 #[cfg(feature = "http")]
 mod devices;
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the server asks"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the HTTP server uses it"))]
 mod health;
 #[cfg(feature = "http")]
 mod http;

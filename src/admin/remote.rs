@@ -14,12 +14,12 @@ use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{Answer, CANCEL, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 
-/// The longest wait for slots to take an order: they do so at once, unless their worker does not read.
-const OBEYING: Duration = Duration::from_secs(5);
+/// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest wait for the broker to accept an answer.
-const ANSWERING: Duration = Duration::from_secs(5);
-/// The largest request in bytes.
-const LONGEST: usize = 64 << 10;
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// The largest request, in bytes.
+const MAX_REQUEST_BYTES: usize = 64 << 10;
 
 /// The launcher that is controlled.
 pub struct Place {
@@ -40,12 +40,12 @@ pub struct Place {
 /// Serves requests until the broker refuses the connection or is away for too long.
 ///
 /// # Errors
-/// The broker refuses the connection, or is away.
+/// The broker refuses the connection, or has been away for too long.
 pub async fn control(mut session: BrokerSession, place: &Place) -> Result<(), BrokerError> {
     loop {
         match session.consumer.next().await? {
             Event::Delivery(delivery) => {
-                // Held until the answer is sent: a launcher that ends by this request waits for that.
+                // Held until the answer is sent: a launcher that this request ends waits for the permit.
                 let _answering = place.answering.acquire().await;
                 answer(&session, place, &delivery).await;
                 // Acked last: with a prefetch of one, further requests can still expire at the broker.
@@ -59,20 +59,20 @@ pub async fn control(mut session: BrokerSession, place: &Place) -> Result<(), Br
 
 async fn answer(session: &BrokerSession, place: &Place, delivery: &Delivery) {
     let Some(answer) = place.serve(delivery).await else { return };
-    // The reply queue of a requester who cancels gets the task's reply, and nothing else.
+    // A requester's cancellation is not answered: its reply queue gets the cancelled task's reply, and nothing else.
     if Request::of_requester(&delivery.message.properties).is_some() {
         return;
     }
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
-    let answered = Arc::new(answered(&delivery.message, &answer));
-    let published = tokio::time::timeout(ANSWERING, session.publisher.publish(reply_to, answered)).await;
+    let message = Arc::new(answer_message(&delivery.message, &answer));
+    let published = tokio::time::timeout(ANSWER_TIMEOUT, session.publisher.publish(reply_to, message)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
         tracing::debug!(reply_to, "remote control: the answer was not delivered");
     }
 }
 
-fn answered(request: &Message, answer: &Answer) -> Message {
+fn answer_message(request: &Message, answer: &Answer) -> Message {
     let properties = Properties {
         content_type: Some(JSON.into()),
         correlation_id: request.properties.correlation_id.clone(),
@@ -83,40 +83,40 @@ fn answered(request: &Message, answer: &Answer) -> Message {
 }
 
 impl Place {
-    /// Carries out a request. None: it addresses no slot here, but may address others elsewhere.
+    /// Carries out a request. None if it addresses no slot of this launcher; it may address slots of others.
     async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
         let Some(target) = Target::of_routing_key(key) else {
             return Some(self.refusal(format!(
-                "{key:?} addresses nobody: all, cancel, host.…, launcher.…, pool.… or slot.…"
+                "{key:?} is no routing key of requests; expected all, cancel, host.…, launcher.…, pool.… or slot.…"
             )));
         };
         let target = target.within(&self.host, &self.launcher)?;
-        let meant = |report: &SlotReport| target.means(&report.pool, &report.worker);
-        if !self.board.read(|status| status.slots.values().any(|entry| meant(&entry.report))) {
+        let is_addressed = |report: &SlotReport| target.means(&report.pool, &report.worker);
+        if !self.board.read(|status| status.slots.values().any(|entry| is_addressed(&entry.report))) {
             return None;
         }
         let body = &delivery.message.body;
-        if body.len() > LONGEST {
+        if body.len() > MAX_REQUEST_BYTES {
             return Some(
-                self.refusal(format!("the request is {} bytes; at most {LONGEST} are read", body.len())),
+                self.refusal(format!("the request has {} bytes; at most {MAX_REQUEST_BYTES} are allowed", body.len())),
             );
         }
         let of_requester = Request::of_requester(&delivery.message.properties);
         if target == Target::Cancel && of_requester.is_none() {
-            return Some(self.refusal(format!("the key {key:?} takes messages of the type {CANCEL} alone")));
+            return Some(self.refusal(format!("the key {key:?} only takes messages of the type {CANCEL}")));
         }
         let request: Request = match of_requester.map_or_else(|| serde_json::from_slice(body), Ok) {
             Ok(request) => request,
             Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
         };
-        let asked = serde_json::to_string(&request).unwrap_or_default();
+        let request_text = serde_json::to_string(&request).unwrap_or_default();
         if request.only_asks() {
-            tracing::debug!(key, request = asked, "remote control");
+            tracing::debug!(key, request = request_text, "remote control");
         } else {
-            tracing::info!(key, request = asked, "remote control");
+            tracing::info!(key, request = request_text, "remote control");
         }
-        let outcomes = match self.obey(&request, &target).await {
+        let outcomes = match self.carry_out(&request, &target).await {
             Ok(outcomes) => outcomes,
             Err(message) => return Some(self.refusal(message)),
         };
@@ -124,7 +124,7 @@ impl Place {
     }
 
     /// Has the slots carry out the order; does nothing for a query.
-    async fn obey(&self, request: &Request, target: &Target) -> Result<BTreeMap<String, Outcome>, String> {
+    async fn carry_out(&self, request: &Request, target: &Target) -> Result<BTreeMap<String, Outcome>, String> {
         match request {
             _ if request.only_asks() => return Ok(BTreeMap::new()),
             Request::SetBatch(change) => change.problem().map_or(Ok(()), Err)?,
@@ -136,8 +136,8 @@ impl Place {
             }
             _ => {}
         }
-        let obeyed = tokio::time::timeout(OBEYING, self.handle.order(target.clone(), request.clone())).await;
-        let outcomes = obeyed.map_err(|_| format!("not every slot has obeyed within {OBEYING:?}"))?;
+        let ordered = tokio::time::timeout(ORDER_TIMEOUT, self.handle.order(target.clone(), request.clone())).await;
+        let outcomes = ordered.map_err(|_| format!("not every slot has carried out the order within {ORDER_TIMEOUT:?}"))?;
         Ok(outcomes.into_iter().collect())
     }
 
@@ -163,15 +163,15 @@ impl Place {
             }
             report
         });
-        Answer { slots: reports.collect(), ..self.signature() }
+        Answer { slots: reports.collect(), ..self.identity() }
     }
 
     fn refusal(&self, message: String) -> Answer {
         tracing::warn!(error = message, "remote control: refused");
-        Answer { error: Some(message), ..self.signature() }
+        Answer { error: Some(message), ..self.identity() }
     }
 
-    fn signature(&self) -> Answer {
+    fn identity(&self) -> Answer {
         Answer {
             launcher: self.launcher.clone(),
             host: self.host.clone(),

@@ -1,4 +1,5 @@
-//! The program's entry: the stacks of its threads, the command line, exit codes. Makes no other decisions.
+//! The program's entry point: sets the stack size of threads, parses the command line and maps errors to exit codes.
+//! Makes no other decisions.
 
 use std::fs;
 use std::io;
@@ -17,12 +18,12 @@ use crate::worker::WorkerError;
 
 pub use crate::commands::{Allocator, Registry};
 
-/// The variable that std reads, when the first thread is made, as the default stack size in bytes.
-const MIN_STACK: &str = "RUST_MIN_STACK";
+/// Environment variable with the default stack size in bytes. std reads it when it spawns the first thread.
+const MIN_STACK_VARIABLE: &str = "RUST_MIN_STACK";
 /// The stack of every thread, in bytes. Lapin reads message headers by recursion, and a frame can hold 26,000
 /// nested arrays: with Rust's 2 MiB such a message, which any producer may send, kills the worker or command
 /// that receives it. This is address space; memory is used only as deep as the stack gets.
-const STACK: usize = 64 << 20;
+const STACK_BYTES: usize = 64 << 20;
 
 /// The program: parses the command line, runs the command, returns the exit code.
 ///
@@ -34,12 +35,12 @@ pub fn main(registry: &Registry) -> ExitCode {
     // The shell limits the first thread's stack. The thread spawned here lives to the end too: the kernel ties
     // workers to the thread that spawned them.
     let exit = thread::scope(|scope| {
-        let main = thread::Builder::new().name("main".into()).stack_size(STACK);
+        let main = thread::Builder::new().name("main".into()).stack_size(STACK_BYTES);
         match main.spawn_scoped(scope, || run(registry)) {
             // The panic has printed its message.
             Ok(main) => main.join().unwrap_or(Exit::Internal),
             Err(error) => {
-                eprintln_error(&anyhow::Error::new(error).context("a thread for the command"));
+                eprintln_error(&anyhow::Error::new(error).context("cannot spawn the command's thread"));
                 Exit::Internal
             }
         }
@@ -47,13 +48,17 @@ pub fn main(registry: &Registry) -> ExitCode {
     ExitCode::from(exit.code())
 }
 
-#[expect(unsafe_code, clippy::disallowed_methods, reason = "before the first thread the environment is ours")]
+#[expect(
+    unsafe_code,
+    clippy::disallowed_methods,
+    reason = "no other thread exists yet that could read the environment"
+)]
 fn deepen_stacks() {
-    let set = std::env::var(MIN_STACK).ok().and_then(|bytes| bytes.parse::<usize>().ok());
+    let set = std::env::var(MIN_STACK_VARIABLE).ok().and_then(|bytes| bytes.parse::<usize>().ok());
     let alone = fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1);
-    if alone && set.is_none_or(|bytes| bytes < STACK) {
-        // SAFETY: no other thread can read the environment meanwhile, because there is none.
-        unsafe { std::env::set_var(MIN_STACK, STACK.to_string()) };
+    if alone && set.is_none_or(|bytes| bytes < STACK_BYTES) {
+        // SAFETY: no other thread exists that could read the environment meanwhile.
+        unsafe { std::env::set_var(MIN_STACK_VARIABLE, STACK_BYTES.to_string()) };
     }
 }
 
@@ -66,7 +71,7 @@ fn run(registry: &Registry) -> Exit {
         }
     };
     commands::run(cli.command, registry).unwrap_or_else(|error| {
-        // Whoever read the output has read enough, as in `sconce check-config | head`.
+        // No error: the reader has read enough, as `head` in `sconce check-config | head`.
         if is_closed_pipe(&error) {
             return Exit::Done;
         }
@@ -75,7 +80,7 @@ fn run(registry: &Registry) -> Exit {
     })
 }
 
-/// Whether nobody reads what the command prints any more.
+/// Whether the error is a closed pipe: nobody reads the command's output any more.
 fn is_closed_pipe(error: &anyhow::Error) -> bool {
     if let Some(WithExit { error, .. }) = error.downcast_ref() {
         return is_closed_pipe(error);
@@ -84,12 +89,13 @@ fn is_closed_pipe(error: &anyhow::Error) -> bool {
     causes.any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }
 
-#[expect(clippy::print_stderr, reason = "the last word of a command goes to its user")]
+#[expect(clippy::print_stderr, reason = "the error of a command is printed for its user")]
 fn eprintln_error(error: &anyhow::Error) {
     eprintln!("sconce: {error:#}");
 }
 
-/// The exit code tells who has to act: by the kind of error, else the code that the command gave it.
+/// The exit code, which says who has to act. The kind of the error decides it; if the kind does not, the outermost code
+/// that the command attached does.
 fn exit_of(error: &anyhow::Error) -> Exit {
     let (mut within, mut given) = (error, None);
     loop {
@@ -104,7 +110,7 @@ fn exit_of(error: &anyhow::Error) -> Exit {
     }
 }
 
-/// None: an error of this kind says nothing about who has to act.
+/// The exit code of this kind of error; none if the kind does not say who has to act.
 fn exit_of_kind(error: &anyhow::Error) -> Option<Exit> {
     if error.is::<ConfigError>() || error.is::<LaunchError>() {
         return Some(Exit::Config);
@@ -130,19 +136,19 @@ mod tests {
     use crate::commands::exits::ExitsWith as _;
 
     #[test]
-    fn an_error_says_its_words_and_never_its_exit_code() {
-        // Words that are those of an exit code too.
-        let words = Exit::Aborted.to_string();
-        let error = anyhow!(words.clone()).exits_with(Exit::Usage).context("one").exits_with(Exit::No);
-        assert_eq!(format!("{error:#}"), format!("one: {words}"));
-        assert_eq!(exit_of(&error), Exit::No, "the last one that was given");
+    fn an_error_prints_its_message_and_not_its_exit_code() {
+        // A message that is also the text of an exit code.
+        let message = Exit::Aborted.to_string();
+        let error = anyhow!(message.clone()).exits_with(Exit::Usage).context("one").exits_with(Exit::No);
+        assert_eq!(format!("{error:#}"), format!("one: {message}"));
+        assert_eq!(exit_of(&error), Exit::No, "the outermost code");
         let read = std::fs::read("/nowhere/at/all").context("two").exits_with(Exit::Config).unwrap_err();
         assert!(format!("{read:#}").starts_with("two: No such file"), "{read:#}");
         assert_eq!(exit_of(&read.context("three")), Exit::Config);
     }
 
     #[test]
-    fn the_kind_of_an_error_comes_before_the_code_that_it_was_given() {
+    fn the_kind_of_an_error_overrides_the_attached_exit_code() {
         let lost = || ClientError::Lost { missing: 1, published: 2 };
         for error in [anyhow::Error::from(lost()), anyhow::Error::from(lost()).context("why")] {
             assert_eq!(exit_of(&error.exits_with(Exit::Usage).context("more")), Exit::BrokerLost);
@@ -151,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_that_nobody_reads_any_more_is_known_in_any_context() {
+    fn a_closed_pipe_is_recognized_in_any_context() {
         let closed = || io::Error::from(io::ErrorKind::BrokenPipe);
         assert!(is_closed_pipe(&anyhow::Error::from(closed()).context("one")));
         assert!(is_closed_pipe(&anyhow::Error::from(closed()).exits_with(Exit::Usage).context("two")));

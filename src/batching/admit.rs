@@ -3,30 +3,31 @@
 //!
 //! - **Room.** A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
 //!   reserved. So no sequence runs out of room half way.
-//! - **Shares.** A requester's share is the limits divided by the number of requesters that run or wait, and at least one
-//!   sequence. While others wait that are within their shares, nothing is admitted beyond a share, and what runs beyond
-//!   one gives way to them: it waits again, and begins anew. Within its share a sequence is preempted in three cases only:
-//!   it overtook (see Overtaking), it is a background sequence, or an isolated sequence needs its room. One requester
-//!   alone may use everything.
-//! - **Order.** Within a requester, first come, first served; one level of priority is worth [`AGEING`] of waiting. Between
-//!   requesters, the first waiting sequences of each compete by the same rule, except that a requester's arrival time is
-//!   reset whenever one of its sequences is admitted or ends. So one with hundreds of sequences lets each other requester
-//!   go between two of its own.
+//! - **Shares.** A requester's share is the limits divided by the number of requesters with running or waiting
+//!   sequences, and at least one sequence. While requesters within their shares wait, nothing is admitted beyond a
+//!   share, and sequences that run beyond one are preempted for them: they wait again, and restart from the beginning.
+//!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
+//!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
+//! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
+//!   waiting. Between requesters, the first waiting sequences of each compete by the same rule, except that a
+//!   requester's arrival time is reset whenever one of its sequences is admitted or ends. So each other requester has
+//!   its turn between two sequences of a requester with hundreds of them.
 //! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences of
 //!   other requesters are admitted before it, and are preempted as soon as it would find room without them. So neither a
 //!   small sequence nor one that needs nearly all room waits for ever.
-//! - **Isolated** sequences are of tasks that may have killed a worker. They run only beside each other: while they run, no
-//!   step has a row of another sequence.
-//! - **Background** sequences count as come [`BACKGROUND`] later. Before that time they run only where nobody else waits,
-//!   and give way to ordinary sequences.
-//! - **Steps.** A step first has a row (1 token) for each sequence whose whole prompt has been fed, then chunks of prompts in
-//!   the tokens left, divided by `prompts`. No more sequences are admitted than a step has tokens, so that every prompt
-//!   makes progress. If a smaller step leaves more running, they take turns.
-//! - **Windows.** A sequence with an encoder has its window encoded first, by a step that has no other rows than windows:
-//!   so the others have their tokens before, and a window that fails or kills the worker is not taken for one of them.
-//!   While sequences are fed tokens of their answers, such a step has one window, and [`Encoding::interval`] steps of
-//!   tokens lie between two. Otherwise it has up to [`Encoding::batch`] windows, and takes turns with chunks of prompts.
-//!   `windows` says whose windows they are. They count no tokens. A sequence that gave way encodes its window again.
+//! - **Isolated** sequences belong to tasks that may have killed a worker. They run only beside each other: while they
+//!   run, no step has a row of another sequence.
+//! - **Background** sequences count as having arrived [`BACKGROUND_PENALTY`] later. Until then they run only while
+//!   nobody else waits, and are preempted by ordinary sequences.
+//! - **Steps.** A step first has a row (1 token) for each sequence that decodes, which means that its whole prompt has
+//!   been fed. The tokens left are for chunks of prompts, divided by `prompts`. No more sequences are admitted than a
+//!   step has tokens, so that every prompt makes progress. If steps become smaller while more sequences run, these take
+//!   turns.
+//! - **Windows.** The window of a sequence with an encoder is encoded first, by a step that has only windows. So the
+//!   other sequences have received their tokens before, and are not blamed for a window that fails or kills the worker.
+//!   While sequences decode, such a step has one window, and at least [`Encoding::interval`] token steps lie between
+//!   two. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows` decides
+//!   whose windows they are. They do not count as tokens of a step. A preempted sequence encodes its window again.
 
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -36,9 +37,9 @@ use super::prompts::{self, Prompt};
 use super::windows::{self, Encoding, Window};
 
 /// The waiting time that one level of priority is worth.
-pub const AGEING: Duration = Duration::from_secs(5);
-/// How much later a background sequence counts than it came.
-pub const BACKGROUND: Duration = Duration::from_secs(60);
+pub const PRIORITY_STEP: Duration = Duration::from_secs(5);
+/// A background sequence counts as having arrived this much later.
+pub const BACKGROUND_PENALTY: Duration = Duration::from_secs(60);
 
 /// The scheduler's bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,19 +57,19 @@ pub struct Limits {
 /// A sequence that is to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// It has a window, which is encoded before its first token.
+    /// Whether it has a window, which is encoded before its first token.
     pub encodes: bool,
-    /// Tokens of its prompt, 1 at least; 0 at least behind a window.
+    /// Tokens of its prompt: at least 1, or at least 0 if it has a window.
     pub prompt: usize,
     /// The most tokens that its answer may have.
     pub answer: usize,
-    /// A higher number runs sooner.
+    /// A sequence with a higher number runs sooner.
     pub priority: u8,
-    /// Who wants it.
+    /// A number for who asked for it.
     pub requester: u64,
-    /// It runs where others leave room, until it has waited long.
+    /// Whether it runs only in room that others leave, until it has waited for [`BACKGROUND_PENALTY`].
     pub background: bool,
-    /// It runs only with other isolated sequences.
+    /// Whether it runs only with other isolated sequences.
     pub isolated: bool,
 }
 
@@ -82,23 +83,24 @@ impl Request {
         Party { requester, background, isolated }
     }
 
-    /// The place of a request of this priority that counts as come at this time.
-    fn place(&self, came: Instant) -> Instant {
-        came + AGEING * u32::from(u8::MAX - self.priority)
+    /// The time by which requests are ordered, for a request of this priority that counts as having arrived at
+    /// `arrival`.
+    fn order_time(&self, arrival: Instant) -> Instant {
+        arrival + PRIORITY_STEP * u32::from(u8::MAX - self.priority)
     }
 }
 
 /// What a sequence is fed in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Feed {
-    /// The input of its encoder, whole.
+    /// Its whole window, for the encoder.
     Encode,
-    /// So many tokens of its prompt, or 1 of its answer.
+    /// This many tokens of its prompt, or 1 of its answer.
     Tokens(usize),
 }
 
 impl Feed {
-    /// How many tokens of the prompt or the answer these are: 0 for [`Feed::Encode`].
+    /// The number of tokens of the prompt or the answer: 0 for [`Feed::Encode`].
     pub fn tokens(self) -> usize {
         match self {
             Self::Encode => 0,
@@ -107,7 +109,7 @@ impl Feed {
     }
 }
 
-/// A row of a step: the sequence `key` in `slot` is fed this.
+/// A row of a step: what one sequence is fed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row<K> {
     /// The sequence.
@@ -118,7 +120,7 @@ pub struct Row<K> {
     pub feed: Feed,
 }
 
-/// A sequence begins or gives way.
+/// A sequence is admitted or preempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change<K> {
     /// It runs in this slot from now on, from its beginning.
@@ -128,16 +130,17 @@ pub enum Change<K> {
         /// Its slot.
         slot: usize,
     },
-    /// It does not run any more, and waits again.
+    /// It no longer runs, and waits again.
     Preempted {
         /// The sequence.
         key: K,
-        /// The slot that it had, which is free now.
+        /// Its former slot, which is free now.
         slot: usize,
     },
 }
 
-/// Who shares: a requester. Its background sequences count as another requester's, and so do its isolated ones.
+/// Who has a share: a requester. Its background sequences count as those of another requester, and so do its isolated
+/// ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Party {
     requester: u64,
@@ -145,39 +148,39 @@ struct Party {
     isolated: bool,
 }
 
-/// A place in an order: a time, and a number where times are equal.
+/// A position in a queue: a time, and a number that decides between equal times.
 type Order = (Instant, u64);
 
 #[derive(Clone, Copy)]
 struct Sequence<K> {
     key: K,
     request: Request,
-    /// When it counts as come.
-    came: Instant,
-    /// Its place among the sequences of its party.
+    /// When it counts as having arrived.
+    arrival: Instant,
+    /// Its position among the sequences of its party.
     order: Order,
-    /// Its place among the next sequences of all parties, once that is settled: from its admission on, and while it
-    /// waits again after it gave way to one that it had overtaken.
+    /// Its position among the next sequences of all parties, once that is fixed: from its admission on, and while it
+    /// waits again after it was preempted by a sequence that it had overtaken.
     turn: Option<Order>,
-    /// The count when it began to wait, or was admitted.
+    /// The serial number of its last change: when it began to wait, or was admitted.
     number: u64,
 }
 
 #[derive(Clone, Copy)]
 struct Running<K> {
     sequence: Sequence<K>,
-    /// Its window is not encoded yet.
+    /// Whether its window still has to be encoded.
     encodes: bool,
     /// Tokens of its prompt that are not fed yet.
     prompt_left: usize,
-    /// The last step that had this sequence.
-    step: u64,
-    /// It was admitted before another whose turn it was.
+    /// The number of its last row, counting all rows of all sequences.
+    last_row: u64,
+    /// Whether it was admitted before another whose turn it was.
     overtook: bool,
 }
 
 impl<K> Running<K> {
-    /// It is fed the tokens of its answer.
+    /// Whether its whole prompt has been fed, so that it is fed the tokens of its answer.
     fn decodes(&self) -> bool {
         !self.encodes && self.prompt_left == 0
     }
@@ -186,11 +189,11 @@ impl<K> Running<K> {
 /// The sequences of one party, at least one.
 struct Queue<K> {
     waiting: BTreeMap<Order, Sequence<K>>,
-    /// What those that run hold.
+    /// What its running sequences hold.
     held: Held,
     /// When a sequence was last admitted, or ended after it had run.
     served: Option<Instant>,
-    /// When a step last had a window of it.
+    /// When a step last had a window of this party.
     encoded: Option<Instant>,
 }
 
@@ -215,13 +218,13 @@ impl Held {
         self.sequences <= most.sequences && self.tokens <= most.tokens
     }
 
-    /// One sequence is within any share.
+    /// Whether this is within the share. One sequence always is.
     fn is_within_share(self, share: Self) -> bool {
         self.sequences <= 1 || self.is_within(share)
     }
 }
 
-/// Which waiting sequences are considered: those of a rank only while none of a lesser one waits.
+/// The class of a waiting sequence: one is considered only while no sequence of an earlier class waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
     WithinShare,
@@ -229,7 +232,7 @@ enum Rank {
     Background,
 }
 
-/// The next sequence of a party.
+/// The first waiting sequence of a party.
 #[derive(Clone, Copy)]
 struct Next<K> {
     rank: Rank,
@@ -237,36 +240,37 @@ struct Next<K> {
     sequence: Sequence<K>,
 }
 
-/// A sequence that may run now, and who gives way to it.
+/// A sequence that may run now.
 struct Admission<K> {
     next: Next<K>,
-    /// Slots that must be emptied before.
-    giving_way: Vec<usize>,
+    /// Slots whose sequences must be preempted before.
+    preempts: Vec<usize>,
     overtakes: bool,
 }
 
-/// A running sequence that gives way to some others.
-struct Yielding<'a, K> {
+/// A running sequence that some waiting ones may preempt.
+struct Preemptible<'a, K> {
     slot: usize,
     running: &'a Running<K>,
     beyond_share: bool,
 }
 
-impl<K> Yielding<'_, K> {
-    fn gives_way_to(&self, next: &Next<K>, isolated: bool) -> bool {
+impl<K> Preemptible<'_, K> {
+    fn yields_to(&self, next: &Next<K>, isolated: bool) -> bool {
         let Running { sequence: Sequence { request, order, turn, number, .. }, overtook, .. } = self.running;
         if isolated {
             return !request.isolated;
         }
         let is_background = next.sequence.request.background;
-        // Both rules below compare turns, so that no two sequences take each other's place again and again.
+        // Both rules below require that the other's turn is earlier, so that two sequences cannot preempt each other in
+        // a loop.
         let is_ahead = *turn > Some(next.turn);
         let fills_gaps = request.background && !is_background && *order > next.sequence.order;
         if is_ahead && fills_gaps {
             return true;
         }
         let was_overtaken = is_ahead && *overtook && *number > next.sequence.number;
-        // What runs in the background takes nobody's share.
+        // A background sequence preempts nobody to get its share.
         next.rank == Rank::WithinShare && (was_overtaken || self.beyond_share && !is_background)
     }
 }
@@ -280,7 +284,7 @@ enum Place {
 pub struct Scheduler<K> {
     limits: Limits,
     /// The limits as they were set, before memory failures reduced them.
-    asked: Limits,
+    configured: Limits,
     /// Of each party that runs or waits.
     queues: BTreeMap<Party, Queue<K>>,
     /// Indexed by slot.
@@ -289,10 +293,11 @@ pub struct Scheduler<K> {
     places: BTreeMap<K, Place>,
     /// What all running sequences hold.
     held: Held,
-    /// Counts arrivals, admissions, and sequences that gave way.
-    count: u64,
-    steps: u64,
-    /// Steps of tokens since the last step of windows.
+    /// The last serial number: each arrival, admission and preemption has one.
+    serial: u64,
+    /// The number of rows computed so far.
+    rows: u64,
+    /// Token steps since the last step with windows.
     steps_since_window: usize,
 }
 
@@ -301,38 +306,38 @@ impl<K: Copy + Ord> Scheduler<K> {
     pub fn new(limits: Limits) -> Self {
         let mut scheduler = Self {
             limits,
-            asked: limits,
+            configured: limits,
             queues: BTreeMap::new(),
             running: Vec::new(),
             places: BTreeMap::new(),
             held: Held::default(),
-            count: 0,
-            steps: 0,
+            serial: 0,
+            rows: 0,
             steps_since_window: usize::MAX,
         };
         scheduler.set_limits(limits);
         scheduler
     }
 
-    /// Changes the limits. Running sequences beyond them continue to their end.
+    /// Changes the limits. Sequences that already run beyond them continue to their end.
     pub fn set_limits(&mut self, limits: Limits) {
         let step_tokens = limits.step_tokens.max(1);
         let sequences = limits.sequences.min(step_tokens);
         self.limits = Limits { step_tokens, sequences, ..limits };
-        self.asked = self.limits;
+        self.configured = self.limits;
         let most = self.running.len().max(sequences);
         self.running.resize(most, None);
     }
 
     /// Limits steps to `tokens` tokens, and to as many sequences. If more are running, they take turns.
     pub fn limit_step(&mut self, tokens: usize) {
-        self.limits.step_tokens = tokens.clamp(1, self.asked.step_tokens);
-        self.limits.sequences = self.asked.sequences.min(self.limits.step_tokens);
+        self.limits.step_tokens = tokens.clamp(1, self.configured.step_tokens);
+        self.limits.sequences = self.configured.sequences.min(self.limits.step_tokens);
     }
 
     /// Limits the windows that are encoded together.
     pub fn limit_windows(&mut self, most: usize) {
-        self.limits.encoding.batch = most.clamp(1, self.asked.encoding.batch);
+        self.limits.encoding.batch = most.clamp(1, self.configured.encoding.batch);
     }
 
     /// Tokens that are reserved for running sequences.
@@ -348,10 +353,10 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: neither it nor any later
     /// sequence of its requester would ever run.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
-        self.count += 1;
-        let came = if request.background { now + BACKGROUND } else { now };
-        let order = (request.place(came), self.count);
-        self.wait(Sequence { key, request, came, order, turn: None, number: self.count });
+        self.serial += 1;
+        let arrival = if request.background { now + BACKGROUND_PENALTY } else { now };
+        let order = (request.order_time(arrival), self.serial);
+        self.wait(Sequence { key, request, arrival, order, turn: None, number: self.serial });
     }
 
     fn wait(&mut self, sequence: Sequence<K>) {
@@ -391,14 +396,14 @@ impl<K: Copy + Ord> Scheduler<K> {
         Some(running)
     }
 
-    /// Admits the sequences that may run now; only isolated ones if `isolated`. The changes are in the order in which they
-    /// are to be made.
+    /// Admits the sequences that may run now; only isolated ones if `isolated`. The caller must make the changes in the
+    /// order in which they are returned.
     pub fn admit(&mut self, isolated: bool, now: Instant) -> Vec<Change<K>> {
         let mut changes = Vec::new();
-        // At most as many as there are slots: whatever the rules do, this ends.
+        // The number of slots bounds the admissions, so that this ends whatever the rules decide.
         for _ in 0..self.running.len() {
             let Some(admission) = self.next(isolated, now) else { break };
-            for slot in &admission.giving_way {
+            for slot in &admission.preempts {
                 changes.extend(self.preempt(*slot));
             }
             let Some(admitted) = self.start(admission, now) else { break };
@@ -407,42 +412,42 @@ impl<K: Copy + Ord> Scheduler<K> {
         changes
     }
 
-    /// The first in order of those that may run now.
+    /// The first sequence in order that may run now.
     fn next(&self, isolated: bool, now: Instant) -> Option<Admission<K>> {
         let next_of_each = self.next_of_each(isolated, now);
         let rank = next_of_each.first()?.rank;
         let considered = next_of_each.into_iter().take_while(|next| next.rank == rank);
-        let yielding = LazyCell::new(|| self.yielding(isolated));
-        // Isolated sequences run in their order: they are few.
+        let preemptible = LazyCell::new(|| self.preemptible(isolated));
+        // Isolated sequences do not overtake each other: they are few.
         let considered = considered.take(if isolated { 1 } else { usize::MAX });
         considered.enumerate().find_map(|(place, next)| {
             let request = &next.sequence.request;
-            let giving_way = if self.fits(request, self.held) {
+            let preempts = if self.fits(request, self.held) {
                 Vec::new()
             } else {
-                self.slots_to_empty(request, yielding.iter().filter(|it| it.gives_way_to(&next, isolated)))?
+                self.slots_to_empty(request, preemptible.iter().filter(|it| it.yields_to(&next, isolated)))?
             };
-            Some(Admission { next, giving_way, overtakes: place > 0 })
+            Some(Admission { next, preempts, overtakes: place > 0 })
         })
     }
 
-    /// The next sequence of each party that has waiting ones, in the order in which they are considered.
+    /// The first waiting sequence of each party, in the order in which they are considered.
     fn next_of_each(&self, isolated: bool, now: Instant) -> Vec<Next<K>> {
         let share = self.share();
         let next = |(party, queue): (&Party, &Queue<K>)| {
             let (_, sequence) = queue.waiting.first_key_value()?;
-            let Sequence { request, came, order, turn, .. } = sequence;
+            let Sequence { request, arrival, order, turn, .. } = sequence;
             let rank = if isolated {
                 Rank::WithinShare
-            } else if party.background && *came > now {
+            } else if party.background && *arrival > now {
                 Rank::Background
             } else if queue.held.with(request).is_within_share(share) {
                 Rank::WithinShare
             } else {
                 Rank::BeyondShare
             };
-            let served = queue.served.unwrap_or(*came);
-            let turn = turn.unwrap_or((request.place(served.max(*came)), order.1));
+            let served = queue.served.unwrap_or(*arrival);
+            let turn = turn.unwrap_or((request.order_time(served.max(*arrival)), order.1));
             Some(Next { rank, turn, sequence: *sequence })
         };
         let queues = self.queues.iter().filter(|(party, _)| party.isolated || !isolated);
@@ -458,44 +463,44 @@ impl<K: Copy + Ord> Scheduler<K> {
         Held { sequences: sequences / parties, tokens: reserved_tokens / parties }
     }
 
-    /// The sequences that give way to some others, those that were admitted last first. A party's first ones that are
-    /// together within its share are not beyond it.
-    fn yielding(&self, isolated: bool) -> Vec<Yielding<'_, K>> {
+    /// The running sequences that waiting ones may preempt, in reverse order of admission. A party's earliest sequences
+    /// that together are within its share do not count as beyond it.
+    fn preemptible(&self, isolated: bool) -> Vec<Preemptible<'_, K>> {
         let share = self.share();
         let mut held: BTreeMap<Party, Held> = BTreeMap::new();
-        let mut yielding = Vec::new();
+        let mut preemptible = Vec::new();
         for (slot, running) in self.in_order(false) {
             let request = &running.sequence.request;
             let held = held.entry(request.party()).or_default();
             *held = held.with(request);
             let beyond_share = !held.is_within_share(share);
             if isolated || beyond_share || request.background || running.overtook {
-                yielding.push(Yielding { slot, running, beyond_share });
+                preemptible.push(Preemptible { slot, running, beyond_share });
             }
         }
-        yielding.reverse();
-        yielding
+        preemptible.reverse();
+        preemptible
     }
 
-    /// Whether the sequence finds room beside what is held.
+    /// Whether there is room for the request beside what is held.
     fn fits(&self, request: &Request, held: Held) -> bool {
         let Limits { sequences, reserved_tokens, .. } = self.limits;
         held.with(request).is_within(Held { sequences, tokens: reserved_tokens })
     }
 
-    /// The slots to empty so that the sequence finds room. None: these are not enough, and their work would be lost for
-    /// nothing.
+    /// The slots to empty so that the request finds room. None if all of `preemptible` are not enough: their work would
+    /// be lost for nothing.
     fn slots_to_empty<'a>(
         &self,
         request: &Request,
-        giving_way: impl Iterator<Item = &'a Yielding<'a, K>>,
+        preemptible: impl Iterator<Item = &'a Preemptible<'a, K>>,
     ) -> Option<Vec<usize>>
     where
         K: 'a,
     {
         let fits = |held: Held| self.fits(request, held);
         let (mut held, mut chosen) = (self.held, Vec::new());
-        for it in giving_way {
+        for it in preemptible {
             if fits(held) {
                 break;
             }
@@ -505,7 +510,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         if !fits(held) {
             return None;
         }
-        // One that was chosen before a larger one may go on after all.
+        // A sequence that was chosen before a larger one may turn out not to be in the way.
         let mut slots = Vec::new();
         for it in chosen.into_iter().rev() {
             let spared = held.with(&it.running.sequence.request);
@@ -526,21 +531,21 @@ impl<K: Copy + Ord> Scheduler<K> {
         queue.waiting.remove(&order)?;
         (queue.held, queue.served) = (queue.held.with(&request), Some(now));
         self.held = self.held.with(&request);
-        self.count += 1;
-        let sequence = Sequence { turn: Some(turn), number: self.count, ..sequence };
+        self.serial += 1;
+        let sequence = Sequence { turn: Some(turn), number: self.serial, ..sequence };
         let (encodes, prompt_left) = (request.encodes, request.prompt);
-        self.running[slot] = Some(Running { sequence, encodes, prompt_left, step: 0, overtook });
+        self.running[slot] = Some(Running { sequence, encodes, prompt_left, last_row: 0, overtook });
         self.places.insert(key, Place::Running(slot));
         Some(Change::Admitted { key, slot })
     }
 
-    /// A sequence gives way. Its place among all parties is kept if it had overtaken another: then those that come later
-    /// cannot take its place again.
+    /// Preempts the sequence in this slot. If it had overtaken another, it keeps its turn among all parties, so that
+    /// later arrivals cannot go before it.
     fn preempt(&mut self, slot: usize) -> Option<Change<K>> {
         let Running { sequence, overtook, .. } = self.vacate(slot)?;
-        self.count += 1;
+        self.serial += 1;
         let turn = sequence.turn.filter(|_| overtook);
-        self.wait(Sequence { turn, number: self.count, ..sequence });
+        self.wait(Sequence { turn, number: self.serial, ..sequence });
         Some(Change::Preempted { key: sequence.key, slot })
     }
 
@@ -555,55 +560,56 @@ impl<K: Copy + Ord> Scheduler<K> {
         running
     }
 
-    /// Whether sequences are fed tokens of their answers; only isolated ones count if `isolated`.
+    /// Whether any sequence decodes; only isolated ones count if `isolated`.
     pub fn is_decoding(&self, isolated: bool) -> bool {
         self.running.iter().flatten().any(|it| it.decodes() && (it.sequence.request.isolated || !isolated))
     }
 
-    /// The rows of the next step, which the caller computes now; only of isolated sequences if `isolated`. They are all
-    /// windows, or none is. Chunks of prompts have `prompt_tokens` tokens at most, or one for each prompt.
+    /// The rows of the next step, which the caller must compute now; only of isolated sequences if `isolated`. They are
+    /// all windows, or none is. The chunks of prompts together have at most `prompt_tokens` tokens, or as many as there
+    /// are prompts if that is more.
     pub fn rows(&mut self, isolated: bool, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
         let (windows, fed): (Vec<_>, Vec<_>) =
             self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
-        let (answering, prompts): (Vec<_>, Vec<_>) = fed.into_iter().partition(|(_, it)| it.decodes());
+        let (decoding, prompts): (Vec<_>, Vec<_>) = fed.into_iter().partition(|(_, it)| it.decodes());
         let Encoding { interval, batch } = self.limits.encoding;
-        let (steps_between, most) = match (&answering[..], &prompts[..]) {
+        let (steps_between, most) = match (&decoding[..], &prompts[..]) {
             ([], []) => (0, batch),
             ([], _) => (1, batch),
             _ => (interval, 1),
         };
         if !windows.is_empty() && self.steps_since_window >= steps_between {
-            let rows = self.encoded(&windows, most);
+            let rows = self.window_rows(&windows, most);
             self.steps_since_window = 0;
             for row in &rows {
                 self.note_window(row.slot, now);
             }
             return rows;
         }
-        let mut rows = self.answers(answering);
+        let mut rows = self.decode_rows(decoding);
         let left = self.limits.step_tokens.saturating_sub(rows.len());
-        rows.extend(chunks(&prompts, left.min(prompt_tokens.max(prompts.len()))));
+        rows.extend(prompt_rows(&prompts, left.min(prompt_tokens.max(prompts.len()))));
         if !rows.is_empty() {
             self.steps_since_window = self.steps_since_window.saturating_add(1);
         }
         rows
     }
 
-    /// Rows for some of these windows, `most` at most. The sequences are in the order of their admission.
-    fn encoded(&self, waiting: &[(usize, &Running<K>)], most: usize) -> Vec<Row<K>> {
+    /// Rows for at most `most` of these windows. The sequences are in the order of their admission.
+    fn window_rows(&self, waiting: &[(usize, &Running<K>)], most: usize) -> Vec<Row<K>> {
         let window = |(_, it): &(usize, &Running<K>)| {
-            let Sequence { request, came, .. } = it.sequence;
+            let Sequence { request, arrival, .. } = it.sequence;
             let requester = request.party();
             let encoded = self.queues.get(&requester).and_then(|queue| queue.encoded);
-            Window { requester, since: encoded.map_or(came, |encoded| encoded.max(came)) }
+            Window { requester, since: encoded.map_or(arrival, |encoded| encoded.max(arrival)) }
         };
         let windows: Vec<Window<Party>> = waiting.iter().map(window).collect();
         let chosen = windows::choose(&windows, most).into_iter().filter_map(|index| waiting.get(index));
         chosen.map(|(slot, it)| Row { key: it.sequence.key, slot: *slot, feed: Feed::Encode }).collect()
     }
 
-    /// A step has the window of the sequence in this slot. Noted before it is known whether that fails, so that failing
-    /// windows of one requester give way to others, too.
+    /// Records that a step has the window of the sequence in this slot. This is recorded before the window may fail, so
+    /// that a requester whose windows fail takes turns with the others, too.
     fn note_window(&mut self, slot: usize, now: Instant) {
         let running = self.running.get(slot).and_then(Option::as_ref);
         let party = running.map(|it| it.sequence.request.party());
@@ -612,13 +618,13 @@ impl<K: Copy + Ord> Scheduler<K> {
         }
     }
 
-    /// A row for each sequence whose prompt is fed. If they are too many for a step, they take turns.
-    fn answers(&self, mut answering: Vec<(usize, &Running<K>)>) -> Vec<Row<K>> {
-        if answering.len() > self.limits.step_tokens {
-            answering.sort_by_key(|(_, it)| it.step);
-            answering.truncate(self.limits.step_tokens);
+    /// A row for each sequence that decodes. If they are too many for a step, they take turns.
+    fn decode_rows(&self, mut decoding: Vec<(usize, &Running<K>)>) -> Vec<Row<K>> {
+        if decoding.len() > self.limits.step_tokens {
+            decoding.sort_by_key(|(_, it)| it.last_row);
+            decoding.truncate(self.limits.step_tokens);
         }
-        answering
+        decoding
             .into_iter()
             .map(|(slot, it)| Row { key: it.sequence.key, slot, feed: Feed::Tokens(1) })
             .collect()
@@ -626,9 +632,9 @@ impl<K: Copy + Ord> Scheduler<K> {
 
     /// Records that a row was computed.
     pub fn advance(&mut self, row: &Row<K>) {
-        self.steps += 1;
+        self.rows += 1;
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
-            running.step = self.steps;
+            running.last_row = self.rows;
             match row.feed {
                 Feed::Encode => running.encodes = false,
                 Feed::Tokens(tokens) => running.prompt_left = running.prompt_left.saturating_sub(tokens),
@@ -638,7 +644,7 @@ impl<K: Copy + Ord> Scheduler<K> {
 }
 
 /// Chunks of prompts, `budget` tokens in all. The sequences are in the order of their admission.
-fn chunks<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<Row<K>> {
+fn prompt_rows<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<Row<K>> {
     let prompt = |(_, it): &(usize, &Running<K>)| Prompt {
         requester: it.sequence.request.party(),
         left: it.prompt_left,
@@ -688,16 +694,17 @@ mod tests {
         Change::Preempted { key, slot }
     }
 
-    /// A scheduler with sequences that go on until their answers are full.
+    /// A scheduler with sequences that run until their answers are complete.
     struct Run {
         scheduler: Scheduler<u32>,
         now: Instant,
-        /// Tokens of each answer, of this run of the sequence.
+        /// Tokens of each answer since the last admission of its sequence.
         given: BTreeMap<u32, usize>,
-        /// Those that have ended.
+        /// The sequences that have ended, with the tokens of their answers.
         ended: BTreeMap<u32, usize>,
         preempted: usize,
-        /// Those that run and wait for their windows: how many steps of tokens, and of windows, each has waited for.
+        /// The running sequences whose window is not encoded: how many token steps, and how many steps with windows,
+        /// each has waited for.
         waited: BTreeMap<u32, (usize, usize)>,
     }
 
@@ -733,7 +740,10 @@ mod tests {
             let left = |row: &Row<u32>| self.scheduler.running[row.slot].unwrap().prompt_left;
             let prompts = rows.iter().position(|row| left(row) > 0).unwrap_or(rows.len());
             let is_encoding = rows.first().is_some_and(|row| row.feed == Feed::Encode);
-            assert!(is_encoding || rows[prompts..].iter().all(|row| left(row) > 0), "answers first");
+            assert!(
+                is_encoding || rows[prompts..].iter().all(|row| left(row) > 0),
+                "decoding sequences come first"
+            );
             self.now += Duration::from_millis(10);
             for row in &rows {
                 self.scheduler.advance(row);
@@ -750,11 +760,11 @@ mod tests {
             rows
         }
 
-        /// Called with the rows of a step before it is computed: neither side starves the other.
+        /// Checks the rows of a step before it is computed: neither windows nor tokens starve.
         fn check_windows(&mut self, isolated: bool, steps_since_window: usize, rows: &[Row<u32>]) {
             let Limits { step_tokens, encoding: Encoding { interval, batch }, .. } = self.scheduler.limits;
-            // Before one of r windows of a requester, each other requester has r of its own; all of these hold slots, or
-            // one follows another of the same requester.
+            // The r-th window of a requester waits for at most r windows of each other requester. r and the number of
+            // these requesters are at most the number of slots.
             let most = self.scheduler.running.len().pow(2);
             let running = self.scheduler.in_order(isolated);
             let keys = |of: fn(&Running<u32>) -> bool| -> Vec<u32> {
@@ -766,16 +776,19 @@ mod tests {
             self.waited.retain(|key, _| waiting.contains(key));
             let windows = rows.iter().filter(|row| row.feed == Feed::Encode).count();
             if windows > 0 {
-                assert_eq!(windows, rows.len(), "there are no other rows beside windows");
+                assert_eq!(windows, rows.len(), "a step with windows has no other rows");
                 assert!(rows.iter().all(|row| waiting.contains(&row.key) && rows_of(&row.key) == 1));
                 assert!(windows <= if decoding.is_empty() { batch } else { 1 });
                 let least = if decoding.is_empty() { prompts.min(1) } else { interval };
                 assert!(steps_since_window >= least, "{steps_since_window}");
             } else {
-                assert!(rows.iter().all(|row| !waiting.contains(&row.key)), "its window is first");
-                assert!(waiting.is_empty() || !rows.is_empty(), "a window waits for nothing");
+                assert!(
+                    rows.iter().all(|row| !waiting.contains(&row.key)),
+                    "a window is encoded before the tokens are fed"
+                );
+                assert!(waiting.is_empty() || !rows.is_empty(), "a window waits though the step is empty");
                 let fed = decoding.iter().filter(|key| rows_of(key) == 1).count();
-                assert_eq!(fed, decoding.len().min(step_tokens), "each that decodes goes on");
+                assert_eq!(fed, decoding.len().min(step_tokens), "each sequence that decodes goes on");
             }
             let waits = |it: &Running<u32>| it.encodes && rows_of(&it.sequence.key) == 0;
             for (_, it) in running.iter().filter(|(_, it)| waits(it) && !it.sequence.request.background) {
@@ -786,8 +799,7 @@ mod tests {
             }
         }
 
-        /// What waits beside sequences that are all within their shares does so because one of these alone is larger than
-        /// a share.
+        /// Checks that no sequence within its share waits, unless it or a running one is alone larger than a share.
         fn check_shares(&self, isolated: bool) {
             let scheduler = &self.scheduler;
             let share = scheduler.share();
@@ -802,7 +814,7 @@ mod tests {
                 within.find(|next| !next.sequence.request.background && !is_large(&next.sequence.request));
             assert!(
                 waits.is_none(),
-                "it is within its share and waits: {:?}",
+                "a sequence within its share waits: {:?}",
                 waits.map(|it| it.sequence.request)
             );
         }
@@ -826,7 +838,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_go_first_and_prompts_take_what_is_left_of_the_step() {
+    fn decoding_comes_first_and_prompts_fill_the_rest_of_the_step() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, request(20, 5));
         run.enqueue(2, request(20, 5));
@@ -861,9 +873,9 @@ mod tests {
             run.step(false);
         }
         run.enqueue(9, of(2, 600, 1));
-        assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)], "one of four gives way");
+        assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)], "one of four is preempted");
         assert_eq!(run.steps_until(9, 100), 1);
-        assert_eq!(run.admit(false), [admitted(3, 3)], "and begins anew, where it was");
+        assert_eq!(run.admit(false), [admitted(3, 3)], "it restarts in its slot");
         for key in 0..8 {
             run.steps_until(key, 10_000);
         }
@@ -871,7 +883,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_within_a_share_and_the_first_sequence_of_a_requester_are_kept() {
+    fn a_share_and_the_only_sequence_of_a_requester_are_not_preempted() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, of(1, 10, 10));
         run.enqueue(2, of(1, 10, 10));
@@ -881,33 +893,33 @@ mod tests {
         assert_eq!(
             run.admit(false),
             [],
-            "it would find no room if one gave way, and two of three are within half"
+            "preempting one makes too little room, and two of three are within half"
         );
         run.scheduler.leave(4, run.now);
         run.enqueue(5, of(2, 10, 40));
         assert_eq!(run.admit(false), [preempted(3, 2), admitted(5, 2)]);
         run.enqueue(6, of(2, 10, 10));
-        assert_eq!(run.admit(false), [], "that is beyond its share");
+        assert_eq!(run.admit(false), [], "6 is beyond the share of its requester");
         run.enqueue(7, of(3, 5, 5));
-        assert_eq!(run.admit(false), [admitted(7, 3)], "which holds up nobody");
+        assert_eq!(run.admit(false), [admitted(7, 3)], "6 holds up nobody else");
         run.scheduler.leave(7, run.now);
         run.enqueue(8, of(3, 20, 20));
         assert_eq!(
             run.admit(false),
             [],
-            "the only sequence of a requester is kept, though it is larger than a third"
+            "the only sequence of a requester is kept, although it is larger than a third"
         );
     }
 
     #[test]
-    fn no_more_gives_way_than_is_needed_and_nothing_if_that_is_not_enough() {
+    fn no_more_is_preempted_than_needed_and_nothing_if_not_enough() {
         let mut run = Run::new(LIMITS);
         for (key, tokens) in [(1, 30), (2, 50), (3, 10)] {
             run.enqueue(key, of(1, 1, tokens - 1));
         }
         assert_eq!(run.admit(false).len(), 3);
         run.enqueue(9, of(2, 1, 49));
-        assert_eq!(run.admit(false), [preempted(2, 1), admitted(9, 1)], "the last one may stay");
+        assert_eq!(run.admit(false), [preempted(2, 1), admitted(9, 1)], "the last one is spared");
         let mut run = Run::new(LIMITS);
         run.enqueue(1, of(1, 1, 79));
         run.enqueue(2, of(1, 1, 9));
@@ -917,7 +929,7 @@ mod tests {
     }
 
     #[test]
-    fn a_requester_alone_may_use_everything_in_its_order() {
+    fn a_single_requester_may_use_everything_in_its_own_order() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, request(50, 10));
         run.enqueue(2, request(50, 10));
@@ -928,7 +940,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_sequence_overtakes_one_that_finds_no_room_and_gives_way_once_it_would() {
+    fn a_small_sequence_runs_before_a_large_one_until_that_finds_room() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, of(1, 10, 40));
         run.step(false);
@@ -942,11 +954,11 @@ mod tests {
         run.enqueue(5, of(5, 5, 5));
         assert_eq!(run.admit(false), [admitted(5, 1)]);
         run.scheduler.leave(2, run.now);
-        assert_eq!(run.admit(false), [admitted(3, 0)], "before the one that came after it");
+        assert_eq!(run.admit(false), [admitted(3, 0)], "before 5, which arrived later");
     }
 
     #[test]
-    fn one_that_needs_nearly_all_room_does_not_starve_behind_an_endless_stream_of_small_ones() {
+    fn a_large_sequence_does_not_starve_behind_endless_small_ones() {
         let mut run = Run::new(LIMITS);
         for step in 0..600_u32 {
             // These nearly fill the slots.
@@ -965,13 +977,13 @@ mod tests {
     }
 
     #[test]
-    fn a_requester_whose_sequences_give_way_again_and_again_ends_them_all() {
+    fn a_requester_whose_sequences_are_often_preempted_ends_them_all() {
         let mut run = Run::new(LIMITS);
         for key in 0..12 {
             run.enqueue(key, of(1, 4, 20));
         }
         for step in 0..400_u32 {
-            // Nearly always another one comes, and runs for three steps.
+            // Every five steps another sequence arrives, which runs for three steps.
             if step.is_multiple_of(5) {
                 run.enqueue(100 + step, of((100 + step).into(), 2, 3));
             }
@@ -989,7 +1001,7 @@ mod tests {
         for requesters in [[0, 0, 0], [1, 2, 3]] {
             for (key, priority, later) in [(1, 0, 0), (2, 2, 1), (3, 2, 3)] {
                 let request = Request { priority, ..of(requesters[key as usize - 1], 1, 1) };
-                run.scheduler.enqueue(key, request, begun + later * AGEING);
+                run.scheduler.enqueue(key, request, begun + later * PRIORITY_STEP);
             }
             run.now = begun;
             let order = [(); 3].map(|()| takes(run.step(false))[0].0);
@@ -998,7 +1010,7 @@ mod tests {
     }
 
     #[test]
-    fn a_requester_of_many_sequences_lets_each_other_requester_go_between_two() {
+    fn others_have_a_turn_between_two_sequences_of_a_large_requester() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
         for key in 0..5 {
             run.enqueue(key, of(1, 1, 1));
@@ -1015,7 +1027,7 @@ mod tests {
     }
 
     #[test]
-    fn where_a_step_has_room_for_fewer_than_run_they_take_turns() {
+    fn running_sequences_take_turns_if_a_step_is_too_small_for_all() {
         let mut run = Run::new(LIMITS);
         for key in 0..4 {
             run.enqueue(key, request(1, 20));
@@ -1027,32 +1039,36 @@ mod tests {
         }
         assert_eq!(run.given.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
         run.enqueue(4, request(1, 1));
-        assert!(run.admit(false).is_empty(), "four run already, and two may");
+        assert!(run.admit(false).is_empty(), "four are running, and only two may");
     }
 
     #[test]
-    fn background_sequences_give_way_to_others_that_come_within_a_minute() {
+    fn background_sequences_are_preempted_by_arrivals_within_a_minute() {
         let mut run = Run::new(LIMITS);
         let begun = run.now;
         for key in 0..3 {
             run.enqueue(key, background(4, 26));
         }
         assert_eq!(run.admit(false).len(), 3);
-        run.now = begun + BACKGROUND / 2;
+        run.now = begun + BACKGROUND_PENALTY / 2;
         run.enqueue(9, request(4, 30));
         assert_eq!(run.admit(false), [preempted(2, 2), admitted(9, 2)]);
-        assert_eq!(run.admit(false), [], "a background sequence waits, and gives way to nobody");
-        run.now = begun + 2 * BACKGROUND;
+        assert_eq!(run.admit(false), [], "only a background sequence waits");
+        run.now = begun + 2 * BACKGROUND_PENALTY;
         run.enqueue(10, request(4, 30));
         assert_eq!(run.admit(false), [], "those that run have waited longer");
         run.scheduler.leave(9, run.now);
-        assert_eq!(run.admit(false), [admitted(10, 2)], "the other two are the share of the background");
+        assert_eq!(
+            run.admit(false),
+            [admitted(10, 2)],
+            "the two background sequences are within their share"
+        );
         run.scheduler.leave(10, run.now);
-        assert_eq!(run.admit(false), [admitted(2, 2)], "it begins anew");
+        assert_eq!(run.admit(false), [admitted(2, 2)], "it restarts");
     }
 
     #[test]
-    fn a_background_job_takes_nothing_of_another_until_it_has_waited_for_a_minute_and_then_half() {
+    fn a_background_job_gets_nothing_for_a_minute_and_then_half() {
         let mut run = Run::new(LIMITS);
         let begun = run.now;
         for key in 0..20 {
@@ -1065,8 +1081,8 @@ mod tests {
             run.step(false);
             assert_eq!(of_background(&run), 0);
         }
-        run.now = begun + BACKGROUND;
-        assert_eq!(run.admit(false), [], "it takes nobody's place even then");
+        run.now = begun + BACKGROUND_PENALTY;
+        assert_eq!(run.admit(false), [], "it preempts nobody even then");
         for _ in 0..10 {
             run.step(false);
         }
@@ -1075,7 +1091,7 @@ mod tests {
     }
 
     #[test]
-    fn isolated_sequences_run_alone_and_the_youngest_others_make_room_for_them() {
+    fn isolated_sequences_run_alone_and_preempt_the_latest_others() {
         let mut run = Run::new(LIMITS);
         for key in 0..3 {
             run.enqueue(key, request(4, 26));
@@ -1086,53 +1102,67 @@ mod tests {
         assert!(run.scheduler.rows(true, usize::MAX, run.now).iter().all(|row| row.key == 9));
         assert_eq!(run.scheduler.leave(9, run.now), Some(2));
         assert_eq!(run.admit(true), []);
-        assert_eq!(run.admit(false), [admitted(2, 2)], "it begins anew, where it was");
+        assert_eq!(run.admit(false), [admitted(2, 2)], "it restarts in its slot");
     }
 
-    /// The keys whose windows a step has, or how many tokens it has.
-    fn made(rows: &[Row<u32>]) -> Result<Vec<u32>, usize> {
+    /// What a step has.
+    #[derive(Debug, PartialEq, Eq)]
+    enum Contents {
+        /// The windows of these sequences.
+        Windows(Vec<u32>),
+        /// This many tokens.
+        Tokens(usize),
+    }
+
+    use Contents::{Tokens, Windows};
+
+    fn contents(rows: &[Row<u32>]) -> Contents {
         let windows: Vec<u32> =
             rows.iter().filter(|row| row.feed == Feed::Encode).map(|row| row.key).collect();
-        if windows.is_empty() { Err(rows.iter().map(|row| row.feed.tokens()).sum()) } else { Ok(windows) }
+        if windows.is_empty() {
+            Tokens(rows.iter().map(|row| row.feed.tokens()).sum())
+        } else {
+            Windows(windows)
+        }
     }
 
     #[test]
     fn while_sequences_decode_there_are_eight_steps_between_two_windows() {
         let mut run = Run::new(Limits { sequences: 6, ..LIMITS });
         run.enqueue(1, request(4, 30));
-        assert_eq!(made(&run.step(false)), Err(4));
+        assert_eq!(contents(&run.step(false)), Tokens(4));
         run.enqueue(2, window(3, 10));
         run.enqueue(3, window(0, 10));
-        assert_eq!(made(&run.step(false)), Ok(vec![2]), "none was encoded for long");
-        let steps: Vec<_> = (0..8).map(|_| made(&run.step(false))).collect();
-        assert_eq!(steps, [4, 2, 2, 2, 2, 2, 2, 2].map(Err));
-        assert_eq!(made(&run.step(false)), Ok(vec![3]));
-        assert_eq!(made(&run.step(false)), Err(3), "it has no prompt, and decodes at once");
+        assert_eq!(contents(&run.step(false)), Windows(vec![2]), "no window was encoded before");
+        let steps: Vec<_> = (0..8).map(|_| contents(&run.step(false))).collect();
+        assert_eq!(steps, [4, 2, 2, 2, 2, 2, 2, 2].map(Tokens));
+        assert_eq!(contents(&run.step(false)), Windows(vec![3]));
+        assert_eq!(contents(&run.step(false)), Tokens(3), "3 has no prompt, and decodes at once");
     }
 
     #[test]
-    fn where_none_decodes_windows_are_encoded_together_and_take_turns_with_prompts() {
+    fn without_decoding_windows_are_batched_and_alternate_with_prompts() {
         let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
         for key in 0..6 {
             run.enqueue(key, window(40, 10));
         }
-        let steps: Vec<_> = (0..4).map(|_| made(&run.step(false))).collect();
-        assert_eq!(steps, [Ok(vec![0, 1, 2, 3]), Err(16), Ok(vec![4, 5]), Err(16)]);
+        let steps: Vec<_> = (0..4).map(|_| contents(&run.step(false))).collect();
+        assert_eq!(steps, [Windows(vec![0, 1, 2, 3]), Tokens(16), Windows(vec![4, 5]), Tokens(16)]);
         let mut run = Run::new(LIMITS);
         run.scheduler.limit_windows(1);
         (0..3).for_each(|key| run.enqueue(key, window(0, 10)));
-        assert_eq!(made(&run.step(false)), Ok(vec![0]), "the device's memory takes no more");
+        assert_eq!(contents(&run.step(false)), Windows(vec![0]), "the limit after a memory failure");
     }
 
     #[test]
-    fn a_thousand_windows_of_one_requester_do_not_hold_up_the_first_of_another() {
+    fn a_thousand_windows_do_not_hold_up_another_requesters_first_one() {
         let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
         for key in 0..1_000 {
             run.enqueue(key, Request { requester: 1, ..window(1, 20) });
         }
         (0..100).for_each(|_| drop(run.step(false)));
         run.enqueue(1_000, Request { requester: 2, ..window(1, 1) });
-        assert!(run.steps_until(1_000, 100) <= 20, "two windows, with eight steps each before");
+        assert!(run.steps_until(1_000, 100) <= 20, "two windows, each after eight token steps");
     }
 
     #[test]
@@ -1153,7 +1183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_that_gave_way_encodes_its_window_again() {
+    fn a_preempted_sequence_encodes_its_window_again() {
         let mut run = Run::new(LIMITS);
         for key in 0..4 {
             run.enqueue(key, of(1, 1, 20));
@@ -1161,10 +1191,10 @@ mod tests {
         run.scheduler.leave(3, run.now);
         run.enqueue(3, Request { requester: 1, ..window(1, 20) });
         assert_eq!(run.admit(false).len(), 4);
-        while made(&run.step(false)) != Ok(vec![3]) {}
+        while contents(&run.step(false)) != Windows(vec![3]) {}
         run.enqueue(9, of(2, 1, 1));
         assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)]);
-        let again = (0..30).filter(|_| made(&run.step(false)) == Ok(vec![3])).count();
+        let again = (0..30).filter(|_| contents(&run.step(false)) == Windows(vec![3])).count();
         assert_eq!(again, 1);
     }
 
@@ -1172,7 +1202,7 @@ mod tests {
     struct Arrival {
         step: u64,
         request: Request,
-        /// It is not wanted any more three steps later.
+        /// Whether it is cancelled three steps later.
         is_cancelled: bool,
     }
 
@@ -1230,41 +1260,43 @@ mod tests {
                 }
                 let idle = run.is_idle();
                 if idle && steps >= last { break; }
-                prop_assert!(idle || !rows.is_empty(), "something can always go on");
-                prop_assert!(steps < 60 * 100 * 8, "it comes to an end");
+                prop_assert!(idle || !rows.is_empty(), "there is always a sequence that can run");
+                prop_assert!(steps < 60 * 100 * 8, "the run ends");
             }
             for (key, answer) in expected {
                 prop_assert_eq!(run.ended.get(&key), Some(&answer), "{} has its whole answer", key);
             }
-            prop_assert!(run.preempted <= 2 * count, "{} of {} gave way", run.preempted, count);
+            prop_assert!(run.preempted <= 2 * count, "{} preemptions of {} sequences", run.preempted, count);
             prop_assert_eq!(run.scheduler.held, Held::default());
             prop_assert!(run.scheduler.places.is_empty());
         }
 
-        /// Whatever others do: what is small beside its requester's share has ended two steps after it came.
+        /// Whatever others do, a sequence that is small beside its requester's share ends within two steps of its
+        /// arrival.
         #[test]
         fn a_small_sequence_waits_for_nobody(
             arrivals in prop::collection::vec(arrival(), 1..60),
-            came in 0_u64..60,
+            arrival_step in 0_u64..60,
             priority in 0_u8..3,
         ) {
-            // Of six other requesters, each with a background queue: no sequence is larger than a share.
+            // Six other requesters, each with background sequences too, make 13 parties with this one. So a share is
+            // one sequence and 100 tokens, and no sequence is larger.
             let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
-            for steps in 0..came + 2 {
+            for steps in 0..arrival_step + 2 {
                 for (key, it) in (0_u32..).zip(&arrivals) {
                     if it.step == steps { run.enqueue(key, it.request) }
                 }
-                if steps == came { run.enqueue(1_000, Request { priority, ..of(9, 1, 1) }) }
+                if steps == arrival_step { run.enqueue(1_000, Request { priority, ..of(9, 1, 1) }) }
                 run.step(false);
             }
             prop_assert!(run.ended.contains_key(&1_000));
         }
 
-        /// Whatever others do: a requester's first window waits for at most one of each other requester.
+        /// Whatever others do, a requester's first window waits for at most one window of each other requester.
         #[test]
         fn a_window_waits_for_one_of_each_other_requester(
             arrivals in prop::collection::vec(arrival(), 1..60),
-            came in 0_u64..60,
+            arrival_step in 0_u64..60,
         ) {
             let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
             let mut waited = 0;
@@ -1272,13 +1304,14 @@ mod tests {
                 for (key, it) in (0_u32..).zip(&arrivals) {
                     if it.step == steps { run.enqueue(key, it.request) }
                 }
-                if steps == came { run.enqueue(1_000, Request { requester: 9, ..window(0, 1) }) }
+                if steps == arrival_step { run.enqueue(1_000, Request { requester: 9, ..window(0, 1) }) }
                 run.step(false);
                 waited = run.waited.get(&1_000).map_or(waited, |(_, others)| *others);
                 if run.ended.contains_key(&1_000) { break; }
-                prop_assert!(steps < came + 12 * 9, "it has ended");
+                prop_assert!(steps < arrival_step + 12 * 9, "it has ended");
             }
-            // Of six requesters, whose background windows count as come later; and the one of the step in which it came.
+            // One window of each of six requesters, whose background windows count as having arrived later, and the one
+            // of the step in which it arrived.
             prop_assert!(waited <= 7, "{} steps had other windows", waited);
         }
     }

@@ -1,35 +1,36 @@
 //! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes: those of the waiting tasks
-//! in turn, and behind them those of background tasks. Owns the waiting inputs.
+//! in turn, then those of background tasks. Owns the waiting inputs.
 
 use std::collections::VecDeque;
 use std::mem;
 use std::time::{Duration, Instant};
 use std::vec::IntoIter;
 
-/// After so long a wait, a background task takes turns with the others: it is held, and its broker would take it back.
-const AGEING: Duration = Duration::from_secs(60);
-/// Background inputs fill a batch up to a quarter of the most tokens: a task waits for the batch before its own and for
-/// its own, and background inputs must lengthen neither by much. (Filled to the brim, they took the median of a third of
-/// the pool's load from 12 to 318 ms; docs/performance.md has it as it is.)
-const BACKGROUND_SHARE: usize = 4;
+/// A background task that has waited this long takes turns with the others: the worker holds its delivery, which the
+/// broker would eventually take back (`consumer_timeout`).
+const BACKGROUND_WAIT: Duration = Duration::from_secs(60);
+/// Background inputs fill a batch only up to 1/4 of `max_tokens`: a task waits for the batch before its own and for
+/// its own, and background inputs must lengthen neither by much. (Up to all of `max_tokens`, they raised the median
+/// latency at a third of the pool's load from 12 to 318 ms; docs/performance.md has the figures with 1/4.)
+const BACKGROUND_DIVISOR: usize = 4;
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// The most tokens; an input larger than this goes alone.
+    /// The most tokens of a batch; an input larger than this gets a batch of its own.
     pub max_tokens: usize,
-    /// The most inputs.
+    /// The most inputs of a batch.
     pub max_requests: usize,
     /// The longest time that the oldest input waits for others that are on their way.
     pub max_delay: Duration,
-    /// For sequences with an encoder: [`Encoding::interval`](super::Encoding); none: as the model says.
+    /// For sequences with an encoder: [`Encoding::interval`](super::Encoding). None: the model's default.
     pub encode_interval: Option<usize>,
-    /// [`Encoding::batch`](super::Encoding); none: as the model says.
+    /// For sequences with an encoder: [`Encoding::batch`](super::Encoding). None: the model's default.
     pub encode_batch: Option<usize>,
 }
 
 impl Policy {
-    /// A policy that leaves it to the model how windows are encoded.
+    /// A policy with the model's defaults for windows.
     pub fn new(max_tokens: usize, max_requests: usize, max_delay: Duration) -> Self {
         Self { max_tokens, max_requests, max_delay, encode_interval: None, encode_batch: None }
     }
@@ -65,9 +66,9 @@ pub struct Batcher<T> {
     policy: Policy,
     /// The tokens of an input.
     size: fn(&T) -> usize,
-    /// In the order of their turns: each batch takes one input of each task, then a second one of each.
+    /// In the order of their turns: a batch takes one input of each task, then a second one of each.
     waiting: VecDeque<Task<T>>,
-    /// The same of background tasks.
+    /// The same for background tasks.
     background: VecDeque<Task<T>>,
     inputs: usize,
     tokens: usize,
@@ -100,7 +101,7 @@ impl<T> Batcher<T> {
         self.waiting.is_empty() && self.background.is_empty()
     }
 
-    /// Adds the inputs of a task, whose turn is after those of the tasks of its kind that wait.
+    /// Adds the inputs of a task. Its turn comes after those of the waiting tasks of its kind, ordinary or background.
     pub fn push(&mut self, inputs: Vec<T>, background: bool, now: Instant) {
         if inputs.is_empty() {
             return;
@@ -111,8 +112,8 @@ impl<T> Batcher<T> {
         queue.push_back(Task { inputs: inputs.into_iter(), since: now });
     }
 
-    /// Adds further inputs of a task, behind those that wait; `is_same` tells an input of this task. If none waits,
-    /// as [`Batcher::push`].
+    /// Adds further inputs of a task behind its waiting ones; `is_same` says whether an input belongs to this task. If
+    /// no input of the task waits, this is the same as [`Batcher::push`].
     pub fn extend(&mut self, inputs: Vec<T>, background: bool, now: Instant, is_same: impl Fn(&T) -> bool) {
         // A background task may have aged into the other queue.
         let mut waiting = self.waiting.iter_mut().chain(&mut self.background);
@@ -124,13 +125,13 @@ impl<T> Batcher<T> {
         task.inputs = mem::take(&mut task.inputs).chain(inputs).collect::<Vec<_>>().into_iter();
     }
 
-    /// The next batch, if one is ready. `expecting`: further inputs are on their way, so an idle device may
-    /// wait for them up to `max_delay`. Otherwise it does not wait.
+    /// The next batch, if one is ready. If `expecting`, further inputs are on their way, and an idle device waits
+    /// for them for up to `max_delay`. Otherwise it does not wait.
     pub fn take(&mut self, now: Instant, device: Device, expecting: bool) -> Option<Batch<T>> {
-        self.is_ready(now, device, expecting).then(|| self.cut(now))
+        self.is_ready(now, device, expecting).then(|| self.form_batch(now))
     }
 
-    /// Whether [`Batcher::take`] would give a batch.
+    /// Whether [`Batcher::take`] would return a batch.
     pub fn is_ready(&self, now: Instant, device: Device, expecting: bool) -> bool {
         let ready = match device {
             Device::Busy => self.is_full(),
@@ -151,13 +152,13 @@ impl<T> Batcher<T> {
 
     fn is_full(&self) -> bool {
         let Policy { max_tokens, max_requests, .. } = self.policy;
-        let most = if self.background.is_empty() { max_tokens } else { of_background(max_tokens) };
+        let most = if self.background.is_empty() { max_tokens } else { background_tokens(max_tokens) };
         self.tokens >= most || self.inputs >= max_requests
     }
 
-    fn cut(&mut self, now: Instant) -> Batch<T> {
-        let is_old = |task: &Task<T>| task.since + AGEING <= now;
-        // Turns have mixed the ages.
+    fn form_batch(&mut self, now: Instant) -> Batch<T> {
+        let is_old = |task: &Task<T>| task.since + BACKGROUND_WAIT <= now;
+        // The queue is in the order of turns, not of age: an old task may be anywhere in it.
         if self.background.iter().any(is_old) {
             let (old, young): (VecDeque<_>, _) =
                 mem::take(&mut self.background).into_iter().partition(is_old);
@@ -167,7 +168,7 @@ impl<T> Batcher<T> {
         let max_tokens = self.policy.max_tokens;
         let mut batch = Batch { inputs: Vec::new(), tokens: 0 };
         for (queue, max_tokens) in
-            [(&mut self.waiting, max_tokens), (&mut self.background, of_background(max_tokens))]
+            [(&mut self.waiting, max_tokens), (&mut self.background, background_tokens(max_tokens))]
         {
             let limits = Policy { max_tokens, ..self.policy };
             let Shares { of_tasks, tokens, next } = shares(queue, self.size, &batch, limits);
@@ -184,13 +185,13 @@ impl<T> Batcher<T> {
     }
 }
 
-/// Up to how many tokens background inputs fill a batch.
-fn of_background(max_tokens: usize) -> usize {
-    max_tokens.div_ceil(BACKGROUND_SHARE)
+/// The number of tokens up to which background inputs fill a batch.
+fn background_tokens(max_tokens: usize) -> usize {
+    max_tokens.div_ceil(BACKGROUND_DIVISOR)
 }
 
-/// How many inputs of each task go into a batch (`nobody-waits-for-a-giant`), beside those that it has: one of each
-/// task in turn, until one does not fit. The first input goes in any case.
+/// How many inputs of each task are added to `batch`: one of each task in turn, until one does not fit
+/// (`nobody-waits-for-a-giant`). The first input of a batch is taken whatever its size.
 fn shares<T>(tasks: &VecDeque<Task<T>>, size: fn(&T) -> usize, batch: &Batch<T>, policy: Policy) -> Shares {
     let Policy { max_tokens, max_requests, .. } = policy;
     let mut shares = Shares { of_tasks: Vec::new(), tokens: batch.tokens, next: 0 };
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_holds_for_what_waits_already() {
+    fn a_new_token_limit_applies_to_waiting_inputs() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         (0..6).for_each(|input| batcher.push(vec![(input, 10)], false, now));
         batcher.limit_tokens(20);
@@ -318,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn further_inputs_of_a_task_wait_behind_its_own_and_give_it_no_further_turn() {
+    fn further_inputs_of_a_task_wait_behind_its_own_without_a_new_turn() {
         let (mut batcher, now) = (batcher(1_000, 4), Instant::now());
         let is_same = |input: &Input| input.0 < 100;
         for first in [0, 2, 4] {
@@ -330,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn background_inputs_take_the_room_that_others_leave_of_a_short_batch() {
+    fn background_inputs_fill_a_batch_to_a_quarter_behind_the_others() {
         let (mut batcher, now) = (batcher(40, 9), Instant::now());
         (20..24).for_each(|input| batcher.push(vec![(input, 4)], true, now));
         batcher.push(vec![(0, 4)], false, now);
@@ -344,28 +345,36 @@ mod tests {
     }
 
     #[test]
-    fn alone_they_go_in_smaller_batches_for_which_others_wait_less() {
+    fn background_inputs_alone_form_smaller_batches() {
         let (mut batcher, now) = (batcher(40, 9), Instant::now());
         (0..3).for_each(|input| batcher.push(vec![(input, 5)], true, now));
         assert_eq!(names(&batcher.take(now, Device::Busy, true).unwrap()), [0, 1]);
-        assert_eq!(batcher.take(now, Device::Busy, true), None, "half of a smaller batch");
+        assert_eq!(
+            batcher.take(now, Device::Busy, true),
+            None,
+            "the last input fills only half of a smaller batch"
+        );
         assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [2]);
     }
 
     #[test]
-    fn after_a_minute_they_take_turns_with_the_others() {
+    fn after_a_minute_background_inputs_take_turns_with_the_others() {
         let (mut batcher, now) = (batcher(20, 9), Instant::now());
         batcher.push(vec![(10, 10), (11, 10)], true, now);
-        let later = now + AGEING;
+        let later = now + BACKGROUND_WAIT;
         (0..4).for_each(|input| batcher.push(vec![(input, 10)], false, later));
         let sizes: Vec<_> = std::iter::from_fn(|| batcher.take(later, Device::Idle, false)).collect();
         let order: Vec<_> = sizes.iter().map(names).collect();
-        assert_eq!(order, [[0, 1], [2, 3], [10, 11]], "behind those that came before its minute was over");
+        assert_eq!(
+            order,
+            [[0, 1], [2, 3], [10, 11]],
+            "its turn is behind those that arrived before its minute was over"
+        );
     }
 
     proptest! {
         #[test]
-        fn every_input_leaves_once_within_bounds_and_tasks_take_turns(
+        fn every_input_is_batched_once_within_bounds_and_tasks_take_turns(
             tasks in prop::collection::vec(prop::collection::vec(1usize..300, 1..20), 0..20),
             max_tokens in 1usize..500,
             max_requests in 1usize..20,
@@ -381,7 +390,7 @@ mod tests {
                 prop_assert_eq!(batch.tokens, batch.inputs.iter().map(|input| input.1).sum::<usize>());
                 for (name, size) in batch.inputs {
                     let (task, index) = (name / 100, name % 100);
-                    prop_assert_eq!((index, size), (left[task], tasks[task][index]), "each task's in order");
+                    prop_assert_eq!((index, size), (left[task], tasks[task][index]), "each task's inputs in order");
                     left[task] += 1;
                 }
                 // No task is ahead of one that still waits by more than one input.

@@ -1,15 +1,16 @@
 //! Divides the tokens that a step has for prompts: first among requesters, then among the prompts of each. Pure.
 //!
-//! - Each requester gets the same, unless it needs less; what it does not need is divided among the others (max-min
+//! - Each requester gets an equal share. What a requester does not need is divided among the others (max-min
 //!   fairness). So a short prompt does not wait for long ones of other requesters.
-//! - Half of a requester's tokens go to its prompt that was admitted first, so that each is fed at last. The other half
-//!   goes to those with the fewest tokens left, so that a short prompt does not wait for long ones of the same
-//!   requester either. Equal parts would feed prompts with the same beginning side by side, and compute that beginning
-//!   for each of them; one after the other, the later ones reuse what the first computed.
+//! - Half of a requester's share goes to its prompt that was admitted first, so that every prompt is fed eventually.
+//!   The other half goes to the prompts with the fewest tokens left, so that a short prompt does not wait for long ones
+//!   of the same requester either. Equal parts would feed prompts with a common prefix side by side, and compute the
+//!   prefix for each of them. When prompts are fed one after the other, later ones reuse the prefix that the first
+//!   computed.
 
 use std::collections::BTreeMap;
 
-/// A prompt of which tokens are left to be fed.
+/// A prompt with tokens that are not fed yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prompt<O> {
     /// Whose it is.
@@ -18,8 +19,8 @@ pub struct Prompt<O> {
     pub left: usize,
 }
 
-/// How many tokens of each prompt are fed in a step that has `budget` tokens for them. The prompts are in the order of
-/// their admission.
+/// How many tokens of each prompt are fed in a step that has `budget` tokens for them. `prompts` is in the order of
+/// admission.
 pub fn divide<O: Ord + Copy>(prompts: &[Prompt<O>], budget: usize) -> Vec<usize> {
     let mut of_each: BTreeMap<O, Vec<usize>> = BTreeMap::new();
     for (index, prompt) in prompts.iter().enumerate() {
@@ -28,7 +29,7 @@ pub fn divide<O: Ord + Copy>(prompts: &[Prompt<O>], budget: usize) -> Vec<usize>
     let need = |indices: &Vec<usize>| indices.iter().map(|index| prompts[*index].left).sum::<usize>();
     let mut requesters: Vec<(usize, Vec<usize>)> =
         of_each.into_values().map(|indices| (need(&indices), indices)).collect();
-    // Who needs least comes first, and leaves what it does not need to those after it.
+    // The requester that needs least comes first; what it does not need goes to those after it.
     requesters.sort_by_key(|(need, _)| *need);
     let mut takes = vec![0; prompts.len()];
     let (mut left, count) = (budget, requesters.len());
@@ -43,9 +44,9 @@ pub fn divide<O: Ord + Copy>(prompts: &[Prompt<O>], budget: usize) -> Vec<usize>
 /// Divides a requester's share of the step among its prompts, which have these indices.
 fn feed<O>(prompts: &[Prompt<O>], indices: &[usize], share: usize, takes: &mut [usize]) {
     let Some(oldest) = indices.first() else { return };
-    let kept = share.div_ceil(2).min(prompts[*oldest].left);
-    takes[*oldest] = kept;
-    let mut left = share - kept;
+    let half = share.div_ceil(2).min(prompts[*oldest].left);
+    takes[*oldest] = half;
+    let mut left = share - half;
     let mut shortest: Vec<(usize, usize)> =
         indices.iter().map(|index| (prompts[*index].left - takes[*index], *index)).collect();
     shortest.sort_unstable();
@@ -69,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn each_requester_gets_the_same_and_leaves_what_it_does_not_need() {
+    fn requesters_share_equally_and_pass_on_what_they_do_not_need() {
         assert_eq!(divided(&[(1, 4_000), (2, 4_000)], 512), [256, 256]);
         assert_eq!(divided(&[(1, 4_000), (1, 4_000), (1, 4_000), (2, 1)], 512), [511, 0, 0, 1]);
         assert_eq!(divided(&[(1, 4_000), (2, 100), (3, 4_000)], 512), [206, 100, 206]);
@@ -77,15 +78,15 @@ mod tests {
     }
 
     #[test]
-    fn of_one_requester_the_oldest_gets_half_and_the_shortest_the_rest() {
+    fn a_requesters_oldest_prompt_gets_half_and_the_shortest_the_rest() {
         assert_eq!(divided(&[(1, 4_000), (1, 4_000), (1, 600)], 512), [256, 0, 256]);
         assert_eq!(divided(&[(1, 4_000), (1, 4_000), (1, 1)], 512), [511, 0, 1]);
         assert_eq!(divided(&[(1, 100), (1, 4_000), (1, 200)], 512), [100, 212, 200]);
-        assert_eq!(divided(&[(1, 4_000), (1, 1)], 1), [1, 0], "and not the other way round");
+        assert_eq!(divided(&[(1, 4_000), (1, 1)], 1), [1, 0], "the oldest comes before the shortest");
     }
 
     #[test]
-    fn prompts_of_one_length_are_fed_one_after_the_other() {
+    fn prompts_of_equal_length_are_fed_one_after_the_other() {
         let mut left = [1_000_usize; 8];
         let mut most_begun = 0;
         for _ in 0..16 {
@@ -98,7 +99,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_is_wasted_and_nobody_gets_more_than_one_who_needs_more(
+        fn all_tokens_are_used_and_the_shares_are_max_min_fair(
             prompts in prop::collection::vec((0_u8..5, 1_usize..400), 1..20),
             budget in 0_usize..600,
         ) {

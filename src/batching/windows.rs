@@ -1,9 +1,10 @@
 //! Decides whose windows a step encodes. A window is what the encoder of a sequence computes whole: 30 s of sound, an
 //! image. Pure.
 //!
-//! Requesters are served in turn: each one's next window is taken before a second one of any. Among those, the requester
-//! goes first that has waited longest since its window came, or since it was last served. So another requester's
-//! thousand windows delay a window by one of them at most, and newcomers cannot keep an old window waiting.
+//! Requesters take turns: the next window of every requester is encoded before a second one of any. The first turn has
+//! the requester that has waited longest since its window arrived, or since one of its windows was last encoded. So a
+//! thousand windows of another requester delay a window by at most one of them, and new requesters cannot keep an old
+//! window waiting.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -11,9 +12,9 @@ use std::time::Instant;
 /// How an encoder's windows are spread among steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Encoding {
-    /// While sequences decode, one window is encoded at most in so many steps.
+    /// While sequences decode, at least this many token steps lie between two encoded windows.
     pub interval: usize,
-    /// While none decodes, so many windows are encoded together at most.
+    /// While no sequence decodes, at most this many windows are encoded together.
     pub batch: usize,
 }
 
@@ -28,12 +29,11 @@ impl Default for Encoding {
 pub struct Window<O> {
     /// Whose it is.
     pub requester: O,
-    /// When it came, or when a window of its requester was last encoded, whichever was later.
+    /// When it arrived, or when a window of its requester was last encoded, whichever is later.
     pub since: Instant,
 }
 
-/// The indices of the windows that are encoded together, `most` of them at most. The windows are in the order of their
-/// admission.
+/// The indices of the windows to encode together, at most `most` of them. `windows` is in the order of admission.
 pub fn choose<O: Ord + Copy>(windows: &[Window<O>], most: usize) -> Vec<usize> {
     let mut before: BTreeMap<O, usize> = BTreeMap::new();
     let mut turns: Vec<(usize, Instant, usize)> = Vec::with_capacity(windows.len());
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_requesters_next_window_goes_before_a_second_one_of_any() {
+    fn every_requesters_next_window_precedes_a_second_one_of_any() {
         let begun = Instant::now();
         let window =
             |(requester, since): (u8, u64)| Window { requester, since: begun + Duration::from_secs(since) };
@@ -61,8 +61,8 @@ mod tests {
             choose(&windows.iter().copied().map(window).collect::<Vec<_>>(), most)
         };
         assert_eq!(chosen(&[(1, 0), (1, 0), (1, 0), (2, 5), (3, 4)], 4), [0, 4, 3, 1]);
-        assert_eq!(chosen(&[(1, 6), (1, 6), (2, 5)], 1), [2], "1 was served when 2 waited already");
-        assert_eq!(chosen(&[(1, 6), (1, 6), (2, 7)], 1), [0], "2 came later than that");
+        assert_eq!(chosen(&[(1, 6), (1, 6), (2, 5)], 1), [2], "requester 1 was served while 2 was waiting");
+        assert_eq!(chosen(&[(1, 6), (1, 6), (2, 7)], 1), [0], "requester 2 arrived after 1 was served");
         assert!(chosen(&[(1, 0)], 0).is_empty());
     }
 }

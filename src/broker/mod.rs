@@ -19,7 +19,8 @@ use crate::protocol::Message;
 
 pub use source::{PerSource, Source};
 
-/// Names one delivery, to settle it by. Tags are ordered by source, then as its sessions delivered.
+/// Identifies one delivery; used to settle it. Tags are ordered by source, then by session, then by the order of
+/// delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeliveryTag {
     /// The queue that the message came from.
@@ -31,8 +32,8 @@ pub struct DeliveryTag {
 }
 
 impl DeliveryTag {
-    /// Whether the delivery is over once this session of this source is: it belongs to that session or to an earlier
-    /// one of the same source.
+    /// Whether the delivery can no longer be settled once this session of this source has ended: it belongs to that
+    /// session or to an earlier one of the same source.
     pub fn is_over_with(self, source: Source, session: u64) -> bool {
         self.source == source && self.session <= session
     }
@@ -43,11 +44,11 @@ impl DeliveryTag {
 pub struct Delivery {
     /// The message.
     pub message: Message,
-    /// The tag to settle it by.
+    /// The tag used to settle it.
     pub delivery_tag: DeliveryTag,
     /// The routing key that the message was published with; only for a subscription to a topic exchange.
     pub routing_key: Option<String>,
-    /// The broker has delivered the message before.
+    /// Whether the broker has delivered the message before.
     pub redelivered: bool,
     /// Number of earlier deliveries that were not acked. None: the broker does not count them, and
     /// `redelivered` alone says whether there were any.
@@ -66,7 +67,7 @@ pub enum Event {
         /// The session that is over.
         session: u64,
     },
-    /// After [`Consumer::cancel`]: no more events follow.
+    /// No more events follow. It comes only after [`Consumer::cancel`].
     End,
 }
 
@@ -78,19 +79,19 @@ pub trait Consumer: Send {
     /// [`BrokerError`] when no session can be made: the caller gives up and exits.
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
 
-    /// Changes how many unsettled messages the broker may send. Over AMQP the change takes effect once the
-    /// former prefetch is full, by a new consumer; the unsettled messages of the former consumer then come on
-    /// top.
+    /// Changes how many unsettled messages the broker may send. Over AMQP the change needs a new consumer, and takes
+    /// effect once the former prefetch is full. The unsettled messages of the former consumer do not count against
+    /// the new prefetch.
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
-    /// How many unsettled messages the broker sends at most now. Over AMQP it may differ from what was set last.
+    /// The prefetch that the broker applies now. Over AMQP it may differ from the one that was set last.
     fn granted(&self) -> u16;
 
-    /// Stops the deliveries; messages that the broker sent before still come from `next`, then
+    /// Stops the deliveries. `next` still returns the messages that the broker has sent already, and then
     /// [`Event::End`].
     fn cancel(&mut self) -> BoxFuture<'_, ()>;
 
-    /// Closes the session in order: afterwards every ack written before is at the broker.
+    /// Closes the session gracefully: afterwards the broker has every ack that was written before.
     fn close(&mut self) -> BoxFuture<'_, ()>;
 }
 
@@ -98,13 +99,14 @@ pub trait Consumer: Send {
 pub trait Acker: Send + Sync {
     /// Acks. False when the session is over: the broker will deliver the message again.
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool>;
-    /// Hands the message back for redelivery, at its old place where the broker can. False as for `ack`.
+    /// Returns the message to its queue for redelivery, at its old position if the broker supports that. False as
+    /// for `ack`.
     fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool>;
     /// Waits until the broker has probably acted on everything settled before.
     fn flush(&self) -> BoxFuture<'_, ()>;
     /// Whether there is a session now.
     fn is_connected(&self) -> bool;
-    /// Why there is no session, where an attempt failed: the broker's address and its message.
+    /// Why there is no session, if an attempt to make one failed: the broker's address and its message.
     fn trouble(&self) -> Option<String> {
         None
     }
@@ -114,7 +116,7 @@ pub trait Acker: Send + Sync {
 pub struct BrokerSession {
     /// Receives deliveries.
     pub consumer: Box<dyn Consumer>,
-    /// Receives those of the background queue, if there is one.
+    /// Receives the deliveries of the background queue, if the pool has one.
     pub background: Option<Box<dyn Consumer>>,
     /// Settles deliveries.
     pub acker: Arc<dyn Acker>,
@@ -146,20 +148,20 @@ pub enum Published {
     Refused(String),
 }
 
-/// What there is of a queue.
+/// The state of a queue, as the broker reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// It does not exist.
     Gone,
     /// It exists, and cannot be reached now: the node that holds it is down.
     Away,
-    /// It is another connection's own.
+    /// It is exclusive to another connection.
     Private,
     /// It exists.
     There {
         /// Its consumers now, on all hosts.
         consumers: u32,
-        /// Its messages that wait.
+        /// Number of its ready messages: not yet delivered to a consumer.
         ready: u32,
     },
 }
@@ -177,7 +179,7 @@ pub trait Publisher: Send + Sync {
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
 
     /// Publishes a message that reaches the named queue after the delay. Confirmed: the message waits at the
-    /// broker, also when this process ends. Unroutable: the retry queue does not exist.
+    /// broker, even if this process ends. Unroutable: the retry queue does not exist.
     ///
     /// # Errors
     /// As [`Publisher::publish`].
@@ -194,7 +196,7 @@ pub trait Publisher: Send + Sync {
         true
     }
 
-    /// Makes the pool's missing queues again. False: this publisher makes no queues.
+    /// Declares the pool's missing queues again. False: this publisher declares no queues.
     ///
     /// # Errors
     /// As [`Publisher::publish`].
@@ -202,19 +204,19 @@ pub trait Publisher: Send + Sync {
         Box::pin(std::future::ready(Ok(false)))
     }
 
-    /// What there is of a queue; none where that cannot be seen now. Nothing is made.
+    /// The state of a queue; none if it cannot be inspected now. Nothing is declared.
     fn look<'a>(&'a self, _queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
         Box::pin(std::future::ready(None))
     }
 
-    /// Closes the connection in order.
+    /// Closes the connection gracefully.
     fn close(&self) -> BoxFuture<'_, ()>;
 }
 
 /// Why the broker cannot be used.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum BrokerError {
-    /// The broker answered and refuses us: password, virtual host, permission, arguments. Waiting does not
+    /// The broker refuses us: the password, virtual host, permissions or queue arguments are wrong. Waiting does not
     /// help.
     #[error("{broker} refused: {reason}")]
     Refused {

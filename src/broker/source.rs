@@ -1,5 +1,5 @@
-//! The two queues that a pool may consume: which of them a delivery came from, one value for each of them, and the
-//! acker over both. Decides nothing else, owns nothing else.
+//! The two queues that a pool may consume: which of them a delivery came from, a pair of values for them, and the
+//! acker over both.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ impl<T> PerSource<T> {
         [&self.main, &self.background].into_iter()
     }
 
-    /// Both values, to change them.
+    /// Both values, mutably.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         [&mut self.main, &mut self.background].into_iter()
     }
@@ -59,7 +59,8 @@ impl<T> IndexMut<Source> for PerSource<T> {
     }
 }
 
-/// Settles the deliveries of two consumers, each by its own acker. Connected means that the task queue's is.
+/// Settles the deliveries of two consumers, each with its own acker. `is_connected` and `trouble` report on the task
+/// queue's session.
 impl Acker for PerSource<Arc<dyn Acker>> {
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
         self[delivery_tag.source].ack(delivery_tag)
@@ -87,12 +88,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lost_session_ends_the_deliveries_of_its_own_source_up_to_itself() {
+    fn a_lost_session_ends_its_own_and_earlier_deliveries_of_its_source() {
         let tag = |source, session| DeliveryTag { source, session, tag: 1 };
         assert!(tag(Source::Background, 2).is_over_with(Source::Background, 2));
         assert!(tag(Source::Background, 1).is_over_with(Source::Background, 2));
         assert!(!tag(Source::Background, 3).is_over_with(Source::Background, 2));
         assert!(!tag(Source::Main, 1).is_over_with(Source::Background, 2));
-        assert!(tag(Source::Main, 9) < tag(Source::Background, 1), "the task queue's go back first");
+        assert!(tag(Source::Main, 9) < tag(Source::Background, 1), "deliveries of the task queue sort first");
     }
 }

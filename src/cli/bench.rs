@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::{Settings, duration};
 
-/// Most words of a generated text.
+/// The most words of a generated text.
 const MAX_WORDS: usize = 100_000;
 
 pub(super) const EXAMPLES: &str = "Examples:
@@ -17,26 +17,27 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce bench --rate 200 --tasks 10000          how long does a task take at 200 a second?
   sconce bench --input requests.jsonl --json > report.json
 
-The workers run elsewhere: `sconce launch`. The load goes through the pool's task queue, behind
-and among the tasks of others; mind what else writes and reads there.
+Workers must be running: `sconce launch`. The load goes through the pool's task queue, behind and
+among the tasks of others; mind which other producers and consumers use that queue.
 
-The load. Closed (--in-flight): a task is published for each reply, so that always as many are
-under way: the most that the pool can do. As many less one follow the measured tasks, not counted,
-so that the loop is full to the end. Open (--rate): tasks come at random (a Poisson process),
-whether the pool keeps up or not. Their latency counts from the moment each was due, also where it
-went out late.
+The load. In a closed loop (--in-flight F), a task is published for each reply, so that F tasks are
+always in flight: this measures the most that the pool can do. Another F-1 tasks follow the measured
+ones and are not counted, so that the loop stays full to the end. In an open loop (--rate), tasks are
+published at random times (a Poisson process), whether the pool keeps up or not. The latency of a task
+counts from the moment at which it was due, even if it was published late.
 
-Tasks that are not from a file are made of texts for the kind of the pool's model, if its files are on
+Tasks that are not from a file are generated for the kind of the pool's model, if its files are on
 this host; otherwise they are texts to embed.
 
-The report. Rates and busy shares are of N replies, in the order they came: those behind the first
-W (N tasks, W to warm up). All else is of the N tasks behind the first W, so that no straggler is
-left out; latencies, stages and batches of those that succeeded. A batch counts once, however many
-tasks it held. A device's busy share is of this load: a task of k inputs in a batch of n counts for
-k/n of its compute_us. With several inputs a task it is at most that: a task that spans batches
-tells the time of all of them, and the size of the last. When no reply has come for --timeout, what
-was measured until then is reported, with how many are missing; the exit code is 84. Tasks expire in
-their queue after ten time-outs, so that a run that ends early leaves none there for ever.";
+The report, for N tasks after W to warm up. Rates and busy shares cover N replies in the order of
+arrival, after the first W. All else covers the N tasks after the first W, so that no straggler is
+left out; latencies, stages and batches cover only those that succeeded. A batch counts once, however
+many tasks it held. A device's busy share covers only this load: a task of k inputs in a batch of n
+counts for k/n of its compute_us. With several inputs per task it is an upper bound: a task that spans
+batches reports the time of all of them, and the size of the last. If no reply arrives for --timeout,
+the report has what was measured until then, and how many replies are missing; the exit code is 84.
+Tasks expire in their queue after ten times --timeout, so that a run that ends early leaves none there
+for ever.";
 
 /// `sconce bench`.
 #[derive(Debug, Args)]
@@ -79,7 +80,7 @@ pub struct Texts {
     /// Tasks from a file in the format of `publish`, in random order, repeatedly; `-` is stdin
     #[arg(long, short, value_name = "FILE")]
     pub input: Option<PathBuf>,
-    /// Words in a generated text; most are short. By default 4 to 256 tokens, 35 on average
+    /// Words in a generated text; most texts are short. The default gives 4 to 256 tokens, 35 on average
     #[arg(
         long,
         value_name = "MIN-MAX",
@@ -98,13 +99,13 @@ pub(super) const DEVICE_EXAMPLES: &str = "Examples:
   sconce bench-device --device cuda:0 --set pool[0].dtype=bf16 --set pool[0].batch.max_tokens=65536
   sconce bench-device --device cpu --input requests.jsonl --json
 
-One process, as a worker of the pool would be: its device, threads, dtype and bounds of a batch; no queue,
-no broker, no launcher. All tasks are prepared first, on one thread, which is measured by itself. Then
-batches go through a worker's engine, over and over, for --time; a quarter of that before it to warm up.
-Their times count; preprocessing and replies, made between the rounds, do not.
+Runs one process with the device, threads, dtype and batch bounds of a worker of the pool; no queue, no
+broker, no launcher. First all tasks are preprocessed on one thread, which is measured separately. Then
+batches go through a worker's engine, over and over, for --time, after a warm-up of a quarter of it.
+Only the batches are timed, not the preprocessing and the replies between the rounds.
 
-So this is the most that a worker can reach; `sconce bench` measures what one does reach. Without --device
-it is the first of the pool's devices.";
+So this is the most that a worker can reach; `sconce bench` measures what one does reach. The default
+of --device is the first of the pool's devices.";
 
 /// `sconce bench-device`.
 #[derive(Debug, Args)]
@@ -169,14 +170,14 @@ mod tests {
     }
 
     #[test]
-    fn without_arguments_the_loop_is_closed_and_the_texts_are_made() {
+    fn without_arguments_the_loop_is_closed_and_texts_are_generated() {
         let bench = bench("").unwrap();
         assert_eq!((bench.tasks, bench.in_flight, bench.rate), (2_000, 512, None));
         assert_eq!((bench.texts.inputs, bench.texts.words, bench.texts.seed), (1, 2..=254, 1));
     }
 
     #[test]
-    fn what_excludes_each_other_is_refused_by_name() {
+    fn flags_that_exclude_each_other_are_refused_by_name() {
         for (arguments, names) in [
             ("--in-flight 4 --rate 2", ["--in-flight", "--rate"]),
             ("--input f --inputs 2", ["--input", "--inputs"]),

@@ -19,9 +19,9 @@ pub(super) const CTL_EXAMPLES: &str = "Examples:
   sconce ctl --host gpu1 log-level debug
   sconce ctl cancel 7f3e…                         a task that a worker holds, by its id
 
-Requests go through the exchange admin.control_exchange of the broker, to every launcher that listens
-there; answers are gathered until no more come. Who may publish to that exchange may control: see
-docs/operating.md for how to restrict it. The exit code is 1 where nobody answered, or a slot refused.";
+Requests go through the broker's exchange admin.control_exchange to every launcher that listens there.
+Answers are gathered until no more arrive. Whoever may publish to that exchange may control the launchers;
+docs/operating.md says how to restrict it. The exit code is 1 if nobody answered, or a slot refused.";
 
 /// Examples for the help of `healthcheck`.
 pub(super) const HEALTH_EXAMPLES: &str = "Examples:
@@ -29,8 +29,8 @@ pub(super) const HEALTH_EXAMPLES: &str = "Examples:
   sconce healthcheck --live                       alive: no worker is stuck
   sconce healthcheck --url http://gpu1:9464
 
-Asks the launcher at admin.listen, as a probe of the container's runtime would. The exit code is 0 or 1; 78
-where the settings are wrong.";
+Asks the launcher at admin.listen, as a probe of a container runtime would. The exit code is 0 or 1, or
+78 if the settings are wrong.";
 
 /// `sconce ctl`.
 #[derive(Debug, Args)]
@@ -54,13 +54,13 @@ pub struct Ctl {
     #[arg(long, global = true, value_name = "LAUNCHER/POOL/INDEX")]
     pub slot: Option<String>,
     /// Gather answers for this whole time. Without it, ctl waits up to a second for the first answer, and then until
-    /// no further one comes for a moment
+    /// no more arrive
     #[arg(long, global = true, value_name = "DURATION", value_parser = duration)]
     pub timeout: Option<Duration>,
-    /// Stop waiting after answers of N launchers, and fail with fewer
+    /// Stop waiting when N launchers have answered; fail if fewer do
     #[arg(long, global = true, value_name = "N")]
     pub expect: Option<usize>,
-    /// After pause, resume, restart, drain and shutdown: wait until each slot is there, at most so long
+    /// After pause, resume, restart, drain or shutdown: wait until each slot has reached that state, at most this long
     #[arg(long, global = true, value_name = "DURATION", value_parser = duration)]
     pub wait: Option<Duration>,
     /// Print answers as JSON, one per line
@@ -104,7 +104,7 @@ pub enum CtlOrder {
     },
     /// Change what launchers and workers log
     LogLevel {
-        /// As in SCONCE_LOG: debug, or sconce::worker=trace; `default` as at the start
+        /// A filter as in SCONCE_LOG: debug, or sconce::worker=trace; `default` restores the filter of the start
         filter: String,
     },
     /// End a task that a worker holds; it is answered with 499
@@ -156,13 +156,11 @@ impl Ctl {
         let mut named = named.into_iter().flatten();
         match (named.next(), named.next()) {
             (Some(target), None) => Ok(target),
-            (Some(_), Some(_)) => Err("only one of --all, --host, --launcher, --pool and --slot"),
+            (Some(_), Some(_)) => Err("give only one of --all, --host, --launcher, --pool and --slot"),
             (None, _) if self.order.request().only_asks() => Ok(Target::All),
-            // A task's id is its own: it means the same everywhere.
+            // The id of a task names the same task to every launcher.
             (None, _) if matches!(self.order, CtlOrder::Cancel { .. }) => Ok(Target::All),
-            (None, _) => {
-                Err("this changes something: say where, with --all, --host, --launcher, --pool or --slot")
-            }
+            (None, _) => Err("this command needs a target: --all, --host, --launcher, --pool or --slot"),
         }
     }
 }
@@ -174,7 +172,7 @@ pub struct Top {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// How often launchers are asked
+    /// How often launchers are queried
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = duration)]
     pub every: Duration,
 }
@@ -191,7 +189,7 @@ pub struct Healthcheck {
     /// Ask whether it has started: every pool has had a worker that was ready
     #[arg(long)]
     pub startup: bool,
-    /// The launcher's address, in the place of admin.listen; any launcher may answer there
+    /// The launcher's address, instead of admin.listen; it may be any launcher
     #[arg(long, value_name = "URL")]
     pub url: Option<String>,
     /// Longest wait for the answer

@@ -10,28 +10,28 @@ use super::{Settings, duration};
 use crate::protocol::dead_letter::reasons;
 
 pub(super) const EXAMPLES: &str = "Examples:
-  sconce dead list                                          what is there, oldest first, and why
+  sconce dead list                                          the dead letters, oldest first, and why
   sconce dead list --reason poison --newer-than 2h --json
   sconce dead show 6f1c…                                    all of one dead letter
   sconce dead requeue --reason attempts --older-than 1d --dry-run
   sconce dead requeue 6f1c…
   sconce dead purge --older-than 30d                        shows what `--yes` would delete
 
-While a command reads the queue nobody else sees its messages; afterwards a quorum queue has them in
-another order, and has counted a delivery of each. Where sconce did not make the queue it assumes RabbitMQ
-4's delivery limit, 20: set no lower one, neither by x-delivery-limit nor by a policy. A dead letter near
-the limit is put into the queue anew, at its end, because RabbitMQ would drop it.
+While a command reads the queue, nobody else sees its messages. Afterwards a quorum queue has them in
+another order, and has counted one delivery of each. If sconce did not declare the queue, it assumes the
+delivery limit of RabbitMQ 4, which is 20: set no lower one, neither by x-delivery-limit nor by a policy.
+A dead letter near the limit is published to the end of the queue again, because RabbitMQ would drop it.
 
-Dead letters of other pools in the same queue are counted on stderr and stay, unless asked for by id.";
+Dead letters of other pools in the same queue are counted on stderr and left alone, unless given by id.";
 
 const REQUEUED: &str =
-    "A task goes to the pool's task queue as its producer sent it, and is taken out of the \
+    "A task is published to the pool's task queue as its producer sent it, and is removed from the \
 dead-letter queue once the broker has confirmed it there. A crash in between leaves it in both.
 
-Not put back: the task's expiration, because it would expire at once, with an `expires` that may come of
-it (an `expires` of the producer's alone stays: a task past it is answered with 408); user_id; CC. A
-control message is put back only by its id. What cannot be put back stays, with the reason on stderr, and
-the exit code is 1.";
+Not restored are: the task's expiration, because the task would expire at once, and an `expires` that may
+be derived from it (an `expires` of the producer alone is kept: a task past it is answered with 408);
+user_id; CC. A control message is requeued only by its id. What cannot be requeued stays in the
+dead-letter queue, with the reason on stderr, and the exit code is 1.";
 
 /// `sconce dead`.
 #[derive(Debug, Subcommand)]
@@ -61,8 +61,8 @@ pub struct DeadSource {
 /// Filters of dead letters; all given ones must hold.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DeadFilters {
-    /// Only dead letters with this reason; may be repeated. The last five are of RabbitMQ, and `unknown` for
-    /// those without a reason
+    /// Only dead letters with this reason; may be repeated. The last five are those of RabbitMQ, and `unknown` for
+    /// dead letters without a reason
     #[arg(long, value_name = "REASON", value_parser = PossibleValuesParser::new(reasons()))]
     pub reason: Vec<String>,
     /// Only dead letters older than this, such as 90m or 7d. A dead letter without a time has no age
@@ -82,10 +82,10 @@ pub struct DeadList {
     /// Filters by reason and age.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// Print at most N, the oldest; all are counted
+    /// Print at most N dead letters, the oldest; all are counted
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub limit: usize,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
@@ -98,7 +98,7 @@ pub struct DeadShow {
     pub source: DeadSource,
     /// The id of a task, or of a message
     pub id: String,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
@@ -125,9 +125,9 @@ pub struct DeadPurge {
     pub yes: bool,
 }
 
-/// The dead letters that a command changes, which needs ids, filters or `--all`.
+/// Which dead letters a command changes: it needs ids, filters or `--all`.
 #[derive(Debug, Args)]
-#[command(group = ArgGroup::new("which").args(NARROWER).arg("all").required(true).multiple(true))]
+#[command(group = ArgGroup::new("which").args(SELECTORS).arg("all").required(true).multiple(true))]
 pub struct DeadWhich {
     /// The pool of the dead letters.
     #[command(flatten)]
@@ -139,11 +139,12 @@ pub struct DeadWhich {
     #[command(flatten)]
     pub filters: DeadFilters,
     /// All dead letters of the pool, and those that name no pool
-    #[arg(long, conflicts_with_all = NARROWER)]
+    #[arg(long, conflicts_with_all = SELECTORS)]
     pub all: bool,
 }
 
-const NARROWER: [&str; 4] = ["ids", "reason", "older_than", "newer_than"];
+/// The arguments that select some of the dead letters, and exclude `--all`.
+const SELECTORS: [&str; 4] = ["ids", "reason", "older_than", "newer_than"];
 
 /// As [`duration`], also in days and weeks.
 fn age(text: &str) -> Result<Duration, String> {
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_the_queue_must_be_told_which_dead_letters() {
+    fn requeue_and_purge_need_ids_filters_or_all() {
         for command in ["requeue", "purge"] {
             let dead = |arguments: &str| dead(&format!("{command} {arguments}"));
             for too_little in ["", "--pool embed"] {

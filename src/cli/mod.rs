@@ -42,8 +42,8 @@ pub enum Command {
   SCONCE_BROKER__URL=amqps://user:pw@rabbit/%2f sconce launch
   sconce launch --set 'pool[0].devices=[\"cpu\", \"cpu\"]'
 
-SIGTERM or Ctrl-C drains: a batch on a device is finished, the rest goes back to the queue, sequences too.
-A second one aborts. `sconce stop` stops workers behind the work queued before it.")]
+SIGTERM or Ctrl-C drains: batches on devices are finished; all other tasks, sequences included, are
+requeued. A second signal aborts. `sconce stop` stops workers after the work queued before it.")]
     Launch(Settings),
     /// Run one worker. `launch` starts workers itself; start one by hand only to debug
     #[command(after_help = "Example:
@@ -51,7 +51,7 @@ A second one aborts. `sconce stop` stops workers behind the work queued before i
 
 Events go to stdout as JSON lines, logs to stderr.")]
     Worker(Worker),
-    /// Kill workers that outlive their launcher, which starts this command and names them on stdin
+    /// Kill workers that outlive their launcher. The launcher starts this command and names the workers on its stdin
     #[command(hide = true)]
     Guard,
     /// Build grammars of `response_format` for the worker that starts this command
@@ -61,15 +61,15 @@ Events go to stdout as JSON lines, logs to stderr.")]
     #[command(after_help = "Examples:
   sconce publish --wait \"what is a sconce?\" \"a holder for candles\"
   sconce publish --pool text --stream \"What is a sconce?\"      a chat, printed as it is generated
-  sconce publish --pool images --wait cat.jpg      the file
+  sconce publish --pool images --wait cat.jpg      the file's content
   sconce publish --pool rerank --wait \"a query\" \"a document\" \"another\"
   sconce publish --input requests.jsonl            replies go to the pool's reply queue
   cat requests.jsonl | sconce publish --input - --wait > replies.jsonl
 
-A text becomes what the pool answers, if its model's files are on this host; else what --url takes, or
-a text to embed. Each line of a file is a request body ({\"input\": …}), a batch line
-({\"custom_id\", \"body\"}), or a JSON string: a text to embed. Replies are printed in the order of the
-tasks.")]
+A text becomes a request that the pool answers, if its model's files are on this host. Otherwise it
+becomes a request of --url, or a text to embed. Each line of a file is a request body ({\"input\": …}),
+a batch line ({\"custom_id\", \"body\"}), or a JSON string: a text to embed. Replies are printed in the
+order of the tasks.")]
     Publish(Publish),
     /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
     #[command(after_help = bench::EXAMPLES)]
@@ -77,13 +77,13 @@ tasks.")]
     /// Measure a model on one device alone, without queue and broker
     #[command(after_help = bench::DEVICE_EXAMPLES)]
     BenchDevice(BenchDevice),
-    /// Stop workers, each after the work that was queued before
+    /// Stop workers, each after the work that was queued before this command
     #[command(after_help = "Examples:
   sconce stop                   one worker of the only pool, whichever takes the sentinel
   sconce stop --workers 2 --pool embed
-  sconce stop --all             as many as consume now, on all hosts")]
+  sconce stop --all             as many workers as consume now, on all hosts")]
     Stop(StopWorkers),
-    /// Ask running launchers, or control them: ping, stats, active, pause, resume, drain, restart, …
+    /// Query or control running launchers: ping, stats, active, pause, resume, drain, restart, …
     #[command(after_help = ctl::CTL_EXAMPLES)]
     Ctl(Ctl),
     #[cfg(feature = "top")]
@@ -91,7 +91,7 @@ tasks.")]
     #[command(
         after_help = "Keys: ↑ ↓ choose a slot, p pause or resume, d drain, r restart (each asks first), q quit.
 
-What is shown comes over the broker, as with `sconce ctl stats`."
+The data comes over the broker, as for `sconce ctl stats`."
     )]
     Top(Top),
     /// Ask the launcher of this host whether it is ready, alive or started
@@ -105,10 +105,10 @@ What is shown comes over the broker, as with `sconce ctl stats`."
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2
 
 Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": \"/v1/embeddings\", \"body\"}.
-Responses come in the order of the requests, errors on lines of their own. Interrupted, the same
-command resumes behind the last finished line.")]
+Responses are written in the order of the requests; an error is a line of its own. After an
+interruption, the same command continues after the last finished line.")]
     RunBatch(RunBatch),
-    /// Answer files of tasks by a running pool, on all hosts
+    /// Have files of tasks answered by a running pool, on all hosts
     #[command(after_help = submit::EXAMPLES)]
     Submit(Submit),
     /// Validate the settings and print the effective ones, each with its origin
@@ -123,9 +123,9 @@ Secrets are masked. All problems are reported together; the exit code is then 78
   sconce devices
   sconce devices --config production.toml --json
 
-GPUs are shown as `devices` of a pool names them: by number (cuda:0, in the order of their PCI bus ids)
-or by UUID. The driver is asked through NVML; nothing is opened. The exit code is 78 where the settings
-name a device that is not here or that this build cannot compute on.")]
+GPUs are shown as the setting `devices` of a pool names them: by number (cuda:0, in the order of their
+PCI bus ids) or by UUID. The command queries the driver through NVML and opens no device. The exit code
+is 78 if the settings name a device that is not present or that this build cannot compute on.")]
     Devices(Devices),
 }
 
@@ -167,14 +167,14 @@ pub struct Publish {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Texts, one task each: to embed, to classify, a chat, whatever the pool answers. For a pool of images: files. For a
-    /// pool that reranks: a query, and the documents
+    /// Texts, one task each: to embed, to classify, a chat, whatever the pool answers. For a pool of images: files. For
+    /// a pool that reranks: a query, then its documents
     #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
     pub texts: Vec<String>,
     /// A file of tasks, one JSON value per line; `-` is stdin
     #[arg(long, short, value_name = "FILE")]
     pub input: Option<PathBuf>,
-    /// The URL that the tasks ask for, such as /v1/completions; by default the first that the pool answers
+    /// The URL of the tasks, such as /v1/completions; by default the first one that the pool answers
     #[arg(long)]
     pub url: Option<String>,
     /// Wait for the replies and print them
@@ -186,7 +186,7 @@ pub struct Publish {
     /// Longest wait for the next reply
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
     pub timeout: Duration,
-    /// Make the pool's queues where they are missing; otherwise that is an error
+    /// Declare the pool's queues if they are missing; without this flag a missing queue is an error
     #[arg(long)]
     pub declare: bool,
     /// The pool whose task queue to use; may be left out when there is only one
@@ -212,7 +212,7 @@ pub struct StopWorkers {
     /// A sentinel that no worker takes within this time expires and stops no worker
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
     pub expires: Duration,
-    /// Take back the sentinels of an earlier `stop`, by the id that it printed, as far as no worker has taken them
+    /// Withdraw those sentinels of an earlier `stop` that no worker has taken; STOP is the id that it printed
     #[arg(long, value_name = "STOP", conflicts_with_all = ["workers", "all"])]
     pub withdraw: Option<String>,
 }
@@ -229,8 +229,7 @@ pub struct RunBatch {
     /// Responses; an existing file is resumed
     #[arg(long, short)]
     pub output: PathBuf,
-    /// A pool that answers lines; may be repeated. Without it all pools of the settings do, each the lines of its
-    /// URLs
+    /// A pool that answers lines; may be repeated. By default each pool of the settings answers the lines of its URLs
     #[arg(long)]
     pub pool: Vec<String>,
     /// The model: a folder, a Hugging Face id, `echo` or `script`
@@ -239,7 +238,7 @@ pub struct RunBatch {
     /// The devices: `auto`, or a list such as `cpu,cpu`
     #[arg(long)]
     pub devices: Option<String>,
-    /// Print the answers' texts in the order of the lines: while they are generated, where a line has "stream": true
+    /// Print the answers' texts in the order of the lines; while they are generated, if the line has "stream": true
     #[arg(long, conflicts_with = "json")]
     pub show: bool,
     /// Print a report of the run as JSON: rates, batches, lines per device, how busy devices were
@@ -253,7 +252,7 @@ pub struct Devices {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Print it as JSON
+    /// Print the devices as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -294,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_sound_and_teaches_every_exit_code() {
+    fn the_command_line_is_valid_and_its_help_lists_every_exit_code() {
         Cli::command().debug_assert();
         let help = Cli::command().render_help().to_string();
         for (exit, meaning) in Exit::ALL {
@@ -303,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn the_long_version_says_what_was_built_and_the_short_one_is_bare() {
+    fn the_long_version_says_what_was_built_and_the_short_one_does_not() {
         let command = Cli::command();
         assert_eq!(command.render_version().trim(), concat!("sconce ", env!("CARGO_PKG_VERSION")));
         let long = command.render_long_version();

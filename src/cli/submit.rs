@@ -11,11 +11,12 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce submit -i rows.jsonl -o answers.jsonl             through the only pool's queue
   sconce submit -i a.jsonl -i b.jsonl -o answers.jsonl --pool embed --rows-per-task 32 --background
   produce-rows | sconce submit -i - -o answers.jsonl       not resumed: standard input cannot be read again
-  sconce submit --cancel 3f6c1a2b9d04                       withdraw what a job has published
+  sconce submit --cancel 3f6c1a2b9d04                       cancel what a job has published
 
-Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all hosts. Answers come
-in the order of the rows, errors on lines of their own. Interrupted, the same command resumes behind the last finished
-line. Ctrl-C waits for what is under way, at most for --grace; a second one leaves at once.";
+Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all
+hosts. Answers are written in the order of the rows; an error is a line of its own. After an
+interruption, the same command continues after the last finished line. Ctrl-C waits for the tasks in
+flight, at most for --grace; a second Ctrl-C ends at once.";
 
 /// `sconce submit`.
 #[derive(Debug, Args)]
@@ -32,26 +33,26 @@ pub struct Submit {
     /// The pool that answers; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
-    /// Publish to the pool's background queue, whose tasks only fill batches that others leave room in
+    /// Publish to the pool's background queue, whose tasks only use the room that others leave in batches
     #[arg(long)]
     pub background: bool,
-    /// Rows of embeddings or of text classification that share a task, if they ask alike
+    /// Rows per task, for embeddings and text classification; only rows with the same parameters share a task
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=512))]
     pub rows_per_task: u16,
-    /// Publish a task again if a later one was answered this long ago, or none for this long; counted while
-    /// workers consume
+    /// Publish a task again if a later one was answered this long ago, or none for this long. Time counts only
+    /// while workers consume
     #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = duration)]
     pub reply_timeout: Duration,
     /// How often to publish a task before its rows become error lines
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     pub attempts: u32,
-    /// How long Ctrl-C waits for what is under way
+    /// How long Ctrl-C waits for the tasks in flight
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration)]
     pub grace: Duration,
-    /// Print progress as JSON lines, each 5 s, and at the end a report as `run-batch` does
+    /// Print progress as JSON lines, every 5 s, and at the end a report as `run-batch` does
     #[arg(long)]
     pub json: bool,
-    /// Withdraw a job: workers answer its tasks with 499, those in the queue as they come
+    /// Cancel a job: workers answer its tasks with 499; those still in the queue, when they are delivered
     #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output"])]
     pub cancel: Option<String>,
 }

@@ -9,18 +9,18 @@ pub(crate) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "comp
 const SUCCEEDED: i64 = 200;
 
 pub(crate) struct Answer<'a> {
-    /// 200 when it succeeded; none: the reply is not from sconce.
+    /// 200 if the task succeeded; none: the reply is not from sconce.
     pub(crate) status_code: Option<i64>,
     pub(crate) worker: Option<&'a str>,
     pub(crate) device: &'a str,
     pub(crate) model: &'a str,
-    /// Durations in the order of [`STAGES`], in milliseconds; none where one is missing.
+    /// Durations in the order of [`STAGES`], in milliseconds; none if one is missing.
     pub(crate) stages: Option<[f64; 4]>,
     /// The task's last forward pass; none: it had none.
     pub(crate) batch: Option<Batch>,
-    /// Tokens, where the body states them.
+    /// All tokens of the task; none if the body does not state them.
     pub(crate) tokens: Option<u64>,
-    /// Those of generated text among them.
+    /// Tokens of generated text, which are part of `tokens`.
     pub(crate) generated: Option<u64>,
 }
 
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_tells_its_times_its_batch_and_its_tokens() {
+    fn a_reply_states_its_durations_its_batch_and_its_tokens() {
         let headers = [
             ("status_code", 200.into()),
             ("worker", "h/p/0".into()),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_reply_does_not_say_is_missing_and_no_zero() {
+    fn what_a_reply_does_not_state_is_none_and_not_zero() {
         let reply = reply(&[("status_code", 400.into()), ("batch_size", 0.into())], "");
         let answer = Answer::of(&reply);
         assert!(!answer.succeeded());

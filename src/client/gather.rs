@@ -14,7 +14,7 @@ pub(super) struct Gather<M> {
     in_order: bool,
     /// Tasks not answered yet, with the time of their publishing. Bound: the caller's.
     waiting: BTreeMap<u64, (M, Instant)>,
-    /// Tasks answered and not passed on. Bound: the caller's.
+    /// Tasks answered and not passed on yet. Bound: the caller's.
     answered: BTreeMap<u64, (M, Option<Message>, Instant)>,
 }
 
@@ -28,15 +28,15 @@ impl<M> Gather<M> {
         self.begun += 1;
     }
 
-    /// Records a reply. False: the task was answered before or is unknown, since delivery at least once may
-    /// repeat replies.
+    /// Records a reply. False: the task is unknown or was answered before, because the service delivers at least once
+    /// and may repeat replies.
     pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
         let Some((meta, _)) = self.waiting.remove(&number) else { return false };
         self.answered.insert(number, (meta, reply, at));
         true
     }
 
-    /// The next answer to pass on; none: in order, the next task is not answered yet.
+    /// The next answer to pass on; none if no task, or in order the next task, is answered yet.
     pub(super) fn next(&mut self) -> Option<(u64, M, Option<Message>, Instant)> {
         let oldest = self.waiting.first_key_value().map(|(number, _)| *number);
         let (number, _) = self.answered.first_key_value()?;
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_comes_again_and_one_of_another_run_answer_nothing() {
+    fn duplicate_replies_and_replies_of_other_runs_are_ignored() {
         let mut gather = begun(2, true);
         assert!(gather.answer(3, None, Instant::now()));
         assert!(!gather.answer(3, None, Instant::now()), "before it is passed on");
@@ -104,7 +104,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_order_within_the_bound_comes_out_in_order_each_once(
+        fn replies_in_any_order_are_passed_on_in_order_each_once(
             count in 0u64..60, bound in 1usize..9, picks in prop::collection::vec(any::<prop::sample::Index>(), 200),
         ) {
             let mut gather = Gather::new(0, true);

@@ -37,20 +37,20 @@ use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
 
-/// Publishes under way at once: several times what the publisher sends unconfirmed.
-const PIPELINED: usize = 2_048;
-/// Most replies that are read and acked together.
-const BURST: usize = 512;
-/// How often a job looks whether workers consume, and which replies are late.
+/// Maximum number of publishes under way at once: several times what the publisher sends unconfirmed.
+const MAX_PUBLISHING: usize = 2_048;
+/// Maximum number of replies that are read and acked together.
+const MAX_BURST: usize = 512;
+/// How often a job checks whether workers consume, and which replies are late.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// Wait before a task is offered again that a full queue did not take.
-const REFUSED: Duration = Duration::from_secs(1);
+/// Delay before a task is published again that a full queue did not accept.
+const NACK_DELAY: Duration = Duration::from_secs(1);
 
 /// A task to publish, with the caller's data.
 pub(crate) struct Task<M> {
     /// The caller's data, given back with the reply.
     pub(crate) meta: M,
-    /// None: nothing is published, and the task counts as answered in its turn.
+    /// None: nothing is published, and the task counts as answered when its turn comes.
     pub(crate) request: Option<Request>,
 }
 
@@ -61,12 +61,12 @@ pub(crate) struct Request {
     pub(crate) body: RequestBody,
     /// Another queue than the client's.
     pub(crate) queue: Option<Arc<str>>,
-    /// Time to live, for tasks whose reply nobody would wait for any longer.
+    /// Time to live, for tasks whose reply nobody waits for after that time.
     pub(crate) expires: Option<Duration>,
 }
 
 impl Request {
-    /// A request for `url`; none: the first that the pool answers.
+    /// A request for `url`; none: the first URL that the pool serves.
     pub(crate) fn new(message_id: String, url: Option<&str>, body: RequestBody) -> Self {
         let headers = url.map(|url| (URL.to_owned(), url.into())).into_iter().collect();
         Self { message_id, headers, body, queue: None, expires: None }
@@ -80,7 +80,7 @@ pub(crate) struct Bounds {
     pub(crate) under_way: usize,
     /// Longest wait for the next reply; none: no limit.
     pub(crate) timeout: Option<Duration>,
-    /// Whether the sink gets replies in the order of the tasks; otherwise as they come.
+    /// Whether the sink gets replies in the order of the tasks. Otherwise it gets them as they arrive.
     pub(crate) in_order: bool,
     /// When tasks are published again; none: never.
     pub(crate) resend: Option<Resend>,
@@ -94,8 +94,8 @@ pub(crate) trait Sink<M, E> {
     /// The broker has confirmed a task.
     fn confirmed(&mut self, _number: u64) {}
 
-    /// A task's reply came at this time; called once per task. The reply is none where nothing was published,
-    /// where no replies are expected, and where the task was given up ([`Resend`]).
+    /// A task's reply arrived at this time; called once per task. The reply is none if nothing was published, if no
+    /// replies are expected, or if the task was given up ([`Resend`]).
     ///
     /// # Errors
     /// Ends the run.
@@ -109,16 +109,17 @@ pub(crate) trait Sink<M, E> {
         Ok(())
     }
 
-    /// This number of replies came a second time.
+    /// This number of replies arrived that were duplicates.
     fn duplicates(&mut self, _count: usize) {}
 
-    /// The broker will never take this task, of a job. It is answered without a reply next.
-    fn refused(&mut self, _number: u64, _words: String) {}
+    /// The broker will never accept this task, for this reason. `answered` follows, without a reply. Called only where
+    /// tasks may be published again; otherwise a refusal ends the run.
+    fn refused(&mut self, _number: u64, _reason: String) {}
 
     /// This number of tasks is published again.
     fn resent(&mut self, _count: usize) {}
 
-    /// Whether workers consume from the task queue; told from time to time where tasks may be published again.
+    /// Whether workers consume from the task queue. Called from time to time where tasks may be published again.
     fn consumed(&mut self, _is_consumed: bool) {}
 }
 
@@ -152,8 +153,8 @@ struct Replies {
     is_durable: bool,
     consumer: Box<dyn Consumer>,
     acker: Arc<dyn Acker>,
-    /// Read and not acked yet. Bound: [`BURST`].
-    taken: Vec<DeliveryTag>,
+    /// Read and not acked yet. Bound: [`MAX_BURST`].
+    unacked: Vec<DeliveryTag>,
 }
 
 impl Client {
@@ -195,13 +196,13 @@ impl Client {
         prefetch: u16,
     ) -> Result<Self, ClientError> {
         let connector = || Connector::new(broker.clone(), name);
-        // Before the first task is published, whose reply would find no queue.
+        // Declared before the first task is published, whose reply would otherwise find no queue.
         declare_job(&connector(), task_queue, replies, keep).await?;
         let subscription = Subscription::Job { queue: replies.to_owned(), keep };
         let (consumer, acker) = subscribe(connector(), subscription, prefetch);
         let (consumer, acker) = (Box::new(consumer), Arc::new(acker));
         let replies =
-            Replies { queue: replies.to_owned(), is_durable: true, consumer, acker, taken: Vec::new() };
+            Replies { queue: replies.to_owned(), is_durable: true, consumer, acker, unacked: Vec::new() };
         let publisher = Arc::new(AmqpPublisher::new(connector()));
         Ok(Self { publisher, task_queue: task_queue.into(), replies: Some(replies) })
     }
@@ -209,8 +210,8 @@ impl Client {
     /// A client over a session that consumes the queue of replies.
     pub(crate) fn over(session: BrokerSession, task_queue: &str, replies: &str) -> Self {
         let BrokerSession { consumer, acker, publisher, .. } = session;
-        let (queue, taken) = (replies.to_owned(), Vec::new());
-        let replies = Some(Replies { queue, is_durable: false, consumer, acker, taken });
+        let (queue, unacked) = (replies.to_owned(), Vec::new());
+        let replies = Some(Replies { queue, is_durable: false, consumer, acker, unacked });
         Self { publisher, task_queue: task_queue.into(), replies }
     }
 
@@ -236,19 +237,19 @@ impl Client {
         let Self { publisher, task_queue, replies } = self;
         let mut run = Run::new(&**publisher, task_queue, replies.as_ref(), first, bounds);
         let mut tasks = pin!(tasks);
-        let mut all_taken = false;
+        let mut all_begun = false;
         let mut under_way = FuturesUnordered::new();
-        let mut look = tokio::time::interval(POLL_INTERVAL);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut looking = FuturesUnordered::new();
+        let mut poll = tokio::time::interval(POLL_INTERVAL);
+        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut polling = FuturesUnordered::new();
         loop {
-            run.pass_on(sink)?;
-            // Only now, and not in an arm of the `select!` below, whose future may be dropped half done.
+            run.deliver_answers(sink)?;
+            // Acks are not sent in an arm of the `select!` below, whose future may be dropped halfway.
             if let Some(replies) = replies.as_mut() {
-                let mut acked = pin!(replies.ack_taken());
+                let mut acked = pin!(replies.ack_all());
                 loop {
-                    // Acks and publishes may go through one bounded channel, whose places are given in turn: a publish
-                    // that is given one and is not polled would hold up the acks for ever.
+                    // Acks and publishes may share one bounded channel, whose places are granted in turn. A publish
+                    // that is granted a place and is not polled would block the acks for ever.
                     tokio::select! {
                         biased;
                         () = &mut acked => break,
@@ -256,29 +257,29 @@ impl Client {
                     }
                 }
             }
-            if all_taken && run.gather.held() == 0 && under_way.is_empty() {
+            if all_begun && run.gather.held() == 0 && under_way.is_empty() {
                 return Ok(());
             }
-            let late = run.latest();
+            let deadline = run.deadline();
             tokio::select! {
                 biased;
                 Some(published) = under_way.next() => run.published(published?, sink),
                 burst = burst(replies.as_mut()) => {
-                    run.heard = Instant::now();
+                    run.last_reply = Instant::now();
                     let deliveries = burst?.ok_or_else(|| run.gather.lost())?;
-                    run.gather.take(deliveries, run.heard, sink)?;
+                    run.gather.take(deliveries, run.last_reply, sink)?;
                 }
-                task = tasks.next(), if !all_taken && run.has_room() && under_way.len() < PIPELINED => {
+                task = tasks.next(), if !all_begun && run.has_room() && under_way.len() < MAX_PUBLISHING => {
                     match task {
-                        None => all_taken = true,
+                        None => all_begun = true,
                         Some(task) => under_way.extend(run.begin(task?, sink)),
                     }
                 }
-                _ = look.tick(), if run.resends.is_some() && looking.is_empty() => {
-                    looking.push(publisher.look(task_queue));
+                _ = poll.tick(), if run.resends.is_some() && polling.is_empty() => {
+                    polling.push(publisher.look(task_queue));
                 }
-                Some(seen) = looking.next() => under_way.extend(run.looked(seen, sink)),
-                () = tokio::time::sleep_until(late.unwrap_or(run.heard)), if late.is_some() => {
+                Some(seen) = polling.next() => under_way.extend(run.polled(seen, sink)),
+                () = tokio::time::sleep_until(deadline.unwrap_or(run.last_reply)), if deadline.is_some() => {
                     return Err(run.gather.late(bounds.timeout.unwrap_or_default()).into());
                 }
             }
@@ -294,12 +295,12 @@ impl Client {
 }
 
 /// A publish of a task, until it is confirmed or refused.
-type Sent<'a> = BoxFuture<'a, Result<SentTask, ClientError>>;
+type Publishing<'a> = BoxFuture<'a, Result<SentTask, ClientError>>;
 
 /// What became of a publish.
 struct SentTask {
     number: u64,
-    /// Why the broker will never take the task; none: it has it.
+    /// Why the broker will never accept the task; none: it has accepted it.
     refused: Option<String>,
 }
 
@@ -313,8 +314,8 @@ struct Run<'a, M> {
     bounds: &'a Bounds,
     gather: Gather<M>,
     resends: Option<Resends>,
-    /// When replies came last.
-    heard: Instant,
+    /// When the last replies arrived; at first the start of the run.
+    last_reply: Instant,
 }
 
 impl<'a, M> Run<'a, M> {
@@ -325,7 +326,7 @@ impl<'a, M> Run<'a, M> {
         first: u64,
         bounds: &'a Bounds,
     ) -> Self {
-        let heard = Instant::now();
+        let now = Instant::now();
         Self {
             publisher,
             task_queue,
@@ -333,13 +334,13 @@ impl<'a, M> Run<'a, M> {
             first,
             bounds,
             gather: Gather::new(first, bounds.in_order),
-            resends: bounds.resend.map(|resend| Resends::new(resend, heard)),
-            heard,
+            resends: bounds.resend.map(|resend| Resends::new(resend, now)),
+            last_reply: now,
         }
     }
 
     /// Gives the sink the answers whose turn it is.
-    fn pass_on<E>(&mut self, sink: &mut impl Sink<M, E>) -> Result<(), E> {
+    fn deliver_answers<E>(&mut self, sink: &mut impl Sink<M, E>) -> Result<(), E> {
         while let Some((number, meta, reply, at)) = self.gather.next() {
             if let Some(resends) = &mut self.resends {
                 resends.answered(number, at);
@@ -355,14 +356,14 @@ impl<'a, M> Run<'a, M> {
         self.resends.as_ref().map_or_else(|| self.gather.held() < most, |resends| resends.has_room(most))
     }
 
-    /// When the wait for a reply is over; none: there is nothing to wait for, or no limit.
-    fn latest(&self) -> Option<Instant> {
+    /// When the wait for the next reply ends; none if there is nothing to wait for, or no limit.
+    fn deadline(&self) -> Option<Instant> {
         let oldest = self.gather.oldest().filter(|_| self.reply_to.is_some());
-        self.bounds.timeout.zip(oldest).map(|(timeout, at)| at.max(self.heard) + timeout)
+        self.bounds.timeout.zip(oldest).map(|(timeout, at)| at.max(self.last_reply) + timeout)
     }
 
     /// The task's publish; none where nothing is to be published.
-    fn begin<E>(&mut self, task: Task<M>, sink: &mut impl Sink<M, E>) -> Option<Sent<'a>> {
+    fn begin<E>(&mut self, task: Task<M>, sink: &mut impl Sink<M, E>) -> Option<Publishing<'a>> {
         let Task { meta, request } = task;
         let (number, now) = (self.gather.begun() + self.first, Instant::now());
         sink.begun(number, &meta);
@@ -376,13 +377,13 @@ impl<'a, M> Run<'a, M> {
         if let Some(resends) = &mut self.resends {
             resends.begin(number, queue.clone(), message.clone());
         }
-        Some(Box::pin(sent(self.publisher, queue, number, message, self.resends.is_some())))
+        Some(Box::pin(publish_task(self.publisher, queue, number, message, self.resends.is_some())))
     }
 
     fn published<E>(&mut self, SentTask { number, refused }: SentTask, sink: &mut impl Sink<M, E>) {
         let now = Instant::now();
-        if let Some(words) = refused {
-            sink.refused(number, words);
+        if let Some(reason) = refused {
+            sink.refused(number, reason);
             self.gather.answer(number, None, now);
             return;
         }
@@ -395,23 +396,23 @@ impl<'a, M> Run<'a, M> {
         }
     }
 
-    /// The publishes of tasks that are late, after a look at their queue.
-    fn looked<E>(&mut self, seen: Option<Seen>, sink: &mut impl Sink<M, E>) -> Vec<Sent<'a>> {
+    /// Handles the state of the task queue. Returns the publishes of the tasks that are late.
+    fn polled<E>(&mut self, seen: Option<Seen>, sink: &mut impl Sink<M, E>) -> Vec<Publishing<'a>> {
         let Some(resends) = &mut self.resends else { return Vec::new() };
         let consumed = match seen {
             Some(Seen::There { consumers, .. }) => consumers > 0,
             Some(Seen::Gone) => false,
-            // Where the queue cannot be seen, workers may be there.
+            // The queue cannot be inspected: workers may be consuming.
             Some(Seen::Private | Seen::Away) | None => self.publisher.takes_messages(),
         };
         let now = Instant::now();
         resends.consumed(consumed, now);
         sink.consumed(consumed);
-        let mut again: Vec<Sent<'a>> = Vec::new();
+        let mut again: Vec<Publishing<'a>> = Vec::new();
         for late in resends.late(now) {
             match late {
                 Late::Again(number, queue, message) => {
-                    again.push(Box::pin(sent(self.publisher, queue, number, message, true)));
+                    again.push(Box::pin(publish_task(self.publisher, queue, number, message, true)));
                 }
                 Late::GivenUp(number) => _ = self.gather.answer(number, None, now),
             }
@@ -422,15 +423,15 @@ impl<'a, M> Run<'a, M> {
 }
 
 impl Replies {
-    /// Acks what was read, together, which is few commands.
-    async fn ack_taken(&mut self) {
-        join_all(self.taken.drain(..).map(|delivery_tag| self.acker.ack(delivery_tag))).await;
+    /// Acks all replies read so far. Done together, this takes few commands.
+    async fn ack_all(&mut self) {
+        join_all(self.unacked.drain(..).map(|delivery_tag| self.acker.ack(delivery_tag))).await;
     }
 
     async fn private(connector: Connector, prefetch: u16) -> Result<Self, ClientError> {
         // Written by the consumer, once the broker has made the queue.
-        let (told, mut name) = watch::channel(None);
-        let (mut consumer, acker) = subscribe(connector, Subscription::Private(told), prefetch);
+        let (name_sender, mut name) = watch::channel(None);
+        let (mut consumer, acker) = subscribe(connector, Subscription::Private(name_sender), prefetch);
         let failed = |reason: &str| BrokerError::Unreachable { seconds: 0, reason: reason.into() };
         let queue = tokio::select! {
             named = name.wait_for(Option::is_some) => named.ok().and_then(|name| name.clone()),
@@ -438,14 +439,14 @@ impl Replies {
         };
         let queue = queue.ok_or_else(|| failed("the reply queue has no name"))?;
         let (consumer, acker) = (Box::new(consumer), Arc::new(acker));
-        Ok(Self { queue, is_durable: false, consumer, acker, taken: Vec::new() })
+        Ok(Self { queue, is_durable: false, consumer, acker, unacked: Vec::new() })
     }
 }
 
-/// All deliveries that have come, at least one; None: the session is over. Without replies it never returns.
+/// All deliveries that have arrived, at least one. None: the session is over. Without replies it never returns.
 /// Safe to cancel: deliveries that were read are returned at once.
 async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
-    let Some(Replies { consumer, taken, is_durable, .. }) = replies else {
+    let Some(Replies { consumer, unacked, is_durable, .. }) = replies else {
         return std::future::pending().await;
     };
     let mut deliveries = Vec::new();
@@ -453,13 +454,13 @@ async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, C
     while let Some(came) = event {
         match came {
             Event::Delivery(delivery) => {
-                taken.push(delivery.delivery_tag);
+                unacked.push(delivery.delivery_tag);
                 deliveries.push(*delivery);
             }
             Event::Lost { .. } if *is_durable => {}
             Event::Lost { .. } | Event::End => return Ok(None),
         }
-        event = if deliveries.len() < BURST { consumer.next().now_or_never().transpose()? } else { None };
+        event = if deliveries.len() < MAX_BURST { consumer.next().now_or_never().transpose()? } else { None };
     }
     Ok(Some(deliveries))
 }
@@ -484,7 +485,7 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
 }
 
 impl<M> Gather<M> {
-    /// Takes messages of the reply queue: parts go on at once, replies in their turn.
+    /// Takes messages of the reply queue. Parts are passed on at once, replies when their turn comes.
     fn take<E>(
         &mut self,
         deliveries: Vec<Delivery>,
@@ -516,20 +517,22 @@ fn number_of(reply: &Message) -> Option<u64> {
     reply.properties.correlation_id.as_deref()?.parse().ok()
 }
 
-/// Publishes the task `number`, and returns the number once it is confirmed; with the broker's words, if it will never
-/// take this task and the caller can go on without it.
-async fn sent(
+/// Publishes a task, and returns once it is confirmed. If `tolerates_refusals`, a full queue is tried again, and a task
+/// that the broker will never accept is reported with the reason. Otherwise both are errors.
+async fn publish_task(
     publisher: &dyn Publisher,
     queue: Arc<str>,
     number: u64,
     message: Arc<Message>,
-    patient: bool,
+    tolerates_refusals: bool,
 ) -> Result<SentTask, ClientError> {
     loop {
         match publisher.publish(&queue, message.clone()).await? {
             // A full queue has room again later.
-            Published::Nacked if patient => tokio::time::sleep(REFUSED).await,
-            Published::Refused(words) if patient => return Ok(SentTask { number, refused: Some(words) }),
+            Published::Nacked if tolerates_refusals => tokio::time::sleep(NACK_DELAY).await,
+            Published::Refused(reason) if tolerates_refusals => {
+                return Ok(SentTask { number, refused: Some(reason) });
+            }
             published => return accepted(published, &queue).map(|()| SentTask { number, refused: None }),
         }
     }
@@ -553,8 +556,10 @@ fn accepted(published: Published, queue: &str) -> Result<(), ClientError> {
     match published {
         Published::Confirmed => Ok(()),
         Published::Unroutable => refused("it does not exist: no worker has run yet".into()),
-        Published::Nacked => refused("a negative confirm; is it full?".into()),
-        Published::Refused(words) | Published::Forbidden(words) => refused(words),
+        Published::Nacked => {
+            refused("the broker did not accept the message (nack); is the queue full?".into())
+        }
+        Published::Refused(reason) | Published::Forbidden(reason) => refused(reason),
     }
 }
 

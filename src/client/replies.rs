@@ -15,9 +15,9 @@ pub(crate) struct OfReplies {
     pub(crate) ended: Duration,
     pub(crate) succeeded: u64,
     pub(crate) inputs: u64,
-    /// None where no reply states any.
+    /// None if no reply states any.
     pub(crate) tokens: Option<u64>,
-    /// Tokens of generated text; none where no reply states any.
+    /// Tokens of generated text; none if no reply states any.
     pub(crate) generated: Option<u64>,
     workers: BTreeMap<String, Worker>,
 }
@@ -86,7 +86,7 @@ impl OfReplies {
     }
 }
 
-/// The mean of all workers; none without workers.
+/// The mean busy share of all workers, in percent; none without workers.
 pub(crate) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
     let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
     (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64))

@@ -9,25 +9,25 @@ use tokio::time::Instant;
 
 use crate::protocol::Message;
 
-/// When a task without a reply is published again. A queue gives out its tasks in their order, so a task counts as late
-/// only if one that was published after it was answered long ago, or if no task at all is answered.
+/// When a task without a reply is published again. A queue delivers its tasks in order, so a task counts as late only
+/// if a task that was published after it was answered long ago, or if no task has been answered for long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resend {
-    /// How long ago that answer, or the last one, was; counted while workers consume.
+    /// How long ago that answer, or the last answer of all, must be. Only time in which workers consume counts.
     pub(crate) after: Duration,
-    /// How often a task is published in all.
+    /// Maximum number of times that a task is published, the first time included.
     pub(crate) attempts: u32,
 }
 
-/// Fewest tasks under way, so that several workers fill their batches from the beginning.
-const FEWEST: usize = 256;
+/// At least this many tasks may be under way, so that several workers fill their batches from the beginning.
+const MIN_UNDER_WAY: usize = 256;
 /// As many tasks may be under way as were answered in the last one to two spans of this length: more would only wait
 /// in the queue, and could not be withdrawn from there.
 const SPAN: Duration = Duration::from_secs(10);
-/// The most bytes of the tasks under way, which are kept to be published again.
-const BYTES: usize = 32 << 20;
+/// Maximum bytes of the tasks under way, which are kept to be published again.
+const MAX_BYTES: usize = 32 << 20;
 
-/// What happens to a task whose time is over.
+/// What happens to a late task.
 #[derive(Debug, PartialEq)]
 pub(super) enum Late {
     /// It is published again.
@@ -49,56 +49,56 @@ pub(super) struct Resends {
 struct UnderWay {
     queue: Arc<str>,
     message: Arc<Message>,
-    /// On the clock, when the broker took it last; none: it has not yet.
+    /// When the broker last accepted it, by the [`Clock`]; none: it has not accepted the latest publish yet.
     since: Option<Duration>,
     attempts: u32,
 }
 
-/// Which tasks were overtaken long ago. Times are the clock's.
+/// Decides which tasks were overtaken long ago. All times are by the [`Clock`].
 #[derive(Default)]
 struct Overtaken {
-    /// Answers: their times, and when the answered tasks had been taken by the broker. Bound: one for each second of
-    /// [`Resend::after`].
+    /// For each answer, its time and when the broker had accepted the answered task. Bound: one entry for each second
+    /// of [`Resend::after`].
     answers: VecDeque<(Duration, Duration)>,
-    /// The latest of these that was answered long ago.
-    upto: Duration,
-    /// The last answer.
-    last: Duration,
+    /// A task that the broker accepted before this time was overtaken long ago.
+    overtaken_before: Duration,
+    /// The time of the last answer.
+    last_answer: Duration,
 }
 
 impl Overtaken {
     fn answered(&mut self, since: Duration, now: Duration) {
-        self.last = now;
+        self.last_answer = now;
         match self.answers.back_mut() {
             Some((at, latest)) if at.as_secs() == now.as_secs() => *latest = since.max(*latest),
             _ => self.answers.push_back((now, since)),
         }
     }
 
-    /// Whether a task that the broker took at `since` is late.
-    fn has(&mut self, since: Duration, now: Duration, after: Duration) -> bool {
+    /// Whether a task that the broker accepted at `since` is late.
+    fn is_late(&mut self, since: Duration, now: Duration, after: Duration) -> bool {
         while let Some((_, since)) = self.answers.front().filter(|(at, _)| *at + after <= now) {
-            self.upto = self.upto.max(*since);
+            self.overtaken_before = self.overtaken_before.max(*since);
             self.answers.pop_front();
         }
-        since < self.upto || now >= self.last.max(since) + after
+        since < self.overtaken_before || now >= self.last_answer.max(since) + after
     }
 }
 
-/// Time that passes only while workers consume: a fleet that is down for an hour costs no task an attempt.
+/// A clock that runs only while workers consume, so that a fleet that is down for an hour costs no task an attempt.
 struct Clock {
     passed: Duration,
-    /// None: it stands.
-    from: Option<Instant>,
+    /// Since when it runs; none: it is stopped.
+    running_since: Option<Instant>,
 }
 
 impl Clock {
     fn now(&self, now: Instant) -> Duration {
-        self.passed + self.from.map_or(Duration::ZERO, |from| now.saturating_duration_since(from))
+        self.passed + self.running_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 }
 
-/// Counts in the current and the last span.
+/// Counts answers in the previous and the current span, in this order.
 struct Recently {
     began: Instant,
     counts: [usize; 2],
@@ -117,16 +117,16 @@ impl Recently {
 
 impl Resends {
     pub(super) fn new(policy: Resend, now: Instant) -> Self {
-        let clock = Clock { passed: Duration::ZERO, from: Some(now) };
+        let clock = Clock { passed: Duration::ZERO, running_since: Some(now) };
         let answered = Recently { began: now, counts: [0; 2] };
         let overtaken = Overtaken::default();
         Self { policy, under_way: BTreeMap::new(), bytes: 0, clock, answered, overtaken }
     }
 
-    /// Whether one more task may be under way, of `most`.
+    /// Whether one more task may be under way, if at most `most` may be.
     pub(super) fn has_room(&self, most: usize) -> bool {
         let recently = self.answered.counts.iter().sum::<usize>();
-        self.under_way.len() < recently.max(FEWEST).min(most) && self.bytes < BYTES
+        self.under_way.len() < recently.max(MIN_UNDER_WAY).min(most) && self.bytes < MAX_BYTES
     }
 
     /// A task is published for the first time.
@@ -135,7 +135,7 @@ impl Resends {
         self.under_way.insert(number, UnderWay { queue, message, since: None, attempts: 1 });
     }
 
-    /// The broker has taken a task.
+    /// The broker has accepted a task.
     pub(super) fn confirmed(&mut self, number: u64, now: Instant) {
         let now = self.clock.now(now);
         if let Some(task) = self.under_way.get_mut(&number) {
@@ -156,17 +156,17 @@ impl Resends {
     /// Whether workers consume, as far as is known.
     pub(super) fn consumed(&mut self, is_consumed: bool, now: Instant) {
         self.clock.passed = self.clock.now(now);
-        self.clock.from = is_consumed.then_some(now);
+        self.clock.running_since = is_consumed.then_some(now);
     }
 
-    /// The tasks whose time is over.
+    /// The tasks that are late.
     pub(super) fn late(&mut self, now: Instant) -> Vec<Late> {
         let (now, Resend { after, attempts }) = (self.clock.now(now), self.policy);
         let overtaken = &mut self.overtaken;
         let late = self
             .under_way
             .iter_mut()
-            .filter(|(_, task)| task.since.is_some_and(|since| overtaken.has(since, now, after)));
+            .filter(|(_, task)| task.since.is_some_and(|since| overtaken.is_late(since, now, after)));
         let decide = |(number, task): (&u64, &mut UnderWay)| {
             if task.attempts >= attempts {
                 return Late::GivenUp(*number);
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_was_overtaken_long_ago_is_published_again_and_then_given_up() {
+    fn a_task_overtaken_long_ago_is_published_again_then_given_up() {
         let now = Instant::now();
         let mut resends = resends(now);
         (0..3).for_each(|number| publish(&mut resends, number, now + SECOND * number as u32));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_queue_whose_tasks_are_answered_in_their_order_is_not_late() {
+    fn tasks_answered_in_order_are_not_late_however_long_the_queue() {
         let now = Instant::now();
         let mut resends = resends(now);
         (0..9).for_each(|number| publish(&mut resends, number, now));
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_are_under_way_as_were_answered_lately_within_bounds() {
+    fn the_number_under_way_follows_the_recent_answers_within_bounds() {
         let now = Instant::now();
         let mut resends = resends(now);
         let mut begun = 0;
@@ -257,9 +257,9 @@ mod tests {
             }
             resends.under_way.len()
         };
-        assert_eq!(fill(&mut resends), FEWEST);
+        assert_eq!(fill(&mut resends), MIN_UNDER_WAY);
         (0..200).for_each(|number| resends.answered(number, now));
-        assert_eq!(fill(&mut resends), FEWEST);
+        assert_eq!(fill(&mut resends), MIN_UNDER_WAY);
         (200..450).for_each(|number| resends.answered(number, now));
         assert_eq!(fill(&mut resends), 450);
         (450..900).for_each(|number| resends.answered(number, now + SPAN));
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(fill(&mut resends), 1_000, "the bound");
         (1_700..1_800).for_each(|number| resends.answered(number, now + 3 * SPAN));
         assert_eq!(fill(&mut resends), 900, "those are under way already");
-        resends.begin(9_999, "q".into(), message(BYTES));
+        resends.begin(9_999, "q".into(), message(MAX_BYTES));
         assert!(!resends.has_room(usize::MAX));
     }
 }

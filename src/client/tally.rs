@@ -14,7 +14,7 @@ pub(crate) struct Tally {
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
     answered: u64,
-    /// Lines that were answered without a worker: they are no requests, or nobody replied.
+    /// Lines that were answered without a worker: they are not requests, or there was no reply.
     unasked: u64,
     replies: OfReplies,
     devices: BTreeMap<String, u64>,
@@ -46,12 +46,12 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// Counts so many lines that get an error without a reply.
+    /// Counts this many lines that get an error without a reply.
     pub(crate) fn count_unasked(&mut self, lines: u64) {
         self.unasked += lines;
     }
 
-    /// Counts the reply to so many lines with so many inputs in all.
+    /// Counts the reply to this many lines, with this many inputs in all.
     pub(crate) fn count(&mut self, lines: u64, inputs: usize, answer: &Answer<'_>) {
         self.count_at(self.made.elapsed(), lines, inputs, answer);
     }
@@ -123,9 +123,9 @@ pub(crate) struct Report {
     errors: u64,
     /// Lines in the output that hold an error, those of earlier runs included.
     errors_in_output: u64,
-    /// The commonest of these.
+    /// The commonest of these errors.
     commonest_errors: Vec<CommonError>,
-    /// How many of `lines` each device has answered, by its name in the reply.
+    /// Number of lines that each device has answered, by its name in the reply.
     devices: BTreeMap<String, u64>,
     inputs: u64,
     tokens: Option<u64>,
@@ -134,7 +134,7 @@ pub(crate) struct Report {
     lines_per_second: f64,
     inputs_per_second: f64,
     tokens_per_second: Option<f64>,
-    /// Tokens of answers.
+    /// Tokens of generated text.
     generated_tokens_per_second: Option<f64>,
     batch: Option<Batch>,
     workers: Vec<WorkerShare>,
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_lasts_from_the_first_line_in_hand_to_the_last_reply_and_a_batch_counts_once() {
+    fn time_runs_from_the_first_delivery_to_the_last_reply() {
         let mut tally = Tally::default();
         let ms = Duration::from_millis;
         for (at, device) in [(ms(9_300), "a"), (ms(9_300), "a"), (ms(9_400), "b"), (ms(9_500), "a")] {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_run_without_an_answer_nothing_is_made_up() {
+    fn a_run_without_a_reply_reports_no_batch_and_no_busy_share() {
         let report =
             serde_json::to_value(Tally::default().report("embed", 3, &ErrorCounts::default())).unwrap();
         assert_eq!((&report["lines_per_second"], &report["errors"]), (&0.0.into(), &3.into()));

@@ -16,7 +16,7 @@ struct Broker {
     twice: BTreeSet<u64>,
     /// Answers nothing from this number on.
     deaf_from: u64,
-    /// What messages and acks go through.
+    /// The bounded channel that messages and acks share.
     line: mpsc::Sender<()>,
 }
 
@@ -25,7 +25,7 @@ struct Incoming {
     tag: u64,
 }
 
-/// With the line that messages go through.
+/// Sends acks through the channel that messages use too.
 struct SlowAcker(mpsc::Sender<()>);
 
 impl Publisher for Broker {
@@ -148,7 +148,7 @@ impl Sink<u64, ClientError> for Counts {
 
 async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Counts, Result<(), ClientError>) {
     let (replies, incoming) = mpsc::channel(1_000);
-    // One place, given in turn: also to a publish that nobody polls.
+    // The channel has one place, granted in turn, also to a publish that nobody polls.
     let (line, mut read) = mpsc::channel(1);
     tokio::spawn(async move { while read.recv().await.is_some() {} });
     let twice = twice.iter().copied().collect();

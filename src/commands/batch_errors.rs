@@ -1,5 +1,5 @@
-//! How `submit` and `run-batch` end when all rows are answered: prints the commonest errors of the output, and chooses the
-//! exit code. Owns no state.
+//! Formats the commonest errors of a batch's output, and chooses the exit code once all rows are answered. For `submit`
+//! and `run-batch`. Owns no state.
 
 use std::fmt::Write as _;
 
@@ -11,22 +11,22 @@ pub(super) fn exit_of(errors: &ErrorCounts) -> Exit {
     if errors.total() > 0 { Exit::DoneWithErrors } else { Exit::Done }
 }
 
-/// A line for each of the commonest errors, and one for the rest; empty without errors.
-pub(super) fn told(errors: &ErrorCounts) -> String {
+/// One line for each of the commonest errors, and one for the others. Empty if there are no errors.
+pub(super) fn summary(errors: &ErrorCounts) -> String {
     let commonest = errors.commonest();
-    let mut told = String::new();
+    let mut summary = String::new();
     let mut rest = errors.total();
     for CommonError { count, code, message } in &commonest {
         rest -= count;
         let message = message.as_deref().unwrap_or("different errors");
-        // A message is a stranger's, and this may be a terminal.
+        // The message is from outside and may be printed to a terminal, so control characters are removed.
         let message: String = message.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-        let _ = writeln!(told, "{count:>8} × {code}: {message}");
+        let _ = writeln!(summary, "{count:>8} × {code}: {message}");
     }
     if rest > 0 {
-        let _ = writeln!(told, "{rest:>8} × other errors");
+        let _ = writeln!(summary, "{rest:>8} × other errors");
     }
-    told
+    summary
 }
 
 #[cfg(test)]
@@ -35,16 +35,16 @@ mod tests {
     use crate::protocol::batch_line::OutputError;
 
     #[test]
-    fn errors_are_told_with_their_counts_and_without_control_characters() {
+    fn the_summary_counts_errors_and_strips_control_characters() {
         let mut errors = ErrorCounts::default();
-        assert_eq!((told(&errors).as_str(), exit_of(&errors)), ("", Exit::Done));
+        assert_eq!((summary(&errors).as_str(), exit_of(&errors)), ("", Exit::Done));
         for (count, message) in [(3, "no such\u{1b}URL"), (1, "a"), (1, "b"), (1, "c"), (1, "d"), (1, "e")] {
             let error = || OutputError { code: "404".into(), message: message.into() };
             (0..count).for_each(|_| errors.add(error()));
         }
-        let told = told(&errors);
-        assert!(told.starts_with("       3 × 404: no such URL\n"), "{told}");
-        assert!(told.ends_with("       1 × other errors\n") && told.lines().count() == 6, "{told}");
+        let summary = summary(&errors);
+        assert!(summary.starts_with("       3 × 404: no such URL\n"), "{summary}");
+        assert!(summary.ends_with("       1 × other errors\n") && summary.lines().count() == 6, "{summary}");
         assert_eq!(exit_of(&errors), Exit::DoneWithErrors);
     }
 }

@@ -1,4 +1,4 @@
-//! Opens the broker that an address names.
+//! Opens a session with the broker that the settings name: RabbitMQ, or the embedded queue of `run-batch`.
 
 use std::num::NonZeroU16;
 use std::path::Path;
@@ -35,28 +35,28 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
         let (consumer, acker) = tasks(&pool.task_queue, Source::Main);
         let background = pool.background_queue.as_ref().map(|queue| tasks(queue, Source::Background));
         let mut acker: Arc<dyn Acker> = Arc::new(acker);
-        let background = background.map(|(consumer, of_background)| {
+        let background = background.map(|(consumer, background_acker)| {
             acker = Arc::new(PerSource {
                 main: acker.clone(),
-                background: Arc::new(of_background) as Arc<dyn Acker>,
+                background: Arc::new(background_acker) as Arc<dyn Acker>,
             });
             Box::new(consumer) as Box<dyn Consumer>
         });
-        // This connects only with the first message, after the consumer has a session.
+        // The publisher connects only when it sends the first message, after the consumer has a session.
         let publishing = Connector::new(broker.clone(), format!("{name} (publisher)"));
         let publishing = publishing.with_refusals(RefusalPolicy::Reached);
-        let large = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
-        let publisher = Arc::new(AmqpPublisher::for_pool(publishing, large, topology.clone()));
+        let large_reply = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
+        let publisher = Arc::new(AmqpPublisher::for_pool(publishing, large_reply, topology.clone()));
         Ok(BrokerSession { consumer: Box::new(consumer), background, acker, publisher })
     })
 }
 
-/// The path of the embedded queue, if the address names one.
+/// The path of the embedded queue's socket, if the address names one.
 fn socket(broker: &Broker) -> Option<&str> {
     broker.url.first().and_then(|url| url.expose().strip_prefix("embedded:"))
 }
 
-/// The queues to make for a pool; none with `declare = false`.
+/// The queues to declare for a pool; none with `declare = false`.
 pub(super) fn topology(broker: &Broker, pool: &Pool) -> Option<Topology> {
     broker.declare.then(|| Topology {
         task_queue: pool.task_queue.clone(),

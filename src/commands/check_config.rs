@@ -5,21 +5,22 @@ use std::io::Write;
 
 use anyhow::Context as _;
 
-use super::{Registry, is_read};
+use super::{Registry, tolerate_broken_pipe};
 use crate::cli::{CheckConfig, Settings};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Tls;
 use crate::launcher::{Host, plan};
 use crate::shutdown::Exit;
 
-/// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without starting
-/// anything: files that must exist, the devices of this host, the models' options and the headers of their files.
+/// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without
+/// starting a worker or connecting to the broker: TLS files, the devices of this host, the models' options and the
+/// headers of their files.
 pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Result<Exit> {
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());
     let loaded = registry.load(&Settings { config, set: arguments.settings.set.clone() }, &[])?;
-    // A reader that has left, as in `… | head`, does not end the checks.
-    is_read(writeln!(std::io::stdout(), "{}", loaded.effective))?;
+    // The checks go on if the reader has closed its end, as in `… | head`.
+    tolerate_broken_pipe(writeln!(std::io::stdout(), "{}", loaded.effective))?;
     let Tls { ca_file, cert_file, key_file } = &loaded.settings.broker.tls;
     for file in [ca_file, cert_file, key_file].into_iter().flatten() {
         File::open(file)
@@ -34,12 +35,15 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             .exits_with(Exit::ModelFailed)?;
         let served = served.unwrap_or_else(|| match &pool.missing_folder {
             Some(folder) => {
-                format!("there is no folder {}, and the hub's cache on this host lacks it", folder.display())
+                format!(
+                    "there is no folder {}, and the model is not in the hub's cache on this host",
+                    folder.display()
+                )
             }
-            None => "it is not on this host".to_owned(),
+            None => "its files are not on this host".to_owned(),
         });
         let line = format!("# pool {:?} will load {:?}: {served}", pool.name, pool.model);
-        is_read(writeln!(std::io::stdout(), "{line}"))?;
+        tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
     }
     Ok(Exit::Done)
 }

@@ -1,5 +1,5 @@
-//! `sconce ctl`: sends a request to running launchers over the control exchange, collects answers until no
-//! more come, and prints them.
+//! `sconce ctl`: sends a request to running launchers over the control exchange, collects their answers until no
+//! more arrive or the time-out is over, and prints them.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -9,7 +9,7 @@ use anyhow::anyhow;
 use serde_json::{Map, Value as Json, json};
 use tokio::time::Instant;
 
-use super::{is_read, load, start_logging};
+use super::{load, start_logging, tolerate_broken_pipe};
 use crate::cli::{Ctl, CtlOrder};
 use crate::client::fleet::{Control, FleetError};
 use crate::commands::exits::ExitsWith as _;
@@ -19,15 +19,15 @@ use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// How long to wait for the first answer, where the user does not say.
-const FIRST_ANSWER: Duration = Duration::from_secs(1);
-/// How often `--wait` asks.
+/// How long to wait for the first answer without `--timeout`.
+const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time between two pings of `--wait`.
 const PING_INTERVAL: Duration = Duration::from_millis(300);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
-    let target = arguments.target().map_err(|words| anyhow!(words).exits_with(Exit::Usage))?;
+    let target = arguments.target().map_err(|problem| anyhow!(problem).exits_with(Exit::Usage))?;
     let request = arguments.order.request();
     if let Request::SetBatch(change) = &request
         && *change == Default::default()
@@ -39,8 +39,8 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let gathered = runtime.block_on(async {
         let mut control = Control::open(&settings).await.map_err(with_exit)?;
-        let until = Instant::now() + arguments.timeout.unwrap_or(FIRST_ANSWER);
-        // Probably one launcher answers for a host or a slot, but two may have the same name.
+        let until = Instant::now() + arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT);
+        // One launcher has a slot, so its answer ends the wait. A host may have several launchers.
         let expected = arguments.expect.or(match target {
             Target::Slot(_) => Some(1),
             _ => None,
@@ -60,35 +60,35 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let answers = gathered?;
     let refused =
         answers.iter().any(|it| it.error.is_some() || it.slots.iter().any(|slot| slot.refused.is_some()));
-    let (key, timeout) = (target.routing_key(), arguments.timeout.unwrap_or(FIRST_ANSWER));
+    let (key, timeout) = (target.routing_key(), arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT));
     let expected = arguments.expect.unwrap_or(1);
     if answers.len() < expected {
-        let words = match answers.len() {
+        let message = match answers.len() {
             0 => "nobody has answered".to_owned(),
             some => {
                 let names: Vec<&str> = answers.iter().map(|answer| answer.launcher.as_str()).collect();
                 format!("{some} of {expected} launchers have answered, {},", names.join(", "))
             }
         };
-        return Err(anyhow!("{words} for {key:?} within {timeout:?}").exits_with(Exit::No));
+        return Err(anyhow!("{message} for {key:?} within {timeout:?}").exits_with(Exit::No));
     }
     if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled(&answers), refused) {
-        let words = "one that still waits in a queue cannot be cancelled by its id";
-        return Err(anyhow!("no worker holds a task {task:?}; {words}").exits_with(Exit::No));
+        let hint = "a task that still waits in a queue cannot be cancelled by its id";
+        return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::No));
     }
     Ok(if refused { Exit::No } else { Exit::Done })
 }
 
-/// How many tasks were cancelled; none where no launcher says it, as those of older versions.
+/// How many tasks were cancelled; none if no launcher reports it, as those of older versions do not.
 fn cancelled(answers: &[Answer]) -> Option<u64> {
     let slots = answers.iter().flat_map(|answer| &answer.slots);
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
 
-/// Waits until the slots that took an order have carried it out.
+/// Waits until the slots that accepted an order have carried it out.
 ///
 /// # Errors
-/// They have not in time; the error names them.
+/// Some slots have not carried it out within `limit`; the error names them.
 async fn wait_for(
     control: &mut Control,
     target: &Target,
@@ -97,32 +97,34 @@ async fn wait_for(
     limit: Duration,
 ) -> anyhow::Result<()> {
     let until = Instant::now() + limit;
-    let took = |slot: &&SlotReport| slot.refused.is_none();
-    let ordered: Vec<&SlotReport> = answers.iter().flat_map(|answer| &answer.slots).filter(took).collect();
+    let accepted = |slot: &&SlotReport| slot.refused.is_none();
+    let ordered: Vec<&SlotReport> =
+        answers.iter().flat_map(|answer| &answer.slots).filter(accepted).collect();
     loop {
         let next = until.min(Instant::now() + PING_INTERVAL);
-        let asked = control.ask(target, &Request::Ping, next, Some(answers.len()));
-        let now = asked.await.map_err(with_exit)?;
+        let pinged = control.ask(target, &Request::Ping, next, Some(answers.len()));
+        let now = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
             let after = slots.iter().find(|slot| slot.worker == before.worker);
-            has_obeyed(order, before, after.copied())
+            is_carried_out(order, before, after.copied())
         };
-        let waits: Vec<&str> =
+        let pending: Vec<&str> =
             ordered.iter().filter(|it| !is_done(it)).map(|it| it.worker.as_str()).collect();
-        if waits.is_empty() {
+        if pending.is_empty() {
             return Ok(());
         }
         if Instant::now() >= until {
-            let words = format!("not there after {limit:?}: {}", waits.join(", "));
-            return Err(anyhow!(words).exits_with(Exit::No));
+            let message = format!("not carried out after {limit:?} by {}", pending.join(", "));
+            return Err(anyhow!(message).exits_with(Exit::No));
         }
         tokio::time::sleep_until(next).await;
     }
 }
 
-/// Whether a slot has carried out an order, by its state when it took it and now; none: its launcher is silent.
-fn has_obeyed(order: &Request, before: &SlotReport, after: Option<&SlotReport>) -> bool {
+/// Whether a slot has carried out an order, judged by its report when it accepted the order and by the present one.
+/// There is no present report if its launcher does not answer.
+fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotReport>) -> bool {
     let state = after.map(|slot| slot.state);
     match order {
         Request::Pause => matches!(state, Some(State::Paused | State::Stopped)),
@@ -131,7 +133,7 @@ fn has_obeyed(order: &Request, before: &SlotReport, after: Option<&SlotReport>) 
             state.is_some_and(State::works) && after.is_some_and(|slot| slot.pid != before.pid)
         }
         Request::Drain => state == Some(State::Stopped),
-        // A launcher ends with its last slot.
+        // A launcher ends with its last slot, and then answers no more.
         Request::Shutdown => state.is_none_or(|state| state == State::Stopped),
         Request::Ping
         | Request::Stats
@@ -142,7 +144,7 @@ fn has_obeyed(order: &Request, before: &SlotReport, after: Option<&SlotReport>) 
     }
 }
 
-/// Who has to act: an error of the broker tells that itself.
+/// Adds the exit code to an error of the fleet. An error of the broker has its own.
 pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
     match error {
         FleetError::Broker(error) => error.into(),
@@ -173,22 +175,22 @@ fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
             }),
         }
     }
-    is_read(std::io::stdout().write_all(text.as_bytes()))?;
+    tolerate_broken_pipe(std::io::stdout().write_all(text.as_bytes()))?;
     Ok(())
 }
 
-/// The line of one slot, with what was asked for.
+/// The line of one slot, with what the order is about.
 fn line(slot: &SlotReport, order: &CtlOrder) -> String {
     let (name, state, since) = (&slot.worker, slot.state.name(), span(slot.state_ms));
     let head = format!("{name:<20} {state:<11} {since:>7}");
     match order {
         CtlOrder::Active => format!("{head}  {}", active(slot)),
         CtlOrder::Ping => {
-            let failure = slot.last_failure.as_ref().map(|words| format!("  last failure: {words}"));
+            let failure = slot.last_failure.as_ref().map(|failure| format!("  last failure: {failure}"));
             format!("{head}  {}  {}{}", slot.device, slot.model, failure.unwrap_or_default())
         }
         _ => {
-            let outcome = slot.refused.as_ref().map(|words| format!("refused: {words}"));
+            let outcome = slot.refused.as_ref().map(|reason| format!("refused: {reason}"));
             format!("{head}  {}", outcome.or_else(|| slot.done.clone()).unwrap_or_default())
         }
     }
@@ -201,7 +203,7 @@ fn active(slot: &SlotReport) -> String {
     format!("{} for {ms} ms: {}{more}", slot.in_flight, slot.active.join(" "))
 }
 
-/// The counts of slots, in at most 100 columns; a problem has a line of its own.
+/// Writes the counts of slots as a table of at most 100 columns. A problem of a slot is on a separate line below it.
 fn table(text: &mut String, slots: &[SlotReport]) {
     let head =
         ["slot", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
@@ -292,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn whether_a_task_was_found_is_known_if_any_launcher_says_it() {
+    fn cancelled_tasks_are_counted_if_any_launcher_reports_them() {
         let answer = |cancelled| {
             let slot = SlotReport { cancelled, ..SlotReport::default() };
             Answer { slots: vec![slot], ..Answer::default() }

@@ -12,7 +12,7 @@ use crate::launcher::Host;
 use crate::launcher::gpus::{Gpu, Memory};
 use crate::shutdown::Exit;
 
-/// Prints the devices and the plan; settings that name a missing device are an error.
+/// Prints the devices and the planned slots. Settings that name a missing device are an error.
 pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = registry.load(&arguments.settings, &[])?.settings;
     let host = Host::here();
@@ -51,9 +51,15 @@ fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
     writeln!(out, "cpu              {} cores", host.cores)?;
     let gpus = &host.gpus;
     for (index, gpu) in gpus.gpus.iter().enumerate() {
-        writeln!(out, "cuda:{index:<11} {:<42} {}", gpu.uuid, in_words(gpu))?;
+        writeln!(out, "cuda:{index:<11} {:<42} {}", gpu.uuid, description(gpu))?;
         for part in gpu.parts.iter().flatten() {
-            writeln!(out, "{:16} {:<42} {}", "", part.uuid, part.memory.map(free).unwrap_or_default())?;
+            writeln!(
+                out,
+                "{:16} {:<42} {}",
+                "",
+                part.uuid,
+                part.memory.map(free_of_total).unwrap_or_default()
+            )?;
         }
         for process in &gpu.processes {
             let held = process.memory.map_or_else(String::new, |bytes| HumanBytes(bytes).to_string());
@@ -63,8 +69,8 @@ fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
     match (&gpus.unknown, &gpus.driver, &gpus.cuda) {
         (Some(why), ..) => writeln!(out, "no GPUs: {why}")?,
         (None, driver, cuda) => {
-            let known = |version: &Option<String>| version.clone().unwrap_or_else(|| "unknown".into());
-            writeln!(out, "driver {}, CUDA up to {}", known(driver), known(cuda))?;
+            let or_unknown = |version: &Option<String>| version.clone().unwrap_or_else(|| "unknown".into());
+            writeln!(out, "driver {}, CUDA up to {}", or_unknown(driver), or_unknown(cuda))?;
         }
     }
     match host.cuda {
@@ -80,15 +86,15 @@ fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
     Ok(writeln!(out)?)
 }
 
-fn in_words(gpu: &Gpu) -> String {
+fn description(gpu: &Gpu) -> String {
     let capability =
         gpu.compute_capability.map(|(major, minor)| format!("compute capability {major}.{minor}"));
     let fault = gpu.fault.as_ref().map(|fault| format!("OUT OF ORDER: {fault}"));
     let divided = gpu.parts.as_ref().map(|parts| format!("divided by MIG into {}", parts.len()));
-    let words = [Some(gpu.name.clone()), gpu.memory.map(free), capability, divided, fault];
-    words.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    let parts = [Some(gpu.name.clone()), gpu.memory.map(free_of_total), capability, divided, fault];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-fn free(memory: Memory) -> String {
+fn free_of_total(memory: Memory) -> String {
     format!("{} of {} free", HumanBytes(memory.free), HumanBytes(memory.total))
 }

@@ -5,8 +5,8 @@ use std::fmt::{self, Display};
 
 use crate::shutdown::Exit;
 
-/// An error with the exit code that it ends the program with. It says what its error says: the code is for the
-/// caller of the program, not for its reader.
+/// An error with the exit code that it ends the program with. Its text is that of the inner error, because the exit
+/// code is for the calling program only.
 #[derive(Debug)]
 pub(crate) struct WithExit {
     pub(crate) exit: Exit,
@@ -25,9 +25,9 @@ impl Error for WithExit {
     }
 }
 
-/// Gives an error its exit code. Where an error has several, the one that was given last counts.
+/// Gives an error its exit code. If an error is given several, the last one counts.
 pub(crate) trait ExitsWith {
-    /// The same with an exit code.
+    /// The type of `self`, with an exit code.
     type Output;
 
     /// If this is an error, it ends the program with `exit`.

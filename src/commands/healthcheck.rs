@@ -1,23 +1,26 @@
-//! `sconce healthcheck`: asks a launcher over HTTP, as a probe would.
+//! `sconce healthcheck`: queries a launcher's health over HTTP, as a probe would.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use anyhow::{Context, anyhow};
 
-use super::{is_read, load};
+use super::{load, tolerate_broken_pipe};
 use crate::admin::{Check, LAUNCHER};
 use crate::cli::Healthcheck;
 use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 
-/// Prints the answer, and returns it as the exit code.
+/// Prints the launcher's answer, and returns its verdict as the exit code.
 pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     let (base, own) = match &arguments.url {
         Some(url) => (url.trim_end_matches('/').to_owned(), None),
         None => {
             let settings = load(&arguments.settings, &[])?.settings;
-            let address = settings.admin.listen.context("admin.listen = \"\": the launcher serves no health");
+            let address = settings
+                .admin
+                .listen
+                .context("admin.listen = \"\": the launcher does not serve its health over HTTP");
             (format!("http://{}", reachable(address.exits_with(Exit::Config)?)), settings.launcher.name)
         }
     };
@@ -33,21 +36,21 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         Err(ureq::Error::Status(_, answer)) => (answer, Exit::No),
         Err(error) => return Err(anyhow!("{error}; is a launcher running there?").exits_with(Exit::No)),
     };
-    // Another process may listen there, another launcher among them.
+    // Another process may listen at this address; it may be another launcher.
     match (answer.header(LAUNCHER), own) {
-        (None, _) => return Err(anyhow!("{base} is no launcher").exits_with(Exit::No)),
+        (None, _) => return Err(anyhow!("{base} is not a launcher").exits_with(Exit::No)),
         (Some(name), Some(own)) if name != own => {
-            return Err(anyhow!("{base} is the launcher {name:?}, and not {own:?}").exits_with(Exit::No));
+            return Err(anyhow!("{base} is the launcher {name:?}, not {own:?}").exits_with(Exit::No));
         }
         _ => {}
     }
     let text =
         answer.into_string().with_context(|| format!("{url}: unreadable answer")).exits_with(Exit::No)?;
-    is_read(write!(std::io::stdout(), "{text}"))?;
+    tolerate_broken_pipe(write!(std::io::stdout(), "{text}"))?;
     Ok(exit)
 }
 
-/// Replaces an address that listens on all interfaces by one that can be connected to.
+/// Replaces the address of all interfaces by that of the loopback interface, which can be connected to.
 fn reachable(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),

@@ -1,4 +1,4 @@
-//! `sconce launch`: the service, with metrics, health and remote control.
+//! `sconce launch`: runs the service: the launcher, metrics and health over HTTP, and remote control over the broker.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,18 +21,18 @@ use crate::launcher::{Host, LauncherName, Launching, RawLines, plan};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 
-/// Requests handled at once.
-const REQUESTS: u16 = 1;
-/// How long the answer to the request that ended the launcher may take.
-const LAST_ANSWER: Duration = Duration::from_secs(2);
-/// The least time between two looks at the pools' queues.
-const QUEUES: Duration = Duration::from_secs(15);
-/// How soon after a reading of the metrics the next look may be.
-const LOOK: Duration = Duration::from_millis(500);
-/// Wait before the control exchange is tried again, when the broker was unreachable for too long.
-const RETRY: Duration = Duration::from_secs(60);
+/// Control requests that the broker delivers before they are acked; they are handled one at a time.
+const CONTROL_PREFETCH: u16 = 1;
+/// How long sending the answer to the request that ended the launcher may take.
+const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// The least time between two polls of the pools' queues.
+const QUEUE_POLL_INTERVAL: Duration = Duration::from_secs(15);
+/// How often to check whether the metrics were read since the last poll of the queues.
+const SCRAPE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// Delay before the control exchange is opened again after it was refused or lost.
+const CONTROL_RETRY_DELAY: Duration = Duration::from_secs(60);
 
-/// Loads the settings, at the start and again on SIGHUP.
+/// Loads the settings. Called at the start, and again on SIGHUP.
 type Load<'a> = dyn Fn() -> Result<Loaded, ConfigError> + 'a;
 
 /// Runs the service.
@@ -53,7 +53,8 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
         let (broker, launcher) = (redact_url(url.expose()), &launcher.name);
         tracing::info!(broker, launcher, pools = settings.pools.len(), "settings read");
     }
-    // Only this thread, which lives to the end: the kernel ties workers to the thread that spawned them.
+    // A runtime of this thread alone, which lives to the end: the kernel signals workers when the thread that spawned
+    // them ends (PR_SET_PDEATHSIG).
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let exit = runtime.block_on(serve(&load, &loaded, &host, host_name, &program, &assignments));
     // Threads that wait for a driver or a broker end with the process.
@@ -90,11 +91,11 @@ async fn serve(
         log_filter: telemetry::set_filter,
         answering: Semaphore::new(1),
     });
-    control_apart(settings, &place)?;
+    spawn_control(settings, &place)?;
     let handle = launching.handle();
     let hangup = Notify::new();
-    // Signals are handled also while settings are being applied, because one may report the end of the
-    // terminal.
+    // Signals are also handled while settings are being applied, because one may report that the terminal was
+    // closed.
     let listening = async {
         while hangups.next().await {
             hangup.notify_one();
@@ -114,14 +115,14 @@ async fn serve(
         exit = launching.run(assignments) => exit,
         never = async { beside.await; std::future::pending().await } => never,
     };
-    // The client that requested the end gets its answer first.
-    let _ = tokio::time::timeout(LAST_ANSWER, place.answering.acquire()).await;
+    // The client that requested the shutdown gets its answer first.
+    let _ = tokio::time::timeout(FINAL_ANSWER_TIMEOUT, place.answering.acquire()).await;
     Ok(exit)
 }
 
-/// Listens to the control exchange on a separate thread: neither a request nor a slow broker delays the
-/// supervision of workers.
-fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
+/// Spawns a thread that handles remote control and polls the pools' queues, so that neither a request nor a slow broker
+/// delays the supervision of workers.
+fn spawn_control(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
     let (settings, place) = (settings.clone(), place.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let listen = move || {
@@ -138,21 +139,22 @@ fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Counts what waits in the pools' queues, while somebody reads the metrics and the broker lets us look.
+/// Polls the number of messages in the pools' queues, as long as somebody reads the metrics. A queue that the broker
+/// does not let us inspect is left out.
 async fn watch_queues(settings: &Settings, place: &Place) {
     let name = format!("sconce {} (queues)", place.launcher);
     let publisher = AmqpPublisher::new(Connector::new(settings.broker.clone(), name));
-    let kinds = |pool: &Pool| {
+    let queues_of = |pool: &Pool| {
         let own = [(pool.task_queue.clone(), "task"), (pool.dead_letter_queue.clone(), "dead_letter")];
         let background = pool.background_queue.clone().map(|queue| (queue, "background"));
         let retry = |ceiling| (retry_queue(&pool.task_queue, ceiling), "retry");
         let retries: Vec<_> = pool.retry.ceilings().into_iter().map(retry).collect();
         own.into_iter().chain(background).chain(retries)
     };
-    let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(kinds).collect();
+    let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(queues_of).collect();
     loop {
         while !place.board.was_read() {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(SCRAPE_CHECK_INTERVAL).await;
         }
         let mut waiting = BTreeMap::new();
         for (queue, kind) in &queues {
@@ -161,15 +163,18 @@ async fn watch_queues(settings: &Settings, place: &Place) {
             }
         }
         place.board.tell_of_queues(waiting);
-        tokio::time::sleep(QUEUES).await;
+        tokio::time::sleep(QUEUE_POLL_INTERVAL).await;
     }
 }
 
-/// Handles requests from the control exchange, as long as the broker allows it.
+/// Handles requests from the control exchange. Opens it again after it was refused or lost.
 async fn listen_to_control(settings: &Settings, place: &Place) {
     let Some(exchange) = settings.admin.control_exchange.clone() else { return };
     if !settings.broker.declare {
-        tracing::info!(exchange, "no remote control: with broker.declare = false nothing is made for it");
+        tracing::info!(
+            exchange,
+            "no remote control: its queue cannot be declared with broker.declare = false"
+        );
         return;
     }
     loop {
@@ -180,7 +185,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
             || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
-        let (consumer, acker) = subscribe(connector(), subscription, REQUESTS);
+        let (consumer, acker) = subscribe(connector(), subscription, CONTROL_PREFETCH);
         let publisher = Arc::new(AmqpPublisher::new(connector()));
         let broker_session = BrokerSession {
             consumer: Box::new(consumer),
@@ -188,7 +193,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
             acker: Arc::new(acker),
             publisher,
         };
-        // Tried again also after a refusal: its cause may pass, and the workers go on meanwhile.
+        // A refusal is retried too: its cause may pass, and the workers go on meanwhile.
         match admin::control(broker_session, place).await {
             Err(error @ BrokerError::Refused { .. }) => {
                 tracing::warn!(exchange, %error, "no remote control; trying again");
@@ -196,15 +201,16 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
             Err(error) => tracing::warn!(exchange, %error, "remote control was lost; trying again"),
             Ok(()) => tracing::warn!(exchange, "remote control was lost; trying again"),
         }
-        tokio::time::sleep(RETRY).await;
+        tokio::time::sleep(CONTROL_RETRY_DELAY).await;
     }
 }
 
-/// Loads the settings again and applies them in the place of those `in_force`; on an error, logs why these stay.
+/// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.
 async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut Loaded, handle: &Handle) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load().map_err(anyhow::Error::from);
-    // Not `Registry::plan`: the workers that run hold their memory, and a new one reports if it has too little.
+    // Not `Registry::plan`, which checks the free memory of devices: the running workers hold theirs. A new worker
+    // reports if there is too little.
     let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it)));
     let refused = match planned {
         Ok((slots, loaded)) => {
@@ -213,7 +219,7 @@ async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut L
                 tracing::warn!("[admin] or launcher.name has changed: restart the launcher to apply it");
             }
             if settings.broker != first.broker {
-                tracing::warn!("remote control stays with the broker of the launcher's start");
+                tracing::warn!("remote control keeps the broker that was set when the launcher started");
             }
             let changes = in_force.changes(&loaded).join("; ");
             let changes = if changes.is_empty() { "none".to_owned() } else { changes };

@@ -1,4 +1,4 @@
-//! One file or folder for each command, and what several of them share.
+//! One file or folder for each command, and the helpers that several of them share.
 
 mod batch_errors;
 mod bench;
@@ -106,19 +106,20 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
     .map_err(|error| error.exits_with(Exit::Usage))
 }
 
-/// Starts logging for a command that a person or a service manager runs.
+/// Starts logging. `default_filter` applies where SCONCE_LOG is not set: a command that a person runs gives one, a
+/// service gives none and so logs at the program's default level.
 ///
 /// # Errors
-/// SCONCE_LOG or SCONCE_LOG_FORMAT cannot be read.
-fn start_logging(unless_told: Option<&str>) -> anyhow::Result<()> {
+/// SCONCE_LOG or SCONCE_LOG_FORMAT has an invalid value.
+fn start_logging(default_filter: Option<&str>) -> anyhow::Result<()> {
     let filter = std::env::var("SCONCE_LOG").ok();
-    let format = log_format(unless_told.is_none())?;
+    let format = log_format(default_filter.is_none())?;
     let refused = |problem: String| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config);
-    telemetry::start(filter.as_deref().or(unless_told), format).map_err(refused)
+    telemetry::start(filter.as_deref().or(default_filter), format).map_err(refused)
 }
 
-/// The format of log lines: as in `SCONCE_LOG_FORMAT`; otherwise for a person, except for a service whose
-/// stderr goes to a log collector.
+/// The format of log lines: that of `SCONCE_LOG_FORMAT`, if it is set. Otherwise JSON for a service whose stderr is
+/// no terminal, because a log collector reads it, and human-readable for all others.
 fn log_format(is_service: bool) -> anyhow::Result<Format> {
     match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
         Ok("json") => Ok(Format::Json),
@@ -131,9 +132,9 @@ fn log_format(is_service: bool) -> anyhow::Result<Format> {
     }
 }
 
-/// Whether anybody still reads what was printed. A reader that has left, as in `… | head`, ends the printing and not the
-/// work of a command that also writes a file.
-fn is_read(printed: io::Result<()>) -> io::Result<bool> {
+/// Turns a broken pipe into `Ok(false)`. A reader that has closed its end, as in `… | head`, stops the printing, but
+/// not a command that has other work to do.
+fn tolerate_broken_pipe(printed: io::Result<()>) -> io::Result<bool> {
     match printed {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
@@ -141,13 +142,14 @@ fn is_read(printed: io::Result<()>) -> io::Result<bool> {
     }
 }
 
-/// Starts this program again with these variables, which CUDA and thread pools read only once, unless they are set.
-fn with_environment(variables: &[(&str, String)]) -> anyhow::Result<()> {
+/// Replaces this process by a new one of the same program with these variables set. CUDA and thread pools read them
+/// only once. Returns if they are set already.
+fn reexec_with_environment(variables: &[(&str, String)]) -> anyhow::Result<()> {
     if variables.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
         return Ok(());
     }
     let program = std::env::current_exe().context("cannot find this program's file")?;
-    let mut anew = std::process::Command::new(program);
-    anew.args(std::env::args_os().skip(1)).envs(variables.iter().cloned());
-    Err(anew.exec()).context("starting again with the environment of a worker")
+    let mut command = std::process::Command::new(program);
+    command.args(std::env::args_os().skip(1)).envs(variables.iter().cloned());
+    Err(command.exec()).context("cannot start this program again with the environment of a worker")
 }

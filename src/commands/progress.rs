@@ -1,10 +1,10 @@
-//! The progress bar on stderr: rate and time left; hidden where stderr is not a terminal.
+//! The progress bar on stderr, with rate and time left. It is hidden where stderr is not a terminal.
 
 use std::fmt::Write;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-/// A bar to `total`, or a counter where that is unknown. An earlier run did `done` of it.
+/// A bar up to `total`, or a counter if the total is unknown. It starts at `done`, the work of an earlier run.
 pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
     let template = match total {
         Some(_) => "{prefix} [{bar:32}] {human_pos}/{human_len}  {rate}  {eta} left  {msg}",
@@ -18,7 +18,7 @@ pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
         .with_style(style.with_key("rate", rate).progress_chars("=> "))
         .with_prefix(what.to_owned())
         .with_position(done);
-    // Otherwise the work of an earlier run would count in this one's rate.
+    // Otherwise this run's rate would include the work of an earlier run.
     bar.reset_eta();
     bar
 }

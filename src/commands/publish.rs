@@ -1,5 +1,4 @@
-//! `sconce publish`: publishes tasks, and with `--wait` prints their replies, in the order of the
-//! tasks.
+//! `sconce publish`: publishes tasks, and with `--wait` prints their replies, in the order of the tasks.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -28,28 +27,28 @@ use crate::protocol::{JSON, Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Tasks published and not yet printed: bounds the replies held back to keep the order.
+/// The most tasks published and not yet printed. It bounds the replies held back to keep the order.
 const WINDOW: usize = 4_096;
-/// Replies that the broker sends before they are acked.
+/// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 256;
-/// Lines read ahead of publishing.
+/// Lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
 
 pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Exit> {
     let mut loaded = load(&arguments.settings, &[])?;
-    registry.locate(&mut loaded);
+    registry.resolve_folders(&mut loaded);
     let settings = loaded.settings;
     let waits = arguments.wait || arguments.stream;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let (requests, total): (Requests, _) = match &arguments.input {
         None => {
-            let tasks = of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
+            let tasks = requests_of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
             let total = tasks.len() as u64;
             (Box::new(tasks.into_iter().map(Ok)), Some(total))
         }
         Some(path) => {
-            let total = if path == Path::new("-") { None } else { Some(tasks_in(path)?) };
+            let total = if path == Path::new("-") { None } else { Some(count_tasks(path)?) };
             (requests_in(path).exits_with(Exit::Usage)?, total)
         }
     };
@@ -58,7 +57,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     runtime.block_on(async {
         let topology = broker_session::topology(&settings.broker, pool).filter(|_| arguments.declare);
         if topology.is_none() {
-            look_at(&settings.broker, &pool.task_queue, waits).await?;
+            check_queue(&settings.broker, &pool.task_queue, waits).await?;
         }
         let prefetch = waits.then_some(PREFETCH);
         let mut client = Client::connect(
@@ -70,16 +69,16 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         )
         .await?;
         let show = arguments.stream.then(|| Show::new(io::stdout()));
-        // A bar would stand between the texts.
+        // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
         let mut output = Output { bar, show, published: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
-        let mut bad = None;
+        let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
             lines.poll_recv(context).map(|line| match line? {
                 Ok(request) => Some(Ok(task(request, arguments.url.as_deref()))),
                 Err(error) => {
-                    bad = Some(error);
+                    invalid = Some(error);
                     None
                 }
             })
@@ -93,11 +92,11 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         if !waits {
             writeln!(io::stdout(), "published {} tasks to {}", output.published, pool.task_queue)?;
         }
-        match bad {
+        match invalid {
             Some(error) => Err(error.exits_with(Exit::Usage)),
             None if output.errors > 0 => {
                 let (errors, published) = (output.errors, output.published);
-                // A closed stderr changes no exit code.
+                // A closed stderr does not change the exit code.
                 let _ = writeln!(io::stderr(), "{errors} of {published} tasks were answered with an error");
                 Ok(Exit::DoneWithErrors)
             }
@@ -106,24 +105,25 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     })
 }
 
-/// Says at once if nobody will answer: a mistyped queue would be waited for in vain.
-async fn look_at(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
+/// Fails if the queue does not exist, and prints a note if nobody consumes from it. Otherwise a mistyped name would
+/// show only when the replies time out.
+async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
     match consumers_of(&Connector::new(broker.clone(), "sconce publish"), queue).await {
         Ok(0) if waits => {
             Ok(writeln!(io::stderr(), "nobody consumes from {queue} now; waiting for workers")?)
         }
         Ok(_) => Ok(()),
         Err(error @ BrokerError::Missing { .. }) => {
-            let words = format!("queue {queue:?} does not exist; a launcher makes it, or --declare");
-            Err(anyhow::Error::from(error).context(words))
+            let message = format!("queue {queue:?} does not exist; start a launcher, or give --declare");
+            Err(anyhow::Error::from(error).context(message))
         }
-        // A user may be allowed to publish, and not to look.
+        // A user may be allowed to publish, but not to inspect the queue.
         Err(BrokerError::Refused { .. }) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
-/// The task, with the user's id for its reply.
+/// Turns a request into a task that remembers the user's id for its reply. `url` replaces the URL of the request.
 fn task(request: requests::Request, url: Option<&str>) -> Task<Option<String>> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
     let task = Request::new(message_id, url.or(request.url.as_deref()), request.body);
@@ -133,10 +133,10 @@ fn task(request: requests::Request, url: Option<&str>) -> Task<Option<String>> {
 /// Prints replies, or counts published tasks.
 struct Output {
     bar: ProgressBar,
-    /// With `--stream`: prints texts in the place of replies.
+    /// With `--stream`: prints the texts of replies while they are generated, instead of the replies.
     show: Option<Show<io::Stdout>>,
     published: u64,
-    /// Replies that are errors.
+    /// The number of replies that are errors.
     errors: u64,
 }
 
@@ -182,7 +182,7 @@ impl Sink<Option<String>, anyhow::Error> for Output {
     }
 }
 
-/// `{"index", "custom_id"?, …headers, "body"}`; the body as in a batch line.
+/// The output line of a reply: `{"index", "custom_id"?, …headers, "body"}`, with the body as in a batch line.
 fn reply_line(number: u64, custom_id: Option<String>, reply: &Message) -> anyhow::Result<Vec<u8>> {
     let mut line = Map::from_iter([("index".to_owned(), json!(number))]);
     line.extend(custom_id.map(|id| ("custom_id".to_owned(), json!(id))));
@@ -195,6 +195,7 @@ fn reply_line(number: u64, custom_id: Option<String>, reply: &Message) -> anyhow
     Ok(bytes)
 }
 
+/// A header's value as JSON; floating-point numbers are rounded to three decimals.
 fn scalar(value: &Value) -> Json {
     match value {
         Value::F64(number) => json!((number * 1e3).round() / 1e3),
@@ -203,7 +204,8 @@ fn scalar(value: &Value) -> Json {
     }
 }
 
-fn tasks_in(path: &Path) -> anyhow::Result<u64> {
+/// The number of lines that are not blank.
+fn count_tasks(path: &Path) -> anyhow::Result<u64> {
     let mut tasks = 0;
     for line in BufReader::new(File::open(path)?).split(b'\n') {
         tasks += u64::from(!line?.trim_ascii().is_empty());
@@ -211,21 +213,21 @@ fn tasks_in(path: &Path) -> anyhow::Result<u64> {
     Ok(tasks)
 }
 
-/// Reads on a separate thread, because stdin may block for any time between two lines.
+/// Reads on a separate thread, because stdin may block for any length of time between two lines.
 fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<requests::Request>>> {
     // Written by the thread, read by the publishing task.
-    let (read, requested) = mpsc::channel(READ_AHEAD);
-    thread::Builder::new()
-        .name("input".into())
-        .spawn(move || while requests.next().is_some_and(|request| read.blocking_send(request).is_ok()) {})?;
-    Ok(requested)
+    let (sender, receiver) = mpsc::channel(READ_AHEAD);
+    thread::Builder::new().name("input".into()).spawn(move || {
+        while requests.next().is_some_and(|request| sender.blocking_send(request).is_ok()) {}
+    })?;
+    Ok(receiver)
 }
 
-/// The tasks of the command line.
+/// The requests of the command line's texts: files for a pool that takes files, else what the pool answers.
 ///
 /// # Errors
-/// A file cannot be read, or is none of those that the pool takes.
-fn of_arguments(
+/// A file cannot be read, or the pool does not take its type.
+fn requests_of_arguments(
     arguments: &Publish,
     pool: &Pool,
     registry: &Registry,

@@ -1,5 +1,5 @@
-//! Decides which code serves a pool's `model` setting: the code registered under its name, else the built-in
-//! family for the model's files (`model::registry`). Other code knows a model only as a [`Starter`].
+//! Decides which code serves a pool's `model` setting: the code that is registered under this name, else the built-in
+//! family that recognizes the model's files (`model::registry`). Other code knows a model only as a [`Starter`].
 
 use std::collections::BTreeMap;
 use std::ptr;
@@ -22,24 +22,24 @@ use crate::worker::{load_spec, pool_spec};
 /// The models that this program serves.
 #[derive(Clone)]
 pub struct Registry {
-    /// By the name that `pool.model` begins with.
+    /// Models that are served by their name, which `pool.model` begins with.
     named: BTreeMap<String, Named>,
-    /// The families that serve models of files.
-    of_files: Vec<(&'static Family, Starter)>,
+    /// The families that serve models by their files.
+    by_files: Vec<(&'static Family, Starter)>,
 }
 
-/// Code that serves a name.
+/// The code that serves a name.
 #[derive(Clone)]
 struct Named {
     starter: Starter,
-    /// None: a model of one's own, whose options only its code knows.
+    /// None for a model that is not built in: only its code knows its options.
     family: Option<&'static Family>,
 }
 
 impl Default for Registry {
     /// The built-in models.
     fn default() -> Self {
-        let mut built_in = Self { named: BTreeMap::new(), of_files: Vec::new() };
+        let mut built_in = Self { named: BTreeMap::new(), by_files: Vec::new() };
         registry::register(&mut built_in);
         built_in
     }
@@ -63,7 +63,7 @@ impl Register for Registry {
     }
 }
 
-/// Checks the pool's options before it loads.
+/// Wraps `load`: checks the pool's options before the model is loaded.
 fn checked<P, N>(
     family: &'static Family,
     load: Load<P, N>,
@@ -96,7 +96,8 @@ impl Registry {
         self
     }
 
-    /// Adds a model of your own whose sequences take many steps, in the same way.
+    /// Adds a model of your own that generates sequences in many steps. `name` and `load` as in
+    /// [`with_forward`](Self::with_forward).
     #[must_use]
     pub fn with_generate<R, G>(
         mut self,
@@ -118,19 +119,19 @@ impl Registry {
                 let named = Named { starter, family: Some(family) };
                 self.named.insert(family.name.to_owned(), named);
             }
-            Serves::Files(_) => self.of_files.push((family, starter)),
+            Serves::Files(_) => self.by_files.push((family, starter)),
         }
     }
 
-    /// The code that serves a pool's model. A model that nothing serves is refused when it is loaded.
+    /// The code that serves a pool's model. If there is none, loading the model fails.
     pub(super) fn starter(&self, pool: &Pool) -> Starter {
         if let Some(named) = self.named(&pool.model) {
             return named.starter.clone();
         }
-        let (task, of_files) = (pool.task.clone(), self.of_files.clone());
+        let (task, by_files) = (pool.task.clone(), self.by_files.clone());
         chosen(move |spec| {
             let Served { architecture, family } = served(&spec.source, task.as_deref())?;
-            let found = of_files.iter().find(|(known, _)| ptr::eq(*known, family));
+            let found = by_files.iter().find(|(known, _)| ptr::eq(*known, family));
             found.map(|(_, starter)| starter.clone()).ok_or_else(|| LoadError::Unsupported {
                 model: spec.source.clone(),
                 reason: format!("no code is registered for {architecture}"),
@@ -148,7 +149,7 @@ impl Registry {
         flags: &[(String, String)],
     ) -> Result<Loaded, ConfigError> {
         let mut loaded = super::load(settings, flags)?;
-        self.locate(&mut loaded);
+        self.resolve_folders(&mut loaded);
         let pools = loaded.settings.pools.iter().enumerate();
         let problems = pools.flat_map(|(index, pool)| {
             self.option_problems(pool).into_iter().map(move |problem| (index, problem))
@@ -157,13 +158,13 @@ impl Registry {
         Ok(loaded)
     }
 
-    /// Writes the folders that the pools' models name in their place. A name that a model was registered under, and an id of
-    /// the hub, stay.
-    pub(super) fn locate(&self, loaded: &mut Loaded) {
+    /// Replaces each pool's `model` by the whole path of the folder or file that it names. Leaves the names of
+    /// registered models and the ids of the hub as they are.
+    pub(super) fn resolve_folders(&self, loaded: &mut Loaded) {
         for index in 0..loaded.settings.pools.len() {
             let Some(folder) = loaded.model_folder(index) else { continue };
             let pool = &mut loaded.settings.pools[index];
-            // The home folder is found by who loads the model.
+            // `~` is expanded where the model is loaded.
             if self.named(&pool.model).is_some() || pool.model.starts_with('~') {
                 continue;
             }
@@ -175,12 +176,12 @@ impl Registry {
         }
     }
 
-    /// What is wrong with the options of a pool, as far as that can be known here.
+    /// The problems of a pool's options, as far as they can be found on this host.
     fn option_problems(&self, pool: &Pool) -> Vec<OptionProblem> {
         let Some(family) = self.family(pool) else { return Vec::new() };
         let problems = check_options(family.options, &pool.options);
         match family.files() {
-            // Their values may depend on the model.
+            // Which values are allowed may depend on the model's files.
             Some(rules) if problems.is_empty() => match (rules.check)(&pool_spec(pool, "")) {
                 Err(LoadError::Option { problem, .. }) => vec![*problem],
                 _ => problems,
@@ -189,7 +190,7 @@ impl Registry {
         }
     }
 
-    /// The built-in family of a pool's model; none if it is no built-in one, or its files are not on this host.
+    /// The built-in family of a pool's model; none if the model is not built in, or its files are not on this host.
     fn family(&self, pool: &Pool) -> Option<&'static Family> {
         match self.named(&pool.model) {
             Some(named) => named.family,
@@ -197,21 +198,21 @@ impl Registry {
         }
     }
 
-    /// What makes tasks for a pool. Of a model that is not known here it is texts in the form of `/v1/embeddings`.
+    /// The function that makes tasks for a pool out of texts. For a model that is not known here, requests of
+    /// `/v1/embeddings`.
     pub(super) fn sample(&self, pool: &Pool) -> fn(&[String]) -> Sample {
         self.family(pool).unwrap_or(&embed::FAMILY).sample
     }
 
-    /// What a pool answers first, if that is known here: by code of one's own it is not, nor where the model's files are not
-    /// on this host.
+    /// The first route of a pool; none if the model is not built in, or its files are not on this host.
     pub(super) fn route(&self, pool: &Pool) -> Option<&'static Route> {
         self.family(pool)?.routes.first()
     }
 
-    /// The name of what serves a pool's model; none where its files are not on this host.
+    /// The name of the code that serves a pool's model; none if the model's files are not on this host.
     ///
     /// # Errors
-    /// Nothing serves it.
+    /// No code serves it.
     pub(super) fn describe(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
         if self.named(&pool.model).is_some() {
             return Ok(Some("registered".to_owned()));
@@ -219,10 +220,11 @@ impl Registry {
         Ok(served_here(&pool.model, pool.task.as_deref())?.map(|served| served.to_string()))
     }
 
-    /// The same, when the model's files are what its family needs, as far as can be told without loading them.
+    /// As [`describe`](Self::describe), but also checks the model's files, as far as that is possible without loading
+    /// them.
     ///
     /// # Errors
-    /// Nothing serves it, or a file is missing, invalid or cut off.
+    /// No code serves the model, or a file is missing, invalid or truncated.
     pub(super) fn check(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
         if let Some(rules) = self.family(pool).and_then(Family::files) {
             (rules.check)(&pool_spec(pool, ""))?;
@@ -230,7 +232,7 @@ impl Registry {
         self.describe(pool)
     }
 
-    /// Whether a pool answers `url`; true if only its code knows.
+    /// Whether a pool answers `url`; true for a registered model, because only its code knows its URLs.
     pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
         if self.named(&pool.model).is_some() {
             return true;
@@ -238,14 +240,14 @@ impl Registry {
         self.family(pool).is_some_and(|family| family.urls().any(|own| own == url))
     }
 
-    /// The slots of the settings on a host, if they fit it and their models are served.
+    /// The slots of the settings on a host. Checks that its devices have the memory, and that code serves each model.
     ///
     /// # Errors
     /// The operator must change the settings.
     pub(super) fn plan(&self, settings: &Settings, host: &Host) -> anyhow::Result<Vec<Assignment>> {
         let slots = plan(settings, host)?;
         for pool in &settings.pools {
-            // Other problems of the model's files may pass; the worker reports them.
+            // Other problems of the model's files may be temporary; the worker reports them.
             if let Err(error @ LoadError::Unsupported { .. }) = self.check(pool) {
                 return Err(error)
                     .with_context(|| format!("pool {:?}", pool.name))
@@ -259,7 +261,8 @@ impl Registry {
         Ok(slots)
     }
 
-    /// The digest of a pool's model; none for a registered model, because only its code knows what it loads.
+    /// The digest of the files of a pool's model; none for a registered model, because only its code knows what it
+    /// loads.
     pub(super) fn weights(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
         match self.named(&pool.model) {
             Some(_) => Ok(None),

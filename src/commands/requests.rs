@@ -1,4 +1,5 @@
-//! Reads tasks as users write them: one JSON value per line, or a text. Reads each only when it is asked for.
+//! Reads tasks as users write them: one JSON value per line, or a text. Reads a line only when the iterator is
+//! advanced.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -14,32 +15,33 @@ use crate::protocol::shorten;
 
 /// A task to publish.
 pub(super) struct Request {
-    /// The user's id of a batch line.
+    /// The user's id, if this is a batch line.
     pub(super) custom_id: Option<String>,
-    /// The URL of a batch line.
+    /// The URL, if this is a batch line that has one.
     pub(super) url: Option<String>,
     pub(super) body: RequestBody,
 }
 
-/// Tasks, or the error that one cannot be read.
+/// The tasks of a file, or an error in the place of one that cannot be read.
 pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Send>;
 
-/// A text to embed.
+/// The task of embedding a text.
 pub(super) fn embed(text: &str) -> Request {
     Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
-/// The task of a file whose media type is one of `media_types`, or of a data URL.
+/// The task of a file whose media type is one of `media_types`, or of a data URL. The file's extension tells its media
+/// type.
 pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Request> {
     let body = if file.starts_with("data:") {
-        RequestBody::of_data_url(file).map_err(|words| anyhow!("the argument {words}"))?
+        RequestBody::of_data_url(file).map_err(|problem| anyhow!("the argument {problem}"))?
     } else {
         let path = Path::new(file);
-        let end = path.extension().and_then(|end| end.to_str()).unwrap_or_default().to_ascii_lowercase();
-        let subtype = if end == "jpg" { "jpeg" } else { &*end };
-        let is_meant = |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
-        let media_type = media_types.iter().find(is_meant).with_context(|| {
-            format!("{file}: this pool takes files, of the types {}", media_types.join(", "))
+        let extension = path.extension().and_then(|it| it.to_str()).unwrap_or_default().to_ascii_lowercase();
+        let subtype = if extension == "jpg" { "jpeg" } else { &*extension };
+        let matches = |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
+        let media_type = media_types.iter().find(matches).with_context(|| {
+            format!("{file}: this pool takes files of the types {}", media_types.join(", "))
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
         RequestBody { bytes: bytes.into(), media_type: Some((*media_type).to_owned()) }
@@ -47,33 +49,33 @@ pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Reques
     Ok(Request { custom_id: None, url: None, body })
 }
 
-/// The tasks of a file; of stdin when its name is `-`. Errors name the line.
+/// The tasks of a file, or of stdin if its name is `-`. Errors name the line.
 pub(super) fn requests_in(path: &Path) -> anyhow::Result<Requests> {
-    let read: Box<dyn BufRead + Send> = if path == Path::new("-") {
+    let reader: Box<dyn BufRead + Send> = if path == Path::new("-") {
         Box::new(BufReader::new(io::stdin()))
     } else {
         Box::new(BufReader::new(File::open(path).with_context(|| path.display().to_string())?))
     };
-    let numbered = read.split(b'\n').enumerate();
+    let numbered = reader.split(b'\n').enumerate();
     Ok(Box::new(numbered.filter_map(|(index, line)| {
         let parsed = line.map_err(anyhow::Error::from).and_then(|line| request(&line));
         parsed.with_context(|| format!("line {}", index + 1)).transpose()
     })))
 }
 
-/// One line of a file; none for a blank one.
+/// Parses a line of a file; none for a blank line.
 fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
     let line = line.trim_ascii();
     if line.is_empty() {
         return Ok(None);
     }
-    let wanted = || {
+    let unexpected = || {
         let shown = shorten(&String::from_utf8_lossy(line), 80);
         format!("expected a JSON object or a JSON string, got {shown:?}")
     };
-    Ok(Some(match serde_json::from_slice::<Json>(line).with_context(wanted)? {
+    Ok(Some(match serde_json::from_slice::<Json>(line).with_context(unexpected)? {
         Json::String(text) if text.starts_with("data:") => {
-            let body = RequestBody::of_data_url(&text).map_err(|words| anyhow!("the line {words}"))?;
+            let body = RequestBody::of_data_url(&text).map_err(|problem| anyhow!("the line {problem}"))?;
             Request { custom_id: None, url: None, body }
         }
         Json::String(text) => embed(&text),
@@ -85,13 +87,15 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
             (Some(Json::String(id)), Some(Json::String(data))) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
                 let body = RequestBody::of_data_url(data);
-                let body = body.map_err(|words| anyhow!("the body of {id:?} {words}"))?;
+                let body = body.map_err(|problem| anyhow!("the body of {id:?} {problem}"))?;
                 Request { custom_id: Some(id.clone()), url, body }
             }
-            (Some(Json::String(id)), Some(_)) => bail!("the body of {id:?} is no JSON object or data URL"),
+            (Some(Json::String(id)), Some(_)) => {
+                bail!("the body of {id:?} is neither a JSON object nor a data URL")
+            }
             _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line).into() },
         },
-        _ => bail!(wanted()),
+        _ => bail!(unexpected()),
     }))
 }
 
@@ -117,16 +121,16 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_task_is_shown() {
+    fn an_invalid_line_is_quoted_in_the_error() {
         assert!(read("[1]").unwrap_err().contains("got \"[1]\""));
         assert!(read("{").unwrap_err().contains("expected a JSON object or a JSON string"));
         assert!(read(r#"{"custom_id":"x","body":1}"#).unwrap_err().contains("\"x\""));
-        let words = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
-        assert!(words.contains("\"x\"") && words.contains("in base64"), "{words}");
+        let error = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
+        assert!(error.contains("\"x\"") && error.contains("in base64"), "{error}");
     }
 
     #[test]
-    fn a_file_is_a_body_of_the_media_type_that_its_name_ends_with() {
+    fn the_extension_of_a_file_decides_its_media_type() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str| {
             let path = folder.path().join(name);
@@ -141,7 +145,7 @@ mod tests {
             assert_eq!((body.media_type.as_deref(), &body.bytes[..]), (Some(media_type), &b"file"[..]));
         }
         let refused = of_file("what is a sconce?", &taken).err().unwrap().to_string();
-        assert!(refused.contains("takes files, of the types image/jpeg, image/png"), "{refused}");
+        assert!(refused.contains("takes files of the types image/jpeg, image/png"), "{refused}");
         let missing = of_file("/no/such/cat.png", &taken).err().unwrap().to_string();
         assert!(missing.contains("/no/such/cat.png"), "{missing}");
     }

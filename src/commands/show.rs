@@ -1,5 +1,5 @@
-//! `run-batch --show` and `publish --stream`: writes the text of each answer while it is generated, in the order of the lines. Owns the
-//! text that came before its turn.
+//! `run-batch --show` and `publish --stream`: writes the text of each answer while it is generated, in the order of the
+//! lines. Owns the text that arrived while an earlier line was still being written.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -7,48 +7,48 @@ use std::io::{self, Write};
 use crate::protocol::Message;
 use crate::protocol::requests::text_of;
 
-/// Texts on their way to `out`.
-pub(in crate::commands) struct Show<W> {
+/// Writes the texts of answers to `out`.
+pub(super) struct Show<W> {
     out: W,
-    /// The line whose turn it is.
+    /// The line that is being written.
     turn: Option<u64>,
-    /// What was written of it.
+    /// The text written of that line so far.
     written: String,
-    /// Lines under way. Bound: those under way.
+    /// The lines under way, by number. Bound: the window of lines that are published at a time.
     waiting: BTreeMap<u64, Waiting>,
 }
 
 #[derive(Default)]
 struct Waiting {
     custom_id: String,
-    /// What came before its turn.
+    /// The text that has arrived and is not written yet.
     text: String,
 }
 
 impl<W: Write> Show<W> {
-    pub(in crate::commands) fn new(out: W) -> Self {
+    pub(super) fn new(out: W) -> Self {
         Self { out, turn: None, written: String::new(), waiting: BTreeMap::new() }
     }
 
-    /// A line is about to be published.
-    pub(in crate::commands) fn begun(&mut self, number: u64, custom_id: &str) {
+    /// Registers a line that is about to be published.
+    pub(super) fn begun(&mut self, number: u64, custom_id: &str) {
         self.waiting.insert(number, Waiting { custom_id: custom_id.to_owned(), text: String::new() });
     }
 
-    /// A part of an answer came.
-    pub(in crate::commands) fn part(&mut self, number: u64, part: &Message) -> io::Result<()> {
+    /// Adds a part of an answer.
+    pub(super) fn part(&mut self, number: u64, part: &Message) -> io::Result<()> {
         if let (Some(text), Some(waiting)) = (text_of(part), self.waiting.get_mut(&number)) {
             waiting.text.push_str(&text);
         }
         self.write_on()
     }
 
-    /// Lines are answered in their order, so it is this one's turn.
-    pub(in crate::commands) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
+    /// Writes the rest of an answer. The caller passes answers in the order of the lines, so it is this one's turn.
+    pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
         self.write_on()?;
         if self.waiting.remove(&number).is_some() {
             let whole = text_of(reply).unwrap_or_default();
-            // Parts may be lost; the reply has everything.
+            // Parts may be lost, but the reply holds the whole text.
             let rest = whole.strip_prefix(&self.written).unwrap_or(&whole);
             writeln!(self.out, "{rest}\n")?;
         }
@@ -56,7 +56,7 @@ impl<W: Write> Show<W> {
         self.write_on()
     }
 
-    /// Writes what has come of the first line.
+    /// Writes the text that has arrived for the first line under way.
     fn write_on(&mut self) -> io::Result<()> {
         let Some(mut first) = self.waiting.first_entry() else { return Ok(()) };
         if self.turn != Some(*first.key()) {
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_is_a_text_is_shown_as_it_is_and_a_sound_is_not() {
+    fn plain_text_replies_are_shown_and_audio_is_not() {
         let of = |content_type: &str, body: &str| {
             let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
             Message { properties, ..message(body) }
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_come_in_the_order_of_the_lines_and_whole_though_parts_are_lost() {
+    fn texts_are_shown_in_line_order_and_whole_even_if_parts_are_lost() {
         let mut show = Show::new(Vec::new());
         show.begun(0, "a");
         show.begun(1, "b");

@@ -1,4 +1,4 @@
-//! `sconce stop`: publishes sentinels, and takes them back.
+//! `sconce stop`: publishes sentinels, or withdraws those of an earlier stop.
 
 use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
@@ -22,8 +22,8 @@ use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// How long `--withdraw` waits for launchers.
-const WITHDRAWING: Duration = Duration::from_secs(3);
+/// How long a cancellation waits for the launchers' confirmations.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -31,9 +31,9 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     if let Some(stop) = &arguments.withdraw {
         let of_stop = Cancellation { stop: Some(stop.clone()), ..Cancellation::default() };
-        let launchers = runtime.block_on(tell_all(&settings, of_stop))?;
-        let words = "for an hour, their workers ignore the sentinels of stop";
-        writeln!(io::stdout(), "told {launchers} launchers: {words} {stop}")?;
+        let launchers = runtime.block_on(broadcast_cancellation(&settings, of_stop))?;
+        let effect = "for one hour, their workers ignore the sentinels of stop";
+        writeln!(io::stdout(), "{launchers} launchers have confirmed: {effect} {stop}")?;
         return Ok(Exit::Done);
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
@@ -47,7 +47,7 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     let (count, consumers) = match consumers_of(&connector(), queue).await {
         Ok(consumers) if arguments.all => (consumers, Some(consumers)),
         Err(error) if arguments.all => return Err(error.into()),
-        // A user may be allowed to publish, and not to look.
+        // A user may be allowed to publish, but not to count the consumers.
         consumers => (arguments.workers, consumers.ok()),
     };
     let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
@@ -74,31 +74,34 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
         writeln!(
             io::stderr(),
             "{consumers} consume there: {left} sentinels wait, and stop workers that start within {expires:?}; \
-             `sconce stop --withdraw {id}` takes them back"
+             `sconce stop --withdraw {id}` withdraws them"
         )?;
     }
     Ok(Exit::Done)
 }
 
-/// Tells all launchers that something is not wanted any more; returns how many have obeyed. Prints who refuses.
+/// Sends a cancellation to all launchers, and returns how many have confirmed it. Prints the refusals to stderr.
 ///
 /// # Errors
-/// None has obeyed.
-pub(super) async fn tell_all(settings: &Settings, unwanted: Cancellation) -> anyhow::Result<usize> {
+/// No launcher has confirmed it, or one has refused it.
+pub(super) async fn broadcast_cancellation(
+    settings: &Settings,
+    cancellation: Cancellation,
+) -> anyhow::Result<usize> {
     let mut control = Control::open(settings).await.map_err(with_exit)?;
-    let (target, request) = (Target::All, Request::Cancel(unwanted));
-    let until = Instant::now() + WITHDRAWING;
+    let (target, request) = (Target::All, Request::Cancel(cancellation));
+    let until = Instant::now() + CONFIRM_TIMEOUT;
     let answers = control.ask(&target, &request, until, None).await.map_err(with_exit);
     control.close().await;
-    let (refusals, obeyed): (Vec<_>, Vec<_>) =
+    let (refusals, confirmed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());
     for refusal in &refusals {
         let error = refusal.error.as_deref().unwrap_or_default();
         writeln!(io::stderr(), "{} refuses: {error}", refusal.host)?;
     }
-    if obeyed.is_empty() || !refusals.is_empty() {
-        let words = format!("{} launchers have obeyed within {WITHDRAWING:?}", obeyed.len());
-        return Err(anyhow!(words).exits_with(Exit::No));
+    if confirmed.is_empty() || !refusals.is_empty() {
+        let message = format!("{} launchers have confirmed within {CONFIRM_TIMEOUT:?}", confirmed.len());
+        return Err(anyhow!(message).exits_with(Exit::No));
     }
-    Ok(obeyed.len())
+    Ok(confirmed.len())
 }

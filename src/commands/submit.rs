@@ -1,5 +1,5 @@
-//! `sconce submit`: a front of a job over the fleet: its files and flags, its progress on the terminal or as JSON
-//! lines, Ctrl-C, and exit codes.
+//! `sconce submit`: the command line of a job that the fleet computes (`client/job`). Decides about files and flags,
+//! progress on the terminal or as JSON lines, Ctrl-C, and exit codes.
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
@@ -11,8 +11,8 @@ use indicatif::ProgressBar;
 use serde_json::Value as Json;
 use tokio::time::Instant;
 
-use super::stop::tell_all;
-use super::{batch_errors, is_read, load, pool_named, progress, start_logging};
+use super::stop::broadcast_cancellation;
+use super::{batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::cli::Submit;
 use crate::client::Resend;
 use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
@@ -22,13 +22,14 @@ use crate::protocol::control::Cancellation;
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
-/// Time between two JSON lines of progress.
+/// Time between two progress lines of `--json`.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
-/// Time between two looks at the job for the bar.
+/// Time between two updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(125);
-/// How long nobody consumes from the queue before that is said, and how often it is said again.
-const NOBODY_AFTER: Duration = Duration::from_secs(10);
-const NOBODY_INTERVAL: Duration = Duration::from_secs(60);
+/// How long nobody consumes from the queue before that is reported.
+const NO_CONSUMER_AFTER: Duration = Duration::from_secs(10);
+/// Time between two reports that nobody consumes.
+const NO_CONSUMER_INTERVAL: Duration = Duration::from_secs(60);
 
 pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -55,7 +56,7 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     };
     let ended = runtime.block_on(drive(arguments, &settings, &options, &job));
     let exit = ended.and_then(|ended| conclude(&mut job.borrow_mut(), report_for, queue, ended));
-    // The thread that reads standard input may wait there for ever.
+    // The thread that reads standard input may block there for ever, so it is not waited for.
     runtime.shutdown_background();
     exit
 }
@@ -69,7 +70,8 @@ fn queue_of(pool: &Pool, background: bool) -> anyhow::Result<&str> {
     queue.with_context(|| format!("pool {:?} has no background_queue in the settings", pool.name))
 }
 
-/// Runs the job, until it ends or Ctrl-C ends the wait for it. The inner error is why a job ended that had begun.
+/// Runs the job until it ends, or until Ctrl-C ends the wait for it. The outer error means that the job could not
+/// begin, the inner one that it failed later.
 async fn drive(
     arguments: &Submit,
     settings: &Settings,
@@ -86,7 +88,7 @@ async fn drive(
     };
     let ended = tokio::select! {
         ended = run.drive(stop.reached(Phase::Returning)) => ended.map_err(with_exit),
-        () = left(&stop, arguments.grace) => Ok(()),
+        () = grace_over(&stop, arguments.grace) => Ok(()),
         error = show(job, &options.queue, &bar, arguments.json) => Err(error),
     };
     run.close().await;
@@ -94,7 +96,7 @@ async fn drive(
     Ok(ended)
 }
 
-/// Who has to act on an error of a job; an error of the client tells that itself.
+/// Adds the exit code to an error of a job. An error of the client has its own.
 fn with_exit(error: JobError) -> anyhow::Error {
     match error {
         JobError::Client(error) => error.into(),
@@ -104,80 +106,84 @@ fn with_exit(error: JobError) -> anyhow::Error {
     }
 }
 
-/// Returns when the run is not to wait any longer for what is under way.
-async fn left(stop: &Stop, grace: Duration) {
+/// Returns when the run shall no longer wait for the tasks under way: `grace` after the first Ctrl-C, or at the second.
+async fn grace_over(stop: &Stop, grace: Duration) {
     stop.reached(Phase::Returning).await;
     let seconds = grace.as_secs();
-    let _ = writeln!(io::stderr(), "waiting {seconds} s at most for the tasks under way; Ctrl-C again ends the wait");
+    let _ = writeln!(
+        io::stderr(),
+        "waiting at most {seconds} s for the tasks under way; Ctrl-C again ends the wait"
+    );
     tokio::select! {
         () = tokio::time::sleep(grace) => {}
         () = stop.reached(Phase::Aborting) => {}
     }
 }
 
-/// Shows how the job stands, from time to time. Returns only an error of the output.
+/// Shows the progress of the job periodically. Returns only if the output fails.
 async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool) -> anyhow::Error {
-    let (mut told, mut answered) = (Instant::now(), 0);
-    let mut consumers = Consumers::default();
+    let (mut printed, mut answered) = (Instant::now(), 0);
+    let mut consumers = ConsumerNotices::default();
     loop {
         tokio::time::sleep(BAR_INTERVAL).await;
         let job = job.borrow();
         let progress = job.progress();
         draw(bar, &progress);
-        // A bar says the same at all times.
-        if let Some(words) = consumers.news(progress.consumed, Instant::now()).filter(|_| bar.is_hidden()) {
-            let _ = writeln!(io::stderr(), "{words} {queue}");
+        // A visible bar shows it all the time.
+        if let Some(notice) = consumers.notice(progress.consumed, Instant::now()).filter(|_| bar.is_hidden())
+        {
+            let _ = writeln!(io::stderr(), "{notice} {queue}");
         }
-        if json && told.elapsed() >= PROGRESS_INTERVAL {
-            let rate = (progress.answered - answered) as f64 / told.elapsed().as_secs_f64();
-            (told, answered) = (Instant::now(), progress.answered);
-            match is_read(print_progress(&progress, rate)) {
-                Ok(still) => json = still,
+        if json && printed.elapsed() >= PROGRESS_INTERVAL {
+            let rate = (progress.answered - answered) as f64 / printed.elapsed().as_secs_f64();
+            (printed, answered) = (Instant::now(), progress.answered);
+            match tolerate_broken_pipe(print_progress(&progress, rate)) {
+                Ok(is_open) => json = is_open,
                 Err(error) => return error.into(),
             }
         }
     }
 }
 
-/// Decides when it is said that nobody consumes from the queue. Times are passed in.
+/// Decides when to report that nobody consumes from the queue. Times are passed in.
 #[derive(Default)]
-struct Consumers {
+struct ConsumerNotices {
     /// Since when nobody consumes.
     missing_since: Option<Instant>,
-    /// When that was said last.
-    said: Option<Instant>,
+    /// When that was reported last.
+    reported: Option<Instant>,
 }
 
-impl Consumers {
-    /// What is to be said now of the queue, whose name follows.
-    fn news(&mut self, is_consumed: bool, now: Instant) -> Option<&'static str> {
+impl ConsumerNotices {
+    /// The beginning of the line to print now, if any; the queue's name completes it.
+    fn notice(&mut self, is_consumed: bool, now: Instant) -> Option<&'static str> {
         if is_consumed {
             self.missing_since = None;
-            return self.said.take().map(|_| "workers consume again from");
+            return self.reported.take().map(|_| "workers consume again from");
         }
         let since = *self.missing_since.get_or_insert(now);
-        let due = self.said.map_or(since + NOBODY_AFTER, |said| said + NOBODY_INTERVAL);
+        let due = self.reported.map_or(since + NO_CONSUMER_AFTER, |last| last + NO_CONSUMER_INTERVAL);
         if now < due {
             return None;
         }
-        self.said = Some(now);
+        self.reported = Some(now);
         Some("waiting for workers: nobody consumes from")
     }
 }
 
 fn draw(bar: &ProgressBar, progress: &Progress<'_>) {
-    let mut words = Vec::new();
+    let mut notes = Vec::new();
     if progress.errors > 0 {
-        words.push(format!("{} errors", progress.errors));
+        notes.push(format!("{} errors", progress.errors));
     }
     if !progress.consumed {
-        words.push("no worker consumes".to_owned());
+        notes.push("no worker consumes".to_owned());
     }
-    bar.set_message(words.join(", "));
+    bar.set_message(notes.join(", "));
     bar.set_position(progress.written);
 }
 
-/// Prints how the job stands, with its rate since the last line.
+/// Prints the progress of the job, with its rate since the last line.
 fn print_progress(progress: &Progress<'_>, rate: f64) -> io::Result<()> {
     let mut line = serde_json::to_value(progress)?;
     if let Some(line) = line.as_object_mut() {
@@ -186,10 +192,10 @@ fn print_progress(progress: &Progress<'_>, rate: f64) -> io::Result<()> {
     writeln!(io::stdout(), "{line}")
 }
 
-/// Prints what was done, and what is missing; with a pool's name, also a report.
+/// Prints what was done and what is missing. With `report_for`, the name of a pool, prints a JSON report too.
 ///
 /// # Errors
-/// Why the run ended before its rows were answered.
+/// `ended`: why the run ended before its rows were answered. Or the output could not be written.
 fn conclude(
     job: &mut Job,
     report_for: Option<&str>,
@@ -203,35 +209,35 @@ fn conclude(
         if let (Some(line), Json::Object(report)) = (line.as_object_mut(), report) {
             line.extend(report);
         }
-        is_read(writeln!(io::stdout(), "{line}"))?;
+        tolerate_broken_pipe(writeln!(io::stdout(), "{line}"))?;
     }
     let Progress { written, in_flight, .. } = job.progress();
     let (before, errors) = (job.before(), job.errors());
     let of = job.total().map_or(String::new(), |total| format!(" of {total}"));
     let (now, total) = (written - before, errors.total());
-    let mut told = format!("{now}{of} rows answered now, {before} before; {total} with an error\n");
-    told += &batch_errors::told(errors);
+    let mut summary = format!("{now}{of} rows answered now, {before} before; {total} with an error\n");
+    summary += &batch_errors::summary(errors);
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
-        let _ = writeln!(told, "stopped behind row {written}{of}; the same command goes on from there");
+        let _ = writeln!(summary, "stopped after row {written}{of}; the same command goes on from there");
         if in_flight > 0 {
             let id = job.id();
-            let withdraws = format!("`sconce submit --cancel {id}` withdraws them");
-            let _ = writeln!(told, "{in_flight} tasks are left in {queue}; {withdraws}");
+            let hint = format!("`sconce submit --cancel {id}` withdraws them");
+            let _ = writeln!(summary, "{in_flight} tasks are left in {queue}; {hint}");
         }
     }
-    // A closed stderr changes no exit code.
-    let _ = io::stderr().write_all(told.as_bytes());
+    // A closed stderr does not change the exit code.
+    let _ = io::stderr().write_all(summary.as_bytes());
     ended?;
     Ok(if is_complete { batch_errors::exit_of(job.errors()) } else { Exit::Aborted })
 }
 
-/// Withdraws a job.
+/// Withdraws a job: all workers shall answer its tasks with 499.
 async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
-    let of_job = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
-    let launchers = tell_all(settings, of_job).await?;
-    let words = "for an hour, their workers answer tasks of job";
-    writeln!(io::stdout(), "told {launchers} launchers: {words} {job} with 499")?;
+    let cancellation = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
+    let launchers = broadcast_cancellation(settings, cancellation).await?;
+    let effect = "for one hour, their workers answer tasks of job";
+    writeln!(io::stdout(), "{launchers} launchers have confirmed: {effect} {job} with 499")?;
     Ok(Exit::Done)
 }
 
@@ -240,21 +246,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_said_after_ten_seconds_and_then_each_minute_that_nobody_consumes() {
-        let (mut consumers, start) = (Consumers::default(), Instant::now());
-        let mut said = Vec::new();
-        let mut look = |second: u64, is_consumed| {
-            if let Some(words) = consumers.news(is_consumed, start + Duration::from_secs(second)) {
-                said.push((second, words));
+    fn missing_consumers_are_reported_after_10_s_and_then_every_minute() {
+        let (mut consumers, start) = (ConsumerNotices::default(), Instant::now());
+        let mut notices = Vec::new();
+        let mut poll = |second: u64, is_consumed| {
+            if let Some(notice) = consumers.notice(is_consumed, start + Duration::from_secs(second)) {
+                notices.push((second, notice));
             }
         };
-        (0..135).for_each(|second| look(second, false));
-        look(135, true);
-        look(136, true);
-        (137..146).for_each(|second| look(second, false));
-        look(146, true);
+        (0..135).for_each(|second| poll(second, false));
+        poll(135, true);
+        poll(136, true);
+        (137..146).for_each(|second| poll(second, false));
+        poll(146, true);
         let waiting = "waiting for workers: nobody consumes from";
         let expected = [(10, waiting), (70, waiting), (130, waiting), (135, "workers consume again from")];
-        assert_eq!(said, expected);
+        assert_eq!(notices, expected);
     }
 }

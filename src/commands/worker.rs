@@ -1,4 +1,5 @@
-//! `sconce worker`: runs under a launcher, with the assignment from stdin, or by hand.
+//! `sconce worker`: runs one worker. Under a launcher it reads its assignment and further commands from stdin; started
+//! by hand, it takes the assignment from the settings.
 
 use std::io::{self, BufRead, Read};
 use std::thread;
@@ -11,7 +12,7 @@ use nix::unistd::{Pid, getppid};
 use tokio::sync::broadcast::error::SendError;
 
 use super::registry::Registry;
-use super::{broker_session, pool_named, start_logging, with_environment};
+use super::{broker_session, pool_named, reexec_with_environment, start_logging};
 use crate::cli::Worker;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
@@ -23,11 +24,13 @@ use crate::telemetry::{self, Format};
 use crate::worker::{self, Control, CrashRecords, Ended, LiveSettings, Reporter, WorkerError, load_spec};
 
 /// The variable that lists the GPUs visible to a process.
-const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// How long the last control line may take.
-const FAREWELL: Duration = Duration::from_secs(1);
-/// How long a worker whose launcher is gone may take to drain.
-const ORPHANED: Duration = Duration::from_secs(3);
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+/// How long sending the last control line may take.
+const FINAL_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a worker whose launcher has died may take to drain.
+const ORPHAN_DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long sending the last spans may take.
+const TRACES_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs one worker.
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
@@ -38,25 +41,24 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             let filter = std::env::var("SCONCE_LOG").ok();
             let started = telemetry::start(filter.as_deref(), Format::Json);
             started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config))?;
-            tie_to(launcher)?;
-            (assigned(&crashes, &settings)?, Patience::Drain)
+            bind_to_launcher(launcher)?;
+            (read_assignment(&crashes, &settings)?, Patience::Drain)
         }
         None => {
             start_logging(None)?;
-            (by_hand(arguments, registry)?, Patience::SecondAborts)
+            (manual_assignment(arguments, registry)?, Patience::SecondAborts)
         }
     };
-    // One thread: its tasks hand messages to each other, and waking another thread costs more than handling
-    // them. Long computations have their own threads. Tasks woken together run in turn, so a batch's replies
-    // are sent together.
+    // One thread: its tasks pass messages to each other, and waking another thread costs more than handling a
+    // message. Long computations have their own threads. Tasks that are woken together run one after the other, so
+    // the replies of a batch are sent together.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
-    let traces = tracer(&assignment);
+    let traces = start_traces(&assignment);
     let cancellations = worker::cancellations();
     let withdrawn = worker::Withdrawn::default();
     let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, withdrawn, traces };
     let starter = registry.starter(&assignment.pool);
-    let patience_of = patience;
     let work = async move {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
@@ -67,25 +69,25 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             Ok(_) => stop.cause().unwrap_or_default(),
             Err(error) => error.to_string(),
         };
-        // The launcher may no longer read.
-        let farewell = async {
+        // The launcher may have stopped reading, so the wait is bounded.
+        let final_event = async {
             reporter.send(&Event::Stopped { cause, exit: Some(exit_of(&ended).code().into()) }).await;
             reporter.flush().await;
         };
-        let _ = tokio::time::timeout(FAREWELL, farewell).await;
-        send_last(control.traces, &stop, &ended).await;
+        let _ = tokio::time::timeout(FINAL_EVENT_TIMEOUT, final_event).await;
+        flush_traces(control.traces, &stop, &ended).await;
         anyhow::Ok(ended)
     };
     let ended = runtime.block_on(work);
-    // Threads that still run (a forward pass after an abort) end with the process.
+    // Threads that still run, such as a forward pass after an abort, end with the process.
     runtime.shutdown_background();
     let ended = ended?;
     if let Err(error) = &ended {
         let exit = error.exit().code();
-        match patience_of {
-            // Its launcher has read why, and says what follows.
-            Patience::Drain => tracing::debug!(%error, exit, "the worker cannot go on"),
-            Patience::SecondAborts => tracing::error!(%error, exit, "the worker cannot go on"),
+        match patience {
+            // The launcher has received the cause, and logs it together with what it does next.
+            Patience::Drain => tracing::debug!(%error, exit, "the worker cannot continue"),
+            Patience::SecondAborts => tracing::error!(%error, exit, "the worker cannot continue"),
         }
     }
     Ok(exit_of(&ended))
@@ -100,8 +102,8 @@ fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
     }
 }
 
-/// Asks the kernel for a signal when the launcher dies, in case another process holds our stdin open.
-fn tie_to(launcher: u32) -> anyhow::Result<()> {
+/// Requests a signal from the kernel for the death of the launcher, in case another process holds our stdin open.
+fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
     set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
     // The launcher may have died before the request.
     if getppid().as_raw() != launcher as i32 {
@@ -110,8 +112,8 @@ fn tie_to(launcher: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the first control line.
-fn assigned(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<Assignment> {
+/// Reads the assignment from the first control line. Applies the crash records and the pause that come with it.
+fn read_assignment(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
     if line.len() == MAX_LINE {
@@ -121,19 +123,20 @@ fn assigned(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<A
         Command::Start { assignment, crashes: records, paused } => {
             crashes.learn(records);
             settings.pause(paused);
-            // The error's text would repeat the value, which holds a password.
+            // The error's text is dropped: it would quote the value, which holds a password.
             serde_json::from_value(assignment)
-                .map_err(|_| anyhow!("the assignment is not as this version writes it"))
+                .map_err(|_| anyhow!("the assignment is not in the format of this version"))
         }
         _ => bail!("the first command must be `start`"),
     }
 }
 
-fn by_hand(arguments: &Worker, registry: &Registry) -> anyhow::Result<Assignment> {
+/// The assignment of a worker that is started by hand, on the device of `--device`. Uses all cores if the pool sets no threads.
+fn manual_assignment(arguments: &Worker, registry: &Registry) -> anyhow::Result<Assignment> {
     let settings = registry.load(&arguments.settings, &[])?.settings;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let host = Host::here();
-    let device = own_device(&arguments.device, &pool.name, &host)?;
+    let device = manual_device(&arguments.device, &pool.name, &host)?;
     let slot = arguments.slot.clone().unwrap_or_else(|| format!("{}/by-hand", pool.name));
     Ok(Assignment {
         worker: format!("{}/{slot}", host.name),
@@ -149,19 +152,22 @@ fn by_hand(arguments: &Worker, registry: &Registry) -> anyhow::Result<Assignment
     })
 }
 
-/// The device of a worker started by hand. For a GPU, the process is started again with only that GPU visible,
-/// as a launcher does.
-fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
-    if asked == "cpu" {
-        return Ok(asked.to_owned());
+/// The device of a worker that is started by hand. For a GPU, the process is started again with only that GPU visible,
+/// as a launcher starts it.
+fn manual_device(requested: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
+    if requested == "cpu" {
+        return Ok(requested.to_owned());
     }
-    let uuid = host.device(asked, pool).map_err(|error| WorkerError::Device(error.to_string()))?;
-    with_environment(&[(VISIBLE, uuid.clone()), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned())])?;
+    let uuid = host.device(requested, pool).map_err(|error| WorkerError::Device(error.to_string()))?;
+    reexec_with_environment(&[
+        (VISIBLE_DEVICES, uuid.clone()),
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
+    ])?;
     Ok(uuid)
 }
 
-/// Follows the launcher's commands on a separate thread: stdin blocks, and when the launcher is gone this
-/// thread ends the process even if all others hang.
+/// Executes the launcher's commands on a separate thread, because reading stdin blocks. When the launcher has died,
+/// this thread ends the process even if all others hang.
 fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
     thread::Builder::new().name("commands".into()).spawn(move || {
         let mut lines = io::stdin().lock();
@@ -170,20 +176,20 @@ fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
             match lines.by_ref().take(MAX_LINE as u64).read_line(&mut line) {
                 Ok(0) | Err(_) => break,
                 Ok(_) => match decode(line.trim_end()) {
-                    Ok(command) => obey(command, &stop, &control),
+                    Ok(command) => execute(command, &stop, &control),
                     Err(error) => tracing::warn!(%error, "unreadable command"),
                 },
             }
         }
         stop.advance(Phase::Returning, "the launcher is gone");
-        thread::sleep(ORPHANED);
-        // Killed, not exited: exit handlers of libraries would wait for a driver that hangs.
+        thread::sleep(ORPHAN_DRAIN_TIMEOUT);
+        // A kill, not an exit: exit handlers of libraries would wait for a driver that hangs.
         let _ = kill(Pid::this(), Signal::SIGKILL);
     })?;
     Ok(())
 }
 
-fn obey(command: Command, stop: &Stop, control: &Control) {
+fn execute(command: Command, stop: &Stop, control: &Control) {
     match command {
         Command::Finish => drop(stop.advance(Phase::Finishing, "launcher")),
         Command::Drain => drop(stop.advance(Phase::Returning, "launcher")),
@@ -196,7 +202,7 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
             Ok(()) => tracing::info!(filter, "logging by another filter"),
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
         },
-        // Nobody receives it where there is no session, and so no task.
+        // Sending fails if nobody receives: there is no session then, and so no task.
         Command::Cancel(cancellation) => {
             if let Some(job) = &cancellation.job {
                 control.withdrawn.add(job_queue(job), Instant::now());
@@ -210,15 +216,12 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
                 control.reporter.mention(&Event::Cancelled { cancellation, tasks: 0 });
             }
         }
-        Command::Start { .. } => tracing::warn!("already started"),
+        Command::Start { .. } => tracing::warn!("a second `start` is ignored"),
     }
 }
 
-/// Longest wait for sending the last spans.
-const LAST: Duration = Duration::from_secs(1);
-
-/// The tracer of a worker, off where the settings say so. If it cannot be made, the worker runs without it.
-fn tracer(assignment: &Assignment) -> Traces {
+/// Starts the export of spans, if the settings have an endpoint. If that fails, the worker runs without it.
+fn start_traces(assignment: &Assignment) -> Traces {
     let Some(endpoint) = &assignment.telemetry.otlp_endpoint else { return Traces::default() };
     let is_embedded = assignment.broker.delivery_timeout().is_none();
     let spec = load_spec(assignment);
@@ -237,13 +240,13 @@ fn tracer(assignment: &Assignment) -> Traces {
     })
 }
 
-/// Sends the last spans of a worker that has ended, unless it is aborting.
-async fn send_last(traces: Traces, stop: &Stop, ended: &Result<Ended, WorkerError>) {
+/// Exports the last spans of a worker that has ended, unless it was aborted. An abort also ends the export.
+async fn flush_traces(traces: Traces, stop: &Stop, ended: &Result<Ended, WorkerError>) {
     if matches!(ended, Ok(Ended::Aborted)) {
         return;
     }
     tokio::select! {
         () = stop.reached(Phase::Aborting) => {}
-        _ = tokio::task::spawn_blocking(move || traces.finish(LAST)) => {}
+        _ = tokio::task::spawn_blocking(move || traces.finish(TRACES_FLUSH_TIMEOUT)) => {}
     }
 }

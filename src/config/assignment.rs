@@ -1,20 +1,20 @@
-//! What one worker runs: a slot with all its settings. The launcher's plan makes it, the `start` control line
-//! carries it.
+//! What one worker runs: a slot with all its settings. The launcher's plan creates it, and the `start` control line
+//! carries it to the worker.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Broker, Pool, Telemetry};
 
-/// Tokens a forward pass for each CPU thread: enough to fill the matrix products, few enough that a
-/// batch stays within a fraction of a second.
+/// Tokens per forward pass for each CPU thread: enough to fill the matrix products, few enough that a
+/// batch takes a fraction of a second.
 const CPU_TOKENS: usize = 1_024;
-/// Tokens a forward pass on a GPU.
+/// Tokens per forward pass on a GPU.
 const GPU_TOKENS: usize = 32_768;
-/// Tokens of a short text: the assumed size of a message before any has come.
+/// Tokens of a short text: the assumed size of a message before the first one has arrived.
 const SHORT_TEXT: usize = 16;
 /// Most preprocess threads: with the slowest tokenizers, 8 do about 80,000 short texts a second.
 const MOST_PREPROCESS_THREADS: usize = 8;
-/// Most unacked messages before their number of tokens is known.
+/// Most unacknowledged messages while the number of tokens of a message is unknown.
 const MOST_SHORT_TEXTS: usize = 256;
 
 /// One worker's assignment.
@@ -26,9 +26,9 @@ pub struct Assignment {
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
-    /// Workers of the launcher that may compute on the device at once, this one included. A plan says 1; the
+    /// Workers of the launcher that may compute on the device at once, this one included. It is 1 in a plan; the
     /// code that starts a worker sets the number at that time.
-    #[serde(default = "alone")]
+    #[serde(default = "one_sharer")]
     pub sharers: usize,
     /// Compute threads; for a GPU's worker, preprocess threads.
     pub threads: usize,
@@ -41,13 +41,12 @@ pub struct Assignment {
     /// Task and dead-letter queues of all pools: no reply may go there.
     #[serde(default)]
     pub reserved_queues: Vec<String>,
-    /// Whether the broker has accepted a worker with the same settings before: if it refuses this one, it is
-    /// worth retrying.
+    /// Whether the broker has accepted a worker with the same settings before. If so, a refusal is worth retrying.
     #[serde(default)]
     pub broker_reached: bool,
 }
 
-fn alone() -> usize {
+fn one_sharer() -> usize {
     1
 }
 
@@ -70,7 +69,7 @@ impl Assignment {
         if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_PREPROCESS_THREADS) }
     }
 
-    /// Prefetch at first, while the size of messages is unknown: the pool's setting, or as many of the largest
+    /// The first prefetch, while the size of messages is unknown: the pool's setting, or as many of the largest
     /// messages as its bytes allow.
     pub fn first_prefetch(&self) -> u16 {
         let affordable = (self.pool.prefetch_bytes / self.pool.max_body.max(1)).clamp(1, u16::MAX.into());

@@ -10,11 +10,11 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// The default, as TOML.
     pub(super) default: &'static str,
-    /// Lines of help, each with the blank after `///`.
+    /// Lines of help, each beginning with the space that follows `///`.
     pub(super) help: &'static [&'static str],
 }
 
-/// A section's settings, in the order of the files.
+/// A section's settings, in the order in which files show them.
 pub(super) struct Outline {
     pub(super) about: &'static [&'static str],
     pub(super) keys: &'static [Key],
@@ -27,14 +27,14 @@ pub(super) trait Section: Sized {
     /// The definitions of its settings.
     fn outline() -> Outline;
 
-    /// Reads the section. None where something is wrong, which the reader has reported.
+    /// Reads the section. None if something is wrong; the reader has then reported it.
     fn read(reader: Reader<'_>) -> Option<Self>;
 }
 
 /// Defines a section: a struct with a public field for each setting, and its [`Section`].
 ///
-/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `derived key: Type, help;`
-/// is a field that nobody can set: it follows from settings, and is its type's default here. `check` gets the
+/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `derived key: Type, doc;`
+/// is a field that is no setting: reading fills it with its type's default, and other code sets it. `check` gets the
 /// section when each of its settings is valid, and reports combinations that are not.
 macro_rules! section {
     (
@@ -92,7 +92,7 @@ macro_rules! section {
 pub(super) use section;
 
 const ABOUT: &str = "\
-# All settings with their defaults. Made from their definitions in src/config/settings.rs by
+# All settings with their defaults. Generated from their definitions in src/config/settings.rs by
 # `make default-settings`; a test compares them. Later layers win:
 #
 #   built-in defaults  <  files given with --config  <  AMQP_URL  <  SCONCE_… variables  <  flags

@@ -9,7 +9,7 @@ use ::config::{Map, Value, ValueKind};
 use super::define::{Key, Outline, header};
 use super::read::{origin, typed};
 use super::redact::redact_url;
-use super::text::{of_value, quoted, without_controls};
+use super::text::{as_toml, quoted, without_controls};
 
 /// The merged settings as TOML.
 pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
@@ -28,7 +28,7 @@ pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
     text
 }
 
-/// The value of every setting, by its path: `section.key`, where a pool's section has its number.
+/// The value of every setting, by its path: `section.key`, with the pool's index in `pool[0].key`.
 #[derive(Clone, PartialEq)]
 pub(super) struct Values(BTreeMap<String, Setting>);
 
@@ -39,7 +39,7 @@ struct Setting {
     shown: String,
 }
 
-/// Without the values, which hold secrets.
+/// Leaves out the values, which hold secrets.
 impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Values").finish_non_exhaustive()
@@ -47,7 +47,7 @@ impl fmt::Debug for Values {
 }
 
 impl Values {
-    /// The merged settings.
+    /// Collects the values of the merged settings.
     pub(super) fn of(settings: &Value, outline: &[(&str, Outline)]) -> Self {
         let mut values = Self(BTreeMap::new());
         let ValueKind::Table(root) = &settings.kind else { return values };
@@ -107,7 +107,7 @@ fn settings_of<'a>(
     outline.keys.iter().filter_map(of_key).collect()
 }
 
-/// Whether both are one value: flags and environment variables write numbers as texts.
+/// Whether both are the same value. Flags and environment variables give numbers as text, so texts are compared too.
 fn are_equal(one: &ValueKind, other: &ValueKind) -> bool {
     let text = |value: &ValueKind| Value::new(None, value.clone()).into_string().ok();
     one == other || text(one).is_some_and(|one| text(other) == Some(one))
@@ -124,9 +124,11 @@ fn without_origins(value: Value) -> Value {
     Value::new(None, kind)
 }
 
-/// Writes a section's settings with their comments in one column, which a very long line does not move.
+/// The longest line, in characters, that is considered when comments are aligned.
+const WIDEST: usize = 60;
+
+/// Writes a section's settings, with the comments aligned in one column. Lines longer than [`WIDEST`] do not widen it.
 fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
-    const WIDEST: usize = 60;
     let line = |(name, default, value): (String, &str, &Value)| {
         (format!("{name} = {}", shown(&name, value, default)), origin(value))
     };
@@ -147,7 +149,7 @@ fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &
     }
 }
 
-/// The value that a setting's text stands for: flags and variables give text. A setting that is a text stays one.
+/// The typed value of a setting: text from a flag or variable is parsed, unless the setting's default is a text too.
 fn as_read(value: &Value, default: &str) -> Value {
     if default.starts_with('"') { value.clone() } else { typed(value) }
 }
@@ -171,7 +173,7 @@ fn inline(value: &Value) -> String {
             fields.sort();
             format!("{{ {} }}", fields.join(", "))
         }
-        _ => of_value(value),
+        _ => as_toml(value),
     }
 }
 
@@ -239,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_compared_and_not_how_they_are_shown_or_where_they_come_from() {
+    fn changes_compares_values_not_their_display_or_origin() {
         let url = |password: &str| load_text(&format!("broker.url = \"amqp://me:{password}@h\""));
         let (one, two) = (url("hunter2"), url("hunter3"));
         assert_eq!(one.changes(&two), ["broker.url = \"amqp://me:***@h\""], "another password is a change");

@@ -9,15 +9,15 @@ use ::config::{ConfigError as SourceError, FileFormat, Format, Map, Source, Valu
 
 use super::problem::Problem;
 
-/// Largest file, in bytes: enough for a thousand pools. A device or a log given by mistake is not read to its
-/// end.
-const LARGEST: u64 = 1 << 20;
+/// Largest file, in bytes: enough for a thousand pools. It keeps a device or a log that is given by mistake from
+/// being read to its end.
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// The origin of the built-in defaults.
 pub(super) const BUILT_IN: &str = "built-in default";
 
-/// The beginning of the origin of a file's values; the file's path follows.
-pub(super) const OF_FILE: &str = "file ";
+/// How the origin of a file's values begins; the file's path follows.
+pub(super) const FILE_PREFIX: &str = "file ";
 
 /// One layer of settings, which overrides those before it.
 #[derive(Clone, Debug, Default)]
@@ -45,12 +45,15 @@ pub(super) fn defaults(text: &str) -> Result<Layer, Problem> {
     parse(text, BUILT_IN).map_err(|reason| Problem::new(BUILT_IN, reason))
 }
 
-/// Reads the files in order; the errors are the problems of all unusable files.
+/// Reads the files in order.
+///
+/// # Errors
+/// One problem for each file that cannot be read or parsed.
 pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
     let mut layers = Vec::new();
     let mut problems = Vec::new();
     for file in files {
-        let name = format!("{OF_FILE}{}", file.display());
+        let name = format!("{FILE_PREFIX}{}", file.display());
         let layer = text_of(file).and_then(|text| parse(&text, &name));
         match layer {
             Ok(layer) => layers.push(layer),
@@ -62,10 +65,10 @@ pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
 
 fn text_of(file: &Path) -> Result<String, String> {
     let mut text = String::new();
-    let read = File::open(file).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text));
+    let read = File::open(file).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
     match read {
-        Ok(length) if length as u64 > LARGEST => {
-            Err(format!("larger than settings may be ({LARGEST} bytes)"))
+        Ok(length) if length as u64 > MAX_FILE_BYTES => {
+            Err(format!("larger than settings may be ({MAX_FILE_BYTES} bytes)"))
         }
         Ok(_) => Ok(text),
         Err(error) => Err(format!("cannot be read: {error}")),
@@ -118,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_settings_file_by_its_size_alone_is_refused_with_the_limit() {
+    fn a_file_over_the_size_limit_is_refused_with_the_limit() {
         let folder = tempfile::tempdir().expect("a folder");
         let large = folder.path().join("large.toml");
         let file = File::create(&large).expect("a file");
@@ -139,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn values_know_who_wrote_them() {
+    fn values_carry_their_file_as_origin() {
         let layer = parse("[a]\nb = [1]", "file x").expect("TOML");
         let table = layer.0["a"].clone().into_table().expect("a table");
         assert_eq!(table["b"].origin(), Some("file x"));

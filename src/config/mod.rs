@@ -14,7 +14,7 @@
 //! | `overrides`, `path` | environment variables and flags → layers |
 //! | `text` | values as TOML, durations, sizes |
 //! | `model_folder` | which folder a pool's `model` may name |
-//! | `problem` | what a mistake looks like; "did you mean" |
+//! | `problem` | how a mistake is shown; "did you mean" |
 //! | `effective` | the page that `sconce check-config` prints; what differs between two loads |
 //! | `redact` | what of a broker address may be shown |
 
@@ -66,28 +66,28 @@ impl Loaded {
         self.values.changes(&later.values)
     }
 
-    /// The folder that the `model` of a pool names, if it names one.
+    /// The folder that the `model` of a pool may name. Does not check that it exists. None if there is no such pool.
     pub fn model_folder(&self, pool: usize) -> Option<PathBuf> {
         let origin = self.origins.get(&format!("pool[{pool}].model")).map_or(read::BUILT_IN, String::as_str);
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
     }
 
-    /// Refuses options of pools, each with the pool's number. What models take is not known here; who knows says what is
-    /// wrong.
+    /// Turns problems with `[pool.options]`, each with its pool's index, into an error with the options' origins. The
+    /// caller finds the problems, since this room does not know which options a model takes.
     ///
     /// # Errors
-    /// There is a problem.
+    /// `problems` is not empty. The operator must act.
     pub fn refuse_options(
         &self,
         problems: impl IntoIterator<Item = (usize, OptionProblem)>,
     ) -> Result<(), ConfigError> {
-        let of_path = |(pool, OptionProblem { option, value, problem }): (usize, OptionProblem)| {
+        let with_path = |(pool, OptionProblem { option, value, problem }): (usize, OptionProblem)| {
             let path = format!("pool[{pool}].options.{option}");
             let origin = self.origins.get(&path).map_or(read::BUILT_IN, String::as_str).to_owned();
             let problem = Problem::new(path, problem).with_origin(origin);
             value.into_iter().fold(problem, |problem, value| problem.with_text(&value.to_string()))
         };
-        let problems: Vec<Problem> = problems.into_iter().map(of_path).collect();
+        let problems: Vec<Problem> = problems.into_iter().map(with_path).collect();
         if problems.is_empty() { Ok(()) } else { Err(ConfigError::new(problems)) }
     }
 }
@@ -96,8 +96,8 @@ impl Loaded {
 /// `SCONCE_…` variables of `environment` < `overrides`, pairs of a dotted path and a value.
 ///
 /// # Errors
-/// Every problem of the settings together, for the operator; nothing can be started. Files that cannot be read
-/// or parsed are reported first and alone.
+/// All problems of the settings together: the operator must act, and nothing can be started. If a file cannot be read
+/// or parsed, only the problems of files are reported.
 pub fn load(
     files: &[PathBuf],
     environment: impl IntoIterator<Item = (String, String)>,

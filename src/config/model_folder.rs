@@ -1,27 +1,29 @@
-//! Which folder a pool's `model` may name: relative to the settings file that names it; from flags and variables, to the
-//! current folder; of the built-in default, in `models/`. Does not know whether the folder is there, or whether `model`
-//! names something else.
+//! Which folder a pool's `model` may name. It is relative to the settings file that names it; from a flag or a
+//! variable, to the current folder. For the built-in default it is in `models/` of the current folder. Does not check whether the
+//! folder exists, or whether `model` names something else.
 
 use std::path::{Component, Path, PathBuf};
 
-use super::files::{BUILT_IN, OF_FILE};
+use super::files::{BUILT_IN, FILE_PREFIX};
 
 /// Where `scripts/fetch-model` puts the default model.
 const FETCHED: &str = "models";
 
-/// The folder that `model` names, a value of this origin. Without leading `..`, so that logs and metrics show a plain path.
+/// The folder that `model` may name, if the value has this origin. A leading `..` is resolved, so that logs and metrics
+/// show a plain path.
 pub(super) fn of(model: &str, origin: &str) -> PathBuf {
-    let file = origin.strip_prefix(OF_FILE).map(Path::new);
+    let file = origin.strip_prefix(FILE_PREFIX).map(Path::new);
     let base = file.and_then(Path::parent).filter(|folder| !folder.as_os_str().is_empty());
-    // In a path without links, `a/..` is nothing.
+    // A canonical path has no links, so a following `..` can be resolved by removing the last component.
     let Ok(base) = base.unwrap_or(Path::new(".")).canonicalize() else { return PathBuf::from(model) };
     match Path::new(model).file_name() {
         Some(name) if origin == BUILT_IN => base.join(FETCHED).join(name),
-        _ => joined(base, Path::new(model)),
+        _ => join(base, Path::new(model)),
     }
 }
 
-fn joined(mut base: PathBuf, path: &Path) -> PathBuf {
+/// Appends `path` to `base`, and resolves its leading `.` and `..`.
+fn join(mut base: PathBuf, path: &Path) -> PathBuf {
     let mut parts = path.components().peekable();
     while let Some(up @ (Component::CurDir | Component::ParentDir)) = parts.peek() {
         if *up == Component::ParentDir {
@@ -42,7 +44,7 @@ mod tests {
         let root = folder.path().canonicalize().unwrap();
         std::fs::create_dir(root.join("config")).unwrap();
         let here = std::env::current_dir().unwrap().canonicalize().unwrap();
-        let file = format!("{OF_FILE}{}", root.join("config/a.toml").display());
+        let file = format!("{FILE_PREFIX}{}", root.join("config/a.toml").display());
         for (model, origin, expected) in [
             ("./m", file.as_str(), root.join("config/m")),
             ("../m", &file, root.join("m")),

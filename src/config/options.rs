@@ -1,5 +1,5 @@
-//! What `[pool.options]` may hold: the form in which a model declares its options, and what is wrong with written ones.
-//! Does not know which model takes which options. Pure.
+//! What `[pool.options]` may hold: the form in which a model declares its options, and the check of the values that
+//! the settings give. Does not know which model takes which options. Pure.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct OptionSpec {
     pub name: &'static str,
     /// Its type and range.
     pub takes: Takes,
-    /// What holds where it is not set.
+    /// What applies if it is not set.
     pub default: OptionDefault,
     /// What it is for, as Markdown in one line.
     pub help: &'static str,
@@ -47,19 +47,19 @@ pub enum OptionDefault {
     Derived(&'static str),
 }
 
-/// What is wrong with an option that is written.
+/// A mistake in one option.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OptionProblem {
     /// The option's name, as written.
     pub option: String,
-    /// Its value; none where the name is the mistake.
+    /// Its value; none if the name is the mistake.
     pub value: Option<Value>,
     /// What is wrong, or what was expected.
     pub problem: String,
 }
 
 impl OptionProblem {
-    /// An option whose value must be as `expected` says.
+    /// The problem of a value that is not what `expected` describes.
     pub fn expected(option: &str, value: impl Into<Value>, expected: impl fmt::Display) -> Self {
         let problem = format!("expected {expected}");
         Self { option: option.to_owned(), value: Some(value.into()), problem }
@@ -87,7 +87,7 @@ impl Takes {
     }
 }
 
-/// As the end of a sentence that says what was expected.
+/// Completes a sentence that begins with "expected".
 impl fmt::Display for Takes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -105,14 +105,15 @@ impl fmt::Display for Takes {
     }
 }
 
-/// What is wrong with `written` for a model that takes the options of `specs`: one problem for each wrong option.
+/// Checks the options `written` in the settings for a model that takes `specs`. Returns one problem for each wrong
+/// option.
 pub fn check_options(specs: &[OptionSpec], written: &Options) -> Vec<OptionProblem> {
     let wrong = |(name, value): (&String, &Value)| {
         let Some(spec) = specs.iter().find(|spec| spec.name == name) else {
             let known = || specs.iter().map(|spec| spec.name);
             let problem = match nearest(name, known()) {
                 Some(_) => unknown_key(name, known()),
-                None => format!("{}; {}", unknown_key(name, known()), those_that_are_known(specs)),
+                None => format!("{}; {}", unknown_key(name, known()), list_known(specs)),
             };
             return Some(OptionProblem { option: name.clone(), value: None, problem });
         };
@@ -122,7 +123,7 @@ pub fn check_options(specs: &[OptionSpec], written: &Options) -> Vec<OptionProbl
     written.iter().filter_map(wrong).collect()
 }
 
-fn those_that_are_known(specs: &[OptionSpec]) -> String {
+fn list_known(specs: &[OptionSpec]) -> String {
     if specs.is_empty() {
         return "this model takes no options".to_owned();
     }
@@ -130,8 +131,8 @@ fn those_that_are_known(specs: &[OptionSpec]) -> String {
     format!("this model takes {}", names.join(", "))
 }
 
-/// The written options and, for those that are not written, their defaults. An option whose default is derived is left
-/// out.
+/// The options `written` in the settings, and the defaults of all others. An option that is not written and whose
+/// default is derived is left out.
 pub fn with_defaults(specs: &[OptionSpec], written: &Options) -> serde_json::Map<String, Value> {
     let default = |spec: &OptionSpec| match spec.default {
         OptionDefault::Value(json) => Some((spec.name.to_owned(), serde_json::from_str(json).ok()?)),
@@ -192,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_option_is_told_the_one_that_was_meant_or_all() {
+    fn an_unknown_option_gets_a_suggestion_or_the_list_of_known_ones() {
         let contxt = json!({"contxt": 1});
         assert_eq!(problems(&SPECS, contxt), ["contxt: unknown key; did you mean `context`?"]);
         let other = problems(&SPECS, json!({"temperature": 1}));
@@ -202,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_comes_before_the_default() {
+    fn a_written_option_overrides_its_default() {
         let written = [("numbers".to_owned(), json!("bf16"))].into();
         let all = Value::Object(with_defaults(&SPECS, &written));
         assert_eq!(all, json!({"is_on": false, "numbers": "bf16"}));

@@ -1,5 +1,5 @@
 //! Reads environment variables and flags into layers. Decides which variables are settings, and refuses names
-//! that are no setting in the tree of lower layers. The environment is passed in, never read here.
+//! that no setting in the tree of the lower layers has. The environment is passed in, never read here.
 
 use std::collections::BTreeMap;
 
@@ -21,8 +21,9 @@ const AMQP_URL: &str = "AMQP_URL";
 /// Other code reads them.
 pub const NOT_SETTINGS: [&str; 3] = ["SCONCE_LOG", "SCONCE_LOG_FORMAT", "SCONCE_CONFIG"];
 
-/// Variables that Kubernetes sets in every container for a Service named `sconce`. No setting begins so.
-const OF_A_SERVICE: [&str; 2] = ["SCONCE_PORT", "SCONCE_SERVICE_"];
+/// Prefixes of the variables that Kubernetes sets in every container for a Service named `sconce`. No setting's
+/// variable has such a prefix.
+const KUBERNETES_SERVICE: [&str; 2] = ["SCONCE_PORT", "SCONCE_SERVICE_"];
 
 /// Reads two layers: `AMQP_URL`, and `SCONCE_…` over it. `tree` holds all settings of the lower layers.
 pub(super) fn from_environment(
@@ -43,8 +44,8 @@ pub(super) fn from_environment(
         let Some(rest) = name.strip_prefix(PREFIX) else {
             continue;
         };
-        let of_a_service = OF_A_SERVICE.iter().any(|prefix| name.starts_with(prefix));
-        if of_a_service || NOT_SETTINGS.contains(&name.as_str()) {
+        let is_kubernetes_service = KUBERNETES_SERVICE.iter().any(|prefix| name.starts_with(prefix));
+        if is_kubernetes_service || NOT_SETTINGS.contains(&name.as_str()) {
             continue;
         }
         match SettingPath::from_variable(rest).ok_or(()).map(|path| locate(path, tree)) {
@@ -52,7 +53,7 @@ pub(super) fn from_environment(
                 strong.insert(path, Value::new(Some(&origin), text));
             }
             Ok(Err(mut problem)) => {
-                if let Some(meant) = spelled_alike(rest, tree) {
+                if let Some(meant) = same_but_underscores(rest, tree) {
                     problem.expected = format!("unknown key; did you mean `{PREFIX}{meant}`?");
                 }
                 problems.push(problem.with_origin(origin));
@@ -66,7 +67,7 @@ pub(super) fn from_environment(
     [Layer::new(weak), Layer::new(strong)]
 }
 
-/// Reads the flags; the later of two for one setting wins. `tree` as above.
+/// Reads the flags; the later of two for one setting wins. `tree` holds all settings of the lower layers.
 pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mut Vec<Problem>) -> Layer {
     let mut values = Map::new();
     for (written, text) in flags {
@@ -90,7 +91,7 @@ pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mu
 /// The path in the syntax of the `config` crate, after a check that it leads to a single setting.
 fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
     let refuse = |expected: String| Err(Problem::new(path.to_string(), expected));
-    if is_of_a_model(path.steps(), tree) {
+    if is_model_option(path.steps(), tree) {
         return Ok(path.to_string());
     }
     let mut here = tree;
@@ -103,7 +104,7 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
             (Step::Index(index), ValueKind::Array(items)) if holds_sections(items) => {
                 match items.get(*index) {
                     Some(value) => value,
-                    None => return refuse(too_far(items.len())),
+                    None => return refuse(index_out_of_range(items.len())),
                 }
             }
             (Step::Key(_), ValueKind::Array(items)) if holds_sections(items) => {
@@ -116,15 +117,15 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
     match &here.kind {
         ValueKind::Table(_) => refuse("expected one of the keys of this section".to_owned()),
         ValueKind::Array(items) if holds_sections(items) || path.to_string() == "pool" => {
-            refuse("expected one of the keys of one of these: pool[0].model".to_owned())
+            refuse("expected one of the keys of one pool, such as pool[0].model".to_owned())
         }
         _ => Ok(path.to_string()),
     }
 }
 
-/// The variable, without the prefix, of the setting that `written` names but for the number of underscores between
-/// levels.
-fn spelled_alike(written: &str, tree: &Value) -> Option<String> {
+/// The variable, without the prefix, that differs from `written` only in its numbers of underscores. None if no setting
+/// has such a variable.
+fn same_but_underscores(written: &str, tree: &Value) -> Option<String> {
     fn collect(name: String, value: &Value, all: &mut Vec<String>) {
         let below = |level: &str| {
             if name.is_empty() { level.to_uppercase() } else { format!("{name}__{}", level.to_uppercase()) }
@@ -148,7 +149,7 @@ fn spelled_alike(written: &str, tree: &Value) -> Option<String> {
 }
 
 /// Whether the path is an option of a pool's model; only the model knows these names.
-fn is_of_a_model(steps: &[Step], tree: &Value) -> bool {
+fn is_model_option(steps: &[Step], tree: &Value) -> bool {
     let [Step::Key(pool), Step::Index(index), Step::Key(options), Step::Key(_)] = steps else { return false };
     let pools = match &tree.kind {
         ValueKind::Table(table) => table.get("pool"),
@@ -163,7 +164,7 @@ fn holds_sections(items: &[Value]) -> bool {
     items.first().is_some_and(is_table)
 }
 
-fn too_far(pools: usize) -> String {
+fn index_out_of_range(pools: usize) -> String {
     match pools {
         1 => "there is 1 pool, pool[0]; write further ones as [[pool]] in a file".to_owned(),
         _ => format!("there are {pools} pools, counted from 0; write further ones in a file"),
@@ -238,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_with_one_underscore_too_few_is_told_the_right_spelling() {
+    fn a_variable_with_wrong_underscores_gets_the_right_spelling() {
         for (written, meant) in [
             ("SCONCE_BROKER_URL", "SCONCE_BROKER__URL"),
             ("SCONCE_BROKER___URL", "SCONCE_BROKER__URL"),

@@ -11,7 +11,7 @@ use super::text;
 pub struct Problem {
     /// Dotted path of the setting (`pool[0].batch.max_delay`), or the file that could not be read.
     pub path: String,
-    /// The written value as TOML, secrets masked; none where the value is not the mistake.
+    /// The written value as TOML, secrets masked; none if the value is not the mistake.
     pub value: Option<String>,
     /// What was expected instead.
     pub expected: String,
@@ -20,14 +20,14 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A problem without a value, which does not matter or must not be shown.
+    /// A problem whose value does not matter or must not be shown.
     pub(super) fn new(path: impl Into<String>, expected: impl Into<String>) -> Self {
         Self { path: path.into(), value: None, expected: expected.into(), origin: None }
     }
 
     /// Adds the written value, masked here so that no caller can forget it.
     pub(super) fn with_value(self, value: &::config::Value) -> Self {
-        self.with_text(&text::of_value(value))
+        self.with_text(&text::as_toml(value))
     }
 
     /// Adds the value, written as TOML; masked as [`Problem::with_value`] does.
@@ -105,7 +105,8 @@ pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str
     }
 }
 
-/// The closest known name, if the written one is likely a slip: at most a third of its letters wrong.
+/// The closest known name, if the written one is likely a typo: at most a third of the known name's letters, and at
+/// least one, may be wrong.
 pub(super) fn nearest<'a>(written: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let written = written.to_ascii_lowercase().replace(['-', ' '], "_");
     let distances = known.into_iter().map(|name| (strsim::osa_distance(&written, name), name));
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_lists_its_problems_one_a_line() {
+    fn an_error_lists_one_problem_per_line() {
         let error = ConfigError::new(vec![
             Problem::new("broker.heartbeat", "expected a duration")
                 .with_value(&::config::Value::from(5_i64))
@@ -157,7 +158,7 @@ mod tests {
     const KNOWN: [&str; 4] = ["name", "task_queue", "reply_queue", "url"];
 
     #[test]
-    fn a_slip_finds_the_name_that_was_meant() {
+    fn a_typo_finds_the_name_that_was_meant() {
         assert_eq!(nearest("nmae", KNOWN), Some("name"));
         assert_eq!(nearest("taskqueue", KNOWN), Some("task_queue"));
         assert_eq!(nearest("Task-Queue", KNOWN), Some("task_queue"));
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn something_else_entirely_finds_nothing() {
+    fn an_unrelated_name_finds_nothing() {
         assert_eq!(nearest("gpu", KNOWN), None);
         assert_eq!(nearest("concurrency", KNOWN), None);
         assert_eq!(nearest("", KNOWN), None);

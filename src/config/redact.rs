@@ -1,5 +1,5 @@
 //! Masks the passwords of broker addresses. When in doubt it masks, because addresses may be malformed. Never
-//! parses for use: that is `urls`.
+//! parses an address for use: `read::urls` does that.
 
 const MASK: &str = "***";
 
@@ -29,7 +29,7 @@ fn split_head(address: &str) -> (&str, &str) {
 }
 
 /// Splits before each `amqp://`, `amqps://` and `embedded:` that follows a separator; separators stay at the
-/// end of the part before. So a comma in a password never splits it.
+/// end of the part before. A comma that no scheme follows, as in a password, splits nothing.
 pub(super) fn split_urls(text: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut start = 0;
@@ -68,8 +68,8 @@ fn redact_one(address: &str) -> String {
     }
 }
 
-/// In `user:password` without an `@` the password is where a port would be. Where it cannot be a port, returns
-/// the place of the colon before it.
+/// In `user:password` without an `@`, the password is where a port would be. If it cannot be a port, returns the
+/// position of the colon before it.
 fn password_without_host(rest: &str) -> Option<usize> {
     let host_end = match rest.strip_prefix('[') {
         Some(inside) => inside.find(']').map_or(0, |bracket| bracket + 2),

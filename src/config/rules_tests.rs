@@ -3,8 +3,8 @@
 use super::super::{default_file, load};
 use super::Devices;
 
-/// The problems of the settings that these flags make.
-fn complaints(flags: &[(&str, &str)]) -> Vec<String> {
+/// The problems of settings with these flags.
+fn problems_with(flags: &[(&str, &str)]) -> Vec<String> {
     let flags: Vec<_> = flags.iter().map(|(path, value)| ((*path).to_owned(), (*value).to_owned())).collect();
     match load(&[], Vec::new(), &flags) {
         Ok(_) => Vec::new(),
@@ -24,8 +24,8 @@ fn values_out_of_bounds_are_refused_with_what_was_expected() {
         ("broker.confirm_timeout", "0s", "a duration from 1ms"),
         ("broker.give_up_after", "", "a duration with its unit"),
         ("broker.consumer_timeout", "0s", "a duration from 1ms"),
-        ("pool[0].name", "", "a name, not nothing"),
-        ("pool[0].model", "", "a name, not nothing"),
+        ("pool[0].name", "", "a name that is not empty"),
+        ("pool[0].model", "", "a name that is not empty"),
         ("pool[0].task_queue", "", "the name of a queue"),
         ("pool[0].dead_letter_queue", "", "the name of a queue"),
         ("pool[0].reply_queue", "amq.reply", "a queue name that does not start"),
@@ -63,17 +63,17 @@ fn values_out_of_bounds_are_refused_with_what_was_expected() {
         ("pool[0].retry.delay", "0s", "a duration from 1ms"),
         ("pool[0].retry.delay_max", "999ms", "at least pool[0].retry.delay = \"1s\""),
     ] {
-        let said = complaints(&[(path, value)]);
+        let problems = problems_with(&[(path, value)]);
         let start = format!("{path} = \"{value}\": expected {expected}");
         let end = format!("(flag --set {path})");
-        assert_eq!(said.len(), 1, "{path} {value}: {said:?}");
-        assert!(said[0].starts_with(&start), "{} != {start}", said[0]);
-        assert!(said[0].ends_with(&end), "{}", said[0]);
+        assert_eq!(problems.len(), 1, "{path} {value}: {problems:?}");
+        assert!(problems[0].starts_with(&start), "{} != {start}", problems[0]);
+        assert!(problems[0].ends_with(&end), "{}", problems[0]);
     }
 }
 
 #[test]
-fn values_at_their_bounds_are_taken() {
+fn values_at_their_bounds_are_accepted() {
     for (path, value) in [
         ("broker.declare", "false"),
         ("broker.heartbeat", "1s"),
@@ -94,30 +94,30 @@ fn values_at_their_bounds_are_taken() {
         ("launcher.recycle_tasks", "never"),
         ("launcher.recycle_memory", "1GiB"),
     ] {
-        assert_eq!(complaints(&[(path, value)]), Vec::<String>::new());
+        assert_eq!(problems_with(&[(path, value)]), Vec::<String>::new());
     }
     let long = "ü".repeat(128);
-    let said = complaints(&[("pool[0].task_queue", &long)]);
-    assert!(said[0].contains("at most 236 bytes"), "{}", said[0]);
+    let problems = problems_with(&[("pool[0].task_queue", &long)]);
+    assert!(problems[0].contains("at most 236 bytes"), "{}", problems[0]);
 }
 
 #[test]
-fn a_prefetch_that_no_batch_could_fill_from_names_both_settings() {
-    let said = complaints(&[("pool[0].prefetch", "16"), ("pool[0].batch.max_requests", "17")]);
-    assert!(said[0].starts_with("pool[0].prefetch = 16: expected \"auto\" or at least"));
-    assert!(said[0].contains("pool[0].batch.max_requests = 17"), "{}", said[0]);
-    let alone = complaints(&[("pool[0].prefetch", "16")]);
-    assert_eq!(alone, Vec::<String>::new(), "nobody asked for batches of 512");
+fn a_prefetch_too_small_to_fill_a_batch_names_both_settings() {
+    let problems = problems_with(&[("pool[0].prefetch", "16"), ("pool[0].batch.max_requests", "17")]);
+    assert!(problems[0].starts_with("pool[0].prefetch = 16: expected \"auto\" or at least"));
+    assert!(problems[0].contains("pool[0].batch.max_requests = 17"), "{}", problems[0]);
+    let alone = problems_with(&[("pool[0].prefetch", "16")]);
+    assert_eq!(alone, Vec::<String>::new(), "max_requests = 512 is only the default");
 }
 
 #[test]
 fn a_pools_queues_must_not_feed_each_other() {
     for key in ["pool[0].reply_queue", "pool[0].dead_letter_queue"] {
-        let said = complaints(&[(key, "sconce.tasks")]);
+        let problems = problems_with(&[(key, "sconce.tasks")]);
         let start = format!("{key} = \"sconce.tasks\": expected a queue other than");
-        assert_eq!(said.len(), 1);
-        assert!(said[0].starts_with(&start), "{}", said[0]);
-        assert!(said[0].contains("pool[0].task_queue (built-in default)"));
+        assert_eq!(problems.len(), 1);
+        assert!(problems[0].starts_with(&start), "{}", problems[0]);
+        assert!(problems[0].contains("pool[0].task_queue (built-in default)"));
     }
 }
 
@@ -125,20 +125,20 @@ fn a_pools_queues_must_not_feed_each_other() {
 fn a_certificate_and_its_key_come_together() {
     for (written, missing) in [("cert_file", "key_file"), ("key_file", "cert_file")] {
         let written = format!("broker.tls.{written}");
-        let said = complaints(&[(&written, "a.pem")]);
-        assert_eq!(said.len(), 1);
+        let problems = problems_with(&[(&written, "a.pem")]);
+        assert_eq!(problems.len(), 1);
         let start = format!("broker.tls.{missing} = \"\": expected a file, as {written}");
-        assert!(said[0].starts_with(&start), "{}", said[0]);
+        assert!(problems[0].starts_with(&start), "{}", problems[0]);
     }
 }
 
 #[test]
 fn the_restart_delay_must_not_exceed_its_ceiling() {
-    let said = complaints(&[("launcher.restart_delay", "31s")]);
+    let problems = problems_with(&[("launcher.restart_delay", "31s")]);
     let expected = "launcher.restart_delay_max = \"30s\": expected at least \
                     launcher.restart_delay = \"31s\" (flag --set launcher.restart_delay) \
                     (built-in default)";
-    assert_eq!(said, vec![expected.to_owned()]);
+    assert_eq!(problems, vec![expected.to_owned()]);
 }
 
 #[test]
@@ -157,5 +157,5 @@ fn the_default_file_is_made_from_the_definitions() {
         std::fs::write(path, default_file()).expect("written");
     }
     let file = std::fs::read_to_string(path).expect("the file");
-    assert!(file == default_file(), "config/default.toml is old: run `make default-settings`");
+    assert!(file == default_file(), "config/default.toml is out of date: run `make default-settings`");
 }

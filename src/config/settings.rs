@@ -1,6 +1,6 @@
 //! The settings, each defined once: key, type, default, reader with its range, help. `config/default.toml`
-//! is made from here (`make default-settings`). They cross to the worker in the `start` control line,
-//! hence serde.
+//! is generated from these definitions (`make default-settings`). They implement serde's traits because the `start`
+//! control line carries them to the worker.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -18,21 +18,21 @@ use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, orig
 use super::text::show_duration;
 use crate::backoff::Backoff;
 
-/// Range of a wait: longer than zero, and short enough to add to a clock.
+/// Range of a wait: longer than zero, and with 30 days short enough to be added to an `Instant`.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
-/// AMQP carries the heartbeat as 16 bits of seconds; 0 means none.
+/// AMQP carries the heartbeat as a 16-bit number of seconds, in which 0 means no heartbeat.
 const HEARTBEAT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(u16::MAX as u64);
-/// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
+/// RabbitMQ caps the prefetch of a quorum queue's consumer at 2,000.
 const PREFETCH: RangeInclusive<u64> = 1..=2000;
 /// RabbitMQ's largest message is 512 MiB, whatever its configuration.
-const BODY: RangeInclusive<u64> = 1..=512 << 20;
+const BODY_SIZE: RangeInclusive<u64> = 1..=512 << 20;
 const COUNT: RangeInclusive<u64> = 1..=1_000_000;
 const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
 const PROCESSES: RangeInclusive<u64> = 1..=1024;
 const TIMES: RangeInclusive<u64> = 1..=u32::MAX as u64;
-/// "0ms" is a policy: never wait.
+/// Zero is allowed, and means that no task waits.
 const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
-/// Each ceiling of the delay between attempts needs a queue.
+/// Bounded because each distinct delay between attempts needs a retry queue.
 const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 
 section! {
@@ -41,26 +41,26 @@ section! {
         /// Addresses. amqps:// for TLS. For a cluster: several, with commas or as a list, tried in turn.
         /// Special characters of a password are percent-encoded; %2f is the virtual host "/".
         url: Vec<Secret> = "amqp://guest:guest@127.0.0.1:5672/%2f", read::urls;
-        /// Make queues that are missing. With false nothing is declared, and a user with only read and write
-        /// permission can run.
+        /// Create missing queues. With false nothing is declared, so a user needs only read and write
+        /// permissions.
         declare: bool = true, read::switch;
-        /// Deliveries after which a task is dead-lettered, where the queue counts them (quorum queues do). For
-        /// queues that sconce makes, the broker applies the same limit.
+        /// Number of deliveries after which a task is dead-lettered, if the queue counts them (quorum queues do).
+        /// On queues that sconce creates, the broker applies the same limit.
         delivery_limit: u32 = 100, read::whole(TIMES);
         /// AMQP heartbeat, in whole seconds; the broker may ask for less.
         heartbeat: Duration = "20s", read::whole_seconds(HEARTBEAT);
         /// Longest wait for a connection to open.
         connect_timeout: Duration = "10s", read::duration(WAIT);
         /// Longest wait for the broker to confirm a reply, plus a second for each 64 KiB under way. Then the
-        /// worker tests the connection and replaces it if the broker does not answer. The time does not run
-        /// during a broker's alarm.
+        /// worker tests the connection and replaces it if the broker does not answer. The clock stops while the
+        /// broker reports a resource alarm.
         confirm_timeout: Duration = "30s", read::duration(WAIT);
-        /// How long a worker tries to connect before it exits (81).
+        /// How long a worker tries to connect before it exits with code 81.
         give_up_after: Duration = "10m", read::duration(WAIT);
         /// How long the broker lets a message stay unacknowledged before it takes back all messages that the
         /// worker holds. 30 minutes is RabbitMQ's default. AMQP cannot read the broker's value: write it here
         /// (consumer_timeout of rabbitmq.conf, a policy, or the queue's x-consumer-timeout). Any value other
-        /// than "30m" is also requested for sconce's consumer: RabbitMQ 4.3 grants it on quorum queues, earlier
+        /// than "30m" is also requested for sconce's consumer. RabbitMQ 4.3 grants it on quorum queues; earlier
         /// versions ignore it.
         consumer_timeout: Duration = "30m", read::duration(WAIT);
         nested tls: Tls;
@@ -68,13 +68,14 @@ section! {
 }
 
 section! {
-    /// Used by amqps:// only. PEM files; "" stands for none.
+    /// TLS for amqps:// addresses. Files are in PEM format; "" stands for none.
     Tls {
-        /// The authority that signed the broker's certificate; none: the system's certificate store.
+        /// Certificate of the authority that signed the broker's certificate. Without it, the system's
+        /// certificate store is used.
         ca_file: Option<PathBuf> = "", read::optional_file;
-        /// Our own certificate, for brokers that ask for one.
+        /// Client certificate, for brokers that require one.
         cert_file: Option<PathBuf> = "", read::optional_file;
-        /// The certificate's key. Set both or neither.
+        /// Private key of the client certificate. Set both or neither.
         key_file: Option<PathBuf> = "", read::optional_file;
     }
     check refuse_half_a_certificate
@@ -89,33 +90,33 @@ section! {
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
-        /// A second queue of tasks, for large jobs (`sconce submit --background`): they fill a worker's batches up to a
-        /// quarter of batch.max_tokens, and after a minute of waiting count like any other. "": none.
+        /// A second task queue, for large jobs (`sconce submit --background`); "" for none. Its tasks are added to a batch
+        /// only up to a quarter of batch.max_tokens. After a minute in a worker they count like any other task.
         background_queue: Option<String> = "", read::optional_queue;
-        /// Queue for replies to tasks without `reply_to`; with "" these get no reply. On a cluster a classic
-        /// queue is lost with its node, and replies are then dead-lettered: sconce makes a quorum queue.
+        /// Queue for replies to tasks without `reply_to`; with "" these get no reply. sconce creates a quorum queue:
+        /// a classic queue of a cluster is lost with its node, and replies would then be dead-lettered.
         reply_queue: Option<String> = "sconce.replies", read::optional_queue;
         /// Queue for messages that cannot be answered.
         dead_letter_queue: String = "sconce.dead", read::queue;
-        /// How long a task waits for the queue in its `reply_to` if that takes nothing (it is full, or has lost
-        /// its majority); a deadline may end the wait earlier. Then the task is dead-lettered with the reason
-        /// `unconfirmed`. Tasks of such a queue are put off and not computed meanwhile (docs/messages.md). Of
-        /// replies that are computed already, half of what the broker may send to the worker unacknowledged,
-        /// and "prefetch_bytes", may wait: beyond that the oldest is dropped, and its task is put off. If the
-        /// broker has that reply and has not answered, the task is dead-lettered. The pool's own reply_queue
-        /// instead holds up the pool, for three quarters of broker.consumer_timeout.
+        /// How long a task waits for the queue in its `reply_to` if that queue takes nothing, because it is full
+        /// or has lost its majority. A deadline may end the wait earlier. Then the task is dead-lettered with the
+        /// reason `unconfirmed`. Meanwhile, other tasks for that queue are put off instead of computed
+        /// (docs/protocol.md). Replies that are already computed may wait up to half of the worker's prefetch and
+        /// up to prefetch_bytes. Beyond that the oldest is dropped and its task is put off; if the broker already
+        /// has that reply and has not confirmed it, the task is dead-lettered instead. If the pool's own
+        /// reply_queue takes nothing, the whole pool waits, for three quarters of broker.consumer_timeout.
         reply_timeout: Duration = "90s", read::duration(WAIT);
         /// A larger reply is sent on its own channel, so that its refusal affects no other reply.
-        large_reply: u64 = "1MiB", read::size(BODY);
+        large_reply: u64 = "1MiB", read::size(BODY_SIZE);
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
-        /// docs/messages.md). What begins with "./", "../" or "/" is a folder or a GGUF file; anything else too, if it
-        /// is there. A folder is relative to the settings file that names it; from a flag or a variable, to the
-        /// current folder. Of this default, models/all-MiniLM-L6-v2 in the current folder is taken first
-        /// (scripts/fetch-model).
+        /// docs/requests.md). A value that begins with "./", "../" or "/" is a folder or a GGUF file. Any other value
+        /// is a folder if there is one, else a Hugging Face id. A folder is relative to the settings file that names
+        /// it; from a flag or a variable, to the current folder. For this default, models/all-MiniLM-L6-v2 in the
+        /// current folder is taken first (scripts/fetch-model puts it there).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
-        /// The kind of requests that the model answers, where its weights serve several, such as "embed" or "rerank"
-        /// (docs/models.md). "auto": what its weights are for.
+        /// The kind of requests that the model answers, if its weights serve several, such as "embed" or "rerank"
+        /// (docs/models.md). "auto": what the weights were published for.
         task: Option<String> = "auto", read::unless("auto", read::name);
         /// Further names that requests may call the model by.
         served_names: Vec<String> = [], read::served_names;
@@ -124,71 +125,72 @@ section! {
         devices: Devices = "auto", read::devices;
         /// Worker processes on each device, each with its own copy of the model.
         workers_per_device: usize = 1, read::whole(PROCESSES);
-        /// Compute threads of a CPU worker; of a GPU's worker, those that prepare tasks and as many that write
-        /// replies, 8 at most. "auto": the cores divided among the workers.
+        /// Compute threads of a CPU worker. For a GPU worker: preprocess threads, and as many threads that write
+        /// replies, at most 8 of each. "auto": the cores divided among the workers.
         threads: Option<usize> = "auto", read::unless("auto", read::whole(PROCESSES));
         /// The number format of weights and products: "f32", "bf16", "f16" or "int8". In f32 results equal the
-        /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs bf16 and int8 are
-        /// of the matrices of linear layers alone, and f16 is slow. int8 is for CPUs only, and faster where
-        /// they have AVX512-VNNI (docs/performance.md).
+        /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply
+        /// only to the matrices of linear layers, and f16 is slow. int8 is for CPUs only, and faster on those with
+        /// AVX512-VNNI (docs/performance.md).
         dtype: Dtype = "f32", read::choice(&Dtype::ALL);
         /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512", "avx2" or
-        /// "none". With the same value but "auto" on all hosts, results in f32 are the same to the bit on all of
-        /// them. A CPU that lacks them is an error.
+        /// "none". With the same value on all hosts, other than "auto", results in f32 are bitwise equal on all of
+        /// them. It is an error if the CPU lacks the chosen units.
         cpu_features: CpuFeatures = "auto", read::choice(&CpuFeatures::ALL);
-        /// A GPU takes no work if it multiplies more slowly than this share of what its multiprocessors and
-        /// clock allow in f32, for example because its clock stays low. The share is divided by the launcher's
-        /// workers on the device. If other programs compute on it too, set less, or 0 for no check.
+        /// A GPU gets no work if its f32 products reach less than this share of the speed that its
+        /// multiprocessors and clock allow, for example because its clock stays low. The share is divided by the
+        /// number of this launcher's workers on the device. If other programs use the device too, set a lower
+        /// share, or 0 for no check.
         min_speed: f64 = 0.2, read::share;
-        /// Unacknowledged messages a worker holds, 1 to 2000. "auto": two batches, by the tokens and inputs of
-        /// recent messages: one computes, one waits. On a GPU four: also the next one already given to the
-        /// device, and one that is being prepared or answered.
+        /// Unacknowledged messages that a worker holds, 1 to 2000. "auto": enough for two batches, judged by the
+        /// tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four: also the next
+        /// one, which the device has already been given, and one that is being prepared or answered.
         prefetch: Option<u16> = "auto", read::unless("auto", read::whole(PREFETCH));
-        /// With "auto", most bytes of task bodies to hold, estimated from the size of recent messages. A worker
-        /// begins with as many of the largest messages (max_body) as fit. The first messages that are larger
-        /// than before can exceed it.
-        prefetch_bytes: u64 = "64MiB", read::size(BODY);
-        /// Most bytes of inputs that are decoded and not computed yet (the pixels of images); while there are more,
-        /// nothing further is decoded. One input may always be.
+        /// With prefetch = "auto": most bytes of task bodies that a worker holds, estimated from the size of
+        /// recent messages. A worker begins with as many messages as fit if all have the largest size (max_body).
+        /// The limit can be exceeded when messages become larger than before.
+        prefetch_bytes: u64 = "64MiB", read::size(BODY_SIZE);
+        /// Most bytes of inputs that are decoded but not computed yet, such as the pixels of images. Decoding pauses
+        /// while there are more. A single input is always decoded, whatever its size.
         prepared_bytes: u64 = "512MiB", read::size(1..=u64::MAX);
         /// Largest body of a task.
-        max_body: u64 = "8MiB", read::size(BODY);
+        max_body: u64 = "8MiB", read::size(BODY_SIZE);
         /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
         /// Which messages in the task queue stop a worker: "null_and_type", those of the type control.shutdown
-        /// (`sconce stop`) and those whose body is null; "type", the former alone; "none".
+        /// (`sconce stop`) and those whose body is null; "type", only the former; "none", no message.
         sentinels: Sentinels = "null_and_type", read::choice(&Sentinels::ALL);
-        /// What a stop signal does with accepted tasks. "hand_back": batches on the device are finished; all
-        /// else, also a sequence that runs, goes back to the queue at once, and another worker begins it anew
-        /// (a drawn text comes out the same). "finish": all accepted tasks are finished for three quarters of
-        /// launcher.shutdown_grace; then the rest goes back.
+        /// What a stop signal does with accepted tasks. "hand_back": batches on the device are finished. All other
+        /// tasks, running sequences included, are requeued at once, and another worker starts them over (sampled
+        /// text comes out the same). "finish": accepted tasks are finished for up to three quarters of
+        /// launcher.shutdown_grace; then the rest is requeued.
         drain: Drain = "hand_back", read::choice(&Drain::ALL);
         nested batch: Batch;
         nested retry: Retry;
         nested options: Options;
         derived missing_folder: Option<PathBuf>,
-            "The folder that `model` would name, where there is none: then it is the id of a model of the hub.";
+            "The folder that `model` would name, if it does not exist. `model` is then the id of a model of the hub.";
     }
     check check_pool
 }
 
 section! {
-    /// When a batch is ready.
+    /// How large batches are, and how long they may wait and compute.
     Batch {
-        /// Tokens, without padding, in a forward pass or one step of running sequences. "auto": 1,024 for each
-        /// CPU thread, 32,768 on a GPU.
+        /// Most tokens, without padding, in a forward pass or one step of running sequences. "auto": 1,024 for
+        /// each CPU thread, 32,768 on a GPU.
         max_tokens: Option<usize> = "auto", read::unless("auto", read::whole(TOKENS));
-        /// Inputs in a forward pass, or sequences that run at once.
+        /// Most inputs in a forward pass, or most sequences that run at once.
         max_requests: usize = 512, read::whole(COUNT);
         /// Longest wait of an idle device, from the batch's first input, for tasks that are just being
-        /// prepared. A task that comes alone never waits. "0ms": no task waits.
+        /// preprocessed. A task that arrives alone never waits. "0ms": no task waits.
         max_delay: Duration = "2ms", read::duration(BATCH_DELAY);
         /// For models that encode a window (30 s of sound, an image) before its first token: while sequences
-        /// decode, at most one window is encoded in so many steps. Each of these sequences waits meanwhile. "auto":
-        /// as the model says, usually 8.
+        /// decode, at most one window is encoded in this many steps, because all of these sequences wait for it.
+        /// "auto": the model's own interval, usually 8.
         encode_interval: Option<usize> = "auto", read::unless("auto", read::whole(COUNT));
-        /// While no sequence decodes, so many windows are encoded together at most. They are outside max_tokens.
-        /// "auto": as the model says, usually 4.
+        /// Most windows that are encoded together while no sequence decodes. They do not count towards max_tokens.
+        /// "auto": the model's own number, usually 4.
         encode_batch: Option<usize> = "auto", read::unless("auto", read::whole(COUNT));
         /// Longest forward pass. A worker that computes for longer is stuck: /livez reports it, and ten seconds
         /// later it is killed and started again; its tasks are tried again, in halves, separately from all
@@ -199,7 +201,8 @@ section! {
 
 section! {
     /// A task is tried again later if its forward pass fails on a healthy device, or needs more memory than
-    /// there is even alone. An error that would occur again (bad input) is answered at once.
+    /// the device has even when it is computed alone. Errors that would recur, such as bad input, are answered
+    /// at once.
     Retry {
         /// Attempts in all, the first included; after the last the task is answered with the error and
         /// dead-lettered.
@@ -207,7 +210,7 @@ section! {
         /// Longest delay before the second attempt; it doubles before each further one, up to delay_max. The
         /// task waits in a separate queue, `<task_queue>.retry-<milliseconds>ms`.
         delay: Duration = "1s", read::duration(WAIT);
-        /// Longest delay of all.
+        /// Upper bound of the delay.
         delay_max: Duration = "1m", read::duration(WAIT);
     }
     check |retry, reader| {
@@ -216,20 +219,20 @@ section! {
 }
 
 section! {
-    /// How the launcher treats its workers.
+    /// How the launcher stops, restarts and replaces its workers.
     Launcher {
-        /// The launcher's name: in slots, replies and metrics, and for `sconce ctl`. "auto": the host's name; for
-        /// further launchers of the host that with -2, -3, …, the first that is free. Another launcher of the host
-        /// with the same name is an error.
+        /// The launcher's name: in slots, replies and metrics, and for `sconce ctl`. "auto": the host's name. Further
+        /// launchers on the host append -2, -3, …, whichever is the first that is free. It is an error if another
+        /// launcher on the host has the same name.
         name: Option<String> = "auto", read::unless("auto", read::name);
-        /// Time from the first stop signal to the abort; a second later all remaining workers are killed. Less
-        /// than the 10 s that `docker compose stop` allows.
+        /// Time from the first stop signal to the abort. One second after the abort all remaining workers are
+        /// killed. The default is less than the 10 s that `docker compose stop` allows.
         shutdown_grace: Duration = "8s", read::duration(WAIT);
         /// Delay before a worker that died is started again. It doubles with each quick failure.
         restart_delay: Duration = "500ms", read::duration(WAIT);
-        /// Longest delay of all.
+        /// Upper bound of the delay.
         restart_delay_max: Duration = "30s", read::duration(WAIT);
-        /// A failure before the worker is ready, or sooner than this after, counts as quick.
+        /// A failure counts as quick if it happens before the worker is ready, or less than this time after.
         quick_failure: Duration = "10s", read::duration(WAIT);
         /// Quick failures in a row after which a slot is given up.
         max_quick_failures: u32 = 5, read::whole(TIMES);
@@ -243,8 +246,8 @@ section! {
         recycle_memory: Option<u64> = "never", read::unless("never", read::size(1..=u64::MAX));
         /// How a worker is replaced, for these reasons or for new settings (SIGHUP). "overlap": the new one is
         /// ready before the old one drains, so the device needs memory for both. "in_turn": the old one drains
-        /// first, for devices with memory for one copy of the model; if the new one then does not get ready,
-        /// one with the former settings is started.
+        /// first, for devices with memory for one copy of the model. If the new one then does not become ready,
+        /// one with the previous settings is started.
         replace: Replace = "overlap", read::choice(&Replace::ALL);
     }
     check |launcher, reader| {
@@ -257,11 +260,11 @@ section! {
     /// How the launcher is watched and controlled.
     Admin {
         /// Address of the launcher's HTTP server with /metrics, /livez, /readyz and /startupz; "" for none. It
-        /// has no password: keep it off public networks. While another process listens there, the launcher
-        /// tries again.
+        /// has no password: keep it off public networks. If another process listens there, the launcher retries
+        /// until the address is free.
         listen: Option<SocketAddr> = "127.0.0.1:9464", read::listen;
         /// The exchange by which launchers are controlled (`sconce ctl`, `sconce top`); "" for none. Every user
-        /// who may publish to it can control them. Neither made nor used with broker.declare = false.
+        /// who may publish to it can control them. With broker.declare = false it is neither created nor used.
         control_exchange: Option<String> = "sconce.control", read::exchange;
     }
 }
@@ -269,11 +272,11 @@ section! {
 section! {
     /// Traces.
     Telemetry {
-        /// OTLP-over-HTTP collector of spans, by its address without a path, such as "http://127.0.0.1:4318".
-        /// "": tracing is off, and a task's traceparent and tracestate are echoed.
+        /// Base address of an OTLP-over-HTTP collector of spans, such as "http://127.0.0.1:4318"; /v1/traces is
+        /// appended. "": tracing is off, and a task's traceparent and tracestate are echoed.
         otlp_endpoint: Option<String> = "", read::endpoint;
-        /// The share of traces to record, 0 to 1, where the task does not decide it. If a task's traceparent
-        /// says whether it is recorded, that is followed.
+        /// The share of traces to record, 0 to 1. A task whose traceparent carries a sampling decision follows
+        /// that decision instead.
         trace_sample: f64 = 1.0, read::share;
     }
 }
@@ -305,8 +308,8 @@ pub(super) fn outline() -> [(&'static str, Outline); 5] {
 }
 
 impl Settings {
-    /// Reads the settings from the merged layers, in which no setting is missing; none where the report then
-    /// has problems.
+    /// Reads the settings from the merged layers, in which no setting is missing. None if the report then has
+    /// problems.
     pub(super) fn read(merged: Value, report: &mut Report) -> Option<Self> {
         let mut root = Reader::open(String::new(), merged, report)?;
         let broker = root.section("broker").and_then(Broker::read);
@@ -327,11 +330,11 @@ impl Settings {
 
     /// Task and dead-letter queues of all pools: no reply may go there.
     pub fn reserved_queues(&self) -> Vec<String> {
-        let of_pool = |pool: &Pool| {
+        let queues_of = |pool: &Pool| {
             let background = pool.background_queue.clone();
             [pool.task_queue.clone(), pool.dead_letter_queue.clone()].into_iter().chain(background)
         };
-        let mut queues: Vec<String> = self.pools.iter().flat_map(of_pool).collect();
+        let mut queues: Vec<String> = self.pools.iter().flat_map(queues_of).collect();
         queues.sort_unstable();
         queues.dedup();
         queues
@@ -352,8 +355,8 @@ impl Retry {
         Backoff { first: self.delay, most: self.delay_max }
     }
 
-    /// Longest wait of a task whose reply queue takes nothing, before it is looked at again. The pool has a retry queue
-    /// of this delay. Long, because many thousand tasks of one requester may go round at once.
+    /// Longest wait of a task whose reply queue takes nothing, before it is delivered again. Each pool has a retry queue
+    /// with this delay. It is long because many thousand tasks of one requester may circulate at once.
     pub const PUT_OFF: Duration = Duration::from_secs(15);
 
     /// The ceilings of all delays, without duplicates, ascending: one retry queue each.
@@ -366,7 +369,7 @@ impl Retry {
     }
 }
 
-/// The `dtype` setting: the numbers that weights are kept and multiplied in.
+/// The `dtype` setting: the number format in which weights are stored and multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -414,7 +417,7 @@ pub enum Sentinels {
     /// Those of the type `control.shutdown`, and those whose body is JSON `null`.
     #[default]
     NullAndType,
-    /// The former alone.
+    /// Only those of the type `control.shutdown`.
     Type,
     /// None.
     None,
@@ -429,10 +432,10 @@ impl Sentinels {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Drain {
-    /// What is not on the device, and sequences that run, go back to the queue at once.
+    /// All tasks but those of batches on the device are requeued at once, running sequences included.
     #[default]
     HandBack,
-    /// They are finished, as far as the grace allows.
+    /// Accepted tasks are finished, as far as `launcher.shutdown_grace` allows.
     Finish,
 }
 
@@ -475,7 +478,7 @@ fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, of: im
     }
 }
 
-/// A background queue is of one pool, and is no pool's task queue.
+/// Refuses a background queue that another pool uses too, as its background queue or its task queue.
 fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
     for (index, pool) in pools.iter().enumerate() {
         let Some(queue) = &pool.background_queue else { continue };
@@ -491,8 +494,8 @@ fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
     }
 }
 
-/// Refuses a value that two pools have, in the settings `own` and `other`, each a pool's number and a key. Names both
-/// pools, and where each has the value from.
+/// Refuses a value that two pools share. `own` and `other` are the settings that have it, each as the pool's index and
+/// the key. The problem names both pools and the origin of each setting.
 fn refuse_shared(
     report: &mut Report,
     pools: &[Pool],
@@ -537,8 +540,8 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
         );
     }
     let (inputs, by) = (pool.batch.max_requests, reader.origin_of("batch.max_requests"));
-    // The user did not choose the default ceiling: with a smaller prefetch, the worker's batches end at the
-    // prefetch.
+    // Only a `max_requests` that the user has set is a contradiction. With the default, a smaller prefetch just limits
+    // the worker's batches.
     if let Some(prefetch) = pool.prefetch.filter(|it| usize::from(*it) < inputs && by != BUILT_IN) {
         let path = reader.path_of("batch.max_requests");
         let expected = format!(
@@ -559,7 +562,7 @@ fn refuse_half_a_certificate(tls: &Tls, reader: &mut Reader<'_>) {
     reader.refuse(missing, "", format!("a file, as {other} names one ({origin}): both or neither"));
 }
 
-/// A delay that grows needs a ceiling above its beginning.
+/// Refuses a backoff whose first delay exceeds its ceiling.
 fn refuse_low_ceiling(
     reader: &mut Reader<'_>,
     first_key: &str,
@@ -582,8 +585,8 @@ impl Section for Options {
     }
 
     fn read(mut reader: Reader<'_>) -> Option<Self> {
-        let of_json = |(name, value)| (name, read::typed(&value).try_deserialize().unwrap_or_default());
-        Some(reader.read_rest().into_iter().map(of_json).collect())
+        let to_json = |(name, value)| (name, read::typed(&value).try_deserialize().unwrap_or_default());
+        Some(reader.read_rest().into_iter().map(to_json).collect())
     }
 }
 

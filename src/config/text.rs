@@ -1,5 +1,5 @@
 //! How values are written: as TOML text, for problems and for the effective settings, and durations and sizes with
-//! their units. Pure; its callers mask secrets, and know the limits of a setting.
+//! their units. Pure. Its callers mask secrets and check ranges.
 
 use std::time::Duration;
 
@@ -12,11 +12,11 @@ pub(super) fn quoted(text: &str) -> String {
 }
 
 /// A value as TOML; a table is only named, since its keys are settings of their own.
-pub(super) fn of_value(value: &Value) -> String {
+pub(super) fn as_toml(value: &Value) -> String {
     match &value.kind {
         ValueKind::String(text) => quoted(text),
         ValueKind::Array(items) => {
-            let items: Vec<String> = items.iter().map(of_value).collect();
+            let items: Vec<String> = items.iter().map(as_toml).collect();
             format!("[{}]", items.join(", "))
         }
         ValueKind::Table(_) => "{…}".to_owned(),
@@ -30,10 +30,10 @@ pub(super) fn without_controls(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// What a duration looks like, for problems.
+/// The expected form of a duration, for problems.
 pub(super) const A_DURATION: &str =
     "a duration with its unit, such as \"500ms\", \"20s\", \"1m30s\" or \"1h\"";
-/// What a size looks like, for problems.
+/// The expected form of a size, for problems.
 pub(super) const A_SIZE: &str = "a size with its unit, such as \"100B\", \"512KiB\" or \"16MiB\"";
 
 const SIZES: [(&str, u64); 7] = [
@@ -48,7 +48,7 @@ const SIZES: [(&str, u64); 7] = [
 
 /// Reads `"5ms"`, `"2s"`, `"1m30s"`, `"1h"`; none for anything else, such as a bare number.
 pub(super) fn parse_duration(text: &str) -> Option<Duration> {
-    // The parser also takes signs, "ago" and clock times ("00:01:30"), which say nothing here.
+    // The parser also takes signs, "ago" and clock times ("00:01:30"), which are not written in settings.
     if !text.starts_with(|c: char| c.is_ascii_digit()) || text.contains([':', '+', '-']) {
         return None;
     }
@@ -98,9 +98,9 @@ mod tests {
 
     #[test]
     fn values_are_shown_as_they_would_be_written() {
-        assert_eq!(of_value(&Value::from(3_i64)), "3");
-        assert_eq!(of_value(&Value::from(true)), "true");
-        assert_eq!(of_value(&Value::from(vec!["a", "b"])), r#"["a", "b"]"#);
+        assert_eq!(as_toml(&Value::from(3_i64)), "3");
+        assert_eq!(as_toml(&Value::from(true)), "true");
+        assert_eq!(as_toml(&Value::from(vec!["a", "b"])), r#"["a", "b"]"#);
     }
 
     #[test]

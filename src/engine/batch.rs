@@ -1,6 +1,6 @@
-//! One batch of a one-pass model, and what its failure means. A failed batch is halved until the failing input
-//! is alone. Before that input is blamed, and before the worker takes any work, the probe must pass: if the
-//! probe fails, the device is broken and no task is answered. Owns the network.
+//! Computes one batch of a one-pass model, and decides what its failure means. A failed batch is halved until the
+//! failing input is alone. Before that input is blamed, and before the worker takes any work, the probe must pass: if
+//! the probe fails, the device is broken and no task is answered. Owns the network.
 
 use std::time::Instant;
 
@@ -68,13 +68,13 @@ where
         self.network.is_asynchronous()
     }
 
-    /// Submits `items` to the device. `beside`: the items that the device is still computing.
+    /// Submits `items` to the device. `computing`: the items that the device is still computing.
     pub(super) fn submit(
         &mut self,
         items: &[Item<R>],
-        beside: Option<&[Item<R>]>,
+        computing: Option<&[Item<R>]>,
     ) -> Result<F::Pending, ForwardError> {
-        self.announce(beside.unwrap_or_default(), items);
+        self.announce(computing.unwrap_or_default(), items);
         let inputs: Vec<&R::Input> = items.iter().map(|item| &item.input).collect();
         guarded(|| self.network.submit(&inputs))
     }
@@ -116,8 +116,8 @@ where
             let outcome = pending.and_then(|pending| self.wait(pending, half.len()));
             self.observer.mark_idle();
             self.settle(half, outcome, began, pass)?;
-            // Told now, because computing the other half may end this process.
-            self.notices.tell();
+            // Sent now, because computing the other half may end this process.
+            self.notices.send_done();
         }
         Ok(())
     }
@@ -146,10 +146,11 @@ where
         Ok(())
     }
 
-    /// Before a pass: tells the launcher which tasks will be on the device.
-    pub(super) fn announce(&self, there: &[Item<R>], items: &[Item<R>]) {
-        let mut tasks: Vec<TaskName> = Vec::with_capacity(there.len() + items.len());
-        for item in there.iter().chain(items) {
+    /// Reports to the launcher, before a pass, which tasks will be on the device: those that it is still `computing`,
+    /// and those of `items`.
+    pub(super) fn announce(&self, computing: &[Item<R>], items: &[Item<R>]) {
+        let mut tasks: Vec<TaskName> = Vec::with_capacity(computing.len() + items.len());
+        for item in computing.iter().chain(items) {
             // The inputs of one task are adjacent.
             if tasks.last() != Some(&item.task().name) {
                 tasks.push(item.task().name.clone());
@@ -164,7 +165,7 @@ where
     }
 }
 
-/// The outputs, if their number is that of the inputs.
+/// Returns the outputs if there is one for each input.
 fn counted<O>(outputs: Vec<O>, inputs: usize) -> Result<Vec<O>, ForwardError> {
     if outputs.len() == inputs {
         return Ok(outputs);

@@ -1,5 +1,5 @@
-//! The loop of models whose sequences join and leave. Each turn takes in new sequences, ends those that are no
-//! longer wanted, admits sequences by the rules in `batching::admit`, and computes one step. Owns the network
+//! The loop of models whose sequences join and leave a running batch. Each turn takes in new sequences, ends those that
+//! are no longer wanted, admits sequences by the rules in `batching::admit`, and computes one step. Owns the network
 //! and the sequences; their state never leaves this thread. A slow reader of pieces does not delay a step.
 //!
 //! A step that fails is repeated with halves of its rows until the failing row is alone. Before that row is
@@ -27,15 +27,16 @@ use crate::model::{
 };
 use crate::protocol::control::TaskName;
 
+/// The most steps of the probe. If its sequence takes more, it counts as one that never ends.
 const PROBE_STEPS: usize = 10_000;
-/// How often the loop checks waiting sequences for cancellations and passed deadlines: tens of thousands may wait, and
-/// those that run are checked at each step.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// The share of the last step in the average duration of recent steps.
+/// How often the loop checks waiting sequences for cancellations and passed deadlines. Not at each step, as for running
+/// ones, because tens of thousands may wait.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// The weight of the latest step in the average duration of recent steps.
 const PACE_SHARE: f64 = 0.02;
-/// How often the launcher is told what is on the device even if that has not changed: the launcher takes a
-/// worker that sends nothing for long to be stuck.
-const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
+/// How often the launcher is sent what is on the device even if that has not changed. It takes a worker that sends
+/// nothing for long to be stuck.
+const ANNOUNCE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The queue of sequences that the loop has not taken in yet.
 pub(super) struct Sequences<R: Processor> {
@@ -43,19 +44,26 @@ pub(super) struct Sequences<R: Processor> {
     capacity: Capacity,
     state: Mutex<State<R>>,
     waker: Waker,
-    /// Microseconds of a step, an average of recent ones. Written by the loop, read to judge new tasks.
+    /// The average duration of recent steps in microseconds. Written by the loop, read to estimate new tasks.
     step_us: AtomicU64,
 }
 
 struct State<R: Processor> {
-    arrived: Vec<(Item<R>, bool)>,
+    arrived: Vec<Arrived<R>>,
     is_isolated: bool,
-    /// The value of isolation that the loop has read.
+    /// The value of `is_isolated` that the loop has read.
     known_isolated: bool,
     /// New bounds that the loop has not read yet.
     policy: Option<Policy>,
     is_asleep: bool,
     is_closed: bool,
+}
+
+/// A sequence that the loop has not taken in yet.
+struct Arrived<R: Processor> {
+    item: Item<R>,
+    /// It runs with other isolated sequences only.
+    isolated: bool,
 }
 
 impl<R: Processor> Sequences<R> {
@@ -90,7 +98,7 @@ impl<R: Processor> Sequences<R> {
 
 impl<R: Processor> Queue<R> for Sequences<R> {
     fn enqueue(&self, items: Vec<Item<R>>, isolated: bool) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, isolated))));
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, isolated })));
     }
 
     /// Nothing to do: this loop never waits for further sequences.
@@ -119,7 +127,7 @@ impl<R: Processor> Queue<R> for Sequences<R> {
         Ok(())
     }
 
-    /// As if its sequences ran in rounds of as many as run at once, beside others that fill the step.
+    /// Assumes that the task's sequences run in rounds of as many as run at once, in steps that other sequences fill.
     fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
         let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
         let steps =
@@ -142,7 +150,7 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     }
 }
 
-/// Tokens of a prompt as the scheduler counts them: a sequence that has neither an encoding nor a prompt is fed one.
+/// Tokens of a prompt as the scheduler counts them. A sequence that has neither a window nor a prompt is fed one token.
 fn prompt_tokens(encode_tokens: usize, tokens: usize) -> usize {
     if encode_tokens > 0 { tokens } else { tokens.max(1) }
 }
@@ -171,14 +179,14 @@ impl<R: Processor> Probe<R> {
         }
     }
 
-    /// `capacity` less the probe's tokens: when a sequence fails, the probe runs in its slot, and needs room.
+    /// `capacity` less the probe's tokens. When a sequence fails, the probe runs in its slot, and needs room there.
     pub(super) fn beside(&self, capacity: Capacity) -> Capacity {
         let kept = self.input.tokens + self.input.answer_tokens;
         Capacity { tokens: capacity.tokens.saturating_sub(kept), ..capacity }
     }
 }
 
-/// Has the open sequence of this input encoded, feeds its prompt, and makes steps until the sequence is done.
+/// Encodes the window of the open sequence of this input, feeds its prompt, and computes steps until it is done.
 fn run_to_end<G: Generate>(
     network: &mut G,
     slot: Slot,
@@ -204,16 +212,25 @@ struct Sequence<R: Processor> {
     slot: Option<Slot>,
     /// Pieces given in this run.
     given: usize,
-    /// Pieces that the job has already, from before this sequence was preempted. They are computed again.
-    known: usize,
+    /// Pieces that the job received before this sequence was preempted. They are computed again, and not delivered
+    /// twice.
+    delivered: usize,
+}
+
+/// What becomes of a sequence whose output is no longer wanted.
+enum Unwanted {
+    /// It is dropped: the task is withdrawn, abandoned or done.
+    Dropped,
+    /// Its task is answered with this error.
+    Failed(TaskError),
 }
 
 impl<R: Processor> Sequence<R> {
-    /// None: its output is wanted. Otherwise the error with which its task is answered, if it is to be answered.
-    fn unwanted(&self, time: Instant) -> Option<Option<TaskError>> {
+    /// None: its output is wanted.
+    fn unwanted(&self, time: Instant) -> Option<Unwanted> {
         let task = self.item.task();
         let is_over = task.is_over() || self.item.outputs.is_complete();
-        if is_over { Some(None) } else { task.unwanted(time).map(Some) }
+        if is_over { Some(Unwanted::Dropped) } else { task.unwanted(time).map(Unwanted::Failed) }
     }
 }
 
@@ -226,28 +243,30 @@ type Results<G> =
 pub(super) struct Continuous<R: Processor, G: Generate> {
     network: G,
     queue: Arc<Sequences<R>>,
-    /// What the model says of its windows.
+    /// The model's defaults for encoding windows.
     encoding: Encoding,
     scheduler: Scheduler<Key>,
+    /// How many tokens of a step fit in the device's memory.
     sizing: Sizing,
-    /// The same for steps of windows.
+    /// How many windows fit when they are encoded together.
     encode_sizing: Sizing,
     pace: PromptPace,
     sequences: BTreeMap<Key, Sequence<R>>,
-    last: Key,
-    /// The probe; none where the model has none.
+    /// The key of the latest sequence.
+    last_key: Key,
+    /// The probe; none if the model has none.
     probe: Option<SizedInput<R::Input>>,
-    /// A finished step that is not settled yet.
-    made: Option<Made<G>>,
-    /// Steps so far.
-    number: u64,
+    /// A computed step whose results are not delivered yet.
+    computed: Option<ComputedStep<G>>,
+    /// The number of steps so far.
+    steps: u64,
     /// The average of recent steps in microseconds.
     average_us: f64,
-    /// The sequences that the launcher knows to be on the device.
+    /// The sequences on the device, as last reported to the launcher.
     announced: Vec<Key>,
     announced_at: Instant,
     /// When the waiting sequences were last checked.
-    looked_at: Instant,
+    checked_at: Instant,
     idle: Idle,
     notices: Notices,
     observer: Box<dyn Observer>,
@@ -258,9 +277,9 @@ fn is_encoding(rows: &[Row<Key>]) -> bool {
     rows.first().is_some_and(|row| row.feed == Feed::Encode)
 }
 
-struct Made<G: Generate> {
+struct ComputedStep<G: Generate> {
     rows: Vec<Row<Key>>,
-    /// Whether sequences are fed tokens of their answers in it.
+    /// Whether some of its rows feed tokens of answers.
     is_decoding: bool,
     outcome: Result<model::Advances<G>, ForwardError>,
     began: Instant,
@@ -289,14 +308,14 @@ where
             encode_sizing: Sizing::new(1, Unit::Windows),
             pace: PromptPace::new(),
             sequences: BTreeMap::new(),
-            last: 0,
+            last_key: 0,
             probe: None,
-            made: None,
-            number: 0,
+            computed: None,
+            steps: 0,
             average_us: 0.0,
             announced: Vec::new(),
             announced_at: now(),
-            looked_at: now(),
+            checked_at: now(),
             idle: Idle::default(),
             notices,
             observer,
@@ -314,7 +333,7 @@ where
         Ok(processor.finish(context, vec![output]).map(drop)?)
     }
 
-    /// Runs the probe in a free slot, to its end.
+    /// Runs the probe to its end in a free slot.
     fn compute_probe(&mut self, slot: Slot) -> Result<R::Output, ProbeError> {
         let Some(probe) = &self.probe else { return Err(ProbeError::failed("there is none")) };
         let network = &mut self.network;
@@ -334,7 +353,8 @@ where
         self.compute_probe(Slot(slot)).map(drop).map_err(|failure| format!("{failure} (after: {error})"))
     }
 
-    fn follow(&mut self, policy: Policy) {
+    /// Applies new bounds of batches.
+    fn apply(&mut self, policy: Policy) {
         let Capacity { sequences, tokens, .. } = self.queue.capacity;
         let encoding = Encoding {
             interval: policy.encode_interval.unwrap_or(self.encoding.interval).max(1),
@@ -360,10 +380,10 @@ where
         state.known_isolated = is_isolated;
         drop(state);
         if let Some(policy) = policy {
-            self.follow(policy);
+            self.apply(policy);
         }
         let time = now();
-        for (item, isolated) in arrived {
+        for Arrived { item, isolated } in arrived {
             let request = Request {
                 encodes: item.encode_tokens > 0,
                 prompt: prompt_tokens(item.encode_tokens, item.tokens),
@@ -373,21 +393,22 @@ where
                 background: item.task().background,
                 isolated,
             };
-            self.last += 1;
-            self.scheduler.enqueue(self.last, request, time);
-            self.sequences.insert(self.last, Sequence { item, slot: None, given: 0, known: 0 });
+            self.last_key += 1;
+            self.scheduler.enqueue(self.last_key, request, time);
+            self.sequences.insert(self.last_key, Sequence { item, slot: None, given: 0, delivered: 0 });
         }
         is_isolated
     }
 
-    /// Ends the sequences that are cancelled, expired or withdrawn: those that run, and from time to time also those that
-    /// wait.
+    /// Ends the sequences that are cancelled, expired or withdrawn: running ones each time, waiting ones every
+    /// [`CHECK_INTERVAL`], or if none runs.
     fn end_unwanted(&mut self) {
         let time = now();
-        let looks_at_all = time >= self.looked_at + LOOK_EVERY || self.scheduler.running().next().is_none();
+        let checks_all =
+            time >= self.checked_at + CHECK_INTERVAL || self.scheduler.running().next().is_none();
         let is_unwanted = |key: &Key| self.sequences.get(key).is_some_and(|it| it.unwanted(time).is_some());
-        let ended: Vec<Key> = if looks_at_all {
-            self.looked_at = time;
+        let ended: Vec<Key> = if checks_all {
+            self.checked_at = time;
             let unwanted = self.sequences.iter().filter(|(_, it)| it.unwanted(time).is_some());
             unwanted.map(|(key, _)| *key).collect()
         } else {
@@ -401,16 +422,16 @@ where
     /// Ends the sequence if it is cancelled, expired or withdrawn. Returns whether it was.
     fn end_if_unwanted(&mut self, key: Key, time: Instant) -> bool {
         let unwanted = self.sequences.get(&key).and_then(|sequence| sequence.unwanted(time));
-        let Some(error) = unwanted else { return false };
+        let Some(unwanted) = unwanted else { return false };
         if let Some(item) = self.remove(key)
-            && let Some(error) = error
+            && let Unwanted::Failed(error) = unwanted
         {
             self.notices.deliver(&item, Err(error));
         }
         true
     }
 
-    /// Removes a sequence. Its slot is free afterwards.
+    /// Removes a sequence, and frees its slot.
     fn remove(&mut self, key: Key) -> Option<Item<R>> {
         self.scheduler.leave(key, now());
         let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
@@ -420,7 +441,7 @@ where
         Some(item)
     }
 
-    /// Admits sequences, and opens them in the network; closes those that give way to them.
+    /// Admits sequences and opens them in the network. Closes those that are preempted for them.
     ///
     /// # Errors
     /// The device has failed.
@@ -437,15 +458,16 @@ where
         Ok(())
     }
 
-    /// A sequence waits again. What it has given is kept by its job, and is not given a second time.
+    /// Puts a preempted sequence back to waiting. Its job keeps the pieces that it has given; they are not delivered
+    /// twice.
     fn suspend(&mut self, key: Key, slot: Slot) {
         self.network.close(slot);
         let Some(sequence) = self.sequences.get_mut(&key) else { return };
         sequence.slot = None;
-        sequence.known = sequence.known.max(mem::take(&mut sequence.given));
+        sequence.delivered = sequence.delivered.max(mem::take(&mut sequence.given));
         tracing::debug!(
             task.id = sequence.item.task().name.id,
-            "a sequence gives way, and begins anew later"
+            "a sequence is preempted, and starts again later"
         );
     }
 
@@ -464,7 +486,7 @@ where
             }
             Ok(Err(error)) => error,
             Err(error) => {
-                // `open` may have failed half way.
+                // `open` may have failed halfway.
                 network.close(slot);
                 TaskError::new(TaskErrorKind::Fault, error.to_string())
             }
@@ -475,12 +497,12 @@ where
         Ok(())
     }
 
-    /// When a model reports its own fault on an input, checks the device in this slot, which is free.
+    /// If the error of an input is the model's own fault, checks the device. `slot` is free.
     fn check_own_fault(&mut self, slot: usize, error: &TaskError) -> Result<(), String> {
         if error.kind.blames_the_model() { self.check_device(slot, &error.message) } else { Ok(()) }
     }
 
-    /// Computes a step. False: there is no row to compute.
+    /// Computes a step. Returns false if there is no row to compute.
     fn step(&mut self, isolated: bool) -> bool {
         let is_decoding = self.scheduler.is_decoding(isolated);
         let prompt_tokens = self.pace.prompt_tokens(is_decoding);
@@ -488,14 +510,14 @@ where
         if rows.is_empty() {
             return false;
         }
-        // The launcher is told when sequences join or leave, not at every step.
+        // Reported to the launcher when sequences join or leave, not at every step.
         let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
         let (began, wall) = (now(), SystemTime::now());
-        if keys != self.announced || began >= self.announced_at + ANNOUNCE_EVERY {
+        if keys != self.announced || began >= self.announced_at + ANNOUNCE_INTERVAL {
             self.announce(&keys);
         }
         let outcome = self.compute(&rows);
-        self.made = Some(Made { rows, is_decoding, outcome, began, wall });
+        self.computed = Some(ComputedStep { rows, is_decoding, outcome, began, wall });
         true
     }
 
@@ -526,16 +548,16 @@ where
     ///
     /// # Errors
     /// The device has failed.
-    fn settle(&mut self, made: Made<G>) -> Result<(), String> {
-        let Made { rows, is_decoding, outcome, began, wall } = made;
-        self.number += 1;
+    fn settle(&mut self, step: ComputedStep<G>) -> Result<(), String> {
+        let ComputedStep { rows, is_decoding, outcome, began, wall } = step;
+        self.steps += 1;
         let is_encoding = is_encoding(&rows);
         let tokens = rows.iter().map(|row| self.tokens(row)).sum();
-        let pass = Pass { number: self.number, size: rows.len(), tokens };
+        let pass = Pass { number: self.steps, size: rows.len(), tokens };
         let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
         let tasks = self.tasks(&rows);
         let mut too_large = None;
-        let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
+        let settled = self.settle_rows(rows, outcome, began, pass, &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
         let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
@@ -563,17 +585,21 @@ where
         }
     }
 
-    /// The average rises from 0, so that the first steps, often of long prompts, count little.
+    /// Updates the average duration of a step. It starts at 0, so that the first steps, which often have long prompts,
+    /// count little.
     fn learn_pace(&mut self, took: Duration) {
         self.average_us += PACE_SHARE * (took.as_micros() as f64 - self.average_us);
         self.queue.step_us.store(self.average_us as u64, Ordering::Relaxed);
     }
 
+    /// Delivers the results of these rows, or repeats a failed step with halves of them until the failing row is alone.
+    /// `too_large` becomes the size of the smallest step that ran out of memory.
     fn settle_rows(
         &mut self,
         rows: Vec<Row<Key>>,
         outcome: Result<model::Advances<G>, ForwardError>,
-        (began, pass): (Instant, Pass),
+        began: Instant,
+        pass: Pass,
         too_large: &mut Option<usize>,
     ) -> Result<(), String> {
         let (kind, error) = match outcome {
@@ -596,7 +622,7 @@ where
                 // The sequence's next steps feed the rest.
                 let half = vec![Row { feed: Feed::Tokens(tokens / 2), ..alone }];
                 let outcome = self.compute(&half);
-                return self.settle_rows(half, outcome, (began, pass), too_large);
+                return self.settle_rows(half, outcome, began, pass, too_large);
             }
             let Some(item) = self.remove(alone.key) else { return Ok(()) };
             self.check_device(alone.slot, &error)?;
@@ -609,12 +635,12 @@ where
         tracing::warn!(rows = rows.len(), error, "a step failed; trying its halves");
         let (first, second) = rows.split_at(rows.len() / 2);
         for half in [first, second] {
-            // Told first, because computing this half may end the process.
+            // Announced first, because computing this half may end the process.
             let keys: Vec<Key> = half.iter().map(|row| row.key).collect();
             self.announce(&keys);
             let outcome = self.compute(half);
-            self.settle_rows(half.to_vec(), outcome, (began, pass), too_large)?;
-            self.notices.tell();
+            self.settle_rows(half.to_vec(), outcome, began, pass, too_large)?;
+            self.notices.send_done();
         }
         Ok(())
     }
@@ -634,7 +660,7 @@ where
             };
             if let Some(piece) = piece {
                 sequence.given += 1;
-                if sequence.given > sequence.known {
+                if sequence.given > sequence.delivered {
                     outputs.piece(index, piece, time);
                 }
             }
@@ -666,12 +692,12 @@ where
     G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
 {
     fn turn(&mut self) -> Next {
-        if let Some(made) = self.made.take() {
-            if let Err(fault) = self.settle(made) {
+        if let Some(step) = self.computed.take() {
+            if let Err(fault) = self.settle(step) {
                 self.notices.send(Notice::Fault(fault));
                 return Next::End;
             }
-            self.notices.tell();
+            self.notices.send_done();
         }
         let isolated = self.take_in();
         self.end_unwanted();
@@ -679,7 +705,7 @@ where
             self.notices.send(Notice::Fault(fault));
             return Next::End;
         }
-        self.notices.tell();
+        self.notices.send_done();
         if self.step(isolated) {
             return Next::Again;
         }
@@ -692,8 +718,8 @@ where
         if self.queue.lock().is_closed {
             return Next::End;
         }
-        let tell = self.idle.tell(&*self.observer, time);
-        let look = (!self.sequences.is_empty()).then(|| time + LOOK_EVERY);
-        if self.queue.sleep() { Next::Sleep(tell.into_iter().chain(look).min()) } else { Next::Again }
+        let report = self.idle.report_if_due(&*self.observer, time);
+        let check = (!self.sequences.is_empty()).then(|| time + CHECK_INTERVAL);
+        if self.queue.sleep() { Next::Sleep(report.into_iter().chain(check).min()) } else { Next::Again }
     }
 }

@@ -28,7 +28,7 @@ pub(super) struct Item<R: Processor> {
     /// Index of the input within its task.
     pub(super) index: usize,
     pub(super) outputs: Arc<Outputs<R>>,
-    /// The memory of the slice that the input is of.
+    /// Holds the memory of the slice to which the input belongs.
     _held: Option<Arc<Held>>,
 }
 
@@ -38,7 +38,8 @@ impl<R: Processor> Item<R> {
     }
 }
 
-/// How much of one task may wait for the model, beyond which no more of its inputs are prepared.
+/// The most inputs and tokens of one task that may wait for the model. While as many wait, no more of its inputs are
+/// prepared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ahead {
     pub(super) inputs: usize,
@@ -66,15 +67,16 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
     fn depth(&self) -> usize;
     /// As [`Engine::sequences`](super::Engine::sequences).
     fn sequences(&self) -> Option<usize>;
-    /// As many inputs of a task as run at once, and one that joins as soon as another leaves.
+    /// How much of a task may wait for the model. The default is as many inputs as run at once, and one more that joins
+    /// as soon as another leaves.
     fn ahead(&self) -> Ahead {
         Ahead { inputs: self.sequences().unwrap_or_default() + 1, tokens: usize::MAX }
     }
-    /// Nothing is enqueued any more; the loop may end.
+    /// Called when nothing will be enqueued any more: the loop may end.
     fn close(&self);
 }
 
-/// The engine of one model type, without its loop.
+/// The worker's end of an engine: the processor and the queue to the loop. Dropping it closes the queue.
 pub(super) struct Handle<R: Processor>(Arc<Model<R>>);
 
 struct Model<R: Processor> {
@@ -96,7 +98,7 @@ impl<R: Processor> Drop for Handle<R> {
 }
 
 impl<R: Processor> Model<R> {
-    /// Checks inputs that were made, and counts their memory.
+    /// Checks prepared inputs, and counts their memory.
     fn slice(
         &self,
         inputs: Vec<SizedInput<R::Input>>,
@@ -107,7 +109,7 @@ impl<R: Processor> Model<R> {
         Ok(Slice { inputs, held, rest: slices })
     }
 
-    /// The first inputs of a task, unless it takes long to make them.
+    /// Makes the first inputs of a task, unless that takes long.
     fn first(&self, inputs: Inputs<R::Input>) -> Result<First<R>, TaskError> {
         Ok(match inputs {
             Inputs::All(inputs) => First::Made(self.slice(inputs, None)?),
@@ -116,7 +118,7 @@ impl<R: Processor> Model<R> {
         })
     }
 
-    /// The next slice.
+    /// Makes the next slice.
     fn next(&self, mut slices: Slices<R::Input>) -> Result<Slice<R>, TaskError> {
         match slices.next().transpose()? {
             None => self.slice(Vec::new(), None),
@@ -153,7 +155,7 @@ impl<R: Processor> Model<R> {
 struct Slice<R: Processor> {
     inputs: Vec<SizedInput<R::Input>>,
     held: Option<Arc<Held>>,
-    /// What makes the inputs behind these; none: there are none.
+    /// The source of the inputs after these; none: there are none.
     rest: Option<Slices<R::Input>>,
 }
 
@@ -225,7 +227,7 @@ enum First<R: Processor> {
 struct Task<R: Processor> {
     model: Arc<Model<R>>,
     /// Locked by whoever writes parts of the reply, on the worker's thread or on a reply thread, and by the job between
-    /// two of them: never at the same time, since the worker waits for parts to be written. Never locked by the model
+    /// two writes. They never contend, because the worker waits until parts are written. Never locked by the model
     /// thread.
     reply: Arc<Mutex<Reply<R>>>,
     streaming: Streaming,
@@ -242,7 +244,7 @@ struct Feed<R: Processor> {
     model: Arc<Model<R>>,
     outputs: Arc<Outputs<R>>,
     isolated: bool,
-    /// None: all are made, or one failed. Locked while a slice is made; the worker wants one at a time.
+    /// None: all are made, or one failed. Locked while a slice is made; the worker requests one at a time.
     rest: Mutex<Option<Slices<R::Input>>>,
 }
 
@@ -338,7 +340,7 @@ impl<R: Processor> Job for Task<R> {
         }
         let gathered = outputs.lock();
         outputs.part_wanted.store(parts, Ordering::Release);
-        // What arrived before `part_wanted` was set has woken nobody.
+        // Anything that arrived before `part_wanted` was set has woken nobody.
         if parts && (!gathered.pieces.is_empty() || outputs.has_next(&gathered)) {
             context.waker().wake_by_ref();
         }
@@ -352,7 +354,7 @@ impl<R: Processor> Job for Task<R> {
             return None;
         }
         let (pieces, next) = (mem::take(&mut gathered.pieces), outputs.take_next(&mut gathered));
-        // Released first: the model thread takes the lock for each piece.
+        // Released before the reply is locked, because the model thread takes this lock for each piece.
         drop(gathered);
         let mut reply = locked(&self.reply);
         reply.add(pieces, next);
@@ -393,39 +395,40 @@ impl<R: Processor> Task<R> {
     }
 }
 
-/// What the loop gives a task: pieces and outputs. Written by the model thread, read by the job.
+/// The pieces and outputs that the loop delivers to a task. Written by the model thread, read by the job.
 pub(super) struct Outputs<R: Processor> {
     pub(super) task: Arc<TaskState>,
     streaming: Streaming,
-    /// The job may report that it is done. Written by the worker once a whole batch is done.
+    /// Whether the job may report that it is done. Set by the worker when it receives the notice of a whole batch.
     told: AtomicBool,
-    /// The job waits for what a part can be written from. Set by the job, cleared by the model thread when that arrives.
+    /// Whether the job waits for pieces or outputs from which a part can be written. Set by the job, cleared by the
+    /// model thread when they arrive.
     part_wanted: AtomicBool,
-    /// Wakes the job when it is told, or when it waits for a part and can write one.
+    /// Wakes the job when `told` is set, or when it waits for a part and can write one.
     waker: AtomicWaker,
-    /// Wakes the worker when it waits to prepare more inputs, and few are left.
+    /// Wakes the worker when it waits to prepare more inputs and few are left.
     feed_waker: AtomicWaker,
     /// Locked for the few instructions of storing an output; never across an await.
     gathered: Mutex<Gathered<R>>,
 }
 
 struct Gathered<R: Processor> {
-    /// One for each input that was enqueued, from the input `first` on.
+    /// One entry for each input that was enqueued, from the input `first` on.
     outputs: VecDeque<Option<R::Output>>,
-    /// Outputs of inputs before this one were taken for parts of the reply.
+    /// The index of the first input whose output was not taken for a part of the reply.
     first: usize,
-    /// Inputs that were enqueued and are not computed.
+    /// The number of inputs that were enqueued and are not computed.
     left: usize,
-    /// All inputs that were enqueued.
+    /// The size of all inputs that were enqueued.
     sizes: Sizes,
-    /// Further inputs may follow.
+    /// Whether further inputs may follow.
     is_open: bool,
-    /// When fewer inputs are left, more are to be prepared; 0: nobody waits for that.
+    /// When fewer inputs than this are left, more are to be prepared; 0: nobody waits for that.
     wanted_below: usize,
     error: Option<TaskError>,
     computed: Computed,
-    /// Pieces that are in no part yet, of one input each, in the order in which parts are written. Bound: the tokens that
-    /// the task's answers may have.
+    /// Pieces that are in no part yet, in the order in which parts are written. Each entry has pieces of one input.
+    /// Bound: the tokens that the task's answers may have.
     pieces: Vec<(usize, Vec<R::Piece>)>,
     is_complete: bool,
 }
@@ -449,8 +452,8 @@ impl<R: Processor> Outputs<R> {
         Self { task, streaming, told, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
     }
 
-    /// Makes places for the outputs of further inputs, and returns the index of the first. `is_open`: more may
-    /// follow. If none do and none are left, the task is done.
+    /// Makes room for the outputs of further inputs, and returns the index of the first. `is_open`: more may follow. If
+    /// none may and none are left, the task is done.
     fn grow(&self, more: Sizes, is_open: bool) -> usize {
         let mut gathered = self.lock();
         let first = gathered.sizes.inputs;
@@ -463,19 +466,19 @@ impl<R: Processor> Outputs<R> {
         let is_done = !is_open && gathered.left == 0 && !mem::replace(&mut gathered.is_complete, true);
         drop(gathered);
         if is_done {
-            // No pass ends that would tell the job.
+            // No pass will end that would wake the job.
             self.tell();
         }
         first
     }
 
-    /// Whether more inputs are to be prepared; pending until so few are left that they are.
+    /// Ready with whether more inputs are to be prepared. Pending until so few are left that they are.
     fn wants(&self, ahead: Ahead) -> Poll<bool> {
         let mut gathered = self.lock();
         if gathered.is_complete || !gathered.is_open {
             return Poll::Ready(false);
         }
-        // The further inputs are taken to be of the size of those so far.
+        // Assumes that the further inputs are as large as those so far.
         let Sizes { inputs, tokens } = gathered.sizes;
         let in_tokens = ahead.tokens.saturating_mul(inputs).checked_div(tokens).unwrap_or(usize::MAX);
         let most = ahead.inputs.min(in_tokens).max(1);
@@ -503,7 +506,7 @@ impl<R: Processor> Outputs<R> {
         if self.streaming != Streaming::Pieces {
             return;
         }
-        // Of many sequences, those that run gave pieces last.
+        // Searched from the back, because the latest pieces are from the sequences that run now.
         match gathered.pieces.iter_mut().rev().find(|(of, _)| *of == input) {
             Some((_, pieces)) if pieces.len() < PIECES_AT_ONCE => pieces.push(piece),
             _ => gathered.pieces.push((input, vec![piece])),
@@ -511,21 +514,22 @@ impl<R: Processor> Outputs<R> {
         self.wake_for_part();
     }
 
-    /// Wakes the job if it waits for a part. Called under the lock, as the job sets `part_wanted` under the lock.
+    /// Wakes the job if it waits for a part. Called with `gathered` locked, because the job sets `part_wanted` under
+    /// that lock.
     fn wake_for_part(&self) {
         if self.part_wanted.swap(false, Ordering::AcqRel) {
             self.waker.wake();
         }
     }
 
-    /// Whether the next input of which there is no part yet is finished.
+    /// Whether the first input that is in no part yet is finished.
     fn has_next(&self, gathered: &Gathered<R>) -> bool {
         self.streaming == Streaming::Outputs
             && gathered.error.is_none()
             && gathered.outputs.front().is_some_and(Option::is_some)
     }
 
-    /// The outputs that parts can be written from, in the order of their inputs.
+    /// Takes the outputs from which parts can be written, in the order of their inputs.
     fn take_next(&self, gathered: &mut Gathered<R>) -> Vec<R::Output> {
         let mut next = Vec::new();
         while self.has_next(gathered)
@@ -537,7 +541,7 @@ impl<R: Processor> Outputs<R> {
         next
     }
 
-    /// Stores the output of one input, or fails the task. True: the task is done now.
+    /// Stores the output of one input, or fails the task. Returns true if the task has become done.
     #[must_use]
     pub(super) fn deliver(&self, index: usize, output: Result<R::Output, TaskError>) -> bool {
         let mut guard = self.lock();
@@ -625,14 +629,14 @@ mod tests {
         fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
             let inputs: Vec<_> =
                 message.body.iter().map(|byte| SizedInput::new(u32::from(*byte), 2)).collect();
-            // One for each input; a 0 fails.
+            // One slice for each input. A 0 is an error.
             let mut slices = inputs.into_iter().map(|sized| match sized.input {
                 0 => Err(TaskError::bad_input("input", "zero")),
                 _ => Ok(vec![sized]),
             });
             let inputs = match message.properties.kind.as_deref() {
                 Some("counted") => Inputs::Slices(Box::new(slices)),
-                // These do not say how many they are.
+                // This iterator does not know its length.
                 Some("open") => Inputs::Slices(Box::new(std::iter::from_fn(move || slices.next()))),
                 _ => Inputs::All(slices.flatten().flatten().collect()),
             };
@@ -708,7 +712,7 @@ mod tests {
         (job, outputs)
     }
 
-    /// A task whose parts are made of outputs.
+    /// A task whose parts are made from outputs.
     fn of_outputs(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<Kept>) {
         let mut message = Message { body: body.into(), ..Message::default() };
         (message.properties.kind, message.properties.user_id) =
@@ -716,7 +720,7 @@ mod tests {
         job(&message)
     }
 
-    /// A task whose inputs are made one by one, `counted` or not.
+    /// A task whose inputs are made one by one. `kind`: "counted" if their number is known, "open" if not.
     fn on_demand(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<Kept>) {
         let mut message = Message { body: body.into(), ..Message::default() };
         message.properties.kind = Some(kind.to_owned());
@@ -730,7 +734,7 @@ mod tests {
         }
     }
 
-    /// Computes the items that wait, of which each is its own output. True: the task is done now.
+    /// Computes the waiting items, each of which is its own output. Returns true if the task has become done.
     fn compute(queue: &Kept) -> bool {
         let items = mem::take(&mut *queue.0.lock().unwrap());
         let done = items.into_iter().map(|item| item.outputs.deliver(item.index, Ok(item.input)));
@@ -823,7 +827,7 @@ mod tests {
     #[test]
     fn other_replies_have_their_turn_while_many_parts_are_written() {
         let (job, outputs) = enqueued(&[5]);
-        // Each takes as long as may be written at once.
+        // Each piece's part takes all of `SLICE` to write.
         (0..2 * PIECES_AT_ONCE).for_each(|_| outputs.piece(0, SLOW, Instant::now()));
         assert_eq!(
             [job.unwritten(), job.unwritten(), job.unwritten()].map(texts).map(|it| it.len()),
@@ -836,7 +840,7 @@ mod tests {
         let (mut job, outputs) = enqueued(&[5, 6]);
         outputs.piece(0, BAD, Instant::now());
         outputs.piece(1, 1, Instant::now());
-        // A panic's backtrace may take as long as may be written at once.
+        // Printing a panic's backtrace may take all of `SLICE`, so the second part may need another call.
         let written = [parts(poll(&mut job, true)), texts(job.unwritten())].concat();
         assert_eq!(written, ["1: [1]"]);
         assert!(!outputs.deliver(0, Ok(5)) && outputs.deliver(1, Ok(6)));

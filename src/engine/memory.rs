@@ -1,5 +1,5 @@
-//! The memory of prepared inputs, which may be large: pixels, sound. Decides when a task may prepare more of them.
-//! Owns the number of their bytes.
+//! The memory of prepared inputs, such as pixels or sound, which may be large. Decides when a task may prepare more of
+//! them. Owns the count of their bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,16 +8,16 @@ use tokio::sync::{Mutex, Notify};
 
 /// Bytes of the inputs that are prepared and not computed yet. Shared by all tasks of a worker.
 pub struct Memory {
-    /// While so many bytes are held, nothing more is prepared.
+    /// While at least this many bytes are held, nothing more is prepared.
     most: usize,
-    /// Bytes of prepared inputs, and those that slices under way will probably take. Written by whoever prepares
-    /// or drops inputs.
+    /// Bytes of prepared inputs, and the bytes that slices in preparation will probably take. Written by whoever
+    /// prepares or drops inputs.
     used: AtomicUsize,
-    /// Bytes of the largest slice so far: what a further one is expected to take.
+    /// Bytes of the largest slice so far. A further one is expected to take as much.
     largest: AtomicUsize,
-    /// Locked by the task that waits for room; the others wait behind it, in the order of their arrival.
+    /// Locked by the task that waits for room. The others wait for the lock, in the order of their arrival.
     turn: Mutex<()>,
-    /// Told when bytes become free. Read by the task whose turn it is.
+    /// Notified when bytes become free. Awaited by the task that holds `turn`.
     freed: Notify,
 }
 
@@ -28,7 +28,8 @@ pub struct Held {
 }
 
 impl Memory {
-    /// Nothing is held yet. Preparing pauses while `most` bytes or more are held; slices already admitted may exceed it.
+    /// Starts with nothing held. Preparation pauses while `most` bytes or more are held; slices already admitted may
+    /// exceed it.
     pub fn new(most: u64) -> Arc<Self> {
         Arc::new(Self {
             most: usize::try_from(most).unwrap_or(usize::MAX),
@@ -39,9 +40,9 @@ impl Memory {
         })
     }
 
-    /// Waits until a slice of inputs may be prepared. What it will probably take is held until the returned value
-    /// is dropped. A slice may always be prepared while nothing is held. No deadlock: prepared inputs need nothing but the
-    /// model to be computed, and then free their bytes.
+    /// Waits until a slice of inputs may be prepared. The bytes that it will probably take are held until the
+    /// returned value is dropped. A slice may always be prepared while nothing is held. This cannot deadlock:
+    /// prepared inputs need only the model to be computed, and then free their bytes.
     pub async fn room(self: &Arc<Self>) -> Held {
         let _turn = self.turn.lock().await;
         while self.used.load(Ordering::Acquire) >= self.most {
@@ -50,8 +51,8 @@ impl Memory {
         self.hold(self.largest.load(Ordering::Relaxed))
     }
 
-    /// Holds the bytes of a slice that was prepared, until the returned value is dropped; None for 0 bytes. Later slices are
-    /// expected to take at least as much.
+    /// Holds the bytes of a slice that was prepared, until the returned value is dropped; None for 0 bytes. Later
+    /// slices are expected to take at least as much.
     pub(super) fn slice(self: &Arc<Self>, bytes: usize) -> Option<Arc<Held>> {
         self.largest.fetch_max(bytes, Ordering::Relaxed);
         (bytes > 0).then(|| Arc::new(self.hold(bytes)))
@@ -67,7 +68,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         if self.bytes > 0 {
             self.memory.used.fetch_sub(self.bytes, Ordering::AcqRel);
-            // Kept for the next that waits, if none does now.
+            // If no task waits now, `Notify` keeps this for the next one.
             self.memory.freed.notify_one();
         }
     }
@@ -80,7 +81,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn there_is_room_while_less_than_the_most_is_held_and_in_the_order_of_arrival() {
+    async fn room_is_given_in_order_of_arrival_while_less_than_the_limit_is_held() {
         let memory = Memory::new(10);
         let first = memory.room().await;
         let large = memory.slice(25);
@@ -88,7 +89,7 @@ mod tests {
         let (mut second, mut third) = (Box::pin(memory.room()), Box::pin(memory.room()));
         assert!(second.as_mut().now_or_never().is_none() && third.as_mut().now_or_never().is_none());
         drop(large);
-        assert!(third.as_mut().now_or_never().is_none(), "it came later");
+        assert!(third.as_mut().now_or_never().is_none(), "it arrived later");
         let second = second.now_or_never().expect("nothing is held");
         assert!(third.as_mut().now_or_never().is_none(), "the second may take as much as the largest");
         drop(second);

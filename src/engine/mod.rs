@@ -9,7 +9,7 @@
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
 //! | `probe` | what a failed probe means: its author's mistake, or a bad device |
 //! | `sizing` | how large a batch the device's memory takes |
-//! | `pace` | how many tokens of prompts a step may have, so that it does not take long |
+//! | `pace` | how many prompt tokens a step may have, so that it does not take long |
 //! | `memory` | when there is memory for further inputs |
 //! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
 //! | `reply` | how much of a reply's parts is written at a time, and on which thread |
@@ -56,7 +56,7 @@ pub trait Engine: Send + Sync {
     /// The URLs that the model answers.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and makes its inputs, or the first slice of them. Blocks until that is done.
+    /// Decodes a message and prepares its inputs, or the first slice of them. Blocks until that is done.
     ///
     /// # Errors
     /// What is wrong with the task.
@@ -68,28 +68,30 @@ pub trait Engine: Send + Sync {
     /// The memory of inputs that are prepared and not computed yet.
     fn memory(&self) -> &Arc<Memory>;
 
-    /// Announces one more task on its way (or one less): an idle device waits for it, `max_delay` at most.
+    /// Counts one more task that is on its way to the engine, or one less. While there are some, an idle device waits
+    /// for them before it computes an incomplete batch, for at most `max_delay`.
     fn expect(&self, one: Expect);
 
-    /// Changes the bounds of batches, also for the inputs that wait already.
+    /// Changes the bounds of batches. The new bounds also apply to inputs that already wait.
     fn set_policy(&self, policy: Policy);
 
-    /// While isolated, only isolated jobs are computed.
+    /// While this is set to true, only jobs that were enqueued as isolated are computed.
     fn isolate(&self, isolated: bool);
 
-    /// Batches that may be submitted or in preparation: a worker should hold tasks for this many.
+    /// The number of batches that may be submitted or in preparation. A worker should hold enough tasks for all of
+    /// them.
     fn depth(&self) -> usize;
 
-    /// Sequences that run at once; none for one-pass models.
+    /// The number of sequences that run at once; none for one-pass models.
     fn sequences(&self) -> Option<usize>;
 }
 
-/// Whether a task is on its way to the engine, or is no longer (it has arrived or failed).
+/// A change in the number of tasks that are on their way to the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// The task is on its way.
+    /// One more task is on its way.
     More,
-    /// The task is no longer on its way.
+    /// One task is no longer on its way: it has arrived or failed.
     Less,
 }
 
@@ -101,14 +103,14 @@ pub trait Job: Send {
     /// Tokens of these inputs.
     fn tokens(&self) -> usize;
 
-    /// Whether the task asked for its reply in parts.
+    /// Whether the task requested its reply in parts.
     fn is_streamed(&self) -> bool;
 
-    /// How long the inputs that are prepared will probably be on the device, at the pace of recent steps; none for
-    /// one-pass models.
+    /// How long the prepared inputs will probably take on the device, at the pace of recent steps; none for one-pass
+    /// models.
     fn estimate(&self) -> Option<Duration>;
 
-    /// Whether it takes long to make its inputs, which [`Job::make`] does.
+    /// Whether its inputs are still to be made by [`Job::make`], which takes long.
     fn takes_long(&self) -> bool;
 
     /// Makes the inputs that take long. Blocks until that is done.
@@ -117,19 +119,19 @@ pub trait Job: Send {
     /// What is wrong with the task: it has no result.
     fn make(&mut self) -> Result<(), TaskError>;
 
-    /// Hands the inputs to the model thread, once, when they are made. `isolated`: they are computed with other isolated jobs only.
+    /// Hands the inputs to the model thread. Called once, when they are made. `isolated`: they are computed together
+    /// with other isolated jobs only.
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
 
-    /// What makes the job's further inputs, once it is enqueued; none: all of them are prepared.
+    /// The source of the job's further inputs, once it is enqueued; none: all of them are prepared.
     fn source(&self) -> Option<Arc<dyn InputSource>>;
 
-    /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true, and not after the job is
-    /// done.
+    /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true, and not after the job
+    /// is done.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
 
-    /// The parts of the reply that can be written now, or the first of them; none: there are none. After an error, outputs
-    /// are in no more parts. They are written before
-    /// the next are asked for, and before `finish`.
+    /// The parts of the reply that can be written now, or the first of them; none: there are none. The caller writes
+    /// them before it asks for the next, and before `finish`. After an error, no more parts are made of outputs.
     fn unwritten(&self) -> Option<Unwritten>;
 
     /// Writes the reply, once the job is done. Blocks until that is done.
@@ -141,13 +143,14 @@ pub trait Job: Send {
 
 /// Makes the inputs of a job that has not all of them yet, slice by slice.
 pub trait InputSource: Send + Sync {
-    /// Waits until few of the job's inputs wait for the model. True: the next slice is wanted. False: there is none.
+    /// Ready once few of the job's inputs wait for the model. True: the next slice is wanted. False: none is wanted any
+    /// more.
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool>;
 
     /// Makes the next slice, and hands it to the model thread. Blocks until that is done.
     ///
     /// # Errors
-    /// What is wrong with the task, or why it is not wanted any more: it has no result.
+    /// What is wrong with the task, or why it is no longer wanted: it has no result.
     fn pull(&self) -> Result<(), TaskError>;
 }
 
@@ -171,7 +174,7 @@ impl Unwritten {
         self.is_brief
     }
 
-    /// Writes them: some ten milliseconds of work at most, unless a single part takes longer. There may be none.
+    /// Writes them. This is about 10 ms of work at most, unless a single part takes longer. The result may be empty.
     pub fn write(self) -> Vec<Body> {
         (self.write)()
     }
@@ -180,11 +183,11 @@ impl Unwritten {
 /// The time that a job spent on the device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Computed {
-    /// When its first pass began; none: the job never was on the device.
+    /// When its first pass began; none: the job was never on the device.
     pub started: Option<Instant>,
-    /// When it gave its first piece.
+    /// When the model gave its first piece; none: it gave none.
     pub first_piece: Option<Instant>,
-    /// The time of all its passes.
+    /// The sum of the times of all its passes.
     pub compute: Duration,
     /// Its last pass.
     pub last: Pass,
@@ -203,29 +206,29 @@ pub struct Pass {
     pub tokens: usize,
 }
 
-/// What the model thread says to the worker.
+/// What the model thread reports to the worker.
 pub enum Notice {
-    /// These jobs are done. They are told together: if they were told one by one, the first would take the
-    /// model thread's core and be answered alone.
+    /// These jobs are done. One notice wakes them together: if each were woken alone, the worker would take the model
+    /// thread's core for the first and answer it alone.
     Done(Vec<Arc<dyn Told>>),
-    /// The device has failed, with the reason. Unanswered jobs stay unanswered. The thread's last notice.
+    /// The device has failed, for this reason. Unanswered jobs stay unanswered. This is the thread's last notice.
     Fault(String),
 }
 
-/// A job that can be told that it is done.
+/// A job that can be woken when it is done.
 pub trait Told: Send + Sync {
-    /// Tells the job.
+    /// Marks the job as done, and wakes whoever waits for it.
     fn tell(&self);
 }
 
 /// Called by the model thread about its work. Each call delays the device.
 pub trait Observer: Send {
-    /// These tasks will be on the device. The implementation writes this down before it returns, since the
-    /// process may die during the pass.
+    /// These tasks will be on the device. The implementation reports this before it returns, since the process may die
+    /// during the pass.
     fn on_device(&self, tasks: Vec<TaskName>);
-    /// Nothing is on the device any more. The launcher may be told later, with the next line.
+    /// Nothing is on the device any more. The launcher may learn of this later, with the next control line.
     fn mark_idle(&self);
-    /// Nothing has been on the device for a while: the launcher is told now.
+    /// Nothing has been on the device for a while: reports this to the launcher now.
     fn tell_idle(&self);
     /// A pass has ended.
     fn passed(&self, pass: &Passed<'_>);
@@ -241,7 +244,7 @@ pub struct Passed<'a> {
     pub pass: Pass,
     /// The tasks of its inputs, each listed once.
     pub tasks: &'a [Arc<TaskState>],
-    /// For sequences: the tokens that are reserved for those that run, and how many can be.
+    /// For sequences: the tokens that are reserved for the running ones, and the most that can be reserved.
     pub reserved: Option<(usize, usize)>,
     /// Why the device failed in this pass, if it did.
     pub fault: Option<&'a str>,
@@ -251,7 +254,7 @@ pub struct Passed<'a> {
 pub struct Setup {
     /// What to load.
     pub spec: LoadSpec,
-    /// The least speed of the device, as a share of its possible speed.
+    /// The least speed that the device must reach, as a share of its possible speed.
     pub min_speed: f64,
     /// The bounds of batches.
     pub policy: Policy,
@@ -277,7 +280,7 @@ pub type Loading = tokio::sync::oneshot::Receiver<Result<Loaded, LoadError>>;
 /// The most notices that may wait for the worker.
 const NOTICES: usize = 64;
 
-/// The model thread's end of the notices, with the done jobs that are not told yet.
+/// The model thread's end of the channel of notices, with the done jobs that were not sent yet.
 struct Notices {
     sender: mpsc::Sender<Notice>,
     done: Vec<Arc<dyn Told>>,
@@ -296,8 +299,8 @@ impl Notices {
         }
     }
 
-    /// Sends the done jobs to the worker, which tells them.
-    fn tell(&mut self) {
+    /// Sends the done jobs to the worker, which wakes them.
+    fn send_done(&mut self) {
         if !self.done.is_empty() {
             let done = std::mem::take(&mut self.done);
             self.send(Notice::Done(done));

@@ -1,6 +1,6 @@
-//! The loop of one-pass models: forms the next batch when it is full, due, or the device is idle, and computes
-//! it. If the device computes asynchronously, the next batch is submitted before the last is waited for. Owns
-//! the waiting inputs and the network; `batch` decides what a failure means. A device fault ends the loop.
+//! The loop of one-pass models: cuts the next batch when it is full or due, or when the device is idle, and computes
+//! it. If the device computes asynchronously, the next batch is submitted before the last is waited for. Owns the
+//! waiting inputs and the network; `batch` decides what a failure means. A device fault ends the loop.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
@@ -25,7 +25,7 @@ struct State<R: Processor> {
     ordinary: Batcher<Item<R>>,
     /// Inputs of isolated tasks. They go first, one batch at a time.
     isolated: Batcher<Item<R>>,
-    /// No ordinary input goes to the device.
+    /// While this is set, no ordinary input goes to the device.
     is_isolated: bool,
     sizing: Sizing,
     /// Tasks that are on their way.
@@ -86,7 +86,7 @@ impl<R: Processor> Waiting<R> {
         }
     }
 
-    /// Returns the next batch for the device, which is `busy` or not.
+    /// Takes the next batch for the device out of the queue. `busy`: the device is still computing another.
     fn take(&self, busy: bool, now: Instant) -> Take<R> {
         let mut state = self.lock();
         state.asleep = None;
@@ -97,12 +97,12 @@ impl<R: Processor> Waiting<R> {
         }
     }
 
-    /// Called before the loop sleeps. False: there is something to do.
+    /// Called before the loop sleeps. Returns false if there is something to do.
     pub(super) fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
         let mut state = self.lock();
         let is_due = match state.peek(now) {
             Ok(()) => true,
-            // Something may have been enqueued since the loop looked.
+            // Something may have been enqueued since the loop last called `take`.
             Err(due) => due.is_some_and(|due| until.is_none_or(|until| due < until)),
         };
         if state.is_closed || is_due {
@@ -112,7 +112,7 @@ impl<R: Processor> Waiting<R> {
         true
     }
 
-    /// Called after each batch. `too_large`: tokens of its smallest part that ran out of memory.
+    /// Called after each batch. `too_large`: the tokens of its smallest part that ran out of memory.
     fn learn(&self, too_large: Option<usize>) {
         let mut state = self.lock();
         if let Some(most) = state.sizing.learn(too_large) {
@@ -123,7 +123,7 @@ impl<R: Processor> Waiting<R> {
 }
 
 impl<R: Processor> State<R> {
-    /// The next batch for a device that is `busy` or not.
+    /// The next batch, if one is full or due. `busy`: the device is still computing another.
     fn cut(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<R>>> {
         if !self.isolated.is_empty() {
             // An isolated batch runs alone, so that a crash has its cause among few tasks.
@@ -136,7 +136,7 @@ impl<R: Processor> State<R> {
         self.ordinary.take(now, device, self.expected > 0)
     }
 
-    /// Whether an idle device would get a batch now; otherwise when.
+    /// Ok if an idle device would get a batch now. Otherwise the time at which it would, if that is known.
     fn peek(&self, now: Instant) -> Result<(), Option<Instant>> {
         if !self.isolated.is_empty() {
             return Ok(());
@@ -162,7 +162,7 @@ impl<R: Processor> Queue<R> for Waiting<R> {
             if first.index == 0 {
                 return batcher.push(items, background, now);
             }
-            // A further slice joins those of its task that wait, so that the task has one turn.
+            // A further slice joins the waiting inputs of its task, so that the task has one place in the queue.
             let outputs = first.outputs.clone();
             batcher.extend(items, background, now, |item| Arc::ptr_eq(&item.outputs, &outputs));
         });
@@ -204,7 +204,7 @@ impl<R: Processor> Queue<R> for Waiting<R> {
         None
     }
 
-    /// As much as fills the batches that may be submitted, and the one being formed.
+    /// Enough to fill the batches that may be submitted, and the one being formed.
     fn ahead(&self) -> Ahead {
         let Policy { max_tokens, max_requests, .. } = self.lock().ordinary.policy();
         let batches = |most: usize| most.saturating_mul(self.depth);
@@ -219,20 +219,22 @@ impl<R: Processor> Queue<R> for Waiting<R> {
 pub(super) struct OneShot<R: Processor, F: Forward> {
     network: Network<R, F>,
     waiting: Arc<Waiting<R>>,
+    /// The number of batches so far.
     number: u64,
-    /// The batch that an asynchronous device is computing.
-    ahead: Option<UnderWay<R, F>>,
+    /// The batch that was submitted last, and that is not waited for yet.
+    submitted: Option<Submitted<R, F>>,
     /// When the device finished the last batch.
     freed: Instant,
     idle: Idle,
 }
 
-struct UnderWay<R: Processor, F: Forward> {
+struct Submitted<R: Processor, F: Forward> {
     batch: Batch<Item<R>>,
     begun: Begun,
     pending: F::Pending,
 }
 
+/// When a batch was submitted, and its number.
 #[derive(Clone, Copy)]
 struct Begun {
     number: u64,
@@ -247,26 +249,26 @@ where
     F: Forward<Input = R::Input, Output = R::Output>,
 {
     pub(super) fn new(network: Network<R, F>, waiting: Arc<Waiting<R>>) -> Self {
-        Self { network, waiting, number: 0, ahead: None, freed: now(), idle: Idle::default() }
+        Self { network, waiting, number: 0, submitted: None, freed: now(), idle: Idle::default() }
     }
 
-    /// Submits a batch, and ends the one before it. False: the device has failed.
+    /// Submits a batch, and finishes the one before it. Returns false if the device has failed.
     fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
-        // Committed only now: tasks that wait for the device can still be handed back.
+        // Committed only now, so that tasks that wait for the device can still be handed back.
         let wanted = self.still_wanted(batch);
-        // Tasks that are not wanted need not wait for the others.
-        self.network.notices.tell();
+        // Sent now, so that unwanted tasks do not wait for the batch.
+        self.network.notices.send_done();
         let Some(batch) = wanted else { return true };
         self.number += 1;
         let begun = Begun { number: self.number, at: now(), wall: SystemTime::now() };
-        let beside = self.ahead.as_ref().map(|ahead| &*ahead.batch.inputs);
-        match self.network.submit(&batch.inputs, beside) {
+        let computing = self.submitted.as_ref().map(|submitted| &*submitted.batch.inputs);
+        match self.network.submit(&batch.inputs, computing) {
             Ok(pending) => {
-                let before = self.ahead.replace(UnderWay { batch, begun, pending });
+                let before = self.submitted.replace(Submitted { batch, begun, pending });
                 before.is_none_or(|before| self.finish(before, false))
             }
             Err(error) => {
-                if !self.finish_ahead(false) {
+                if !self.finish_submitted(false) {
                     return false;
                 }
                 self.network.observer.mark_idle();
@@ -275,13 +277,14 @@ where
         }
     }
 
-    fn finish_ahead(&mut self, idle: bool) -> bool {
-        self.ahead.take().is_none_or(|ahead| self.finish(ahead, idle))
+    fn finish_submitted(&mut self, idle: bool) -> bool {
+        self.submitted.take().is_none_or(|submitted| self.finish(submitted, idle))
     }
 
-    /// Waits for a submitted batch and ends it. `idle`: the device has no other batch afterwards.
-    fn finish(&mut self, under_way: UnderWay<R, F>, idle: bool) -> bool {
-        let UnderWay { batch, begun, pending } = under_way;
+    /// Waits for a submitted batch and delivers its result. `idle`: the device has no other batch afterwards. Returns
+    /// false if the device has failed.
+    fn finish(&mut self, submitted: Submitted<R, F>, idle: bool) -> bool {
+        let Submitted { batch, begun, pending } = submitted;
         let outcome = self.network.wait(pending, batch.inputs.len());
         if idle {
             self.network.observer.mark_idle();
@@ -289,10 +292,10 @@ where
         self.end(&batch, outcome, begun)
     }
 
-    /// Delivers the result of a batch. False: the device has failed.
+    /// Delivers the result of a batch. Returns false if the device has failed.
     fn end(&mut self, batch: &Batch<Item<R>>, outcome: Outcome<R>, begun: Begun) -> bool {
         let pass = Pass { number: begun.number, size: batch.inputs.len(), tokens: batch.tokens };
-        // The time from which the device had nothing else to do.
+        // The time from which the device computed nothing but this batch.
         let at = begun.at.max(self.freed);
         let settled = self.network.settle(&batch.inputs, outcome, at, pass);
         self.freed = now();
@@ -305,11 +308,11 @@ where
         match settled {
             Ok(()) => {
                 self.waiting.learn(self.network.too_large());
-                self.network.notices.tell();
+                self.network.notices.send_done();
                 true
             }
             Err(fault) => {
-                // The launcher may think that the device is idle; it must know which tasks were on it.
+                // The launcher may take the device to be idle; it must know which tasks were on it.
                 self.network.announce(&[], &batch.inputs);
                 self.network.notices.send(Notice::Fault(fault));
                 false
@@ -317,8 +320,8 @@ where
         }
     }
 
-    /// Drops from a batch the inputs that are no longer wanted, and commits the tasks of the rest: they can no
-    /// longer be handed back. None: nothing is left.
+    /// Drops unwanted inputs from a batch, and commits the tasks of the rest, which can then no longer be handed back.
+    /// None: nothing is left.
     fn still_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
         let now = now();
         batch.inputs.retain(|item| {
@@ -326,7 +329,7 @@ where
             if task.is_over() || item.outputs.is_complete() {
                 return false;
             }
-            // A task whose inputs are not all known can be handed back until they are: it may take long.
+            // A task may take long until all its inputs are known; until then it can be handed back.
             if !item.outputs.is_open() && !task.commit() {
                 return false;
             }
@@ -348,17 +351,19 @@ where
     F: Forward<Input = R::Input, Output = R::Output>,
 {
     fn turn(&mut self) -> Next {
-        if self.ahead.is_some() && !self.network.is_asynchronous() {
-            return Next::go_on(self.finish_ahead(true));
+        if self.submitted.is_some() && !self.network.is_asynchronous() {
+            return Next::again_if(self.finish_submitted(true));
         }
         let time = now();
-        match self.waiting.take(self.ahead.is_some(), time) {
-            Take::Batch(batch) => Next::go_on(self.submit(batch)),
-            Take::Nothing(_) | Take::Closed if self.ahead.is_some() => Next::go_on(self.finish_ahead(true)),
+        match self.waiting.take(self.submitted.is_some(), time) {
+            Take::Batch(batch) => Next::again_if(self.submit(batch)),
+            Take::Nothing(_) | Take::Closed if self.submitted.is_some() => {
+                Next::again_if(self.finish_submitted(true))
+            }
             Take::Closed => Next::End,
             Take::Nothing(due) => {
-                let tell = self.idle.tell(&*self.network.observer, time);
-                let until = due.into_iter().chain(tell).min();
+                let report = self.idle.report_if_due(&*self.network.observer, time);
+                let until = due.into_iter().chain(report).min();
                 if self.waiting.sleep(due, time) { Next::Sleep(until) } else { Next::Again }
             }
         }

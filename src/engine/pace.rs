@@ -1,38 +1,37 @@
-//! Decides how many tokens of prompts a step may have so that it does not take long, by how long recent steps took:
-//! a task that comes, and each sequence that waits for its next token, waits for the whole step. A sequence that waits for
-//! its next token waits also for the windows that were encoded before the step. A window cannot be cut, so the prompts have
-//! what it leaves of the time. Pure.
+//! Decides how many prompt tokens a step may have so that it does not take long, from how long recent steps took. A new
+//! task, and each sequence that decodes, waits for the whole step. A sequence that decodes also waits for the windows
+//! that are encoded before the step. A window cannot be divided, so the prompts get the time that it leaves. Pure.
 
 use std::time::Duration;
 
-/// How long a step with prompts should take at most. Much shorter ones would compute prompts more slowly, because each
-/// step reads all weights.
-const STEP: Duration = Duration::from_millis(500);
-/// The same while sequences are fed tokens of their answers. An answer takes a step for each of its tokens, so that each
-/// of them is delayed by the prompts of others. Where a step of answers alone takes more than half of this, prompts may
-/// double it.
-const STEP_OF_ANSWERS: Duration = Duration::from_millis(100);
-/// The weight of the latest step in the average time of steps of answers alone.
-const LATEST: f64 = 0.1;
-/// Tokens of prompts in the first step of each kind, whose pace is not known: as many as 512 tokens/s allow.
-const FIRST: f64 = 512.0;
-/// The fewest tokens, however slow the device is: so many take hardly longer than one.
-const FEWEST: usize = 16;
-/// How much a bound may grow with a step. A prompt whose beginning is reused takes hardly any time, and says nothing
-/// about the next one.
+/// How long a step should take at most while no sequence decodes. Much shorter steps would compute prompts more slowly,
+/// because each step reads all weights.
+const PREFILL_STEP: Duration = Duration::from_millis(500);
+/// How long a step should take at most while sequences decode. An answer takes a step for each of its tokens, so the
+/// prompts of others delay each of them. Where a step without prompts takes more than half of this time, prompts may
+/// double the step.
+const DECODE_STEP: Duration = Duration::from_millis(100);
+/// The weight of the latest step in the average time of steps without prompts.
+const LATEST_WEIGHT: f64 = 0.1;
+/// The assumed pace of prompts in tokens/s, until a step of that kind was measured.
+const INITIAL_PACE: f64 = 512.0;
+/// The fewest prompt tokens of a step, however slow the device is: so many take hardly longer than one.
+const MIN_TOKENS: usize = 16;
+/// The largest factor by which a bound may grow after one step. A prompt whose beginning is reused takes hardly any
+/// time, and says nothing about the next one.
 const GROWTH: f64 = 1.1;
 
-/// The bounds of steps beside which sequences decode, and of others.
+/// The bounds on prompt tokens of steps in which sequences decode, and of steps with prompts alone.
 pub(super) struct PromptPace {
-    beside_answers: Bound,
-    alone: Bound,
-    /// How long steps of answers alone take, on average.
-    answers: Duration,
-    /// The time of the windows that were encoded since the last step of tokens.
-    encoding: Duration,
+    while_decoding: Bound,
+    prefill: Bound,
+    /// How long steps without prompts take, on average.
+    decode_time: Duration,
+    /// The time spent on encoding windows since the last step of tokens.
+    encode_time: Duration,
 }
 
-/// The most tokens of prompts in a step that should take a certain time.
+/// The most prompt tokens of a step that should take at most `time`.
 struct Bound {
     time: Duration,
     tokens: usize,
@@ -40,52 +39,57 @@ struct Bound {
 
 impl PromptPace {
     pub(super) fn new() -> Self {
-        let (answers, encoding) = (Duration::ZERO, Duration::ZERO);
-        Self { beside_answers: Bound::new(STEP_OF_ANSWERS), alone: Bound::new(STEP), answers, encoding }
+        Self {
+            while_decoding: Bound::new(DECODE_STEP),
+            prefill: Bound::new(PREFILL_STEP),
+            decode_time: Duration::ZERO,
+            encode_time: Duration::ZERO,
+        }
     }
 
-    /// The most tokens of prompts in the next step. `is_decoding`: sequences are fed tokens of their answers in it.
+    /// The most prompt tokens in the next step. `is_decoding`: sequences decode in it.
     pub(super) fn prompt_tokens(&self, is_decoding: bool) -> usize {
         if !is_decoding {
-            return self.alone.tokens;
+            return self.prefill.tokens;
         }
-        let time = self.beside_answers.time;
-        let left = time.saturating_sub(self.encoding).as_secs_f64() / time.as_secs_f64();
-        ((self.beside_answers.tokens as f64 * left) as usize).max(FEWEST)
+        let time = self.while_decoding.time;
+        let left = time.saturating_sub(self.encode_time).as_secs_f64() / time.as_secs_f64();
+        ((self.while_decoding.tokens as f64 * left) as usize).max(MIN_TOKENS)
     }
 
-    /// Called after each step of windows, which took so long.
+    /// Called after each step of windows, with the time that it took.
     pub(super) fn encoded(&mut self, took: Duration) {
-        self.encoding += took;
+        self.encode_time += took;
     }
 
-    /// Called after each step of tokens: it had so many tokens of prompts, and took so long. `is_decoding` as for the step.
+    /// Called after each step of tokens, with its number of prompt tokens and the time that it took. `is_decoding`:
+    /// sequences decoded in it.
     pub(super) fn learn(&mut self, is_decoding: bool, prompt_tokens: usize, took: Duration) {
-        self.encoding = Duration::ZERO;
+        self.encode_time = Duration::ZERO;
         if prompt_tokens > 0 {
-            let bound = if is_decoding { &mut self.beside_answers } else { &mut self.alone };
+            let bound = if is_decoding { &mut self.while_decoding } else { &mut self.prefill };
             bound.learn(prompt_tokens, took);
         } else {
-            self.answers = self.answers.mul_f64(1.0 - LATEST) + took.mul_f64(LATEST);
-            self.beside_answers.time = STEP_OF_ANSWERS.max(2 * self.answers);
+            self.decode_time = self.decode_time.mul_f64(1.0 - LATEST_WEIGHT) + took.mul_f64(LATEST_WEIGHT);
+            self.while_decoding.time = DECODE_STEP.max(2 * self.decode_time);
         }
     }
 }
 
 impl Bound {
     fn new(time: Duration) -> Self {
-        Self { time, tokens: (FIRST * time.as_secs_f64()) as usize }
+        Self { time, tokens: (INITIAL_PACE * time.as_secs_f64()) as usize }
     }
 
     fn learn(&mut self, prompt_tokens: usize, took: Duration) {
-        // A shorter step with few tokens says nothing about many.
-        let is_known = took > self.time || 2 * prompt_tokens >= self.tokens;
-        if !is_known {
+        // A short step with few tokens says nothing about a step with many.
+        let is_telling = took > self.time || 2 * prompt_tokens >= self.tokens;
+        if !is_telling {
             return;
         }
         let fitting = prompt_tokens as f64 * self.time.as_secs_f64() / took.as_secs_f64().max(1e-6);
         let grown = (self.tokens as f64 * GROWTH).ceil();
-        self.tokens = (fitting.min(grown) as usize).max(FEWEST);
+        self.tokens = (fitting.min(grown) as usize).max(MIN_TOKENS);
     }
 }
 
@@ -93,7 +97,8 @@ impl Bound {
 mod tests {
     use super::*;
 
-    /// The bound after each of so many steps that use it, on a device of this speed.
+    /// The bound after each of `steps` steps that use all of it, on a device that takes `fixed` for each step and
+    /// `per_token` for each token.
     fn bounds(steps: usize, is_decoding: bool, fixed: Duration, per_token: Duration) -> Vec<usize> {
         let mut pace = PromptPace::new();
         let step = |_| {
@@ -111,7 +116,7 @@ mod tests {
         let fast = bounds(60, false, Duration::from_millis(20), Duration::from_micros(20));
         assert!((20_000..=25_000).contains(&fast[59]), "{fast:?}");
         let slowest = bounds(3, false, Duration::from_millis(200), Duration::from_millis(100));
-        assert_eq!(slowest, [FEWEST; 3]);
+        assert_eq!(slowest, [MIN_TOKENS; 3]);
     }
 
     #[test]
@@ -121,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn where_steps_of_answers_take_long_prompts_double_them() {
+    fn prompts_may_double_a_slow_decode_step() {
         let mut pace = PromptPace::new();
         (0..100).for_each(|_| pace.learn(true, 0, Duration::from_millis(400)));
         for _ in 0..20 {
@@ -132,9 +137,9 @@ mod tests {
     }
 
     #[test]
-    fn behind_a_window_prompts_have_the_rest_of_the_time_if_others_decode() {
+    fn a_window_takes_its_time_from_the_prompts_of_the_next_decode_step() {
         let mut pace = PromptPace::new();
-        for (window, left) in [(50, 25), (400, FEWEST)] {
+        for (window, left) in [(50, 25), (400, MIN_TOKENS)] {
             pace.encoded(Duration::from_millis(window));
             assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 256));
             pace.learn(true, 1, Duration::from_millis(20));
@@ -143,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn few_tokens_and_reused_ones_change_little() {
+    fn small_or_cached_prompts_barely_change_the_bound() {
         let mut pace = PromptPace::new();
         pace.learn(false, 3, Duration::from_millis(20));
         pace.learn(true, 50, Duration::from_millis(900));

@@ -1,13 +1,13 @@
-//! What it means that a model's probe fails: a mistake of the model's author, or a device that cannot be trusted. Pure.
+//! Decides what a failed probe means: a mistake of the model's author, or a device that cannot be trusted. Pure.
 
 use std::fmt::{self, Display};
 
 use crate::model::{LoadError, LoadSpec, TaskError};
 
-/// Why a model's probe has no answer.
+/// Why the probe of a model has failed.
 #[derive(Debug)]
 pub(super) enum ProbeError {
-    /// The model refuses the probe as a request: whoever wrote the probe must act.
+    /// The model refuses the probe as a bad request. The author of the probe must correct it.
     Refused(String),
     /// Its computation failed: the device cannot be trusted.
     Failed(String),
@@ -18,7 +18,7 @@ impl ProbeError {
         Self::Failed(error.to_string())
     }
 
-    /// What the load of the model fails with.
+    /// The error with which loading the model fails.
     pub(super) fn load_error(self, spec: &LoadSpec, device: &str) -> LoadError {
         match self {
             Self::Refused(reason) => LoadError::Probe { model: spec.source.clone(), reason },

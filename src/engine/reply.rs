@@ -1,6 +1,6 @@
-//! What a task's reply is written from, whole and in parts. Decides how much is written at a time, so that replies of
-//! other tasks have their turn, and so that no part grows without bound while its reader is slow. Owns the task's context.
-//! Never waits for the device.
+//! Writes a task's reply, whole and in parts. Decides how much is written at a time, so that replies of other tasks
+//! have their turn, and so that no part grows without bound while its reader is slow. Owns the task's context. Never
+//! waits for the device.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,21 +8,21 @@ use std::time::{Duration, Instant};
 use super::panics::caught;
 use crate::model::{Body, Processor, TaskError};
 
-/// The most pieces and outputs whose parts may count as brief work.
+/// The most pieces and outputs together whose parts may count as brief work.
 pub(super) const BRIEF_PARTS: usize = 32;
 /// The most pieces of one part. With 20 probabilities for each token, its body has about half a megabyte.
 pub(super) const PIECES_AT_ONCE: usize = 256;
-/// How long parts are written without a pause. It is looked at between two parts.
+/// How long parts are written without a pause. The time is checked between two parts.
 pub(super) const SLICE: Duration = Duration::from_millis(10);
 
 /// A task's reply, as far as it is known.
 pub(super) struct Reply<R: Processor> {
     context: R::Context,
-    /// Pieces that are in no part yet: each entry of one input, and at most [`PIECES_AT_ONCE`].
+    /// Pieces that are in no part yet. Each entry has at most [`PIECES_AT_ONCE`] pieces of one input.
     pieces: VecDeque<(usize, Vec<R::Piece>)>,
-    /// Outputs of the first inputs, where parts are made of them. The others are with the loop.
+    /// Outputs of the first inputs, if parts are made from outputs. The other outputs are still with the loop.
     outputs: Vec<R::Output>,
-    /// As many of these are in parts.
+    /// The number of these outputs that are in parts.
     written: usize,
 }
 
@@ -31,7 +31,7 @@ impl<R: Processor> Reply<R> {
         Self { context, pieces: VecDeque::new(), outputs: Vec::new(), written: 0 }
     }
 
-    /// Adds what parts can be written from: pieces, and the outputs of the next inputs.
+    /// Adds pieces, and the outputs of the next inputs, from which parts can be written.
     pub(super) fn add(&mut self, pieces: Vec<(usize, Vec<R::Piece>)>, outputs: Vec<R::Output>) {
         self.pieces.extend(pieces);
         self.outputs.extend(outputs);
@@ -42,15 +42,15 @@ impl<R: Processor> Reply<R> {
         !self.pieces.is_empty() || self.written < self.outputs.len()
     }
 
-    /// Whether the parts that can be written are of at most so many pieces and outputs together.
+    /// Whether the parts that can be written have at most `most` pieces and outputs together.
     pub(super) fn has_at_most(&self, most: usize) -> bool {
         let outputs = self.outputs.len() - self.written;
-        // Each entry has a piece, so that no more of them need be counted.
+        // Each entry has a piece, so the number of entries alone may decide without counting the pieces.
         let pieces = || self.pieces.iter().map(|(_, pieces)| pieces.len()).sum::<usize>();
         outputs + self.pieces.len() <= most && outputs + pieces() <= most
     }
 
-    /// Writes parts until none is left, or until [`SLICE`] is over. A part whose writing fails is left out: the reply
+    /// Writes parts until none is left or [`SLICE`] has passed. A part that cannot be written is left out; the reply
     /// still holds everything.
     pub(super) fn write_parts(&mut self, processor: &R, task: &str) -> Vec<Body> {
         let began = Instant::now();
@@ -67,7 +67,7 @@ impl<R: Processor> Reply<R> {
         parts
     }
 
-    /// Writes the next part. None: there is none. An error: the message of a panic.
+    /// Writes the next part. None: there is none. An error is the message of a panic.
     fn next(&mut self, processor: &R) -> Option<Result<Vec<Body>, String>> {
         let Self { context, pieces, outputs, written } = self;
         if let Some((input, pieces)) = pieces.pop_front() {

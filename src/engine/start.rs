@@ -1,4 +1,4 @@
-//! The model thread: opens the device (`device-or-fail`), checks that it computes rightly and fast enough,
+//! The model thread: opens the device (`device-or-fail`), checks that it computes correctly and fast enough,
 //! loads the model, computes the probe, and runs the loop. Owns the thread.
 
 use std::io;
@@ -33,7 +33,7 @@ where
 {
     Starter(Arc::new(move |setup, waker| {
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
-        let (device, name, _proven) = opened(&spec, min_speed)?;
+        let (device, name, _proven) = open_device(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
         let mut network = Network::new(network, observer, notices);
@@ -55,7 +55,7 @@ where
 {
     Starter(Arc::new(move |setup, waker| {
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
-        let (device, name, _proven) = opened(&spec, min_speed)?;
+        let (device, name, _proven) = open_device(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
         let probe = Probe::of(&processor).map_err(|error| error.load_error(&spec, &name))?;
@@ -71,13 +71,13 @@ where
     }))
 }
 
-/// An engine whose type is known only when its files are looked at. `choose` is called on the model thread.
+/// An engine whose type is known only once the model's files have been read. `choose` is called on the model thread.
 pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + Sync + 'static) -> Starter {
     Starter(Arc::new(move |setup, waker| choose(&setup.spec)?.0(setup, waker)))
 }
 
 /// Checks the device and opens it. While `Proven` is kept, opening the device again is cheap.
-fn opened(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
+fn open_device(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
     if spec.device == "cpu" {
         use_features(spec.cpu_features).map_err(|reason| unusable(&spec.device, reason))?;
     }
@@ -99,13 +99,13 @@ impl Starter {
         let (done, loading) = answer::channel();
         let assemble = self.0.clone();
         thread::Builder::new().name("model".into()).spawn(move || {
-            live(&*assemble, setup, done);
+            run_model(&*assemble, setup, done);
         })?;
         Ok(loading)
     }
 }
 
-fn live(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
+fn run_model(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
     let this = thread::current();
     match assemble(setup, Box::new(move || this.unpark())) {
         Ok((loaded, mut work)) => {
@@ -133,7 +133,7 @@ pub(crate) mod paused {
         pub(crate) fn start_joined(&self, setup: Setup) -> (thread::JoinHandle<()>, Loading) {
             let (done, loading) = answer::channel();
             let assemble = self.0.clone();
-            (thread::spawn(move || live(&*assemble, setup, done)), loading)
+            (thread::spawn(move || run_model(&*assemble, setup, done)), loading)
         }
 
         /// Loads the model here, and runs its loop on the current `LocalSet`.

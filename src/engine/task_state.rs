@@ -16,13 +16,13 @@ const WITHDRAWN: u8 = 2;
 pub struct TaskState {
     /// The task's id and fingerprint.
     pub name: TaskName,
-    /// The time after which nobody wants the answer.
+    /// The time after which the answer is no longer wanted.
     pub deadline: Option<Instant>,
     /// The broker's priority.
     pub priority: u8,
-    /// It only fills batches, until it has waited long.
+    /// It is a background task: it only fills up batches, until it has waited long.
     pub background: bool,
-    /// Who wants the answer, as a hash: sequences of different requesters share the device.
+    /// A hash of the requester. Sequences of different requesters get equal shares of the device.
     pub requester: u64,
     /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
     pub link: Option<Box<TaskLink>>,
@@ -30,7 +30,7 @@ pub struct TaskState {
     stage: AtomicU8,
     /// Set by the worker, read by the model thread between steps.
     cancelled: AtomicBool,
-    /// The job was dropped: its outputs are not needed.
+    /// The job was dropped, so its outputs are not needed.
     abandoned: AtomicBool,
 }
 
@@ -50,30 +50,31 @@ impl TaskState {
         }
     }
 
-    /// This worker will answer the task without computing it. False: it is computed, or has been withdrawn.
+    /// Commits this worker to answer the task without computing it. Returns false if the task was committed or
+    /// withdrawn before.
     pub fn claim(&self) -> bool {
         self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// This worker will answer the task. False: the task has been withdrawn.
+    /// Commits this worker to answer the task. Returns false if the task has been withdrawn.
     pub fn commit(&self) -> bool {
         let moved = self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire);
         moved.is_ok() || moved == Err(COMMITTED)
     }
 
-    /// The task goes back to the broker. False: it is committed or withdrawn already. A one-pass task is
-    /// committed when its batch begins; a task with sequences when they have ended.
+    /// Marks the task as one that goes back to the broker. Returns false if it is committed or withdrawn already. A
+    /// one-pass task is committed when its batch begins, a task with sequences when they have ended.
     pub fn withdraw(&self) -> bool {
         self.stage.compare_exchange(ENQUEUED, WITHDRAWN, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// The answer is not wanted any more: inputs that wait for the device are dropped, sequences end between
+    /// Records that the answer is no longer wanted: inputs that wait for the device are dropped, sequences end between
     /// two steps, and the task is answered with an error.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Why the answer is not wanted any more; none if it is.
+    /// Why the answer is no longer wanted; none if it is wanted.
     pub fn unwanted(&self, now: Instant) -> Option<TaskError> {
         let is_late = self.deadline.is_some_and(|deadline| deadline <= now);
         let message = "the task's deadline passed before it was computed to its end";
@@ -81,7 +82,7 @@ impl TaskState {
         self.cancellation().or_else(late)
     }
 
-    /// The error of a task that was cancelled.
+    /// The error of the task if it was cancelled.
     pub fn cancellation(&self) -> Option<TaskError> {
         let is_cancelled = self.cancelled.load(Ordering::Acquire);
         is_cancelled.then(|| TaskError::new(TaskErrorKind::Cancelled, "the task was cancelled"))
@@ -91,7 +92,7 @@ impl TaskState {
         self.abandoned.store(true, Ordering::Release);
     }
 
-    /// The outputs are not needed: the task is withdrawn, or its job was dropped.
+    /// Whether the outputs are not needed, because the task is withdrawn or its job was dropped.
     pub(super) fn is_over(&self) -> bool {
         self.stage.load(Ordering::Acquire) == WITHDRAWN || self.abandoned.load(Ordering::Acquire)
     }

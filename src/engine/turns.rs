@@ -1,5 +1,5 @@
-//! Runs a loop turn by turn on its thread; between turns the loop may sleep, and tells the launcher that the device
-//! is idle.
+//! Runs a loop turn by turn on its thread. Between turns the loop may sleep. Decides when the launcher is told that the
+//! device is idle.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,15 +15,15 @@ pub(super) trait Loop {
 pub(super) enum Next {
     /// There may be more to do now.
     Again,
-    /// Nothing to do before this time, or before the loop is woken.
+    /// There is nothing to do before this time, or before the loop is woken.
     Sleep(Option<Instant>),
     End,
 }
 
 impl Next {
-    /// `Again`, or `End` if the device has failed.
-    pub(super) fn go_on(goes_on: bool) -> Self {
-        if goes_on { Self::Again } else { Self::End }
+    /// `Again` if the device works, or `End` if it has failed.
+    pub(super) fn again_if(device_works: bool) -> Self {
+        if device_works { Self::Again } else { Self::End }
     }
 }
 
@@ -41,11 +41,11 @@ pub(super) fn run(work: &mut dyn Loop) {
     }
 }
 
-/// How long the device is idle before a line is sent only to say so. Sending it takes a CPU core for a moment;
-/// on a small machine that core is needed to send the replies of the last batch.
-const PAUSE: Duration = Duration::from_millis(5);
+/// How long the device is idle before a control line is sent only to report that. Sending it takes a CPU core for a
+/// moment, and on a small machine that core is needed to send the replies of the last batch.
+const IDLE_REPORT_DELAY: Duration = Duration::from_millis(5);
 
-/// The time since which the device is idle; none if the launcher knows already.
+/// The time since which the device is idle; none if that has been reported.
 #[derive(Default)]
 pub(super) struct Idle(Option<Instant>);
 
@@ -55,9 +55,9 @@ impl Idle {
         self.0 = Some(now);
     }
 
-    /// Tells the launcher if it is time. Otherwise returns the time to do so, if there is one.
-    pub(super) fn tell(&mut self, observer: &dyn Observer, now: Instant) -> Option<Instant> {
-        let due = self.0? + PAUSE;
+    /// Reports to the launcher if that is due. Otherwise returns when it will be, if it is to be reported at all.
+    pub(super) fn report_if_due(&mut self, observer: &dyn Observer, now: Instant) -> Option<Instant> {
+        let due = self.0? + IDLE_REPORT_DELAY;
         if due > now {
             return Some(due);
         }

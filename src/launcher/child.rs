@@ -1,7 +1,7 @@
 //! One worker process: spawns it, sends it commands, reads its pipes, kills it. Owns its pipes. The spawning
-//! thread must live as long as the launcher, because the kernel kills the child when that thread ends
-//! (`PR_SET_PDEATHSIG`): hence the launcher's runtime has one thread, on which `app::main` runs every command.
-//! The guard ends a worker that this signal cannot end.
+//! thread must live as long as the launcher, because the kernel signals the child when that thread ends
+//! (`PR_SET_PDEATHSIG`). Therefore the launcher's runtime has one thread, on which `app::main` runs every command.
+//! The guard kills a worker that this signal does not end.
 
 use std::io;
 use std::path::Path;
@@ -23,10 +23,10 @@ use crate::protocol::control::{self, MAX_LINE, encode};
 /// Lines of at most [`MAX_LINE`] bytes; longer ones are skipped.
 type Lines<R> = FramedRead<R, AnyDelimiterCodec>;
 
-/// How long a worker may take to read a command.
-const HEARING: Duration = Duration::from_secs(10);
+/// How long a worker may take to read a command before it is killed.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the output of an ended worker is read if another process holds its pipes open.
-const LAST_LINES: Duration = Duration::from_millis(500);
+const OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) struct Worker {
     child: Child,
@@ -35,7 +35,7 @@ pub(super) struct Worker {
     logs: Option<Lines<ChildStderr>>,
     /// How it ended, and the time until which the rest of its log is read.
     ended: Option<(ExitStatus, Instant)>,
-    /// Tells the guard of this worker until it is reaped. None: the guard does not know of it.
+    /// Makes the guard watch this worker until it is reaped. None if the guard does not know it, or it is reaped.
     guarded: Option<Guarded>,
 }
 
@@ -64,7 +64,7 @@ impl Worker {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // Its own process group: the terminal's Ctrl-C then reaches only the launcher, and counts once.
+            // Its own process group, so that the terminal's Ctrl-C reaches only the launcher, and counts once.
             .process_group(0)
             .kill_on_drop(true)
             .spawn()?;
@@ -77,7 +77,7 @@ impl Worker {
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
-        worker.tell(&control::Command::Start { assignment, crashes: deaths, paused }).await;
+        worker.send(&control::Command::Start { assignment, crashes: deaths, paused }).await;
         Ok(worker)
     }
 
@@ -86,26 +86,26 @@ impl Worker {
         self.child.id()
     }
 
-    /// Sends a command. A worker that does not read is killed; one whose pipe is closed is about to end, which
-    /// `next` will return.
-    pub(super) async fn tell(&mut self, command: &control::Command) {
+    /// Sends a command. A worker that does not read is killed. A closed pipe is ignored: the worker is about to end, and
+    /// `next` will return that.
+    pub(super) async fn send(&mut self, command: &control::Command) {
         let Some(stdin) = &mut self.stdin else { return };
         let line = encode(command);
         let write = async {
             let _ = stdin.write_all(&line).await;
             let _ = stdin.flush().await;
         };
-        if tokio::time::timeout(HEARING, write).await.is_err() {
+        if tokio::time::timeout(WRITE_TIMEOUT, write).await.is_err() {
             tracing::error!(
                 pid = self.pid(),
-                seconds = HEARING.as_secs(),
+                seconds = WRITE_TIMEOUT.as_secs(),
                 "the worker does not read; killing it"
             );
             self.kill();
         }
     }
 
-    /// The next event; the worker's end comes after all it had written. Safe to cancel.
+    /// The next event. The worker's end is returned after everything that it had written. Safe to cancel.
     pub(super) async fn next(&mut self) -> io::Result<ChildEvent> {
         loop {
             let (events, logs) = (&mut self.events, &mut self.logs);
@@ -124,9 +124,9 @@ impl Worker {
                     Some(line) => return Ok(ChildEvent::Log(line)),
                     None => self.logs = None,
                 },
-                // The end of its pipes would not do: a process that it started may hold them open.
+                // The end of its pipes does not show its end: a process that it started may hold them open.
                 status = self.child.wait(), if until.is_none() => {
-                    self.ended = Some((status?, Instant::now() + LAST_LINES));
+                    self.ended = Some((status?, Instant::now() + OUTPUT_TIMEOUT));
                     // From now on another process may get this process id.
                     drop(self.guarded.take());
                 }
@@ -163,7 +163,7 @@ async fn read<R: AsyncRead + Unpin>(lines: &mut Option<Lines<R>>) -> Option<Stri
     let lines = lines.as_mut()?;
     loop {
         match lines.next().await? {
-            // Lossy: a library may print any bytes, and the pipe must be read on.
+            // Lossy, because a library may print any bytes and reading must continue.
             Ok(line) => return Some(String::from_utf8_lossy(&line).into_owned()),
             Err(AnyDelimiterCodecError::MaxChunkLengthExceeded) => {}
             Err(AnyDelimiterCodecError::Io(_)) => return None,

@@ -1,6 +1,6 @@
-//! Records which tasks were on a device when their worker died, and how many there were. A task is poison when
-//! enough workers died with this task alone that chance, or somebody's SIGKILL, is unlikely. Owns the records
-//! of one launcher, which are lost when it ends; every slot sends them to its workers.
+//! Records which tasks a worker had when it died, and how many there were. A task is poison when so many workers died
+//! with this task alone (`launcher.poison_deaths`) that chance, or somebody's SIGKILL, is an unlikely cause. Owns the
+//! records of one launcher, which are lost when it ends. Every slot sends them to its workers.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,18 +10,18 @@ use tokio::sync::watch;
 
 use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
 
-/// Tasks remembered, the latest ones: with their crash tails they fit into the `start` line.
-const REMEMBERED: usize = 2_000;
-/// Of these, the most poison tasks: only they carry crash tails.
-const POISON: usize = 200;
+/// The most records, of the latest tasks: with their crash tails they fit into the `start` line.
+const MAX_RECORDS: usize = 2_000;
+/// The most records of poison tasks among these. Only they carry crash tails.
+const MAX_POISON: usize = 200;
 
 /// The crash records of all tasks. Shared by all slots.
 pub(super) struct Register {
-    /// The number of deaths with the task alone that makes it poison.
+    /// The number of deaths with a task alone that makes it poison.
     limit: AtomicU32,
     /// Oldest death first. Locked for one pass over the records.
     tasks: Mutex<VecDeque<CrashRecord>>,
-    /// The records that workers are told. Written here, read by the slots.
+    /// The records that are sent to workers. Written here, read by the slots.
     known: watch::Sender<Vec<CrashRecord>>,
 }
 
@@ -34,13 +34,13 @@ impl Register {
         self.limit.store(limit, Ordering::Relaxed);
     }
 
-    /// A worker died with these tasks; `isolated`: they were all that it worked on. True: one of them is poison
-    /// now.
+    /// Records that a worker died with these tasks. `isolated`: it had no others. Returns whether one of them has become
+    /// poison.
     pub(super) fn died(&self, with: &[TaskName], isolated: bool, last: &CrashTail) -> bool {
         let among = u32::try_from(with.len()).unwrap_or(u32::MAX);
         let alone = isolated && among == 1;
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut convicted = false;
+        let mut found_poison = false;
         for name in with {
             let known = tasks.iter().position(|deaths| deaths.task == name.fingerprint);
             let mut deaths = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| CrashRecord {
@@ -50,22 +50,22 @@ impl Register {
                 among,
                 poison: None,
             });
-            // Deaths of a group do not count: they only narrow down which of its tasks is to blame.
+            // The death of an isolated group does not count. It only narrows down which of its tasks is to blame.
             deaths.count += u32::from(!isolated || alone);
             deaths.alone += u32::from(alone);
             deaths.among = deaths.among.min(among);
             if deaths.alone >= self.limit.load(Ordering::Relaxed) {
-                convicted |= deaths.poison.replace(last.clone()).is_none();
+                found_poison |= deaths.poison.replace(last.clone()).is_none();
             }
             tasks.push_back(deaths);
         }
-        forget(&mut tasks, POISON, |deaths| deaths.poison.is_some());
-        forget(&mut tasks, REMEMBERED - POISON, |deaths| deaths.poison.is_none());
+        forget(&mut tasks, MAX_POISON, |deaths| deaths.poison.is_some());
+        forget(&mut tasks, MAX_RECORDS - MAX_POISON, |deaths| deaths.poison.is_none());
         self.known.send_replace(tasks.iter().cloned().collect());
-        convicted
+        found_poison
     }
 
-    /// An isolated task was finished and its worker lives: removes its record, unless it is poison.
+    /// Removes the record of an isolated task that was finished without its worker dying, unless it is poison.
     pub(super) fn survived(&self, task: &TaskName) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         tasks.retain(|deaths| deaths.task != task.fingerprint || deaths.poison.is_some());
@@ -81,9 +81,9 @@ impl Register {
 fn forget(tasks: &mut VecDeque<CrashRecord>, most: usize, kind: impl Fn(&CrashRecord) -> bool) {
     let mut surplus = tasks.iter().filter(|entry| kind(entry)).count().saturating_sub(most);
     tasks.retain(|entry| {
-        let goes = surplus > 0 && kind(entry);
-        surplus -= usize::from(goes);
-        !goes
+        let is_removed = surplus > 0 && kind(entry);
+        surplus -= usize::from(is_removed);
+        !is_removed
     });
 }
 
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_deaths_of_isolated_groups_are_no_attempts_and_narrow_down_who_is_to_blame() {
+    fn deaths_of_isolated_groups_do_not_count_but_narrow_down_the_suspects() {
         let register = Register::new(3);
         let known = register.known();
         let seen = || {
@@ -131,29 +131,29 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_a_worker_survives_begins_anew() {
+    fn a_task_that_its_worker_survives_loses_its_record() {
         let register = Register::new(2);
         let task = &names(&["a"])[..];
         assert!(!register.died(task, true, &last("1")));
         register.survived(&task[0]);
         assert!(!register.died(task, true, &last("2")) && register.died(task, true, &last("3")));
         register.survived(&task[0]);
-        assert!(register.known().borrow()[0].poison.is_some(), "not what is answered as poison");
+        assert!(register.known().borrow()[0].poison.is_some(), "poison stays recorded");
     }
 
     #[test]
-    fn what_is_remembered_is_bounded_and_poison_is_not_crowded_out() {
+    fn records_are_bounded_and_do_not_displace_poison_tasks() {
         let register = Register::new(1);
         register.died(&names(&["poison"]), true, &last("x"));
-        let many: Vec<String> = (0..2 * REMEMBERED).map(|n| n.to_string()).collect();
+        let many: Vec<String> = (0..2 * MAX_RECORDS).map(|n| n.to_string()).collect();
         register.died(&names(&many.iter().map(String::as_str).collect::<Vec<_>>()), false, &last("x"));
-        for n in 0..POISON - 1 {
+        for n in 0..MAX_POISON - 1 {
             register.died(&names(&[&format!("p{n}")]), true, &last("x"));
         }
         let known = register.known();
-        assert!(known.borrow().len() <= REMEMBERED);
-        assert_eq!(known.borrow().iter().filter(|it| it.poison.is_some()).count(), POISON);
+        assert!(known.borrow().len() <= MAX_RECORDS);
+        assert_eq!(known.borrow().iter().filter(|it| it.poison.is_some()).count(), MAX_POISON);
         assert!(known.borrow().iter().any(|it| it.task == "poison"));
-        assert!(known.borrow().iter().all(|it| it.task != "0"), "the oldest goes first");
+        assert!(known.borrow().iter().all(|it| it.task != "0"), "the oldest is removed first");
     }
 }

@@ -1,4 +1,4 @@
-//! The reason for which a worker ended, and words. Pure.
+//! Decides the reason for which a worker ended, and the text that describes it. Pure.
 
 use std::process::ExitStatus;
 
@@ -8,7 +8,7 @@ use crate::protocol::control::Unfit;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
-/// Bytes that are kept of an error text of the worker.
+/// The most bytes that are kept of a worker's error text.
 const MESSAGE_BYTES: usize = 500;
 
 /// The reason for which the launcher kills a worker.
@@ -18,7 +18,7 @@ pub(super) enum Fault {
     WrongDevice,
     /// A forward pass exceeds `batch.timeout`.
     Stuck,
-    /// The worker sends nothing any more.
+    /// The worker sends no events, or did not become ready in time.
     Silent,
     /// The driver reports that the worker's device has failed.
     Device(DeviceFault),
@@ -34,8 +34,8 @@ impl Fault {
         }
     }
 
-    /// Whether the device is to blame, and no task.
-    pub(super) fn is_the_devices(&self) -> bool {
+    /// Whether the device is to blame, and not a task.
+    pub(super) fn is_device_fault(&self) -> bool {
         matches!(self, Self::WrongDevice | Self::Device(_))
     }
 }
@@ -50,13 +50,13 @@ pub(super) struct Circumstances {
 }
 
 impl Circumstances {
-    /// The reason, and words if the exit status does not say it all. `lately`: the last event on
-    /// the device before the end.
+    /// The reason, and a text if the exit status alone does not explain it. `recent_event`: the last event on the device
+    /// shortly before the end.
     pub(super) fn reason(
         &self,
         death: &Death,
         status: Option<ExitStatus>,
-        lately: Option<&DeviceFault>,
+        recent_event: Option<&DeviceFault>,
     ) -> (RestartReason, Option<String>) {
         if let Some(fault) = &self.fault {
             let message = match fault {
@@ -73,18 +73,18 @@ impl Circumstances {
             Some(_) => false,
             None => status.is_some(),
         };
-        match lately.filter(|_| by_itself) {
+        match recent_event.filter(|_| by_itself) {
             Some(device_fault) => (
                 device_fault.kind.reason(),
                 Some(format!("{}, and then the worker died", device_fault.message)),
             ),
-            None => (of_status(death, status), None),
+            None => (by_exit_status(death, status), None),
         }
     }
 }
 
 /// The reason by the exit status.
-fn of_status(death: &Death, status: Option<ExitStatus>) -> RestartReason {
+fn by_exit_status(death: &Death, status: Option<ExitStatus>) -> RestartReason {
     match death.exit {
         Some(Exit::BrokerLost) => RestartReason::BrokerLost,
         Some(Exit::ModelFailed | Exit::ModelUnavailable) => RestartReason::ModelFailed,
@@ -121,38 +121,38 @@ mod tests {
     }
 
     #[test]
-    fn what_the_launcher_and_the_worker_know_comes_before_the_status() {
+    fn faults_and_reports_take_precedence_over_the_exit_status() {
         let (death, status) = ended(83);
-        let name = |it: &Circumstances, lately: Option<&DeviceFault>| {
-            let (reason, message) = it.reason(&death, status, lately);
+        let name = |it: &Circumstances, recent_event: Option<&DeviceFault>| {
+            let (reason, message) = it.reason(&death, status, recent_event);
             (reason.as_str(), message)
         };
-        let lately = Some(&device_fault(Kind::Xid));
+        let recent_event = Some(&device_fault(Kind::Xid));
         let mut it = Circumstances::default();
         assert_eq!(name(&it, None), ("device_failed", None));
         let message = Some("Xid 31: x, and then the worker died".to_owned());
-        assert_eq!(name(&it, lately), ("xid", message));
+        assert_eq!(name(&it, recent_event), ("xid", message));
         it.unfit = Some((Unfit::TooSlow, "slow".to_owned()));
-        assert_eq!(name(&it, lately), ("too_slow", Some("slow".to_owned())));
+        assert_eq!(name(&it, recent_event), ("too_slow", Some("slow".to_owned())));
         it.fault = Some(Fault::Device(device_fault(Kind::OffTheBus)));
-        assert_eq!(name(&it, lately), ("off_the_bus", Some("Xid 31: x".to_owned())));
+        assert_eq!(name(&it, recent_event), ("off_the_bus", Some("Xid 31: x".to_owned())));
         it.fault = Some(Fault::Stuck);
-        assert_eq!(name(&it, lately), ("stuck", None));
+        assert_eq!(name(&it, recent_event), ("stuck", None));
     }
 
     #[test]
-    fn a_worker_that_says_itself_why_it_ends_did_not_end_of_an_event_on_its_device() {
+    fn an_event_on_the_device_does_not_replace_the_exit_codes_own_reason() {
         for (code, name) in
             [(81, "broker_lost"), (82, "model_failed"), (78, "bad_configuration"), (0, "other")]
         {
             let (death, status) = ended(code);
-            let lately = device_fault(Kind::Xid);
-            let (reason, message) = Circumstances::default().reason(&death, status, Some(&lately));
+            let recent_event = device_fault(Kind::Xid);
+            let (reason, message) = Circumstances::default().reason(&death, status, Some(&recent_event));
             assert_eq!((reason.as_str(), message), (name, None));
         }
         let (death, _) = ended(99);
         let killed = Some(ExitStatus::from_raw(9));
-        let reason = |lately| Circumstances::default().reason(&death, killed, lately).0;
+        let reason = |recent_event| Circumstances::default().reason(&death, killed, recent_event).0;
         assert_eq!(reason(None), RestartReason::Killed);
         assert_eq!(reason(Some(&device_fault(Kind::Ecc))), RestartReason::Ecc);
     }

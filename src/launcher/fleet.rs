@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::Launch;
-use super::order::{Ask, Ordered, Outcome};
+use super::order::{LauncherRequest, SlotCommand, Outcome};
 use super::slot_state::{Slot, SlotEnd};
 use super::status_board::{Entry, SlotStatus};
 use crate::config::{Assignment, Launcher};
@@ -20,12 +20,14 @@ use crate::protocol::admin::{Request, State, Target};
 use crate::shutdown::Exit;
 
 /// The most orders that may wait for one slot.
-const WAITING: usize = 16;
-/// How long a slot may take to answer an order; it takes long if its worker does not read.
-const OBEYING: Duration = Duration::from_secs(4);
-const ROUNDS: u32 = 3;
-/// Of restarts one after the other: how long the next slot waits for the one before, and how often it looks.
-const RESTARTING: Duration = Duration::from_secs(10 * 60);
+const MAX_WAITING_ORDERS: usize = 16;
+/// How long a slot may take to answer an order. It takes long if its worker does not read.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(4);
+/// The most rounds of a reload. A later round gives the settings to slots that the one before has missed.
+const MAX_RELOAD_ROUNDS: u32 = 3;
+/// The longest wait for one slot when several are restarted in turn.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+/// The time between two checks whether such a slot has restarted.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// All slots of a launcher.
@@ -39,25 +41,25 @@ pub(super) struct Fleet {
 
 struct Member {
     /// Written here, read by the slot; none once the slot has ended.
-    orders: Option<mpsc::Sender<Ordered>>,
+    orders: Option<mpsc::Sender<SlotCommand>>,
     end: Option<SlotEnd>,
-    /// What follows the slot's end, if a reload has decided that.
-    after: After,
+    /// What follows the slot's end.
+    after: AfterEnd,
 }
 
 /// What follows a slot's end.
-enum After {
-    /// The slot stays known, and may be started again.
-    Known,
-    /// The settings do not have the slot any more.
-    Gone,
-    /// Settings that were loaded while the slot ended have it again.
-    Anew(Box<Assignment>),
+enum AfterEnd {
+    /// The slot remains known, and may be started again.
+    Keep,
+    /// The slot is removed: the settings do not contain it any more.
+    Remove,
+    /// The slot is started again: settings that were loaded while it ended contain it again.
+    Start(Box<Assignment>),
 }
 
 struct Reload {
     /// Resolves to the number of slots whose workers were replaced, or to the reason why the reload stopped.
-    rolling: BoxFuture<'static, Result<usize, String>>,
+    round: BoxFuture<'static, Result<usize, String>>,
     slots: Vec<Assignment>,
     /// Workers replaced in earlier rounds.
     replaced: usize,
@@ -81,21 +83,21 @@ impl Fleet {
     }
 
     fn start(&mut self, assignment: Assignment) {
-        let (orders, ordered) = mpsc::channel(WAITING);
+        let (orders, receiver) = mpsc::channel(MAX_WAITING_ORDERS);
         self.launch.board.assign(&assignment);
         let name = assignment.slot.clone();
-        let slot = Slot::new(self.launch.clone(), assignment, ordered);
+        let slot = Slot::new(self.launch.clone(), assignment, receiver);
         let own = name.clone();
-        self.living.push(Box::pin(async move { (own, slot.keep().await) }));
-        self.slots.insert(name, Member { orders: Some(orders), end: None, after: After::Known });
+        self.living.push(Box::pin(async move { (own, slot.run().await) }));
+        self.slots.insert(name, Member { orders: Some(orders), end: None, after: AfterEnd::Keep });
     }
 
     fn on_exit(&mut self, name: String, end: SlotEnd) {
         let Some(member) = self.slots.get_mut(&name) else { return };
-        match std::mem::replace(&mut member.after, After::Known) {
-            After::Known => (member.orders, member.end) = (None, Some(end)),
-            After::Gone => self.forget(&name),
-            After::Anew(assignment) => self.start(*assignment),
+        match std::mem::replace(&mut member.after, AfterEnd::Keep) {
+            AfterEnd::Keep => (member.orders, member.end) = (None, Some(end)),
+            AfterEnd::Remove => self.forget(&name),
+            AfterEnd::Start(assignment) => self.start(*assignment),
         }
     }
 
@@ -104,7 +106,7 @@ impl Fleet {
         self.launch.board.remove(name);
     }
 
-    pub(super) async fn run(mut self, mut asks: mpsc::Receiver<Ask>) -> Exit {
+    pub(super) async fn run(mut self, mut requests: mpsc::Receiver<LauncherRequest>) -> Exit {
         let mut answers: FuturesUnordered<BoxFuture<'static, ()>> = FuturesUnordered::new();
         loop {
             tokio::select! {
@@ -114,15 +116,15 @@ impl Fleet {
                         break;
                     }
                 }
-                Some(ask) = asks.recv() => match ask {
-                    Ask::Order { target, order, answer } => answers.push(self.order(&target, &order, answer)),
-                    Ask::Reload { slots, policy, answer } => self.reload(slots, *policy, answer),
+                Some(request) = requests.recv() => match request {
+                    LauncherRequest::Order { target, order, answer } => answers.push(self.order(&target, &order, answer)),
+                    LauncherRequest::Reload { slots, policy, answer } => self.reload(slots, *policy, answer),
                 },
-                rolled = roll_of(&mut self.reload) => self.finish_reload(rolled),
+                result = next_round(&mut self.reload) => self.finish_reload(result),
                 Some(()) = answers.next() => {}
             }
         }
-        // Those who ordered the end still get their answers.
+        // Whoever ordered the end still gets an answer.
         while answers.next().await.is_some() {}
         self.exit()
     }
@@ -147,7 +149,7 @@ impl Fleet {
         order: &Request,
         answer: oneshot::Sender<Vec<(String, Outcome)>>,
     ) -> BoxFuture<'static, ()> {
-        let (mut outcomes, mut revived, mut in_turn) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut outcomes, mut to_start, mut in_turn) = (Vec::new(), Vec::new(), Vec::new());
         for (name, member) in &self.slots {
             let Some(assignment) = self.launch.board.assignment(name) else { continue };
             if !target.means(&assignment.pool.name, &assignment.worker) {
@@ -156,44 +158,44 @@ impl Fleet {
             let (reply, outcome) = oneshot::channel();
             match &member.orders {
                 Some(orders) if *order == Request::Restart => in_turn.push((name.clone(), orders.clone())),
-                Some(orders) if orders.try_send(Ordered::Order(order.clone(), reply)).is_ok() => {
+                Some(orders) if orders.try_send(SlotCommand::Order(order.clone(), reply)).is_ok() => {
                     outcomes.push((name.clone(), Ok(outcome)));
                 }
                 Some(_) => {
-                    outcomes.push((name.clone(), Err("it has too many orders before this one".to_owned())))
+                    outcomes.push((name.clone(), Err("too many orders wait before this one".to_owned())))
                 }
-                None if matches!(order, Request::Restart | Request::Resume) => revived.push(assignment),
-                None => outcomes.push((name.clone(), Err("it has ended; restart starts it anew".to_owned()))),
+                None if matches!(order, Request::Restart | Request::Resume) => to_start.push(assignment),
+                None => outcomes.push((name.clone(), Err("it has ended; `restart` starts it again".to_owned()))),
             }
         }
         let mut started: Vec<(String, Outcome)> =
-            revived.iter().map(|it| (it.slot.clone(), Ok("starting a worker".into()))).collect();
+            to_start.iter().map(|it| (it.slot.clone(), Ok("starting a worker".into()))).collect();
         let message = if in_turn.len() > 1 { "restarting, one slot after the other" } else { "restarting" };
         started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(message.into()))));
         tokio::spawn(restart_in_turn(self.launch.clone(), in_turn));
-        for assignment in revived {
+        for assignment in to_start {
             self.start(assignment);
         }
         Box::pin(async move {
-            let heard = outcomes.into_iter().map(|(name, outcome)| async {
+            let answered = outcomes.into_iter().map(|(name, outcome)| async {
                 let outcome = match outcome {
-                    Ok(outcome) => match timeout(OBEYING, outcome).await {
-                        Ok(heard) => {
-                            heard.unwrap_or_else(|_| Err("it ended before it could obey".to_owned()))
+                    Ok(outcome) => match timeout(ANSWER_TIMEOUT, outcome).await {
+                        Ok(answered) => {
+                            answered.unwrap_or_else(|_| Err("it ended before it could carry out the order".to_owned()))
                         }
-                        Err(_) => Err(format!("it has not obeyed within {OBEYING:?}; it may yet")),
+                        Err(_) => Err(format!("it has not carried out the order within {ANSWER_TIMEOUT:?}; it may still do so")),
                     },
                     Err(message) => Err(message),
                 };
                 (name, outcome)
             });
-            let mut all = join_all(heard).await;
+            let mut all = join_all(answered).await;
             all.extend(started);
             let _ = answer.send(all);
         })
     }
 
-    /// Begins a reload: first the existing slots take the new settings, one after the other.
+    /// Begins a reload. The existing slots get the new settings first, one after the other.
     fn reload(
         &mut self,
         slots: Vec<Assignment>,
@@ -201,19 +203,19 @@ impl Fleet {
         answer: oneshot::Sender<Result<String, String>>,
     ) {
         if self.reload.is_some() {
-            let _ = answer.send(Err("settings are being reloaded already".to_owned()));
+            let _ = answer.send(Err("a reload is already in progress".to_owned()));
             return;
         }
         self.launch.deaths.set_limit(policy.poison_deaths);
         self.policy.send_replace(policy);
-        let rolling = self.roll(&slots);
-        self.reload = Some(Reload { rolling, slots, replaced: 0, rounds: ROUNDS, answer });
+        let round = self.roll(&slots);
+        self.reload = Some(Reload { round, slots, replaced: 0, rounds: MAX_RELOAD_ROUNDS, answer });
     }
 
     /// The slots whose settings differ, with their new ones.
-    fn differing(&self, slots: &[Assignment]) -> Vec<(mpsc::Sender<Ordered>, Assignment)> {
+    fn differing(&self, slots: &[Assignment]) -> Vec<(mpsc::Sender<SlotCommand>, Assignment)> {
         let differing = slots.iter().filter_map(|new| {
-            let member = self.slots.get(&new.slot).filter(|member| matches!(member.after, After::Known))?;
+            let member = self.slots.get(&new.slot).filter(|member| matches!(member.after, AfterEnd::Keep))?;
             let orders = member.orders.clone()?;
             let differs = self.launch.board.assignment(&new.slot).is_some_and(|now| now != *new);
             differs.then(|| (orders, new.clone()))
@@ -230,7 +232,7 @@ impl Fleet {
                 let slot = new.slot.clone();
                 let Ok(permit) = turn.clone().acquire_owned().await else { continue };
                 let (reply, outcome) = oneshot::channel();
-                let sent = orders.send(Ordered::Replace(Box::new(new), permit, reply)).await;
+                let sent = orders.send(SlotCommand::Replace(Box::new(new), permit, reply)).await;
                 match outcome.await {
                     Ok(Err(message)) => return Err(format!("slot {slot}: {message}")),
                     Ok(Ok(())) => replaced += 1,
@@ -242,10 +244,11 @@ impl Fleet {
         })
     }
 
-    /// All existing slots have taken the settings, or one could not: then the others keep the old ones.
-    fn finish_reload(&mut self, rolled: Result<usize, String>) {
+    /// Ends a round. If a slot could not take the new settings, the slots after it keep the old ones, and the reload
+    /// fails. Otherwise the next round begins, or slots are ended and started.
+    fn finish_reload(&mut self, result: Result<usize, String>) {
         let Some(mut reload) = self.reload.take() else { return };
-        match rolled {
+        match result {
             Ok(replaced) => reload.replaced += replaced,
             Err(message) => {
                 self.launch.board.write(|status| status.reloads_refused += 1);
@@ -255,7 +258,7 @@ impl Fleet {
         }
         reload.rounds -= 1;
         if reload.rounds > 0 && !self.differing(&reload.slots).is_empty() {
-            reload.rolling = self.roll(&reload.slots);
+            reload.round = self.roll(&reload.slots);
             self.reload = Some(reload);
             return;
         }
@@ -274,9 +277,9 @@ impl Fleet {
             let Some(member) = self.slots.get_mut(name) else { continue };
             match &member.orders {
                 Some(orders) => {
-                    member.after = After::Gone;
+                    member.after = AfterEnd::Remove;
                     let (reply, _) = oneshot::channel();
-                    let _ = orders.try_send(Ordered::Order(Request::Shutdown, reply));
+                    let _ = orders.try_send(SlotCommand::Order(Request::Shutdown, reply));
                 }
                 None => self.forget(name),
             }
@@ -291,8 +294,8 @@ impl Fleet {
         for slot in slots {
             match self.slots.get_mut(&slot.slot) {
                 Some(member) if member.orders.is_some() => {
-                    if !matches!(member.after, After::Known) {
-                        member.after = After::Anew(Box::new(slot));
+                    if !matches!(member.after, AfterEnd::Keep) {
+                        member.after = AfterEnd::Start(Box::new(slot));
                         started += 1;
                     }
                 }
@@ -309,16 +312,16 @@ impl Fleet {
     }
 }
 
-/// Restarts slots one after the other, each when the one before takes tasks again, or will not: a pool never loses all of
-/// its workers at once.
-async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<Ordered>)>) {
+/// Restarts slots one after the other, so that a pool never loses all of its workers at once. Each is restarted when the
+/// one before takes tasks again, or has ended or failed.
+async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<SlotCommand>)>) {
     for (name, orders) in slots {
         let Ok(_turn) = launch.turn.acquire().await else { return };
         let pid = |status: &SlotStatus| status.slots.get(&name).and_then(|entry| entry.report.pid);
         let before = launch.board.read(pid);
         let (reply, outcome) = oneshot::channel();
         // A slot that has ended meanwhile is not restarted.
-        if orders.send(Ordered::Order(Request::Restart, reply)).await.is_err() || outcome.await.is_err() {
+        if orders.send(SlotCommand::Order(Request::Restart, reply)).await.is_err() || outcome.await.is_err() {
             continue;
         }
         let is_over = |status: &SlotStatus| {
@@ -331,14 +334,14 @@ async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<O
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
         };
-        let _ = timeout(RESTARTING, restarted).await;
+        let _ = timeout(RESTART_TIMEOUT, restarted).await;
     }
 }
 
-/// Waits for the current round of a reload; for ever if there is no reload.
-async fn roll_of(reload: &mut Option<Reload>) -> Result<usize, String> {
+/// The result of the current round of a reload; waits for ever if there is no reload.
+async fn next_round(reload: &mut Option<Reload>) -> Result<usize, String> {
     match reload {
-        Some(reload) => (&mut reload.rolling).await,
+        Some(reload) => (&mut reload.round).await,
         None => std::future::pending().await,
     }
 }

@@ -1,6 +1,6 @@
-//! The GPUs of this host, as NVML shows them: resolves a `devices` entry, and decides which GPU can take a
-//! worker. Pure, except `nvml` and `watch`, which ask the driver. Never opens CUDA: that may create a context
-//! on each device.
+//! The GPUs of this host, as NVML reports them: resolves a `devices` entry, and decides which GPU can take a
+//! worker. Pure, except `nvml`, `raw` and `watch`, which call the driver. Never opens CUDA, because that may create a
+//! context on each device.
 
 pub(super) mod device_fault;
 mod nvml;
@@ -9,21 +9,21 @@ pub(super) mod watch;
 
 use serde::Serialize;
 
-/// The fault of a GPU with MIG switched on but without MIG devices.
+/// The state of a GPU on which MIG is enabled but which has no MIG devices.
 const WITHOUT_PARTS: &str = "MIG is on and it has no parts";
 
-/// What NVML says of this host.
+/// What NVML reports about this host.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Gpus {
     /// In the order of their PCI bus ids: `cuda:0` is the first.
     pub gpus: Vec<Gpu>,
     /// The driver's version, such as 580.65.06.
     pub driver: Option<String>,
-    /// The newest CUDA that the driver knows, such as 13.0.
+    /// The newest CUDA version that the driver supports, such as 13.0.
     pub cuda: Option<String>,
-    /// Why NVML could not be asked; none if it answered.
+    /// Why NVML could not be queried; none if it answered.
     pub unknown: Option<String>,
-    /// A driver is installed, even if it does not answer.
+    /// Whether a driver is installed, even if it does not answer.
     pub installed: bool,
 }
 
@@ -44,7 +44,7 @@ pub struct Gpu {
     pub utilization_percent: Option<u32>,
     /// The processes that use it.
     pub processes: Vec<Process>,
-    /// Its MIG devices if MIG is on; only these can be used then.
+    /// Its MIG devices, if MIG is on. Then only these can be used.
     pub parts: Option<Vec<Part>>,
     /// Why the GPU cannot be used, in the driver's words.
     pub fault: Option<String>,
@@ -71,22 +71,22 @@ pub struct Memory {
 /// A process on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Process {
-    /// The process id on the host: inside a container it may differ.
+    /// The process id on the host. Inside a container the process may have another one.
     pub pid: u32,
     /// The bytes that it holds, if the driver says so.
     pub memory: Option<u64>,
 }
 
 impl Gpus {
-    /// Asks NVML. Without a driver there are no GPUs, and `unknown` says why.
+    /// Queries NVML. Without a driver there are no GPUs, and `unknown` says why.
     pub fn here() -> Self {
-        nvml::ask()
+        nvml::query()
     }
 
     /// The UUIDs of all devices that can be used: GPUs, or their MIG devices.
     pub fn usable(&self) -> Vec<&str> {
-        let well = self.gpus.iter().filter(|gpu| gpu.fault.is_none());
-        well.flat_map(|gpu| match &gpu.parts {
+        let working = self.gpus.iter().filter(|gpu| gpu.fault.is_none());
+        working.flat_map(|gpu| match &gpu.parts {
             None => vec![gpu.uuid.as_str()],
             Some(parts) => parts.iter().map(|part| part.uuid.as_str()).collect(),
         })
@@ -96,19 +96,19 @@ impl Gpus {
     /// The UUID of a `devices` entry: `cuda:1`, a UUID, or the beginning of one.
     ///
     /// # Errors
-    /// Why the entry names no usable device, in words.
+    /// Why the entry names no usable device, for people.
     pub fn resolve(&self, entry: &str) -> Result<&str, String> {
         let known = || self.unknown.as_ref().map_or(Ok(()), |reason| Err(reason.clone()));
         let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
-            let index: usize = index.parse().map_err(|_| "after `cuda:` comes a number, from 0 on")?;
+            let index: usize = index.parse().map_err(|_| "`cuda:` must be followed by a number, counted from 0")?;
             known()?;
             let gpu = self.gpus.get(index).ok_or_else(|| format!("there are {} GPUs", self.gpus.len()))?;
             gpu.uuid.as_str()
         } else if entry.starts_with("GPU-") || entry.starts_with("MIG-") {
             known()?;
-            let mut meant = self.uuids().filter(|uuid| uuid.starts_with(entry));
-            let first = meant.next().ok_or("there is none of this name")?;
-            if let Some(other) = meant.next() {
+            let mut matching = self.uuids().filter(|uuid| uuid.starts_with(entry));
+            let first = matching.next().ok_or("there is none of this name")?;
+            if let Some(other) = matching.next() {
                 return Err(format!("{first} and {other} both begin so"));
             }
             first
@@ -139,7 +139,7 @@ impl Gpus {
     }
 
     /// The devices of this host with their entries, for an error message.
-    pub fn in_words(&self) -> String {
+    pub fn describe(&self) -> String {
         let gpu = |(index, gpu): (usize, &Gpu)| match (&gpu.fault, &gpu.parts) {
             (Some(fault), _) => format!("cuda:{index} = {} (out of order: {fault})", gpu.uuid),
             (None, None) => format!("cuda:{index} = {}", gpu.uuid),
@@ -148,9 +148,9 @@ impl Gpus {
             }
             (None, Some(parts)) => parts.iter().map(|part| part.uuid.as_str()).collect::<Vec<_>>().join(", "),
         };
-        let mut words = vec!["cpu".to_owned()];
-        words.extend(self.gpus.iter().enumerate().map(gpu));
-        words.join(", ")
+        let mut devices = vec!["cpu".to_owned()];
+        devices.extend(self.gpus.iter().enumerate().map(gpu));
+        devices.join(", ")
     }
 
     fn uuids(&self) -> impl Iterator<Item = &str> {
@@ -184,12 +184,12 @@ mod tests {
     }
 
     #[test]
-    fn every_whole_gpu_and_every_part_of_a_divided_one_can_be_used_and_a_broken_one_cannot() {
+    fn whole_gpus_and_mig_devices_are_usable_and_broken_gpus_are_not() {
         assert_eq!(host().usable(), ["GPU-aa1", "GPU-aa2", "MIG-1", "MIG-2"]);
     }
 
     #[test]
-    fn an_entry_is_a_number_or_a_uuid_or_its_beginning() {
+    fn an_entry_is_a_number_a_uuid_or_the_beginning_of_one() {
         let host = host();
         for (entry, uuid) in
             [("cuda:1", "GPU-aa2"), ("GPU-aa1", "GPU-aa1"), ("MIG-2", "MIG-2"), ("GPU-aa2", "GPU-aa2")]
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_means_no_device_or_two_says_why() {
+    fn an_entry_that_names_no_device_or_several_is_refused_with_the_reason() {
         let host = host();
         for (entry, reason) in [
             ("cuda:5", "there are 5 GPUs"),
@@ -215,8 +215,8 @@ mod tests {
             ("GPU-bare", "no parts"),
             ("", "a device is"),
         ] {
-            let said = host.resolve(entry).unwrap_err();
-            assert!(said.contains(reason), "{entry:?}: {said}");
+            let message = host.resolve(entry).unwrap_err();
+            assert!(message.contains(reason), "{entry:?}: {message}");
         }
         let without = Gpus { unknown: Some("no driver".into()), ..Gpus::default() };
         assert_eq!(without.resolve("cuda:0"), Err("no driver".into()));

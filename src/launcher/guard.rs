@@ -1,8 +1,8 @@
-//! The guard: a small process beside the launcher that outlives it, and kills workers that outlive it too
+//! The guard: a small process that outlives the launcher, and kills workers that outlive it too
 //! because they are stopped or their driver hangs. This file has both sides: the launcher's, which starts the
-//! guard and tells it of every worker, and the guard's own ([`guard_workers`]). A worker is killed when the
-//! launcher's end of their socket is closed and the shutdown grace is over. Never signals another process that
-//! has the same id by now.
+//! guard and registers every worker with it, and the guard's own ([`guard_workers`]). A worker is killed when the
+//! launcher's end of their socket is closed and the shutdown grace is over. The guard never signals another process
+//! that has got the same id in the meantime.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -33,9 +33,9 @@ const REAPED: &str = "reaped";
 
 /// The launcher's side, shared by all slots.
 pub(super) struct Guard {
-    /// The program, which is sconce itself; none: there is no guard.
+    /// The path of sconce itself; none if there is no guard.
     program: Option<PathBuf>,
-    /// For the grace. Written when settings are reloaded.
+    /// Has the shutdown grace. Written when settings are reloaded.
     policy: watch::Receiver<Launcher>,
     /// Locked for a few short writes; never across an await.
     state: Mutex<State>,
@@ -45,7 +45,7 @@ pub(super) struct Guard {
 struct State {
     /// None before the first worker, and between the loss of a guard and the next spawn of a worker.
     running: Option<GuardProcess>,
-    /// Workers spawned and not reaped: a new guard is told of them.
+    /// Workers that are spawned and not reaped. They are registered with a new guard.
     workers: BTreeSet<Process>,
 }
 
@@ -66,12 +66,12 @@ impl Drop for Guarded {
     fn drop(&mut self) {
         let mut state = self.guard.lock();
         state.workers.remove(&self.worker);
-        state.tell(&format!("{REAPED} {}\n", self.worker.written()));
+        state.send(&format!("{REAPED} {}\n", self.worker.written()));
     }
 }
 
 impl Guard {
-    /// `program` is sconce; none: there will be no guard.
+    /// `program` is the path of sconce itself. Without it there is no guard.
     pub(super) fn new(program: Option<PathBuf>, policy: watch::Receiver<Launcher>) -> Self {
         Self { program, policy, state: Mutex::default() }
     }
@@ -82,7 +82,7 @@ impl Guard {
         let Some(program) = &self.program else { return };
         let grace = self.grace();
         let mut state = self.lock();
-        if state.running.as_mut().is_some_and(GuardProcess::lives) {
+        if state.running.as_mut().is_some_and(GuardProcess::is_alive) {
             return;
         }
         let started = GuardProcess::start(program).inspect_err(|error| {
@@ -93,21 +93,21 @@ impl Guard {
             before.end();
         }
         for worker in state.workers.clone() {
-            state.tell(&spawned(worker, grace));
+            state.send(&spawned(worker, grace));
         }
     }
 
-    /// Tells the guard of a worker that was just spawned and is not reaped yet.
+    /// Registers a worker with the guard. It was just spawned, and is not reaped yet.
     pub(super) fn watch_over(self: &Arc<Self>, worker: Option<u32>) -> Option<Guarded> {
         self.program.as_ref()?;
         let Some(worker) = worker.and_then(|pid| Process::of(i32::try_from(pid).ok()?)) else {
-            tracing::warn!(pid = worker, "not guarded: /proc does not show when the worker was started");
+            tracing::warn!(pid = worker, "the guard cannot watch this worker: /proc does not show when it was started");
             return None;
         };
         let grace = self.grace();
         let mut state = self.lock();
         state.workers.insert(worker);
-        state.tell(&spawned(worker, grace));
+        state.send(&spawned(worker, grace));
         Some(Guarded { guard: self.clone(), worker })
     }
 
@@ -122,10 +122,10 @@ impl Guard {
 
 impl State {
     /// Writes a line to the guard, if there is one. A guard that cannot take it is ended.
-    fn tell(&mut self, line: &str) {
+    fn send(&mut self, line: &str) {
         let Some(running) = &mut self.running else { return };
         if let Err(error) = running.lines.write_all(line.as_bytes()) {
-            tracing::warn!(%error, "the guard was lost; the next worker to be spawned brings another");
+            tracing::warn!(%error, "the guard was lost; another is started with the next worker");
             if let Some(lost) = self.running.take() {
                 lost.end();
             }
@@ -149,11 +149,11 @@ impl GuardProcess {
         Ok(Self { child, lines })
     }
 
-    fn lives(&mut self) -> bool {
+    fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Kills the guard before its stdin closes: a living guard would take that for the launcher's end.
+    /// Kills the guard before its stdin closes, which a living guard would take for the launcher's end.
     fn end(mut self) {
         let _ = self.child.start_kill();
     }
@@ -178,13 +178,13 @@ impl Process {
     }
 
     /// Whether the process runs or is stopped. A zombie does not count.
-    fn lives(&self) -> bool {
+    fn is_alive(&self) -> bool {
         state_and_start(self.pid)
             .is_some_and(|(state, started)| started == self.started && !matches!(state, 'Z' | 'X'))
     }
 
     fn kill(&self) -> bool {
-        self.lives() && kill(Pid::from_raw(self.pid), Signal::SIGKILL).is_ok()
+        self.is_alive() && kill(Pid::from_raw(self.pid), Signal::SIGKILL).is_ok()
     }
 
     /// The process as written in a line.
@@ -208,20 +208,20 @@ fn parse_stat(stat: &str) -> Option<(char, u64)> {
 }
 
 #[derive(Default)]
-struct Roll {
+struct WatchedWorkers {
     workers: BTreeSet<Process>,
     grace: Duration,
 }
 
-impl Roll {
-    /// Reads one line; none: not a line of the launcher's.
-    fn hear(&mut self, line: &str) -> Option<()> {
-        let mut words = line.split(' ');
-        let verb = words.next()?;
-        let worker = Process { pid: words.next()?.parse().ok()?, started: words.next()?.parse().ok()? };
+impl WatchedWorkers {
+    /// Applies one line of the launcher. None if it is not such a line.
+    fn apply(&mut self, line: &str) -> Option<()> {
+        let mut fields = line.split(' ');
+        let verb = fields.next()?;
+        let worker = Process { pid: fields.next()?.parse().ok()?, started: fields.next()?.parse().ok()? };
         match verb {
             SPAWNED => {
-                self.grace = Duration::from_millis(words.next()?.parse().ok()?);
+                self.grace = Duration::from_millis(fields.next()?.parse().ok()?);
                 self.workers.insert(worker);
             }
             REAPED => drop(self.workers.remove(&worker)),
@@ -231,19 +231,19 @@ impl Roll {
     }
 }
 
-/// Runs as the guard: reads of workers until the launcher's end of the socket closes, then kills those that
-/// still live after the grace. Returns as soon as none is left. Blocks its thread.
+/// Runs as the guard: reads lines about workers until the launcher's end of the socket closes, then kills those that
+/// are still alive after the grace. Returns as soon as none is left. Blocks its thread.
 ///
 /// # Errors
-/// The signals that end a service cannot be ignored; then there is no guard.
+/// The signals that end a service cannot be ignored. Then there is no guard.
 pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
     // A service manager signals every process of a service; the guard must end after the launcher.
     for ignored in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         ignore(ignored)?;
     }
-    let killed = outlive(launcher);
+    let killed = kill_survivors(launcher);
     if !killed.is_empty() {
-        // Logged after the kills: nobody may be reading the log any more.
+        // Logged after the kills, because writing may fail or block if nobody reads the log any more.
         let ids: Vec<String> = killed.iter().map(ToString::to_string).collect();
         tracing::warn!(?ids, "the launcher is gone; killed the workers left after the grace");
     }
@@ -252,30 +252,30 @@ pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
 
 #[expect(unsafe_code, reason = "sigaction(2) is unsafe for the handlers that it could install")]
 fn ignore(ignored: Signal) -> io::Result<()> {
-    // SAFETY: SIG_IGN is no handler: no code of ours runs at a signal.
+    // SAFETY: SIG_IGN is not a handler function, so no code of ours runs at a signal.
     let before = unsafe { signal(ignored, SigHandler::SigIgn) };
     before.map(drop).map_err(io::Error::from)
 }
 
-/// Returns the process ids of the killed workers.
-fn outlive(launcher: impl BufRead) -> Vec<i32> {
-    let mut roll = Roll::default();
-    // A read error ends the loop too: the launcher cannot be heard any more.
+/// Waits for the launcher's end and the grace, and kills the workers that are left. Returns their process ids.
+fn kill_survivors(launcher: impl BufRead) -> Vec<i32> {
+    let mut watched = WatchedWorkers::default();
+    // A read error ends the loop too, since nothing more can be read from the launcher.
     for line in launcher.lines().map_while(Result::ok) {
-        if roll.hear(&line).is_none() {
-            tracing::warn!(line, "not a line of the launcher's");
+        if watched.apply(&line).is_none() {
+            tracing::warn!(line, "unreadable line from the launcher");
         }
     }
-    let end = Instant::now() + roll.grace;
+    let end = Instant::now() + watched.grace;
     loop {
-        roll.workers.retain(Process::lives);
+        watched.workers.retain(Process::is_alive);
         let left = end.saturating_duration_since(Instant::now());
-        if roll.workers.is_empty() || left.is_zero() {
+        if watched.workers.is_empty() || left.is_zero() {
             break;
         }
         thread::sleep(left.min(POLL_INTERVAL));
     }
-    roll.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
+    watched.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
 }
 
 #[cfg(test)]
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_known_by_its_state_and_start_whatever_its_name_holds() {
+    fn state_and_start_are_parsed_whatever_the_process_name_contains() {
         let rest = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21";
         assert_eq!(parse_stat(&format!("12 (sconce) {rest}\n")), Some(('S', 4711)));
         assert_eq!(parse_stat(&format!("12 (a) Z 9 (b) {rest}\n")), Some(('S', 4711)));
@@ -307,45 +307,45 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_lives_after_the_grace_is_killed_even_where_it_is_stopped() {
+    fn a_worker_alive_after_the_grace_is_killed_even_if_it_is_stopped() {
         let (mut child, worker) = sleeper();
         kill(Pid::from_raw(worker.pid), Signal::SIGSTOP).unwrap();
         let begun = Instant::now();
-        assert_eq!(outlive(spawned(worker, GRACE).as_bytes()), [worker.pid]);
+        assert_eq!(kill_survivors(spawned(worker, GRACE).as_bytes()), [worker.pid]);
         assert!(begun.elapsed() >= GRACE, "{:?}", begun.elapsed());
         assert_eq!(child.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
     }
 
     #[test]
-    fn once_all_workers_are_gone_nothing_is_waited_for() {
-        let ((mut gone, one), (mut lives, other)) = (sleeper(), sleeper());
+    fn the_guard_does_not_wait_once_all_workers_are_gone() {
+        let ((mut gone, one), (mut alive, other)) = (sleeper(), sleeper());
         let hour = Duration::from_secs(3_600);
         // A zombie: killed, but not reaped.
         kill(Pid::from_raw(one.pid), Signal::SIGKILL).unwrap();
-        let told = spawned(one, hour) + &spawned(other, hour) + &reaped(other);
-        assert!(outlive(told.as_bytes()).is_empty());
+        let lines = spawned(one, hour) + &spawned(other, hour) + &reaped(other);
+        assert!(kill_survivors(lines.as_bytes()).is_empty());
         gone.wait().unwrap();
-        assert!(other.lives(), "it was reaped, and no matter of the guard's any more");
-        lives.kill().unwrap();
-        lives.wait().unwrap();
+        assert!(other.is_alive(), "the guard does not watch a reaped worker");
+        alive.kill().unwrap();
+        alive.wait().unwrap();
     }
 
     #[test]
-    fn another_process_of_the_same_id_is_left_alone() {
+    fn another_process_with_the_same_id_is_not_killed() {
         let (mut child, worker) = sleeper();
         let earlier = Process { started: worker.started - 1, ..worker };
-        assert!(outlive(spawned(earlier, GRACE).as_bytes()).is_empty());
-        assert!(worker.lives());
+        assert!(kill_survivors(spawned(earlier, GRACE).as_bytes()).is_empty());
+        assert!(worker.is_alive());
         child.kill().unwrap();
         child.wait().unwrap();
     }
 
     #[test]
-    fn lines_that_are_not_the_launchers_change_nothing() {
-        let mut roll = Roll::default();
+    fn unreadable_lines_change_nothing() {
+        let mut watched = WatchedWorkers::default();
         for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "killed 1 2"] {
-            assert_eq!(roll.hear(line), None, "{line}");
+            assert_eq!(watched.apply(line), None, "{line}");
         }
-        assert!(roll.workers.is_empty());
+        assert!(watched.workers.is_empty());
     }
 }

@@ -1,5 +1,5 @@
-//! What the driver has reported of the devices since the launcher started: which have failed, and recent
-//! events. Decides whether a worker is started on a device, and tells running workers' watches when their
+//! What the driver has reported about the devices since the launcher started: which have failed, and recent
+//! events. Decides whether a worker may be started on a device, and notifies the watches of running workers when their
 //! device fails. Owns the thread that listens to the driver, which starts with the first worker on a GPU and
 //! ends with the launcher. Without a driver, no worker is refused.
 
@@ -11,37 +11,38 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use super::gpus::device_fault::{DeviceFault, Kind, Weight};
-use super::gpus::watch::{Word, listen};
+use super::gpus::device_fault::{DeviceFault, Kind, Severity};
+use super::gpus::watch::{DriverReport, listen};
 
-/// If a worker ends within this time after an event on its device, the event is the reason.
-const LATELY: Duration = Duration::from_secs(10);
-/// After this time without a report the driver counts as unresponsive: it is asked every two seconds.
+/// If a worker ends within this time after an event on its device, the event counts as the reason.
+const RECENT_EVENT: Duration = Duration::from_secs(10);
+/// After this time without a report the driver counts as unresponsive: it is polled every 2 s.
 const UNRESPONSIVE: Duration = Duration::from_secs(30);
 
 /// What the driver has reported of each device. Shared by all slots.
 #[derive(Default)]
 pub(super) struct Health {
-    /// Listening has been started, or cannot be.
+    /// Whether starting to listen has been tried.
     begun: AtomicBool,
     /// Locked for reading or writing a few values.
-    status: Mutex<SlotStatus>,
-    /// Devices that have failed, each with how often and the last fault. Written by the listening thread, read
-    /// by the device watches of the workers.
+    status: Mutex<DriverState>,
+    /// Devices that have failed, each with the number of failures and the last fault. Written by the listening thread,
+    /// read by the device watches of the workers.
     failed_devices: watch::Sender<BTreeMap<String, (u64, DeviceFault)>>,
 }
 
+/// The state of the devices, by the reports of the driver.
 #[derive(Default)]
-struct SlotStatus {
-    /// When the driver last reported; none: never.
-    heard: Option<Instant>,
+struct DriverState {
+    /// When the driver last reported; none if it never has.
+    last_report: Option<Instant>,
     /// The fault that prevents the use of a device now.
     faults: BTreeMap<String, DeviceFault>,
     /// The last event on a device that could have ended a worker.
     events: BTreeMap<String, (Instant, DeviceFault)>,
 }
 
-/// Tells one worker whether its device fails.
+/// Notifies the handle of one worker when its device fails.
 pub(super) struct DeviceWatch {
     device: String,
     failed_devices: watch::Receiver<BTreeMap<String, (u64, DeviceFault)>>,
@@ -50,38 +51,38 @@ pub(super) struct DeviceWatch {
 }
 
 impl Health {
-    /// Starts to listen to the driver, unless that is done or `device` is no GPU. The thread ends when nobody
+    /// Starts to listen to the driver, unless that was done before or `device` is no GPU. The thread ends when nobody
     /// else holds this `Health`.
     pub(super) fn watch_over(self: &Arc<Self>, device: &str) {
         if device == "cpu" || self.begun.swap(true, Ordering::Relaxed) {
             return;
         }
         let health = Arc::downgrade(self);
-        let hear = move |word| health.upgrade().map(|health| health.hear(word)).is_some();
-        if let Err(error) = thread::Builder::new().name("driver".into()).spawn(|| listen(hear)) {
+        let report = move |report| health.upgrade().map(|health| health.record(report)).is_some();
+        if let Err(error) = thread::Builder::new().name("driver".into()).spawn(|| listen(report)) {
             tracing::warn!(%error, "no thread to listen to the driver; devices are not watched");
         }
     }
 
-    /// Takes in a report of the driver.
-    fn hear(&self, word: Word) {
+    /// Records a report of the driver, and notifies the device watches of new failures.
+    fn record(&self, report: DriverReport) {
         let now = Instant::now();
         let mut status = self.status();
-        status.heard = Some(now);
-        let failed_devices = match word {
-            Word::Event { weight: Weight::Nothing, .. } => Vec::new(),
-            Word::Event { devices, device_fault, weight } => {
+        status.last_report = Some(now);
+        let failed_devices = match report {
+            DriverReport::Event { severity: Severity::Ignored, .. } => Vec::new(),
+            DriverReport::Event { devices, device_fault, severity } => {
                 for device in &devices {
                     status.events.insert(device.clone(), (now, device_fault.clone()));
                 }
-                let failed_devices = if weight == Weight::DeviceFailed { devices } else { Vec::new() };
+                let failed_devices = if severity == Severity::DeviceFailed { devices } else { Vec::new() };
                 // Valid until the next check of all devices, which follows at once.
                 for device in &failed_devices {
                     status.faults.insert(device.clone(), device_fault.clone());
                 }
                 failed_devices.into_iter().map(|device| (device, device_fault.clone())).collect()
             }
-            Word::Look(states) => {
+            DriverReport::State(states) => {
                 let mut failed_devices = Vec::new();
                 for (device, state) in states {
                     match state {
@@ -121,7 +122,7 @@ impl Health {
             return None;
         }
         let status = self.status();
-        let silence = status.heard.map_or(Duration::ZERO, |at| at.elapsed());
+        let silence = status.last_report.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > UNRESPONSIVE {
             let message = format!("the driver has not answered for {} s", silence.as_secs());
             return Some(DeviceFault { kind: Kind::Unresponsive, message });
@@ -130,10 +131,10 @@ impl Health {
     }
 
     /// The last event on a device, if it is recent.
-    pub(super) fn lately(&self, device: &str) -> Option<DeviceFault> {
+    pub(super) fn recent_event(&self, device: &str) -> Option<DeviceFault> {
         let status = self.status();
         let (at, device_fault) = status.events.get(device)?;
-        (at.elapsed() <= LATELY).then(|| device_fault.clone())
+        (at.elapsed() <= RECENT_EVENT).then(|| device_fault.clone())
     }
 
     /// Watches a device from now on.
@@ -143,14 +144,14 @@ impl Health {
         DeviceWatch { device: device.to_owned(), failed_devices, seen }
     }
 
-    fn status(&self) -> MutexGuard<'_, SlotStatus> {
+    fn status(&self) -> MutexGuard<'_, DriverState> {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl DeviceWatch {
-    /// Waits until the device fails, or returns at once if it failed since the last call. Safe to cancel.
-    pub(super) async fn failed_devices(&mut self) -> DeviceFault {
+    /// Waits until the device fails. Returns at once if it has failed since the last call. Safe to cancel.
+    pub(super) async fn failure(&mut self) -> DeviceFault {
         loop {
             if let Some((times, device_fault)) = self.failed_devices.borrow_and_update().get(&self.device)
                 && *times > self.seen
@@ -177,71 +178,71 @@ mod tests {
         DeviceFault { kind, message: message.to_owned() }
     }
 
-    fn look(state: Option<DeviceFault>) -> Word {
-        Word::Look([("GPU-a".to_owned(), state), ("GPU-b".to_owned(), None)].into())
+    fn state(fault: Option<DeviceFault>) -> DriverReport {
+        DriverReport::State([("GPU-a".to_owned(), fault), ("GPU-b".to_owned(), None)].into())
     }
 
-    fn event(weight: Weight) -> Word {
-        Word::Event {
+    fn event(severity: Severity) -> DriverReport {
+        DriverReport::Event {
             devices: vec!["GPU-a".to_owned()],
             device_fault: device_fault(Kind::Xid, "Xid"),
-            weight,
+            severity,
         }
     }
 
     #[test]
-    fn a_device_that_has_failed_takes_no_worker_until_the_driver_says_it_can() {
+    fn a_failed_device_gets_no_worker_until_the_driver_reports_it_usable() {
         let health = Health::default();
         assert_eq!(health.refuses("GPU-a"), None, "nothing is known yet");
-        health.hear(look(Some(device_fault(Kind::OffTheBus, LOST))));
+        health.record(state(Some(device_fault(Kind::OffTheBus, LOST))));
         assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::OffTheBus, LOST)));
         assert_eq!((health.refuses("GPU-b"), health.refuses("cpu")), (None, None));
-        health.hear(look(None));
+        health.record(state(None));
         assert_eq!(health.refuses("GPU-a"), None);
-        health.hear(event(Weight::DeviceFailed));
-        assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::Xid, "Xid")), "until the next look");
-        health.hear(look(None));
+        health.record(event(Severity::DeviceFailed));
+        assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::Xid, "Xid")), "until the next report");
+        health.record(state(None));
         assert_eq!(health.refuses("GPU-a"), None);
     }
 
     #[test]
-    fn those_who_were_there_hear_once_that_a_device_has_failed_and_those_who_come_after_do_not() {
+    fn only_watches_that_existed_before_a_failure_report_it_and_only_once() {
         let health = Health::default();
-        let (mut eye, mut beside) = (health.device_watch("GPU-a"), health.device_watch("GPU-b"));
-        health.hear(event(Weight::Passing));
-        assert_eq!(eye.failed_devices().now_or_never(), None, "that is no reason to kill anybody");
-        health.hear(event(Weight::DeviceFailed));
-        assert_eq!(eye.failed_devices().now_or_never(), Some(device_fault(Kind::Xid, "Xid")));
-        assert_eq!(eye.failed_devices().now_or_never(), None);
+        let (mut watch_a, mut watch_b) = (health.device_watch("GPU-a"), health.device_watch("GPU-b"));
+        health.record(event(Severity::Process));
+        assert_eq!(watch_a.failure().now_or_never(), None, "no reason to kill a worker");
+        health.record(event(Severity::DeviceFailed));
+        assert_eq!(watch_a.failure().now_or_never(), Some(device_fault(Kind::Xid, "Xid")));
+        assert_eq!(watch_a.failure().now_or_never(), None);
         let mut next = health.device_watch("GPU-a");
-        health.hear(look(Some(device_fault(Kind::Xid, "Xid"))));
-        assert_eq!(next.failed_devices().now_or_never(), None, "it is still the same");
-        health.hear(look(None));
-        health.hear(look(Some(device_fault(Kind::OffTheBus, LOST))));
-        assert_eq!(next.failed_devices().now_or_never(), Some(device_fault(Kind::OffTheBus, LOST)));
-        assert_eq!(beside.failed_devices().now_or_never(), None);
+        health.record(state(Some(device_fault(Kind::Xid, "Xid"))));
+        assert_eq!(next.failure().now_or_never(), None, "it is still the same");
+        health.record(state(None));
+        health.record(state(Some(device_fault(Kind::OffTheBus, LOST))));
+        assert_eq!(next.failure().now_or_never(), Some(device_fault(Kind::OffTheBus, LOST)));
+        assert_eq!(watch_b.failure().now_or_never(), None);
     }
 
     #[test]
-    fn an_event_is_remembered_for_a_moment_unless_it_means_nothing() {
+    fn an_event_is_recent_for_a_while_unless_it_is_ignored() {
         let health = Health::default();
-        health.hear(event(Weight::Nothing));
-        assert_eq!(health.lately("GPU-a"), None);
-        health.hear(event(Weight::Passing));
-        assert_eq!(health.lately("GPU-a"), Some(device_fault(Kind::Xid, "Xid")));
-        assert_eq!(health.lately("GPU-b"), None);
+        health.record(event(Severity::Ignored));
+        assert_eq!(health.recent_event("GPU-a"), None);
+        health.record(event(Severity::Process));
+        assert_eq!(health.recent_event("GPU-a"), Some(device_fault(Kind::Xid, "Xid")));
+        assert_eq!(health.recent_event("GPU-b"), None);
         if let Some((at, _)) = health.status().events.get_mut("GPU-a") {
-            *at -= LATELY;
+            *at -= RECENT_EVENT;
         }
-        assert_eq!(health.lately("GPU-a"), None);
+        assert_eq!(health.recent_event("GPU-a"), None);
     }
 
     #[test]
-    fn a_driver_that_does_not_answer_any_more_hinders_every_start_on_a_gpu() {
+    fn an_unresponsive_driver_prevents_every_start_on_a_gpu() {
         let health = Health::default();
-        health.hear(look(None));
+        health.record(state(None));
         let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
-        health.status().heard = silent;
+        health.status().last_report = silent;
         let refused = health.refuses("GPU-b").map(|it| (it.kind, it.message));
         assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));
         assert_eq!(health.refuses("cpu"), None);

@@ -1,6 +1,6 @@
-//! Logs again what a worker logs (JSON lines on its stderr), with the slot's name: for a person as an event of
-//! the launcher with the worker's level; for a log collector as the same JSON line with its fields. A line of
-//! another form (a panic message, a library's print) is a warning.
+//! Forwards what a worker logs (JSON lines on its stderr) to the launcher's log, with the slot's name. For people it
+//! becomes an event of the launcher with the worker's level; for a log collector it stays the same JSON line with its
+//! fields. A line of another form (a panic message, a library's print) becomes a warning.
 
 use std::collections::{HashMap, VecDeque};
 use std::process::ExitStatus;
@@ -16,54 +16,55 @@ use crate::shutdown::Exit;
 /// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// How long a line that several workers write at once is not repeated.
-const ONCE: Duration = Duration::from_secs(10);
+/// How long a line is not repeated that several workers write at the same time.
+const REPEAT_WINDOW: Duration = Duration::from_secs(10);
 
-/// How often the same reason for which models cannot be loaded is logged: its slots fail together, and again.
+/// How long the same reason for which a model cannot be loaded is not logged again. A pool's slots fail together, and
+/// each fails several times.
 const REASON_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The reasons for which models could not be loaded, and when each was logged. Written and read when a worker has ended
-/// so. Bound: those of the last [`REASON_INTERVAL`].
+/// The reasons for which models could not be loaded, and when each was logged. Written and read when a worker that
+/// could not load its model has ended. Bound: the reasons of the last [`REASON_INTERVAL`].
 #[derive(Default)]
 pub(super) struct LoggedReasons(Mutex<HashMap<String, Instant>>);
 
 impl LoggedReasons {
-    /// Whether a reason is to be logged now. Remembers it.
-    pub(super) fn is_news(&self, reason: &str, now: Instant) -> bool {
+    /// Whether this reason was logged within the last [`REASON_INTERVAL`]. Records it otherwise.
+    pub(super) fn check_and_record(&self, reason: &str, now: Instant) -> bool {
         let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         logged.retain(|_, at| now.saturating_duration_since(*at) < REASON_INTERVAL);
         if logged.contains_key(reason) {
-            return false;
+            return true;
         }
         logged.insert(reason.to_owned(), now);
-        true
+        false
     }
 }
 
-/// The lines of queues that were made, and when: workers that start together make the same ones at the same moment, and
-/// AMQP tells none of them who was first. Written and read for each such line.
+/// The latest lines about created queues, and when they were logged. Workers that start together declare the same queues
+/// at the same moment, and AMQP does not report which of them created a queue. Written and read for each such line.
 #[derive(Default)]
 pub(super) struct RecentlyLogged(Mutex<HashMap<String, Instant>>);
 
 impl RecentlyLogged {
-    /// Whether another worker has just written this line. Remembers it.
-    fn has(&self, message: &str, now: Instant) -> bool {
+    /// Whether this line about a created queue was logged just before. Records it.
+    fn check_and_record(&self, message: &str, now: Instant) -> bool {
         if !message.starts_with(QUEUE_MADE) {
             return false;
         }
         let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        logged.retain(|_, at| now.saturating_duration_since(*at) < ONCE);
+        logged.retain(|_, at| now.saturating_duration_since(*at) < REPEAT_WINDOW);
         logged.insert(message.to_owned(), now).is_some()
     }
 }
 
-/// Logs one line again, by `raw` if given, unless it was `logged`; returns its text.
+/// Forwards one line, through `raw` if given, unless it was `logged` just before. Returns its text.
 pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &RecentlyLogged) -> String {
     let parsed =
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
     let message = parsed.as_ref().map_or_else(|| line.to_owned(), message);
-    if logged.has(&message, Instant::now()) {
+    if logged.check_and_record(&message, Instant::now()) {
         return message;
     }
     if let (Some(_), Some(raw)) = (parsed, raw) {
@@ -80,7 +81,7 @@ pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &Re
     message
 }
 
-/// The same line, with the slot behind its message: written into the text, so that all lines have one order of keys.
+/// The same line, with the slot after its message. It is inserted into the text, so that the order of keys is kept.
 fn with_slot(line: &str, slot: &str) -> String {
     const FIELDS: &str = "\"fields\":{";
     const MESSAGE: &str = "\"message\":\"";
@@ -95,7 +96,7 @@ fn with_slot(line: &str, slot: &str) -> String {
     }
 }
 
-/// Where a JSON string ends, behind its closing quote; `text` begins behind the opening one.
+/// The end of a JSON string, after its closing quote. `text` begins after the opening one.
 fn end_of_string(text: &str) -> Option<usize> {
     let mut is_escaped = false;
     text.bytes()
@@ -121,10 +122,10 @@ fn message(log: &Map<String, Value>) -> String {
     message
 }
 
-/// The lines that are kept of a worker's log in case it dies of a task; they go into a message's headers.
-const LINES: usize = 5;
-/// The most bytes of a line.
-const LINE: usize = 200;
+/// How many lines are kept of a worker's log in case it dies of a task. They go into a message's headers.
+const TAIL_LINES: usize = 5;
+/// The most bytes of such a line.
+const MAX_LINE_BYTES: usize = 200;
 
 /// The last lines of one worker's log.
 #[derive(Default)]
@@ -132,16 +133,16 @@ pub(super) struct LogTail(VecDeque<String>);
 
 impl LogTail {
     pub(super) fn push(&mut self, line: &str) {
-        if self.0.len() >= LINES {
+        if self.0.len() >= TAIL_LINES {
             self.0.pop_front();
         }
         // In a control line each control character would take six bytes.
         let plain: String = line.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
-        self.0.push_back(shorten(&plain, LINE));
+        self.0.push_back(shorten(&plain, MAX_LINE_BYTES));
     }
 
-    /// The crash tail: these lines, and how the process ended.
-    pub(super) fn at_the_end(self, status: Option<ExitStatus>) -> CrashTail {
+    /// These lines, and how the process ended.
+    pub(super) fn into_crash_tail(self, status: Option<ExitStatus>) -> CrashTail {
         let exit = status.map_or_else(|| "unknown".to_owned(), |status| status.to_string());
         let meaning = status.and_then(|status| status.code()).and_then(Exit::from_code);
         let exit = meaning.map_or(exit.clone(), |meaning| format!("{exit} ({meaning})"));
@@ -163,25 +164,25 @@ mod tests {
     }
 
     #[test]
-    fn that_a_queue_was_made_is_told_once_whoever_made_it() {
+    fn a_created_queue_is_logged_once_for_all_workers() {
         let (logged, now) = (RecentlyLogged::default(), Instant::now());
         let made = |queue: &str| format!("{QUEUE_MADE} queue={queue:?}");
         let has =
-            [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| logged.has(&it, now));
+            [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| logged.check_and_record(&it, now));
         assert_eq!(has, [false, false, true, false, false]);
-        assert!(!logged.has(&made("a"), now + ONCE), "it was deleted, and made again");
+        assert!(!logged.check_and_record(&made("a"), now + REPEAT_WINDOW), "it was deleted, and made again");
     }
 
     #[test]
-    fn why_a_model_cannot_be_loaded_is_news_once_a_minute_whatever_slot_says_it() {
+    fn a_reason_not_to_load_a_model_is_logged_once_a_minute_for_all_slots() {
         let (reasons, now) = (LoggedReasons::default(), Instant::now());
-        let news = ["no folder a", "no folder a", "no folder b"].map(|it| reasons.is_news(it, now));
-        assert_eq!(news, [true, false, true]);
-        assert!(reasons.is_news("no folder a", now + REASON_INTERVAL));
+        let known = ["no folder a", "no folder a", "no folder b"].map(|it| reasons.check_and_record(it, now));
+        assert_eq!(known, [false, true, false]);
+        assert!(!reasons.check_and_record("no folder a", now + REASON_INTERVAL));
     }
 
     #[test]
-    fn the_slot_stands_behind_the_message_and_all_else_as_it_was() {
+    fn the_slot_is_inserted_after_the_message_and_nothing_else_changes() {
         for (line, expected) in [
             (
                 r#"{"level":"INFO","fields":{"message":"a \"b\\","x":1},"target":"t"}"#,
@@ -196,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn the_last_lines_and_the_end_are_kept_in_short() {
+    fn the_crash_tail_has_the_last_lines_and_the_exit() {
         let mut tail = LogTail::default();
         (0..9).for_each(|n| tail.push(&format!("line {n}")));
         tail.push(&"x".repeat(100_000));
-        let message = tail.at_the_end(Some(ExitStatus::from_raw(9)));
+        let message = tail.into_crash_tail(Some(ExitStatus::from_raw(9)));
         assert_eq!(message.exit, "signal: 9 (SIGKILL)");
-        assert!(message.log.starts_with("line 5\nline 6\n") && message.log.len() < LINES * (LINE + 40));
-        let message = LogTail::default().at_the_end(Some(ExitStatus::from_raw(83 << 8)));
+        assert!(message.log.starts_with("line 5\nline 6\n") && message.log.len() < TAIL_LINES * (MAX_LINE_BYTES + 40));
+        let message = LogTail::default().into_crash_tail(Some(ExitStatus::from_raw(83 << 8)));
         assert_eq!(message.exit, "exit status: 83 (the device failed)");
     }
 }

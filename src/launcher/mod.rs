@@ -1,6 +1,6 @@
 //! The launcher: discovers the host's devices, plans slots, spawns a worker for each, watches, restarts and
-//! stops them. It knows workers as processes and control lines, and no broker or model. It never opens a
-//! device.
+//! stops them. It knows workers only as processes and control lines. It knows no broker and no model, and never opens
+//! a device.
 //!
 //! | file | decides |
 //! |---|---|
@@ -11,14 +11,14 @@
 //! | `replace` | when its worker is replaced by a new one |
 //! | `worker_handle` | one worker process, from its spawn to its end |
 //! | `worker_monitor` | what a worker reports, and what its death means |
-//! | `fault` | the reason for a worker's end, by name |
-//! | `health` | which devices have failed, by the driver |
-//! | `leave` | how a worker is ended, step by step |
-//! | `child` | how a worker process is spawned and spoken to |
+//! | `fault` | the name of the reason for a worker's end |
+//! | `health` | which devices have failed, by the reports of the driver |
+//! | `termination` | how a worker is ended, step by step |
+//! | `child` | how a worker process is spawned, and how its pipes are used |
 //! | `guard` | which workers are killed once the launcher is gone |
 //! | `status_board` | what is known of every slot |
-//! | `name` | what a launcher is called |
-//! | `order` | what a running launcher can be asked |
+//! | `name` | a launcher's name, unique on its host |
+//! | `order` | which requests a running launcher takes |
 //! | `crash_records` | which tasks kill workers |
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in ours, and which are kept |
@@ -30,7 +30,6 @@ mod fleet;
 pub mod gpus;
 mod guard;
 mod health;
-mod leave;
 mod logs;
 mod name;
 pub mod order;
@@ -40,6 +39,7 @@ mod restart;
 mod slot;
 mod slot_state;
 pub mod status_board;
+mod termination;
 mod worker_handle;
 mod worker_monitor;
 
@@ -53,7 +53,7 @@ use crate::protocol::admin::State;
 use crate::shutdown::{Exit, Phase, Stop};
 use fleet::Fleet;
 use guard::Guard;
-use order::{Ask, Handle};
+use order::{LauncherRequest, Handle};
 use status_board::{Entry, StatusBoard};
 
 pub use child::environment;
@@ -66,7 +66,7 @@ pub use restart::{Death, RestartReason, Verdict, judge};
 /// Why nothing was launched.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// A device that does not exist or cannot be used. No other device is taken instead.
+    /// A device does not exist or cannot be used. No other device is used instead.
     #[error("pool {pool:?}: device {device:?} cannot be used: {reason}; devices here: {here}")]
     Device {
         /// The pool.
@@ -107,29 +107,29 @@ struct Launch {
     deaths: crash_records::Register,
     health: Arc<health::Health>,
     board: Arc<StatusBoard>,
-    /// A permit, so that only one slot at a time replaces its worker.
+    /// One permit, so that only one slot at a time replaces its worker.
     turn: Arc<Semaphore>,
     /// Writes workers' log lines unchanged, if our log is JSON too.
     raw_lines: Option<RawLines>,
-    /// Lines that are not to be repeated.
+    /// Lines that other workers have just logged, and that are not repeated.
     recently_logged: logs::RecentlyLogged,
-    /// Of models that cannot be loaded.
+    /// Why models could not be loaded, so that each reason is logged once for all slots.
     logged_reasons: logs::LoggedReasons,
-    /// Is told of every worker.
+    /// Kills workers that outlive the launcher.
     guard: Arc<Guard>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
     reached: Mutex<Option<Broker>>,
 }
 
 impl Launch {
-    /// A worker has reached this broker.
+    /// Records that a worker has reached this broker.
     fn note_broker(&self, broker: &Broker) {
         if !self.has_reached(broker) {
             *self.reached.lock().unwrap_or_else(PoisonError::into_inner) = Some(broker.clone());
         }
     }
 
-    /// Whether a worker has reached this broker: then a refusal is not a mistake in the settings.
+    /// Whether a worker has reached this broker. If so, a refusal is not a mistake in the settings.
     fn has_reached(&self, broker: &Broker) -> bool {
         self.reached.lock().unwrap_or_else(PoisonError::into_inner).as_ref() == Some(broker)
     }
@@ -139,14 +139,14 @@ impl Launch {
 pub struct Launching {
     launch: Arc<Launch>,
     policy: watch::Sender<Launcher>,
-    asks: mpsc::Receiver<Ask>,
+    requests: mpsc::Receiver<LauncherRequest>,
     handle: Handle,
 }
 
 impl Launching {
-    /// A launcher that spawns `program` as workers, by `policy`, and ends with `stop`. With a `guard`, which is
-    /// sconce itself, a worker outlives a launcher that is killed by the shutdown grace at most, even a stopped one.
-    /// `raw_lines`, if given, writes workers' log lines unchanged.
+    /// A launcher that spawns `program` as workers, restarts them by `policy`, and ends with `stop`. `guard` is the
+    /// path of sconce itself: with it, a worker outlives a killed launcher by at most the shutdown grace, even if the
+    /// worker is stopped. `raw_lines`, if given, writes workers' log lines unchanged.
     pub fn new(
         program: &Path,
         guard: Option<&Path>,
@@ -156,7 +156,7 @@ impl Launching {
     ) -> Self {
         let (sender, policy) = watch::channel(policy.clone());
         let board = Arc::<StatusBoard>::default();
-        let (handle, asks) = Handle::new(board.clone());
+        let (handle, requests) = Handle::new(board.clone());
         let deaths = crash_records::Register::new(policy.borrow().poison_deaths);
         let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
         let guard = Arc::new(Guard::new(guard.map(Path::to_owned), policy.clone()));
@@ -175,7 +175,7 @@ impl Launching {
             guard,
             reached: Mutex::default(),
         };
-        Self { launch: Arc::new(launch), policy: sender, asks, handle }
+        Self { launch: Arc::new(launch), policy: sender, requests, handle }
     }
 
     /// The board with the state of its slots.
@@ -193,7 +193,7 @@ impl Launching {
     pub async fn run(self, assignments: &[Assignment]) -> Exit {
         tracing::info!(slots = assignments.len(), "launching");
         // Held, so that the channel stays open: an order must never find it closed.
-        let Self { launch, policy, asks, handle: _handle } = self;
+        let Self { launch, policy, requests, handle: _handle } = self;
         let board = launch.board.clone();
         let log_cause = async {
             launch.stop.reached(Phase::Returning).await;
@@ -202,7 +202,7 @@ impl Launching {
         };
         let fleet = Fleet::new(launch.clone(), policy, assignments);
         let exit = tokio::select! {
-            exit = fleet.run(asks) => exit,
+            exit = fleet.run(requests) => exit,
             never = log_cause => never,
         };
         let given_up = |entry: &Entry| entry.report.state == State::Quarantined;

@@ -1,19 +1,20 @@
-//! Gives a launcher a name that no other launcher of this host has: in slots, replies, metrics and orders. The claim is a
-//! socket that nobody connects to; the kernel gives the name back when the process ends, however it ends.
+//! Gives a launcher a name that no other launcher of this host has. The name is used in slots, replies, metrics and
+//! orders. It is claimed by a socket that nobody connects to: the kernel releases it when the process ends, however it
+//! ends.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 
-/// The most launchers of a host that get a name by themselves.
-const MOST: usize = 64;
+/// The most launchers of a host that get a name automatically.
+const MAX_AUTOMATIC_NAMES: usize = 64;
 
-/// The name of a launcher, which is its own while this exists.
+/// The name of a launcher. While this exists, no other launcher of the host can claim it.
 #[derive(Debug)]
 pub struct LauncherName {
     /// The name.
     pub name: String,
-    /// None: the system lets this process claim none.
+    /// None if the system does not let this process claim names.
     _claim: Option<UnixListener>,
 }
 
@@ -21,12 +22,12 @@ impl LauncherName {
     /// Claims the `wanted` name; without one, `host`, or the first of `host-2`, `host-3`, … that is free.
     ///
     /// # Errors
-    /// Other launchers of this host have the wanted name, or all of these; the error has the name.
+    /// The name, if another launcher of this host has it; `host`, if all automatic names are taken.
     pub fn claim(wanted: Option<&str>, host: &str) -> Result<Self, String> {
         let names = match wanted {
             Some(name) => vec![name.to_owned()],
             None => {
-                let later = (2..=MOST).map(|number| format!("{host}-{number}"));
+                let later = (2..=MAX_AUTOMATIC_NAMES).map(|number| format!("{host}-{number}"));
                 std::iter::once(host.to_owned()).chain(later).collect()
             }
         };
@@ -36,7 +37,7 @@ impl LauncherName {
                 Ok(claim) => return Ok(Self { name: name.clone(), _claim: Some(claim) }),
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
                 Err(error) => {
-                    tracing::warn!(name, %error, "cannot see whether another launcher has this name");
+                    tracing::warn!(name, %error, "cannot check whether another launcher has this name");
                     return Ok(Self { name: name.clone(), _claim: None });
                 }
             }
@@ -50,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_launcher_of_a_host_has_another_name_and_a_name_is_free_again_with_its_end() {
+    fn launchers_of_a_host_have_unique_names_which_are_released_when_they_end() {
         let host = format!("test-{}", std::process::id());
         let claim = |wanted| LauncherName::claim(wanted, &host);
         let (first, second) = (claim(None).unwrap(), claim(None).unwrap());

@@ -1,5 +1,5 @@
 //! The requests that a running launcher takes through its handle: orders to slots, and new settings. This room
-//! does not know who asks or over which connection.
+//! does not know who sends them, or over which connection.
 
 use std::sync::Arc;
 
@@ -9,23 +9,23 @@ use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{Request, Target};
 
-/// The most requests that may wait.
-const WAITING: usize = 64;
+/// The most requests that may wait for the fleet.
+const MAX_WAITING_REQUESTS: usize = 64;
 
-/// The outcome of an order at one slot: what is done, or why nothing is.
+/// The outcome of an order at one slot: what the slot does, or why it does nothing.
 pub type Outcome = Result<Done, String>;
 
 /// What a slot has done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// In words.
+    /// A description for people.
     pub what: &'static str,
-    /// How many tasks are cancelled; only after the cancellation of a task by its id.
+    /// The number of cancelled tasks, if the order was to cancel a task by its id.
     pub cancelled: Option<u64>,
 }
 
 impl Done {
-    /// After the cancellation of a task by its id.
+    /// The outcome of cancelling a task by its id.
     pub(super) fn cancelled(tasks: u64) -> Self {
         let what = if tasks > 0 { "its worker has cancelled it" } else { "its worker holds no such task" };
         Self { what, cancelled: Some(tasks) }
@@ -39,7 +39,7 @@ impl From<&'static str> for Done {
 }
 
 /// A command on its way to one slot.
-pub(super) enum Ordered {
+pub(super) enum SlotCommand {
     /// An order from outside.
     Order(Request, oneshot::Sender<Outcome>),
     /// From the fleet: replace the worker by one with other settings, in the order of the settings. While the
@@ -48,7 +48,7 @@ pub(super) enum Ordered {
 }
 
 /// A request to the launcher.
-pub(super) enum Ask {
+pub(super) enum LauncherRequest {
     Order { target: Target, order: Request, answer: oneshot::Sender<Vec<(String, Outcome)>> },
     Reload { slots: Vec<Assignment>, policy: Box<Launcher>, answer: oneshot::Sender<Result<String, String>> },
 }
@@ -57,26 +57,26 @@ pub(super) enum Ask {
 #[derive(Clone, Debug)]
 pub struct Handle {
     /// Written by callers, read by the fleet. Bound: when it is full, callers wait.
-    asks: mpsc::Sender<Ask>,
+    requests: mpsc::Sender<LauncherRequest>,
     board: Arc<StatusBoard>,
 }
 
 impl Handle {
-    pub(super) fn new(board: Arc<StatusBoard>) -> (Self, mpsc::Receiver<Ask>) {
-        let (asks, asked) = mpsc::channel(WAITING);
-        (Self { asks, board }, asked)
+    pub(super) fn new(board: Arc<StatusBoard>) -> (Self, mpsc::Receiver<LauncherRequest>) {
+        let (requests, receiver) = mpsc::channel(MAX_WAITING_REQUESTS);
+        (Self { requests, board }, receiver)
     }
 
-    /// Counts reloaded settings that are invalid.
+    /// Counts a reload whose settings are invalid.
     pub fn refuse_reload(&self) {
         self.board.write(|status| status.reloads_refused += 1);
     }
 
-    /// Gives an order to the slots of `target`; returns the outcome of each. (What only asks is answered from the board.) Long orders are still in progress
-    /// when this returns.
+    /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress when this
+    /// returns. Queries are not orders: they are answered from the board.
     pub async fn order(&self, target: Target, order: Request) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
-        let _ = self.asks.send(Ask::Order { target, order, answer }).await;
+        let _ = self.requests.send(LauncherRequest::Order { target, order, answer }).await;
         answered.await.unwrap_or_default()
     }
 
@@ -86,7 +86,7 @@ impl Handle {
     /// Why they cannot be applied. Slots before the one that failed keep the new settings.
     pub async fn reload(&self, slots: Vec<Assignment>, policy: Launcher) -> Result<String, String> {
         let (answer, answered) = oneshot::channel();
-        let _ = self.asks.send(Ask::Reload { slots, policy: Box::new(policy), answer }).await;
+        let _ = self.requests.send(LauncherRequest::Reload { slots, policy: Box::new(policy), answer }).await;
         answered.await.unwrap_or_else(|_| Err("the launcher has ended".to_owned()))
     }
 }

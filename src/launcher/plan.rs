@@ -1,6 +1,5 @@
 //! Plans the slots: pools × devices × workers, and checks whether their weights fit the devices' memory. The caller
-//! passes in what the host has. Never opens a device,
-//! and never takes another one than was asked for.
+//! passes in what the host has. Never opens a device, and never substitutes another device for the one in the settings.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,7 +7,7 @@ use super::LaunchError;
 use super::gpus::Gpus;
 use crate::config::{Assignment, Devices, Pool, Settings};
 
-/// The most CPU workers that `devices = "auto"` makes; with more cores than this, each gets several.
+/// The most CPU workers that `devices = "auto"` makes. With more cores than this, each worker gets several.
 const MOST_CPU_WORKERS: usize = 16;
 const CPU: &str = "cpu";
 
@@ -21,9 +20,9 @@ pub struct Host {
     pub cores: usize,
     /// Its GPUs.
     pub gpus: Gpus,
-    /// The `CUDA_VISIBLE_DEVICES` of this launcher, if set: limits what `auto` may take.
+    /// The `CUDA_VISIBLE_DEVICES` of this launcher, if set. It limits the devices that `auto` may use.
     pub visible: Option<String>,
-    /// The CUDA version of this program; none: it computes on CPUs only.
+    /// The CUDA version of this program; none if it computes on CPUs only.
     pub cuda: Option<Cuda>,
 }
 
@@ -37,7 +36,7 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// What `scripts/build-cuda` built.
+    /// The versions with which `scripts/build-cuda` built this program; none without CUDA.
     pub fn of_this_build() -> Option<Self> {
         let capability: i32 = option_env!("CUDA_COMPUTE_CAP").and_then(|it| it.parse().ok()).unwrap_or(80);
         let compute_capability = (capability / 10, capability % 10);
@@ -71,7 +70,7 @@ impl Host {
     }
 
     /// The devices that `CUDA_VISIBLE_DEVICES` names, by number or UUID.
-    fn shown(&self, visible: &str) -> Result<Vec<String>, (String, String)> {
+    fn visible_devices(&self, visible: &str) -> Result<Vec<String>, (String, String)> {
         let entries = visible.split(',').map(str::trim).filter(|entry| !entry.is_empty());
         let uuid = |entry: &str| {
             let number = entry.bytes().all(|byte| byte.is_ascii_digit());
@@ -85,20 +84,20 @@ impl Host {
 
     fn refused(&self, device: &str, pool: &str, reason: String) -> LaunchError {
         let (device, pool) = (device.to_owned(), pool.to_owned());
-        LaunchError::Device { pool, device, reason, here: self.gpus.in_words() }
+        LaunchError::Device { pool, device, reason, here: self.gpus.describe() }
     }
 
     /// Why this program cannot compute on a GPU; none if it can.
     fn refuses(&self, uuid: &str) -> Option<String> {
         let Some(cuda) = self.cuda else {
-            return Some("this build of sconce has no CUDA; `make cuda` makes one that has".to_owned());
+            return Some("this build of sconce has no CUDA; `make cuda` builds one with CUDA".to_owned());
         };
         let written = |(major, minor): (i32, i32)| format!("{major}.{minor}");
         let known = self.gpus.cuda.as_deref().and_then(version);
         if let Some(known) = known.filter(|known| *known < cuda.version) {
             let driver = self.gpus.driver.as_deref().unwrap_or("unknown");
             return Some(format!(
-                "the driver {driver} knows CUDA {}, this build needs {}: update the driver to 580 or later",
+                "the driver {driver} supports CUDA {}, but this build needs {}: update the driver to 580 or later",
                 written(known),
                 written(cuda.version),
             ));
@@ -107,7 +106,7 @@ impl Host {
         (found < cuda.compute_capability).then(|| {
             let (major, minor) = found;
             format!(
-                "its compute capability is {}, this build has code for {} and later: \
+                "its compute capability is {}, but this build has code only for {} and later: \
                  CUDA_COMPUTE_CAP={major}{minor} make cuda",
                 written(found),
                 written(cuda.compute_capability),
@@ -154,7 +153,7 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
     Ok(assignments)
 }
 
-/// `13.0`.
+/// Parses a version such as `13.0`.
 fn version(text: &str) -> Option<(i32, i32)> {
     let (major, minor) = text.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
@@ -177,7 +176,7 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
         let uuid = host.device(entry, &pool.name)?;
         if devices.contains(&uuid) {
             let failure =
-                format!("it is {uuid}, which is there already; workers_per_device runs several on one");
+                format!("it is {uuid}, which is already in the list; workers_per_device runs several on one");
             return Err(refused(entry, failure));
         }
         devices.push(uuid);
@@ -192,12 +191,12 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)>
     if host.cuda.is_none() {
         if !host.gpus.gpus.is_empty() {
             // Not a fall-back: this program never computes on GPUs.
-            tracing::warn!(gpus = usable.len(), "this build of sconce has no CUDA and leaves the GPUs alone");
+            tracing::warn!(gpus = usable.len(), "this build of sconce has no CUDA and does not use the GPUs");
         }
         return Ok(cpus());
     }
     if let Some(visible) = &host.visible {
-        return host.shown(visible).map(|shown| if shown.is_empty() { cpus() } else { shown });
+        return host.visible_devices(visible).map(|devices| if devices.is_empty() { cpus() } else { devices });
     }
     match &host.gpus.unknown {
         Some(failure) if host.gpus.installed => return Err(("auto".to_owned(), failure.clone())),
@@ -307,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_every_gpu_by_its_uuid_and_cpus_only_where_there_is_none() {
+    fn auto_takes_every_gpu_by_uuid_and_cpus_only_if_there_is_no_gpu() {
         let mut host = with_gpus();
         assert_eq!(devices(&host, "auto").unwrap(), ["GPU-a", "GPU-b"]);
         host.gpus.gpus[0].fault = Some("GPU is lost".into());
@@ -320,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn the_workers_of_gpus_share_the_cores_and_feed_by_them() {
+    fn gpu_workers_divide_the_cores_for_their_preprocess_threads() {
         let mut host = with_gpus();
         let threads = |host: &Host, flags: &[(&str, &str)]| {
             let slots = planned_on(host, &[&[("pool[0].devices", "cuda:0,cuda:1,cpu")], flags].concat());
@@ -331,11 +330,11 @@ mod tests {
         host.cores = 2;
         assert_eq!(threads(&host, &[]), [(1, 1); 3]);
         host.cores = 96;
-        assert_eq!(threads(&host, &[])[0], (32, 8), "more would only look for work");
+        assert_eq!(threads(&host, &[])[0], (32, 8), "more preprocess threads would be idle");
     }
 
     #[test]
-    fn auto_is_an_error_where_a_driver_is_there_and_does_not_answer() {
+    fn auto_is_an_error_if_an_installed_driver_does_not_answer() {
         let unknown = Some("reboot after an update".to_owned());
         let mut host = with_gpus();
         host.gpus = Gpus { unknown, installed: true, ..Gpus::default() };
@@ -345,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_no_more_than_the_launcher_is_shown() {
+    fn auto_takes_only_devices_that_cuda_visible_devices_lists() {
         let shown = |visible: &str| devices(&Host { visible: Some(visible.into()), ..with_gpus() }, "auto");
         assert_eq!(shown("1").unwrap(), ["GPU-b"]);
         assert_eq!(shown("GPU-b, 0").unwrap(), ["GPU-b", "GPU-a"]);
@@ -355,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_without_cuda_computes_on_cpus_and_refuses_a_gpu_by_name() {
+    fn without_cuda_auto_means_cpus_and_a_listed_gpu_is_refused() {
         let host = Host { cuda: None, ..with_gpus() };
         assert_eq!(devices(&host, "auto").unwrap(), ["cpu"; 8]);
         let error = devices(&host, "cpu,cuda:1").unwrap_err();
@@ -374,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_or_driver_that_is_too_old_is_refused_with_what_to_do() {
+    fn a_card_or_driver_that_is_too_old_is_refused_with_advice() {
         let mut host = with_gpus();
         host.gpus.gpus[1].compute_capability = Some((7, 5));
         assert_eq!(devices(&host, "cuda:0").unwrap(), ["GPU-a"]);
@@ -402,12 +401,12 @@ mod tests {
     }
 
     #[test]
-    fn as_many_copies_as_fit_are_taken_and_one_more_is_refused_with_the_numbers() {
+    fn copies_that_fit_are_accepted_and_one_more_is_refused_with_numbers() {
         assert_eq!(fits(Some(9 << 30), "3"), Ok(()));
         let error = fits(Some(9 << 30), "4").unwrap_err();
-        for words in ["GPU-a", "4 workers", "12.00 GiB", "9.00 GiB", "24.00 GiB"] {
-            assert!(error.contains(words), "{words:?} is not in {error}");
+        for part in ["GPU-a", "4 workers", "12.00 GiB", "9.00 GiB", "24.00 GiB"] {
+            assert!(error.contains(part), "{part:?} is not in {error}");
         }
-        assert_eq!(fits(None, "4"), Ok(()), "a device that says nothing");
+        assert_eq!(fits(None, "4"), Ok(()), "a device of unknown memory");
     }
 }

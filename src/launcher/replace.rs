@@ -1,6 +1,7 @@
-//! Replaces a running worker by a new one, for other settings or because the old one is spent. The new worker
-//! is ready before the old one drains; if the device has room for only one, the old one drains first. If the
-//! new one never gets ready, the old settings stay. Decides when a worker is replaced, and drains the old one.
+//! Replaces a running worker by a new one, for new settings or because the old one is due for recycling. The new worker
+//! is ready before the old one drains; with `launcher.replace = "in_turn"`, the old one drains first. If the
+//! new one never becomes ready, the old settings stay in force. Decides when a worker is replaced, and drains the old
+//! one.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
 use crate::protocol::control::BatchChange;
 
-/// The wait before a failed replacement of a spent worker is tried again.
+/// The wait before a failed recycling of a worker is tried again.
 const RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// The next event of the successor; never, if there is none. Safe to cancel.
@@ -27,19 +28,19 @@ pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) 
 }
 
 impl Slot {
-    /// The reason for a new worker, if the current one is spent and no other slot is replacing its worker.
-    pub(super) fn is_due(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<Replacement> {
+    /// The replacement to make now, if the current worker is due for recycling and no other slot is replacing its worker.
+    pub(super) fn due_replacement(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<Replacement> {
         let too_soon = self.next_replacement.is_some_and(|at| Instant::now() < at);
-        if has_successor || current.is_leaving() || self.overrides.paused || too_soon {
+        if has_successor || current.is_ending() || self.overrides.paused || too_soon {
             return None;
         }
-        let message = current.monitor.is_spent(&self.launch)?;
+        let message = current.monitor.recycle_reason(&self.launch)?;
         let permit = self.launch.turn.clone().try_acquire_owned().ok()?;
-        tracing::info!(slot = self.assignment.slot, reason = message, "the worker is to be replaced");
+        tracing::info!(slot = self.assignment.slot, reason = message, "the worker will be replaced");
         Some(Replacement { reason: RestartReason::Recycled, permit, answer: None })
     }
 
-    /// Replaces the running worker by one with `assignment`, in the way that the settings say.
+    /// Replaces the running worker by one with `assignment`, in the order that `launcher.replace` sets.
     pub(super) async fn replace(
         &mut self,
         assignment: Assignment,
@@ -55,33 +56,34 @@ impl Slot {
         if order == Replace::Overlap {
             return self.prepare_successor(assignment, replacement, successor).await;
         }
-        self.try_out(assignment, replacement);
+        self.start_probation(assignment, replacement);
         *then = NextAction::Start;
         current.finish(grace).await;
         self.show(State::Draining);
     }
 
-    /// The next worker gets `assignment`. If it does not get ready, the one after it gets the current one.
-    pub(super) fn try_out(&mut self, assignment: Assignment, replacement: Replacement) {
+    /// Gives `assignment` to the next worker, on probation. If that worker never becomes ready, the one after it gets the
+    /// current assignment again.
+    pub(super) fn start_probation(&mut self, assignment: Assignment, replacement: Replacement) {
         let before = self.assignment.clone();
         if assignment != before {
-            self.take_on(assignment);
+            self.set_assignment(assignment);
         }
         self.probation = Some(Probation { before, replacement });
     }
 
     /// A worker is ready, so the settings on probation are good.
     pub(super) fn pass_probation(&mut self, current: &WorkerHandle) {
-        if current.monitor.ready.is_none() || current.is_leaving() {
+        if current.monitor.ready.is_none() || current.is_ending() {
             return;
         }
         if let Some(Probation { replacement, .. }) = self.probation.take() {
             self.count_restart(replacement.reason);
-            replacement.say(Ok(()));
+            replacement.report(Ok(()));
         }
     }
 
-    /// If the ended worker was on probation and never got ready, restores the settings before.
+    /// If the ended worker was on probation and never became ready, restores the previous settings.
     pub(super) fn judge_probation(&mut self, then: NextAction, worker_exit: &WorkerExit) -> NextAction {
         if matches!(then, NextAction::Start) {
             return then;
@@ -91,7 +93,7 @@ impl Slot {
             return then;
         }
         if before != self.assignment {
-            self.take_on(before);
+            self.set_assignment(before);
         }
         let message = format!("the new worker ended before it was ready: {}", worker_exit.message);
         self.give_up_successor(replacement, &message);
@@ -141,15 +143,15 @@ impl Slot {
         Some(self.install(next))
     }
 
-    /// The current worker has died: its successor takes over before it is ready, on probation.
-    pub(super) fn succeed_the_dead(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
+    /// The current worker has died. Its successor takes over before it is ready, on probation.
+    pub(super) fn promote_successor(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
         let Successor { mut running, mut replacement } = next;
-        tracing::warn!(slot = self.assignment.slot, "the worker died while a new one was being made ready");
-        // Counted as one restart, for the death.
+        tracing::warn!(slot = self.assignment.slot, "the worker died while its successor was starting");
+        // The death and the replacement count as one restart, whose reason is the death.
         replacement.reason = worker_exit.reason;
         self.show_failure(State::Failed, &worker_exit.message);
         running.monitor.inherit(worker_exit.suspects);
-        self.try_out(running.assignment.clone(), replacement);
+        self.start_probation(running.assignment.clone(), replacement);
         self.show_worker(&mut running);
         running
     }
@@ -163,7 +165,7 @@ impl Slot {
         );
         self.count_restart(replacement.reason);
         if running.assignment != self.assignment {
-            self.take_on(running.assignment.clone());
+            self.set_assignment(running.assignment.clone());
         }
         self.show_worker(&mut running);
         if let Some(answer) = replacement.answer {
@@ -180,16 +182,16 @@ impl Slot {
             "the worker cannot be replaced; the old settings stay"
         );
         self.next_replacement = Some(Instant::now() + RETRY_AFTER);
-        replacement.say(Err(message.to_owned()));
+        replacement.report(Err(message.to_owned()));
     }
 
-    /// Lets a replaced worker finish its tasks beside its successor.
+    /// Lets a replaced worker finish its tasks while its successor runs.
     pub(super) async fn drain_old(&mut self, mut old: WorkerHandle, permit: OwnedSemaphorePermit) {
         let grace = self.launch.policy.borrow().shutdown_grace;
         old.shown = false;
         old.finish(grace).await;
         let launch = self.launch.clone();
-        self.leaving.push(Box::pin(async move {
+        self.draining.push(Box::pin(async move {
             let status = loop {
                 let event = old.next(&launch).await;
                 if let Some(status) = old.act(event, &launch).await {

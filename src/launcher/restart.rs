@@ -12,35 +12,35 @@ use crate::shutdown::Exit;
 pub struct Death {
     /// The exit, if its status is a known exit code.
     pub exit: Option<Exit>,
-    /// Whether it had said `ready`.
+    /// Whether it had reported `ready`.
     pub was_ready: bool,
     /// How long it lived after it was ready.
     pub lived: Duration,
     /// Whether it had done some work.
     pub worked: bool,
-    /// Whether the broker has accepted a worker before: then a refusal may pass.
+    /// Whether the broker has accepted a worker before. If so, a refusal may be temporary.
     pub broker_reached: bool,
-    /// Whether a worker of the slot has loaded the model before: then its files may only be away for a while.
+    /// Whether a worker of the slot has loaded the model before. If so, its files may only be missing temporarily.
     pub has_loaded: bool,
 }
 
 impl Death {
-    /// Whether it failed before it can have done much, so that trying again at once would only load the host. A
-    /// device that fails at its first work has failed quickly, however long it waited for that.
+    /// Whether it failed before it can have done much, so that restarting it at once would only burden the host. A
+    /// device that fails at its first work counts as a quick failure, however long the worker had waited for that work.
     pub fn is_quick_failure(&self, policy: &Launcher) -> bool {
-        let in_vain = self.exit == Some(Exit::DeviceFailed) && !self.worked;
-        self.exit != Some(Exit::Done) && (!self.was_ready || self.lived < policy.quick_failure || in_vain)
+        let failed_at_first_work = self.exit == Some(Exit::DeviceFailed) && !self.worked;
+        self.exit != Some(Exit::Done) && (!self.was_ready || self.lived < policy.quick_failure || failed_at_first_work)
     }
 }
 
-/// Why a worker is started in the place of another: how the one before ended, or why it was replaced.
+/// Why a worker is started in place of another: how the previous one ended, or why it was replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RestartReason {
     /// A signal ended it.
     Killed,
     /// A forward pass took longer than `batch.timeout`.
     Stuck,
-    /// It sent nothing any more.
+    /// It sent no events for too long.
     Silent,
     /// A bug in sconce.
     InternalError,
@@ -64,11 +64,11 @@ pub enum RestartReason {
     OffTheBus,
     /// Its settings or command line are wrong, or the broker refuses them.
     BadConfiguration,
-    /// It was spent: `launcher.recycle_…`.
+    /// It was due for recycling (`launcher.recycle_…`).
     Recycled,
     /// Its settings have changed.
     Reloaded,
-    /// An operator asked for another one.
+    /// An operator ordered a restart.
     Requested,
     /// Any other end.
     Other,
@@ -142,7 +142,8 @@ pub enum Verdict {
     GiveUp(Exit),
 }
 
-/// Judges a death; `quick_failures` counts the quick ones in a row. `jitter` as `Backoff::delay` takes it.
+/// Decides what follows a death. `quick_failures` is the number of quick failures in a row; `jitter` is passed to
+/// `Backoff::delay`.
 pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64) -> Verdict {
     let backoff = Backoff { first: policy.restart_delay, most: policy.restart_delay_max };
     match death.exit {
@@ -151,7 +152,7 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
         Some(Exit::Config) if death.was_ready && death.broker_reached => {
             Verdict::Restart(backoff.delay(quick_failures, jitter))
         }
-        // A model that cannot be loaded stays so.
+        // A model that no worker of the slot could load will not load the next time either.
         Some(exit @ Exit::ModelFailed) if !death.has_loaded => Verdict::GiveUp(exit),
         // Wrong settings or a wrong command line stay wrong.
         Some(exit @ (Exit::Config | Exit::Usage)) => Verdict::GiveUp(exit),
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reasons_have_the_names_that_dashboards_know() {
+    fn reasons_have_the_names_that_dashboards_use() {
         let names = [
             "killed",
             "stuck",
@@ -218,8 +219,8 @@ mod tests {
 
     #[test]
     fn a_worker_stopped_on_request_is_not_started_again() {
-        let asked = death(Some(Exit::StoppedOnRequest), true, 1);
-        assert_eq!(judge(&asked, 9, &policy(), 1.0), Verdict::StoppedOnRequest);
+        let stopped = death(Some(Exit::StoppedOnRequest), true, 1);
+        assert_eq!(judge(&stopped, 9, &policy(), 1.0), Verdict::StoppedOnRequest);
     }
 
     #[test]
@@ -246,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_cannot_be_loaded_is_tried_again_only_where_it_was_loaded_before() {
+    fn a_failed_load_is_tried_again_only_if_the_model_was_loaded_before() {
         let failed = death(Some(Exit::ModelFailed), false, 1);
         assert_eq!(judge(&failed, 0, &policy(), 1.0), Verdict::GiveUp(Exit::ModelFailed));
         let known = Death { has_loaded: true, ..failed };
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_by_a_broker_that_has_taken_others_is_an_outage() {
+    fn a_refusal_by_a_broker_that_accepted_a_worker_before_is_an_outage() {
         let refused = Death { broker_reached: true, ..death(Some(Exit::Config), true, 100) };
         assert!(matches!(judge(&refused, 9, &policy(), 1.0), Verdict::Restart(_)));
         let wrong = Death { was_ready: false, ..refused };
@@ -262,12 +263,12 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_never_got_ready_failed_quickly_however_long_it_took() {
+    fn a_worker_that_was_never_ready_failed_quickly_however_long_it_took() {
         assert!(death(Some(Exit::ModelFailed), false, 600).is_quick_failure(&policy()));
         assert!(!death(None, true, 600).is_quick_failure(&policy()));
         let failed = death(Some(Exit::DeviceFailed), true, 600);
         assert!(failed.is_quick_failure(&policy()), "at its first work");
         assert!(!Death { worked: true, ..failed }.is_quick_failure(&policy()));
-        assert!(!death(Some(Exit::Done), true, 1).is_quick_failure(&policy()), "a drained worker is well");
+        assert!(!death(Some(Exit::Done), true, 1).is_quick_failure(&policy()), "a drained worker has not failed");
     }
 }

@@ -1,13 +1,13 @@
-//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, carries out orders, stops
-//! it with the launcher. Owns the current worker, its successor, those that are leaving, and the count of quick
-//! failures.
+//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, carries out orders, and stops
+//! it with the launcher. Owns the current worker, its successor, the replaced workers that still drain, and the count
+//! of quick failures.
 
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 
 use super::fault::Fault;
-use super::order::{Done, Ordered};
+use super::order::{Done, SlotCommand};
 use super::replace::next_of;
 use super::restart::{RestartReason, Verdict, judge};
 use super::slot_state::{NextAction, Replacement, Slot, SlotEnd, Successor};
@@ -19,13 +19,14 @@ use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
 impl Slot {
-    pub(super) async fn keep(mut self) -> SlotEnd {
+    /// Runs the slot until it ends.
+    pub(super) async fn run(mut self) -> SlotEnd {
         let mut suspects = None;
         let end = loop {
             if self.launch.stop.phase() >= Phase::Returning {
                 break SlotEnd::Drained;
             }
-            let (worker_exit, then) = self.live(suspects.take()).await;
+            let (worker_exit, then) = self.run_workers(suspects.take()).await;
             let then = self.judge_probation(then, &worker_exit);
             let then = match then {
                 NextAction::Judge => self.judge(worker_exit, &mut suspects).await,
@@ -34,7 +35,7 @@ impl Slot {
             let then = match then {
                 NextAction::Hold => {
                     self.show(State::Stopped);
-                    self.rest(None).await
+                    self.wait_without_worker(None).await
                 }
                 then => then,
             };
@@ -43,7 +44,7 @@ impl Slot {
                 break end;
             }
         };
-        while self.leaving.next().await.is_some() {}
+        while self.draining.next().await.is_some() {}
         end
     }
 
@@ -53,20 +54,20 @@ impl Slot {
         let (slot, death) = (self.assignment.slot.clone(), worker_exit.death);
         *suspects = worker_exit.suspects;
         if worker_exit.of_group {
-            // The suspects are being narrowed down. The last of these deaths is of one task alone, and counts.
+            // The suspects are still being narrowed down. Only the last of these deaths, of one task alone, counts.
         } else if !death.is_quick_failure(&policy) {
-            (self.quick_failures, self.found_in_a_row) = (0, 0);
-        } else if worker_exit.found_poison && self.found_in_a_row < policy.max_quick_failures {
-            // The cause was found, and will not run again. There is a limit: if every task seems to be poison,
-            // the slot is broken, and must not drain the queue.
-            (self.quick_failures, self.found_in_a_row) = (0, self.found_in_a_row + 1);
+            (self.quick_failures, self.poison_found_in_a_row) = (0, 0);
+        } else if worker_exit.found_poison && self.poison_found_in_a_row < policy.max_quick_failures {
+            // The task that caused the death was found, and will not run again. The number in a row is limited: if
+            // every task seems to be poison, the slot is broken, and must not dead-letter the whole queue.
+            (self.quick_failures, self.poison_found_in_a_row) = (0, self.poison_found_in_a_row + 1);
         } else {
             self.quick_failures += 1;
         }
-        // The slots of a pool fail to load their model together, and most of them several times, for one reason.
-        let is_unloaded = death.exit.is_some_and(Exit::is_of_loading);
-        let is_known =
-            is_unloaded && !self.launch.logged_reasons.is_news(&worker_exit.message, Instant::now());
+        // If a model cannot be loaded, all slots of its pool fail for the same reason, and most of them several times.
+        let is_load_failure = death.exit.is_some_and(Exit::is_load_failure);
+        let is_known = is_load_failure
+            && self.launch.logged_reasons.check_and_record(&worker_exit.message, Instant::now());
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
                 tracing::info!(slot, cause = worker_exit.message, "stopped on request");
@@ -98,13 +99,13 @@ impl Slot {
                 }
                 self.show_failure(State::Failed, &worker_exit.message);
                 self.count_restart(worker_exit.reason);
-                self.rest(Some(delay)).await
+                self.wait_without_worker(Some(delay)).await
             }
         }
     }
 
     /// Waits without a worker for `delay`, or until an order comes.
-    async fn rest(&mut self, delay: Option<Duration>) -> NextAction {
+    async fn wait_without_worker(&mut self, delay: Option<Duration>) -> NextAction {
         let mut until = delay.map(|delay| tokio::time::Instant::now() + delay);
         loop {
             tokio::select! {
@@ -112,10 +113,10 @@ impl Slot {
                     return NextAction::Start;
                 }
                 () = self.launch.stop.reached(Phase::Returning) => return NextAction::End(SlotEnd::Drained),
-                Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
+                Some(exit) = self.draining.next() => if exit == Some(Exit::StoppedOnRequest) {
                     return NextAction::End(SlotEnd::StoppedOnRequest);
                 },
-                Some(ordered) = self.orders.recv() => match self.obey_at_rest(ordered, until.is_some()) {
+                Some(ordered) = self.orders.recv() => match self.carry_out_without_worker(ordered, until.is_some()) {
                     Some(NextAction::Hold) => {
                         self.show(State::Stopped);
                         until = None;
@@ -127,19 +128,19 @@ impl Slot {
         }
     }
 
-    /// Carries out an order without a worker. `failing`: a restart is scheduled.
-    fn obey_at_rest(&mut self, ordered: Ordered, failing: bool) -> Option<NextAction> {
+    /// Carries out an order while there is no worker. `failing`: the last worker failed, and a restart is scheduled.
+    fn carry_out_without_worker(&mut self, ordered: SlotCommand, failing: bool) -> Option<NextAction> {
         let (order, answer) = match ordered {
-            Ordered::Order(order, answer) => (order, answer),
-            Ordered::Replace(assignment, permit, answer) if failing => {
-                self.try_out(
+            SlotCommand::Order(order, answer) => (order, answer),
+            SlotCommand::Replace(assignment, permit, answer) if failing => {
+                self.start_probation(
                     *assignment,
                     Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) },
                 );
                 return Some(NextAction::Start);
             }
-            Ordered::Replace(assignment, _permit, answer) => {
-                self.take_on(*assignment);
+            SlotCommand::Replace(assignment, _permit, answer) => {
+                self.set_assignment(*assignment);
                 let _ = answer.send(Ok(()));
                 return None;
             }
@@ -153,21 +154,21 @@ impl Slot {
                 self.quick_failures = 0;
                 (Some(NextAction::Start), "starting a worker")
             }
-            Request::Drain => (Some(NextAction::Hold), "there is no worker, and none is started"),
+            Request::Drain => (Some(NextAction::Hold), "there is no worker, and none will be started"),
             Request::Cancel(cancellation) => {
                 let cancelled = cancellation.task.is_some().then_some(0);
-                let _ = answer.send(Ok(Done { what: "there is no worker, and no task", cancelled }));
+                let _ = answer.send(Ok(Done { what: "there is no worker, so no task", cancelled }));
                 return None;
             }
             Request::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
-            order => (None, self.remember(&order)),
+            order => (None, self.record_override(&order)),
         };
         let _ = answer.send(Ok(done.into()));
         then
     }
 
-    /// Records in the overrides what later workers must be told.
-    fn remember(&mut self, order: &Request) -> &'static str {
+    /// Records an order in the overrides if it applies to later workers too. Returns the outcome for people.
+    fn record_override(&mut self, order: &Request) -> &'static str {
         match order {
             Request::Pause => {
                 self.overrides.paused = true;
@@ -189,21 +190,21 @@ impl Slot {
                 self.overrides.log = Some(filter.clone());
                 "logging by another filter"
             }
-            Request::Cancel(_) => "its worker is told",
+            Request::Cancel(_) => "its worker is notified",
             Request::Drain | Request::Shutdown | Request::Restart => "finishing",
             Request::Ping | Request::Stats | Request::Active => "nothing to do",
         }
     }
 
     /// Starts a worker and runs it, and those that replace it, until the last one ends.
-    async fn live(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
+    async fn run_workers(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
         let launch = self.launch.clone();
         let mut known = launch.deaths.known();
-        let told_of = known.borrow_and_update().clone();
+        let records = known.borrow_and_update().clone();
         self.show(State::Starting);
         let assignment = self.assignment.clone();
         let mut current =
-            match WorkerHandle::spawn(&launch, assignment, told_of, &self.overrides, false).await {
+            match WorkerHandle::spawn(&launch, assignment, records, &self.overrides, false).await {
                 Ok(current) => current,
                 Err(refusal) => return (self.not_spawned(refusal, suspects), NextAction::Judge),
             };
@@ -218,21 +219,21 @@ impl Slot {
                 event = current.next(&launch) => {
                     let Some(status) = current.act(event, &launch).await else {
                         self.pass_probation(&current);
-                        if let Some(replacement) = self.is_due(&current, successor.is_some()) {
+                        if let Some(replacement) = self.due_replacement(&current, successor.is_some()) {
                             let same = self.assignment.clone();
                             self.replace(same, replacement, &mut current, &mut successor, &mut then).await;
                         }
                         continue;
                     };
-                    let asked = current.is_leaving();
+                    let was_ordered = current.is_ending();
                     let worker_exit = current.worker_exit(status, &launch);
                     launch.board.change(&self.assignment.slot, Entry::vacate);
                     // A sentinel ends the slot, even if a successor was ready.
                     let stopped = worker_exit.death.exit == Some(Exit::StoppedOnRequest);
                     match successor.take() {
-                        Some(next) if !asked && !stopped => current = self.succeed_the_dead(next, worker_exit),
+                        Some(next) if !was_ordered && !stopped => current = self.promote_successor(next, worker_exit),
                         _ => {
-                            let then = if asked { self.after_order(then, worker_exit.death.exit) } else { NextAction::Judge };
+                            let then = if was_ordered { self.after_order(then, worker_exit.death.exit) } else { NextAction::Judge };
                             return (worker_exit, then);
                         }
                     }
@@ -245,65 +246,65 @@ impl Slot {
                 }
                 Ok(()) = known.changed() => {
                     let tasks = known.borrow_and_update().clone();
-                    tell_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
+                    send_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
                 }
-                Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
+                Some(exit) = self.draining.next() => if exit == Some(Exit::StoppedOnRequest) {
                     // A sentinel stopped the old worker while it was being replaced.
                     then = NextAction::End(SlotEnd::StoppedOnRequest);
                     self.finish(&mut current, &mut successor).await;
                 },
                 Some(ordered) = self.orders.recv() => {
-                    self.obey(ordered, &mut current, &mut successor, &mut then).await;
+                    self.carry_out(ordered, &mut current, &mut successor, &mut then).await;
                 }
             }
         }
     }
 
     /// Carries out an order while there is a worker.
-    async fn obey(
+    async fn carry_out(
         &mut self,
-        ordered: Ordered,
+        ordered: SlotCommand,
         current: &mut WorkerHandle,
         successor: &mut Option<Successor>,
         then: &mut NextAction,
     ) {
         let (order, answer) = match ordered {
-            Ordered::Order(order, answer) => (order, answer),
-            Ordered::Replace(assignment, permit, answer) if current.is_leaving() => {
+            SlotCommand::Order(order, answer) => (order, answer),
+            SlotCommand::Replace(assignment, permit, answer) if current.is_ending() => {
                 let replacement =
                     Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
                 match then {
-                    NextAction::Start => self.try_out(*assignment, replacement),
+                    NextAction::Start => self.start_probation(*assignment, replacement),
                     // The next worker of this slot, if any, gets these settings.
                     _ => {
-                        self.take_on(*assignment);
-                        replacement.say(Ok(()));
+                        self.set_assignment(*assignment);
+                        replacement.report(Ok(()));
                     }
                 }
                 return;
             }
-            Ordered::Replace(assignment, permit, answer) => {
+            SlotCommand::Replace(assignment, permit, answer) => {
                 let replacement =
                     Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
                 return self.replace(*assignment, replacement, current, successor, then).await;
             }
         };
-        let outcome = self.remember(&order);
+        let outcome = self.record_override(&order);
         let command = match order {
             Request::Pause => Command::Pause,
             Request::Resume => {
-                if current.is_leaving() && matches!(then, NextAction::Hold) {
+                if current.is_ending() && matches!(then, NextAction::Hold) {
                     *then = NextAction::Start;
                 }
                 Command::Resume
             }
             Request::SetBatch(change) => Command::SetBatch(change),
             Request::LogLevel { filter } => Command::LogLevel { filter },
-            // Only who controls workers names a task by its id. Requesters, who may be many, are not answered, and their
-            // cancellations wait for no worker.
+            // Only an operator's cancellation names a task by its id, and is answered when the worker has reported the
+            // result. Requesters, who may be many, are not answered, and their cancellations wait for no worker.
             Request::Cancel(cancellation) if cancellation.task.is_some() => {
                 if let Some(next) = successor {
-                    next.running.tell(&Command::Cancel(cancellation.clone())).await;
+                    next.running.send(&Command::Cancel(cancellation.clone())).await;
                 }
                 return current.cancel(cancellation, answer).await;
             }
@@ -320,17 +321,17 @@ impl Slot {
                 return;
             }
         };
-        current.tell(&command).await;
-        if let Some(next) = successor.as_mut().filter(|next| next.is_to_hear(&command, &self.assignment)) {
-            next.running.tell(&command).await;
+        current.send(&command).await;
+        if let Some(next) = successor.as_mut().filter(|next| next.accepts(&command, &self.assignment)) {
+            next.running.send(&command).await;
         }
         drop(answer.send(Ok(outcome.into())));
     }
 
-    /// Tells the worker to finish, and drops its successor.
+    /// Tells the worker to finish its tasks, and drops its successor.
     async fn finish(&mut self, current: &mut WorkerHandle, successor: &mut Option<Successor>) {
         if let Some(next) = successor.take() {
-            next.replacement.say(Err("its worker was told to end meanwhile".to_owned()));
+            next.replacement.report(Err("an order to end the worker came first".to_owned()));
         }
         let grace = self.launch.policy.borrow().shutdown_grace;
         current.finish(grace).await;
@@ -364,9 +365,9 @@ impl Slot {
     }
 }
 
-async fn tell_both(current: &mut WorkerHandle, successor: &mut Option<Successor>, command: &Command) {
-    current.tell(command).await;
+async fn send_both(current: &mut WorkerHandle, successor: &mut Option<Successor>, command: &Command) {
+    current.send(command).await;
     if let Some(next) = successor {
-        next.running.tell(command).await;
+        next.running.send(command).await;
     }
 }

@@ -1,5 +1,5 @@
-//! A slot: its state from one worker to the next, and what the status board shows of it. `slot` and `replace` act
-//! on it.
+//! The state of a slot, which outlives its workers, and what the status board shows of it. `slot` and `replace` use
+//! and change it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use super::Launch;
-use super::order::Ordered;
+use super::order::SlotCommand;
 use super::restart::RestartReason;
 use super::worker_handle::{Overrides, WorkerHandle};
 use crate::config::Assignment;
@@ -20,13 +20,13 @@ use crate::shutdown::Exit;
 /// How a slot ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SlotEnd {
-    /// A sentinel stopped its worker, or an operator's order did.
+    /// A sentinel or an operator's order stopped its worker.
     StoppedOnRequest,
     /// It drained with the launcher.
     Drained,
     /// It was aborted or killed when the launcher stopped.
     Aborted,
-    /// It failed too often.
+    /// Its workers failed too often.
     GivenUp(Exit),
 }
 
@@ -46,46 +46,48 @@ pub(super) struct Slot {
     pub(super) launch: Arc<Launch>,
     pub(super) assignment: Assignment,
     /// Written by the fleet, read here. Bound: when it is full, orders are refused.
-    pub(super) orders: mpsc::Receiver<Ordered>,
+    pub(super) orders: mpsc::Receiver<SlotCommand>,
     pub(super) overrides: Overrides,
-    /// Replaced workers that are finishing.
-    pub(super) leaving: FuturesUnordered<BoxFuture<'static, Option<Exit>>>,
+    /// Replaced workers that still finish their tasks.
+    pub(super) draining: FuturesUnordered<BoxFuture<'static, Option<Exit>>>,
+    /// Quick failures in a row.
     pub(super) quick_failures: u32,
-    pub(super) found_in_a_row: u32,
-    /// A spent worker is not replaced before this time.
+    /// Quick failures in a row whose cause was found to be a poison task.
+    pub(super) poison_found_in_a_row: u32,
+    /// A worker that is due for recycling is not replaced before this time.
     pub(super) next_replacement: Option<Instant>,
     /// Settings with which no worker has been ready yet.
     pub(super) probation: Option<Probation>,
 }
 
 impl Slot {
-    pub(super) fn new(launch: Arc<Launch>, assignment: Assignment, orders: mpsc::Receiver<Ordered>) -> Self {
+    pub(super) fn new(launch: Arc<Launch>, assignment: Assignment, orders: mpsc::Receiver<SlotCommand>) -> Self {
         Self {
             launch,
             assignment,
             orders,
             overrides: Overrides::default(),
-            leaving: FuturesUnordered::new(),
+            draining: FuturesUnordered::new(),
             quick_failures: 0,
-            found_in_a_row: 0,
+            poison_found_in_a_row: 0,
             next_replacement: None,
             probation: None,
         }
     }
 
     /// Changes the slot's assignment.
-    pub(super) fn take_on(&mut self, assignment: Assignment) {
+    pub(super) fn set_assignment(&mut self, assignment: Assignment) {
         self.launch.board.assign(&assignment);
         self.assignment = assignment;
-        // Bounds set by an order end with the settings that they changed.
+        // Batch limits that an order has set do not outlast the settings that they changed.
         self.overrides.batch = BatchChange::default();
     }
 
     pub(super) fn show(&self, state: State) {
-        self.launch.board.change(&self.assignment.slot, |entry| entry.turn(state));
+        self.launch.board.change(&self.assignment.slot, |entry| entry.set_state(state));
     }
 
-    /// From now on the board shows this worker.
+    /// Makes the board show this worker from now on.
     pub(super) fn show_worker(&self, running: &mut WorkerHandle) {
         running.shown = true;
         let (pid, is_ready) = (running.pid(), running.monitor.ready.is_some());
@@ -94,20 +96,20 @@ impl Slot {
             entry.vacate();
             entry.report.pid = pid;
             if is_ready {
-                entry.is_ready();
+                entry.mark_ready();
                 // Kept until the new worker reports its own: the old one works on while the new one connects.
                 if let (Some(stats), Some(before)) = (&mut entry.report.stats, before) {
                     stats.now = before;
                 }
             }
-            entry.turn(if is_ready { State::Ready } else { State::Starting });
+            entry.set_state(if is_ready { State::Ready } else { State::Starting });
         });
     }
 
     pub(super) fn show_failure(&self, state: State, message: &str) {
         self.launch.board.change(&self.assignment.slot, |entry| {
             entry.report.last_failure = Some(message.to_owned());
-            entry.turn(state);
+            entry.set_state(state);
         });
     }
 
@@ -130,13 +132,13 @@ pub(super) struct Replacement {
     pub(super) reason: RestartReason,
     /// While this is held, no other slot replaces its worker.
     pub(super) permit: OwnedSemaphorePermit,
-    /// Who waits for the outcome.
+    /// Where the outcome is reported, if anybody waits for it.
     pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
 }
 
 impl Replacement {
-    /// Reports the outcome to who waits for it.
-    pub(super) fn say(self, outcome: Result<(), String>) {
+    /// Reports the outcome, if anybody waits for it.
+    pub(super) fn report(self, outcome: Result<(), String>) {
         if let Some(answer) = self.answer {
             let _ = answer.send(outcome);
         }
@@ -150,15 +152,16 @@ pub(super) struct Successor {
 }
 
 impl Successor {
-    /// Whether a command for the current worker is for the successor too: bounds of batches belong to the
-    /// settings that they change.
-    pub(super) fn is_to_hear(&self, command: &Command, assignment: &Assignment) -> bool {
+    /// Whether a command for the current worker is sent to the successor too. Batch limits are not if the successor has
+    /// other settings.
+    pub(super) fn accepts(&self, command: &Command, assignment: &Assignment) -> bool {
         !matches!(command, Command::SetBatch(_)) || self.running.assignment == *assignment
     }
 }
 
-/// A probation of settings: a worker is started with them after the old one has drained.
+/// New settings that still have to prove themselves: the next worker must become ready with them.
 pub(super) struct Probation {
+    /// The settings to return to if it does not.
     pub(super) before: Assignment,
     pub(super) replacement: Replacement,
 }

@@ -1,6 +1,6 @@
-//! What is known of every slot: its state, what its workers counted, what is on its device. Written by the
-//! slots when control lines arrive and processes start or end; read by metrics, health and remote control. A
-//! slot's entry outlives its workers.
+//! What is known of every slot: its state, the statistics of its workers, the tasks on its device. Slots write it when
+//! control lines arrive and processes start or end; metrics, health and remote control read it. A slot's entry
+//! outlives its workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,8 @@ pub struct StatusBoard {
     /// Locked for reading or writing a few values; never across an await.
     status: Mutex<SlotStatus>,
     started: Instant,
-    /// Somebody has read the metrics. Set by the server, taken by who counts what waits in queues.
+    /// Whether the metrics were read. Set by the HTTP server; read and cleared by the code that counts messages in
+    /// queues, which does so only if somebody reads the result.
     is_read: AtomicBool,
 }
 
@@ -31,24 +32,25 @@ pub struct SlotStatus {
     pub reloads_applied: u64,
     /// Reloads of settings that were refused.
     pub reloads_refused: u64,
-    /// Messages that wait in the pools' queues, by queue and what it is for; of those that may be looked at.
+    /// Messages that wait in the pools' queues, by the queue's name and kind. Queues that this user may not inspect are
+    /// missing.
     pub queues: BTreeMap<(String, &'static str), u32>,
-    /// Every pool of the first settings has had a worker that was ready.
+    /// Whether every pool has had a worker that was ready. Once set, it stays set.
     pub has_started: bool,
 }
 
 /// One slot.
 #[derive(Debug)]
 pub struct Entry {
-    /// What is reported of the slot; without values that change with the clock.
+    /// The report about the slot, without values that change with the clock.
     pub report: SlotReport,
     /// When it entered its state.
     pub since: Instant,
-    /// When the pass on its device began; none if there is none.
+    /// When the forward pass on its device began; none if none is running.
     pub computing_since: Option<Instant>,
-    /// When its worker exceeded the limit for a pass or for silence; none if it has not.
+    /// When its worker was found to exceed a time limit; none if it is not stuck.
     pub stuck_since: Option<Instant>,
-    /// It has had a worker that was ready.
+    /// Whether it has had a worker that was ready.
     pub was_ready: bool,
     /// The assignment of its current or next worker.
     pub(crate) assignment: Assignment,
@@ -79,9 +81,9 @@ impl StatusBoard {
         self.started.elapsed()
     }
 
-    /// The metrics are being read.
-    #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the server reads them"))]
-    pub(crate) fn is_being_read(&self) {
+    /// Records that the metrics are being read.
+    #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the HTTP server reads them"))]
+    pub(crate) fn mark_read(&self) {
         self.is_read.store(true, Ordering::Relaxed);
     }
 
@@ -90,7 +92,7 @@ impl StatusBoard {
         self.is_read.swap(false, Ordering::Relaxed)
     }
 
-    /// Tells how many messages wait in queues.
+    /// Sets how many messages wait in queues.
     pub(crate) fn tell_of_queues(&self, queues: BTreeMap<(String, &'static str), u32>) {
         self.write(|status| status.queues = queues);
     }
@@ -147,13 +149,13 @@ impl StatusBoard {
 }
 
 impl Entry {
-    pub(crate) fn turn(&mut self, state: State) {
+    pub(crate) fn set_state(&mut self, state: State) {
         if self.report.state != state {
             (self.report.state, self.since) = (state, Instant::now());
         }
     }
 
-    /// The worker's process is gone, or will be another one.
+    /// Clears what belongs to one worker process, because it has ended or is replaced.
     pub(super) fn vacate(&mut self) {
         (self.computing_since, self.stuck_since) = (None, None);
         let report = &mut self.report;
@@ -164,13 +166,14 @@ impl Entry {
         }
     }
 
-    pub(super) fn is_ready(&mut self) {
+    /// Records that its worker is ready.
+    pub(super) fn mark_ready(&mut self) {
         self.was_ready = true;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.report.ready_at_ms = Some(since.as_millis() as u64);
     }
 
-    /// The report with the values of this moment.
+    /// The report, with the values that change with the clock.
     pub fn report(&self) -> SlotReport {
         SlotReport {
             state_ms: self.since.elapsed().as_millis() as u64,

@@ -12,15 +12,15 @@ use super::Launch;
 use super::child::{ChildEvent, Worker};
 use super::gpus::device_fault::DeviceFault;
 use super::health::DeviceWatch;
-use super::leave::Step;
 use super::logs::re_emit;
 use super::order::{Done, Outcome};
+use super::termination::Step;
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
 use crate::protocol::control::{BatchChange, Cancellation, Command, CrashRecord, Event, decode};
 use crate::shutdown::{Exit, Phase};
 
-/// What a new worker is told in addition to its assignment.
+/// Effects of orders that a new worker gets in addition to its assignment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Overrides {
     pub(super) paused: bool,
@@ -44,14 +44,14 @@ pub(super) struct WorkerHandle {
     worker: Worker,
     pub(super) monitor: WorkerMonitor,
     step: Step,
-    /// When a stuck worker is killed, or killed again if it has not ended.
+    /// When a stuck worker is killed, or killed again if it still has not ended.
     kill_at: Option<Instant>,
     device_watch: DeviceWatch,
     pub(super) assignment: Assignment,
     /// Whether the board shows this worker.
     pub(super) shown: bool,
-    /// Cancellations that it was told, and who waits to hear what became of them. Bound: orders are few, and those
-    /// that nobody waits for any more are dropped with the next one.
+    /// Cancellations that were sent to it and not answered yet, with the channels for their outcomes. Bound: orders are
+    /// few, and each new one drops those that nobody waits for any more.
     cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
 }
 
@@ -68,7 +68,8 @@ pub(super) enum WorkerEvent {
 }
 
 impl WorkerHandle {
-    /// Spawns a worker, and tells it everything. `beside`: the slot has another worker, which goes on.
+    /// Spawns a worker, and sends it its assignment and the overrides. `beside`: the slot has another worker, which
+    /// continues to run.
     ///
     /// # Errors
     /// The program cannot be started, or its device has failed.
@@ -94,10 +95,10 @@ impl WorkerHandle {
             Refusal::Spawn { program, error }
         })?;
         if overrides.batch != BatchChange::default() {
-            worker.tell(&Command::SetBatch(overrides.batch)).await;
+            worker.send(&Command::SetBatch(overrides.batch)).await;
         }
         if let Some(filter) = &overrides.log {
-            worker.tell(&Command::LogLevel { filter: filter.clone() }).await;
+            worker.send(&Command::LogLevel { filter: filter.clone() }).await;
         }
         tracing::info!(
             slot = assignment.slot,
@@ -123,19 +124,19 @@ impl WorkerHandle {
     }
 
     /// Whether its end has been requested.
-    pub(super) fn is_leaving(&self) -> bool {
+    pub(super) fn is_ending(&self) -> bool {
         self.step.is_begun()
     }
 
-    pub(super) async fn tell(&mut self, command: &Command) {
-        self.worker.tell(command).await;
+    pub(super) async fn send(&mut self, command: &Command) {
+        self.worker.send(command).await;
     }
 
-    /// Has it cancel a task; the answer is sent when it has said what it has done.
+    /// Tells it to cancel a task. The answer is sent when the worker has reported the result.
     pub(super) async fn cancel(&mut self, cancellation: Cancellation, answer: oneshot::Sender<Outcome>) {
         self.cancelling.retain(|(_, answer)| !answer.is_closed());
         self.cancelling.push((cancellation.clone(), answer));
-        self.tell(&Command::Cancel(cancellation)).await;
+        self.send(&Command::Cancel(cancellation)).await;
     }
 
     /// Tells it to finish its tasks and to end, within the grace.
@@ -145,12 +146,12 @@ impl WorkerHandle {
 
     /// The next event of this worker. Safe to cancel.
     pub(super) async fn next(&mut self, launch: &Launch) -> WorkerEvent {
-        let bound = self.kill_at.or_else(|| self.monitor.bound(&self.assignment).map(|(at, _)| at));
+        let deadline = self.kill_at.or_else(|| self.monitor.deadline(&self.assignment).map(|(at, _)| at));
         tokio::select! {
-            sign = self.worker.next() => sign.map_or_else(WorkerEvent::Lost, WorkerEvent::Child),
-            () = self.step.is_due(&launch.stop) => WorkerEvent::Step,
-            device_fault = self.device_watch.failed_devices() => WorkerEvent::DeviceFailed(device_fault),
-            () = sleep_until(bound.unwrap_or_else(Instant::now).into()), if bound.is_some() => WorkerEvent::Overdue,
+            event = self.worker.next() => event.map_or_else(WorkerEvent::Lost, WorkerEvent::Child),
+            () = self.step.due(&launch.stop) => WorkerEvent::Step,
+            device_fault = self.device_watch.failure() => WorkerEvent::DeviceFailed(device_fault),
+            () = sleep_until(deadline.unwrap_or_else(Instant::now).into()), if deadline.is_some() => WorkerEvent::Overdue,
         }
     }
 
@@ -158,7 +159,7 @@ impl WorkerHandle {
     pub(super) async fn act(&mut self, event: WorkerEvent, launch: &Launch) -> Option<Option<ExitStatus>> {
         let grace = launch.policy.borrow().shutdown_grace;
         match event {
-            WorkerEvent::Child(ChildEvent::Event(line)) => self.hear(&line, launch),
+            WorkerEvent::Child(ChildEvent::Event(line)) => self.handle_event(&line, launch),
             WorkerEvent::Child(ChildEvent::Log(line)) => self.monitor.log.push(&re_emit(
                 &self.assignment.slot,
                 &line,
@@ -170,7 +171,7 @@ impl WorkerHandle {
                 let drain = self.assignment.pool.drain;
                 self.step = self.step.take(&mut self.worker, grace, drain).await;
             }
-            WorkerEvent::Overdue => self.be_overdue(launch),
+            WorkerEvent::Overdue => self.handle_overdue(launch),
             WorkerEvent::DeviceFailed(device_fault) => {
                 self.monitor.device_failed(device_fault, launch, &self.assignment.slot, self.shown);
                 self.kill();
@@ -183,15 +184,15 @@ impl WorkerHandle {
         None
     }
 
-    fn hear(&mut self, line: &str, launch: &Launch) {
-        let Some(event) = note(&self.assignment.slot, line) else { return };
+    fn handle_event(&mut self, line: &str, launch: &Launch) {
+        let Some(event) = decode_and_log(&self.assignment.slot, line) else { return };
         if let Event::Cancelled { cancellation, tasks } = &event
-            && let Some(at) = self.cancelling.iter().position(|(asked, _)| asked == cancellation)
+            && let Some(at) = self.cancelling.iter().position(|(requested, _)| requested == cancellation)
         {
             let (_, answer) = self.cancelling.remove(at);
             let _ = answer.send(Ok(Done::cancelled(*tasks)));
         }
-        if self.monitor.hear(event, launch, &self.assignment, self.shown).is_err() {
+        if self.monitor.handle_event(event, launch, &self.assignment, self.shown).is_err() {
             self.worker.kill();
         }
         if self.kill_at.is_some() && self.monitor.recovers(&self.assignment, launch, self.shown) {
@@ -199,11 +200,12 @@ impl WorkerHandle {
         }
     }
 
-    /// The first call logs this, the second kills: in between the worker may recover.
-    fn be_overdue(&mut self, launch: &Launch) {
+    /// Handles an exceeded time limit. The first call logs it, and the second kills the worker: in between it may
+    /// recover.
+    fn handle_overdue(&mut self, launch: &Launch) {
         if self.kill_at.is_none() {
-            let Some((_, fault)) = self.monitor.bound(&self.assignment) else { return };
-            self.kill_at = Some(self.monitor.give_up(fault, launch, &self.assignment.slot, self.shown));
+            let Some((_, fault)) = self.monitor.deadline(&self.assignment) else { return };
+            self.kill_at = Some(self.monitor.mark_stuck(fault, launch, &self.assignment.slot, self.shown));
         } else {
             self.kill();
         }
@@ -222,18 +224,18 @@ impl WorkerHandle {
 }
 
 /// Decodes an event, and logs it.
-fn note(slot: &str, line: &str) -> Option<Event> {
+fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
         Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks } | Event::Preprocessing { tasks }) => {
-            tracing::trace!(slot, tasks = tasks.len(), "preprocessed, on the device, or apart from others");
+            tracing::trace!(slot, tasks = tasks.len(), "the worker reports its preprocessing, computing or isolated tasks");
         }
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
-        // The line that says what follows has the cause too.
+        // The slot's line about what it does next has the cause too.
         Ok(Event::Stopped { cause, exit: Some(exit) })
-            if Exit::from_code(*exit).is_some_and(Exit::is_of_loading) =>
+            if Exit::from_code(*exit).is_some_and(Exit::is_load_failure) =>
         {
             tracing::debug!(slot, cause, "worker stopped");
         }

@@ -18,15 +18,15 @@ use crate::protocol::shorten;
 use crate::protocol::stats::Stats;
 use crate::shutdown::Exit;
 
-/// The most bytes of the words with which a worker ends.
+/// The most bytes that are kept of a worker's text about why it ends.
 const CAUSE_BYTES: usize = 1_000;
 /// The most task ids in a log line and on the board.
-const SHOWN: usize = 8;
-/// The longest silence of a healthy worker that is ready.
+const MAX_SHOWN_TASKS: usize = 8;
+/// The longest time between two events of a healthy worker that is ready.
 const MAX_SILENCE: Duration = Duration::from_secs(60);
-/// How long a worker on probation may load.
+/// How long a worker on probation may take to become ready.
 const MAX_LOADING: Duration = Duration::from_secs(30 * 60);
-/// The time from finding a worker stuck to killing it, so that probes and metrics see it too.
+/// The time from finding a worker stuck to killing it, in which probes and metrics can see that it is stuck.
 const KILL_DELAY: Duration = Duration::from_secs(10);
 
 /// The tasks that a worker had when it died. If its device failed, they are blamed only if the next worker
@@ -34,13 +34,13 @@ const KILL_DELAY: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct SuspectTasks {
     tasks: Vec<TaskName>,
-    /// The worker worked on no other tasks.
+    /// Whether the worker had no other tasks.
     isolated: bool,
     last: CrashTail,
 }
 
 impl SuspectTasks {
-    /// Several isolated tasks: the next groups will be smaller.
+    /// Whether these are several isolated tasks, which will be tried again in smaller groups.
     fn is_group(&self) -> bool {
         self.isolated && self.tasks.len() > 1
     }
@@ -48,45 +48,46 @@ impl SuspectTasks {
 
 /// What is known of one worker process.
 pub(super) struct WorkerMonitor {
-    /// When it said `ready`.
+    /// When it reported `ready`.
     pub(super) ready: Option<Instant>,
     death: Death,
     found_poison: bool,
     suspects: Option<SuspectTasks>,
-    /// The tasks of the current pass, as it last reported.
+    /// The tasks of the current pass, by its last report.
     on_device: Vec<TaskName>,
     preprocessing: Vec<TaskName>,
     computing_since: Option<Instant>,
     /// The tasks that it works on apart from all others.
     isolated: Vec<TaskName>,
-    heard: Instant,
-    /// Why it was killed, or why it said that it ends.
+    /// When its last event arrived.
+    last_event: Instant,
+    /// What is known of its end beside the exit status.
     pub(super) circumstances: Circumstances,
-    /// The exit code that it announced, and why.
+    /// The exit code that it announced, and its reason.
     announced: Option<(Exit, String)>,
-    /// Work that is not in the log yet.
+    /// Work that has not been logged yet.
     unlogged: Stats,
-    /// It worked when its work was told last.
+    /// Whether it worked in the period that was logged last.
     is_steady: bool,
-    born: Instant,
-    /// It must show that settings are good, and has [`MAX_LOADING`] to get ready.
+    spawned_at: Instant,
+    /// Whether it must prove new settings. If so, it has [`MAX_LOADING`] to become ready.
     pub(super) on_probation: bool,
     answered: u64,
-    /// Bytes of memory when it got ready, and now.
+    /// Resident bytes of memory in its first and in its latest report.
     resident: Option<(u64, u64)>,
     pub(super) log: LogTail,
 }
 
 pub(super) struct WorkerExit {
     pub(super) death: Death,
-    /// Its death showed that a task is poison.
+    /// Whether its death showed that a task is poison.
     pub(super) found_poison: bool,
-    /// It died of a group of suspects, which will come again in smaller groups.
+    /// Whether it died with a group of suspects, which will be tried again in smaller groups.
     pub(super) of_group: bool,
     pub(super) suspects: Option<SuspectTasks>,
-    /// The reason for its end in words.
+    /// The reason for its end, for people.
     pub(super) message: String,
-    /// The same for counting.
+    /// The reason for its end, for counting.
     pub(super) reason: RestartReason,
 }
 
@@ -109,12 +110,12 @@ impl WorkerMonitor {
             preprocessing: Vec::new(),
             computing_since: None,
             isolated: Vec::new(),
-            heard: Instant::now(),
+            last_event: Instant::now(),
             circumstances: Circumstances::default(),
             announced: None,
             unlogged: Stats::default(),
             is_steady: false,
-            born: Instant::now(),
+            spawned_at: Instant::now(),
             on_probation: false,
             answered: 0,
             resident: None,
@@ -122,7 +123,7 @@ impl WorkerMonitor {
         }
     }
 
-    /// Takes over the suspects of the worker before.
+    /// Takes over the suspects of the previous worker.
     pub(super) fn inherit(&mut self, suspects: Option<SuspectTasks>) {
         self.suspects = self.suspects.take().or(suspects);
     }
@@ -131,14 +132,14 @@ impl WorkerMonitor {
     ///
     /// # Errors
     /// The fault for which it must be killed.
-    pub(super) fn hear(
+    pub(super) fn handle_event(
         &mut self,
         event: Event,
         launch: &Launch,
         assignment: &Assignment,
         shown: bool,
     ) -> Result<(), Fault> {
-        self.heard = Instant::now();
+        self.last_event = Instant::now();
         let slot = &assignment.slot;
         match &event {
             Event::Ready { device, .. } => {
@@ -175,7 +176,7 @@ impl WorkerMonitor {
             Event::Unfit { why, words } => self.circumstances.unfit = Some((*why, words.clone())),
             _ => {}
         }
-        launch.board.change(slot, |entry| post(entry, event, shown));
+        launch.board.change(slot, |entry| update_entry(entry, event, shown));
         Ok(())
     }
 
@@ -188,18 +189,18 @@ impl WorkerMonitor {
         log_work(&mut self.unlogged, &mut self.is_steady, slot);
     }
 
-    /// When the worker counts as stuck unless it makes progress, and with which fault.
-    pub(super) fn bound(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
+    /// When the worker will count as stuck unless it makes progress, and with which fault.
+    pub(super) fn deadline(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
         let computing =
             self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
-        let silent = self.ready.map(|_| (self.heard + MAX_SILENCE, Fault::Silent));
+        let silent = self.ready.map(|_| (self.last_event + MAX_SILENCE, Fault::Silent));
         let loading =
-            (self.on_probation && self.ready.is_none()).then(|| (self.born + MAX_LOADING, Fault::Silent));
+            (self.on_probation && self.ready.is_none()).then(|| (self.spawned_at + MAX_LOADING, Fault::Silent));
         computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
     }
 
-    /// It has exceeded a limit. Returns when to kill it unless it recovers.
-    pub(super) fn give_up(&mut self, fault: Fault, launch: &Launch, slot: &str, shown: bool) -> Instant {
+    /// Records that it has exceeded a time limit. Returns when to kill it unless it recovers.
+    pub(super) fn mark_stuck(&mut self, fault: Fault, launch: &Launch, slot: &str, shown: bool) -> Instant {
         tracing::error!(slot, reason = fault.reason().as_str(), "the worker is stuck; it will be killed");
         self.circumstances.fault = Some(fault);
         if shown {
@@ -208,8 +209,8 @@ impl WorkerMonitor {
         Instant::now() + KILL_DELAY
     }
 
-    /// Its device has failed, so it is killed. Recorded now, since a process that hangs in the driver may end
-    /// much later.
+    /// Records that its device has failed, for which it is killed. It is recorded before its end, since a process that
+    /// hangs in the driver may end much later.
     pub(super) fn device_failed(
         &mut self,
         device_fault: DeviceFault,
@@ -229,24 +230,24 @@ impl WorkerMonitor {
         self.circumstances.fault = Some(Fault::Device(device_fault));
     }
 
-    /// Whether it makes progress again.
+    /// Whether a stuck worker makes progress again. If so, clears its fault.
     pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch, shown: bool) -> bool {
-        if self.circumstances.fault.as_ref().is_some_and(Fault::is_the_devices) {
+        if self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault) {
             return false;
         }
-        let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
-        if moves {
+        let progresses = self.deadline(assignment).is_none_or(|(at, _)| at > Instant::now());
+        if progresses {
             tracing::warn!(slot = assignment.slot, "the worker makes progress again");
             self.circumstances.fault = None;
             if shown {
                 launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
             }
         }
-        moves
+        progresses
     }
 
-    /// Why it should be replaced by a new worker, if so.
-    pub(super) fn is_spent(&self, launch: &Launch) -> Option<String> {
+    /// Why it is due for recycling (`launcher.recycle_…`), if it is.
+    pub(super) fn recycle_reason(&self, launch: &Launch) -> Option<String> {
         let policy = launch.policy.borrow();
         let since = self.ready?;
         let grown = self.resident.map_or(0, |(first, now)| now.saturating_sub(first));
@@ -260,8 +261,7 @@ impl WorkerMonitor {
         memory.then(|| format!("its memory has grown by {} MiB", grown >> 20))
     }
 
-    /// Judges the worker's end. `forced`: the launcher had told it to abort or to hand back its tasks, or had
-    /// killed it.
+    /// Judges the worker's end. `forced`: the launcher had told it to abort, had killed it, or was stopping.
     pub(super) fn end(
         mut self,
         status: Option<ExitStatus>,
@@ -274,7 +274,8 @@ impl WorkerMonitor {
         self.death.has_loaded = launch.board.read(|it| it.slots.get(slot).is_some_and(|it| it.was_ready));
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        // Its work was settled: a crash of a library while the process exits does not matter.
+        // A worker that announced a regular end has settled its work. A crash of a library while the process exits then
+        // does not matter.
         let announced = self.announced.take();
         let settled = announced.as_ref().map(|(exit, _)| *exit);
         let settled = settled.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
@@ -283,20 +284,20 @@ impl WorkerMonitor {
             tracing::warn!(slot, status, "the worker died after it had ended its work");
             self.death.exit = Some(exit);
         }
-        let mut devices = self.circumstances.fault.as_ref().is_some_and(Fault::is_the_devices);
-        if devices && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
+        let mut is_device_fault = self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault);
+        if is_device_fault && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
             self.death.exit = Some(Exit::DeviceFailed);
         }
         // Nothing is logged if no process was spawned. If the worker announced its exit, the restart line reports the
         // cause.
         let gives_reason = announced.as_ref().is_some_and(|(exit, _)| Some(*exit) == self.death.exit);
-        if status.is_some() || !devices {
+        if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);
         }
-        let lately = launch.health.lately(&assignment.device);
-        let (reason, message) = self.circumstances.reason(&self.death, status, lately.as_ref());
-        // An uncorrectable memory error is no task's fault; a task may cause other events.
-        devices |= reason == RestartReason::Ecc;
+        let recent_event = launch.health.recent_event(&assignment.device);
+        let (reason, message) = self.circumstances.reason(&self.death, status, recent_event.as_ref());
+        // An uncorrectable memory error is never a task's fault. Other events on the device may be.
+        is_device_fault |= reason == RestartReason::Ecc;
         let mut tasks = std::mem::take(&mut self.on_device);
         for task in std::mem::take(&mut self.preprocessing) {
             if !tasks.contains(&task) {
@@ -309,17 +310,17 @@ impl WorkerMonitor {
                 tasks.push(task);
             }
         }
-        let last = self.log.at_the_end(status);
+        let last = self.log.into_crash_tail(status);
         let cause = announced.map(|(_, cause)| cause).filter(|cause| gives_reason && !cause.is_empty());
         let message = message.or(cause).unwrap_or_else(|| last.exit.clone());
         let mut of_group = false;
-        if !forced && !devices && !tasks.is_empty() {
+        if !forced && !is_device_fault && !tasks.is_empty() {
             let suspects = SuspectTasks { tasks, isolated, last };
             of_group = suspects.is_group();
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, launch, slot),
                 Some(Exit::DeviceFailed) => self.suspects = Some(suspects),
-                // The worker gave the reason for its end itself, and no task is to blame.
+                // The exit code gives another reason, so no task is to blame.
                 Some(_) => {}
             }
         }
@@ -328,10 +329,10 @@ impl WorkerMonitor {
     }
 }
 
-/// Records that a worker died of one of these tasks. True: one of them is poison now.
+/// Records that a worker died with these tasks. Returns whether one of them has become poison.
 fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
     let SuspectTasks { tasks, isolated, last } = suspects;
-    let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
+    let ids: Vec<&str> = tasks.iter().take(MAX_SHOWN_TASKS).map(|task| task.id.as_str()).collect();
     tracing::warn!(
         slot,
         tasks = tasks.len(),
@@ -344,7 +345,7 @@ fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
 }
 
 /// Writes an event to the board.
-fn post(entry: &mut Entry, event: Event, shown: bool) {
+fn update_entry(entry: &mut Entry, event: Event, shown: bool) {
     if let Event::Stats(stats) = &event {
         let mut stats = stats.clone();
         if let Some(sums) = &mut entry.report.stats {
@@ -358,21 +359,21 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
         return;
     }
     match event {
-        Event::Loading => entry.turn(State::Loading),
+        Event::Loading => entry.set_state(State::Loading),
         Event::Ready { .. } => {
-            entry.is_ready();
-            entry.turn(State::Ready);
+            entry.mark_ready();
+            entry.set_state(State::Ready);
         }
-        Event::Serving => entry.turn(State::Ready),
-        Event::Paused => entry.turn(State::Paused),
-        Event::Draining { .. } => entry.turn(State::Draining),
+        Event::Serving => entry.set_state(State::Ready),
+        Event::Paused => entry.set_state(State::Paused),
+        Event::Draining { .. } => entry.set_state(State::Draining),
         Event::Forward { tasks } => {
             let busy = !tasks.is_empty();
             entry.computing_since = busy.then(Instant::now);
             entry.report.in_flight = tasks.len() as u64;
-            entry.report.active = tasks.into_iter().take(SHOWN).map(|task| task.id).collect();
+            entry.report.active = tasks.into_iter().take(MAX_SHOWN_TASKS).map(|task| task.id).collect();
             if entry.report.state.works() {
-                entry.turn(if busy { State::Busy } else { State::Ready });
+                entry.set_state(if busy { State::Busy } else { State::Ready });
             }
         }
         Event::Isolated { .. }
@@ -384,12 +385,13 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
     }
 }
 
-/// Work is logged in summaries of at least this many milliseconds: the first after a pause, and those with failures;
-/// steady work each minute.
+/// The shortest period, in milliseconds, of a log line about work. It applies to the first work after a pause and to work
+/// with failures.
 const LOG_AFTER_MS: u64 = 5_000;
+/// The period, in milliseconds, of log lines about steady work without failures.
 const STEADY_MS: u64 = 60_000;
 
-/// Logs what a worker did, where it is time. `is_steady`: it worked before too.
+/// Logs what a worker did, if a log line is due. `is_steady`: the worker also worked in the period before.
 fn log_work(unlogged: &mut Stats, is_steady: &mut bool, slot: &str) {
     if unlogged.span_ms < LOG_AFTER_MS {
         return;

@@ -1,5 +1,5 @@
-//! How models that compute nothing let time pass: they sleep; in tests with paused time they only add up how
-//! long they would have slept.
+//! How models without a network spend time: they sleep. In tests with paused time they only add up how long they
+//! would have slept.
 
 #[cfg(test)]
 use std::cell::Cell;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 #[cfg(test)]
 thread_local! {
-    /// The sum of sleeps so far; none: this thread really sleeps.
+    /// The sum of the sleeps so far. None if this thread really sleeps.
     static OWED: Cell<Option<Duration>> = const { Cell::new(None) };
 }
 

@@ -11,16 +11,16 @@ pub use fitness::{Proven, prove};
 
 use super::{ForwardError, LoadError};
 
-/// With what a GPU multiplies.
+/// The arithmetic units of a GPU.
 #[derive(Debug)]
 struct Power {
     multiprocessors: usize,
-    /// The possible speed in f32, in operations per second; none if the driver reports no clock.
+    /// The peak speed in f32, in operations per second; none if the driver reports no clock.
     possible: Option<f64>,
 }
 
-/// Opens `device`: `cpu`, or a GPU by its UUID in a build with CUDA. Also returns the device that was really
-/// opened: `cpu`, or the UUID that the driver reports.
+/// Opens `device`: `cpu`, or a GPU by its UUID in a build with CUDA. Also returns the name of the opened device:
+/// `cpu`, or the UUID that the driver reports.
 ///
 /// # Errors
 /// [`LoadError::Device`] if this build or machine does not have the device, or if another one was opened.
@@ -48,7 +48,7 @@ fn open_gpu(_: &str) -> Result<(Device, String), String> {
     Err("this build has no CUDA; it opens \"cpu\" only".into())
 }
 
-/// What a failure of candle means for the worker.
+/// Classifies a failure of candle by what it means for the worker.
 pub fn forward_error(error: &Error) -> ForwardError {
     let message = error.to_string();
     let lower = message.to_lowercase();
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_sorted_by_who_must_act() {
+    fn errors_are_classified_by_what_the_worker_must_do() {
         let cuda = |text: &str| forward_error(&Error::Cuda(text.into()));
         assert!(matches!(cuda("CUDA_ERROR_OUT_OF_MEMORY"), ForwardError::OutOfMemory(_)));
         assert!(matches!(cuda("CUDA_ERROR_ILLEGAL_ADDRESS"), ForwardError::Device(_)));

@@ -1,6 +1,6 @@
-//! What a built-in family of models registers: its name, URLs, the models that it serves, its options, and how tools make
-//! a task for it. Each family fills one [`Family`] in, beside its code in `tasks`; `registry` lists them. Decides whether a
-//! family serves a model, and reads options. Reads no weights.
+//! What a built-in family of models registers: its name, URLs, the models that it serves, its options, and how tools
+//! make a task for it. Each family defines one [`Family`] beside its code in `tasks`; `registry` lists them. Decides
+//! whether a family serves a model, and reads options. Reads no weights.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ use crate::protocol::batch_line::RequestBody;
 pub struct Family {
     /// Its name. `pool.task` chooses it by this name where a model's weights serve several.
     pub name: &'static str,
-    /// What it answers, the usual URL first. A model of the family may answer fewer.
+    /// The routes that it answers, the usual one first. A model of the family may answer fewer.
     pub routes: &'static [Route],
     /// Which models it serves.
     pub serves: Serves,
@@ -46,16 +46,16 @@ pub struct FileRules {
     pub ggufs: &'static [&'static str],
     /// The `_class_name` of their `model_index.json`, for models of several networks.
     pub pipelines: &'static [&'static str],
-    /// What else must hold of a model's description.
+    /// A further condition on a model's description.
     pub accepts: fn(&Description) -> bool,
-    /// Asks for every file that loading may read, the weights last: for the digest of a model.
+    /// Requests every file that loading may read, the weights last. The digest of a model is computed over these.
     pub find: fn(&ModelFiles) -> Result<(), LoadError>,
     /// Checks all that can be checked of a model without loading it: its configuration, the pool's options, the headers
-    /// of its weights, and that their files are whole. Devices and tokenizers are not looked at.
+    /// of its weights, and that their files are complete. Does not check devices and tokenizers.
     pub check: fn(&LoadSpec) -> Result<(), LoadError>,
 }
 
-/// A task as a tool makes it.
+/// A task that a tool makes for a family.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
     /// Its URL; none: any.
@@ -105,8 +105,8 @@ pub struct Description {
     pub format: Format,
     /// The architecture that it names; empty: none.
     pub architecture: String,
-    /// The fields of `config.json` or `model_index.json`. Beside the architecture's name they may mean something else in
-    /// an architecture that is not served.
+    /// The fields of `config.json` or `model_index.json`. Except for the architecture's name, they may mean something
+    /// else in an architecture that is not served.
     pub fields: Map<String, Value>,
 }
 
@@ -114,13 +114,13 @@ impl Description {
     /// Reads the description of the model `source` in `files`.
     ///
     /// # Errors
-    /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Hub`] if the hub cannot be asked.
+    /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Hub`] if the hub cannot be reached.
     pub fn read(files: &ModelFiles) -> Result<Self, LoadError> {
         if let Some(path) = files.gguf() {
             let architecture = Gguf::architecture(&path)?;
             return Ok(Self { format: Format::Gguf, architecture, fields: Map::new() });
         }
-        // A folder may have both: then `config.json` is that of one network.
+        // If a folder has both files, `config.json` describes the model as one network.
         let of = |format, name: &str, fields: Map<String, Value>| {
             let architecture = fields.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
             Self { format, architecture, fields }
@@ -152,7 +152,7 @@ impl FileRules {
 }
 
 impl Family {
-    /// What it needs of a model's files; none if it serves its own name.
+    /// What it needs of a model's files; none if it serves only its own name.
     pub fn files(&self) -> Option<&FileRules> {
         match &self.serves {
             Serves::ItsName => None,
@@ -174,7 +174,7 @@ impl Family {
         problems.into_iter().next().map_or(Ok(()), |problem| Err(spec.refused_option(problem)))
     }
 
-    /// The pool's options, with their defaults. An option without a value is one whose default is derived.
+    /// The pool's options, with their defaults. An option without a value is left out if its default is derived.
     ///
     /// # Errors
     /// As [`Family::check_options`].
@@ -187,7 +187,7 @@ impl Family {
         })
     }
 
-    /// What loads the family's example. `root` is the folder of this repository.
+    /// The specification to load the family's example. `root` is the folder of this repository.
     pub fn example(&self, root: &Path) -> LoadSpec {
         let Example { model, options } = self.example;
         let source = match self.serves {

@@ -1,27 +1,26 @@
 //! Models: the traits that a model implements, and what it is loaded from. Everything here blocks; the `engine`
-//! room decides on which thread it runs. Knows neither broker nor tokio nor acks.
+//! room decides on which thread it runs. Nothing here knows the broker, tokio or acks.
 //!
 //! # Implementing a model
 //!
 //! A model has two parts, because they run on different threads:
 //!
 //! - A [`Processor`] turns messages into inputs and outputs into bodies (a tokenizer, an image decoder).
-//!   Several threads share it, and work on the next and the last tasks while the device computes.
+//!   Several threads share it. They preprocess the next tasks and write the last replies while the device computes.
 //! - The network owns the weights. It is loaded on the thread that will run it and stays there, so that it
 //!   need not be `Send`. It is either [`Forward`] (one pass: embeddings, classification, images) or
 //!   [`Generate`] (sequences that take many steps: text generation, speech recognition).
 //!
-//! Both come from one function, `fn(&LoadSpec, &Device) -> Result<(Processor, Network), LoadError>`, which
-//! `app::Registry` is given. The device is opened before, and is the one to load onto.
+//! One function returns both: `fn(&LoadSpec, &Device) -> Result<(Processor, Network), LoadError>`. It is registered in
+//! an `app::Registry`. The device that it gets is already open, and is the one to load onto.
 //!
 //! **Inputs that are not text.** [`Processor::preprocess`] gets the whole message: body, content type and
 //! headers. A model of images has a [`Route`] with `image/png` and decodes the body; its input is a tensor
-//! or a pixel buffer, and its size the number of patches. Batches are formed by size alone. Inputs that are costly
-//! to decode, or many, are made on demand ([`Inputs::Slices`]).
+//! or a pixel buffer, and its size is the number of patches. Batches are formed by size alone. If a task has many
+//! inputs, or costly ones, they are made on demand ([`Inputs::Slices`]).
 
 pub(crate) mod clock;
 pub mod device;
-pub mod echo;
 #[doc(hidden)]
 pub mod family;
 #[doc(hidden)]
@@ -31,13 +30,13 @@ pub mod nets;
 #[doc(hidden)]
 pub mod ops;
 pub mod registry;
-pub mod script;
 #[doc(hidden)]
 pub mod sequences;
 #[doc(hidden)]
 pub mod sound;
 #[doc(hidden)]
 pub mod tasks;
+pub mod testing;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -76,13 +75,13 @@ impl Route {
 pub struct SizedInput<I> {
     /// The input, ready for the device.
     pub input: I,
-    /// What the model's encoder computes of it before the first token, in tokens (frames, patches). Such an encoding is
-    /// computed whole, by a row of its own ([`Feed::Encode`]). 0: there is none. Always 0 for a one-pass model.
+    /// The tokens (frames, patches) that the model's encoder computes before the first token. An encoding is computed
+    /// whole, by a row of its own ([`Feed::Encode`]). 0 if there is none; always 0 for a one-pass model.
     pub encode_tokens: usize,
-    /// Its tokens (patches, frames): what `batch.max_tokens` bounds. For a sequence those of its prompt, which may be 0
-    /// behind an encoding.
+    /// Its tokens (patches, frames), whose sum `batch.max_tokens` bounds. For a sequence these are the tokens of its
+    /// prompt; there may be 0 if it has an encoding.
     pub tokens: usize,
-    /// The most tokens of its answer; reserved together with `tokens` when the sequence begins. 0 for a
+    /// The most tokens of its answer. They are reserved together with `tokens` when the sequence begins. 0 for a
     /// one-pass model.
     pub answer_tokens: usize,
 }
@@ -94,26 +93,25 @@ impl<I> SizedInput<I> {
     }
 }
 
-/// The inputs of a task, in the order of the reply's outputs. There may be none: the reply is written at once.
+/// The inputs of a task, in the order of the reply's outputs. If there are none, the reply is written at once.
 pub enum Inputs<I> {
     /// All of them. A `Vec` converts to this.
     All(Vec<SizedInput<I>>),
-    /// Slices that are made when they are wanted. For a task that takes long to prepare, or whose inputs would take
-    /// much memory together: the first slice is made behind [`Processor::preprocess`], and a further one whenever
-    /// few of the task's inputs wait for the model. Tasks take turns between slices, so a slice should take some ten
-    /// milliseconds at most. An error is the task's, and ends it. Where `size_hint` says that none is left, the task
-    /// is known whole with its last slice.
+    /// Slices that are made on demand, for a task that takes long to prepare or whose inputs together would take much
+    /// memory. The first slice is made after [`Processor::preprocess`], and a further one whenever few of the task's
+    /// inputs wait for the model. Tasks take turns between slices, so a slice should take about ten milliseconds at
+    /// most. An error ends the task. If `size_hint` says that none is left, the task is complete with its last slice.
     Slices(Slices<I>),
-    /// Inputs that take long to make, such as those with a grammar: longer than [`Effort::Usual`]. They are made on a
-    /// thread of its own, where tasks of several requesters have their turns, so that other tasks need not wait. Decide
-    /// in [`Processor::preprocess`] whatever takes no longer than usual, also whether the task is refused.
+    /// Inputs that take longer to make than [`Effort::Usual`], such as those with a grammar. They are made on a
+    /// separate thread, where the requesters take turns, so that other tasks need not wait. Do in
+    /// [`Processor::preprocess`] whatever takes no longer than usual, and refuse a bad task there.
     Later(Later<I>),
 }
 
 /// What makes the inputs of [`Inputs::Later`]. It may return `Later` again, which runs at once.
 pub type Later<I> = Box<dyn FnOnce() -> Result<Inputs<I>, TaskError> + Send>;
 
-/// Slices of a task's inputs, as [`Inputs::Slices`] has them. Called on the preprocess threads, one slice at a time.
+/// Slices of a task's inputs, for [`Inputs::Slices`]. The preprocess threads request one slice at a time.
 pub type Slices<I> = Box<dyn Iterator<Item = Result<Vec<SizedInput<I>>, TaskError>> + Send>;
 
 impl<I> From<Vec<SizedInput<I>>> for Inputs<I> {
@@ -126,7 +124,7 @@ impl<I> Inputs<I> {
     /// Makes all inputs now. For tests and measurements.
     ///
     /// # Errors
-    /// That of the first slice that cannot be made.
+    /// The error of the first slice that cannot be made.
     pub fn all(self) -> Result<Vec<SizedInput<I>>, TaskError> {
         match self {
             Self::All(inputs) => Ok(inputs),
@@ -141,13 +139,14 @@ impl<I> Inputs<I> {
 /// A preprocessed task: the context for [`Processor::finish`], and its inputs.
 pub type Preprocessed<P> = (<P as Processor>::Context, Inputs<<P as Processor>::Input>);
 
-/// How long a message may take to be preprocessed. Judged by the size that the message has or declares.
+/// How long the preprocessing of a message may take, judged by the size that the message has or declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
-    /// Less than a millisecond. A worker with one preprocess thread does such work on the thread that speaks with the
-    /// broker, which saves waking another. Decoders and templates, which may take long for a few bytes, are never brief.
+    /// Less than a millisecond. A worker with one preprocess thread does such work on the thread that talks to the
+    /// broker, which saves waking another. Decoders and templates are never brief: a few bytes can keep them busy for
+    /// long.
     Brief,
-    /// Some ten milliseconds at most, or slices that take so long each. What takes longer is [`Inputs::Later`].
+    /// About ten milliseconds at most, or slices that each take as long. Use [`Inputs::Later`] for what takes longer.
     Usual,
 }
 
@@ -158,21 +157,21 @@ impl Effort {
     }
 }
 
-/// Whether a reply comes in parts before it comes whole, and what they are made of.
+/// Whether parts of a reply are sent before the whole reply, and what the parts are made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Streaming {
     /// There are no parts.
     Off,
-    /// Of the pieces that sequences give, as they come: [`Processor::parts`].
+    /// Parts are made of the pieces of sequences as they are produced: [`Processor::parts`].
     Pieces,
-    /// Of the outputs of finished inputs, in the order of the inputs: [`Processor::output_parts`]. An input that is
-    /// finished early waits for those before it. For models of one pass, and for sequences whose pieces are of no use by
-    /// themselves (speech recognition).
+    /// Parts are made of the outputs of finished inputs, in the order of the inputs: [`Processor::output_parts`]. An
+    /// input that finishes early waits for those before it. This suits one-pass models, and sequences whose pieces are
+    /// of no use by themselves (speech recognition).
     Outputs,
 }
 
 impl Streaming {
-    /// These parts if the task asked for parts.
+    /// `self` if the task requested parts, else `Off`.
     pub fn of(self, is_wanted: bool) -> Self {
         if is_wanted { self } else { Self::Off }
     }
@@ -180,24 +179,24 @@ impl Streaming {
 
 /// The CPU part of a model: messages ↔ inputs and outputs. Shared by threads.
 pub trait Processor: Send + Sync + 'static {
-    /// What `finish` and the parts of a reply need of a task beside its outputs, such as its encoding.
+    /// What `finish` and the parts of a reply need to know of a task beside its outputs, such as its encoding.
     type Context: Send + 'static;
     /// One row of a batch, or the prompt of one sequence.
     type Input: Send + 'static;
-    /// What a sequence gives before its end, for replies in parts. `()` for a one-pass model, and where parts are made of
-    /// outputs.
+    /// What a sequence produces before its end, for replies in parts. `()` for a one-pass model, and where parts are
+    /// made of outputs.
     type Piece: Send + 'static;
     /// The result of one input.
     type Output: Send + 'static;
 
-    /// What this model answers. A message without a `url` goes to the first route.
+    /// The URLs that this model answers. A message without a `url` goes to the first route.
     fn routes(&self) -> &[Route];
 
     /// Decodes a message and makes its inputs, or what makes them one by one ([`Inputs::Slices`]). The message's
     /// URL and media type match a route.
     ///
     /// # Errors
-    /// What is wrong with this task. It is answered with the error, and its neighbours go on.
+    /// What is wrong with this task. The task is answered with the error; other tasks are not affected.
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError>;
 
     /// How long `preprocess`, and `finish` for a few outputs, may take for this message, whatever its sender put into it.
@@ -206,36 +205,36 @@ pub trait Processor: Send + Sync + 'static {
         Effort::Usual
     }
 
-    /// Bytes that an input holds in memory until it is computed; 0: too few to count. A worker bounds their sum
-    /// (`pool.prepared_bytes`).
+    /// Bytes of memory that an input holds until it is computed; 0 if they are too few to count. A worker bounds their
+    /// sum (`pool.prepared_bytes`).
     fn bytes(&self, input: &Self::Input) -> usize {
         let _ = input;
         0
     }
 
-    /// Whether the task asked for its reply in parts, and what these are made of.
+    /// Whether the task requested its reply in parts, and what these are made of.
     fn streaming(&self, context: &Self::Context) -> Streaming {
         let _ = context;
         Streaming::Off
     }
 
-    /// Whether the parts of 32 pieces or outputs take some ten microseconds at most, whatever they hold. Then as few are
-    /// written on the thread that speaks with the broker, since waking another thread would take as long. All others are
-    /// written on the reply threads.
+    /// Whether the parts of 32 pieces or outputs take about ten microseconds at most, whatever they hold. If so, up to
+    /// 32 are written on the thread that talks to the broker, since waking another thread would take as long. All
+    /// others are written on the reply threads.
     fn are_parts_brief(&self, context: &Self::Context) -> bool {
         let _ = context;
         false
     }
 
-    /// Writes parts of the reply, from pieces that the sequence `input` has given since the last ones, 256 at most.
-    /// Usually one; none where there is nothing to send yet. Called with [`Streaming::Pieces`].
+    /// Writes parts of the reply from the pieces, 256 at most, that the sequence `input` has produced since the last
+    /// call. Usually this is one part; none if there is nothing to send yet. Called with [`Streaming::Pieces`].
     fn parts(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Vec<Body> {
         let _ = (context, input, pieces);
         Vec::new()
     }
 
     /// Writes parts of the reply, usually one, from the output of an input. Called with [`Streaming::Outputs`], once for
-    /// each input and in their order. Inputs that finish last may be left out: the reply has them.
+    /// each input and in their order. The inputs that finish last may be left out, since the whole reply has them.
     fn output_parts(&self, context: &mut Self::Context, input: usize, output: &Self::Output) -> Vec<Body> {
         let _ = (context, input, output);
         Vec::new()
@@ -248,10 +247,10 @@ pub trait Processor: Send + Sync + 'static {
     fn finish(&self, context: Self::Context, outputs: Vec<Self::Output>) -> Result<Body, TaskError>;
 
     /// A small task that this model can certainly answer. It is computed before the worker takes work, and
-    /// again when the model fails on an input: if it fails then, the device is broken, and the worker ends
-    /// instead of answering tasks with errors. For a one-pass model it has one input or more, otherwise it is one
-    /// sequence. A probe that the model refuses as it would refuse a request ([`LoadError::Probe`]) is a mistake of
-    /// the model's author. None: the input is blamed.
+    /// again when the model fails on an input. If the probe fails then, the device is broken, and the worker ends
+    /// instead of answering tasks with errors. Without a probe, the input is blamed. For a one-pass model the probe has
+    /// one input or more, otherwise it is one sequence. A probe that the model refuses as it would refuse a request
+    /// ([`LoadError::Probe`]) is a mistake of the model's author.
     fn probe(&self) -> Option<Message> {
         None
     }
@@ -264,7 +263,7 @@ pub trait Forward: 'static {
     type Input;
     /// The processor's output.
     type Output;
-    /// A batch that was submitted.
+    /// A submitted batch.
     type Pending;
 
     /// Submits a batch to the device.
@@ -291,8 +290,8 @@ pub trait Forward: 'static {
         self.wait(pending)
     }
 
-    /// Whether [`Forward::submit`] returns before the device has computed the batch. Then the next batch is
-    /// submitted before the last is waited for; at most two are submitted at a time.
+    /// Whether [`Forward::submit`] returns before the device has computed the batch. If so, the next batch is
+    /// submitted before the engine waits for the last one; at most two batches are in progress.
     fn is_asynchronous(&self) -> bool {
         false
     }
@@ -325,9 +324,9 @@ pub struct Row {
 /// The progress of a sequence in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Advance<P, O> {
-    /// Its encoding, or tokens of its prompt, were fed; more is to follow.
+    /// Its encoding or tokens of its prompt were fed, and more must be fed.
     Fed,
-    /// It has given a piece, and goes on.
+    /// It has produced a piece, and continues.
     More(P),
     /// It has ended, perhaps with a last piece.
     Done(Option<P>, O),
@@ -341,16 +340,16 @@ pub type Advances<G> = Vec<Result<Advance<<G as Generate>::Piece, <G as Generate
 pub trait Generate: 'static {
     /// The processor's input.
     type Prompt;
-    /// What a sequence gives in a step.
+    /// What a sequence produces in a step.
     type Piece;
-    /// What a sequence gives at its end.
+    /// What a sequence produces at its end.
     type Output;
 
-    /// Its capacity. Asked once, after loading.
+    /// Its capacity. Called once, after loading.
     fn capacity(&self) -> Capacity;
 
     /// How its encode rows are spread among steps where the pool's settings (`batch.encode_interval`,
-    /// `batch.encode_batch`) say nothing. Asked once, after loading. For a model without an encoder it means nothing.
+    /// `batch.encode_batch`) say nothing. Called once, after loading. It has no effect for a model without an encoder.
     fn encoding(&self) -> Encoding {
         Encoding::default()
     }
@@ -361,11 +360,11 @@ pub trait Generate: 'static {
     /// What is wrong with the prompt; the slot stays free.
     fn open(&mut self, slot: Slot, prompt: &Self::Prompt) -> Result<(), TaskError>;
 
-    /// Feeds each row's sequence what the row says. A sequence whose [`SizedInput::encode_tokens`] are not 0 has one
-    /// [`Feed::Encode`] first, whose result is [`Advance::Fed`] unless it ends the sequence. Then come the tokens of its
-    /// prompt, in chunks, and then one token of its answer in each step. The rows of a step are all [`Feed::Encode`], or
-    /// none is. Repeatable: an error for the step or for one row leaves the sequences concerned unchanged, and the step
-    /// may be computed again with fewer rows.
+    /// Computes one step: feeds each row's sequence what the row says. A sequence whose [`SizedInput::encode_tokens`]
+    /// are not 0 has one [`Feed::Encode`] first, whose result is [`Advance::Fed`] unless it ends the sequence. Then it
+    /// is fed the tokens of its prompt, in chunks, and then one token of its answer in each step. Either all rows of a
+    /// step are [`Feed::Encode`], or none is. A step must be repeatable: an error for the step or for one row leaves
+    /// the sequences concerned unchanged, and the step may be computed again with fewer rows.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the step or the device rather than one sequence.
@@ -396,7 +395,7 @@ pub struct LoadSpec {
 }
 
 impl LoadSpec {
-    /// The model's name in replies: the source, a folder's last component, or a GGUF file's name without its end.
+    /// The model's name in replies: the source, a folder's last component, or a GGUF file's name without its extension.
     pub fn model_name(&self) -> &str {
         model_name(&self.source)
     }
@@ -405,9 +404,7 @@ impl LoadSpec {
     pub fn is_folder(&self) -> bool {
         is_folder(&self.source)
     }
-}
 
-impl LoadSpec {
     /// A model on the CPU, with defaults for everything else.
     pub fn new(source: impl Into<String>) -> Self {
         Self {
@@ -432,7 +429,7 @@ impl LoadSpec {
     }
 }
 
-/// A model's name in replies: its source, a folder's last component, or a GGUF file's name without its end.
+/// A model's name in replies: its source, a folder's last component, or a GGUF file's name without its extension.
 pub fn model_name(source: &str) -> &str {
     let name = source.trim_end_matches('/');
     if let (true, Some(stem)) = (load::is_gguf(name), Path::new(name).file_stem()) {
@@ -472,7 +469,7 @@ pub enum LoadError {
         /// The option, and what is wrong with it.
         problem: Box<OptionProblem>,
     },
-    /// The model refuses its own probe ([`Processor::probe`]). Whoever wrote the model must act.
+    /// The model refuses its own probe ([`Processor::probe`]). The author of the model must correct it.
     #[error("model {model:?} refuses its own probe: {reason}")]
     Probe {
         /// The `model` setting.
@@ -495,7 +492,7 @@ pub enum LoadError {
         device: String,
         /// What is wrong with it.
         why: Unfit,
-        /// The same with numbers, and what to do.
+        /// The same in figures, and what to do.
         reason: String,
     },
     /// The hub could not deliver the model.
@@ -503,7 +500,7 @@ pub enum LoadError {
     Hub {
         /// The id.
         model: String,
-        /// The folder that the setting names, if the hub is asked because it is not there.
+        /// The folder that was looked for before the hub.
         folder: PathBuf,
         /// The message of the hub or the network.
         reason: String,
@@ -511,7 +508,7 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// The same, where `folder` was looked for before the hub was asked.
+    /// The same error, with `folder` as the folder that was looked for before the hub.
     #[must_use]
     pub fn without_folder(self, folder: Option<&Path>) -> Self {
         match (self, folder) {
@@ -538,7 +535,7 @@ pub enum ForwardError {
 }
 
 impl From<&candle_core::Error> for ForwardError {
-    /// Converts the error by what the worker must do.
+    /// Classifies the error by what the worker must do.
     fn from(error: &candle_core::Error) -> Self {
         device::forward_error(error)
     }

@@ -1,17 +1,18 @@
-//! The built-in families of models, one line each, and which of them serves a model: by the architecture that its files
-//! name and the pool's `task`. A model that no family serves is refused, with a list of what is served.
+//! Lists the built-in families of models, one line each. Decides which of them serves a model, by the architecture that
+//! its files name and by the pool's `task`. A model that no family serves is refused, with a list of what is served.
 
 use std::fmt;
 
 use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
 use super::tasks::{embed, generate, image, labels, pairs};
-use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script};
+use super::testing::{echo, script};
+use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
 
-/// What loads a model of a family.
+/// The function that loads a model of a family.
 pub type Load<P, N> = fn(&LoadSpec, &Device) -> Result<(P, N), LoadError>;
 
-/// Takes the built-in families, each with its types.
+/// Receives the built-in families, each with its types.
 pub trait Register {
     /// A family whose models answer in one pass.
     fn one_pass<P, F>(&mut self, family: &'static Family, load: Load<P, F>)
@@ -82,7 +83,7 @@ impl fmt::Display for Served {
     }
 }
 
-/// Finds what serves the model `source`, for `task` if the pool sets it.
+/// Finds the family that serves the model `source`, for `task` if the pool sets it.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
@@ -91,7 +92,7 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
     find(source, Description::read(&ModelFiles::locate(source)?)?, task)
 }
 
-/// The same without using the network. None: the files are not all on this host.
+/// The same without network access. None if some of the files are not on this host.
 ///
 /// # Errors
 /// As [`served`].
@@ -100,7 +101,7 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
     files.map(|files| find(source, Description::read(&files)?, task)).transpose()
 }
 
-/// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It stays the same
+/// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It does not change
 /// when a folder is copied or other files are added. A hub model that is not in the cache is downloaded.
 ///
 /// # Errors
@@ -114,7 +115,7 @@ pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     files.digest()
 }
 
-fn find(source: &str, model: Description, asked: Option<&str>) -> Result<Served, LoadError> {
+fn find(source: &str, model: Description, task: Option<&str>) -> Result<Served, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
     let serving: Vec<&Family> =
         of_files().filter(|(_, rules)| rules.serves(&model)).map(|(family, _)| family).collect();
@@ -122,12 +123,12 @@ fn find(source: &str, model: Description, asked: Option<&str>) -> Result<Served,
     if serving.is_empty() {
         return Err(refused(unserved(&architecture, model.format)));
     }
-    let family = serving.iter().find(|family| asked.is_none_or(|asked| family.name == asked));
+    let family = serving.iter().find(|family| task.is_none_or(|task| family.name == task));
     let family = family.ok_or_else(|| {
         let known: Vec<&str> = serving.iter().map(|family| family.name).collect();
-        let (asked, known) = (asked.unwrap_or_default(), known.join(", "));
+        let (task, known) = (task.unwrap_or_default(), known.join(", "));
         refused(format!(
-            "{architecture:?} with these weights is not served for the task {asked:?}, but for {known}"
+            "{architecture:?} with these weights is not served for the task {task:?}, but for {known}"
         ))
     })?;
     Ok(Served { architecture, family })

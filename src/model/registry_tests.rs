@@ -1,4 +1,4 @@
-//! Tests of which family serves a model, and of what every family must hold to.
+//! Tests which family serves a model, and the rules that every family must follow.
 
 use std::fs::File;
 use std::os::unix::fs::symlink;
@@ -27,7 +27,7 @@ fn family(config: &str, task: Option<&str>) -> Result<&'static str, String> {
 }
 
 #[test]
-fn an_architecture_is_served_for_its_first_task_or_the_one_that_is_asked_for() {
+fn an_architecture_is_served_for_its_first_task_or_the_requested_one() {
     let bert = r#"{"model_type":"bert"}"#;
     for task in [None, Some("embed")] {
         let served = of("config.json", bert, task).unwrap();
@@ -51,13 +51,13 @@ fn a_head_with_one_label_scores_pairs_and_one_with_more_classifies() {
 }
 
 #[test]
-fn what_nothing_serves_is_refused_with_what_is_served() {
+fn an_unknown_architecture_is_refused_with_the_known_ones() {
     let error = family(r#"{"model_type":"t5"}"#, None).unwrap_err();
     assert!(error.contains("\"t5\"") && error.contains("xlm-roberta, camembert"), "{error}");
     assert_eq!(error.matches("camembert").count(), 1, "{error}");
     let error = family(r#"{"model_type":"t5","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
         .unwrap_err();
-    assert!(error.contains("\"t5\""), "its type comes before the fields that it implies: {error}");
+    assert!(error.contains("\"t5\""), "its type is checked before its other fields: {error}");
     let error = family("{}", None).unwrap_err();
     assert!(error.contains("\"(none)\""), "{error}");
     let error = family(r#"{"model_type":"bert"}"#, Some("generate")).unwrap_err();
@@ -70,7 +70,7 @@ fn what_nothing_serves_is_refused_with_what_is_served() {
 }
 
 #[test]
-fn a_gguf_file_names_its_architecture_itself() {
+fn the_architecture_of_a_gguf_file_is_read_from_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let mut file = File::create(&path).unwrap();
@@ -84,7 +84,7 @@ fn a_gguf_file_names_its_architecture_itself() {
 }
 
 #[test]
-fn of_a_model_that_is_not_here_nothing_is_said() {
+fn a_model_that_is_not_on_this_host_is_none() {
     assert!(served_here("nobody/no-such-model-of-sconce", None).unwrap().is_none());
 }
 
@@ -129,7 +129,7 @@ impl Register for Samples {
 }
 
 #[test]
-fn every_family_takes_the_tasks_that_bench_makes_for_it() {
+fn every_family_accepts_the_tasks_that_bench_makes_for_it() {
     register(&mut Samples(vec!["a candle".to_owned(), "the wall".to_owned()]));
 }
 
@@ -146,7 +146,7 @@ fn the_example_of_every_family_is_served_by_it_and_passes_its_check() {
 }
 
 #[test]
-fn the_defaults_of_options_are_of_their_types() {
+fn the_defaults_of_options_have_their_types() {
     for family in families() {
         for option in family.options {
             if let OptionDefault::Value(json) = option.default {
@@ -159,7 +159,7 @@ fn the_defaults_of_options_are_of_their_types() {
 }
 
 #[test]
-fn a_model_whose_weights_are_cut_off_does_not_pass_the_check() {
+fn truncated_safetensors_fail_the_check() {
     let folder = tempfile::tempdir().unwrap();
     for (family, rules) in of_files() {
         let example = family.example(root());
@@ -180,7 +180,7 @@ fn a_model_whose_weights_are_cut_off_does_not_pass_the_check() {
 }
 
 #[test]
-fn a_gguf_file_that_is_cut_off_does_not_pass_the_check() {
+fn a_truncated_gguf_file_fails_the_check() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let number = gguf_file::Value::U32;
@@ -248,7 +248,7 @@ fn options_table() -> String {
                 }
             };
             let default = match option.default {
-                OptionDefault::Derived(words) => words.to_owned(),
+                OptionDefault::Derived(text) => text.to_owned(),
                 OptionDefault::Value(json) => match serde_json::from_str(json).unwrap() {
                     Value::String(name) => format!("`{name}`"),
                     value => value.as_u64().map_or_else(|| value.to_string(), in_digits),

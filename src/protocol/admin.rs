@@ -41,7 +41,8 @@ pub enum Request {
 }
 
 /// The `type` of a message by which a requester cancels its own task. Its `correlation_id` and `reply_to` are
-/// the task's; without the latter it is refused, since anybody may guess the former. It is not answered: the task is.
+/// the task's. Without `reply_to` it is refused, because anybody may guess a `correlation_id`. The message gets no
+/// answer; the task does.
 pub const CANCEL: &str = "control.cancel";
 
 impl Request {
@@ -64,8 +65,8 @@ impl Request {
 pub enum Target {
     /// Every slot of every launcher.
     All,
-    /// The same, for messages of the type [`CANCEL`] alone: requesters may be allowed to publish with this key
-    /// who may not control workers.
+    /// Every slot of every launcher, for messages of the type [`CANCEL`] only. So the broker can allow requesters to
+    /// publish with this key that must not control workers.
     Cancel,
     /// The slots of all launchers of a host.
     Host(String),
@@ -105,7 +106,8 @@ impl Target {
         }
     }
 
-    /// This target without host and launcher, for the launcher that it has reached; none if it is for another.
+    /// This target as resolved by a launcher that has received it: its own host and its own name become
+    /// [`Target::All`]. None if the target is another host or launcher.
     pub fn within(self, host: &str, launcher: &str) -> Option<Self> {
         match self {
             Self::Host(name) => (name == host).then_some(Self::All),
@@ -114,7 +116,7 @@ impl Target {
         }
     }
 
-    /// Whether a target within a launcher includes a slot of this pool, with this worker.
+    /// Whether a target that [`Target::within`] has resolved includes the slot of this pool and worker.
     pub fn means(&self, pool: &str, worker: &str) -> bool {
         match self {
             Self::All | Self::Cancel => true,
@@ -146,7 +148,7 @@ pub enum State {
     Stopped,
     /// It ended without being asked, and is started again after a delay.
     Failed,
-    /// It failed too often: it is started again only by a person.
+    /// It failed too often, and is started again only on request.
     Quarantined,
 }
 
@@ -197,7 +199,7 @@ pub struct SlotReport {
     pub state_ms: u64,
     /// The worker's process id.
     pub pid: Option<u32>,
-    /// When its worker was ready, in milliseconds since 1970.
+    /// When its worker became ready, in milliseconds since 1970.
     pub ready_at_ms: Option<u64>,
     /// Bounds of its batches.
     pub batch: BatchChange,
@@ -252,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_is_read_back_from_its_routing_key_and_means_what_it_names() {
+    fn a_target_is_read_back_from_its_routing_key_and_selects_its_slots() {
         let worker = "gpu1.example.com/embed/0";
         for (target, means) in [
             (Target::All, true),

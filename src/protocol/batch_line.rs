@@ -1,5 +1,5 @@
 //! The lines of `sconce run-batch`: reads OpenAI's batch input, writes its batch output. Decides what a request
-//! line must hold, and how a reply that is not JSON stands in a line. Pure; request bodies are passed on byte for
+//! line must hold, and how a reply that is not JSON is written in a line. Pure; request bodies are passed on byte for
 //! byte.
 
 use std::borrow::Cow;
@@ -32,12 +32,12 @@ pub struct BatchRequest {
 pub struct RequestBody {
     /// The bytes.
     pub bytes: Bytes,
-    /// Their media type; none: JSON.
+    /// Their media type; none means JSON.
     pub media_type: Option<String>,
 }
 
 impl<T: Into<Bytes>> From<T> for RequestBody {
-    /// JSON.
+    /// A JSON body.
     fn from(json: T) -> Self {
         Self { bytes: json.into(), media_type: None }
     }
@@ -52,10 +52,10 @@ impl Deref for RequestBody {
 }
 
 impl RequestBody {
-    /// What a data URL holds.
+    /// The bytes and the media type of a data URL.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A message that says what is wrong with it.
     pub fn of_data_url(url: &str) -> Result<Self, String> {
         let (media_type, bytes) = data_url::parse(url)?;
         Ok(Self { bytes: bytes.into(), media_type: Some(media_type) })
@@ -90,26 +90,26 @@ struct Fields<'a> {
 /// # Errors
 /// [`InvalidLine`]: answer it with [`error_line`]; the other lines are unaffected.
 pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
-    let nameless = |problem: String| InvalidLine { custom_id: None, problem: shorten(&problem, LONGEST) };
+    let without_id = |problem: String| InvalidLine { custom_id: None, problem: shorten(&problem, LONGEST) };
     let text = std::str::from_utf8(line)
-        .map_err(|error| nameless(format!("not UTF-8 after byte {}", error.valid_up_to())))?;
+        .map_err(|error| without_id(format!("not UTF-8 after byte {}", error.valid_up_to())))?;
     let fields: Fields<'_> =
-        serde_json::from_str(text).map_err(|error| nameless(not_an_object(text, &error)))?;
-    let custom_id = string("custom_id", fields.custom_id).map_err(nameless)?;
-    let named = |problem: String| InvalidLine { custom_id: Some(custom_id.clone()), ..nameless(problem) };
-    let method = string("method", fields.method).map_err(named)?;
+        serde_json::from_str(text).map_err(|error| without_id(not_an_object(text, &error)))?;
+    let custom_id = string("custom_id", fields.custom_id).map_err(without_id)?;
+    let with_id = |problem: String| InvalidLine { custom_id: Some(custom_id.clone()), ..without_id(problem) };
+    let method = string("method", fields.method).map_err(with_id)?;
     if method != "POST" {
-        return Err(named(format!("method must be \"POST\", is {method:?}")));
+        return Err(with_id(format!("method must be \"POST\", is {method:?}")));
     }
-    let url = string("url", fields.url).map_err(named)?;
-    let body = present("body", fields.body).map_err(named)?;
+    let url = string("url", fields.url).map_err(with_id)?;
+    let body = present("body", fields.body).map_err(with_id)?;
     let body = match kind(body) {
         "an object" => Bytes::copy_from_slice(body.get().as_bytes()).into(),
         "a string" => {
-            let url = string("body", Some(body)).map_err(named)?;
-            RequestBody::of_data_url(&url).map_err(|message| named(format!("body {message}")))?
+            let url = string("body", Some(body)).map_err(with_id)?;
+            RequestBody::of_data_url(&url).map_err(|message| with_id(format!("body {message}")))?
         }
-        other => return Err(named(format!("body must be an object or a data URL, is {other}"))),
+        other => return Err(with_id(format!("body must be an object or a data URL, is {other}"))),
     };
     Ok(BatchRequest { custom_id, url, body })
 }
@@ -208,7 +208,7 @@ pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
     failed_line(number, "invalid_line", invalid)
 }
 
-/// The same of a line that failed for another reason, which `code` names.
+/// Writes the output line of input line `number` that failed for another reason, which `code` names.
 pub fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> Vec<u8> {
     let message = format!("line {number}: {}", invalid.problem);
     let line = OutputLine {
@@ -221,7 +221,7 @@ pub fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> 
 }
 
 fn write(line: &OutputLine<'_>) -> Vec<u8> {
-    // Only numbers, strings and JSON, so writing cannot fail.
+    // It holds only numbers, strings and JSON, so writing cannot fail.
     let mut bytes = serde_json::to_vec(line).unwrap_or_default();
     // A raw line break in JSON is white space between values: a space means the same.
     for byte in &mut bytes {
@@ -243,9 +243,9 @@ pub fn is_torn_output(bytes: &[u8]) -> bool {
 /// What an output line says.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OutputSummary {
-    /// None for a line whose request had none.
+    /// None for a line that is not a request with an id.
     pub custom_id: Option<String>,
-    /// Why its request has no result; none: it has one.
+    /// Why the request has no result; none if it has one.
     pub error: Option<OutputError>,
 }
 
@@ -254,12 +254,12 @@ pub struct OutputSummary {
 pub struct OutputError {
     /// The status code of a reply, or what became of a line that has none.
     pub code: String,
-    /// In words, without the number of the line; shortened.
+    /// The message, shortened, without the number of the line.
     pub message: String,
 }
 
 /// Longest message of an [`OutputError`], in bytes.
-const SHOWN: usize = 200;
+const MESSAGE_BYTES: usize = 200;
 
 /// Reads an output line. Checks that the whole line is JSON.
 ///
@@ -277,27 +277,27 @@ pub fn read_output(line: &[u8]) -> serde_json::Result<OutputSummary> {
         custom_id: Option<String>,
     }
     let line: Line<'_> = serde_json::from_slice(line)?;
-    let error = failed(line.error).or_else(|| unsuccessful(line.response));
+    let error = line_error(line.error).or_else(|| reply_error(line.response));
     Ok(OutputSummary { custom_id: line.custom_id, error })
 }
 
 /// The error of a line without a reply.
-fn failed(error: &RawValue) -> Option<OutputError> {
+fn line_error(error: &RawValue) -> Option<OutputError> {
     #[derive(Deserialize)]
     struct Failed {
         code: String,
         message: String,
     }
     let Failed { code, message } = serde_json::from_str::<Option<Failed>>(error.get()).ok()??;
-    // Lines that fail alike count as the same.
+    // Without its line number, so that lines that fail for the same reason are counted together.
     let rest =
         message.strip_prefix("line ").map(|rest| rest.trim_start_matches(|it: char| it.is_ascii_digit()));
-    let words = rest.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(&message);
-    Some(OutputError { code: shorten(&code, SHOWN), message: shorten(words, SHOWN) })
+    let message = rest.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(&message);
+    Some(OutputError { code: shorten(&code, MESSAGE_BYTES), message: shorten(message, MESSAGE_BYTES) })
 }
 
 /// The error of a reply.
-fn unsuccessful(response: &RawValue) -> Option<OutputError> {
+fn reply_error(response: &RawValue) -> Option<OutputError> {
     #[derive(Deserialize)]
     struct Reply<'a> {
         status_code: u16,
@@ -306,19 +306,19 @@ fn unsuccessful(response: &RawValue) -> Option<OutputError> {
     }
     #[derive(Deserialize)]
     struct Body {
-        error: Told,
+        error: ErrorObject,
     }
     #[derive(Deserialize)]
-    struct Told {
+    struct ErrorObject {
         message: String,
     }
     let Reply { status_code, body } = serde_json::from_str::<Option<Reply<'_>>>(response.get()).ok()??;
     if status_code == 200 {
         return None;
     }
-    let told = serde_json::from_str::<Body>(body.get()).map(|body| body.error.message);
-    let message = told.unwrap_or_else(|_| body.get().to_owned());
-    Some(OutputError { code: status_code.to_string(), message: shorten(&message, SHOWN) })
+    let message = serde_json::from_str::<Body>(body.get()).map(|body| body.error.message);
+    let message = message.unwrap_or_else(|_| body.get().to_owned());
+    Some(OutputError { code: status_code.to_string(), message: shorten(&message, MESSAGE_BYTES) })
 }
 
 #[cfg(test)]
@@ -343,15 +343,15 @@ mod tests {
         let reply = |status, body: Value| response_line("a", status, "r", &to_raw_value(&body).unwrap());
         assert_eq!(error(reply(200, json!({"error": {"message": "part of a result"}}))), None);
         let expected = |code: &str, message: &str| Some((code.to_owned(), message.to_owned()));
-        let told = json!({"error": {"message": "no such URL", "code": "url"}});
-        assert_eq!(error(reply(404, told)), expected("404", "no such URL"));
+        let body = json!({"error": {"message": "no such URL", "code": "url"}});
+        assert_eq!(error(reply(404, body)), expected("404", "no such URL"));
         assert_eq!(error(reply(500, json!("broken"))), expected("500", "\"broken\""));
         for number in [3, 14] {
             let invalid = InvalidLine { custom_id: None, problem: "not JSON: line 1".into() };
             assert_eq!(error(error_line(number, &invalid)), expected("invalid_line", "not JSON: line 1"));
         }
         let long = error(reply(400, json!({"error": {"message": "x".repeat(9_000)}}))).unwrap();
-        assert!(long.1.len() <= SHOWN + 30, "{}", long.1.len());
+        assert!(long.1.len() <= MESSAGE_BYTES + 30, "{}", long.1.len());
     }
 
     #[test]
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_line_is_told_which_field_is_at_fault() {
+    fn an_invalid_line_gets_an_error_that_names_the_field() {
         let id = Some("a-1".to_owned());
         let cases = [
             (GOOD.replace("\"custom_id\"", "\"id\""), None, "custom_id is missing"),
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_was_no_request_is_answered_by_its_number() {
+    fn an_invalid_line_is_answered_with_its_line_number() {
         let invalid = parse(b"{}").unwrap_err();
         let line: Value = serde_json::from_slice(&error_line(7, &invalid)).unwrap();
         let expected = json!({
@@ -460,7 +460,7 @@ mod tests {
             ("text/plain", b"\xff\n", base64("text/plain", "/wo=")),
             ("text/plain; charset=latin1", b"\xc3\xbc", base64("text/plain; charset=latin1", "w7w=")),
             ("audio/wav", b"RIFF\0\n", base64("audio/wav", "UklGRgAK")),
-            // Nothing is lost of what is not what it says.
+            // A body that is not what its content type says is kept whole.
             (JSON, b"{\"x\":", base64(JSON, "eyJ4Ijo=")),
             (JSON, b"", base64(JSON, "")),
         ];
@@ -478,16 +478,16 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_the_fields_of_an_output_line_is_not_ours() {
+    fn a_line_without_the_fields_of_an_output_line_is_refused() {
         assert!(read_output(b"{\"response\":null,\"error\":null}").is_err());
         assert!(read_output(b"{\"custom_id\":\"x\",\"response\":null").is_err());
-        assert!(read_output(GOOD.as_bytes()).is_err(), "an input line is no output");
+        assert!(read_output(GOOD.as_bytes()).is_err(), "an input line is not an output line");
         let nameless = b"{\"custom_id\":null,\"response\":null,\"error\":{}}";
         assert_eq!(read_output(nameless).unwrap().custom_id, None);
     }
 
     #[test]
-    fn every_start_of_an_output_line_is_known_as_torn_and_other_text_is_not() {
+    fn every_prefix_of_an_output_line_is_torn_and_other_text_is_not() {
         let line = answered("a", "r", &reply(JSON, b"{}"));
         assert!((0..line.len()).all(|cut| is_torn_output(&line[..cut])));
         assert!(is_torn_output(&[0; 16]));

@@ -25,7 +25,7 @@ pub enum Command {
         #[serde(default)]
         paused: bool,
     },
-    /// More workers died since `start`.
+    /// The crash records have changed since `start`, because more workers died.
     CrashRecords {
         /// All current records of tasks that were on their devices.
         tasks: Vec<CrashRecord>,
@@ -45,13 +45,13 @@ pub enum Command {
     Cancel(Cancellation),
     /// Take no more tasks, finish the accepted ones, exit.
     Finish,
-    /// Finish the tasks on the device, hand the rest back, exit.
+    /// Finish the tasks on the device, requeue the rest, exit.
     Drain,
     /// Exit now.
     Abort,
 }
 
-/// New bounds of batches; absent ones stay.
+/// New bounds of batches; absent ones do not change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BatchChange {
@@ -84,10 +84,11 @@ impl BatchChange {
     }
 }
 
-/// The message of a worker's log line that a queue was made, which its launcher tells once.
+/// The message of the log line with which a worker reports that it has declared a queue. Workers that start together
+/// may all write it; their launcher logs it once.
 pub const QUEUE_MADE: &str = "queue made";
 
-/// The reply queue of a job, which each run of `sconce submit` is.
+/// The reply queue of a job; each run of `sconce submit` is a job.
 pub fn job_queue(job: &str) -> String {
     format!("sconce.job.{job}")
 }
@@ -100,16 +101,17 @@ pub struct Cancellation {
     pub task: Option<String>,
     /// The task's `correlation_id`.
     pub correlation_id: Option<String>,
-    /// The task's `reply_to`; together with `correlation_id`, which others may guess or count.
+    /// The task's `reply_to`. It is needed together with `correlation_id`, which others may guess or enumerate.
     pub reply_to: Option<String>,
-    /// The job's id; also those of its tasks that are still in the queue.
+    /// The job's id, which cancels also those of its tasks that are still in the queue.
     pub job: Option<String>,
-    /// The id of a run of `sconce stop`: no task, but its sentinels, which stop nobody any more.
+    /// The id of a run of `sconce stop`. This cancels no task, but the sentinels of that run: they stop no worker any
+    /// more.
     pub stop: Option<String>,
 }
 
 impl Cancellation {
-    /// What is wrong with it.
+    /// Why this is not a valid cancellation; none if it is.
     pub fn problem(&self) -> Option<&'static str> {
         let named = [&self.task, &self.job, &self.stop].into_iter().flatten().count();
         match (named, &self.correlation_id, &self.reply_to) {
@@ -120,13 +122,13 @@ impl Cancellation {
         }
     }
 
-    /// Whether it is for this task.
+    /// Whether it cancels this task.
     pub fn means(&self, task: &Task) -> bool {
         match (&self.task, &self.job) {
             _ if self.stop.is_some() => false,
             (Some(id), _) => task.id == *id,
             (None, Some(job)) => task.reply_to() == Some(&job_queue(job)),
-            // Tasks without either are not those of one requester.
+            // Tasks without `correlation_id` or `reply_to` do not match: they may be of several requesters.
             (None, None) => {
                 let own = task.message.properties.correlation_id.as_deref().zip(task.reply_to());
                 own.is_some() && own == self.correlation_id.as_deref().zip(self.reply_to.as_deref())
@@ -135,7 +137,7 @@ impl Cancellation {
     }
 }
 
-/// The limit of `batch.max_delay` in the settings.
+/// The limit of `batch.max_delay` in the settings, in milliseconds.
 const LONGEST_DELAY_MS: f64 = 60_000.0;
 
 /// A worker's events for its launcher.
@@ -165,38 +167,38 @@ pub enum Event {
         /// The tasks on the device; empty: it is idle.
         tasks: Vec<TaskName>,
     },
-    /// Which tasks are being preprocessed outside of the worker's main thread, after a change of the list. If the worker
-    /// dies, they are suspect as those on the device are.
+    /// The list of tasks that are being preprocessed outside the worker's main thread has changed. If the worker dies,
+    /// these tasks are suspect, like those on the device.
     Preprocessing {
-        /// The tasks; empty: none.
+        /// All tasks that are being preprocessed now; may be empty.
         tasks: Vec<TaskName>,
     },
     /// The counts since the last such line, and the worker's state.
     Stats(Box<Stats>),
-    /// It takes tasks, for the first time or after a pause.
+    /// The worker takes tasks, for the first time or after a pause.
     Serving,
-    /// It was told to pause, and has settled all its tasks.
+    /// The worker has paused: it takes no more tasks, and has settled all those that it had.
     Paused,
-    /// It has acted on the cancellation of a task by its id.
+    /// The worker has handled the cancellation of a task by its id.
     Cancelled {
-        /// Which one.
+        /// The cancellation.
         cancellation: Cancellation,
-        /// How many tasks it held that were meant, and are cancelled now.
+        /// How many tasks of this worker matched, and are cancelled now.
         tasks: u64,
     },
-    /// It takes no more tasks, and ends the accepted ones.
+    /// The worker takes no more tasks, and settles the accepted ones.
     Draining {
         /// The cause of the drain.
         cause: String,
     },
-    /// Its device must not be given work; the worker takes no tasks and exits.
+    /// The device must not be given work; the worker takes no tasks and exits.
     Unfit {
         /// What is wrong with the device.
         why: Unfit,
         /// A sentence for people, with numbers and what to do.
         words: String,
     },
-    /// Last line before the exit.
+    /// The last line before the exit.
     Stopped {
         /// What ended the worker, as a text.
         cause: String,
@@ -253,10 +255,10 @@ pub struct CrashRecord {
     /// How many of them died while the task was isolated alone.
     #[serde(default)]
     pub alone: u32,
-    /// The smallest number of tasks, itself included, on the device of one of them.
+    /// The smallest number of tasks, this one included, that were on the device of one of them.
     #[serde(default)]
     pub among: u32,
-    /// How the last one died; set once it is not tried again as poison.
+    /// How the last worker died. It is set once the task counts as poison and is not tried again.
     pub poison: Option<CrashTail>,
 }
 
@@ -286,10 +288,10 @@ pub fn encode(value: &impl Serialize) -> Vec<u8> {
     line
 }
 
-/// Reads a line.
+/// Reads one line.
 ///
 /// # Errors
-/// [`BadLine`] for anything else; the caller logs it and reads on.
+/// [`BadLine`] if the line is not a `T`; the caller logs it and reads on.
 pub fn decode<T: DeserializeOwned>(line: &str) -> Result<T, BadLine> {
     serde_json::from_str(line).map_err(|error| BadLine {
         length: line.len(),
@@ -310,7 +312,7 @@ mod tests {
     use crate::protocol::{Message, Properties};
 
     #[test]
-    fn lines_survive_the_journey() {
+    fn events_survive_encoding_and_decoding() {
         let events = [
             Event::Loading,
             Event::Ready { device: "cpu".into(), load_ms: 3 },
@@ -330,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_is_cancelled_by_its_requester_alone_who_knows_where_its_reply_goes() {
+    fn only_a_requester_that_knows_the_reply_queue_cancels_a_task() {
         let task = |correlation_id: Option<&str>, reply_to: Option<&str>| Task {
             id: "t".into(),
             received: std::time::SystemTime::UNIX_EPOCH,
@@ -362,9 +364,9 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_none_is_an_error_that_says_where_and_repeats_nothing() {
+    fn an_invalid_line_gives_an_error_with_its_position_and_no_content() {
         let start = r#"{"command":"start","assignment":{"urls":["amqp://me:hunter2@h"]}"#;
-        for (line, words) in [
+        for (line, message) in [
             (start.to_owned(), "(64 bytes): it ends too early at column 64"),
             (format!("{start} hunter2"), "not JSON"),
             (r#"{"command":"hunter2"}"#.to_owned(), "unknown"),
@@ -372,14 +374,14 @@ mod tests {
             (format!("{{\"x\":{}", "[".repeat(1 << 20)), "127 deep"),
         ] {
             let error = decode::<Command>(&line).unwrap_err();
-            assert!(error.to_string().contains(words), "{error}");
+            assert!(error.to_string().contains(message), "{error}");
             assert!(!format!("{error} {error:?}").contains("hunter2"), "{error:?}");
         }
     }
 
     proptest! {
         #[test]
-        fn no_line_is_repeated_by_its_error(before in ".{0,40}", behind in ".{0,40}") {
+        fn an_error_never_repeats_its_line(before in ".{0,40}", behind in ".{0,40}") {
             let line = format!("{{\"command\":\"{before}S3CRET{behind}\"}}");
             let error = decode::<Command>(&line).unwrap_err();
             let shown = format!("{error} {error:?}");
@@ -387,7 +389,7 @@ mod tests {
         }
 
         #[test]
-        fn any_cause_survives_the_journey_on_one_line(cause in any::<String>()) {
+        fn any_cause_survives_encoding_on_one_line(cause in any::<String>()) {
             let event = Event::Stopped { cause, exit: None };
             let line = encode(&event);
             prop_assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));

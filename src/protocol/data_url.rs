@@ -3,10 +3,10 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
-/// The media type, in small letters and without parameters, and the bytes of a data URL in base64.
+/// The media type, in lower case and without parameters, and the bytes of a data URL in base64.
 ///
 /// # Errors
-/// What it must be, or what is wrong with its base64, as text.
+/// A message to be put after the name of the field: what the value must be, or what is wrong with its base64.
 pub fn parse(url: &str) -> Result<(String, Vec<u8>), String> {
     let wanted = "must be a data URL (data:image/png;base64,…); nothing is fetched";
     let (head, data) =

@@ -6,14 +6,14 @@ use std::time::{Duration, SystemTime};
 use jiff::Timestamp;
 
 use super::control::CrashRecord;
-use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, is_the_brokers, without_acting_properties};
+use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, is_broker_header, without_acting_properties};
 use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
 use super::{Headers, Message, Task, Value, shorten};
 
 /// Longest `error` header: all headers, the producer's too, must fit one AMQP frame.
 const ERROR_BYTES: usize = 2_000;
 
-/// Longest header kept in a dead letter that was too large: a producer may use our header names too.
+/// Longest header kept in a dead letter that was too large, in bytes: a producer may use our header names, too.
 const OUR_BYTES: usize = 8_192;
 
 /// Header with the time of dead-lettering, ISO-8601.
@@ -35,6 +35,7 @@ const OURS: [&str; 9] = [
 const BROKERS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
 /// The reason of a dead letter without one.
 const UNKNOWN: &str = "unknown";
+
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
@@ -89,12 +90,12 @@ pub struct Cause<'a> {
     pub error: &'a str,
     /// launcher/pool/index.
     pub worker: &'a str,
-    /// Now.
+    /// The time at which it does.
     pub at: SystemTime,
 }
 
-/// The dead letter of `task`. If somebody puts it back into the task queue, its attempts are counted anew, and so is
-/// the time for which it may be put off.
+/// The dead letter of `task`. If somebody requeues it, its attempts are counted from 1 again, and the time for which it
+/// may be put off begins again.
 pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     let mut message = without_acting_properties(task.message.clone());
     let headers = &mut message.properties.headers;
@@ -112,7 +113,7 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     message
 }
 
-/// Adds to a dead letter how the workers died that had the task on their device.
+/// Adds to a dead letter how many workers died with the task on their device, and how the last one died.
 pub fn with_deaths(mut message: Message, deaths: &CrashRecord) -> Message {
     let headers = &mut message.properties.headers;
     headers.insert("deaths".into(), i64::from(deaths.count).into());
@@ -154,7 +155,7 @@ pub fn reasons() -> impl Iterator<Item = &'static str> {
 #[derive(Clone, Copy, Debug)]
 pub struct DeadLetter<'a> {
     message: &'a Message,
-    /// The reason, where one of our workers wrote it.
+    /// The reason, if one of our workers wrote it.
     ours: Option<Reason>,
 }
 
@@ -164,7 +165,7 @@ impl<'a> DeadLetter<'a> {
         Self { message, ours: our_reason(&message.properties.headers) }
     }
 
-    /// The reason: one of [`reasons`], or the text of an unknown broker.
+    /// The reason: one of [`reasons`], or another text that a broker wrote.
     pub fn reason(&self) -> &'a str {
         match (self.ours, self.death("reason").and_then(Value::as_str)) {
             (Some(reason), _) => reason.as_str(),
@@ -173,7 +174,7 @@ impl<'a> DeadLetter<'a> {
         }
     }
 
-    /// When it became a dead letter; where that is not recorded, when it was published; none where neither is.
+    /// When it became a dead letter; if that is not recorded, when it was published; none if neither is recorded.
     pub fn dead_lettered_at(&self) -> Option<SystemTime> {
         let written = match self.ours {
             Some(_) => self.text(DEAD_LETTERED_AT).and_then(|text| text.parse::<Timestamp>().ok()),
@@ -205,7 +206,7 @@ impl<'a> DeadLetter<'a> {
         self.task_id() == Some(id) || self.message.properties.message_id.as_deref() == Some(id)
     }
 
-    /// The error, in the worker's words.
+    /// The message of the error, as the worker wrote it.
     pub fn error(&self) -> Option<&'a str> {
         self.our_text("error")
     }
@@ -233,7 +234,7 @@ impl<'a> DeadLetter<'a> {
     pub fn stays(&self, by_id: bool) -> Option<String> {
         let kind = self.message.properties.kind.as_deref().unwrap_or("null");
         (is_control(self.message) && !by_id)
-            .then(|| format!("it is a control message ({kind}): to put it back, give its id"))
+            .then(|| format!("it is a control message ({kind}): to requeue it, give its id"))
     }
 
     /// A field of the latest entry of `x-death`.
@@ -256,21 +257,21 @@ impl<'a> DeadLetter<'a> {
     }
 }
 
-/// The reason, where all headers of a worker are present: a producer may use a `reason` header itself.
+/// The reason, if all headers of a worker are present: a producer may use a `reason` header itself.
 fn our_reason(headers: &Headers) -> Option<Reason> {
     let written = headers.get("reason")?.as_str()?;
     let complete = OURS[..4].iter().all(|name| headers.contains_key(*name));
     Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| complete)
 }
 
-/// Restores the original message, to be published again. Properties that would act at the broker stay off (see
-/// [`super::message::without_acting_properties`]), and so does a deadline that may have been computed from an
-/// expiration. Attempts are counted anew.
+/// Restores the original message, to be published again. Properties that would act at the broker are not restored (see
+/// [`super::message::without_acting_properties`]), and neither is a deadline that may have been computed from an
+/// expiration. Attempts are counted from 1 again.
 pub fn restored(mut message: Message) -> Message {
     let ours = our_reason(&message.properties.headers);
     (message.properties.expiration, message.properties.user_id) = (None, None);
     let headers = &mut message.properties.headers;
-    headers.retain(|name, _| name != "CC" && !is_the_brokers(name));
+    headers.retain(|name, _| name != "CC" && !is_broker_header(name));
     let tried = headers.remove(ATTEMPT).is_some();
     if ours.is_some() {
         headers.retain(|name, _| !is_ours(name));
@@ -285,5 +286,188 @@ pub fn restored(mut message: Message) -> Message {
 }
 
 #[cfg(test)]
-#[path = "dead_letter_tests.rs"]
-mod tests;
+mod tests {
+    use super::*;
+    use crate::protocol::{Incoming, Properties, Sentinels, classify};
+
+    fn at(seconds: u64) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
+    }
+
+    /// The dead letter of a task, written 100 s after the epoch.
+    fn dead(properties: Properties, reason: Reason) -> Message {
+        let cause = Cause { reason, error: "it broke", worker: "host/embed/0", at: at(100) };
+        dead_letter(&task(properties), &cause)
+    }
+
+    fn task(properties: Properties) -> Task {
+        let message = Message { properties, body: r#"{"input":"a"}"#.into() };
+        match classify(message, at(0), Sentinels::ALL, || "made".into()) {
+            Incoming::Task(task) | Incoming::UnknownControl(task, _) => task,
+            Incoming::Sentinel(_) => panic!("no sentinel"),
+        }
+    }
+
+    fn with_headers(headers: Headers) -> Properties {
+        Properties { headers, ..Properties::default() }
+    }
+
+    /// `x-death` as RabbitMQ writes it.
+    fn death(reason: &str, queue: &str, seconds: u64) -> Value {
+        let first = Headers::from([
+            ("reason".into(), reason.into()),
+            ("queue".into(), queue.into()),
+            ("time".into(), Value::Timestamp(seconds)),
+            ("count".into(), Value::I64(1)),
+        ]);
+        Value::Array(vec![Value::Table(first)])
+    }
+
+    #[test]
+    fn a_dead_letter_keeps_everything_but_properties_that_act() {
+        let deep = Value::Table(Headers::from([("a".into(), Value::U8(1))]));
+        let headers =
+            Headers::from([("CC".into(), Value::Array(vec!["q".into()])), ("deep".into(), deep.clone())]);
+        let sent = Properties {
+            correlation_id: Some("c".into()),
+            expiration: Some("100".into()),
+            user_id: Some("someone".into()),
+            content_type: Some("text/x".into()),
+            ..with_headers(headers)
+        };
+        let error = "é".repeat(5_000);
+        let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "w", at: at(0) };
+        let Message { properties, body } = dead_letter(&task(sent.clone()), &cause);
+        assert_eq!(body, r#"{"input":"a"}"#);
+        assert_eq!(
+            (properties.correlation_id, properties.content_type),
+            (sent.correlation_id, sent.content_type)
+        );
+        assert_eq!((properties.expiration, properties.user_id), (None, None));
+        let headers = properties.headers;
+        assert_eq!(headers["deep"], deep);
+        assert!(headers.contains_key("original_cc") && !headers.contains_key("CC"));
+        for (name, text) in [
+            ("original_expiration", "100"),
+            ("original_user_id", "someone"),
+            ("reason", "undecodable"),
+            ("dead_lettered_at", "1970-01-01T00:00:00.000Z"),
+        ] {
+            assert_eq!(headers[name].as_str(), Some(text), "{name}");
+        }
+        assert!(headers["error"].as_str().unwrap().ends_with("… (10000 bytes)"));
+    }
+
+    #[test]
+    fn a_dead_letter_that_was_too_large_keeps_only_our_small_headers() {
+        let large = || Value::from("x".repeat(100_000));
+        let headers = [("mine", large()), ("last_log", large()), ("exit", Value::Array(vec![large()]))];
+        let headers = headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let kept = without_producer_headers(dead(with_headers(headers), Reason::Poison)).properties.headers;
+        let names: Vec<&str> = kept.keys().map(String::as_str).collect();
+        assert_eq!(names, ["dead_lettered_at", "error", "headers_dropped", "reason", "task_id", "worker"]);
+        assert_eq!(kept["headers_dropped"].as_i64(), Some(3));
+    }
+
+    #[test]
+    fn a_restored_task_is_as_sent_but_for_properties_that_act() {
+        let headers = Headers::from([("mine".into(), "kept".into())]);
+        let sent = Properties {
+            correlation_id: Some("c".into()),
+            reply_to: Some("r".into()),
+            priority: Some(3),
+            timestamp: Some(7),
+            ..with_headers(headers)
+        };
+        let mut acting =
+            Properties { expiration: Some("100".into()), user_id: Some("someone".into()), ..sent.clone() };
+        acting.headers.insert("CC".to_owned(), Value::Array(vec!["q".into()]));
+        let crashes = CrashRecord { task: "f".into(), count: 3, alone: 0, among: 1, poison: None };
+        let message = with_deaths(dead(acting, Reason::Poison), &crashes);
+        let read = DeadLetter::of(&message);
+        assert_eq!(
+            (read.reason(), read.dead_lettered_at(), read.task_id()),
+            ("poison", Some(at(100)), Some("c"))
+        );
+        assert_eq!((read.error(), read.pool()), (Some("it broke"), Some("embed")));
+        assert_eq!(
+            (read.age(at(130)), read.age(at(1))),
+            (Some(Duration::from_secs(30)), Some(Duration::ZERO))
+        );
+        assert_eq!(read.stays(false), None);
+        let back = restored(message);
+        assert_eq!((back.properties, &back.body[..]), (sent, &br#"{"input":"a"}"#[..]));
+    }
+
+    #[test]
+    fn a_deadline_is_kept_unless_it_may_come_from_an_expiration() {
+        let plain = with_headers(Headers::from([("expires".into(), "2026-01-31T12:00:00Z".into())]));
+        assert_eq!(restored(dead(plain.clone(), Reason::Attempts)).properties, plain);
+        let expiring = Properties { expiration: Some("5".into()), ..Properties::default() };
+        let again = task(expiring).next_attempt(Some(at(5)));
+        assert!(again.properties.headers.contains_key("expires"));
+        assert_eq!(restored(dead(again.properties, Reason::Attempts)).properties, Properties::default());
+    }
+
+    #[test]
+    fn a_control_message_is_requeued_only_by_its_id() {
+        let kind = |kind: &str| Properties { kind: Some(kind.to_owned()), ..Properties::default() };
+        for (message, reason) in [
+            (dead(kind("control.reboot"), Reason::UnknownControl), "control.reboot"),
+            (Message { properties: kind("control.shutdown"), body: "".into() }, "control.shutdown"),
+            (Message { properties: Properties::default(), body: " null".into() }, "null"),
+        ] {
+            let read = DeadLetter::of(&message);
+            assert!(read.stays(false).is_some_and(|error| error.contains(reason)), "{reason}");
+            assert_eq!(read.stays(true), None);
+        }
+    }
+
+    #[test]
+    fn a_dead_letter_of_the_broker_has_its_reason_time_and_queue() {
+        let headers = Headers::from([
+            ("x-death".into(), death("delivery_limit", "tasks", 50)),
+            ("x-first-death-reason".into(), "expired".into()),
+            ("x-last-death-queue".into(), "tasks".into()),
+            ("x-acquired-count".into(), Value::I64(3)),
+            ("sconce_attempt".into(), Value::I64(2)),
+            ("reason".into(), "the producer's own".into()),
+            ("CC".into(), Value::Array(vec!["q".into()])),
+        ]);
+        let properties = Properties {
+            user_id: Some("someone".into()),
+            message_id: Some("m".into()),
+            timestamp: Some(9),
+            ..with_headers(headers)
+        };
+        let message = Message { properties, body: "{}".into() };
+        let read = DeadLetter::of(&message);
+        assert_eq!((read.reason(), read.dead_lettered_at()), ("delivery_limit", Some(at(50))));
+        assert_eq!((read.source_queue(), read.task_id()), (Some("tasks"), Some("m")));
+        assert_eq!((read.worker(), read.error()), (None, None));
+        let back = restored(message).properties;
+        assert_eq!(back.headers, Headers::from([("reason".into(), "the producer's own".into())]));
+        assert_eq!(back.user_id, None, "the broker would refuse it from another user");
+    }
+
+    #[test]
+    fn our_reason_and_time_precede_those_of_a_retry_queue() {
+        let headers = Headers::from([("x-death".into(), death("expired", "tasks.retry.1000ms", 50))]);
+        let message = dead(with_headers(headers), Reason::Attempts);
+        let read = DeadLetter::of(&message);
+        assert_eq!((read.reason(), read.dead_lettered_at()), ("attempts", Some(at(100))));
+        assert_eq!(read.source_queue(), None);
+        assert_eq!(restored(message).properties, Properties::default());
+    }
+
+    #[test]
+    fn a_missing_reason_is_unknown_and_a_missing_time_the_timestamp() {
+        let bare = Message::default();
+        let read = DeadLetter::of(&bare);
+        assert_eq!((read.reason(), read.dead_lettered_at(), read.task_id()), ("unknown", None, None));
+        let mut old = dead(Properties { timestamp: Some(9), ..Properties::default() }, Reason::Poison);
+        old.properties.headers.remove(DEAD_LETTERED_AT);
+        assert_eq!(DeadLetter::of(&old).dead_lettered_at(), Some(at(9)));
+        assert!(["unknown", "delivery_limit"].iter().all(|reason| reasons().any(|it| it == *reason)));
+    }
+}

@@ -1,6 +1,6 @@
-//! Reads the fields of a JSON request. Decides what is refused: a field that others serve and this model does
-//! not, a field that is probably mistyped, a value of another type. Other unknown fields are ignored, because
-//! clients of OpenAI send some. Values are scanned in place; only what is asked for is copied.
+//! Reads the fields of a JSON request. Decides what is refused: a field that other servers support and this one
+//! does not, a field that is probably mistyped, a value of another type. Other unknown fields are ignored, because
+//! clients of OpenAI send some. Values are scanned in place, and copied only when they are read.
 
 use std::fmt;
 
@@ -13,8 +13,7 @@ use super::{TaskError, TaskErrorKind};
 /// Longest part of a wrong value that an error repeats, in characters.
 const SHOWN: usize = 40;
 
-/// Fields that belong to other requests or servers: they are one letter away from a field of ours, and not
-/// mistyped.
+/// Fields of other requests or servers that are one letter away from a field of ours. They are not mistyped.
 const FOREIGN: [&str; 8] = ["inputs", "text", "texts", "documents", "document", "models", "prompts", "users"];
 
 /// The fields of a kind of request.
@@ -22,8 +21,8 @@ const FOREIGN: [&str; 8] = ["inputs", "text", "texts", "documents", "document", 
 pub struct Keys {
     /// Fields that are read.
     pub taken: &'static [&'static str],
-    /// Fields that are known elsewhere and not done here, each with the JSON value that means the same as its
-    /// absence.
+    /// Fields that other servers support and this one does not, each with the JSON value that means the same as
+    /// its absence.
     pub refused: &'static [(&'static str, &'static str)],
 }
 
@@ -49,16 +48,16 @@ impl<'a> Fields<'a> {
                 Err(error) => undecodable(format!("the body is not JSON: {error}")),
             });
         }
-        let mut read = Read { keys, values: Vec::with_capacity(keys.taken.len()), error: None };
+        let mut visitor = FieldVisitor { keys, values: Vec::with_capacity(keys.taken.len()), error: None };
         let mut json = serde_json::Deserializer::from_str(body);
-        let end = json.deserialize_map(&mut read).and_then(|()| json.end());
+        let end = json.deserialize_map(&mut visitor).and_then(|()| json.end());
         end.map_err(|error| match error.classify() {
             serde_json::error::Category::Data => refused(format!("the body is refused: {error}")),
             _ => undecodable(format!("the body is not JSON: {error}")),
         })?;
-        match read.error {
+        match visitor.error {
             Some(error) => Err(error),
-            None => Ok(Self { values: read.values }),
+            None => Ok(Self { values: visitor.values }),
         }
     }
 
@@ -83,7 +82,7 @@ impl<'a> Fields<'a> {
         self.get(key).map(|raw| string(raw.get(), key)).transpose()
     }
 
-    /// A text of at most so many bytes, for one that is kept beside others.
+    /// A text of at most `most` bytes.
     ///
     /// # Errors
     /// `BadInput` if it is longer or of another type.
@@ -117,14 +116,14 @@ impl<'a> Fields<'a> {
     }
 }
 
-struct Read<'k, 'a> {
+struct FieldVisitor<'k, 'a> {
     keys: &'k Keys,
     values: Vec<(&'static str, &'a RawValue)>,
-    /// The first error, while the rest is checked to be JSON.
+    /// The first error. It is returned after the rest has been checked to be JSON.
     error: Option<TaskError>,
 }
 
-impl<'de> Visitor<'de> for &mut Read<'_, 'de> {
+impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -145,12 +144,12 @@ impl<'de> Visitor<'de> for &mut Read<'_, 'de> {
             } else if let Some((name, default)) = self.keys.refused.iter().find(|(name, _)| *name == key) {
                 let value: &RawValue = map.next_value()?;
                 if value.get() != "null" && value.get() != *default {
-                    let message = format!("{name} is not done here; leave it out, or send {default}");
+                    let message = format!("{name} is not supported here; leave it out, or send {default}");
                     self.error.get_or_insert(TaskError::bad_input(*name, message));
                 }
             } else {
                 if let Some(meant) = self.mistyped(key) {
-                    let message = format!("{key} is no field of this request; did you mean {meant}?");
+                    let message = format!("{key} is not a field of this request; did you mean {meant}?");
                     self.error.get_or_insert(TaskError::bad_input(key, message));
                 }
                 map.next_value::<IgnoredAny>()?;
@@ -160,15 +159,15 @@ impl<'de> Visitor<'de> for &mut Read<'_, 'de> {
     }
 }
 
-impl Read<'_, '_> {
+impl FieldVisitor<'_, '_> {
     /// The field that was probably meant by an unknown `key`.
     fn mistyped(&self, key: &str) -> Option<&'static str> {
         if FOREIGN.contains(&key) {
             return None;
         }
         let names = self.keys.taken.iter().chain(self.keys.refused.iter().map(|(name, _)| name));
-        // A comparison takes time and memory by the product of the lengths, and a key can be as long as the body. One
-        // letter more or less is at most four bytes.
+        // A comparison takes time and memory in proportion to the product of the lengths, and a key can be as long as
+        // the body. One letter more or less is at most four bytes.
         let is_near = |name: &&str| key.len().abs_diff(name.len()) <= 4;
         names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)
     }
@@ -179,7 +178,7 @@ impl Read<'_, '_> {
 #[serde(transparent)]
 struct Key<'a>(#[serde(borrow)] std::borrow::Cow<'a, str>);
 
-/// The items of a list of texts, or one text: each with its path (`input`, `input[3]`).
+/// The items of a list of texts, or one text. Errors name the path of the item (`input`, `input[3]`).
 ///
 /// # Errors
 /// `BadInput` if it is neither or empty, `TooLarge` over `most` items.
@@ -215,14 +214,14 @@ pub fn list<'a>(raw: &'a str, path: &str, most: usize) -> Result<Vec<&'a RawValu
 
 /// The first items of a list.
 pub struct Listed<'a> {
-    /// Up to a bound.
+    /// Those up to the bound of [`listed`].
     pub items: Vec<&'a RawValue>,
-    /// The number of all.
+    /// The number of items of the whole list.
     pub count: usize,
 }
 
-/// The first items of a list, which may be empty. Those over the bound `most` are counted and not kept: an item can
-/// have two bytes in the body, and has 16 among the items.
+/// The first items of a list, which may be empty. Those over the bound `most` are counted and not kept: an item takes
+/// 16 bytes in the result, and as little as two in the body.
 ///
 /// # Errors
 /// `BadInput` if it is no list.
@@ -239,7 +238,7 @@ pub fn listed<'a>(raw: &'a str, path: &str, most: usize) -> Result<Listed<'a>, T
 /// A list of token ids, at least one.
 ///
 /// # Errors
-/// `BadInput`, with the path of the first item that is none.
+/// `BadInput`, with the path of the first item that is not a token id.
 pub fn token_ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
     match serde_json::from_str::<Vec<u32>>(raw) {
         Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
@@ -263,7 +262,7 @@ pub fn is_number(raw: &str) -> bool {
     raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
 }
 
-/// Shows each item of a list, with its index. Returns their number.
+/// Calls `show` with each item of a list and its index. Returns the number of items.
 fn each<'a>(raw: &'a str, path: &str, show: impl FnMut(usize, &'a RawValue)) -> Result<usize, TaskError> {
     Each(show)
         .deserialize(&mut serde_json::Deserializer::from_str(raw))
@@ -305,7 +304,7 @@ pub fn string(raw: &str, path: &str) -> Result<String, TaskError> {
     if raw.starts_with('"') { read(raw, path) } else { Err(wrong(path, "a string", raw)) }
 }
 
-/// A text of at most so many bytes.
+/// A text of at most `most` bytes.
 ///
 /// # Errors
 /// `BadInput` if it is longer or of another type.
@@ -327,10 +326,10 @@ pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskE
 }
 
 fn unreadable(path: &str, error: &serde_json::Error) -> TaskError {
-    // The library's words for it are of escapes, and differ.
+    // serde_json's messages for this speak of escapes, and differ.
     let message = match error.to_string() {
         it if it.contains("surrogate") || it.contains("hex escape") => {
-            "it has one half of a surrogate pair (\\ud800 to \\udfff), which is no character".to_owned()
+            "it has one half of a surrogate pair (\\ud800 to \\udfff), which is not a character".to_owned()
         }
         it => it,
     };
@@ -374,17 +373,17 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_others_serve_is_refused_unless_it_has_its_default() {
+    fn an_unsupported_field_is_refused_unless_it_has_its_default() {
         let (kind, param, message) = refusal(r#"{"query":"a","stream":true}"#);
         assert_eq!((kind, param.as_deref()), (TaskErrorKind::BadInput, Some("stream")));
-        assert_eq!(message, "stream is not done here; leave it out, or send false");
+        assert_eq!(message, "stream is not supported here; leave it out, or send false");
         for body in [r#"{"stream":false}"#, r#"{"stream":null}"#, r#"{"rank_fields":[]}"#] {
             assert!(Fields::parse(body.as_bytes(), &KEYS).is_ok(), "{body}");
         }
     }
 
     #[test]
-    fn a_field_one_letter_off_is_refused_with_the_one_that_was_meant() {
+    fn a_field_one_letter_off_is_refused_with_a_suggestion() {
         for (written, meant) in
             [("querry", "query"), ("qeury", "query"), ("top-n", "top_n"), ("steam", "stream")]
         {
@@ -398,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_json_is_undecodable_even_after_a_refused_field() {
+    fn invalid_json_is_undecodable_even_after_a_refused_field() {
         assert_eq!(refusal(r#"{"stream":true"#).0, TaskErrorKind::Undecodable);
         assert_eq!(refusal(r#"{"query":"a"} x"#).0, TaskErrorKind::Undecodable);
         assert_eq!(refusal(r#"{"query":1,"query":2}"#).0, TaskErrorKind::BadInput);

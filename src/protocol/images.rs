@@ -18,7 +18,7 @@ pub const URL: &str = "/classify";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["image_url", "inputs"];
 /// Labels in a reply to a request that does not say how many.
-const TOP: usize = 5;
+const DEFAULT_TOP_K: usize = 5;
 
 /// The field for texts of the request of the same URL that classifies texts.
 const INPUT: &str = "input";
@@ -29,16 +29,16 @@ const KEYS: Keys = Keys {
 const PARAMETERS: Keys = Keys { taken: &["top_k"], refused: &[("function_to_apply", "null")] };
 
 /// Reads the image in a value, with its path for errors.
-type Read = fn(&RawValue, &str) -> Result<ImageFile, TaskError>;
+type ReadImage = fn(&RawValue, &str) -> Result<ImageFile, TaskError>;
 
 /// An image file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageFile {
     /// The file.
     pub bytes: Bytes,
-    /// Its media type, if the request says it.
+    /// Its media type, if the request gives it.
     pub media_type: Option<String>,
-    /// Its path in the request, for errors; none: it is the body.
+    /// Its path in the request, for errors; none if it is the body.
     pub path: Option<String>,
 }
 
@@ -51,9 +51,9 @@ pub struct ImagesRequest {
     pub listed: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// So many of the best labels are in the reply.
+    /// The number of best labels in the reply.
     pub top_k: usize,
-    /// Whether the numbers are the model's own instead of probabilities.
+    /// Whether the reply has the model's raw scores instead of probabilities.
     pub raw_scores: bool,
 }
 
@@ -81,7 +81,7 @@ impl ImagesRequest {
             listed: false,
             model: text_of(headers, "model")?,
             top_k: match headers.get("top_k") {
-                None | Some(Value::Void) => TOP,
+                None | Some(Value::Void) => DEFAULT_TOP_K,
                 Some(value) => count_of(value)?,
             },
             raw_scores: match headers.get("raw_scores") {
@@ -102,9 +102,9 @@ impl ImagesRequest {
         let parameters = fields.get("parameters").map(|raw| Fields::parse(raw.get().as_bytes(), &PARAMETERS));
         let inner =
             parameters.transpose()?.map(|parameters| parameters.positive("top_k")).transpose()?.flatten();
-        let (key, read): (_, Read) = match (fields.get("image_url"), fields.get("inputs")) {
+        let (key, read): (_, ReadImage) = match (fields.get("image_url"), fields.get("inputs")) {
             _ if fields.get(INPUT).is_some() => {
-                let message = "this pool classifies images, and input holds texts; an image comes as data URL in \
+                let message = "this pool classifies images, and input holds texts; send an image as a data URL in \
                                image_url, as base64 in inputs, or as the body of a message of type image/jpeg, \
                                image/png or image/webp";
                 return Err(TaskError::new(TaskErrorKind::UnknownUrl, message).at(INPUT));
@@ -116,8 +116,8 @@ impl ImagesRequest {
                 ));
             }
             (None, None) => {
-                let message = "image_url is missing; an image comes as data URL in image_url, as base64 in inputs, \
-                                   or as the body of a message of type image/jpeg, image/png or image/webp";
+                let message = "image_url is missing; send an image as a data URL in image_url, as base64 in inputs, \
+                               or as the body of a message of type image/jpeg, image/png or image/webp";
                 return Err(TaskError::bad_input("image_url", message));
             }
             (Some(_), None) => ("image_url", of_url),
@@ -136,7 +136,7 @@ impl ImagesRequest {
             images,
             listed,
             model: fields.string("model")?,
-            top_k: fields.positive("top_k")?.or(inner).unwrap_or(TOP),
+            top_k: fields.positive("top_k")?.or(inner).unwrap_or(DEFAULT_TOP_K),
             raw_scores: fields.boolean("raw_scores", false)?,
         })
     }
@@ -156,7 +156,7 @@ fn of_url(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
     Ok(ImageFile { media_type: Some(media_type), bytes: bytes.into(), path: Some(path.to_owned()) })
 }
 
-/// Base64, also as a data URL.
+/// Base64, or a data URL.
 fn of_base64(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
     if raw.get().starts_with("\"data:") {
         return of_url(raw, path);
@@ -254,8 +254,8 @@ mod tests {
             (r#"{"inputs":7}"#, "inputs must be a string, got 7"),
             (r#"{}"#, "image_url is missing"),
             (r#"{"inputs":"ZmlsZQ==","top_k":0}"#, "top_k must be a positive integer, got 0"),
-            (r#"{"inputs":"ZmlsZQ==","candidate_labels":["cat"]}"#, "candidate_labels is not done here"),
-            (r#"{"inputs":"ZmlsZQ==","parameters":{"topk":3}}"#, "topk is no field of this request"),
+            (r#"{"inputs":"ZmlsZQ==","candidate_labels":["cat"]}"#, "candidate_labels is not supported here"),
+            (r#"{"inputs":"ZmlsZQ==","parameters":{"topk":3}}"#, "topk is not a field of this request"),
         ] {
             let error = json(body).unwrap_err();
             assert_eq!(error.kind, TaskErrorKind::BadInput, "{body}");

@@ -34,11 +34,11 @@ pub struct ClassifyRequest {
     pub listed: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// So many of the best labels are listed with their names.
+    /// If set, this many of the best labels are listed with their names.
     pub top_k: Option<usize>,
-    /// Whether the numbers are the model's own instead of probabilities.
+    /// Whether the reply has the model's raw scores instead of probabilities.
     pub raw_scores: bool,
-    /// Whether texts that are too long are cut; else they are refused.
+    /// Whether texts that are too long are cut; otherwise they are refused.
     pub truncate: bool,
 }
 
@@ -91,12 +91,12 @@ struct Classified<'a> {
     id: String,
     object: &'static str,
     model: &'a str,
-    data: Vec<One<'a>>,
+    data: Vec<Classification<'a>>,
     usage: Usage,
 }
 
 #[derive(Serialize)]
-struct One<'a> {
+struct Classification<'a> {
     index: usize,
     label: Option<&'a str>,
     probs: &'a [f32],
@@ -105,7 +105,7 @@ struct One<'a> {
     labels: Option<Vec<Label<'a>>>,
 }
 
-/// A label with its number.
+/// A label with its score.
 #[derive(Serialize)]
 pub struct Label<'a> {
     label: &'a str,
@@ -118,7 +118,7 @@ pub fn best<'a>(numbers: &[f32], names: &'a [String], most: usize) -> Vec<Label<
     highest(numbers, most).into_iter().map(label).collect()
 }
 
-/// The body of the reply: for each text its best label and the numbers of all.
+/// The body of the reply: for each text its best label, and the scores of all labels.
 ///
 /// # Errors
 /// `Internal` if the body cannot be written.
@@ -129,7 +129,7 @@ pub fn write_labels(
     model: &str,
     usage: Usage,
 ) -> Result<Vec<u8>, TaskError> {
-    let one = |(index, numbers)| One {
+    let one = |(index, numbers)| Classification {
         index,
         label: highest(numbers, 1).first().map(|best| names[*best].as_str()),
         probs: numbers,
@@ -160,7 +160,7 @@ mod tests {
             (r#"{"input":"a","top_k":-1}"#, "top_k must be a positive integer, got -1"),
             (
                 r#"{"input":"a","activation":false}"#,
-                "activation is not done here; leave it out, or send true",
+                "activation is not supported here; leave it out, or send true",
             ),
         ] {
             assert_eq!(ClassifyRequest::parse(body.as_bytes(), 2).unwrap_err().message, message, "{body}");

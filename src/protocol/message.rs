@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::JSON;
 
-/// Header with the OpenAI path that is meant, where a pool answers several; run-batch sets it from its lines.
+/// Header with the OpenAI path of the request, for pools that answer several; run-batch sets it from its lines.
 pub const URL: &str = "url";
 
 /// Application headers, by name.
@@ -76,7 +76,7 @@ bits!(f32_bits, f32);
 bits!(f64_bits, f64);
 
 impl Value {
-    /// The text, where the value is a text in valid UTF-8.
+    /// The text, if the value is a text in valid UTF-8.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Value::Text(bytes) => std::str::from_utf8(bytes).ok(),
@@ -84,7 +84,7 @@ impl Value {
         }
     }
 
-    /// The number, where the value is an integer that fits.
+    /// The number, if the value is an integer that fits.
     pub fn as_i64(&self) -> Option<i64> {
         match *self {
             Value::I8(n) => Some(n.into()),
@@ -157,11 +157,11 @@ pub struct Properties {
     pub cluster_id: Option<String>,
 }
 
-/// Most bytes of headers that fit one frame together with ours.
+/// The most bytes of a producer's headers: below this, they fit one AMQP frame together with ours.
 const PLAIN_BYTES: usize = 32 << 10;
 
 impl Properties {
-    /// Whether every broker accepts the headers: only single values, all numbers finite, and well below a frame
+    /// Whether every broker accepts the headers: only scalar values, all numbers finite, and well below a frame
     /// in size.
     pub fn is_plain(&self) -> bool {
         let bytes = |value: &Value| match value {
@@ -222,7 +222,7 @@ impl Message {
         has_header && (!is_json || self.body.trim_ascii_start().starts_with(b"["))
     }
 
-    /// The OpenAI path that is meant, by the header `url`.
+    /// The OpenAI path of the request, from the header `url`.
     pub fn url(&self) -> Option<&str> {
         self.properties.headers.get(URL).and_then(Value::as_str).filter(|url| !url.is_empty())
     }
@@ -248,7 +248,7 @@ pub fn without_acting_properties(mut message: Message) -> Message {
 }
 
 /// Whether RabbitMQ writes this header into a message that it dead-letters or redelivers.
-pub(super) fn is_the_brokers(header: &str) -> bool {
+pub(super) fn is_broker_header(header: &str) -> bool {
     matches!(header, "x-death" | "x-delivery-count" | "x-acquired-count")
         || header.starts_with("x-first-death-")
         || header.starts_with("x-last-death-")
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_plain_while_they_are_single_small_and_finite() {
+    fn headers_are_plain_if_they_are_scalar_small_and_finite() {
         let with = |value: Value| {
             let headers = Headers::from([("a".to_owned(), value)]);
             Properties { headers, ..Properties::default() }.is_plain()

@@ -16,7 +16,7 @@ pub const PART: &str = "reply.part";
 /// The delivery mode of a message that may be lost when the broker restarts.
 const TRANSIENT: u8 = 1;
 
-/// Longest trace header that is echoed: twice what W3C requires.
+/// Longest trace header that is echoed, in bytes: twice what W3C requires.
 const TRACE_BYTES: usize = 1_024;
 
 /// The worker that answers; part of the headers of every reply.
@@ -40,7 +40,7 @@ pub struct Timings {
     pub prepare_us: i64,
     /// From preprocessing to the first forward pass.
     pub wait_us: i64,
-    /// In forward passes; the sum where its inputs took several.
+    /// In forward passes; the sum if its inputs took several.
     pub compute_us: i64,
     /// From acceptance by this worker to the first token, for generated text.
     pub first_token_us: Option<i64>,
@@ -64,9 +64,9 @@ pub struct Body {
     pub content_type: Cow<'static, str>,
     /// The bytes.
     pub bytes: Bytes,
-    /// Further headers of the reply: flat scalars. They never replace a header that every reply has.
+    /// Further headers of the reply: scalars only. They never replace a header that every reply has.
     pub headers: Headers,
-    /// What it took, if it is generated text; for metrics.
+    /// The user and the tokens, if it is generated text; for metrics.
     pub generated: Option<Generated>,
 }
 
@@ -94,7 +94,7 @@ impl Body {
     }
 }
 
-/// OpenAI's `usage` of a task without an answer of its own tokens.
+/// OpenAI's `usage` of requests that generate no tokens.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Usage {
     prompt_tokens: usize,
@@ -173,14 +173,14 @@ pub fn reply(
     if let Some(first_token_us) = timings.first_token_us {
         headers.insert("first_token_us".into(), first_token_us.into());
     }
-    let asked = &task.message.properties;
-    headers.extend(trace_context(asked));
+    let request = &task.message.properties;
+    headers.extend(trace_context(request));
     let properties = Properties {
         content_type: Some(body.content_type.into_owned()),
-        correlation_id: asked.correlation_id.clone(),
+        correlation_id: request.correlation_id.clone(),
         message_id: Some(uuid::Uuid::new_v4().to_string()),
         kind: Some("reply".into()),
-        delivery_mode: asked.delivery_mode,
+        delivery_mode: request.delivery_mode,
         headers,
         ..Properties::default()
     };
@@ -190,7 +190,7 @@ pub fn reply(
 /// The position of a [`part`] in a run.
 #[derive(Clone, Debug)]
 pub struct Place {
-    /// Names the run: a redelivered task gets a new one.
+    /// Identifies the run: a redelivered task gets a new one.
     pub stream_id: String,
     /// Counts the parts of a run from 0.
     pub seq: i64,
@@ -201,19 +201,19 @@ pub fn is_part(message: &Message) -> bool {
     message.properties.kind.as_deref() == Some(PART)
 }
 
-/// One part of the reply to `task`, before the reply itself. Transient, since the reply repeats all parts.
+/// One part of the reply to `task`, before the reply itself. It is transient, because the reply repeats all parts.
 pub fn part(task: &Task, body: Body, place: &Place) -> Message {
-    let asked = &task.message.properties;
+    let request = &task.message.properties;
     let mut headers = body.headers;
     headers.extend([
         ("task_id".into(), task.id.as_str().into()),
         ("stream_id".into(), place.stream_id.as_str().into()),
         ("seq".into(), place.seq.into()),
     ]);
-    headers.extend(trace_context(asked));
+    headers.extend(trace_context(request));
     let properties = Properties {
         content_type: Some(body.content_type.into_owned()),
-        correlation_id: asked.correlation_id.clone(),
+        correlation_id: request.correlation_id.clone(),
         kind: Some(PART.into()),
         delivery_mode: Some(TRANSIENT),
         headers,
@@ -223,9 +223,9 @@ pub fn part(task: &Task, body: Body, place: &Place) -> Message {
 }
 
 /// The trace headers of a task, as they are passed on.
-fn trace_context(asked: &Properties) -> Headers {
+fn trace_context(request: &Properties) -> Headers {
     let header = |name: &str| {
-        let context = asked.headers.get(name)?.as_str()?;
+        let context = request.headers.get(name)?.as_str()?;
         // A longer header is dropped: it is invalid, and all headers must fit one frame.
         (context.len() <= TRACE_BYTES).then(|| (name.to_owned(), Value::from(context)))
     };
@@ -243,10 +243,10 @@ fn error_object(error: &TaskError) -> serde_json::Value {
 }
 
 /// The error as Celery's `rpc://` backend reads it, so that `AsyncResult.get` raises it; and as OpenAI's object.
-/// Celery makes an exception class of a type that it does not know.
+/// Celery makes an exception class for a type that it does not know.
 fn celery_failure(task: &Task, error: &TaskError) -> Vec<u8> {
-    let asked = &task.message.properties;
-    let id = asked.headers.get("id").and_then(Value::as_str).or(asked.correlation_id.as_deref());
+    let request = &task.message.properties;
+    let id = request.headers.get("id").and_then(Value::as_str).or(request.correlation_id.as_deref());
     let body = json!({
         "task_id": id,
         "status": "FAILURE",

@@ -1,6 +1,6 @@
-//! What a client's tools read of requests and replies, whatever family answers them: how many inputs a request has, which
-//! model it names, which requests can share a task and how its reply is divided, the text and the tokens of a reply.
-//! Pure. What a request means to a model is decided by the file of its endpoint, which also names the fields read here.
+//! What clients read from requests and replies of any family: how many inputs a request has, which model it names,
+//! which requests can share a task and how its reply is divided, the text and the tokens of a reply. Pure. The file of
+//! an endpoint decides what its requests mean to a model, and names the fields that are read here.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ pub(super) struct Shared {
     pub(super) input: &'static str,
 }
 
-/// Number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
+/// The number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
 pub fn count_inputs(body: &[u8]) -> usize {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
     match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {
@@ -33,8 +33,9 @@ pub fn count_inputs(body: &[u8]) -> usize {
     }
 }
 
-/// The bodies of requests to `url` that a person writes as texts: one for each text; of `/v1/rerank` and `/v1/score` one,
-/// in which the first text is compared with the others. Of an unknown URL it is `input`, as of embeddings.
+/// The bodies of requests to `url` that carry these texts: one body for each text. For `/v1/rerank` and `/v1/score` it
+/// is one body, in which the first text is compared with the others. For an unknown URL the text is `input`, as for
+/// embeddings.
 pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<String> {
     let of = |text: &String| match url {
         generate::CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
@@ -67,7 +68,7 @@ pub struct Shareable {
     /// Its inputs, each as in its body.
     pub inputs: Vec<Box<RawValue>>,
     field: &'static str,
-    /// All but the input: requests with the same share a task.
+    /// The other fields: requests in which these are equal can share a task.
     rest: String,
 }
 
@@ -86,7 +87,7 @@ impl Shareable {
         all_are_texts.then_some(Self { inputs, field, rest })
     }
 
-    /// Whether both ask for the same of their inputs.
+    /// Whether both requests differ in their inputs only.
     pub fn is_like(&self, other: &Self) -> bool {
         self.field == other.field && self.rest == other.rest
     }
@@ -94,7 +95,7 @@ impl Shareable {
     /// The body of a request like this one for `inputs`.
     pub fn body_for<'a>(&self, inputs: impl Iterator<Item = &'a RawValue>) -> String {
         let Self { field, rest, .. } = self;
-        // `{…}` with the inputs behind.
+        // The inputs go behind the other fields.
         let mut body = rest.strip_suffix('}').unwrap_or(rest).to_owned();
         let comma = if body.len() > 1 { "," } else { "" };
         body.push_str(&format!("{comma}\"{field}\":["));
@@ -109,14 +110,18 @@ impl Shareable {
     }
 }
 
-/// The bodies of the replies to requests that shared a task, from the reply to it. `inputs`: how many inputs each request
-/// has, in their order. What the task took is counted once, in the first.
+/// The bodies of the replies to requests that shared a task, made from the reply to that task. `inputs` has the number
+/// of inputs of each request, in their order. Only the first body has the task's usage; the others have zeros, so that
+/// sums are right.
 ///
 /// # Errors
-/// In words: the reply is no JSON, or has not one item for each input.
+/// A message: the reply is not JSON, or does not have one item for each input.
 pub fn divided(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, String> {
     if !reply.is_json() {
-        return Err(format!("a reply is {:?}, which cannot be divided", reply.properties.content_type));
+        return Err(format!(
+            "a reply has the content type {:?}, which cannot be divided",
+            reply.properties.content_type
+        ));
     }
     let unread = |what: &'static str| move |error: serde_json::Error| format!("{what}: {error}");
     let mut fields: Fields =
@@ -135,11 +140,12 @@ pub fn divided(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, 
             item.insert("index".to_owned(), raw(&index)?);
         }
         fields.insert("data".to_owned(), raw(&own)?);
+        // From the second body on: the zeros stay in `fields`.
         if let (1, Some(usage)) = (number, fields.get_mut("usage")) {
             let counts: BTreeMap<String, Value> =
                 serde_json::from_str(usage.get()).map_err(unread("a reply's usage"))?;
-            let none: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
-            *usage = raw(&none)?;
+            let zeros: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
+            *usage = raw(&zeros)?;
         }
         bodies.push(raw(&fields)?);
     }
@@ -150,8 +156,8 @@ fn raw(value: &impl serde::Serialize) -> Result<Box<RawValue>, String> {
     to_raw_value(value).map_err(|error| error.to_string())
 }
 
-/// The text of a reply, or of a part of one: a body that is text, or the first answer of generated text. None: it has no
-/// text, as a vector or a sound has none.
+/// The text of a reply, or of a part of one: a body that is text, or the first answer of generated text. None if it has
+/// no text, such as a vector or a sound.
 pub fn text_of(reply: &Message) -> Option<String> {
     match reply.text() {
         Some(text) => Some(text.to_owned()),
@@ -159,17 +165,17 @@ pub fn text_of(reply: &Message) -> Option<String> {
     }
 }
 
-/// The tokens that a reply says its task took.
+/// The tokens of a task, as its reply states them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct ReplyUsage {
     /// Of its inputs and its answer.
     pub total_tokens: Option<u64>,
-    /// Of its answer, where text was generated.
+    /// Of its answer, if text was generated.
     pub completion_tokens: Option<u64>,
 }
 
-/// The usage that a reply states; none of a reply that is no JSON.
+/// The usage that a reply states; empty for a reply that is not JSON.
 pub fn usage_of(reply: &Message) -> ReplyUsage {
     #[derive(Deserialize)]
     struct Body {
@@ -184,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_become_what_their_url_takes() {
+    fn texts_become_bodies_that_their_url_takes() {
         let texts = ["a".to_owned(), "b".to_owned()];
         for (url, expected) in [
             (embeddings::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
@@ -222,7 +228,7 @@ mod tests {
     #[test]
     fn a_reply_that_cannot_be_divided_is_refused() {
         let reply = |body: &str| Message { body: body.to_owned().into(), ..Message::default() };
-        for (body, words) in [
+        for (body, message) in [
             ("[]", "not a JSON object"),
             ("{}", "no data"),
             (r#"{"data":[1]}"#, "a reply's data"),
@@ -230,7 +236,7 @@ mod tests {
             (r#"{"data":[{},{},{}],"usage":1}"#, "a reply's usage"),
         ] {
             let error = divided(&reply(body), &[1, 2]).unwrap_err();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(message), "{error}");
         }
     }
 }

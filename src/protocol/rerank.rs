@@ -50,9 +50,9 @@ pub struct PairsRequest {
     pub field: &'static str,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// Whether scores are the model's own numbers instead of their sigmoid.
+    /// Whether the reply has the model's raw scores instead of their sigmoid.
     pub raw_scores: bool,
-    /// Whether pairs that are too long are cut; else they are refused.
+    /// Whether pairs that are too long are cut; otherwise they are refused.
     pub truncate: bool,
     /// How the reply is written.
     pub form: Form,
@@ -242,7 +242,7 @@ mod tests {
             (r#"{"query":"q","documents":["a"],"raw_scores":1}"#, "raw_scores must be true or false, got 1"),
             (
                 r#"{"query":"q","documents":["a"],"max_tokens_per_doc":9}"#,
-                "max_tokens_per_doc is not done here; leave it out, or send null",
+                "max_tokens_per_doc is not supported here; leave it out, or send null",
             ),
         ];
         for (body, message) in cases {

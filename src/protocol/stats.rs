@@ -1,4 +1,4 @@
-//! The counts of a worker, as its control lines carry them: sums since the line before, distributions, and its
+//! The counts of a worker, as its control lines carry them: sums since the previous line, distributions, and its
 //! current state. [`Stats::add`] sums them up, so that the launcher can count for a slot over all its workers.
 //! Pure.
 
@@ -19,8 +19,8 @@ pub const INPUTS: [f64; 12] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.
 pub const TOKENS: [f64; 13] =
     [16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0, 32_768.0, 65_536.0];
 
-/// Observations, counted per range: each by the first upper bound that it does not exceed, and last those above
-/// all bounds. Empty while there are none.
+/// Counts of observations per bucket: each observation counts for the first upper bound that it does not exceed, and
+/// in the last bucket if it exceeds all. Empty while there are no observations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Histogram {
@@ -37,7 +37,7 @@ impl Histogram {
         self.sum += value;
     }
 
-    /// Adds what another has counted over the same bounds.
+    /// Adds the counts of another histogram with the same bounds.
     pub fn add(&mut self, other: &Self) {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);
@@ -67,7 +67,7 @@ impl Histogram {
         self.sum
     }
 
-    /// The count for each of `bounds`, above the bound before; last, those above all.
+    /// The count for each of `bounds`, above the bound before; the last count is of those above all bounds.
     pub fn counts(&self, bounds: &[f64]) -> Vec<u64> {
         let mut counts = self.counts.clone();
         counts.resize(bounds.len() + 1, 0);
@@ -90,7 +90,7 @@ impl Histogram {
     }
 }
 
-/// A stage of a task's way.
+/// A stage of a task, between its publication and the confirmation of its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// From its publication to its preprocessing.
@@ -133,7 +133,7 @@ pub struct Answer {
 pub struct TokenCounts {
     /// Of prompts.
     pub prompt: u64,
-    /// Those of prompts that were not computed again.
+    /// Tokens of prompts that were reused from a cache instead of computed.
     pub cached: u64,
     /// Of answers.
     pub answer: u64,
@@ -147,10 +147,10 @@ impl TokenCounts {
     }
 }
 
-/// What a generated reply took.
+/// The user and the tokens of a generated reply.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Generated {
-    /// The request's `user`; empty where it names none.
+    /// The request's `user`; empty if it names none.
     pub user: String,
     /// Its answers.
     pub answers: u64,
@@ -158,21 +158,22 @@ pub struct Generated {
     pub tokens: TokenCounts,
 }
 
-/// The most users whose tokens are counted apart.
+/// The most users whose tokens are counted separately.
 const USERS: usize = 100;
-/// The user that stands for all who are not counted apart.
+/// The user that stands for all who are not counted separately.
 pub const OTHERS: &str = "(others)";
-/// Bytes of a user's name that are kept: as many as a request may have.
+/// Bytes of a user's name that are kept: as many as it may have in a request.
 const USER_BYTES: usize = 256;
 
-/// Tokens by user. At most 100 (`USERS`) are counted apart: the one that was counted longest ago makes room for another,
-/// and its tokens go to [`OTHERS`], so that the sum over all never falls. A user that comes back begins at 0.
+/// Tokens by user. At most 100 users (`USERS`) are counted separately. For another one, the least recently counted user
+/// is evicted and its tokens go to [`OTHERS`], so that the sum over all never falls. An evicted user that comes back
+/// begins at 0.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Users {
     tokens: BTreeMap<String, TokenCounts>,
-    /// Those who are counted apart, the one that was counted longest ago first. On the way to the launcher it is lost: a
-    /// control line has a second.
+    /// The users that are counted separately, the least recently counted first. Control lines do not carry this order:
+    /// a line covers one second.
     #[serde(skip)]
     recent: VecDeque<String>,
 }
@@ -195,7 +196,7 @@ impl Users {
         if user != OTHERS {
             match self.recent.iter().position(|known| known == user) {
                 Some(place) => _ = self.recent.remove(place),
-                None if self.recent.len() >= USERS => self.forget_one(),
+                None if self.recent.len() >= USERS => self.evict_one(),
                 None => {}
             }
             self.recent.push_back(user.to_owned());
@@ -203,14 +204,14 @@ impl Users {
         self.tokens.entry(user.to_owned()).or_default().add(tokens);
     }
 
-    fn forget_one(&mut self) {
-        let forgotten = self.recent.pop_front().and_then(|user| self.tokens.remove(&user));
-        self.tokens.entry(OTHERS.to_owned()).or_default().add(forgotten.unwrap_or_default());
+    fn evict_one(&mut self) {
+        let evicted = self.recent.pop_front().and_then(|user| self.tokens.remove(&user));
+        self.tokens.entry(OTHERS.to_owned()).or_default().add(evicted.unwrap_or_default());
     }
 
     /// Adds the counts of a further span.
     fn add(&mut self, more: &Self) {
-        // Those who are known come first. Otherwise a new user could take the place of one who is counted in the same span.
+        // Known users come first. Otherwise a new user could evict one that is counted in the same span.
         let is_known = |user: &&String| self.tokens.contains_key(*user);
         let (known, new): (Vec<&String>, Vec<&String>) = more.tokens.keys().partition(is_known);
         for user in known.into_iter().chain(new) {
@@ -229,7 +230,7 @@ pub struct Stats {
     pub dead_lettered: BTreeMap<String, u64>,
     /// Deliveries that the broker had made before.
     pub redelivered: u64,
-    /// Deliveries handed back.
+    /// Deliveries requeued.
     pub requeued: u64,
     /// Tasks put off to be tried again.
     pub retried: u64,
@@ -251,7 +252,7 @@ pub struct Stats {
     pub users: Users,
     /// From a task's acceptance to its first token; bounds: [`SECONDS`].
     pub first_token: Histogram,
-    /// For each token of an answer after its first, an average of the answer; bounds: [`SECONDS`].
+    /// The average time for each token of an answer after its first, observed once per reply; bounds: [`SECONDS`].
     pub output_token: Histogram,
     /// Durations of forward passes; bounds: [`SECONDS`].
     pub batch_seconds: Histogram,
@@ -277,7 +278,7 @@ pub struct Standing {
     pub kv_reserved: u64,
     /// Tokens that can be reserved; 0 for models that answer in one pass.
     pub kv_tokens: u64,
-    /// Why it cannot work, as a text for people: a broker, a dead-letter queue.
+    /// Why it cannot work, as a text for people; for example a problem with the broker or the dead-letter queue.
     pub problem: Option<String>,
 }
 
@@ -327,7 +328,7 @@ impl Stats {
         self.batch_tokens.observe(&TOKENS, tokens as f64);
     }
 
-    /// Adds the counts of a further span, and takes over its state.
+    /// Adds the counts of a later span, and takes over its state.
     pub fn add(&mut self, more: &Self) {
         for answer in &more.answers {
             self.answered(&answer.status, &answer.reason, answer.count);
@@ -368,8 +369,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_spans_counted_adds_up_to_what_one_would_have() {
-        let tell = |stats: &mut Stats, times: u64| {
+    fn the_counts_of_two_spans_add_up_to_those_of_one_long_span() {
+        let record = |stats: &mut Stats, times: u64| {
             for n in 0..times {
                 stats.answered(if n % 3 == 0 { "failed" } else { "succeeded" }, "", 1);
                 stats.took(Stage::Compute, n as f64 / 7.0);
@@ -377,8 +378,8 @@ mod tests {
             }
         };
         let (mut first, mut second, mut sum) = (Stats::default(), Stats::default(), Stats::default());
-        tell(&mut first, 5);
-        tell(&mut second, 6);
+        record(&mut first, 5);
+        record(&mut second, 6);
         second.dead_lettered.insert("poison".into(), 1);
         second.now = Standing { held: 3, connected: true, resident: 1, ..Standing::default() };
         sum.add(&first);
@@ -393,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn the_users_that_are_counted_apart_are_bounded_and_no_token_is_lost() {
+    fn the_users_are_bounded_and_no_token_is_lost() {
         let tokens = TokenCounts { prompt: 3, cached: 1, answer: 2 };
         let mut sum = Stats::default();
         for span in 0..3 {
@@ -413,14 +414,14 @@ mod tests {
     }
 
     #[test]
-    fn invented_users_take_no_place_for_ever_and_the_sum_never_falls() {
+    fn invented_users_are_evicted_and_the_sum_never_falls() {
         let one = TokenCounts { prompt: 3, cached: 1, answer: 2 };
         // The launcher's sums, of what a worker counts in each second.
         let (mut sums, mut total) = (Stats::default(), 0);
         let mut span = |users: &[String]| {
             let mut stats = Stats::default();
             users.iter().for_each(|user| stats.used(user, one));
-            // As it comes over the control line, which has no order of users.
+            // As the control line carries it, without the order of users.
             let stats: Stats = serde_json::from_slice(&serde_json::to_vec(&stats).unwrap()).unwrap();
             sums.add(&stats);
             let now: u64 = sums.users.iter().map(|(_, tokens)| tokens.answer).sum();
@@ -435,18 +436,18 @@ mod tests {
         span(std::slice::from_ref(&real));
         span(&invented(0, 150));
         let now = span(std::slice::from_ref(&real));
-        assert_eq!(answered(&now, "real"), Some(2), "it was forgotten, and begins again");
-        // One that is at work in each second keeps its place, however many come.
+        assert_eq!(answered(&now, "real"), Some(2), "it was evicted, and begins at 0 again");
+        // A user that is counted in every second is not evicted, however many others come.
         for second in 1..5 {
             let users: Vec<String> = invented(second, 99).into_iter().chain([real.clone()]).collect();
             assert_eq!(answered(&span(&users), "real"), Some(2 + 2 * second as u64));
         }
         let now = span(&["(others)".to_owned()]);
-        assert_eq!(now.users.iter().count(), USERS + 1, "that name is no user's");
+        assert_eq!(now.users.iter().count(), USERS + 1, "that name is not a separate user");
     }
 
     #[test]
-    fn quantiles_lie_between_the_bounds_that_the_observations_fell_between() {
+    fn quantiles_lie_in_the_buckets_of_the_observations() {
         let mut histogram = Histogram::default();
         assert_eq!(histogram.quantile(&SECONDS, 0.5), None);
         (0..100).for_each(|_| histogram.observe(&SECONDS, 0.03));

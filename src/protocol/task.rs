@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
-use super::message::{is_the_brokers, without_acting_properties};
+use super::message::{is_broker_header, without_acting_properties};
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
@@ -20,18 +20,18 @@ pub const STOP: &str = "sconce_stop";
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header of a task that was put off because its reply queue took nothing: when that happened first, ISO-8601.
+/// Header of a task that was put off because its reply queue took nothing: when that first happened, ISO-8601.
 pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
 
-/// Bytes of a body that the fingerprint includes.
+/// The first bytes of a body, which the fingerprint includes.
 const FINGERPRINTED: usize = 64 << 10;
 
 /// Which messages are sentinels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sentinels {
-    /// Those of the type [`SHUTDOWN`]; else these are unknown control messages.
+    /// Whether those of the type [`SHUTDOWN`] are; otherwise they are unknown control messages.
     pub by_type: bool,
-    /// Those whose body is JSON `null`; else these are tasks.
+    /// Whether those whose body is JSON `null` are; otherwise they are tasks.
     pub by_null: bool,
 }
 
@@ -45,14 +45,14 @@ impl Sentinels {
 pub enum Incoming {
     /// A task to compute.
     Task(Task),
-    /// Stops one worker, unless it is past its deadline.
+    /// A sentinel: it stops one worker, unless it is past its deadline.
     Sentinel(Message),
     /// A `control.*` type that this version does not know.
     UnknownControl(Task, String),
 }
 
-/// Sorts a message by its `type` property and, for a sentinel's second form, by a body that is
-/// JSON `null`. `made_id` names a task that came with neither `message_id` nor `correlation_id`.
+/// Classifies a message by its `type` property and, for a sentinel's second form, by a body that is
+/// JSON `null`. `made_id` makes the id of a task that has neither `message_id` nor `correlation_id`.
 pub fn classify(
     message: Message,
     received: SystemTime,
@@ -79,7 +79,7 @@ pub fn is_control(message: &Message) -> bool {
     kind.starts_with(CONTROL) || is_null(&message.body)
 }
 
-/// Not ASCII's blanks: a form feed, for example, is not white space in JSON.
+/// Whether a body is JSON `null`. JSON's white space differs from ASCII's: a form feed, for example, is none.
 fn is_null(body: &[u8]) -> bool {
     let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
     let start = body.iter().position(|byte| !blank(byte)).unwrap_or(body.len());
@@ -97,15 +97,15 @@ pub struct Task {
     pub received: SystemTime,
 }
 
-/// Who wants the answer to a task. A queue is another requester than a user of the same name, so that nobody names
-/// another's user in `reply_to` and computes at that one's cost.
+/// Who wants the answer to a task. A queue is another requester than a user of the same name, so that nobody can
+/// compute at another user's cost by naming that user in `reply_to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Requester<'a> {
     /// The user of the connection that published it: RabbitMQ refuses a message with another `user_id`.
     User(&'a str),
-    /// Whoever reads this queue.
+    /// Whoever reads this reply queue.
     Queue(&'a str),
-    /// The message does not say; all such tasks are of one requester.
+    /// The message names neither; all such tasks count as those of one requester.
     Unknown,
 }
 
@@ -118,8 +118,8 @@ impl Task {
         Self { id, message, received }
     }
 
-    /// A fingerprint of the task's content: the same for each of its deliveries, on every worker, also without
-    /// an id from the producer. Of a long body only the beginning and the length count.
+    /// A fingerprint of the task's content: the same for each of its deliveries, on every worker, even without
+    /// an id from the producer. Of a body over 64 KiB it includes only the beginning and the length.
     pub fn fingerprint(&self) -> String {
         let Message { properties, body } = &self.message;
         let mut hasher = DefaultHasher::new();
@@ -135,8 +135,8 @@ impl Task {
         made.and_then(|made| u32::try_from(made).ok()).unwrap_or(1).max(1)
     }
 
-    /// The message for the next attempt. It keeps `deadline` instead of the `expiration`, which would begin
-    /// anew.
+    /// The message for the next attempt. It has `deadline` instead of the `expiration`, which would begin
+    /// again.
     pub fn next_attempt(&self, deadline: Option<SystemTime>) -> Message {
         let mut message = self.again(deadline);
         let next = i64::from(self.attempt().saturating_add(1));
@@ -144,22 +144,22 @@ impl Task {
         message
     }
 
-    /// The message of a task that is put off; this attempt does not count. `since`: when it was first put off because of its
-    /// reply queue; none, if it is not put off because of that.
-    /// `deadline` as in [`Task::next_attempt`].
+    /// The message of a task that is put off; this attempt does not count. `since` is when the task was first put off
+    /// because of its reply queue; none if it is put off for another reason. `deadline` is as in
+    /// [`Task::next_attempt`].
     pub fn put_off(&self, since: Option<SystemTime>, deadline: Option<SystemTime>) -> Message {
         let mut message = self.again(deadline);
         let headers = &mut message.properties.headers;
-        // The broker writes these anew, and they would make the headers foreign (`Properties::is_plain`).
-        headers.retain(|name, _| !is_the_brokers(name));
+        // The broker writes these again, and with them the headers would not be plain (`Properties::is_plain`).
+        headers.retain(|name, _| !is_broker_header(name));
         if let Some(since) = since.and_then(|since| Timestamp::try_from(since).ok()) {
             headers.insert(PUT_OFF_SINCE.into(), format!("{since:.3}").into());
         }
         message
     }
 
-    /// Since when the task is put off, which is at most `now`; `now` if it was not, or if the header is malformed. A
-    /// producer who writes the header can only shorten its own time.
+    /// Since when the task has been put off, which is at most `now`; `now` if it was not put off, or if the header is
+    /// malformed. A producer that writes the header can only shorten its own time.
     pub fn put_off_since(&self, now: SystemTime) -> SystemTime {
         let written = self.message.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str);
         let since = written.and_then(|text| text.parse::<Timestamp>().ok()).map(SystemTime::from);
@@ -175,12 +175,12 @@ impl Task {
         message
     }
 
-    /// The queue that the producer wants the reply in.
+    /// The queue for the reply, if the producer named one.
     pub fn reply_to(&self) -> Option<&str> {
         self.message.properties.reply_to.as_deref().filter(|queue| !queue.is_empty())
     }
 
-    /// Whose task it is. A retried task has lost its `user_id`, because RabbitMQ would refuse it from a worker's
+    /// Who wants the answer. A retried task has lost its `user_id`, because RabbitMQ would refuse it from a worker's
     /// connection. The header `original_user_id` keeps it for people to read, but anybody can write that header, so the
     /// requester of a retried task is its `reply_to`.
     pub fn requester(&self) -> Requester<'_> {
@@ -190,7 +190,7 @@ impl Task {
     }
 
     /// The task's deadline: the earlier of `expires` and `expiration`, the latter counted from its reception
-    /// (the broker counted before).
+    /// (until then the broker counts).
     ///
     /// # Errors
     /// A header is not an ISO-8601 time; the task is answered with the error.
@@ -198,7 +198,7 @@ impl Task {
         deadline(&self.message, self.received)
     }
 
-    /// How long the task waited before `now`: since its publication where the message has a time
+    /// How long the task waited before `now`: since its publication if the message has a time
     /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since its reception.
     pub fn queued(&self, now: SystemTime) -> Duration {
         now.duration_since(published(&self.message).unwrap_or(self.received)).unwrap_or_default()
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sentinel_is_known_by_its_type_or_by_a_null_body_and_by_nothing_else() {
+    fn only_the_type_or_a_null_body_makes_a_sentinel() {
         assert!(matches!(sort(Some("control.shutdown"), "{}"), Incoming::Sentinel(_)));
         assert!(matches!(sort(Some("control.shutdown"), ""), Incoming::Sentinel(_)));
         assert!(matches!(sort(None, "null"), Incoming::Sentinel(_)));
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_is_put_off_keeps_its_attempt_its_priority_and_the_time_of_the_first() {
+    fn a_put_off_task_keeps_its_attempt_priority_and_first_time() {
         let at = |seconds| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
         let mut message = message(None, "{}");
         message.properties.priority = Some(7);
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_of_putting_off_that_is_in_the_future_or_cannot_be_read_is_now() {
+    fn a_put_off_time_in_the_future_or_malformed_counts_as_now() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000);
         for written in
             [Value::from("2999-01-01T00:00:00Z"), Value::from("yesterday"), Value::I64(0), Value::Void]
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn the_requester_is_the_user_that_the_broker_has_checked_else_the_reply_queue() {
+    fn the_requester_is_the_verified_user_else_the_reply_queue() {
         let task = |user: Option<&str>, queue: Option<&str>| {
             let mut message = message(None, "{}");
             message.properties.user_id = user.map(Into::into);

@@ -33,7 +33,7 @@ pub enum TaskErrorKind {
 }
 
 impl TaskErrorKind {
-    /// Whether the error means that the model itself failed; a broken device would cause the same error.
+    /// Whether the error means that the model itself failed. A broken device would cause the same error.
     pub fn blames_the_model(self) -> bool {
         matches!(self, Self::Internal | Self::Fault | Self::OutOfMemory)
     }

@@ -8,8 +8,8 @@ use std::fmt;
 pub enum Exit {
     /// The process did what it was asked for, a drain included.
     Done = 0,
-    /// Refused: unhealthy, nobody answered, or an order or dead letter that could not be handled. Never a
-    /// worker's.
+    /// Refused: unhealthy, nobody answered, or an order or dead letter could not be handled. Workers never exit
+    /// with it.
     No = 1,
     /// The command line is wrong.
     Usage = 64,
@@ -25,13 +25,13 @@ pub enum Exit {
     ModelFailed = 82,
     /// The device failed and only a new process can use it.
     DeviceFailed = 83,
-    /// Stopped by a second signal or the deadline; the broker delivers unfinished tasks again.
+    /// Stopped by a second signal or the deadline; the broker redelivers unfinished tasks.
     Aborted = 84,
     /// A slot was given up after too many quick failures.
     SlotGivenUp = 85,
-    /// The model could not be fetched from the hub. May pass, unlike [`Exit::ModelFailed`].
+    /// The model could not be fetched from the hub. A retry may succeed, unlike after [`Exit::ModelFailed`].
     ModelUnavailable = 86,
-    /// A client's command has done all of its work, and some of the answers are errors. Never a worker's.
+    /// A client command has done all of its work, and some of the answers are errors. Workers never exit with it.
     DoneWithErrors = 87,
 }
 
@@ -59,7 +59,7 @@ impl Exit {
     }
 
     /// Whether the worker could not load its model.
-    pub fn is_of_loading(self) -> bool {
+    pub fn is_load_failure(self) -> bool {
         matches!(self, Exit::ModelFailed | Exit::ModelUnavailable)
     }
 

@@ -1,4 +1,4 @@
-//! Why and how far a process has been told to stop: causes, phases, exit codes, the signal source. A [`Stop`]
+//! Why a process stops, and how far it has stopped: causes, phases, exit codes, the signal source. A [`Stop`]
 //! is the only state; its clones share it, and its phase only moves forward. Knows neither broker nor model.
 
 mod exit;
@@ -12,13 +12,13 @@ use tokio::sync::watch;
 /// How far the stop has gone. Later phases include the earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Not at all.
+    /// The process is not stopping.
     Running,
-    /// No more intake; all accepted work is finished.
+    /// Intake has ended; all accepted work is finished.
     Finishing,
-    /// Tasks on the device are finished; waiting ones are handed back.
+    /// Tasks on the device are finished; waiting ones are requeued.
     Returning,
-    /// Nothing is waited for.
+    /// The process exits without waiting for anything.
     Aborting,
 }
 
@@ -33,7 +33,7 @@ pub struct Stop {
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// The cause of the first move.
+    /// The cause of the first change of phase.
     cause: Option<String>,
 }
 
@@ -49,7 +49,7 @@ impl Stop {
         self.state.borrow().phase
     }
 
-    /// Moves to `phase`. False, without effect, when it has been reached already.
+    /// Moves to `phase`. Returns false, without effect, if that phase has been reached already.
     pub fn advance(&self, phase: Phase, cause: impl Into<String>) -> bool {
         self.state.send_if_modified(|state| {
             let further = phase > state.phase;
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_stop_only_moves_on_and_keeps_its_first_cause() {
+    async fn a_stop_only_moves_forward_and_keeps_its_first_cause() {
         let stop = Stop::default();
         assert!(stop.advance(Phase::Returning, "SIGTERM"));
         assert!(!stop.advance(Phase::Finishing, "sentinel"));

@@ -1,5 +1,5 @@
-//! The signal source: SIGTERM and SIGINT move a [`Stop`], SIGHUP asks to load the settings again. Decides what
-//! a second signal means, and when a SIGHUP only reports the end of a terminal.
+//! The signal source: SIGTERM and SIGINT advance a [`Stop`], SIGHUP asks to reload the settings. Decides what
+//! a second signal means, and when a SIGHUP only reports that the terminal was closed.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
@@ -8,9 +8,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{Phase, Stop};
 
-/// A signal that comes so soon after the first is the first: `timeout`, a shell and a service manager signal the
-/// process and then its group.
-const ECHO: Duration = Duration::from_millis(300);
+/// A signal within this time after the first counts as the same signal: `timeout`, a shell and a service manager
+/// signal the process and then its group.
+const REPEAT_WINDOW: Duration = Duration::from_millis(300);
 
 /// What a second signal means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,18 +24,18 @@ pub enum Patience {
 
 /// When the first signal came.
 #[derive(Default)]
-struct Heard(Option<Instant>);
+struct FirstSignal(Option<Instant>);
 
-impl Heard {
-    /// How far a signal at this time moves the stop.
-    fn signal(&mut self, patience: Patience, now: Instant) -> Phase {
+impl FirstSignal {
+    /// The phase to which a signal at the time `now` moves the stop.
+    fn phase_at(&mut self, patience: Patience, now: Instant) -> Phase {
         let first = *self.0.get_or_insert(now);
-        let is_second = now.saturating_duration_since(first) >= ECHO;
+        let is_second = now.saturating_duration_since(first) >= REPEAT_WINDOW;
         if is_second && patience == Patience::SecondAborts { Phase::Aborting } else { Phase::Returning }
     }
 }
 
-/// Listens from now on. Call inside the runtime, before anything that takes time.
+/// Starts to listen. Call it inside the runtime, and before anything slow: until then a signal kills the process.
 ///
 /// # Errors
 /// When the handlers cannot be installed.
@@ -43,18 +43,18 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     if patience == Patience::Drain {
-        // A SIGHUP to all processes of this name is meant for the launcher. The handler stays installed, and
-        // ignores the signal.
+        // A SIGHUP to all processes with the name of this program is meant for the launcher. tokio's handler stays
+        // installed when the stream is dropped, so the worker ignores the signal.
         drop(signal(SignalKind::hangup())?);
     }
     tokio::spawn(async move {
-        let mut heard = Heard::default();
+        let mut first_signal = FirstSignal::default();
         loop {
             let name = tokio::select! {
                 _ = terminate.recv() => "SIGTERM",
                 _ = interrupt.recv() => "SIGINT",
             };
-            stop.advance(heard.signal(patience, Instant::now()), name);
+            stop.advance(first_signal.phase_at(patience, Instant::now()), name);
         }
     });
     Ok(())
@@ -63,12 +63,12 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
 /// The stream of SIGHUPs.
 pub struct Hangups {
     signal: Signal,
-    /// Whether the process was started in a terminal, whose end is a SIGHUP too.
+    /// Whether the process was started in a terminal. Closing a terminal sends a SIGHUP, too.
     in_terminal: bool,
 }
 
 impl Hangups {
-    /// Listens from now on. Call inside the runtime.
+    /// Starts to listen. Call it inside the runtime.
     ///
     /// # Errors
     /// When the handler cannot be installed.
@@ -76,7 +76,8 @@ impl Hangups {
         Ok(Self { signal: signal(SignalKind::hangup())?, in_terminal: io::stdin().is_terminal() })
     }
 
-    /// Waits for the next SIGHUP. False: it reports the end of the terminal.
+    /// Waits for the next SIGHUP. Returns whether it asks for a reload; false if it reports that the terminal was
+    /// closed.
     pub async fn next(&mut self) -> bool {
         if self.signal.recv().await.is_none() {
             return std::future::pending().await;
@@ -90,11 +91,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_signal_that_comes_at_once_again_is_the_first_and_a_later_one_aborts() {
+    fn a_repeated_signal_counts_once_and_a_later_one_aborts() {
         let now = Instant::now();
         let phases = |patience| {
-            let mut heard = Heard::default();
-            [Duration::ZERO, ECHO / 2, ECHO].map(|after| heard.signal(patience, now + after))
+            let mut first_signal = FirstSignal::default();
+            [Duration::ZERO, REPEAT_WINDOW / 2, REPEAT_WINDOW]
+                .map(|after| first_signal.phase_at(patience, now + after))
         };
         assert_eq!(phases(Patience::SecondAborts), [Phase::Returning, Phase::Returning, Phase::Aborting]);
         assert_eq!(phases(Patience::Drain), [Phase::Returning; 3]);

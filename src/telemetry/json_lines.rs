@@ -1,5 +1,5 @@
-//! Log lines for collectors: one JSON object for each event, with one order of keys: the message first, then the fields
-//! as they are named in the source. Lists are JSON lists.
+//! Log lines for collectors: one JSON object for each event. The order of keys is fixed: the message first, then the
+//! fields in the order of the source. Lists are JSON lists.
 
 use std::fmt::{self, Debug, Write as _};
 
@@ -11,7 +11,7 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::time::{FormatTime as _, SystemTime};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The fields that are lists of texts. They are recorded by their `Debug` form.
+/// The fields that are lists of texts. They arrive in their `Debug` form, which is also JSON.
 const LISTS: [&str; 2] = ["ids", "devices"];
 
 /// The format of the lines.
@@ -44,7 +44,7 @@ where
 struct Fields {
     /// As the inside of a JSON object.
     json: String,
-    /// The target of an event that came by the crate `log`, which has it among its fields.
+    /// The target of an event of the crate `log`, which carries it as a field.
     target: Option<String>,
 }
 

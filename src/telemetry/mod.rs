@@ -24,13 +24,13 @@ const DEFAULT_FILTER: &str = "warn,sconce=info";
 /// The filter of a command whose output a person reads.
 pub const QUIET: &str = "warn";
 
-/// Libraries whose events are never shown, whatever the filter says. At WARN lapin prints every returned
+/// Libraries whose events are never without_secrets, whatever the filter says. At WARN lapin prints every returned
 /// message as a list of bytes, and at TRACE every frame, including the one with our password. What it logs as
 /// an error (a closed channel, a lost connection) is handled and logged once by `broker::amqp`. symphonia warns of each
-/// broken packet of a recording, of which a requester may send as many as they like; the task's error says what matters.
+/// broken packet of a recording, and a requester may send any number of these; the task's error has what matters.
 const NOT_SHOWN: [&str; 3] = ["amq_protocol", "lapin", "symphonia"];
 
-/// Libraries of which only warnings and errors are shown, whatever the filter says. Below that they print what
+/// Libraries of which only warnings and errors are without_secrets, whatever the filter says. Below that they print what
 /// they carry: tokenizers each character of a text, ureq addresses and headers (a collector's key, a signed
 /// address of a model), OpenTelemetry the collector's answers, rustls its handshakes. All libraries that log
 /// are listed, so that new releases need no review of each log line.
@@ -67,7 +67,7 @@ pub enum Format {
 pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
     let written = filter.unwrap_or(DEFAULT_FILTER);
     let filter = parsed(written)?;
-    let (filter, handle) = reload::Layer::new(shown(filter));
+    let (filter, handle) = reload::Layer::new(without_secrets(filter));
     let lines =
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let lines = match format {
@@ -76,14 +76,14 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
     };
     // A second call, as in tests, changes nothing.
     if tracing_subscriber::registry().with(lines).try_init().is_ok() {
-        let _ = FILTER.set(Box::new(move |filter| handle.reload(shown(filter)).is_ok()));
-        let _ = FIRST.set(written.to_owned());
+        let _ = FILTER.set(Box::new(move |filter| handle.reload(without_secrets(filter)).is_ok()));
+        let _ = INITIAL_FILTER.set(written.to_owned());
     }
     Ok(())
 }
 
-/// A filter whose levels and targets exist. The library takes any word for a target, so that a mistyped level would
-/// show nothing at all.
+/// Parses a filter, and checks that its levels and targets exist. The library takes any word for a target, so a mistyped
+/// level would otherwise silence everything.
 fn parsed(written: &str) -> Result<EnvFilter, String> {
     const LEVELS: &str = "off, error, warn, info, debug or trace";
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
@@ -93,24 +93,25 @@ fn parsed(written: &str) -> Result<EnvFilter, String> {
             None if is_level(directive) => continue,
             None => (directive, None),
         };
-        // Spans and their fields may hold any signs.
+        // Directives with spans and fields may contain any characters, and are left to the library.
         if directive.contains('[') {
             continue;
         }
         if let Some(level) = level.filter(|level| !is_level(level)) {
-            return Err(format!("{directive:?}: {level:?} is no level; levels are {LEVELS}"));
+            return Err(format!("{directive:?}: {level:?} is not a level; the levels are {LEVELS}"));
         }
         if !is_known(target) {
             return Err(format!(
-                "{directive:?}: {target:?} is neither a level ({LEVELS}) nor a target, such as sconce or \
-                 sconce::worker, that logs here"
+                "{directive:?}: {target:?} is neither a level ({LEVELS}) nor a target that logs in this \
+                 program, such as sconce or sconce::worker"
             ));
         }
     }
     EnvFilter::try_new(written).map_err(|error| format!("{written:?}: {error}"))
 }
 
-/// Whether a part of this program logs under this target: sconce, a library, or a model of one's own.
+/// Whether a part of this program logs under this target: sconce, a library, or the program itself, which may contain
+/// models of its own.
 fn is_known(target: &str) -> bool {
     let program = std::env::current_exe().ok();
     let program = program.as_ref().and_then(|path| path.file_stem()?.to_str()).unwrap_or_default();
@@ -120,23 +121,23 @@ fn is_known(target: &str) -> bool {
 
 /// Writes a line that another process of ours has already formatted.
 pub fn write_line(line: &str) {
-    // One write for line and line feed, since others write to stderr too. Errors are ignored.
+    // The line and its line feed are one write, since other processes write to stderr too. Errors are ignored.
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Replaces the filter. Set once, by [`start`].
+/// A function that replaces the filter. Set once, by [`start`].
 static FILTER: OnceLock<Box<dyn Fn(EnvFilter) -> bool + Send + Sync>> = OnceLock::new();
 
 /// The filter that logging was started with.
-static FIRST: OnceLock<String> = OnceLock::new();
+static INITIAL_FILTER: OnceLock<String> = OnceLock::new();
 
-/// Changes the log filter, spelled as in `SCONCE_LOG`; `default` is the one at the start.
+/// Changes the log filter, spelled as in `SCONCE_LOG`; `default` restores the one that logging was started with.
 ///
 /// # Errors
-/// What is wrong with the filter; the one before stays.
+/// What is wrong with the filter; the previous one stays in force.
 pub fn set_filter(filter: &str) -> Result<(), String> {
     let filter =
-        if filter == "default" { FIRST.get().map_or(DEFAULT_FILTER, String::as_str) } else { filter };
+        if filter == "default" { INITIAL_FILTER.get().map_or(DEFAULT_FILTER, String::as_str) } else { filter };
     let parsed = parsed(filter)?;
     match FILTER.get() {
         Some(replace) if replace(parsed) => Ok(()),
@@ -144,13 +145,13 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
     }
 }
 
-/// The events of `filter`, without those that may contain a message or a password. Reports its lowest level to
+/// Narrows `filter` to the events that cannot contain a message or a password. Reports the filter's lowest level to
 /// `tracing`, so that events below it cost nothing: the tokenizer logs each character at TRACE, and checking
 /// each of these events took longer than tokenizing.
-fn shown(filter: EnvFilter) -> impl Filter<Registry> + Send + Sync + 'static {
+fn without_secrets(filter: EnvFilter) -> impl Filter<Registry> + Send + Sync + 'static {
     let least = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
-    let harmless = filter_fn(|metadata| !may_hold_secrets(metadata.target(), *metadata.level()));
-    filter.and(harmless.with_max_level_hint(least))
+    let is_harmless = filter_fn(|metadata| !may_hold_secrets(metadata.target(), *metadata.level()));
+    filter.and(is_harmless.with_max_level_hint(least))
 }
 
 /// Whether an event of this target and level may contain a message's body or headers, or a password.
@@ -172,10 +173,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mistyped_level_or_target_is_named_and_silences_nothing() {
+    fn a_mistyped_level_or_target_is_refused_by_name() {
         for (written, named) in [
             ("debgu", "\"debgu\" is neither a level"),
-            ("sconce=inof", "\"inof\" is no level"),
+            ("sconce=inof", "\"inof\" is not a level"),
             ("warn,scnoce=info", "\"scnoce\""),
             ("sconcerto=info", "\"sconcerto\""),
         ] {
@@ -196,11 +197,11 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_nobody_asked_for_are_not_even_looked_at() {
+    fn events_below_the_lowest_level_are_not_checked() {
         for (written, least) in
             [(DEFAULT_FILTER, LevelFilter::INFO), ("warn,sconce=trace", LevelFilter::TRACE)]
         {
-            assert_eq!(shown(EnvFilter::new(written)).max_level_hint(), Some(least), "{written}");
+            assert_eq!(without_secrets(EnvFilter::new(written)).max_level_hint(), Some(least), "{written}");
         }
     }
 
@@ -216,14 +217,14 @@ mod tests {
     }
 
     #[test]
-    fn whatever_the_filter_says_no_library_shows_what_may_hold_a_message_or_a_password() {
+    fn no_filter_makes_a_library_log_messages_or_passwords() {
         for filter in ["trace", "off,lapin=trace,amq_protocol_tcp=trace,ureq=trace,sconce=trace,own=trace"] {
             let mut file = tempfile::tempfile().unwrap();
             let lines = tracing_subscriber::fmt::layer()
                 .with_writer(file.try_clone().unwrap())
                 .with_ansi(false)
                 .without_time()
-                .with_filter(shown(EnvFilter::new(filter)));
+                .with_filter(without_secrets(EnvFilter::new(filter)));
             tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {
                 say!("lapin::returned_messages" "amq_protocol_tcp" "ureq::unit" "sconce::worker" "own");
             });
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn every_library_that_can_log_is_listed_by_its_family() {
+    fn every_library_that_can_log_is_listed() {
         let packages = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock")).split("[[package]]");
         let mut listed = 0;
         for package in packages.skip(1) {

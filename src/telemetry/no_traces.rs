@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-/// As in a build with the feature.
+/// No links, since no spans are recorded.
 pub const MAX_LINKS: usize = 0;
 
 pub use super::span::{Came, Place};

@@ -1,4 +1,4 @@
-//! What a worker says of its spans, in plain values: with and without the feature `otlp`.
+//! The plain values of which spans are made. They exist with and without the feature `otlp`.
 
 use std::time::SystemTime;
 

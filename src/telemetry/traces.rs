@@ -4,7 +4,7 @@
 //!
 //! | file | decides |
 //! |---|---|
-//! | `context` | what W3C headers say, and how they are written |
+//! | `context` | how W3C trace headers are read and written |
 //! | `task` | what is noted of a task until its span ends |
 //! | `export` | how finished spans reach the collector, and which are lost |
 
@@ -28,7 +28,7 @@ use opentelemetry_sdk::trace::{
 pub use super::span::{Came, Place};
 pub use task::{TaskLink, TaskSpan};
 
-/// A forward pass that is over, with links to its tasks' spans.
+/// A finished forward pass, with links to its tasks' spans.
 pub type Passed<'a> = super::span::Passed<'a, TaskLink>;
 
 /// The most links of a batch's span; further tasks are only counted.
@@ -39,12 +39,15 @@ pub const MAX_LINKS: usize = 128;
 pub struct Traces(Option<Arc<On>>);
 
 struct On {
-    /// Never dropped, since its drop waits for the collector. Spans and the tracer share it.
+    /// Never dropped, since its `drop` waits for the collector. Spans and the tracer share it.
     provider: ManuallyDrop<SdkTracerProvider>,
     tracer: SdkTracer,
-    /// The names of spans and their constant attributes.
-    task: (String, Vec<KeyValue>),
-    batch: Vec<KeyValue>,
+    /// The name of every task's span.
+    task_name: String,
+    /// The constant attributes of a task's span.
+    task_attributes: Vec<KeyValue>,
+    /// The constant attributes of a batch's span.
+    batch_attributes: Vec<KeyValue>,
 }
 
 impl Traces {
@@ -66,18 +69,19 @@ impl Traces {
     fn of(provider: SdkTracerProvider, place: Place<'_>) -> Self {
         let Place { slot, device, model, queue, system, .. } = place;
         let text = |key: &'static str, value: &str| KeyValue::new(key, Arc::<str>::from(value));
-        let batch =
+        let batch_attributes =
             vec![text("sconce.slot", slot), text("sconce.device", device), text("sconce.model", model)];
-        let mut task = vec![
+        let mut task_attributes = vec![
             KeyValue::new("messaging.system", system),
             text("messaging.destination.name", queue),
             KeyValue::new("messaging.operation.type", "process"),
             KeyValue::new("messaging.operation.name", "process"),
         ];
-        task.extend(batch.iter().cloned());
+        task_attributes.extend(batch_attributes.iter().cloned());
         let tracer = provider.tracer("sconce");
         let provider = ManuallyDrop::new(provider);
-        Self(Some(Arc::new(On { provider, tracer, task: (format!("process {queue}"), task), batch })))
+        let task_name = format!("process {queue}");
+        Self(Some(Arc::new(On { provider, tracer, task_name, task_attributes, batch_attributes })))
     }
 
     /// Whether spans are recorded.
@@ -90,8 +94,8 @@ impl Traces {
         let on = self.0.as_ref()?;
         let came = came();
         let parent = came.traceparent.and_then(|parent| context::parse(parent, came.tracestate));
-        let mut attributes = Vec::with_capacity(on.task.1.len() + 16);
-        attributes.extend(on.task.1.iter().cloned());
+        let mut attributes = Vec::with_capacity(on.task_attributes.len() + 16);
+        attributes.extend(on.task_attributes.iter().cloned());
         attributes.push(KeyValue::new("messaging.message.id", came.id.to_owned()));
         attributes.push(KeyValue::new("messaging.message.body.size", came.size as i64));
         attributes.extend(
@@ -99,7 +103,7 @@ impl Traces {
         );
         let builder = on
             .tracer
-            .span_builder(on.task.0.clone())
+            .span_builder(on.task_name.clone())
             .with_kind(SpanKind::Consumer)
             .with_start_time(came.at)
             .with_attributes(attributes);
@@ -109,11 +113,11 @@ impl Traces {
         Some(TaskSpan::of(span, continued))
     }
 
-    /// Writes the span of a forward pass, in a trace of its own, since its tasks belong to many traces. None is
+    /// Writes the span of a forward pass. It is in a trace of its own, since its tasks belong to many traces. No span is
     /// written if none of the tasks is recorded.
     pub fn batch(&self, passed: Passed<'_>) {
         let Some(on) = self.0.as_ref().filter(|_| !passed.links.is_empty()) else { return };
-        let mut attributes = on.batch.clone();
+        let mut attributes = on.batch_attributes.clone();
         attributes.extend([
             KeyValue::new("sconce.batch.size", passed.inputs as i64),
             KeyValue::new("sconce.batch.tokens", passed.tokens as i64),
@@ -133,17 +137,18 @@ impl Traces {
         span.end();
     }
 
-    /// Sends the ended spans to the collector and waits for that, `most` at most. Blocks. Spans that end later
-    /// are lost.
-    pub fn finish(&self, most: Duration) {
+    /// Sends the ended spans to the collector, and blocks until they are sent, for at most `timeout`. Spans that end
+    /// later are lost.
+    pub fn finish(&self, timeout: Duration) {
         let Some(on) = &self.0 else { return };
-        if let Err(error) = on.provider.shutdown_with_timeout(most) {
+        if let Err(error) = on.provider.shutdown_with_timeout(timeout) {
             tracing::debug!(%error, "the last spans did not reach the collector");
         }
     }
 }
 
-/// A batch with a recorded task is recorded; for all other spans the parent or the sampler decides.
+/// Records every span with links, which is a batch with a recorded task. For all other spans the parent or the sampler
+/// decides.
 #[derive(Clone, Debug)]
 struct Sampling(Sampler);
 
@@ -168,7 +173,7 @@ impl ShouldSample for Sampling {
 /// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
 fn resource(worker: &str) -> Resource {
     let found = Resource::builder().build();
-    // The SDK's default if nobody has named the service.
+    // The SDK's default, `unknown_service`, if the environment names no service.
     let is_made_up =
         |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
     let found = found.iter().filter(|(key, value)| !is_made_up(key, value));
@@ -252,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn where_tracing_is_off_nobody_is_asked_what_came() {
+    fn with_tracing_off_the_task_is_not_described() {
         let off = Traces::default();
         assert!(off.task(|| unreachable!()).is_none() && !off.is_on());
         off.batch(pass(Vec::new()));
@@ -260,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_continues_its_trace_and_the_last_word_about_it_counts() {
+    fn a_task_continues_its_trace_and_keeps_the_last_value_of_an_attribute() {
         let (traces, kept) = traces(0.0);
         let span = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
         let own = span.traceparent();
@@ -288,9 +293,9 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_is_recorded_when_one_of_its_tasks_is() {
+    fn a_batch_is_recorded_if_one_of_its_tasks_is() {
         let (traces, kept) = traces(0.0);
-        assert!(begin(&traces, None).link().is_none(), "nobody decided, and the sample is nothing");
+        assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
         traces.batch(pass(Vec::new()));
         assert_eq!(kept.0.lock().unwrap().len(), 0);
         let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));

@@ -1,6 +1,6 @@
-//! The threads that preprocess tasks and write replies. Decides which work runs on these threads, so that
-//! messages are handled meanwhile, and which work the caller does itself because its model says that it is over
-//! before another thread would have woken. A panic is returned to the caller as an error. Owns the threads.
+//! The threads that preprocess tasks and write replies. Decides which work runs on these threads, so that the caller
+//! can handle messages meanwhile, and which work the caller does itself, because its model says that it takes less time
+//! than waking another thread. A panic is returned to the caller as an error. Owns the threads.
 
 use std::io;
 use std::sync::Arc;
@@ -17,26 +17,27 @@ const WAITING: usize = 64;
 /// If brief work takes longer than this on average, the caller does not do it.
 const BRIEF: Duration = Duration::from_millis(1);
 /// The number of pieces of brief work that the average covers.
-const REMEMBERED: u64 = 16;
+const AVERAGED: u64 = 16;
 
 /// Threads that run pieces of work in the order of arrival. Work that rayon divides is shared by all of them.
 /// Clones share the threads.
 #[derive(Clone)]
 pub(super) struct CpuPool {
     threads: Threads,
-    /// A permit for each piece of work that runs or waits for a thread. Without one, a task waits to submit.
+    /// A permit for each piece of work that runs or waits for a thread. Without one, the caller waits before it hands
+    /// work over.
     places: Arc<Semaphore>,
     /// The average time of brief work, in microseconds. Written by whoever did some.
     brief_us: Arc<AtomicU64>,
 }
 
-/// The threads of a worker beside its model's, as many of each kind.
+/// The worker's threads for CPU work.
 #[derive(Clone)]
 pub(super) struct Pools {
     /// Prepare tasks.
     pub(super) preprocess: CpuPool,
-    /// One thread that prepares what takes long, such as a grammar, while `preprocess` goes on with other tasks. Who is
-    /// next on it, `turns` decides.
+    /// One thread for preparation that takes long, such as that of a grammar, while `preprocess` goes on with other
+    /// tasks. `turns` decides whose task is next on it.
     pub(super) long: CpuPool,
     /// Write replies.
     pub(super) reply: CpuPool,
@@ -65,7 +66,7 @@ impl Pools {
 #[derive(Clone)]
 enum Threads {
     Own(Arc<ThreadPool>),
-    /// The caller's, one piece of work after another. Written by callers, read by a task of its runtime.
+    /// The caller's own thread, for one piece of work after another. Written by callers, read by a task of its runtime.
     #[cfg(test)]
     Callers(tokio::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>),
 }
@@ -89,7 +90,7 @@ impl Threads {
 }
 
 impl CpuPool {
-    /// Starts the threads, one at least; they end when the last clone is dropped.
+    /// Starts the threads, at least one. They end when the last clone is dropped.
     ///
     /// # Errors
     /// The system cannot start a thread.
@@ -100,7 +101,7 @@ impl CpuPool {
         Ok(Self::of(Threads::Own(Arc::new(pool)), threads))
     }
 
-    /// Works on the caller's thread, whose time may be paused, as if it had one thread.
+    /// A pool that works on the caller's thread, whose time may be paused, as if it had one thread of its own.
     #[cfg(test)]
     pub(super) fn start_here() -> Self {
         let (queue, mut work) = tokio::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>(WAITING + 1);
@@ -118,8 +119,9 @@ impl CpuPool {
         Self { threads, places, brief_us: Arc::default() }
     }
 
-    /// Runs `work`. The caller does it if it is said to be `brief`, such work has been brief, and there is only one
-    /// thread: with several threads the worker feeds a GPU, and the caller is busy with messages.
+    /// Runs `work`. The caller does it itself if the work is said to be `brief`, if such work has been brief on
+    /// average, and if there is only one thread. With several threads the worker feeds a GPU, and the caller is busy
+    /// with messages.
     ///
     /// # Errors
     /// The message of the work's panic.
@@ -150,7 +152,7 @@ impl CpuPool {
         if brief {
             let took = began.elapsed().as_micros() as u64;
             let before = self.brief_us.load(Ordering::Relaxed);
-            self.brief_us.store((before * (REMEMBERED - 1) + took) / REMEMBERED, Ordering::Relaxed);
+            self.brief_us.store((before * (AVERAGED - 1) + took) / AVERAGED, Ordering::Relaxed);
         }
         done
     }
@@ -177,7 +179,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn long_work_leaves_the_callers_thread_and_the_rest_too_where_there_are_several() {
+    async fn long_work_runs_on_the_pool_and_brief_work_too_with_several_threads() {
         for (threads, brief_leaves) in [(1, false), (2, true)] {
             let pool = CpuPool::start("test", threads).unwrap();
             let left = |brief| pool.run(brief, || thread::current().name() == Some("test"));
@@ -187,16 +189,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_that_is_said_to_be_brief_and_takes_long_leaves_the_callers_thread_until_it_is_brief_again()
-    {
+    async fn brief_work_that_takes_long_moves_to_the_pool_until_it_is_brief_again() {
         let pool = CpuPool::start("test", 1).unwrap();
         let slow = || {
             thread::sleep(BRIEF * 20);
             thread::current().name() == Some("test")
         };
-        assert_eq!(pool.run(true, slow).await, Ok(false), "nobody knew");
+        assert_eq!(pool.run(true, slow).await, Ok(false), "its duration was unknown");
         assert_eq!(pool.run(true, slow).await, Ok(true));
-        for _ in 0..10 * REMEMBERED {
+        for _ in 0..10 * AVERAGED {
             pool.run(true, || ()).await.unwrap();
         }
         assert_eq!(pool.run(true, || thread::current().name() == Some("test")).await, Ok(false));

@@ -1,6 +1,6 @@
-//! Takes deliveries one by one, in order, and starts a task run for each; handles the sentinel, the stop, and
-//! the loss of a session. Owns the set of tasks in flight, so it is the one that hands tasks back, in delivery
-//! order. Ends when everything accepted has been settled.
+//! Takes deliveries one by one, in order, and starts a task run for each. Handles the sentinel, the stop, and the loss
+//! of a session. Owns the set of tasks in flight, and therefore hands tasks back, in delivery order. Ends when
+//! everything accepted has been settled.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
@@ -23,17 +23,17 @@ use crate::protocol::task::{STOP, published, sentinel_is_expired};
 use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
-/// How long replies may still take once the device has failed.
-const SETTLING: Duration = Duration::from_secs(1);
+/// How long computed tasks may still take to settle once the device has failed.
+const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How a worker ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// A signal or the launcher asked for the end; everything is settled or handed back.
     Drained,
-    /// A sentinel asked for the end; everything before the sentinel is answered, and it is acked.
+    /// A sentinel asked for the end; everything before the sentinel is answered, and the sentinel is acked.
     OnRequest,
-    /// The worker did not wait for unsettled tasks; the broker has them again once the session closes.
+    /// The worker did not wait for unsettled tasks; they go back to the broker when the session closes.
     Aborted,
 }
 
@@ -52,20 +52,20 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// The task goes back to the broker. False: it is committed already.
+    /// Withdraws the task, so that it goes back to the broker. Returns false if it is committed already.
     fn withdraw(&self) -> bool {
         self.state.as_ref().is_some_and(|state| state.withdraw())
     }
 }
 
-/// The consumers; none: there is no background queue, or the consumer has ended.
+/// The consumers. None: there is no background queue, or the consumer has ended.
 type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
 
 /// Takes deliveries from the consumers until they end.
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     consumers: Consumers<'a>,
-    /// How many unsettled messages the broker sends at most of all of them, as the settlement knows it.
+    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement.
     granted: u16,
     stop: Stop,
     settings: LiveSettings,
@@ -78,7 +78,8 @@ pub(super) struct Intake<'a> {
     phase: Phase,
 }
 
-/// The next event, and the source of its consumer. Without consumers it never returns. Safe to cancel: a consumer's is.
+/// The next event, and the source of its consumer. Never returns if there is no consumer. Safe to cancel, because
+/// [`Consumer::next`] is.
 async fn next_of(consumers: &mut Consumers<'_>) -> (Source, Result<Event, BrokerError>) {
     let PerSource { main, background } = consumers;
     let next = async |consumer: &mut Option<&mut Box<dyn Consumer>>| match consumer {
@@ -96,7 +97,8 @@ impl<'a> Intake<'a> {
     pub(super) fn new(
         shared: Arc<Shared>,
         consumers: Consumers<'a>,
-        (stop, settings): (Stop, LiveSettings),
+        stop: Stop,
+        settings: LiveSettings,
         cancellations: broadcast::Receiver<Cancellation>,
     ) -> Self {
         Self {
@@ -139,8 +141,8 @@ impl<'a> Intake<'a> {
                     Event::Delivery(delivery) => self.take(*delivery).await,
                     Event::Lost { source, session } => self.forget(source, session)?,
                     Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
-                        let words = "the broker's deliveries ended without being asked to";
-                        return Err(WorkerError::Internal(words.into()));
+                        let message = "the broker's deliveries ended, though no stop was requested";
+                        return Err(WorkerError::Internal(message.into()));
                     }
                     Event::End => self.consumers[source] = None,
                 },
@@ -173,6 +175,7 @@ impl<'a> Intake<'a> {
         }
     }
 
+    /// Handles a delivery: begins a task run, or obeys a sentinel, or hands the message back if the worker is stopping.
     async fn take(&mut self, delivery: Delivery) {
         if self.phase > Phase::Running {
             return self.requeue(delivery.delivery_tag).await;
@@ -181,17 +184,18 @@ impl<'a> Intake<'a> {
         let made_id = || uuid::Uuid::new_v4().to_string();
         let delivery_tag = delivery.delivery_tag;
         let counted = delivery.delivery_count.is_some();
-        let count = delivery.delivery_count.unwrap_or_default().max(delivery.redelivered.into()) as i64;
-        let redeliveries = (count, counted);
-        if count > 0 {
+        let redeliveries =
+            delivery.delivery_count.unwrap_or_default().max(delivery.redelivered.into()) as i64;
+        if redeliveries > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
-        if let Some(prefetch) = self.shared.prefetch[delivery_tag.source].came(delivery.message.body.len())
+        if let Some(prefetch) =
+            self.shared.prefetch[delivery_tag.source].received(delivery.message.body.len())
             && let Some(consumer) = &mut self.consumers[delivery_tag.source]
         {
             consumer.set_prefetch(prefetch).await;
         }
-        // A consumer gets a changed prefetch later, or never: it is read again with each message.
+        // A changed prefetch is granted to a consumer later, or never; so the granted sum is read with each message.
         let granted = self.consumers.iter().flatten().fold(0_u16, |sum, it| sum.saturating_add(it.granted()));
         if granted != self.granted {
             self.granted = granted;
@@ -199,9 +203,9 @@ impl<'a> Intake<'a> {
             self.shared.turns.set_granted(granted);
         }
         match classify(delivery.message, now, self.shared.sentinels, made_id) {
-            Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries)),
+            Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries, counted)),
             Incoming::UnknownControl(task, kind) => {
-                self.refuse(Accepted::new(task, delivery_tag, redeliveries), kind)
+                self.refuse(Accepted::new(task, delivery_tag, redeliveries, counted), kind)
             }
             Incoming::Sentinel(message) => self.obey(&message, delivery_tag, now).await,
         }
@@ -220,7 +224,7 @@ impl<'a> Intake<'a> {
             state.cancel();
         }
         let (state, task) = (Arc::new(state), accepted.task.clone());
-        // Counted from here: the first of several tasks that arrive together waits for the others.
+        // Counted from here, so that the first of several tasks that arrive together waits for the others.
         let expected = Expected::new(&self.shared.engine);
         let (shared, own) = (self.shared.clone(), state.clone());
         let abort = self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected).await) });
@@ -235,6 +239,7 @@ impl<'a> Intake<'a> {
         self.in_flight.insert(delivery_tag, InFlight { task, state: None, abort });
     }
 
+    /// Begins to drain, unless the sentinel is withdrawn or expired.
     async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         let Properties { message_id, headers, .. } = &sentinel.properties;
         let stop = headers.get(STOP).and_then(Value::as_str);
@@ -249,15 +254,16 @@ impl<'a> Intake<'a> {
             return;
         }
         let unsettled = self.in_flight.len();
-        tracing::info!(cause, unsettled, "sentinel received; finishing what came before it");
-        self.take_no_more().await;
+        tracing::info!(cause, unsettled, "sentinel received; finishing the tasks before it");
+        self.stop_consuming().await;
         self.sentinel = Some(delivery_tag);
         self.phase = Phase::Finishing;
         self.shared.settlement.counters.count(|stats| stats.sentinels += 1);
         self.stop.advance(Phase::Finishing, cause);
     }
 
-    /// The answers to these tasks are not wanted any more. Where a task is named by its id, the launcher hears whether it was held.
+    /// Cancels the tasks in flight that this cancellation means. If it names a task by its id, reports to the launcher
+    /// how many there were.
     fn cancel(&self, cancellation: Cancellation) {
         let mut tasks = 0;
         for InFlight { task, state, .. } in self.in_flight.values() {
@@ -274,24 +280,28 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Stops taking tasks; those accepted are finished.
+    /// Stops consuming. The accepted tasks are finished.
     async fn finish(&mut self, cause: &str) {
-        tracing::info!(cause, unsettled = self.in_flight.len(), "taking no more; finishing what was taken");
+        tracing::info!(
+            cause,
+            unsettled = self.in_flight.len(),
+            "no longer consuming; finishing the accepted tasks"
+        );
         self.phase = Phase::Finishing;
-        self.take_no_more().await;
+        self.stop_consuming().await;
     }
 
-    async fn take_no_more(&mut self) {
+    async fn stop_consuming(&mut self) {
         for consumer in self.consumers.iter_mut().flatten() {
             consumer.cancel().await;
         }
     }
 
-    /// Hands back the tasks that are not committed, then the sentinel if there is one. Both go back in delivery
-    /// order, which some queues keep. Later deliveries come after them.
+    /// Hands back the tasks that are not committed, and then the sentinel if there is one. They go back in delivery
+    /// order, which some queues keep, and before any later delivery.
     async fn hand_back(&mut self) {
         self.phase = Phase::Returning;
-        self.take_no_more().await;
+        self.stop_consuming().await;
         let mut withdrawn: Vec<DeliveryTag> = Vec::new();
         for (delivery_tag, task) in &self.in_flight {
             if task.withdraw() {
@@ -307,8 +317,8 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// The device has failed. Tasks computed before are answered and acked; the others go back to the broker
-    /// with the session.
+    /// Called when the device has failed. Waits up to [`SETTLING_TIMEOUT`] until the computed tasks are answered and
+    /// acked; the others go back to the broker when the session closes.
     async fn finish_settling(&mut self) {
         self.phase = Phase::Returning;
         for task in self.in_flight.values() {
@@ -317,7 +327,7 @@ impl<'a> Intake<'a> {
             }
         }
         let settled = async { while self.runs.join_next().await.is_some() {} };
-        let _ = tokio::time::timeout(SETTLING, settled).await;
+        let _ = tokio::time::timeout(SETTLING_TIMEOUT, settled).await;
     }
 
     async fn requeue(&mut self, delivery_tag: DeliveryTag) {
@@ -325,8 +335,8 @@ impl<'a> Intake<'a> {
         self.shared.settlement.acker.requeue(delivery_tag).await;
     }
 
-    /// The session is over, so the broker has everything it delivered again: drops these tasks, including those
-    /// whose reply waits for a connection.
+    /// Drops the tasks of a session that is over, including those whose reply waits for a connection: everything that
+    /// it delivered is back at the broker.
     fn forget(&mut self, source: Source, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.counters.count(|stats| stats.lost_sessions += 1);
         self.shared.settlement.lost[source].store(session, Ordering::Release);
@@ -338,7 +348,7 @@ impl<'a> Intake<'a> {
             }
         }
         self.in_flight.retain(|delivery_tag, _| !of_session(delivery_tag));
-        // Another worker gets the sentinel too; going on would stop two workers with one sentinel.
+        // The sentinel is delivered to another worker too; going on would stop two workers with one sentinel.
         if self.sentinel.as_ref().is_some_and(of_session) { Err(WorkerError::SentinelLost) } else { Ok(()) }
     }
 

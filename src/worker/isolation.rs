@@ -15,18 +15,18 @@ use super::report::Reporter;
 use crate::engine::Engine;
 use crate::protocol::control::{CrashRecord, Event, TaskName};
 
-/// The most tasks in the channel to the usher, which reads them at once.
+/// The most tasks in the channel to the group runner, which reads them at once.
 const WAITING: usize = 256;
 /// The most tasks in a group when it is not known what a worker died of.
-const GROUP: usize = 32;
-/// From this number of deliveries without an answer a task is suspect even without a crash record: its crash
-/// may have taken the launcher along.
-const SUSPICIOUS: i64 = 2;
-/// How long the usher waits for further candidates: tasks that came back together are grouped together.
-const GATHER: Duration = Duration::from_millis(5);
+const MAX_GROUP: usize = 32;
+/// From this number of earlier deliveries on, a task is suspect even without a crash record: its crash may have ended
+/// the launcher too.
+const SUSPECT_DELIVERIES: i64 = 2;
+/// How long the group runner waits for further candidates, so that tasks that were redelivered together share a group.
+const GATHER_TIME: Duration = Duration::from_millis(5);
 
 /// The crash records, by the task's fingerprint. Written by the reader of the launcher's commands, read when a
-/// task is taken. Clones share them. Bound: the launcher's.
+/// redelivered task is run. Clones share them. The launcher bounds their number.
 #[derive(Clone, Debug, Default)]
 pub struct CrashRecords(Arc<std::sync::RwLock<HashMap<String, CrashRecord>>>);
 
@@ -43,27 +43,27 @@ impl CrashRecords {
 }
 
 /// The most tasks in the group of a task that was delivered `redeliveries` times before; none: it is not
-/// suspect. `counts`: the broker counts deliveries; otherwise it only says that there were some.
-pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&CrashRecord>) -> Option<usize> {
-    // A task that is published anew is tried anew.
+/// suspect. `counted`: the broker counts deliveries; otherwise it only says that there were some.
+pub(super) fn suspicion(redeliveries: i64, counted: bool, deaths: Option<&CrashRecord>) -> Option<usize> {
+    // A message that is delivered for the first time is not suspect: a task that was published again is tried again.
     if redeliveries == 0 {
         return None;
     }
     let known = deaths.map(|deaths| (deaths.among as usize / 2).max(1));
-    let often = (!counts || redeliveries >= SUSPICIOUS).then_some(GROUP);
+    let often = (!counted || redeliveries >= SUSPECT_DELIVERIES).then_some(MAX_GROUP);
     known.into_iter().chain(often).min()
 }
 
-/// Admits either suspect tasks, or all others.
+/// Admits either a group of suspect tasks, or all other tasks.
 pub(super) struct Isolation {
     /// Write-locked while a group runs; read-locked by every other task while it is preprocessed or its reply
     /// is written. First come, first served, so that neither side starves.
     door: RwLock<()>,
-    /// Written by each suspect task, read by the usher.
+    /// Written by each suspect task, read by the group runner.
     candidates: mpsc::Sender<Candidate>,
     /// While a group runs, the engine computes nothing else.
     engine: Arc<dyn Engine>,
-    /// The device has failed. Set when that is known, read by the usher.
+    /// Whether the device has failed. Set when that is known, read by the group runner.
     closed: AtomicBool,
     reporter: Reporter,
 }
@@ -78,12 +78,12 @@ struct Candidate {
 /// One task's membership in its group. The group ends when all its members are dropped.
 pub(super) struct Stay {
     task: TaskName,
-    /// Receives the tasks that were finished. Read by the usher. Bound: the size of the group.
+    /// Receives the tasks that were finished. Read by the group runner. Bound: the size of the group.
     through: mpsc::Sender<TaskName>,
 }
 
 impl Stay {
-    /// The task was finished, and this process lives.
+    /// Records that the task was finished, and that this process survived it.
     pub(super) fn end(self) {
         let Self { task, through } = self;
         let _ = through.try_send(task);
@@ -91,29 +91,29 @@ impl Stay {
 }
 
 impl Isolation {
-    /// Starts the usher task, which ends with the last clone of the returned value.
+    /// Starts the group runner, a tokio task that ends when the last clone of the returned value is dropped.
     pub(super) fn start(engine: Arc<dyn Engine>, reporter: Reporter) -> Arc<Self> {
         let (candidates, queued) = mpsc::channel(WAITING);
         let (door, closed) = (RwLock::new(()), AtomicBool::new(false));
         let isolation = Arc::new(Self { door, candidates, engine, closed, reporter });
-        tokio::spawn(usher(Arc::downgrade(&isolation), queued));
+        tokio::spawn(run_groups(Arc::downgrade(&isolation), queued));
         isolation
     }
 
-    /// No group runs until the returned guard is dropped.
+    /// Waits until no group runs. None starts until the returned guard is dropped.
     pub(super) async fn keep_out(&self) -> RwLockReadGuard<'_, ()> {
         self.door.read().await
     }
 
-    /// Waits until the task may run in a group of at most `most`, which it leaves when the returned value is
-    /// dropped. Work already on the device stays there; the launcher knows of it.
+    /// Waits until the task may run in a group of at most `most` tasks, which it leaves when the returned value is
+    /// dropped. Work that is already on the device stays there; the launcher knows of it.
     pub(super) async fn enter(&self, task: TaskName, most: usize) -> Option<Stay> {
         let (admit, admitted) = oneshot::channel();
         self.candidates.send(Candidate { task, most, admit }).await.ok()?;
         admitted.await.ok()
     }
 
-    /// The device has failed: no task of the current group counts as having survived.
+    /// Records that the device has failed, so that no task of the current group counts as survived.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -147,8 +147,8 @@ impl Isolation {
     }
 }
 
-/// Runs the groups, one after the other.
-async fn usher(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
+/// The group runner: runs one group after the other.
+async fn run_groups(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
     let mut waiting = VecDeque::new();
     loop {
         if waiting.is_empty() {
@@ -157,7 +157,7 @@ async fn usher(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>
                 None => return,
             }
         }
-        tokio::time::sleep(GATHER).await;
+        tokio::time::sleep(GATHER_TIME).await;
         while let Ok(more) = queued.try_recv() {
             waiting.push_back(more);
         }
@@ -170,7 +170,7 @@ async fn usher(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>
     }
 }
 
-/// The first candidate, with further ones as far as each accepts the size of the group.
+/// Takes the first candidate, and further ones while no member's size limit is exceeded.
 fn next_group<T>(waiting: &mut VecDeque<T>, most: impl Fn(&T) -> usize) -> Vec<T> {
     let mut group = Vec::new();
     let mut limit = usize::MAX;
@@ -198,19 +198,19 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_comes_back_is_an_ordinary_one_unless_a_worker_died_of_it_or_it_comes_again_and_again() {
-        assert_eq!(suspicion(0, true, Some(&deaths(8))), None, "published anew");
+    fn only_a_crash_record_or_repeated_redelivery_makes_a_task_suspect() {
+        assert_eq!(suspicion(0, true, Some(&deaths(8))), None, "published again");
         assert_eq!(suspicion(1, true, None), None);
-        assert_eq!(suspicion(2, true, None), Some(GROUP));
-        assert_eq!(suspicion(1, false, None), Some(GROUP), "a classic queue does not count");
+        assert_eq!(suspicion(2, true, None), Some(MAX_GROUP));
+        assert_eq!(suspicion(1, false, None), Some(MAX_GROUP), "a classic queue does not count");
         for (among, most) in [(64, 32), (9, 4), (3, 1), (1, 1)] {
             assert_eq!(suspicion(1, true, Some(&deaths(among))), Some(most));
         }
-        assert_eq!(suspicion(5, true, Some(&deaths(100))), Some(GROUP));
+        assert_eq!(suspicion(5, true, Some(&deaths(100))), Some(MAX_GROUP));
     }
 
     #[test]
-    fn a_group_is_no_larger_than_any_of_its_tasks_allows_and_the_first_is_in_it() {
+    fn a_group_starts_with_the_first_task_and_respects_every_size_limit() {
         let mut waiting = VecDeque::from([4, 32, 1, 4, 4, 4]);
         assert_eq!(next_group(&mut waiting, |most| *most), [4, 32, 4, 4]);
         assert_eq!(next_group(&mut waiting, |most| *most), [1]);
@@ -220,7 +220,7 @@ mod tests {
 
     /// Simulates workers that die of one task: returns the number of deaths until it was alone.
     #[test]
-    fn the_one_to_blame_is_found_among_n_in_about_log_n_deaths() {
+    fn the_culprit_among_n_tasks_is_found_in_about_log_n_deaths() {
         for (tasks, culprit, most_deaths) in [(64, 0, 7), (64, 63, 7), (500, 123, 10), (1, 0, 1)] {
             let mut among: Vec<u32> = vec![tasks; tasks as usize];
             let mut waiting: Vec<usize> = (0..tasks as usize).collect();
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_group_keeps_others_out_until_all_of_it_are_through() {
+    async fn a_group_excludes_other_tasks_until_all_its_members_have_left() {
         let engine = Arc::new(Watched::default());
         let reporter = Reporter::start(std::io::sink()).unwrap();
         let isolation = Isolation::start(engine.clone(), reporter);

@@ -1,5 +1,5 @@
 //! The settings of a running worker that can be changed from outside: whether it consumes, and the bounds of
-//! its batches. Owns the latest overrides; the fields say who applies them.
+//! its batches. Owns the latest overrides. The docs of the fields name who applies them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ struct Overrides {
     /// Written by the reader of the launcher's commands; read by the intake, which ends its session, and by the
     /// worker, which starts none.
     paused: watch::Sender<bool>,
-    /// Written by the same reader, read by the worker, which tells its engine. Each value includes the earlier
+    /// Written by the same reader, read by the worker, which passes it to its engine. Each value includes the earlier
     /// changes.
     batch: watch::Sender<BatchChange>,
 }
@@ -41,7 +41,7 @@ impl LiveSettings {
 
     /// Waits until the worker is to pause.
     pub(super) async fn paused(&self) {
-        // The sender lives in self, so waiting cannot fail.
+        // `self` owns the sender, so waiting cannot fail.
         let _ = self.0.paused.subscribe().wait_for(|paused| *paused).await;
     }
 
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_override_keeps_what_the_one_before_set_and_it_does_not_mention() {
+    async fn a_new_override_keeps_earlier_ones_that_it_does_not_set() {
         let settings = LiveSettings::default();
         settings.set_batch(BatchChange { max_tokens: Some(9), ..BatchChange::default() });
         settings.set_batch(BatchChange { max_requests: Some(3), ..BatchChange::default() });
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_paused_worker_that_is_told_to_stop_does_not_wait_to_be_resumed() {
+    async fn a_paused_worker_stops_without_being_resumed() {
         let (settings, stop) = (LiveSettings::default(), Stop::default());
         assert!(settings.may_consume(&stop).await);
         settings.pause(true);

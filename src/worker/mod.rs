@@ -1,18 +1,18 @@
-//! One worker: session → intake → preprocess → engine → settle, and its drain. It knows models by their engine,
-//! brokers by their traits, and its launcher by control lines only.
+//! One worker: session → intake → preprocess → engine → settle, and its drain. It uses models through their engine,
+//! brokers through their traits, and its launcher through control lines only.
 //!
 //! | file | decides |
 //! |---|---|
-//! | `session` | what outlives a broker session: a pause ends one |
+//! | `session` | what outlives a broker session, and when a session ends |
 //! | `intake` | what a delivery is; what is handed back; when the worker has ended |
 //! | `prefetch` | how many messages to hold ahead |
 //! | `task_run` | the steps of one task |
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
-//! | `turns` | whose task is next on the thread for what takes long |
+//! | `turns` | whose task is next on the thread for long preparation |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
-//! | `withdrawn` | which jobs' tasks are not wanted any more |
+//! | `withdrawn` | which jobs' tasks are no longer wanted |
 //! | `live_settings` | which settings can be changed while it runs |
 //! | `report/` | control lines, counters, spans |
 
@@ -61,9 +61,9 @@ pub use withdrawn::Withdrawn;
 /// Sequences held beyond those that run, so that one joins as soon as another leaves.
 const SPARE_SEQUENCES: usize = 4;
 /// The largest prefetch that quorum queues accept.
-const MOST_AHEAD: usize = 2_000;
+const MAX_PREFETCH: usize = 2_000;
 
-/// Why this process cannot go on. The broker gets its unsettled tasks back.
+/// Why this process cannot go on. Its unsettled tasks go back to the broker.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The model could not be loaded.
@@ -75,7 +75,8 @@ pub enum WorkerError {
     /// The device failed; only a new process can use it.
     #[error("{0}")]
     Device(String),
-    /// The connection was lost while the worker obeyed a sentinel; another worker will get that sentinel.
+    /// The connection was lost after a sentinel was received and before it was acked. Another worker will receive that
+    /// sentinel.
     #[error("the broker was lost before the sentinel could be acked")]
     SentinelLost,
     /// A bug, or a system that cannot start threads.
@@ -119,15 +120,15 @@ pub struct Control {
     pub crashes: CrashRecords,
     /// The settings that the launcher changes.
     pub settings: LiveSettings,
-    /// Tasks that are not wanted any more. Written by the reader of the launcher's commands, read by the intake.
+    /// Cancellations of tasks. Written by the reader of the launcher's commands, read by the intake.
     pub cancellations: broadcast::Sender<Cancellation>,
-    /// Jobs that are not wanted any more.
+    /// Jobs that were withdrawn.
     pub withdrawn: Withdrawn,
     /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
 }
 
-/// The most cancellations that may wait for the intake, which acts on each at once.
+/// The most cancellations that may wait in the channel to the intake, which acts on each at once.
 const CANCELLATIONS: usize = 1_024;
 
 /// A channel for [`Control::cancellations`].
@@ -178,14 +179,14 @@ pub async fn run(
     serve(assignment, loaded, open, stop, Own { control, counters, pools }).await
 }
 
-/// What a worker has beside its model.
+/// The parts of a worker that do not depend on its model.
 struct Own<'a> {
     control: &'a Control,
     counters: Arc<Counters>,
     pools: Pools,
 }
 
-/// Consumes with a loaded model: one broker session, and another after each pause.
+/// Consumes with a loaded model, in one broker session, and in another after each pause.
 async fn serve(
     assignment: &Assignment,
     loaded: Loaded,
@@ -201,9 +202,9 @@ async fn serve(
     let policy = worker.policy;
     let helpers = [
         tokio::spawn(dispatch(notices, worker.isolation.clone(), fault_in)),
-        tokio::spawn(follow(control.settings.batch(), worker.engine.clone(), policy)),
-        tokio::spawn(report::every(counters.clone(), reporter.clone())),
-        tokio::spawn(report::draining(stop.clone(), reporter.clone())),
+        tokio::spawn(apply_batch_changes(control.settings.batch(), worker.engine.clone(), policy)),
+        tokio::spawn(report::send_stats(counters.clone(), reporter.clone())),
+        tokio::spawn(report::announce_drain(stop.clone(), reporter.clone())),
     ];
     let ended = loop {
         if control.settings.is_paused() {
@@ -212,7 +213,7 @@ async fn serve(
         if !control.settings.may_consume(&stop).await {
             break Ok(Ended::Drained);
         }
-        // If the broker has accepted a worker before, a refusal may be an outage: wait for it to end.
+        // If the broker has accepted this or an earlier worker, a refusal may be an outage, which is waited out.
         let known = worker.assignment.broker_reached || counters.has_reached_the_broker();
         let assignment = Assignment { broker_reached: known, ..worker.assignment.clone() };
         let session = match open(&assignment).await {
@@ -258,7 +259,7 @@ pub fn policy(assignment: &Assignment) -> Policy {
     let pool = &assignment.pool;
     Policy {
         max_tokens: assignment.max_tokens(),
-        // If fewer messages are in hand, a batch of tasks with one input each can never be full.
+        // With a smaller prefetch, a batch of tasks with one input each could never be full.
         max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
         max_delay: pool.batch.max_delay,
         encode_interval: pool.batch.encode_interval,
@@ -275,7 +276,7 @@ fn assemble(
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
-        let ahead = (sequences + SPARE_SEQUENCES).min(MOST_AHEAD);
+        let ahead = (sequences + SPARE_SEQUENCES).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(ahead as u16);
     }
     session::Worker {
@@ -294,7 +295,7 @@ fn assemble(
     }
 }
 
-/// Forwards notices: `Done` to the tasks, a fault to the intake.
+/// Handles the notices of the model thread: wakes the jobs of `Done`, and sends a fault to the intake.
 async fn dispatch(
     mut notices: mpsc::Receiver<Notice>,
     isolation: Arc<isolation::Isolation>,
@@ -312,7 +313,11 @@ async fn dispatch(
 }
 
 /// Applies changed bounds of batches to the engine.
-async fn follow(mut changes: watch::Receiver<BatchChange>, engine: Arc<dyn Engine>, policy: Policy) {
+async fn apply_batch_changes(
+    mut changes: watch::Receiver<BatchChange>,
+    engine: Arc<dyn Engine>,
+    policy: Policy,
+) {
     // The bounds may have been changed while the model was being loaded.
     if *changes.borrow() != BatchChange::default() {
         changes.mark_changed();

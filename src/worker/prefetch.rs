@@ -1,27 +1,28 @@
-//! Decides how many messages a worker holds ahead, unless the user has set that: enough for the batches that
-//! may be submitted, by the average message. Few enough to leave messages for other workers, and to keep the
-//! bodies within a number of bytes. Pure, but for the lock around it; time is passed in.
+//! Decides the prefetch, the number of messages that a worker holds ahead, unless the user has set it. It is large
+//! enough for the batches that may be submitted, given the average message. It is small enough to leave messages for
+//! other workers, and to bound the bytes of the bodies. Pure, except for the lock around it; the time is passed in.
 //!
-//! Nothing simpler bounds both: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and a
-//! fixed prefetch that the largest bodies allow (8) makes small messages slow: measured with two workers on two
-//! cores, `echo` at 4,309 tasks/s in the place of 8,356, MiniLM at 192 texts/s in the place of 209.
+//! Nothing simpler bounds both: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and a fixed
+//! prefetch that the largest bodies allow (8) makes small messages slow. With 8, two workers on two cores reached 4,309
+//! tasks/s instead of 8,356 with `echo`, and 192 texts/s instead of 209 with MiniLM.
 
 use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The largest prefetch that quorum queues accept.
-const MOST: f64 = 2_000.0;
-/// The number of messages that the averages of tokens and inputs cover.
-const REMEMBERED: f64 = 256.0;
-/// The same for the average of bytes: bodies that are too large must be noticed soon.
-const REMEMBERED_BYTES: f64 = 32.0;
-/// Messages that must arrive between two changes.
-const MEASURED: u32 = 32;
-/// The largest factor of one change until the first sizes are known.
+const MAX_PREFETCH: f64 = 2_000.0;
+/// The number of latest messages over which tokens and inputs are averaged.
+const WINDOW: f64 = 256.0;
+/// The number of latest messages over which bytes are averaged. It is smaller, because bodies that are too large must
+/// be noticed soon.
+const BYTES_WINDOW: f64 = 32.0;
+/// The number of messages that must arrive between two changes.
+const MIN_SAMPLES: u32 = 32;
+/// The largest factor by which one change may increase the prefetch at the start.
 const GROWTH: f64 = 4.0;
-/// The least time between two changes: each makes a new consumer.
-const PAUSE: Duration = Duration::from_secs(1);
+/// The shortest time between two changes: each creates a new consumer.
+const CHANGE_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
@@ -29,7 +30,7 @@ pub(super) struct Limits {
     pub(super) batches: usize,
     pub(super) tokens: usize,
     pub(super) requests: usize,
-    /// The most bytes of bodies in hand, if these have the average size.
+    /// The most bytes of the bodies that are held, if they have the average size.
     pub(super) bytes: u64,
 }
 
@@ -39,17 +40,17 @@ pub(super) struct Prefetch {
     current: u16,
     /// The prefetch that suits short texts; used until the messages' tokens are known.
     usual: u16,
-    /// Messages received in all.
-    seen: u32,
+    /// The number of messages received in all.
+    total: u32,
     changed: Instant,
-    /// Messages received since then.
-    came: u32,
+    /// The number of messages received since the last change.
+    received: u32,
     tokens: Average,
     inputs: Average,
     bytes: Average,
 }
 
-/// A mean over about the last messages.
+/// A moving average.
 #[derive(Default)]
 struct Average {
     value: f64,
@@ -57,41 +58,41 @@ struct Average {
 }
 
 impl Average {
-    fn add(&mut self, value: f64, remembered: f64) {
-        self.count = (self.count + 1.0).min(remembered);
+    fn add(&mut self, value: f64, window: f64) {
+        self.count = (self.count + 1.0).min(window);
         self.value += (value - self.value) / self.count;
     }
 }
 
 impl Prefetch {
-    /// Starts with `first` messages, few if their sizes are not known yet, and grows to `usual`.
+    /// Starts with `first` messages, which is few if their sizes are not known yet, and grows to `usual`.
     pub(super) fn new(limits: Limits, first: u16, usual: u16, now: Instant) -> Self {
         let empty = Average::default;
         let (tokens, inputs, bytes) = (empty(), empty(), empty());
-        Self { limits, current: first, usual, seen: 0, changed: now, came: 0, tokens, inputs, bytes }
+        Self { limits, current: first, usual, total: 0, changed: now, received: 0, tokens, inputs, bytes }
     }
 
     pub(super) fn limit(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    pub(super) fn came(&mut self, bytes: usize) {
-        self.bytes.add(bytes as f64, REMEMBERED_BYTES);
-        self.came += 1;
-        self.seen = self.seen.saturating_add(1);
+    pub(super) fn received(&mut self, bytes: usize) {
+        self.bytes.add(bytes as f64, BYTES_WINDOW);
+        self.received += 1;
+        self.total = self.total.saturating_add(1);
     }
 
     pub(super) fn prepared(&mut self, inputs: usize, tokens: usize) {
-        self.inputs.add(inputs as f64, REMEMBERED);
-        self.tokens.add(tokens as f64, REMEMBERED);
+        self.inputs.add(inputs as f64, WINDOW);
+        self.tokens.add(tokens as f64, WINDOW);
     }
 
     /// The new prefetch, if it differs enough from the current one.
     pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
-        // At the start, the prefetch may change as soon as all messages in hand have arrived.
-        let starts = self.seen < self.usual.into() && self.current < self.usual;
-        let measured = if starts { self.current.into() } else { MEASURED };
-        if self.came < measured || !starts && now < self.changed + PAUSE {
+        // At the start, the prefetch may change once as many messages have arrived as it allows.
+        let starts = self.total < self.usual.into() && self.current < self.usual;
+        let measured = if starts { self.current.into() } else { MIN_SAMPLES };
+        if self.received < measured || !starts && now < self.changed + CHANGE_INTERVAL {
             return None;
         }
         let (wanted, before) = (self.wanted(), f64::from(self.current));
@@ -99,7 +100,7 @@ impl Prefetch {
         if wanted < 1.5 * before && before < 1.5 * wanted {
             return None;
         }
-        (self.current, self.changed, self.came) = (wanted as u16, now, 0);
+        (self.current, self.changed, self.received) = (wanted as u16, now, 0);
         NonZeroU16::new(self.current)
     }
 
@@ -107,16 +108,16 @@ impl Prefetch {
         let batch = (self.limits.tokens as f64 / self.tokens.value.max(1.0))
             .min(self.limits.requests as f64 / self.inputs.value.max(1.0))
             .max(1.0);
-        // Until enough messages were preprocessed, only the sizes of their bodies are known.
-        let known = self.tokens.count >= f64::from(MEASURED);
+        // Until enough messages were preprocessed, only the sizes of bodies are known.
+        let known = self.tokens.count >= f64::from(MIN_SAMPLES);
         let in_batches = if known { self.limits.batches as f64 * batch } else { f64::from(self.usual) };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
-        in_batches.min(in_bytes).clamp(2.0, MOST).ceil()
+        in_batches.min(in_bytes).clamp(2.0, MAX_PREFETCH).ceil()
     }
 }
 
-/// The prefetch, which the intake and the tasks inform of messages; none if the user has set one. Locked for
-/// arithmetic only.
+/// The prefetch, shared by the intake and the task runs, which report the sizes of messages to it; none if the user has
+/// set one. Locked for arithmetic only.
 #[derive(Clone)]
 pub(super) struct Live(Option<Arc<Mutex<Prefetch>>>);
 
@@ -131,10 +132,10 @@ impl Live {
         }
     }
 
-    /// Records a message of `bytes` bytes. Returns the new prefetch, if it differs enough.
-    pub(super) fn came(&self, bytes: usize) -> Option<NonZeroU16> {
+    /// Records a message of `bytes` bytes. Returns the new prefetch if it differs enough from the current one.
+    pub(super) fn received(&self, bytes: usize) -> Option<NonZeroU16> {
         let mut prefetch = self.lock()?;
-        prefetch.came(bytes);
+        prefetch.received(bytes);
         prefetch.change(Instant::now())
     }
 
@@ -164,12 +165,12 @@ mod tests {
     impl Hand {
         fn new() -> Self {
             let now = Instant::now();
-            Self { prefetch: Prefetch::new(LIMITS, 128, 128, now), now: now + PAUSE }
+            Self { prefetch: Prefetch::new(LIMITS, 128, 128, now), now: now + CHANGE_INTERVAL }
         }
 
         fn take(&mut self, count: usize, (bytes, inputs, tokens): (usize, usize, usize)) {
             for _ in 0..count {
-                self.prefetch.came(bytes);
+                self.prefetch.received(bytes);
                 self.prefetch.prepared(inputs, tokens);
             }
         }
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn two_batches_of_what_messages_carry() {
+    fn the_prefetch_covers_two_batches_of_average_messages() {
         for (carried, wanted) in [
             ((200, 1, 32), Some(64)),
             ((200, 1, 4), Some(512)),
@@ -191,22 +192,22 @@ mod tests {
             let mut hand = Hand::new();
             hand.take(64, carried);
             assert_eq!(hand.change(), wanted, "{carried:?}");
-            assert_eq!(hand.change(), None, "and then it is so");
+            assert_eq!(hand.change(), None, "the prefetch has been changed");
         }
     }
 
     #[test]
-    fn large_bodies_are_bounded_in_bytes_also_when_nothing_comes_of_them() {
+    fn bytes_bound_the_prefetch_even_if_no_message_is_prepared() {
         let mut hand = Hand::new();
         hand.take(64, (100_000, 1, 4));
         assert_eq!(hand.change(), Some(11));
         let mut hand = Hand::new();
-        (0..64).for_each(|_| hand.prefetch.came(100_000));
+        (0..64).for_each(|_| hand.prefetch.received(100_000));
         assert_eq!(hand.change(), Some(11));
     }
 
     #[test]
-    fn a_few_messages_change_nothing_and_neither_does_a_mix_within_half() {
+    fn few_messages_or_small_deviations_change_nothing() {
         let mut hand = Hand::new();
         hand.take(31, (200, 1, 500));
         assert_eq!(hand.change(), None);
@@ -219,32 +220,32 @@ mod tests {
     }
 
     #[test]
-    fn few_are_held_until_their_sizes_are_known_and_then_soon_as_many_as_usual() {
+    fn prefetch_starts_small_and_grows_once_sizes_are_known() {
         let mut hand = Hand::new();
         hand.prefetch = Prefetch::new(LIMITS, 8, 256, hand.now);
         let mut held = vec![8];
         for _ in 0..3 {
             let before = *held.last().unwrap();
             hand.take(usize::from(before) - 1, (200, 1, 16));
-            assert_eq!(hand.change(), None, "not all of them have come");
+            assert_eq!(hand.change(), None, "not all of them have arrived");
             hand.take(1, (200, 1, 16));
             held.extend(hand.change());
         }
         assert_eq!(held, [8, 32, 128], "two batches of these are 128");
         let mut hand = Hand::new();
         hand.prefetch = Prefetch::new(LIMITS, 8, 256, hand.now);
-        (0..8).for_each(|_| hand.prefetch.came(100_000));
+        (0..8).for_each(|_| hand.prefetch.received(100_000));
         assert_eq!(hand.change(), None, "eleven are as many as the bytes allow");
     }
 
     #[test]
-    fn changes_keep_their_distance() {
+    fn changes_are_at_least_a_pause_apart() {
         let mut hand = Hand::new();
         hand.take(256, (200, 1, 32));
         assert_eq!(hand.change(), Some(64));
         hand.take(2_000, (200, 1, 4));
         assert_eq!(hand.change(), None);
-        hand.now += PAUSE;
+        hand.now += CHANGE_INTERVAL;
         assert!(hand.change().is_some_and(|wanted| (500..=512).contains(&wanted)));
     }
 }

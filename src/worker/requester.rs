@@ -1,6 +1,6 @@
-//! Decides when a requester has left: its reply queue has been missing for ten seconds, by several signs. A queue may be
-//! away for a moment, because somebody makes it again or its node restarts; a task that was ended for that would be lost
-//! to a requester who still waits. Owns what was seen of the queue of one task.
+//! Decides when a requester has left: its reply queue has been missing for ten seconds, according to at least three
+//! signs. A queue may be missing for a moment, because it is being declared again or its node restarts. A task that was
+//! ended for that would be lost to a requester who still waits. Owns the observations of one task's reply queue.
 
 use std::time::Duration;
 
@@ -9,16 +9,16 @@ use tokio::time::{Instant, sleep};
 
 use crate::broker::{Publisher, Seen};
 
-/// How often the broker is asked whether a requester's queue still exists, while its sequences wait or run.
+/// How often the broker is asked whether a requester's queue still exists while its sequences wait or run.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// The same once the queue was missing.
+/// The same interval once the queue has been found missing.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(2_500);
-/// How long a queue must be missing.
+/// How long a queue must be missing before its requester counts as gone.
 const MISSING: Duration = Duration::from_secs(10);
 /// The least number of signs in that time.
 const SIGNS: u32 = 3;
 
-/// What was seen of a queue since it was there.
+/// The signs that a queue is missing since it was last seen.
 #[derive(Clone, Copy, Debug, Default)]
 struct Absence {
     signs: u32,
@@ -26,7 +26,7 @@ struct Absence {
 }
 
 impl Absence {
-    /// Takes in a sign that the queue is missing, or is not. True: it is gone.
+    /// Records a sign that the queue is missing, or that it is not. Returns true if the queue counts as gone.
     fn add(&mut self, is_missing: bool, now: Instant) -> bool {
         if !is_missing {
             *self = Self::default();
@@ -38,8 +38,9 @@ impl Absence {
     }
 }
 
-/// Returns once the requester has left whose queue this is. `unroutable`: whether the latest part came back. That alone is
-/// no sign where the broker lets us look, because parts to a queue whose node is down come back too.
+/// Returns once the requester that owns `queue` has left. `unroutable`: whether the latest part was returned. That is a
+/// sign only if the broker does not reveal the queue's state, because parts to a queue whose node is down are returned
+/// too.
 pub(super) async fn leaves(publisher: &dyn Publisher, queue: &str, mut unroutable: watch::Receiver<bool>) {
     let mut absence = Absence::default();
     loop {
@@ -66,14 +67,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_is_gone_that_was_missing_several_times_over_ten_seconds() {
+    fn a_queue_counts_as_gone_after_three_signs_over_ten_seconds() {
         let begun = Instant::now();
         let at = |ms| begun + Duration::from_millis(ms);
         let mut absence = Absence::default();
         assert_eq!([0, 2_500, 9_900].map(|ms| absence.add(true, at(ms))), [false; 3]);
         assert!(absence.add(true, at(10_000)));
         let mut absence = Absence::default();
-        assert_eq!([0, 20_000].map(|ms| absence.add(true, at(ms))), [false; 2], "two are not several");
+        assert_eq!([0, 20_000].map(|ms| absence.add(true, at(ms))), [false; 2], "two signs are too few");
         let mut absence = Absence::default();
         assert_eq!([0, 5_000].map(|ms| absence.add(true, at(ms))), [false; 2]);
         assert!(!absence.add(false, at(7_500)), "it is there again");

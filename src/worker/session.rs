@@ -11,7 +11,7 @@ use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::prefetch::{Limits, Live, Prefetch};
-use super::report::{Counters, connection};
+use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::turns::Turns;
@@ -50,21 +50,21 @@ impl Worker {
         stop: &Stop,
         fault: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<SessionEnd, WorkerError> {
-        let connection = tokio::spawn(connection(session.acker.clone(), self.counters.clone()));
+        let connection = tokio::spawn(watch_connection(session.acker.clone(), self.counters.clone()));
         let shared = Arc::new(self.shared(&session, stop));
         let follower =
-            tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
+            tokio::spawn(apply_limits(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
         let consumers =
             PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
-        let intake = Intake::new(shared, consumers, (stop.clone(), settings), cancellations);
+        let intake = Intake::new(shared, consumers, stop.clone(), settings, cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
             helper.abort();
         }
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
-            // After the close the broker has the unsettled tasks again; it reads the acks sent before.
+            // The broker reads the acks that were sent before the close, and then requeues the unsettled tasks.
             let publisher = tokio::time::timeout(CLOSE_TIMEOUT, session.publisher.close());
             let background = async {
                 if let Some(consumer) = &mut session.background {
@@ -117,14 +117,14 @@ impl Worker {
         }
     }
 
-    /// How long reply queues are waited for.
+    /// How long to wait for reply queues.
     fn waits(&self) -> Waits {
         // At its delivery timeout the broker closes the channel and takes back all deliveries on it.
         let own = self.assignment.broker.delivery_timeout().map_or(Duration::MAX, |limit| limit / 4 * 3);
         Waits { requesters: self.assignment.pool.reply_timeout.min(own), own }
     }
 
-    /// The prefetch follows the messages, unless the user has set it.
+    /// A prefetch that adapts to the size of messages, unless the user has set one.
     fn live_prefetch(&self) -> Live {
         let pool = &self.assignment.pool;
         let limits = self.limits()(*self.control.settings.batch().borrow());
@@ -135,7 +135,7 @@ impl Worker {
 
     /// The bounds of the prefetch, given the overrides for batches.
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
-        // With a GPU, the CPU preprocesses and answers one more batch meanwhile.
+        // While a GPU computes, the CPU preprocesses or answers one more batch.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
         let pool = &self.assignment.pool;
         // Each queue has a prefetch of its own.
@@ -148,8 +148,8 @@ impl Worker {
     }
 }
 
-/// Updates the prefetch when the bounds of batches change: too few messages could never fill a larger batch.
-async fn follow(
+/// Applies changed bounds of batches to the prefetch: with too few messages, a larger batch could never be full.
+async fn apply_limits(
     mut changes: watch::Receiver<BatchChange>,
     prefetch: PerSource<Live>,
     limits: impl Fn(BatchChange) -> Limits + Send,

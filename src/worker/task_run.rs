@@ -23,9 +23,10 @@ use crate::protocol::reply::micros;
 use crate::protocol::{Body, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
-/// How long a redelivered task waits for the launcher's records of what a worker died of.
+/// How long a redelivered task waits for the launcher's crash records: the launcher may learn of a worker's death later
+/// than the broker does.
 const NEWS: Duration = Duration::from_millis(200);
-/// How often a task that waits for its turn is looked at: whether it was cancelled or is too late.
+/// How often a task that waits for its turn checks whether it was cancelled or has expired.
 const WANTED_INTERVAL: Duration = Duration::from_millis(100);
 /// The most inputs whose reply counts as brief work: writing 384 numbers takes 10 µs.
 const BRIEF_REPLY: usize = 4;
@@ -34,7 +35,7 @@ const BRIEF_REPLY: usize = 4;
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) pools: Pools,
-    /// Of the thread for what takes long.
+    /// Turns on the thread for preparation that takes long.
     pub(super) turns: Turns,
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
@@ -45,8 +46,8 @@ pub(super) struct Shared {
     pub(super) traces: Traces,
     pub(super) sentinels: Sentinels,
     pub(super) max_body: u64,
-    /// The most deliveries of a task, if the broker counts them. The broker's own limit is one higher and only
-    /// a backstop: it tells the producer nothing.
+    /// The most deliveries of a task, if the broker counts them. The broker's own limit is one higher and only a
+    /// backstop, because the producer learns nothing from it.
     pub(super) max_deliveries: i64,
 }
 
@@ -66,10 +67,10 @@ impl Drop for Expected {
     }
 }
 
-/// A task that is computed.
+/// A task that is to be computed.
 struct Admitted<'a> {
     expected: Expected,
-    /// It tries its reply queue, which took nothing.
+    /// Set if the task is computed in order to try its reply queue, which accepted nothing before.
     probe: Option<Probe<'a>>,
 }
 
@@ -113,11 +114,11 @@ impl Shared {
                     computed = run.compute(expected, &mut timings, &mut parts) => computed,
                     error = self.expired(&state) => Err(error.into()),
                 };
-                // However it ended: no reply overtakes a part that is under way.
+                // Kept however the computation ended, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
                 match computed {
                     Err(Outcome::Crowded) => {
-                        // Not handed back from here: it may be in a retry queue already.
+                        // From here the task cannot be handed back, because it may soon be in a retry queue.
                         if !state.commit() {
                             return Ok(());
                         }
@@ -141,12 +142,12 @@ impl Shared {
         }
         accepted.traced.worked(&timings, accepted.attempt());
         let settled = self.settlement.settle(&accepted, outcome, &timings).await;
-        // Only now is known whether the queue has taken the reply.
+        // Dropped only now, when it is known whether the queue has accepted the reply.
         drop(probe);
         settled.map(|_| ())
     }
 
-    /// Lets a task that was delivered before wait for its group, if it is to run apart from others.
+    /// Decides whether a redelivered task must run apart from others, and if so waits until its group runs.
     async fn isolate(
         &self,
         accepted: &mut Accepted,
@@ -170,7 +171,7 @@ impl Shared {
         (stay, Expected::new(&self.engine))
     }
 
-    /// Why a task is not computed, whatever it is.
+    /// The outcome of a task that is not computed whatever its content is; none: it may be computed.
     fn refused(&self, accepted: &Accepted) -> Option<Outcome> {
         let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
         if let Some(queue) = self.misaddressed(&accepted.task) {
@@ -184,8 +185,9 @@ impl Shared {
         }
     }
 
-    /// Whether the task is computed now. If its reply queue takes nothing, the task is put off or dead-lettered instead: then
-    /// None, and it is settled. If it cannot be put off, it is computed after all.
+    /// Decides whether the task is computed now. If its reply queue accepts nothing, the task is put off or
+    /// dead-lettered instead: it is settled then, and None is returned. If it cannot be put off, it is computed after
+    /// all.
     async fn admit(
         &self,
         accepted: &Accepted,
@@ -197,7 +199,7 @@ impl Shared {
             Err(held) => held,
         };
         drop(expected);
-        // Not handed back from here: it may be in a retry queue already.
+        // From here the task cannot be handed back, because it may soon be in a retry queue.
         if !state.commit() {
             return Ok(None);
         }
@@ -207,8 +209,8 @@ impl Shared {
         })
     }
 
-    /// Returns when the deadline of a task has passed that is not on the device yet; it will not come there. (Of
-    /// sequences, which may have been answered in part, the engine says it between two steps.)
+    /// Returns when the deadline of a task passes before it is on the device; it will not be computed then. Tasks of
+    /// sequences may have been answered in part, so the engine checks their deadline, between two steps.
     async fn expired(&self, state: &TaskState) -> TaskError {
         let Some(deadline) = state.deadline.filter(|_| self.engine.sequences().is_none()) else {
             return pending().await;
@@ -264,7 +266,7 @@ impl Shared {
         }
     }
 
-    /// The route of the model that the task asks for.
+    /// The model's route for the URL that the task requests.
     fn route(&self, task: &Task) -> Result<&Route, TaskError> {
         let routes = self.engine.routes();
         let asked = task.message.url();
@@ -284,7 +286,7 @@ impl Shared {
 /// How a task's job ended.
 struct Ended {
     computed: Computed,
-    /// Its requester has left, and nobody had cancelled it before.
+    /// Whether its requester has left, and nobody had cancelled the task before.
     has_left: bool,
 }
 
@@ -295,7 +297,7 @@ struct Run<'a> {
     task: &'a Arc<Task>,
     state: &'a Arc<TaskState>,
     isolated: bool,
-    /// It may be put off if too many tasks wait for what takes long.
+    /// Whether it may be put off if too many tasks wait for preparation that takes long.
     may_leave: bool,
 }
 
@@ -327,7 +329,7 @@ impl Run<'_> {
         self.check_time(job.estimate())?;
         let enqueued = now();
         job.enqueue(state.clone(), isolated);
-        // Only now: an engine that waits for this task must find it in its queue.
+        // Dropped only now, because an engine that waits for this task must find it in its queue.
         drop(expected);
         *parts = Parts::of(&shared.settlement, task, &*job);
         let Ended { computed, has_left } = self.computed(&mut *job, parts.as_mut()).await?;
@@ -352,7 +354,7 @@ impl Run<'_> {
         // If the task failed, the error reply is quickly written.
         let brief = computed.failed || effort == Effort::Brief && job.inputs() <= BRIEF_REPLY;
         let reply = self.beside_others(shared.pools.reply.run(brief, move || job.finish()));
-        // The last parts are on their way meanwhile.
+        // The last parts are sent while the reply is written.
         let reply = match parts {
             Some(parts) => beside(reply, async { _ = parts.send_last().await }).await,
             None => reply.await,
@@ -383,17 +385,17 @@ impl Run<'_> {
             return Err(TaskError::new(TaskErrorKind::Fault, words));
         };
         if is_on_demand {
-            // Only now it is known how large the task was.
+            // Only now is it known how large the task was.
             prefetch.prepared(job.inputs(), job.tokens());
         }
         ended
     }
 
-    /// Makes the inputs of a job that takes long, in its requester's turn.
+    /// Makes the inputs of a job for which that takes long, in the turn of its requester.
     async fn prepare_long(&self, mut job: Box<dyn Job>) -> Result<Box<dyn Job>, Outcome> {
         let Self { shared, state, .. } = *self;
         let turn = async {
-            // The turns are of tasks that may wait for this one to end.
+            // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
             if self.isolated {
                 return Ok(None);
             }
@@ -406,7 +408,7 @@ impl Run<'_> {
         };
         let turn = turn.map_err(|Crowded| Outcome::Crowded)?;
         let work = move || {
-            // It ends with the work, even if the task does not wait for that.
+            // The turn ends with the work, even if the task has stopped waiting for it.
             let _turn = turn;
             job.make()?;
             Ok(job)
@@ -414,7 +416,7 @@ impl Run<'_> {
         Ok(self.prepare_on(&shared.pools.long, false, work).await?)
     }
 
-    /// Returns with the error when nobody wants the answer any more.
+    /// Returns with an error when the answer is no longer wanted.
     async fn ceases_to_be_wanted(&self) -> TaskError {
         loop {
             if let Some(error) = self.state.unwanted(now()) {
@@ -424,7 +426,7 @@ impl Run<'_> {
         }
     }
 
-    /// Does `work` that prepares inputs of this task and takes no longer than usual.
+    /// Does `work` that prepares inputs of this task on the threads for ordinary preparation.
     async fn prepare<T: Send + 'static>(
         &self,
         effort: Effort,
@@ -444,17 +446,19 @@ impl Run<'_> {
         let Shared { engine, .. } = self.shared;
         let (reporter, name) = (self.shared.reporter.clone(), self.state.name.clone());
         let work = move || {
-            // Brief work runs nothing that a requester could make crash, and a control line would cost more than it.
+            // Brief work runs nothing that a requester could make crash, and a control line would cost more than the
+            // work.
             let _suspect = (!brief).then(|| reporter.preprocessing(&name));
             work()
         };
-        // An isolated task does not wait for memory: that is held by tasks that are computed only after it, so it would deadlock.
+        // An isolated task does not wait for memory. Tasks that are computed only after it hold that memory, so
+        // waiting would deadlock.
         let _held = if self.isolated { None } else { Some(engine.memory().room().await) };
         self.beside_others(pool.run(brief, work)).await.map_err(internal)?
     }
 
-    /// Prepares the further inputs of a task, a slice whenever few of them wait for the model; between slices other
-    /// tasks have their turn. Returns with the error of a slice alone.
+    /// Prepares the further inputs of a task, one slice whenever few of them wait for the model. Other tasks have their
+    /// turn between two slices. Returns only if a slice fails, with its error.
     async fn feed(&self, source: Option<Arc<dyn InputSource>>) -> TaskError {
         if let Some(source) = source {
             while poll_fn(|context| source.poll_wanted(context)).await {
@@ -470,7 +474,7 @@ impl Run<'_> {
     /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, the sequences end. Never
     /// returns if the device has failed: that is not the task's fault, so the task goes back with the session.
     async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts>) -> Ended {
-        // Whether the latest part came back. Written here, read by `requester_leaves`.
+        // Whether the latest part was returned as unroutable. Written here, read by `requester_leaves`.
         let (unroutable, is_unroutable) = watch::channel(false);
         let mut leaves = pin!(self.requester_leaves(is_unroutable));
         let mut has_left = false;
@@ -519,8 +523,8 @@ impl Run<'_> {
         })
     }
 
-    /// Writes and sends the parts that are left of a job that is done. While some are sent no further ones are written, so
-    /// that a queue that takes them slowly costs no work for nothing.
+    /// Writes and sends the parts that are left of a job that is done. While some are being sent, no further ones are
+    /// written, so that a queue that accepts them slowly causes no wasted work.
     async fn write_last_parts(&self, job: &mut dyn Job, parts: &mut Parts) {
         let mut next = job.unwritten();
         while let Some(unwritten) = next
@@ -531,8 +535,8 @@ impl Run<'_> {
         }
     }
 
-    /// Refuses a task that would be on the device for longer than half of the time for which the broker leaves it
-    /// to this worker: for the other half it may have to wait for others that are as long.
+    /// Refuses a task that would be on the device for longer than half of `Waits::own`, the time for which the worker
+    /// may keep it: for the other half it may have to wait for others that are as long.
     fn check_time(&self, estimate: Option<Duration>) -> Result<(), TaskError> {
         let most = self.shared.settlement.waits.own / 2;
         match estimate.filter(|estimate| *estimate > most) {
@@ -548,21 +552,21 @@ impl Run<'_> {
         }
     }
 
-    /// Returns once the requester has left; looked for only with models whose tasks take long, those of sequences.
+    /// Returns once the requester has left. Checked only with models of sequences, because only their tasks take long.
     async fn requester_leaves(&self, unroutable: watch::Receiver<bool>) {
         let queue = self.task.reply_to().filter(|_| self.shared.engine.sequences().is_some());
         let Some(queue) = queue else { return pending().await };
         requester::leaves(&*self.shared.settlement.publisher, queue, unroutable).await;
     }
 
-    /// Does `work` of this task. Unless the task is isolated, no group runs meanwhile.
+    /// Does `work` of this task. Unless the task is isolated, no group of isolated tasks runs meanwhile.
     async fn beside_others<T>(&self, work: impl Future<Output = T>) -> T {
         let _out = if self.isolated { None } else { Some(self.shared.isolation.keep_out().await) };
         work.await
     }
 }
 
-/// The result of `work`, while `aside` goes on for as long as that takes.
+/// Returns the result of `work`. Runs `aside` at the same time, and drops it when `work` is done.
 async fn beside<T>(work: impl Future<Output = T>, aside: impl Future<Output = ()>) -> T {
     let mut aside = pin!(aside.fuse());
     let mut work = pin!(work);

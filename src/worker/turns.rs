@@ -1,7 +1,7 @@
-//! Decides whose task is prepared next on the thread for what takes long (a grammar), and which tasks do not wait for it
-//! here. Requesters have their turns one after the other, however many tasks each has. A waiting task holds one of the
-//! messages that the broker grants, so when too many wait, tasks of the requester that has the most wait elsewhere: in a
-//! retry queue. Owns the list of those that wait. Does no I/O.
+//! Decides whose task is prepared next on the thread for preparation that takes long (such as that of a grammar), and
+//! which tasks are put off instead. Requesters take turns, however many tasks each has. A waiting task holds one of
+//! the messages that the broker grants; so when too many wait, tasks of the requester that has the most are put off:
+//! they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,50 +10,51 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 
-/// How often a waiting task looks at how long the others take.
+/// How often each waiting task checks whether too many tasks wait.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(100);
 /// If all waiting tasks together are expected to take less than this, all of them may wait.
 const SOON: Duration = Duration::from_secs(1);
 /// The weight of the latest turn in the average of how long turns take.
-const LATEST: f64 = 0.25;
+const LATEST_WEIGHT: f64 = 0.25;
 
-/// The tasks that wait for the thread. Clones share them.
+/// The tasks that wait for the thread. Clones share the list.
 #[derive(Clone)]
 pub(super) struct Turns(Arc<Mutex<Lane>>);
 
 #[derive(Default)]
 struct Lane {
-    /// Whose turn it is; none: nobody's.
-    present: Option<Present>,
+    /// The turn that is under way; none: nobody has one.
+    current: Option<Current>,
     /// How long turns take, on average.
-    usual: Duration,
-    /// In the order of arrival. A task that no longer waits has dropped its receiver.
+    average: Duration,
+    /// The waiting tasks, in the order of arrival. A task that no longer waits has dropped its receiver.
     waiting: Vec<Waiting>,
-    /// Of each requester that waits or has the turn, a number: whoever has the least is next. At its arrival it is twice the
-    /// number of turns so far; with each turn it becomes one more than that.
-    places: HashMap<u64, u64>,
+    /// The rank of each requester that waits or has the turn; the lowest rank is next. After n turns in all, a
+    /// requester that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes
+    /// after the requesters that were waiting when it arrived, and before the one of the latest turn.
+    ranks: HashMap<u64, u64>,
     /// The number of turns so far.
     turns: u64,
-    /// The most tasks that may wait, unless all of them are over soon.
+    /// The most tasks that may wait, unless all of them are expected to be done within [`SOON`].
     most: usize,
 }
 
-struct Present {
+struct Current {
     requester: u64,
     began: Instant,
 }
 
 struct Waiting {
     requester: u64,
-    /// It can wait elsewhere.
+    /// It may be sent to wait in a retry queue.
     may_leave: bool,
-    /// Told once. Written by whoever ends a turn or reviews the lane, read by the task.
+    /// Written once, by whoever ends a turn or reviews the lane; read by the task.
     call: oneshot::Sender<Call>,
 }
 
 enum Call {
     Turn(Turn),
-    Leave,
+    PutOff,
 }
 
 /// While this exists, no other task has a turn.
@@ -71,7 +72,7 @@ impl Drop for Turn {
     }
 }
 
-/// Too many tasks wait, and most of them are of this task's requester: it is to wait elsewhere.
+/// Too many tasks wait, and this task's requester has the most of them: the task is to wait in a retry queue.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Crowded;
 
@@ -83,15 +84,17 @@ impl Turns {
         turns
     }
 
-    /// The broker sends at most `granted` unsettled messages now. Half of them may be tasks that wait for a turn.
+    /// Sets how many unsettled messages the broker may send now. At most half of them may be tasks that wait for a
+    /// turn.
     pub(super) fn set_granted(&self, granted: u16) {
         self.lock().most = (usize::from(granted) / 2).max(1);
     }
 
-    /// Waits for a turn of a task of `requester`. Without `may_leave`, it waits as long as it takes. Safe to cancel.
+    /// Waits until a task of `requester` has its turn. Without `may_leave`, it waits as long as that takes. Safe to
+    /// cancel.
     ///
     /// # Errors
-    /// [`Crowded`]: the task is to wait elsewhere.
+    /// [`Crowded`]: the task is to wait in a retry queue.
     pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
         let (call, mut called) = oneshot::channel();
         self.call({
@@ -105,13 +108,13 @@ impl Turns {
             match timeout(REVIEW_INTERVAL, &mut called).await {
                 Ok(Ok(Call::Turn(turn))) => return Ok(turn),
                 // The sender is dropped only after a call.
-                Ok(Ok(Call::Leave) | Err(_)) => return Err(Crowded),
+                Ok(Ok(Call::PutOff) | Err(_)) => return Err(Crowded),
                 Err(_) => self.lock().review(Instant::now()),
             }
         }
     }
 
-    /// Calls a task to its turn. If it has ceased to wait, its turn is dropped, which calls the next one.
+    /// Gives a task its turn. If it no longer waits, its turn is dropped, which gives the next task a turn.
     fn call(&self, next: Option<Waiting>) {
         if let Some(Waiting { call, .. }) = next {
             let _ = call.send(Call::Turn(Turn(self.clone())));
@@ -125,39 +128,39 @@ impl Turns {
 
 impl Lane {
     fn enter(&mut self, task: Waiting) {
-        self.places.entry(task.requester).or_insert(2 * self.turns);
+        self.ranks.entry(task.requester).or_insert(2 * self.turns);
         self.waiting.push(task);
     }
 
-    /// The present turn is over.
+    /// Ends the current turn.
     fn end(&mut self, now: Instant) {
-        if let Some(present) = self.present.take() {
-            let took = now.saturating_duration_since(present.began);
-            self.usual = self.usual.mul_f64(1.0 - LATEST) + took.mul_f64(LATEST);
+        if let Some(current) = self.current.take() {
+            let took = now.saturating_duration_since(current.began);
+            self.average = self.average.mul_f64(1.0 - LATEST_WEIGHT) + took.mul_f64(LATEST_WEIGHT);
         }
     }
 
-    /// The task whose turn begins now, if nobody has one.
+    /// Begins the turn of the next task, if nobody has one, and returns that task.
     fn next(&mut self, now: Instant) -> Option<Waiting> {
         self.forget();
-        if self.present.is_some() {
+        if self.current.is_some() {
             return None;
         }
-        let place = |(_, task): &(usize, &Waiting)| self.places.get(&task.requester);
-        // The first of those with the same place is the one that came first.
-        let (index, _) = self.waiting.iter().enumerate().min_by_key(place)?;
+        let rank = |(_, task): &(usize, &Waiting)| self.ranks.get(&task.requester);
+        // The first of those with the same rank is the one that came first.
+        let (index, _) = self.waiting.iter().enumerate().min_by_key(rank)?;
         let task = self.waiting.remove(index);
         self.turns += 1;
-        self.places.insert(task.requester, 2 * self.turns + 1);
-        self.present = Some(Present { requester: task.requester, began: now });
+        self.ranks.insert(task.requester, 2 * self.turns + 1);
+        self.current = Some(Current { requester: task.requester, began: now });
         Some(task)
     }
 
-    /// Sends tasks elsewhere while too many wait: the latest of the requester that has the most.
+    /// Sends tasks to a retry queue while too many wait: the latest task of the requester that has the most.
     fn review(&mut self, now: Instant) {
         self.forget();
-        let elapsed = |present: &Present| now.saturating_duration_since(present.began);
-        let turn = self.present.as_ref().map_or(self.usual, |present| elapsed(present).max(self.usual));
+        let elapsed = |current: &Current| now.saturating_duration_since(current.began);
+        let turn = self.current.as_ref().map_or(self.average, |current| elapsed(current).max(self.average));
         while self.waiting.len() > self.most && turn * self.waiting.len() as u32 > SOON {
             let mut counts: HashMap<u64, usize> = HashMap::new();
             for task in &self.waiting {
@@ -167,19 +170,19 @@ impl Lane {
             let Some((index, _)) = leaving.max_by_key(|(_, task)| counts.get(&task.requester)) else {
                 return;
             };
-            let _ = self.waiting.remove(index).call.send(Call::Leave);
+            let _ = self.waiting.remove(index).call.send(Call::PutOff);
         }
     }
 
-    /// Forgets tasks that have ceased to wait, and requesters without a task.
+    /// Forgets tasks that no longer wait, and requesters without a task.
     fn forget(&mut self) {
         self.waiting.retain(|task| !task.call.is_closed());
-        let (waiting, present) = (&self.waiting, &self.present);
+        let (waiting, current) = (&self.waiting, &self.current);
         let is_here = |requester: &u64| {
-            present.as_ref().is_some_and(|present| present.requester == *requester)
+            current.as_ref().is_some_and(|current| current.requester == *requester)
                 || waiting.iter().any(|task| task.requester == *requester)
         };
-        self.places.retain(|requester, _| is_here(requester));
+        self.ranks.retain(|requester, _| is_here(requester));
     }
 }
 
@@ -191,7 +194,7 @@ mod tests {
 
     const GRANTED: u16 = 8;
 
-    /// Begins to wait, without having the turn.
+    /// Starts a task that waits for its turn.
     async fn waits(
         turns: &Turns,
         requester: u64,
@@ -203,7 +206,7 @@ mod tests {
         task
     }
 
-    /// Who has turns, in order, when each takes `each`, until nobody waits.
+    /// Returns the requesters in the order of their turns, each of which takes `each`, until nobody waits.
     async fn order(
         mut turn: Turn,
         each: Duration,
@@ -214,7 +217,7 @@ mod tests {
             tokio::time::sleep(each).await;
             drop(turn);
             tokio::task::yield_now().await;
-            let at = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has the turn");
+            let at = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has a turn");
             let (requester, task) = waiting.remove(at);
             turn = task.now_or_never().unwrap().unwrap().expect("it has its turn");
             order.push(requester);
@@ -223,7 +226,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_newcomer_waits_for_the_present_turn_and_one_more_at_most() {
+    async fn a_newcomer_waits_for_the_current_turn_and_one_more_at_most() {
         let turns = Turns::new(GRANTED);
         let turn = turns.take(1, true).await.unwrap();
         let mut waiting = Vec::new();
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn when_turns_take_long_half_of_the_granted_tasks_wait_and_the_rest_leave() {
+    async fn slow_turns_let_half_the_granted_tasks_wait_and_put_off_the_rest() {
         let turns = Turns::new(GRANTED);
         let _turn = turns.take(1, true).await.unwrap();
         let mut waiting = Vec::new();
@@ -243,7 +246,7 @@ mod tests {
             waiting.push(waits(&turns, requester, true).await);
         }
         tokio::time::sleep(Duration::from_millis(90)).await;
-        assert!(waiting.iter().all(|task| !task.is_finished()), "seven turns of 90 ms are over soon");
+        assert!(waiting.iter().all(|task| !task.is_finished()), "seven turns of 90 ms take less than SOON");
         tokio::time::sleep(Duration::from_millis(300)).await;
         let left: Vec<bool> = waiting.iter().map(|task| task.is_finished()).collect();
         assert_eq!(left, [false, false, false, false, true, true, true], "the latest of requester 1");
@@ -252,7 +255,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn tasks_that_can_wait_nowhere_else_stay() {
+    async fn tasks_that_cannot_be_put_off_keep_waiting() {
         let turns = Turns::new(GRANTED);
         let turn = turns.take(1, true).await.unwrap();
         let mut waiting = Vec::new();
@@ -264,7 +267,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_task_that_ceases_to_wait_has_no_turn() {
+    async fn a_task_that_stopped_waiting_gets_no_turn() {
         let turns = Turns::new(GRANTED);
         let turn = turns.take(1, true).await.unwrap();
         let gone = waits(&turns, 2, true).await;
@@ -274,6 +277,6 @@ mod tests {
         drop(turn);
         assert!(stays.await.unwrap().is_ok());
         assert!(turns.take(4, true).now_or_never().is_some_and(|turn| turn.is_ok()), "nobody has the turn");
-        assert!(turns.lock().places.is_empty() || turns.lock().places.len() == 1);
+        assert!(turns.lock().ranks.is_empty() || turns.lock().ranks.len() == 1);
     }
 }

@@ -1,16 +1,16 @@
-//! Remembers which jobs and which runs of `sconce stop` were withdrawn: their messages come from the queue later than
-//! the order. Owns that list.
+//! Remembers which jobs and which runs of `sconce stop` were withdrawn, because their messages may arrive from the
+//! queue after the withdrawal. Owns that list.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long each is remembered. Each run of `sconce submit` is another job.
-const REMEMBERED: Duration = Duration::from_secs(60 * 60);
+/// How long each is remembered: an hour. Each run of `sconce submit` is a job of its own.
+const REMEMBERED_FOR: Duration = Duration::from_secs(60 * 60);
 /// The most that are remembered; the oldest are forgotten first.
-const MOST: usize = 1_000;
+const MAX_REMEMBERED: usize = 1_000;
 
-/// What is not wanted any more.
+/// What was withdrawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Unwanted {
     /// The tasks whose replies go to this queue.
@@ -19,18 +19,18 @@ enum Unwanted {
     Stop(String),
 }
 
-/// The jobs and stops that were withdrawn lately. Written by the reader of the launcher's commands, read by the intake
-/// for each task and sentinel.
+/// The jobs and stops that were withdrawn recently. Written by the reader of the launcher's commands, read by the
+/// intake for each task and sentinel.
 #[derive(Clone, Debug, Default)]
 pub struct Withdrawn(Arc<Mutex<VecDeque<(Unwanted, Instant)>>>);
 
 impl Withdrawn {
-    /// The tasks whose replies go to this queue are not wanted any more.
+    /// Withdraws the tasks whose replies go to this queue.
     pub fn add(&self, reply_queue: String, now: Instant) {
         self.remember(Unwanted::Job(reply_queue), now);
     }
 
-    /// The sentinels of this run of `sconce stop` are not wanted any more.
+    /// Withdraws the sentinels of this run of `sconce stop`.
     pub fn add_stop(&self, stop: String, now: Instant) {
         self.remember(Unwanted::Stop(stop), now);
     }
@@ -47,7 +47,7 @@ impl Withdrawn {
 
     fn remember(&self, unwanted: Unwanted, now: Instant) {
         let mut all = self.lock();
-        if all.len() == MOST {
+        if all.len() == MAX_REMEMBERED {
             all.pop_front();
         }
         all.push_back((unwanted, now));
@@ -55,7 +55,7 @@ impl Withdrawn {
 
     fn holds(&self, now: Instant, is_meant: impl Fn(&Unwanted) -> bool) -> bool {
         let mut all = self.lock();
-        while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > REMEMBERED) {
+        while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > REMEMBERED_FOR) {
             all.pop_front();
         }
         all.iter().any(|(unwanted, _)| is_meant(unwanted))
@@ -74,12 +74,12 @@ mod tests {
     fn a_job_is_remembered_for_an_hour_and_the_list_is_bounded() {
         let (withdrawn, now) = (Withdrawn::default(), Instant::now());
         withdrawn.add("one".to_owned(), now);
-        assert!(withdrawn.has(Some("one"), now + REMEMBERED));
+        assert!(withdrawn.has(Some("one"), now + REMEMBERED_FOR));
         assert!(!withdrawn.has(Some("two"), now) && !withdrawn.has(None, now));
-        assert!(!withdrawn.has(Some("one"), now + REMEMBERED + Duration::from_secs(1)));
-        (0..=MOST).for_each(|job| withdrawn.add(job.to_string(), now));
+        assert!(!withdrawn.has(Some("one"), now + REMEMBERED_FOR + Duration::from_secs(1)));
+        (0..=MAX_REMEMBERED).for_each(|job| withdrawn.add(job.to_string(), now));
         assert!(!withdrawn.has(Some("0"), now) && withdrawn.has(Some("1"), now));
-        assert_eq!(withdrawn.lock().len(), MOST);
+        assert_eq!(withdrawn.lock().len(), MAX_REMEMBERED);
         withdrawn.add_stop("two".to_owned(), now);
         assert!(
             withdrawn.has_stop("two", now)

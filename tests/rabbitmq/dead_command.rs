@@ -308,7 +308,7 @@ async fn nothing_is_lost_to_the_delivery_limit_of_a_queue_however_often_it_is_re
     let keeper = settings.clone().over(rabbit.url_for("keeper:pw", "/"));
     let parts = ["40 dead letters in", "amq.default", "cannot be known: 20 is assumed"];
     dead_says(&keeper, "list", 1, &parts).await;
-    dead_says(&settings, "list", 0, &["40 dead letters put into"]).await;
+    dead_says(&settings, "list", 0, &["40 dead letters republished"]).await;
     for _ in 0..5 {
         assert_eq!(listed(&settings, "").await, numbers::<Vec<_>>(0..40));
     }

@@ -1,4 +1,4 @@
-//! The two crates in `examples/`: models of one's own, as `docs/models.md` shows them.
+//! The two crates in `examples/`: models of one's own, as `docs/own-models.md` shows them.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;

@@ -47,7 +47,7 @@ async fn while_confirms_never_come_a_worker_takes_no_more_than_its_prefetch_and_
     let worker = sconce.workers()[0];
     let before = resident(worker);
     client.publish_all(&settings.tasks, (0..TASKS).map(task)).await;
-    sconce.wait_for_log("no confirm; connecting anew").await;
+    sconce.wait_for_log("no confirm; reconnecting").await;
     sconce.wait_for_log_times("no broker; trying again", 1).await;
     assert_eq!(client.look(&settings.tasks).await, Some((TASKS as u32 - PREFETCH, 1)));
     let grown = resident(worker).saturating_sub(before);

@@ -180,7 +180,7 @@ async fn a_model_that_cannot_be_loaded_exits_with_82_and_names_the_file() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn why_a_model_cannot_be_loaded_is_logged_once_for_all_slots_and_at_the_end() {
+async fn a_load_failure_is_logged_once_for_all_slots_and_again_at_the_end() {
     let two = || settings().set("pool[0].devices", r#"["cpu", "cpu"]"#);
     let folder = two().set("pool[0].model", "/no/such/folder");
     let hub = two()

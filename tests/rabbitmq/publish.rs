@@ -1,4 +1,4 @@
-//! `sconce publish` for pools of each kind, and what `sconce ctl` waits for.
+//! `sconce publish` for pools of each kind, and how long `sconce ctl` waits.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ fn fixture(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name).display().to_string()
 }
 
-/// What a command that ends well prints.
+/// The output of a command, which must succeed.
 async fn printed(settings: &Settings, arguments: &[&str]) -> String {
     let mut command = Sconce::run(settings, arguments);
     assert_eq!(command.exit_code().await, 0, "{arguments:?}: {}", command.log());
@@ -20,7 +20,7 @@ async fn printed(settings: &Settings, arguments: &[&str]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_text_for_a_pool_that_generates_is_a_chat_streamed_where_that_is_asked_for() {
+async fn a_text_for_a_pool_that_generates_is_a_chat_and_can_be_streamed() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", fixture("generate-llama"));
     let sconce = Sconce::launched(&settings).await;
     let object = async |flags: &[&str]| {
@@ -34,7 +34,7 @@ async fn a_text_for_a_pool_that_generates_is_a_chat_streamed_where_that_is_asked
     assert_eq!(text, "text_completion", "{body}");
     let streamed = printed(&settings, &["publish", "--stream", "What is a sconce?"]).await;
     assert!(!streamed.contains("\"choices\"") && !streamed.trim().is_empty(), "{streamed}");
-    // An error is printed whole, and is the command's exit code.
+    // An error is printed as a whole reply, and decides the exit code.
     let mut refused = Sconce::run(&settings, &["publish", "--stream", "--url", "/v1/embeddings", "a"]);
     assert_eq!(refused.exit_code().await, 87, "{}", refused.log());
     assert!(refused.log().contains("\"status_code\":404"), "{}", refused.log());
@@ -55,7 +55,7 @@ async fn an_argument_for_a_pool_of_images_is_a_file() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ctl_ends_soon_after_the_answers_and_gathers_for_as_long_as_it_is_told() {
+async fn ctl_ends_soon_after_the_answers_or_gathers_for_its_timeout() {
     let settings = Settings::echo(Rabbit::shared().url()).controlled();
     let sconce = Sconce::launched(&settings).await;
     sconce.wait_for_log("listening").await;
@@ -68,7 +68,7 @@ async fn ctl_ends_soon_after_the_answers_and_gathers_for_as_long_as_it_is_told()
     for _ in 0..5 {
         times.push(took(&[]).await);
     }
-    // The quickest, because the machine may be busy with other tests.
+    // The shortest time counts, because the machine may be busy with other tests.
     assert!(times.iter().min() < Some(&Duration::from_secs(1)), "{times:?}");
     assert!(took(&["--timeout", "2s"]).await >= Duration::from_secs(2));
     assert_eq!(sconce.stop().await, 0);

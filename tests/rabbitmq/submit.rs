@@ -297,7 +297,7 @@ async fn ctrl_c_leaves_after_its_grace_and_what_it_left_can_be_withdrawn() {
     until("the rows before it are written", || async { (files.written() == 20).then_some(()) }).await;
     job.signal(Signal::SIGINT);
     assert_eq!(job.exit_code().await, 84, "{}", job.log());
-    job.wait_for_log("stopped behind row 20").await;
+    job.wait_for_log("stopped after row 20").await;
     let log = job.log();
     let id = log.lines().find_map(|line| line.strip_prefix("job ")?.split_once(',').map(|it| it.0));
     let id = id.expect("the job's id").to_owned();

@@ -86,7 +86,7 @@ async fn a_reply_queue_that_never_confirms_costs_the_tasks_that_name_it_and_no_o
     client.publish_all(&settings.tasks, tasks("t", 3, &stuck)).await;
     client.publish(&settings.tasks, Task::sentinel()).await;
     assert_eq!(sconce.exit_code().await, 0, "a sentinel behind such tasks completes");
-    assert_eq!(sconce.logged("connecting anew"), 0, "{}", sconce.log());
+    assert_eq!(sconce.logged("; reconnecting"), 0, "{}", sconce.log());
     until("the last three are dead letters, or come back from where they waited", || async {
         let ready = async |queue| client.look(queue).await.map_or(0, |(ready, _)| ready);
         (ready(&settings.dead).await + ready(&settings.tasks).await == 3).then_some(())
@@ -353,7 +353,7 @@ async fn over_a_slow_link_each_reply_goes_once() {
     one_each(&mut replies, REPLIES).await;
     client.publish(&settings.tasks, Task::new(json!({"input": "last"})).id("last")).await;
     assert_eq!(replies.next().await.correlation_id, "last", "and nothing between");
-    assert_eq!(sconce.logged("connecting anew"), 0, "{}", sconce.log());
+    assert_eq!(sconce.logged("; reconnecting"), 0, "{}", sconce.log());
     proxy.slow_down(usize::MAX);
     assert_eq!(sconce.stop().await, 0);
 }

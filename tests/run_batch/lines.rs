@@ -274,9 +274,9 @@ fn pipes_are_refused_at_once_and_repeated_ids_are_told() {
         rig.start_command(command).wait()
     };
     for (from, to, words) in [
-        ("-", "out", "--input - is no file"),
-        ("/dev/null", "out", "--input /dev/null is no file"),
-        (input.to_str().unwrap(), "-", "--output - is no file"),
+        ("-", "out", "--input - is not a file"),
+        ("/dev/null", "out", "--input /dev/null is not a file"),
+        (input.to_str().unwrap(), "-", "--output - is not a file"),
     ] {
         let ended = refused(from, to);
         assert_eq!(ended.code, Some(64), "{}", ended.stderr);

@@ -1,5 +1,5 @@
-//! What the kernels of a forward pass cost on one thread: 1,024 tokens, all-MiniLM-L6-v2's sizes. Candle's own beside
-//! them: `benches/candle.rs`. `make bench-parts`.
+//! Benchmarks of the kernels of a forward pass on one thread, for 1,024 tokens and the sizes of all-MiniLM-L6-v2.
+//! `benches/candle.rs` measures candle's own operations for comparison. Run both with `make bench-parts`.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use sconce_kernels::attention::Attention;
 use sconce_kernels::feed_forward::{FeedForward, Published};
 use sconce_kernels::{Activation, Distances, End, Norm, Numbers, Panels, multiply_rows};
 
-// As in the program: large outputs cost page faults with the system's allocator.
+// As in the program. With the system's allocator, large outputs cost page faults.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -21,7 +21,7 @@ const HIDDEN: usize = 384;
 const INNER: usize = 1_536;
 const HEADS: usize = 12;
 
-/// About as large as weights are.
+/// Reproducible values between -0.1 and 0.1, about the size of weights.
 fn noise(count: usize) -> Vec<f32> {
     let mut state = 12_345_u32;
     let mut next = || {
@@ -43,7 +43,7 @@ fn group<'a>(criterion: &'a mut Criterion, name: &str) -> BenchmarkGroup<'a, Wal
     group
 }
 
-/// Throughput in floating-point operations.
+/// A matrix product. The throughput is in floating-point operations.
 fn product(criterion: &mut Criterion) {
     let mut group = group(criterion, "product");
     for (depth, width) in [(HIDDEN, 2 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)] {
@@ -57,7 +57,7 @@ fn product(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// A whole half, by the length of the texts.
+/// The whole attention half of a block, by the length of the texts.
 fn attention(criterion: &mut Criterion) {
     let mut group = group(criterion, "attention");
     group.throughput(Throughput::Elements(TOKENS as u64));

@@ -3,7 +3,7 @@
 use pulp::{Simd, WithSimd};
 
 use super::dispatch;
-use super::product::by_blocks;
+use super::gemm::by_blocks;
 
 /// The constants of a residual step: the bias of the linear layer before it, and the norm's parameters.
 #[derive(Debug)]

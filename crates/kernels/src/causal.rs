@@ -1,5 +1,6 @@
-//! Causal attention of some tokens over the keys and values of their sequences, in order: a token's result is the
-//! same whatever other tokens are computed with it, and however its sequence was cut into steps.
+//! Causal attention of some tokens over the keys and values of their sequences. Sums are computed in a fixed order, so a
+//! token's result does not depend on the other tokens that are computed with it, nor on how its sequence was split into
+//! steps.
 
 use std::cell::RefCell;
 
@@ -7,33 +8,33 @@ use pulp::{Simd, WithSimd};
 
 use super::dispatch;
 use super::exp::exp;
-use super::kv::{BLOCK, Held, HeldAt, KEYS, KvBlocks, KvNumbers};
-use super::product::{in_parallel, store};
+use super::kv::{BLOCK, HeadBlock, HeldAt, KEYS, KvBlocks, KvNumbers};
+use super::gemm::{in_parallel, store};
 
-/// Queries whose scores are computed together.
-const MOST: usize = 8;
-/// The same for the few that a token has.
-const FEW: usize = 4;
+/// The most queries whose scores are computed together.
+const MAX_QUERIES: usize = 8;
+/// The same if there are few queries, as of a single token.
+const FEW_QUERIES: usize = 4;
 
-/// Products of numbers from which on several threads are faster than one: some 5 µs of work.
+/// From this many multiplications on, several threads are faster than one: about 5 µs of work.
 const WORTH_SHARING: usize = 1 << 18;
 
-/// Some tokens of a sequence that follow each other.
+/// Consecutive tokens of a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
-    /// The sequence's blocks.
+    /// The numbers of the sequence's blocks.
     pub blocks: &'a [u32],
-    /// The place of the first of these tokens in its sequence.
+    /// The position of the first of these tokens in its sequence.
     pub first: usize,
-    /// Tokens.
+    /// The number of tokens.
     pub count: usize,
 }
 
 impl Span<'_> {
-    /// Where the keys and values of the token at `place` in its sequence are held.
+    /// The place of the keys and values of the token at `position` in its sequence.
     #[inline]
-    pub fn held_at(&self, place: usize) -> HeldAt {
-        HeldAt { block: self.blocks[place / BLOCK], offset: place % BLOCK }
+    pub fn held_at(&self, position: usize) -> HeldAt {
+        HeldAt { block: self.blocks[position / BLOCK], offset: position % BLOCK }
     }
 }
 
@@ -44,7 +45,7 @@ pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], 
     let rows: usize = spans.iter().map(|span| span.count).sum();
     let row = queries.len() / rows.max(1);
     let group = row / (shape.heads * shape.width);
-    let each = (2 * MOST).div_ceil(group);
+    let each = (2 * MAX_QUERIES).div_ceil(group);
     let mut works = Vec::new();
     let mut begun = 0;
     for span in spans {
@@ -55,10 +56,10 @@ pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], 
         }
         begun += span.count;
     }
-    let place = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
-    let mut made: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
+    let columns = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
+    let mut results: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
     let compute = |(work, out): &mut (Work<'_>, Vec<f32>)| {
-        let (first, column, width) = place(work);
+        let (first, column, width) = columns(work);
         let own = queries[first * row..].chunks_exact(row).take(work.part.count);
         let own: Vec<f32> = own.flat_map(|query| &query[column..][..width]).copied().collect();
         out.resize(own.len(), 0.0);
@@ -67,18 +68,19 @@ pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], 
     let products: usize =
         spans.iter().map(|span| span.count * (span.first + span.count)).sum::<usize>() * row;
     if products < WORTH_SHARING {
-        made.iter_mut().for_each(compute);
+        results.iter_mut().for_each(compute);
     } else {
-        in_parallel(made.iter_mut(), compute);
+        in_parallel(results.iter_mut(), compute);
     }
-    for (work, made) in &made {
-        let (first, column, width) = place(work);
-        for (out, made) in out[first * row..].chunks_exact_mut(row).zip(made.chunks_exact(width)) {
-            out[column..][..width].copy_from_slice(made);
+    for (work, result) in &results {
+        let (first, column, width) = columns(work);
+        for (out, result) in out[first * row..].chunks_exact_mut(row).zip(result.chunks_exact(width)) {
+            out[column..][..width].copy_from_slice(result);
         }
     }
 }
 
+/// The attention of some tokens in one head of keys and values.
 struct Work<'a> {
     part: Span<'a>,
     /// The index of the first token among all rows.
@@ -87,32 +89,32 @@ struct Work<'a> {
 }
 
 thread_local! {
-    /// `[queries, keys]`; reused.
+    /// `[queries, keys]`. Reused by the next call.
     static SCORES: RefCell<Vec<f32>> = RefCell::default();
 }
 
-/// The queries of one head of keys: `[tokens, group, width]`.
+/// Computes the queries `[tokens, group, width]` of one head of keys and values.
 fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Span<'_>, queries: &[f32], out: &mut [f32]) {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
     let keys = part.first + part.count;
     let blocks = &part.blocks[..keys.div_ceil(BLOCK)];
-    let held: Vec<Held<'_>> = blocks.iter().map(|block| kv.held(*block, layer, head)).collect();
+    let held: Vec<HeadBlock<'_>> = blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
     let group = queries.len() / width / part.count;
     let count = queries.len() / width;
     let mut scores = SCORES.take();
-    let chunks = queries.chunks(MOST * width).zip(out.chunks_mut(MOST * width));
+    let chunks = queries.chunks(MAX_QUERIES * width).zip(out.chunks_mut(MAX_QUERIES * width));
     for (index, (queries, out)) in chunks.enumerate() {
-        let first = index * MOST;
-        let of = |query: usize| part.first + query / group;
-        let last = of((first + MOST).min(count) - 1);
-        scores.resize(MOST * (last + 1).next_multiple_of(KEYS), 0.0);
+        let first = index * MAX_QUERIES;
+        let position = |query: usize| part.first + query / group;
+        let last = position((first + MAX_QUERIES).min(count) - 1);
+        scores.resize(MAX_QUERIES * (last + 1).next_multiple_of(KEYS), 0.0);
         dispatch(Chunk {
             held: &held,
             numbers: kv.shape().numbers,
             stride,
             width,
             queries,
-            places: &std::array::from_fn(|at| of((first + at).min(count - 1))),
+            positions: &std::array::from_fn(|at| position((first + at).min(count - 1))),
             scores: &mut scores,
             out,
         });
@@ -120,17 +122,17 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Span<'_>, queries: &
     SCORES.set(scores);
 }
 
-/// At most [`MOST`] queries over the keys of one head.
+/// Attention of at most [`MAX_QUERIES`] queries over the keys of one head.
 struct Chunk<'a> {
-    held: &'a [Held<'a>],
+    held: &'a [HeadBlock<'a>],
     numbers: KvNumbers,
     /// The width of a value in memory.
     stride: usize,
     width: usize,
     /// `[count, width]`.
     queries: &'a [f32],
-    /// The last key that each query sees; they rise.
-    places: &'a [usize; MOST],
+    /// The position of each query, in ascending order. It is also the last key that the query attends to.
+    positions: &'a [usize; MAX_QUERIES],
     /// `[count, keys]`.
     scores: &'a mut [f32],
     out: &'a mut [f32],
@@ -142,34 +144,34 @@ impl WithSimd for Chunk<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         match self.numbers {
-            KvNumbers::F32 => self.kept::<S, F32>(simd),
-            KvNumbers::Bf16 => self.kept::<S, Bf16>(simd),
+            KvNumbers::F32 => self.in_format::<S, F32>(simd),
+            KvNumbers::Bf16 => self.in_format::<S, Bf16>(simd),
         }
     }
 }
 
 impl Chunk<'_> {
     #[inline(always)]
-    fn kept<S: Simd, N: Kept>(self, simd: S) {
-        if self.queries.len() / self.width > FEW {
-            self.compute::<S, N, MOST>(simd);
+    fn in_format<S: Simd, N: Format>(self, simd: S) {
+        if self.queries.len() / self.width > FEW_QUERIES {
+            self.compute::<S, N, MAX_QUERIES>(simd);
         } else {
-            self.compute::<S, N, FEW>(simd);
+            self.compute::<S, N, FEW_QUERIES>(simd);
         }
     }
 
     #[inline(always)]
-    fn compute<S: Simd, N: Kept, const COUNT: usize>(self, simd: S) {
-        let Self { held, stride, width, queries, places, scores, out, .. } = self;
+    fn compute<S: Simd, N: Format, const COUNT: usize>(self, simd: S) {
+        let Self { held, stride, width, queries, positions, scores, out, .. } = self;
         let count = queries.len() / width;
-        let keys = (places[count - 1] + 1).next_multiple_of(KEYS);
+        let keys = (positions[count - 1] + 1).next_multiple_of(KEYS);
         let scale = 1.0 / (width as f32).sqrt();
-        let laid = transposed::<COUNT>(queries, width, scale);
+        let queries_by_number = transposed::<COUNT>(queries, width, scale);
         for (index, scores_at) in (0..keys).step_by(KEYS).enumerate() {
             let line = N::words(width * KEYS);
             let block = &held[index / (BLOCK / KEYS)].keys[index % (BLOCK / KEYS) * line..][..line];
             for part in 0..KEYS / S::F32_LANES {
-                let sums = products::<S, N, COUNT>(simd, &laid, S::as_simd_u32s(block).0, part);
+                let sums = products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(block).0, part);
                 let at = scores_at + part * S::F32_LANES;
                 for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
                     store(simd, &[sum], &mut scores[at..at + S::F32_LANES]);
@@ -177,36 +179,37 @@ impl Chunk<'_> {
             }
         }
         let mut sums = [1.0; COUNT];
-        for ((scores, place), sum) in scores.chunks_exact_mut(keys).zip(places).zip(&mut sums).take(count) {
-            *sum = weights(simd, scores, *place);
+        for ((scores, position), sum) in scores.chunks_exact_mut(keys).zip(positions).zip(&mut sums).take(count) {
+            *sum = weights(simd, scores, *position);
         }
-        for first in (0..width).step_by(LINES * S::F32_LANES) {
-            let seen = places[count - 1] + 1;
-            let made = averages::<S, N, COUNT>(simd, held, &scores[..count * keys], stride, first, seen);
-            for ((out, made), sum) in out.chunks_exact_mut(width).zip(made).zip(sums) {
-                let last = width.min(first + LINES * S::F32_LANES);
+        for first in (0..width).step_by(VALUE_REGISTERS * S::F32_LANES) {
+            let seen = positions[count - 1] + 1;
+            let sums_of_values = weighted_values::<S, N, COUNT>(simd, held, &scores[..count * keys], stride, first, seen);
+            for ((out, values), sum) in out.chunks_exact_mut(width).zip(sums_of_values).zip(sums) {
+                let last = width.min(first + VALUE_REGISTERS * S::F32_LANES);
                 let scale = simd.splat_f32s(1.0 / sum);
-                store(simd, &made.map(|made| simd.mul_f32s(made, scale)), &mut out[first..last]);
+                store(simd, &values.map(|value| simd.mul_f32s(value, scale)), &mut out[first..last]);
             }
         }
     }
 }
 
 /// Registers of a value that are summed at a time.
-const LINES: usize = 4;
+const VALUE_REGISTERS: usize = 4;
 
-/// `[width, COUNT]` of `[count, width]`, each number times `scale`; zeros for queries that are lacking.
+/// The transpose `[width, COUNT]` of `queries` `[count, width]`, each number multiplied by `scale`. Missing queries are
+/// zeros.
 fn transposed<const COUNT: usize>(queries: &[f32], width: usize, scale: f32) -> Vec<[f32; COUNT]> {
-    let mut laid = vec![[0.0; COUNT]; width];
+    let mut transposed = vec![[0.0; COUNT]; width];
     for (index, query) in queries.chunks_exact(width).enumerate() {
-        laid.iter_mut().zip(query).for_each(|(to, x)| to[index] = x * scale);
+        transposed.iter_mut().zip(query).for_each(|(to, x)| to[index] = x * scale);
     }
-    laid
+    transposed
 }
 
-/// The products of queries with the keys of one register.
+/// The dot products of queries with the keys of one register.
 #[inline(always)]
-fn products<S: Simd, N: Kept, const COUNT: usize>(
+fn products<S: Simd, N: Format, const COUNT: usize>(
     simd: S,
     queries: &[[f32; COUNT]],
     keys: &[S::u32s],
@@ -214,8 +217,8 @@ fn products<S: Simd, N: Kept, const COUNT: usize>(
 ) -> [S::f32s; COUNT] {
     let mut sums = [simd.splat_f32s(0.0); COUNT];
     let line = KEYS / S::F32_LANES;
-    let twos = keys.chunks_exact(N::words(2) * line).zip(queries.as_chunks::<2>().0);
-    for (words, queries) in twos {
+    let pairs = keys.chunks_exact(N::words(2) * line).zip(queries.as_chunks::<2>().0);
+    for (words, queries) in pairs {
         for (number, query) in N::two(simd, words, line, part).into_iter().zip(queries) {
             for (sum, x) in sums.iter_mut().zip(query) {
                 *sum = simd.mul_add_e_f32s(simd.splat_f32s(*x), number, *sum);
@@ -225,12 +228,12 @@ fn products<S: Simd, N: Kept, const COUNT: usize>(
     sums
 }
 
-/// Makes the weights of the keys up to `place` of their scores, without dividing by their sum, which it returns;
-/// the weights of later keys are 0.
+/// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet, and returns
+/// the sum. The weights of later keys are 0.
 #[inline(always)]
-fn weights<S: Simd>(simd: S, scores: &mut [f32], place: usize) -> f32 {
-    scores[place + 1..].fill(f32::NEG_INFINITY);
-    let (seen, unseen) = scores.split_at_mut((place + 1).next_multiple_of(KEYS));
+fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
+    scores[position + 1..].fill(f32::NEG_INFINITY);
+    let (seen, unseen) = scores.split_at_mut((position + 1).next_multiple_of(KEYS));
     let seen = S::as_mut_simd_f32s(seen).0;
     let mut most = simd.splat_f32s(f32::NEG_INFINITY);
     for score in seen.iter() {
@@ -239,7 +242,7 @@ fn weights<S: Simd>(simd: S, scores: &mut [f32], place: usize) -> f32 {
     let most = simd.splat_f32s(simd.reduce_max_f32s(most));
     let mut sum = simd.splat_f32s(0.0);
     for score in seen {
-        // The smallest e^x here is not 0, but 1e-38.
+        // `exp` limits x, so its smallest result is 1e-38 instead of 0.
         let is_seen = simd.greater_than_f32s(*score, simd.splat_f32s(f32::NEG_INFINITY));
         let weight = exp(simd, simd.sub_f32s(*score, most));
         *score = simd.select_f32s(is_seen, weight, simd.splat_f32s(0.0));
@@ -249,22 +252,22 @@ fn weights<S: Simd>(simd: S, scores: &mut [f32], place: usize) -> f32 {
     simd.reduce_sum_f32s(sum)
 }
 
-/// The sums of the values of the `seen` keys by the weights in `scores` `[count, keys]`, of the registers from
-/// number `first` on.
+/// The sums of the values of the first `seen` keys, weighted by `scores` `[count, keys]`, for [`VALUE_REGISTERS`] registers
+/// from number `first` on.
 #[inline(always)]
-fn averages<S: Simd, N: Kept, const COUNT: usize>(
+fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
     simd: S,
-    held: &[Held<'_>],
+    held: &[HeadBlock<'_>],
     scores: &[f32],
     stride: usize,
     first: usize,
     seen: usize,
-) -> [[S::f32s; LINES]; COUNT] {
-    let mut sums = [[simd.splat_f32s(0.0); LINES]; COUNT];
+) -> [[S::f32s; VALUE_REGISTERS]; COUNT] {
+    let mut sums = [[simd.splat_f32s(0.0); VALUE_REGISTERS]; COUNT];
     let keys = seen.next_multiple_of(KEYS);
     let count = scores.len() / keys;
     let (line, from) = (stride / S::F32_LANES, first / S::F32_LANES);
-    let width = LINES.min(line - from);
+    let width = VALUE_REGISTERS.min(line - from);
     for (held, first) in held.iter().zip((0..seen).step_by(BLOCK)) {
         let values = S::as_simd_u32s(held.values).0.chunks_exact(N::words(2) * line);
         for (at, words) in (first..seen.min(first + BLOCK)).step_by(2).zip(values) {
@@ -285,18 +288,20 @@ fn averages<S: Simd, N: Kept, const COUNT: usize>(
     sums
 }
 
-/// How numbers are kept. Not closures: see [`Lanes`](super::activation::Lanes).
-trait Kept {
-    /// The words of so many numbers.
+/// A number format of keys and values. A trait and not closures, for the reason given at
+/// [`Lanes`](super::activation::Lanes).
+trait Format {
+    /// The words for so many numbers.
     fn words(numbers: usize) -> usize;
-    /// A register of the first numbers and one of the second, where `line` registers lie between the two.
+    /// Unpacks two registers: the first and the second number of each pair. In memory `line` registers separate the two, or
+    /// they share a word.
     fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2];
 }
 
 struct F32;
 struct Bf16;
 
-impl Kept for F32 {
+impl Format for F32 {
     #[inline(always)]
     fn words(numbers: usize) -> usize {
         numbers
@@ -308,7 +313,7 @@ impl Kept for F32 {
     }
 }
 
-impl Kept for Bf16 {
+impl Format for Bf16 {
     #[inline(always)]
     fn words(numbers: usize) -> usize {
         numbers / 2
@@ -339,9 +344,9 @@ mod tests {
         values: Vec<Vec<f32>>,
     }
 
-    /// Sequences with so many tokens, whose blocks lie in disorder. Numbers are exact in bf16.
+    /// Sequences with so many tokens, whose blocks are not in order. All numbers are exact in bf16.
     fn case(shape: KvShape, lengths: &[usize]) -> Case {
-        let round = |x: f32| f32::from_bits(super::super::kv::upper(x));
+        let round = |x: f32| f32::from_bits(super::super::kv::bf16_bits(x));
         let needed: Vec<usize> = lengths.iter().map(|length| length.div_ceil(BLOCK)).collect();
         let mut free: Vec<u32> = (0..needed.iter().sum::<usize>() as u32).collect();
         free.reverse();
@@ -367,7 +372,7 @@ mod tests {
         Case { kv, tables, keys, values }
     }
 
-    /// The plain formula in f64 for a query of a head at `place`.
+    /// The plain formula in f64, for a query of a head at `place`.
     fn right(case: &Case, sequence: usize, head: usize, place: usize, query: &[f32]) -> Vec<f64> {
         let KvShape { heads, width, .. } = case.kv.shape();
         let at = |place: usize| (place * heads + head) * width;
@@ -429,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_gives_the_same_bits_in_any_company_and_in_any_step() {
+    fn a_token_gives_the_same_bits_in_any_batch_and_in_any_step() {
         on_every_cpu(|| {
             for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
                 let shape = KvShape { layers: 2, heads: 2, width: 64, numbers };

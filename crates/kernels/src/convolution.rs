@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use pulp::{Simd, WithSimd};
 
 use super::dispatch;
-use super::product::{Panels, Rows, by_blocks, multiply_rows};
+use super::gemm::{Panels, Rows, by_blocks, multiply_rows};
 
 /// What is put around an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -306,7 +306,7 @@ fn add_product<S: Simd>(simd: S, pixel: &[f32], weight: &[f32], sums: &mut [S::f
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, noise, on_every_cpu, wide};
+    use super::super::testing::{difference, noise, on_every_cpu, to_f64};
     use super::*;
 
     /// The formula, in f64, of `x` `[images, height, width, channels]`.
@@ -329,7 +329,7 @@ mod tests {
                 Some(&x[((image * height + row) * width + column) * channels..][..channels])
             };
             for (index, bias) in bias.iter().enumerate() {
-                let weights = wide(&weights[index * each..][..each]);
+                let weights = to_f64(&weights[index * each..][..each]);
                 let mut sum = f64::from(*bias);
                 for (tap, weights) in weights.chunks_exact(each / (size * size)).enumerate() {
                     let Some(pixel) = pixel(tap) else { continue };
@@ -367,7 +367,7 @@ mod tests {
             let bias = noise(&[out], 0.5, 2);
             let filters = || Filters { weights: &weights, bias: bias.clone(), patches, clamp, is_depthwise };
             let x = noise(&[2, height, width, channels], 1.0, 3);
-            let right = right(&filters(), &wide(&x), [2, height, width]);
+            let right = right(&filters(), &to_f64(&x), [2, height, width]);
             let convolution = Convolution::new(filters());
             assert_eq!(convolution.channels(), channels);
             let (ours, shape) = convolution.forward(&x, [2, height, width]);

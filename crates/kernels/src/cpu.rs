@@ -1,4 +1,4 @@
-//! The vector units of this CPU. Decides for which of them kernels are compiled, and which run.
+//! The vector units of this CPU. Decides for which of them kernels are compiled, and which of those run.
 
 use std::sync::OnceLock;
 
@@ -9,19 +9,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuFeatures {
-    /// The best that there are.
+    /// The best that the CPU has.
     #[default]
     Auto,
-    /// Registers of 16 numbers.
+    /// Registers of 16 f32.
     Avx512,
-    /// Registers of 8 numbers, and multiplication with addition.
+    /// Registers of 8 f32, and fused multiply-add.
     Avx2,
-    /// What every CPU of this kind has.
+    /// Scalar code, which every CPU of the architecture runs.
     None,
 }
 
 impl CpuFeatures {
-    /// All, with their names in settings.
+    /// All values, with their names in settings.
     pub const ALL: [(Self, &str); 4] =
         [(Self::Auto, "auto"), (Self::Avx512, "avx512"), (Self::Avx2, "avx2"), (Self::None, "none")];
 }
@@ -29,10 +29,10 @@ impl CpuFeatures {
 /// The vector units that kernels use. Set once, before the first kernel runs; then only read.
 static ARCH: OnceLock<Arch> = OnceLock::new();
 
-/// Has all kernels of this process use these vector units. Call it before any kernel.
+/// Makes all kernels of this process use these vector units. Call it before any kernel.
 ///
 /// # Errors
-/// What this CPU lacks.
+/// This CPU lacks them.
 pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     let arch = match features {
         CpuFeatures::Auto => return Ok(()),
@@ -46,13 +46,13 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     };
     let name = CpuFeatures::ALL.iter().find(|(known, _)| *known == features).map_or("", |(_, name)| *name);
     let arch = arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU lacks them"))?;
-    // Where it is set already, it is to the same: a process has one worker.
+    // If it is set already, it is set to the same value, because a process has one worker.
     let _ = ARCH.set(arch);
     Ok(())
 }
 
-/// Whether rows may become whole numbers before they are multiplied ([`Matrix::with_rows_as`]): the CPU has
-/// AVX512-VNNI, and may use it.
+/// Whether rows may be quantized before they are multiplied ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI, and the
+/// vector units that were set allow it.
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn multiplies_bytes() -> bool {
@@ -63,7 +63,7 @@ pub fn multiplies_bytes() -> bool {
     can
 }
 
-/// Whether this CPU has the instructions of AVX512-VNNI, and those that are used with them.
+/// Whether this CPU has AVX512-VNNI, and the other AVX-512 instructions that the kernel uses.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn has_vnni() -> bool {
     is_x86_feature_detected!("avx512f")
@@ -73,7 +73,8 @@ pub(crate) fn has_vnni() -> bool {
         && is_x86_feature_detected!("avx512vnni")
 }
 
-/// Runs a kernel compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for those that were set.
+/// Runs the variant of a kernel that is compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for those
+/// that were set.
 pub(crate) fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
     #[cfg(test)]
     match super::testing::LANES.get() {

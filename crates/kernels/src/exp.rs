@@ -1,14 +1,16 @@
-//! e^x on vector registers, for the other kernels. Never allocates.
+//! Exponentials: e^x on vector registers, for the other kernels, and of a whole row, for probabilities. Never allocates.
 
-use pulp::Simd;
+use pulp::{Simd, WithSimd};
 
-/// Beyond this the result would not be a normal f32.
+use super::dispatch;
+
+/// The largest magnitude of x. Beyond it the result would not be a normal f32.
 const LIMIT: f32 = 87.0;
 
 /// e^x for each lane, to about 2 units in the last place; x is limited to ±87.
 ///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2, so that e^x = 2^n · e^r: a polynomial for e^r, and n added to
-/// the exponent bits.
+/// With x = n·ln 2 + r and |r| ≤ ln 2 / 2, e^x = 2^n · e^r: a polynomial approximates e^r, and n is added to the exponent
+/// bits.
 #[inline(always)]
 pub fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     /// Adding 1.5·2^23 leaves round(x) in the low bits of the sum's mantissa.
@@ -39,13 +41,73 @@ pub fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(is_number, result, given)
 }
 
+/// `row` ← e^((row - largest)·scale). Returns the sum of the results. The largest number becomes 1, minus infinity 0.
+pub fn exponentials(row: &mut [f32], scale: f32) -> f32 {
+    dispatch(Exponentials { row, scale })
+}
+
+/// The largest number of a row; minus infinity if it is empty, unspecified if it contains NaN.
+pub fn largest(row: &[f32]) -> f32 {
+    dispatch(Largest(row))
+}
+
+struct Exponentials<'a> {
+    row: &'a mut [f32],
+    scale: f32,
+}
+
+impl WithSimd for Exponentials<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> f32 {
+        let most = Largest(self.row).with_simd(simd);
+        let (most, scale) = (simd.splat_f32s(most), simd.splat_f32s(self.scale));
+        let (head, tail) = S::as_mut_simd_f32s(self.row);
+        let mut sum = simd.splat_f32s(0.0);
+        for x in head {
+            *x = power(simd, *x, most, scale);
+            sum = simd.add_f32s(sum, *x);
+        }
+        let mut total = simd.reduce_sum_f32s(sum);
+        let powers = power(simd, simd.partial_load_f32s(tail), most, scale);
+        simd.partial_store_f32s(tail, powers);
+        for x in tail {
+            total += *x;
+        }
+        total
+    }
+}
+
+/// e^((x - most)·scale). A function and not a closure, for the reason given at [`Lanes`](super::activation::Lanes).
+#[inline(always)]
+fn power<S: Simd>(simd: S, x: S::f32s, most: S::f32s, scale: S::f32s) -> S::f32s {
+    // `exp` limits x, so its smallest result is 1e-38 instead of 0.
+    let is_finite = simd.greater_than_f32s(x, simd.splat_f32s(f32::NEG_INFINITY));
+    let power = exp(simd, simd.mul_f32s(simd.sub_f32s(x, most), scale));
+    simd.select_f32s(is_finite, power, simd.splat_f32s(0.0))
+}
+
+struct Largest<'a>(&'a [f32]);
+
+impl WithSimd for Largest<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> f32 {
+        let (head, tail) = S::as_simd_f32s(self.0);
+        let mut most = simd.splat_f32s(f32::NEG_INFINITY);
+        for x in head {
+            most = simd.max_f32s(most, *x);
+        }
+        tail.iter().copied().fold(simd.reduce_max_f32s(most), f32::max)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use pulp::WithSimd;
-
-    use super::super::dispatch;
     use super::super::testing::on_every_cpu;
+    use super::*;
 
     struct Exp<'a>(&'a mut [f32]);
 
@@ -72,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_stays_so_on_every_cpu() {
+    fn nan_stays_nan_on_every_cpu() {
         on_every_cpu(|| {
             let mut ys = [f32::NAN, 0.0, f32::NEG_INFINITY];
             dispatch(Exp(&mut ys));
@@ -81,10 +143,30 @@ mod tests {
     }
 
     #[test]
-    fn far_below_zero_it_is_nothing_and_at_zero_one() {
+    fn far_below_zero_e_to_the_x_is_almost_0_and_at_zero_1() {
         let mut ys = [f32::NEG_INFINITY, -1e9, 0.0];
         dispatch(Exp(&mut ys));
         assert!(ys[0] < 2e-38 && ys[1] < 2e-38);
         assert_eq!(ys[2], 1.0);
+    }
+
+    #[test]
+    fn exponentials_are_relative_to_the_largest_number() {
+        on_every_cpu(|| {
+            for count in [1, 15, 16, 100] {
+                let given: Vec<f32> = (0..count).map(|at| (at * 37 % 101) as f32 / 7.0 - 3.0).collect();
+                let most = given.iter().copied().fold(f32::MIN, f32::max);
+                assert_eq!(largest(&given), most);
+                let mut row = given.clone();
+                row.push(f32::NEG_INFINITY);
+                let sum = exponentials(&mut row, 0.5);
+                assert_eq!(row.pop(), Some(0.0));
+                let right: Vec<f64> = given.iter().map(|x| (f64::from(x - most) * 0.5).exp()).collect();
+                assert!((f64::from(sum) - right.iter().sum::<f64>()).abs() < 1e-5 * f64::from(sum));
+                for (ours, right) in row.iter().zip(right) {
+                    assert!((f64::from(*ours) - right).abs() < 1e-6);
+                }
+            }
+        });
     }
 }

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 
 use super::activation::{Activation, activate};
 use super::add_norm::End;
-use super::product::{Matrix, NotWholeGroups, Numbers, Panels, RUN, Rows, by_blocks, narrow};
+use super::gemm::{Matrix, NotWholeGroups, Numbers, Panels, RUN, Rows, by_blocks, narrow};
 
 /// One feed-forward half.
 pub struct FeedForward {
@@ -158,7 +158,7 @@ impl Narrow<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, linear, noise, on_every_cpu, wide};
+    use super::super::testing::{difference, linear, noise, on_every_cpu, to_f64};
     use super::*;
 
     #[test]
@@ -178,10 +178,10 @@ mod tests {
         let given = noise(&[rows, hidden], 1.0, 7);
         for gate in [None, Some(&gate)] {
             let up_bias = if gate.is_some() { vec![0.0; inner] } else { noise(&[inner], 0.5, 6) };
-            let mut between = linear(&wide(&given), &up, &up_bias);
+            let mut between = linear(&to_f64(&given), &up, &up_bias);
             between.iter_mut().for_each(|x| *x /= 1.0 + (-*x).exp());
             if let Some(gate) = gate {
-                let gates = linear(&wide(&given), gate, &vec![0.0; inner]);
+                let gates = linear(&to_f64(&given), gate, &vec![0.0; inner]);
                 between.iter_mut().zip(gates).for_each(|(x, gate)| *x *= gate);
             }
             let right = linear(&between, &down, &bias);

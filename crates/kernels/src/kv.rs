@@ -1,18 +1,19 @@
-//! The keys and values of sequences' tokens, in blocks of memory that sequences hold by a table of block numbers.
-//! Owns the memory, which the system gives page by page when it is written for the first time. Knows no
-//! sequence: which block is whose is the caller's matter.
+//! The paged cache of keys and values: blocks of memory, which a sequence refers to by a table of block numbers. Owns the
+//! memory, which the system provides page by page when it is written for the first time. Knows no sequences: the caller
+//! decides which block belongs to which one.
 
 use std::io;
+use std::ops::Range;
 
 use memmap2::{MmapMut, UncheckedAdvice};
 use pulp::bytemuck;
 
-/// Tokens of a block.
+/// Tokens in a block.
 pub const BLOCK: usize = 32;
-/// Keys that lie side by side.
+/// Tokens whose keys are interleaved, number by number.
 pub const KEYS: usize = 16;
 
-/// How keys and values are kept.
+/// The number format of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvNumbers {
     /// 32 bits.
@@ -21,21 +22,21 @@ pub enum KvNumbers {
     Bf16,
 }
 
-/// What each token has.
+/// The shape of the keys and values of one token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
     /// Layers.
     pub layers: usize,
     /// Heads of keys and values.
     pub heads: usize,
-    /// Numbers of a head; even.
+    /// Numbers in a head; even.
     pub width: usize,
-    /// How they are kept.
+    /// Their number format.
     pub numbers: KvNumbers,
 }
 
 impl KvShape {
-    /// The width of a value in memory: full cache lines of f32.
+    /// The width of a value in memory, rounded up to whole cache lines of f32.
     pub fn stride(&self) -> usize {
         self.width.next_multiple_of(16)
     }
@@ -45,11 +46,12 @@ impl KvShape {
         self.words(BLOCK * self.width)
     }
 
-    /// The same for keys and values.
+    /// Words of 32 bits for the keys and values of one layer and head of a block.
     fn head_words(&self) -> usize {
         self.key_words() + self.words(BLOCK * self.stride())
     }
 
+    /// Words of 32 bits for so many numbers.
     fn words(&self, numbers: usize) -> usize {
         match self.numbers {
             KvNumbers::F32 => numbers,
@@ -63,105 +65,108 @@ impl KvShape {
     }
 }
 
-/// Blocks of memory for keys and values.
+/// The blocks of memory for keys and values.
 pub struct KvBlocks {
     shape: KvShape,
     memory: MmapMut,
 }
 
-/// The keys and values of one layer and head of a block, two numbers after each other or in one word.
+/// The keys and values of one layer and head of a block. A word holds one f32, or two bf16: of keys two consecutive
+/// numbers, of values the same number of two consecutive tokens.
 #[derive(Clone, Copy)]
-pub struct Held<'a> {
+pub struct HeadBlock<'a> {
     /// `[BLOCK / KEYS, width, KEYS]`.
     pub keys: &'a [u32],
     /// `[BLOCK, stride]`.
     pub values: &'a [u32],
 }
 
-/// Where a token's keys and values are held.
+/// The place of a token's keys and values in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldAt {
-    /// The block.
+    /// The number of the block.
     pub block: u32,
     /// The token's index in the block, below [`BLOCK`].
     pub offset: usize,
 }
 
 impl KvBlocks {
-    /// Memory for so many blocks. None of it is used yet.
+    /// Reserves address space for so many blocks. No memory is used yet.
     ///
     /// # Errors
-    /// The system has not so much address space.
+    /// The system has not enough address space.
     pub fn new(shape: KvShape, blocks: usize) -> io::Result<Self> {
         let bytes = blocks.max(1).saturating_mul(shape.block_bytes());
         Ok(Self { shape, memory: MmapMut::map_anon(bytes)? })
     }
 
-    /// What each token has.
+    /// The shape of the keys and values of one token.
     pub fn shape(&self) -> KvShape {
         self.shape
     }
 
     /// Gives a block's memory back to the system.
-    #[expect(unsafe_code, reason = "the system forgets what the pages hold; no safe interface has it")]
+    #[expect(unsafe_code, reason = "no safe interface exists for discarding the contents of pages")]
     pub fn release(&mut self, block: u32) {
         let bytes = self.shape.block_bytes();
-        // SAFETY: the map is private and anonymous, so its pages become zeros, which are numbers. Where it
-        // fails, the memory stays with this process.
+        // SAFETY: the map is private and anonymous, so its pages become zeros, which are valid numbers. If the call
+        // fails, the process keeps the memory.
         let _ = unsafe {
             self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, block as usize * bytes, bytes)
         };
     }
 
-    /// One layer and head of a block.
-    pub fn held(&self, block: u32, layer: usize, head: usize) -> Held<'_> {
-        let (start, words) = self.place(block, layer, head);
-        let words: &[u32] = bytemuck::cast_slice(&self.memory[start * 4..(start + words) * 4]);
+    /// The keys and values of one layer and head of a block.
+    pub fn head_block(&self, block: u32, layer: usize, head: usize) -> HeadBlock<'_> {
+        let words: &[u32] = bytemuck::cast_slice(&self.memory[self.byte_range(block, layer, head)]);
         let (keys, values) = words.split_at(self.shape.key_words());
-        Held { keys, values }
+        HeadBlock { keys, values }
     }
 
-    fn place(&self, block: u32, layer: usize, head: usize) -> (usize, usize) {
-        let words = self.shape.head_words();
-        (((block as usize * self.shape.layers) + layer) * self.shape.heads * words + head * words, words)
+    fn byte_range(&self, block: u32, layer: usize, head: usize) -> Range<usize> {
+        let KvShape { layers, heads, .. } = self.shape;
+        let bytes = self.shape.head_words() * 4;
+        let start = ((block as usize * layers + layer) * heads + head) * bytes;
+        start..start + bytes
     }
 
     /// Writes the key and the value of a token. Tokens of a block are written in order.
     pub fn put(&mut self, at: HeldAt, layer: usize, head: usize, key: &[f32], value: &[f32]) {
         let KvShape { width, numbers, .. } = self.shape;
         let stride = self.shape.stride();
-        let place = at.offset;
-        let (start, words) = self.place(at.block, layer, head);
-        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory[start * 4..(start + words) * 4]);
+        let offset = at.offset;
+        let range = self.byte_range(at.block, layer, head);
+        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory[range]);
         let (keys, values) = words.split_at_mut(self.shape.key_words());
         match numbers {
             KvNumbers::F32 => {
-                let lanes = keys[place / KEYS * width * KEYS..].iter_mut().skip(place % KEYS).step_by(KEYS);
+                let lanes = keys[offset / KEYS * width * KEYS..].iter_mut().skip(offset % KEYS).step_by(KEYS);
                 lanes.zip(key).for_each(|(to, x)| *to = x.to_bits());
-                let values = &mut values[place * stride..];
+                let values = &mut values[offset * stride..];
                 values.iter_mut().zip(value).for_each(|(to, x)| *to = x.to_bits());
-                if place.is_multiple_of(2) {
-                    // The kernel reads values in twos, and multiplies the second by 0 if it is not there yet.
+                if offset.is_multiple_of(2) {
+                    // The kernel reads the values of two tokens at a time. It multiplies the second by 0 if it is not written yet,
+                    // which must not be NaN.
                     values[stride..2 * stride].fill(0);
                 }
             }
             KvNumbers::Bf16 => {
                 let lanes =
-                    keys[place / KEYS * width / 2 * KEYS..].iter_mut().skip(place % KEYS).step_by(KEYS);
-                lanes.zip(key.as_chunks::<2>().0).for_each(|(to, [a, b])| *to = upper(*a) | upper(*b) >> 16);
-                let values = values[place / 2 * stride..].iter_mut().zip(value);
-                if place.is_multiple_of(2) {
-                    values.for_each(|(to, x)| *to = upper(*x));
+                    keys[offset / KEYS * width / 2 * KEYS..].iter_mut().skip(offset % KEYS).step_by(KEYS);
+                lanes.zip(key.as_chunks::<2>().0).for_each(|(to, [a, b])| *to = bf16_bits(*a) | bf16_bits(*b) >> 16);
+                let values = values[offset / 2 * stride..].iter_mut().zip(value);
+                if offset.is_multiple_of(2) {
+                    values.for_each(|(to, x)| *to = bf16_bits(*x));
                 } else {
-                    values.for_each(|(to, x)| *to |= upper(*x) >> 16);
+                    values.for_each(|(to, x)| *to |= bf16_bits(*x) >> 16);
                 }
             }
         }
     }
 }
 
-/// The upper half of an f32, rounded to the nearest; the lower half is 0.
-pub fn upper(x: f32) -> u32 {
+/// An f32 rounded to the nearest bf16, as the bits of an f32: the lower half is 0.
+pub fn bf16_bits(x: f32) -> u32 {
     let bits = x.to_bits();
     if x.is_nan() {
         (bits | 0x0040_0000) & 0xffff_0000
@@ -175,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_keep_their_places_and_a_released_block_is_empty() {
+    fn tokens_are_stored_at_their_places_and_a_released_block_is_zero() {
         for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
             let shape = KvShape { layers: 2, heads: 3, width: 4, numbers };
             let mut blocks = KvBlocks::new(shape, 3).unwrap();
@@ -189,7 +194,7 @@ mod tests {
                     &[x, 1.0, 2.0, 3.0],
                 );
             }
-            let Held { keys, values } = blocks.held(1, 1, 2);
+            let HeadBlock { keys, values } = blocks.head_block(1, 1, 2);
             let number = |word: u32, half: usize| match numbers {
                 KvNumbers::F32 => f32::from_bits(word),
                 KvNumbers::Bf16 => f32::from_bits(word << (16 * half) & 0xffff_0000),
@@ -198,10 +203,10 @@ mod tests {
             assert_eq!((number(keys[3], 0), number(keys[two * KEYS + 3], 0)), (3.0, 23.0));
             assert_eq!(number(values[2 * two * 16], 0), 4.0);
             assert!(
-                blocks.held(1, 1, 1).keys.iter().chain(blocks.held(0, 1, 2).values).all(|word| *word == 0)
+                blocks.head_block(1, 1, 1).keys.iter().chain(blocks.head_block(0, 1, 2).values).all(|word| *word == 0)
             );
             blocks.release(1);
-            assert!(blocks.held(1, 1, 2).values.iter().all(|word| *word == 0));
+            assert!(blocks.head_block(1, 1, 2).values.iter().all(|word| *word == 0));
         }
     }
 }

@@ -1,17 +1,17 @@
-//! The steps of networks on a CPU in f32, on slices, written for its vector units (detected at run time) and caches.
-//! Own the packed weights, and no state between calls. What is a bug of the caller, such as slices that do not fit
-//! each other, panics.
+//! The operations of networks on a CPU in f32, on slices, written for the CPU's vector units (detected at run time) and
+//! caches. The types own packed weights, and no state between calls. A bug of the caller, such as slices of sizes that do
+//! not match, panics.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `cpu` | which vector units kernels are compiled for and run on |
-//! | `product` | layouts of matrices, products of rows with them |
-//! | `attention`, `distances` | attention of texts over all their tokens, and what it knows of distances |
-//! | `causal`, `kv` | attention of sequences over the tokens before, and where their keys and values lie |
-//! | `feed_forward` | the two products of a block, with the function between them |
+//! | `gemm` | layouts of matrices, matrix products, products of a few rows (`gemv`) |
+//! | `attention`, `positions` | attention of texts over all their tokens, and its positional terms |
+//! | `causal`, `kv` | attention of sequences over the tokens before, and the layout of their keys and values |
+//! | `feed_forward` | the two products of a block, with the activation between them |
 //! | `convolution` | convolution of images |
-//! | `add_norm`, `activation`, `exponentials`, `exp` | what is done number by number, or row by row |
-//! | `pooling` | from a text's token vectors to its one vector |
+//! | `add_norm`, `activation`, `exp` | element-wise and row-wise operations |
+//! | `pooling` | how a text's token vectors become one vector |
 
 mod activation;
 mod add_norm;
@@ -19,20 +19,19 @@ pub mod attention;
 pub mod causal;
 pub mod convolution;
 mod cpu;
-mod distances;
+mod positions;
 mod exp;
-mod exponentials;
 pub mod feed_forward;
 pub mod kv;
 pub mod pooling;
-mod product;
+mod gemm;
 
 pub use activation::{Activation, activate, gate};
 pub use add_norm::{End, Norm, norm_by_squares};
 pub use cpu::{CpuFeatures, multiplies_bytes, use_features};
-pub use distances::{Bias, Distances, Rotary, places};
-pub use exponentials::{exponentials, largest};
-pub use product::{
+pub use positions::{Bias, Distances, Rotary, places};
+pub use exp::{exponentials, largest};
+pub use gemm::{
     Group, Matrix, NotWholeGroups, Numbers, Panels, RowNumbers, Words, multiply_rows, multiply_together,
 };
 
@@ -41,11 +40,11 @@ use cpu::dispatch;
 #[cfg(test)]
 mod testing {
     thread_local! {
-        /// The numbers in a register, computed one by one, instead of this CPU's registers.
+        /// Lanes of an emulated register that replaces this CPU's registers; none for this CPU's own.
         pub static LANES: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
     }
 
-    /// Runs `test` with this CPU's registers, and with those of other CPUs.
+    /// Runs `test` with this CPU's registers, and with emulated ones of 1 and of 16 lanes.
     pub fn on_every_cpu(test: impl Fn() + Send + Sync) {
         let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         for lanes in [None, Some(1), Some(16)] {
@@ -66,18 +65,19 @@ mod testing {
         (0..shape.iter().product()).map(|_| next()).collect()
     }
 
-    /// The largest absolute difference from what is right.
+    /// The largest absolute difference from the expected values; NaN if one is NaN.
     pub fn difference(ours: &[f32], right: &[f64]) -> f64 {
         assert_eq!(ours.len(), right.len());
         let off = |(ours, right): (&f32, &f64)| (f64::from(*ours) - right).abs();
-        // The larger of a number and NaN would be the number.
+        // `f64::max` would drop NaN.
         ours.iter()
             .zip(right)
             .map(off)
             .fold(0.0, |most, off| if off > most || off.is_nan() { off } else { most })
     }
 
-    /// A linear layer in f64: `rows` `[count, depth]` times `columns` `[width, depth]`, plus `bias` `[width]`.
+    /// A linear layer in f64: `rows` `[count, depth]` times the transpose of `columns` `[width, depth]`, plus `bias`
+    /// `[width]`.
     pub fn linear(rows: &[f64], columns: &[f32], bias: &[f32]) -> Vec<f64> {
         let depth = columns.len() / bias.len();
         let of_row = |row: &[f64]| {
@@ -89,8 +89,8 @@ mod testing {
         rows.chunks_exact(depth).flat_map(of_row).collect()
     }
 
-    /// The numbers with twice their bits.
-    pub fn wide(numbers: &[f32]) -> Vec<f64> {
+    /// The numbers as f64.
+    pub fn to_f64(numbers: &[f32]) -> Vec<f64> {
         numbers.iter().copied().map(f64::from).collect()
     }
 }

@@ -1,13 +1,14 @@
-//! Knows which deliveries of a session are unsettled, and decides how many acks become few commands: one
-//! `multiple` ack up to the first unsettled delivery, and one ack for each later one. Pure.
+//! Tracks the unsettled deliveries of a session, and combines many acks into few commands: one `multiple` ack up to
+//! the first delivery that is not acked yet, and one ack for each acked delivery after it. Pure.
 //!
 //! Few commands matter for safety too: while more than 32 commands are under way on a quorum queue, RabbitMQ
-//! holds back what else the channel settles, and forgets the held ones when the channel closes. A burst of
+//! holds back further settlements of the channel, and forgets them when the channel closes. A burst of
 //! acks before a close would be lost, and their tasks answered twice. RabbitMQ also writes each command to
 //! disk, and a task sent right after a reply waits for that write.
 
 use std::collections::BTreeSet;
 
+/// An ack command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ack {
     pub(super) tag: u64,
@@ -20,10 +21,10 @@ pub(super) struct Ack {
 pub(super) enum Flush {
     /// The caller sends what [`AckTracker::take`] returns, until that is empty.
     Send,
-    /// The caller waits a little for more acks, then asks [`AckTracker::begin`] whether to send.
+    /// The caller waits a little for more acks, and then sends if [`AckTracker::begin`] returns true.
     Gather,
-    /// Another caller sends this ack.
-    Leave,
+    /// The caller does nothing: another caller sends this ack.
+    Delegated,
 }
 
 /// Which caller, if any, is responsible for the waiting acks.
@@ -44,18 +45,18 @@ pub(super) struct AckTracker {
     acked: BTreeSet<u64>,
     sender: Sender,
     /// When this many acks wait, they are sent at once.
-    enough: usize,
+    batch_size: usize,
     /// Tag of the last delivery with `redelivered` set.
     redelivered: u64,
 }
 
 impl AckTracker {
-    /// Lets acks wait for more, until `enough` of them wait. Without this call no ack waits.
-    pub(super) fn gather(&mut self, enough: usize) {
-        self.enough = enough;
+    /// Lets acks wait until `batch_size` of them wait. Without this call no ack waits.
+    pub(super) fn gather(&mut self, batch_size: usize) {
+        self.batch_size = batch_size;
     }
 
-    /// Records a delivery. Called in the order of tags, before anybody can settle the delivery.
+    /// Records a delivery. Must be called in the order of tags, and before anybody can settle the delivery.
     pub(super) fn delivered(&mut self, tag: u64, redelivered: bool) {
         self.unsettled.insert(tag);
         if redelivered {
@@ -63,40 +64,40 @@ impl AckTracker {
         }
     }
 
-    /// True when at least `full` deliveries are unsettled, all with tags from `first` on, and nobody is
-    /// sending acks. Then the caller becomes the sender: no ack is sent until it calls [`AckTracker::take`].
+    /// Makes the caller the sender, so that no ack is sent until it calls [`AckTracker::take`]. False, without a
+    /// change, unless at least `full` deliveries are unsettled, all with tags from `first` on, and nobody is sending.
     pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
         let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
         own && self.unsettled.len() >= full && self.begin()
     }
 
-    /// True when nobody is sending: then the caller becomes the sender, see [`AckTracker::take`].
+    /// Makes the caller the sender, which has to call [`AckTracker::take`]. False if another caller is sending.
     pub(super) fn begin(&mut self) -> bool {
         std::mem::replace(&mut self.sender, Sender::Sending) != Sender::Sending
     }
 
-    /// Records that a delivery was handed back. Called after the command is written: until then no `multiple`
-    /// may cover its tag, or the broker would ack it.
+    /// Records that a delivery was returned to its queue. Must be called after the command is written: until then no
+    /// `multiple` ack may cover its tag, or the broker would ack it.
     pub(super) fn returned(&mut self, tag: u64) {
         self.unsettled.remove(&tag);
     }
 
-    /// Takes an ack. It is sent at once where this delivery or a later one is a redelivery: a redelivered
-    /// task may crash the process, and tasks finished just before would have to be done again.
+    /// Records an ack. It is sent at once if this delivery or a later one is a redelivery: a redelivered task may
+    /// crash the process, and tasks finished just before would have to be done again.
     pub(super) fn ack(&mut self, tag: u64) -> Flush {
         self.acked.insert(tag);
-        let at_once = tag <= self.redelivered || self.acked.len() >= self.enough;
+        let at_once = tag <= self.redelivered || self.acked.len() >= self.batch_size;
         let (sender, flush) = match self.sender {
-            Sender::Sending => (Sender::Sending, Flush::Leave),
+            Sender::Sending => (Sender::Sending, Flush::Delegated),
             _ if at_once => (Sender::Sending, Flush::Send),
-            Sender::Gathering => (Sender::Gathering, Flush::Leave),
+            Sender::Gathering => (Sender::Gathering, Flush::Delegated),
             Sender::Nobody => (Sender::Gathering, Flush::Gather),
         };
         self.sender = sender;
         flush
     }
 
-    /// The acks to send now, in this order. Empty: there are no more, and the caller is no longer the sender.
+    /// The acks to send now, in this order. Empty: no ack waits, and the caller is no longer the sender.
     pub(super) fn take(&mut self) -> Vec<Ack> {
         let mut acks = Vec::new();
         while let Some(&first) = self.unsettled.first() {
@@ -131,7 +132,7 @@ mod tests {
     fn acks_up_to_the_first_gap_are_one_command() {
         let mut ack_tracker = ack_tracker(1..=6);
         let turns = [2, 1, 3, 5].map(|tag| ack_tracker.ack(tag));
-        assert_eq!(turns, [Flush::Send, Flush::Leave, Flush::Leave, Flush::Leave], "one sender");
+        assert_eq!(turns, [Flush::Send, Flush::Delegated, Flush::Delegated, Flush::Delegated], "one sender");
         assert_eq!(ack_tracker.take(), [Ack { tag: 3, multiple: true }, Ack { tag: 5, multiple: false }]);
         assert_eq!(ack_tracker.take(), []);
         assert_eq!(ack_tracker.ack(4), Flush::Send);
@@ -139,12 +140,12 @@ mod tests {
     }
 
     #[test]
-    fn while_acks_are_held_they_wait_for_who_holds_them() {
+    fn held_acks_are_sent_by_the_caller_that_holds_them() {
         let mut ack_tracker = ack_tracker(1..=5);
         assert!(!ack_tracker.hold(1, 6), "fewer than a full prefetch");
-        assert!(!ack_tracker.hold(2, 4), "one is of an older consumer");
+        assert!(!ack_tracker.hold(2, 4), "one delivery belongs to an older consumer");
         assert!(ack_tracker.hold(1, 5));
-        assert_eq!(ack_tracker.ack(1), Flush::Leave, "somebody sends");
+        assert_eq!(ack_tracker.ack(1), Flush::Delegated, "the holder sends");
         assert!(!ack_tracker.hold(1, 5));
         assert_eq!(ack_tracker.take(), [Ack { tag: 1, multiple: true }]);
         assert_eq!(ack_tracker.take(), []);
@@ -152,14 +153,14 @@ mod tests {
     }
 
     #[test]
-    fn acks_wait_for_more_until_they_are_enough_and_then_whoever_comes_sends() {
+    fn acks_gather_until_enough_wait_and_the_caller_of_the_last_one_sends() {
         let mut ack_tracker = ack_tracker(1..=9);
         ack_tracker.gather(3);
         assert_eq!(
             [1, 2, 3, 4].map(|tag| ack_tracker.ack(tag)),
-            [Flush::Gather, Flush::Leave, Flush::Send, Flush::Leave]
+            [Flush::Gather, Flush::Delegated, Flush::Send, Flush::Delegated]
         );
-        assert!(!ack_tracker.begin(), "who gathered finds that somebody sends");
+        assert!(!ack_tracker.begin(), "the gathering caller finds that another one sends");
         assert_eq!(ack_tracker.take(), [Ack { tag: 4, multiple: true }]);
         assert_eq!((ack_tracker.take(), ack_tracker.ack(5)), (vec![], Flush::Gather));
         assert!(ack_tracker.hold(5, 5), "nobody is sending yet");
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn acks_up_to_what_was_delivered_before_wait_for_none() {
+    fn acks_up_to_a_redelivery_are_sent_at_once() {
         let mut ack_tracker = AckTracker::default();
         ack_tracker.gather(10);
         for tag in 1..=4 {
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn no_ack_passes_over_a_delivery_that_is_on_its_way_back() {
+    fn no_multiple_ack_covers_a_delivery_that_is_being_returned() {
         let mut ack_tracker = ack_tracker(1..=3);
         ack_tracker.ack(1);
         ack_tracker.ack(3);

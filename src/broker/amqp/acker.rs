@@ -13,35 +13,36 @@ use super::ack_tracker::{Ack, AckTracker, Flush};
 use super::connect::Failure;
 use crate::broker::{Acker, DeliveryTag};
 
-/// How long the broker takes to act on settled deliveries, with a margin: it does not report that it has.
-/// `ack_tracker` explains what could be lost.
-const SETTLING: Duration = Duration::from_millis(100);
-/// How long an ack waits for others. The broker writes each ack command to disk, and a task that a client
-/// sends on receiving a reply waits for that write; after 2 ms that task has been delivered.
-const GATHER: Duration = Duration::from_millis(2);
-/// Returns between two pauses: half of what RabbitMQ's client of a quorum queue takes at once.
-const RETURNS: usize = 16;
-/// The pause after [`RETURNS`] returns.
+/// How long the broker takes to act on settlements, with a margin. It does not report that it has acted.
+/// `ack_tracker` explains which acks could be lost.
+const FLUSH_WAIT: Duration = Duration::from_millis(100);
+/// How long an ack waits for others. The broker writes each ack command to disk, and a task that a client sends on
+/// receiving a reply would wait for that write. After 2 ms that task has already been delivered.
+const GATHER_TIME: Duration = Duration::from_millis(2);
+/// Deliveries returned between two pauses: half of the 32 commands that RabbitMQ lets be under way on a quorum queue
+/// (see `ack_tracker`).
+const RETURNS_PER_PAUSE: usize = 16;
+/// The pause after [`RETURNS_PER_PAUSE`] returned deliveries.
 const RETURN_PAUSE: Duration = Duration::from_millis(10);
 
 /// The current session, or why there is none. Written by the supervisor when a session begins, ends or cannot
 /// be made; read by every settle and by a cancel. A plain mutex, held for a clone only.
 #[derive(Clone, Default)]
-pub(super) struct Current(Arc<Mutex<Standing>>);
+pub(super) struct CurrentSession(Arc<Mutex<SessionState>>);
 
 #[derive(Default)]
-struct Standing {
-    open: Option<Open>,
+struct SessionState {
+    open: Option<OpenSession>,
     trouble: Option<String>,
 }
 
-impl Current {
-    pub(super) fn open(&self) -> Option<Open> {
+impl CurrentSession {
+    pub(super) fn open(&self) -> Option<OpenSession> {
         self.lock().open.clone()
     }
 
-    pub(super) fn hold(&self, open: Option<Open>) {
-        *self.lock() = Standing { open, trouble: None };
+    pub(super) fn set(&self, open: Option<OpenSession>) {
+        *self.lock() = SessionState { open, trouble: None };
     }
 
     /// Records why there is no session.
@@ -49,46 +50,46 @@ impl Current {
         self.lock().trouble = Some(format!("{}: {}", failure.broker, failure.reason));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Standing> {
+    fn lock(&self) -> MutexGuard<'_, SessionState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What settling needs of a session.
+/// The parts of an open session that settling needs.
 #[derive(Clone)]
-pub(super) struct Open {
+pub(super) struct OpenSession {
     pub(super) session: u64,
     pub(super) channel: Channel,
-    /// The consumer's name. Written by the supervisor while it consumes anew; read by a cancel. Each holds
+    /// The consumer's tag. Written by the supervisor when it makes a new consumer, and read by a cancel. Both hold
     /// the lock until the broker has answered.
     pub(super) consumer_tag: Arc<tokio::sync::Mutex<ShortString>>,
-    /// Written by the supervisor for each delivery and by every settle. Held for a few instructions.
+    /// Written by the supervisor for each delivery, and by every settle. The lock is held for a few instructions.
     pub(super) ack_tracker: Arc<Mutex<AckTracker>>,
 }
 
-impl Open {
+impl OpenSession {
     pub(super) fn ack_tracker(&self) -> MutexGuard<'_, AckTracker> {
         self.ack_tracker.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Acks a delivery; concurrent acks become few commands. The caller that sends also sends the acks that
-    /// come meanwhile. False: the session is over.
+    /// Acks a delivery. Concurrent acks are combined into few commands: the caller that sends also sends the acks
+    /// that arrive meanwhile. False: the session is over.
     async fn ack(&self, tag: u64) -> bool {
         let flush = self.ack_tracker().ack(tag);
-        if flush == Flush::Leave {
+        if flush == Flush::Delegated {
             return true;
         }
         let open = self.clone();
         let sent = async move {
             if flush == Flush::Gather {
-                tokio::time::sleep(GATHER).await;
+                tokio::time::sleep(GATHER_TIME).await;
                 if !open.ack_tracker().begin() {
                     return true;
                 }
             }
             open.send_acks().await
         };
-        // A task of its own, because the acks of others depend on it: it goes on where this caller is cancelled.
+        // A task of its own, because the acks of others depend on it: it must finish even if this caller is cancelled.
         tokio::spawn(sent).await.unwrap_or(false)
     }
 
@@ -113,17 +114,17 @@ impl Open {
 
 /// Settles deliveries of the current session on its channel; shared.
 pub struct AmqpAcker {
-    current: Current,
-    /// Returns since the last pause. Written by every return.
+    current: CurrentSession,
+    /// Number of deliveries returned so far. Written by every `requeue`.
     returned: tokio::sync::Mutex<usize>,
 }
 
 impl AmqpAcker {
-    pub(super) fn new(current: Current) -> Self {
+    pub(super) fn new(current: CurrentSession) -> Self {
         Self { current, returned: tokio::sync::Mutex::new(0) }
     }
 
-    fn open(&self, delivery_tag: DeliveryTag) -> Option<Open> {
+    fn open(&self, delivery_tag: DeliveryTag) -> Option<OpenSession> {
         self.current.open().filter(|open| open.session == delivery_tag.session)
     }
 }
@@ -144,7 +145,7 @@ impl Acker for AmqpAcker {
             // The lock is held during the command, which keeps returns in order.
             let mut returned = self.returned.lock().await;
             *returned += 1;
-            if *returned % RETURNS == 0 {
+            if *returned % RETURNS_PER_PAUSE == 0 {
                 tokio::time::sleep(RETURN_PAUSE).await;
             }
             let requeue = BasicNackOptions { requeue: true, multiple: false };
@@ -157,7 +158,7 @@ impl Acker for AmqpAcker {
     fn flush(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
             if self.current.open().is_some() {
-                tokio::time::sleep(SETTLING).await;
+                tokio::time::sleep(FLUSH_WAIT).await;
             }
         })
     }

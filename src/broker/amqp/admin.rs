@@ -1,4 +1,4 @@
-//! Single requests of the command line: each on its own connection, each address tried once.
+//! Single requests to the broker, for commands. Each uses its own connection, and tries each address once.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use lapin::{Connection, Error};
 
 use super::cause::refused;
 use super::connect::{Connector, OpenConnection, Refusal};
-use super::topology::{Topology, look, make_replies};
+use super::topology::{Topology, declare_reply_queue, inspect};
 use crate::broker::BrokerError;
 
-/// Makes the missing queues.
+/// Declares the missing queues.
 ///
 /// # Errors
 /// No address could be reached, or the broker refuses.
@@ -20,7 +20,7 @@ pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), B
     Ok(())
 }
 
-/// Makes the queue of a job's replies, if the job's task queue exists.
+/// Declares the queue of a job's replies, if the job's task queue exists.
 ///
 /// # Errors
 /// As [`declare`]; a task queue that does not exist is refused.
@@ -31,11 +31,11 @@ pub async fn declare_job(
     keep: Duration,
 ) -> Result<(), BrokerError> {
     let (connection, broker) = connect(connector).await?;
-    let made = async {
-        look(&connection, task_queue).await?;
-        make_replies(&connection, replies, keep).await
+    let declared = async {
+        inspect(&connection, task_queue).await?;
+        declare_reply_queue(&connection, replies, keep).await
     };
-    made.await.map_err(|error| refused(broker, &error))?;
+    declared.await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
     Ok(())
 }
@@ -46,16 +46,17 @@ pub async fn declare_job(
 /// As [`declare`]; a queue that does not exist is refused.
 pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, BrokerError> {
     let (connection, broker) = connect(connector).await?;
-    let looked = look(&connection, queue).await.map_err(|error| refused(broker, &error))?;
+    let state = inspect(&connection, queue).await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
-    Ok(looked.consumer_count())
+    Ok(state.consumer_count())
 }
 
 /// The number of ready messages of a queue.
-pub(super) async fn ready_in(connection: &Connection, queue: &str) -> Result<u32, Error> {
-    Ok(look(connection, queue).await?.message_count())
+pub(super) async fn ready_count(connection: &Connection, queue: &str) -> Result<u32, Error> {
+    Ok(inspect(connection, queue).await?.message_count())
 }
 
+/// Connects to the first address that accepts.
 pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
     let mut last = None;
     for _ in &connector.settings.url {

@@ -1,4 +1,4 @@
-//! What an error of lapin means. The only place that reads the broker's reply codes and texts. Pure.
+//! Classifies errors of lapin. The only place that reads the broker's reply codes and texts. Pure.
 
 use std::io;
 
@@ -13,8 +13,8 @@ pub(super) enum Cause {
     Missing,
     /// The queue exists, and cannot be reached now: the node of a classic queue is down, or the queue has crashed.
     Away,
-    /// The queue is another connection's own.
-    Private,
+    /// The queue is exclusive to another connection.
+    Exclusive,
     /// The user lacks a permission; or the password is wrong, or the broker's authentication service is down.
     AccessRefused,
     /// A limit of connections (of a user, a virtual host or a node), which passes when others end; or a virtual host
@@ -49,8 +49,8 @@ impl Cause {
         }
     }
 
-    /// RabbitMQ answers 404 for a queue that it cannot reach too, and only the text differs. The beginnings of its
-    /// texts decide, because a stranger chooses the name that follows.
+    /// RabbitMQ also answers 404 for a queue that it cannot reach, and only the text differs. The beginnings of its
+    /// texts decide, because anybody may choose the queue's name that follows.
     fn of_reply(code: u16, message: &str) -> Self {
         const AWAY: [&str; 3] = ["home node '", "queue '", "failed to perform operation on "];
         let reason = message.strip_prefix("NOT_FOUND - ").unwrap_or(message);
@@ -60,7 +60,7 @@ impl Cause {
             403 => Self::AccessRefused,
             404 if AWAY.iter().any(|beginning| reason.starts_with(beginning)) => Self::Away,
             404 => Self::Missing,
-            405 => Self::Private,
+            405 => Self::Exclusive,
             406 => Self::PreconditionFailed,
             501..=505 | 540 | 541 => Self::BadFrame,
             530 if message.contains("is reached") || message.contains("is down") => Self::LimitReached,
@@ -89,7 +89,7 @@ pub(super) fn message(error: &Error) -> String {
     }
 }
 
-/// The error of an operation that `broker` (its address, or what of it) refused.
+/// The error of an operation that `broker` refused: the broker's address, or the queue or exchange that refused.
 pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
     let reason = message(error);
     match Cause::of(error) {
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_whose_node_is_down_is_away_and_not_missing_whatever_its_name() {
+    fn a_queue_whose_node_is_down_is_away_not_missing_whatever_its_name() {
         let of = |message: &str| Cause::of_reply(404, message);
         assert_eq!(of("NOT_FOUND - no queue 'q' in vhost '/'"), Cause::Missing);
         assert_eq!(
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_of_connections_is_told_from_a_virtual_host_that_is_not_allowed() {
+    fn a_connection_limit_is_distinguished_from_a_forbidden_virtual_host() {
         let of = |message: &str| Cause::of_reply(530, message);
         assert_eq!(of("NOT_ALLOWED - connection limit (2) is reached"), Cause::LimitReached);
         assert_eq!(of("NOT_ALLOWED - vhost 'b' is down"), Cause::LimitReached);

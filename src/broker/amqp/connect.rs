@@ -24,10 +24,10 @@ use crate::config::{Broker, Tls, redact_url};
 const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), most: Duration::from_secs(10) };
 /// After this many refusals before any success, the settings are taken to be wrong. More than one, because a
 /// broker that boots refuses its virtual hosts for a moment.
-const REFUSALS: u32 = 3;
-/// How long a starting service retries when the broker's refusal is ambiguous: a wrong password, or an
-/// authentication service that is down, or a user that is not made yet.
-const UNCERTAIN: Duration = Duration::from_secs(15);
+const MAX_REFUSALS: u32 = 3;
+/// How long a starting service retries when the broker's refusal is ambiguous: the password is wrong, the
+/// authentication service is down, or the user does not exist yet.
+const UNCERTAIN_REFUSAL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Longest wait for the broker's answer to a cancel or close.
 pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -48,7 +48,7 @@ impl Failure {
         Self { broker, reason: message(error), refusal: Cause::of(error).into() }
     }
 
-    /// A failure of which the broker has said nothing.
+    /// A failure for which the broker has given no reason.
     pub(super) fn without_answer(broker: String, reason: String) -> Self {
         Self { broker, reason, refusal: Refusal::None }
     }
@@ -56,12 +56,12 @@ impl Failure {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// Not a refusal, or one that passes without a change here: a limit that is reached, a queue that may yet
-    /// be made.
+    /// Not a refusal, or one that may end without a change of our settings: a limit is reached, or a queue does not
+    /// exist yet.
     None,
-    /// Ambiguous: the settings are wrong, or the cause passes; the broker's message is the same.
+    /// Ambiguous: the settings are wrong, or the cause is temporary. The broker's message is the same for both.
     Uncertain,
-    /// The settings are wrong: certificates, arguments of a queue.
+    /// The settings are wrong: certificates, or the arguments of a queue.
     Settings,
 }
 
@@ -72,7 +72,7 @@ impl From<Cause> for Refusal {
             Cause::InvalidPath | Cause::PreconditionFailed | Cause::Tls => Self::Settings,
             Cause::Missing
             | Cause::Away
-            | Cause::Private
+            | Cause::Exclusive
             | Cause::LimitReached
             | Cause::ContentTooLarge
             | Cause::BadFrame
@@ -101,14 +101,19 @@ pub struct Connector {
     /// The connection's name on the broker's management page.
     pub(super) name: String,
     pub(super) refusals: RefusalPolicy,
-    /// Counts failed attempts; modulo the number of addresses, it is the index of the next one to try.
-    turn: AtomicUsize,
+    /// Failed attempts. Modulo the number of addresses, this is the index of the address to try next.
+    failed_attempts: AtomicUsize,
 }
 
 impl Connector {
     /// `name` is what the broker's management page shows for the connection.
     pub fn new(settings: Broker, name: impl Into<String>) -> Self {
-        Self { settings, name: name.into(), refusals: RefusalPolicy::Command, turn: AtomicUsize::new(0) }
+        Self {
+            settings,
+            name: name.into(),
+            refusals: RefusalPolicy::Command,
+            failed_attempts: AtomicUsize::new(0),
+        }
     }
 
     /// This connector with another policy.
@@ -121,8 +126,8 @@ impl Connector {
     /// success it takes the same one.
     pub(super) async fn attempt(&self) -> Result<(OpenConnection, String), Failure> {
         let urls = &self.settings.url;
-        let turn = self.turn.load(Ordering::Relaxed) % urls.len().max(1);
-        let url = urls.get(turn).map(|url| url.expose()).unwrap_or_default();
+        let index = self.failed_attempts.load(Ordering::Relaxed) % urls.len().max(1);
+        let url = urls.get(index).map(|url| url.expose()).unwrap_or_default();
         let broker = redact_url(url);
         let limit = self.settings.connect_timeout;
         let failure = match tokio::time::timeout(limit, self.open(url, &broker)).await {
@@ -130,12 +135,13 @@ impl Connector {
             Ok(Err(failure)) => failure,
             Err(_) => Failure::without_answer(broker, format!("no answer within {limit:?}")),
         };
-        self.pass_turn();
+        self.use_next_address();
         Err(failure)
     }
 
-    pub(super) fn pass_turn(&self) {
-        self.turn.fetch_add(1, Ordering::Relaxed);
+    /// Makes the next attempt try the next address.
+    pub(super) fn use_next_address(&self) {
+        self.failed_attempts.fetch_add(1, Ordering::Relaxed);
     }
 
     async fn open(&self, url: &str, broker: &str) -> Result<OpenConnection, Failure> {
@@ -150,8 +156,8 @@ impl Connector {
     }
 }
 
-/// As `Connection::connect_uri_with_config`, but a dropped attempt leaves nothing behind. Lapin connects on a
-/// thread of its own, which waits without limit for the broker's first answer and cannot be ended. So lapin
+/// Connects like `Connection::connect_uri_with_config`, but a dropped attempt leaves no thread behind. Lapin connects
+/// on a thread of its own, which waits without limit for the broker's first answer and cannot be ended. So lapin
 /// gets a socket that is already connected (and encrypted), and we keep a handle to shut it down.
 async fn connect(
     uri: AMQPUri,
@@ -170,7 +176,7 @@ async fn connect(
         AMQPScheme::AMQP => stream,
         AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
     };
-    // Lapin takes the stream once: a second time would be a reconnection, which is ours to make.
+    // Lapin may take the stream only once. Taking it again would be a reconnection, which only our supervisors make.
     let once = Mutex::new(Some(stream));
     let connection = Connection::connector(
         uri,
@@ -185,8 +191,8 @@ async fn connect(
     Ok(OpenConnection { connection, socket: Some(socket) })
 }
 
-/// A handle of a connection's socket. Dropping it shuts the socket down: lapin's thread then reads the end of
-/// the stream, and ends.
+/// A handle to a connection's socket. Dropping it shuts the socket down: lapin's thread then reads the end of
+/// the stream and exits.
 struct Socket(TcpStream);
 
 impl Drop for Socket {
@@ -239,16 +245,16 @@ fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
     Ok(OwnedTLSConfig { identity, cert_chain })
 }
 
-/// How often the same failure is logged.
+/// Shortest interval between two warnings about the same failure. In between it is logged at debug level.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// After a connection, at most this many earlier failures count for the next delay.
-const FLAPPING: u32 = 3;
+/// After a successful connection, at most this many earlier failures count towards the next delay.
+const MAX_FAILURES_KEPT: u32 = 3;
 
 /// Counts failures since the last working connection, and decides the delay before the next attempt or the
 /// end of all attempts. Each supervisor owns one.
 #[derive(Default)]
 pub(super) struct ReconnectPolicy {
-    since: Option<Instant>,
+    failing_since: Option<Instant>,
     failures: u32,
     /// Refusals in a row other than [`Refusal::None`].
     refusals: u32,
@@ -265,7 +271,7 @@ impl ReconnectPolicy {
         failure: Failure,
         connector: &Connector,
     ) -> Result<Duration, BrokerError> {
-        let lasted = self.since.get_or_insert_with(Instant::now).elapsed();
+        let lasted = self.failing_since.get_or_insert_with(Instant::now).elapsed();
         self.failures += 1;
         let Failure { broker, reason, refusal } = failure;
         if self.is_refused(refusal, connector.refusals) {
@@ -285,8 +291,8 @@ impl ReconnectPolicy {
             _ if is_logged => tracing::debug!(broker, reason, delay_ms, "trying again"),
             Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
             _ => {
-                let tried_for = self.tried_for(refusal, connector);
-                tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again, {tried_for}");
+                let retry_limit = self.retry_limit(refusal, connector);
+                tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again, {retry_limit}");
             }
         }
         if !is_logged {
@@ -295,20 +301,20 @@ impl ReconnectPolicy {
         Ok(delay)
     }
 
-    /// For how long a refusal is tried in all, in words.
-    fn tried_for(&self, refusal: Refusal, connector: &Connector) -> String {
+    /// For how long, or how often, a refusal is retried in all, as text for the log.
+    fn retry_limit(&self, refusal: Refusal, connector: &Connector) -> String {
         let give_up_after = connector.settings.give_up_after;
         match connector.refusals {
             RefusalPolicy::Reached => format!("for {give_up_after:?}"),
             _ if self.was_connected => format!("for {give_up_after:?}"),
             RefusalPolicy::Service if refusal == Refusal::Uncertain => {
-                format!("for {:?}", UNCERTAIN.min(give_up_after))
+                format!("for {:?}", UNCERTAIN_REFUSAL_TIMEOUT.min(give_up_after))
             }
-            RefusalPolicy::Service | RefusalPolicy::Command => format!("{REFUSALS} times"),
+            RefusalPolicy::Service | RefusalPolicy::Command => format!("{MAX_REFUSALS} times"),
         }
     }
 
-    /// Whether the settings are now taken to be wrong.
+    /// Counts a refusal, and returns whether it ends all attempts because the settings must be wrong.
     fn is_refused(&mut self, refusal: Refusal, refusals: RefusalPolicy) -> bool {
         if refusal == Refusal::None {
             (self.refusals, self.refused_since) = (0, None);
@@ -317,21 +323,21 @@ impl ReconnectPolicy {
         self.refusals += 1;
         let lasted = self.refused_since.get_or_insert_with(Instant::now).elapsed();
         let uncertain = refusal == Refusal::Uncertain && refusals == RefusalPolicy::Service;
-        let borne = if uncertain { UNCERTAIN } else { Duration::ZERO };
-        let was_taken = self.was_connected || refusals == RefusalPolicy::Reached;
-        !was_taken && self.refusals >= REFUSALS && lasted >= borne
+        let tolerated = if uncertain { UNCERTAIN_REFUSAL_TIMEOUT } else { Duration::ZERO };
+        let was_accepted = self.was_connected || refusals == RefusalPolicy::Reached;
+        !was_accepted && self.refusals >= MAX_REFUSALS && lasted >= tolerated
     }
 
-    /// A connection was made, which may break at once. If so, the delays go on from [`FLAPPING`] failures,
-    /// not from the length that a long outage had brought.
+    /// Records that a connection was made. If it breaks at once, the next delay is computed from at most
+    /// [`MAX_FAILURES_KEPT`] earlier failures, not from all those of a long outage.
     pub(super) fn connected(&mut self) {
         (self.was_connected, self.last_logged) = (true, None);
         (self.refusals, self.refused_since) = (0, None);
-        self.failures = self.failures.min(FLAPPING);
+        self.failures = self.failures.min(MAX_FAILURES_KEPT);
     }
 
-    /// A session has worked for a while: forgets all failures.
-    pub(super) fn over(&mut self) {
+    /// Forgets all failures, because a session has worked for a while.
+    pub(super) fn reset(&mut self) {
         *self = Self { was_connected: true, ..Self::default() };
     }
 }
@@ -351,20 +357,20 @@ mod tests {
         Connector::new(settings.broker, "test").with_refusals(refusals)
     }
 
-    /// Feeds 50 failures of one kind; returns after how many the attempts ended, and with which error.
-    fn ends(refusal: Refusal, refusals: RefusalPolicy) -> Option<(usize, BrokerError)> {
+    /// Feeds 50 failures of one kind. Returns the number of failures after which the attempts ended, and the error.
+    fn fatal_failure(refusal: Refusal, refusals: RefusalPolicy) -> Option<(usize, BrokerError)> {
         let (mut reconnect, connector) = (ReconnectPolicy::default(), connector(refusals, "1m"));
         (1..=50).find_map(|n| Some((n, reconnect.failed(failure(refusal), &connector).err()?)))
     }
 
     #[test]
-    fn a_broker_that_refuses_from_the_start_is_believed_after_a_few_times() {
+    fn three_refusals_before_any_success_end_the_attempts() {
         for (refusal, refusals) in [
             (Refusal::Settings, RefusalPolicy::Command),
             (Refusal::Settings, RefusalPolicy::Service),
             (Refusal::Uncertain, RefusalPolicy::Command),
         ] {
-            let end = ends(refusal, refusals);
+            let end = fatal_failure(refusal, refusals);
             assert!(
                 matches!(end, Some((3, BrokerError::Refused { .. }))),
                 "{refusal:?} {refusals:?} {end:?}"
@@ -373,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_pass_by_itself_is_waited_for() {
+    fn a_failure_that_may_end_by_itself_is_retried() {
         for (refusal, refusals) in [
             (Refusal::None, RefusalPolicy::Command),
             (Refusal::None, RefusalPolicy::Service),
@@ -381,38 +387,38 @@ mod tests {
             (Refusal::Uncertain, RefusalPolicy::Reached),
             (Refusal::Settings, RefusalPolicy::Reached),
         ] {
-            assert!(ends(refusal, refusals).is_none(), "{refusal:?} {refusals:?}");
+            assert!(fatal_failure(refusal, refusals).is_none(), "{refusal:?} {refusals:?}");
         }
     }
 
     #[test]
-    fn what_a_service_cannot_tell_from_a_wrong_password_is_borne_for_a_bounded_time() {
+    fn a_service_retries_an_ambiguous_refusal_for_a_bounded_time() {
         let (mut reconnect, connector) =
             (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "1m"));
-        for _ in 0..REFUSALS {
+        for _ in 0..MAX_REFUSALS {
             assert!(reconnect.failed(failure(Refusal::Uncertain), &connector).is_ok());
         }
-        reconnect.refused_since = Instant::now().checked_sub(UNCERTAIN);
+        reconnect.refused_since = Instant::now().checked_sub(UNCERTAIN_REFUSAL_TIMEOUT);
         let end = reconnect.failed(failure(Refusal::Uncertain), &connector);
         assert!(matches!(end, Err(BrokerError::Refused { .. })), "{end:?}");
     }
 
     #[test]
-    fn a_refusal_says_for_how_long_it_is_tried() {
-        let said = |reconnect: &ReconnectPolicy, refusal, refusals| {
-            reconnect.tried_for(refusal, &connector(refusals, "10m"))
+    fn the_retry_limit_follows_from_the_refusal_and_the_policy() {
+        let limit = |reconnect: &ReconnectPolicy, refusal, refusals| {
+            reconnect.retry_limit(refusal, &connector(refusals, "10m"))
         };
         let new = ReconnectPolicy::default();
-        assert_eq!(said(&new, Refusal::Uncertain, RefusalPolicy::Service), "for 15s");
-        assert_eq!(said(&new, Refusal::Settings, RefusalPolicy::Service), "3 times");
-        assert_eq!(said(&new, Refusal::Uncertain, RefusalPolicy::Command), "3 times");
-        assert_eq!(said(&new, Refusal::Uncertain, RefusalPolicy::Reached), "for 600s");
+        assert_eq!(limit(&new, Refusal::Uncertain, RefusalPolicy::Service), "for 15s");
+        assert_eq!(limit(&new, Refusal::Settings, RefusalPolicy::Service), "3 times");
+        assert_eq!(limit(&new, Refusal::Uncertain, RefusalPolicy::Command), "3 times");
+        assert_eq!(limit(&new, Refusal::Uncertain, RefusalPolicy::Reached), "for 600s");
         let connected = ReconnectPolicy { was_connected: true, ..new };
-        assert_eq!(said(&connected, Refusal::Uncertain, RefusalPolicy::Service), "for 600s");
+        assert_eq!(limit(&connected, Refusal::Uncertain, RefusalPolicy::Service), "for 600s");
     }
 
     #[test]
-    fn a_connection_after_a_long_outage_that_breaks_at_once_is_soon_tried_again() {
+    fn a_connection_that_breaks_right_after_an_outage_is_soon_retried() {
         let (mut reconnect, connector) =
             (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "1m"));
         let mut last = Duration::ZERO;
@@ -422,18 +428,21 @@ mod tests {
         assert!(last >= BACKOFF.most / 2);
         reconnect.connected();
         let next = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
-        assert!(next <= BACKOFF.ceiling(FLAPPING + 1) && next >= BACKOFF.ceiling(FLAPPING) / 2, "{next:?}");
+        assert!(
+            next <= BACKOFF.ceiling(MAX_FAILURES_KEPT + 1) && next >= BACKOFF.ceiling(MAX_FAILURES_KEPT) / 2,
+            "{next:?}"
+        );
     }
 
     #[test]
-    fn a_broker_that_took_us_once_may_refuse_for_as_long_as_an_outage_may_last() {
+    fn after_one_success_refusals_are_retried_until_give_up_after() {
         let (mut reconnect, connector) =
             (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "2s"));
-        reconnect.over();
+        reconnect.reset();
         for _ in 0..10 {
             assert!(reconnect.failed(failure(Refusal::Settings), &connector).is_ok());
         }
-        reconnect.since = Instant::now().checked_sub(Duration::from_secs(2));
+        reconnect.failing_since = Instant::now().checked_sub(Duration::from_secs(2));
         let end = reconnect.failed(failure(Refusal::None), &connector);
         assert!(matches!(end, Err(BrokerError::Unreachable { .. })));
     }

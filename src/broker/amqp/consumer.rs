@@ -14,51 +14,51 @@ use lapin::{Error, ErrorKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::acker::{AmqpAcker, Current, Open};
+use super::acker::{AmqpAcker, CurrentSession, OpenSession};
 use super::cause::message;
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
 use crate::broker::{BrokerError, Consumer, Event};
 
-/// Events that may wait in the channel to the consumer's owner.
-const EVENTS: usize = 260;
-/// A session that ends sooner counts as a failed attempt: the next attempt waits, longer each time.
-const STEADY: Duration = Duration::from_secs(10);
-/// Longest pause after an unreadable message: the broker is healthy, and every other message waits until the
-/// unreadable one has reached its delivery limit.
-const BRIEF: Duration = Duration::from_millis(300);
-/// How long a session has a prefetch of 1 after a session that broke on an unreadable message, so that only
-/// this message, and none received with it, reaches its delivery limit.
-const ONE_BY_ONE: Duration = Duration::from_secs(60);
+/// Smallest bound of the channel of events to the consumer's owner.
+const MIN_EVENTS_BOUND: usize = 260;
+/// A session that ends sooner counts as a failed attempt, and the delay before the next attempt grows.
+const STABLE_AFTER: Duration = Duration::from_secs(10);
+/// Longest delay before the next session after an unreadable message. It is short because the broker is healthy, and
+/// every other message waits until the unreadable one has reached its delivery limit.
+const MAX_UNREADABLE_DELAY: Duration = Duration::from_millis(300);
+/// Duration of a session with a prefetch of 1. It follows a session that broke on an unreadable message, so that only
+/// this message, and none delivered with it, reaches its delivery limit.
+const ONE_BY_ONE_PERIOD: Duration = Duration::from_secs(60);
 
-/// Receives deliveries of one queue, over as many sessions as needed.
+/// Receives the deliveries of one queue, over as many sessions as needed.
 pub struct AmqpConsumer {
-    /// Written by the supervisor. Bound: the first prefetch, or [`EVENTS`] if larger; further deliveries wait
-    /// in lapin's buffer.
+    /// Written by the supervisor. Bound: the first prefetch, at least [`MIN_EVENTS_BOUND`]. Further deliveries wait in
+    /// lapin's buffer.
     events: mpsc::Receiver<Result<Event, BrokerError>>,
     /// Stops consuming; also cancelled by `close`. Read by the supervisor.
     cancel: CancellationToken,
-    /// The wanted prefetch. Read by the supervisor.
+    /// The prefetch that was set last. Read by the supervisor.
     prefetch: watch::Sender<u16>,
     /// The prefetch of the broker's consumer. Written by the supervisor.
     granted: Arc<AtomicU16>,
-    current: Current,
+    current: CurrentSession,
     /// Ends the supervisor, which drops its end of `events` when the session is closed.
     close: CancellationToken,
 }
 
-/// Starts to consume. The first session is made in the background; [`Consumer::next`] reports failures.
+/// Starts consuming. The first session is made in the background; [`Consumer::next`] reports failures.
 pub fn subscribe(
     connector: Connector,
     subscription: Subscription,
     prefetch: u16,
 ) -> (AmqpConsumer, AmqpAcker) {
-    let (events_in, events) = mpsc::channel(usize::from(prefetch).max(EVENTS));
+    let (events_in, events) = mpsc::channel(usize::from(prefetch).max(MIN_EVENTS_BOUND));
     let close = CancellationToken::new();
     let cancel = close.child_token();
     let granted = Arc::new(AtomicU16::new(prefetch));
     let (prefetch, wanted) = watch::channel(prefetch);
-    let current = Current::default();
+    let current = CurrentSession::default();
     let supervisor = Supervisor {
         connector,
         subscription,
@@ -90,11 +90,10 @@ impl Consumer for AmqpConsumer {
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            // The flag is set before the current session is read: a session that begins meanwhile sees the
-            // flag.
+            // The flag is set before the current session is read, so a session that begins meanwhile sees the flag.
             self.cancel.cancel();
-            // Awaited here, not left to the supervisor: if a consumer still existed when messages are handed
-            // back after this, the broker would deliver them to us again, and out of order.
+            // Awaited here, not left to the supervisor: the caller returns messages to the queue after this, and a
+            // consumer that still existed would get them again, out of order.
             if let Some(open) = self.current.open() {
                 let consumer_tag = open.consumer_tag.lock().await;
                 cancel(&open.channel, consumer_tag.clone()).await;
@@ -117,6 +116,7 @@ impl Drop for AmqpConsumer {
     }
 }
 
+/// The task that makes sessions; see [`AmqpConsumer`] for its channels.
 struct Supervisor {
     connector: Connector,
     subscription: Subscription,
@@ -125,13 +125,13 @@ struct Supervisor {
     events: mpsc::Sender<Result<Event, BrokerError>>,
     cancel: CancellationToken,
     close: CancellationToken,
-    current: Current,
+    current: CurrentSession,
 }
 
 /// Why a session ended without our request.
 struct Lost {
     reason: String,
-    /// Lapin could not parse what the broker sent: most likely a message with a property that is not UTF-8. The
+    /// Lapin could not parse what the broker sent, most likely a message with a property that is not UTF-8. The
     /// broker will deliver that message again.
     unreadable: bool,
 }
@@ -167,15 +167,15 @@ impl Supervisor {
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
-                    let Some(lost) = self.live(number, session, one_by_one).await else { return };
+                    let Some(lost) = self.run_session(number, session, one_by_one).await else { return };
                     let reason = lost.reason;
                     tracing::warn!(session = number, reason, "lost the broker");
                     if self.events.send(Ok(Event::Lost { source, session: number })).await.is_err() {
                         return;
                     }
                     one_by_one = lost.unreadable;
-                    if began.elapsed() >= STEADY {
-                        reconnect.over();
+                    if began.elapsed() >= STABLE_AFTER {
+                        reconnect.reset();
                     }
                     Failure::without_answer(broker, reason)
                 }
@@ -184,7 +184,7 @@ impl Supervisor {
             self.current.fail(&failure);
             match reconnect.failed(failure, &self.connector) {
                 Ok(delay) => tokio::select! {
-                    () = tokio::time::sleep(if one_by_one { delay.min(BRIEF) } else { delay }) => {}
+                    () = tokio::time::sleep(if one_by_one { delay.min(MAX_UNREADABLE_DELAY) } else { delay }) => {}
                     () = self.cancel.cancelled() => return,
                 },
                 Err(error) => {
@@ -195,31 +195,32 @@ impl Supervisor {
         }
     }
 
-    /// Passes on the deliveries of one session until it ends. None: by our close.
-    async fn live(&mut self, number: u64, mut session: Session, one_by_one: bool) -> Option<Lost> {
+    /// Passes on the deliveries of one session until it ends. None: we closed it.
+    async fn run_session(&mut self, number: u64, mut session: Session, one_by_one: bool) -> Option<Lost> {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
-        let open = Open { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
+        let open = OpenSession { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
         self.granted.store(session.prefetch, Ordering::Relaxed);
         self.let_acks_gather(&open, session.prefetch);
-        self.current.hold(Some(open.clone()));
+        self.current.set(Some(open.clone()));
         let lost = tokio::select! {
             lost = self.pump(&open, &mut session, one_by_one) => lost,
-            () = tokio::time::sleep(ONE_BY_ONE), if one_by_one => Some("back to the full prefetch".into()),
+            () = tokio::time::sleep(ONE_BY_ONE_PERIOD), if one_by_one => Some("back to the full prefetch".into()),
         };
-        self.current.hold(None);
+        self.current.set(None);
         if lost.is_none() {
             // Waiting for the broker's answer to the close ensures that it has read every ack written before.
-            let goodbye = async {
+            let close = async {
                 let _ = session.channel.close(200, "done".into()).await;
                 let _ = session.connection.close(200, "done".into()).await;
             };
-            let _ = tokio::time::timeout(CLOSE_TIMEOUT, goodbye).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, close).await;
         }
         lost
     }
 
-    async fn pump(&mut self, open: &Open, session: &mut Session, one_by_one: bool) -> Option<Lost> {
+    /// Forwards the deliveries of a session until it ends, and handles cancel, close and prefetch changes meanwhile.
+    async fn pump(&mut self, open: &OpenSession, session: &mut Session, one_by_one: bool) -> Option<Lost> {
         let mut failures = session.connection.events_listener();
         let mut cancelling = self.cancel.is_cancelled();
         let (mut ended, mut resizing) = (false, false);
@@ -229,7 +230,7 @@ impl Supervisor {
         loop {
             let wanted = *self.prefetch.borrow();
             if wanted != session.prefetch && !cancelling && !resizing && !one_by_one {
-                resizing = give_up(open, session).await;
+                resizing = cancel_to_resize(open, session).await;
             }
             tokio::select! {
                 delivered = session.consumer.next(), if !ended => match delivered {
@@ -237,14 +238,14 @@ impl Supervisor {
                         session.first_tag.get_or_insert(delivery.delivery_tag);
                         open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
                         let source = self.subscription.source();
-                        let delivery = delivery_from(delivery, source, open.session, session.addressed);
+                        let delivery = delivery_from(delivery, source, open.session, session.with_routing_key);
                         let event = Event::Delivery(Box::new(delivery));
                         if self.events.send(Ok(event)).await.is_err() {
                             break None;
                         }
                     }
                     Some(Err(error)) => break Some((&error).into()),
-                    None => match self.go_on(open, session, mem::take(&mut resizing)).await {
+                    None => match self.consume_again(open, session, mem::take(&mut resizing)).await {
                         Ok(true) => {}
                         Ok(false) => {
                             cancelling = true;
@@ -266,12 +267,17 @@ impl Supervisor {
         }
     }
 
-    /// Handles the end of a consumer's stream, which comes once. Where we cancelled the consumer to change the
-    /// prefetch, consumes anew and returns true; false: the owner cancelled.
-    async fn go_on(&mut self, open: &Open, session: &mut Session, resizing: bool) -> Result<bool, Lost> {
-        // The lock is held from reading the flag until the broker has the new consumer: a cancel that comes
-        // meanwhile waits for the new consumer's name. The flag is up to date: `cancel` sets it before it sends
-        // the command.
+    /// Handles the end of a consumer's stream, which comes once for each consumer. Makes a new consumer and returns
+    /// true if we cancelled the old one to change the prefetch. False: the owner cancelled.
+    async fn consume_again(
+        &mut self,
+        open: &OpenSession,
+        session: &mut Session,
+        resizing: bool,
+    ) -> Result<bool, Lost> {
+        // The lock is held from reading the flag until the broker has the new consumer, so that a cancel in between
+        // waits for the new consumer's tag. The flag is up to date, because `cancel` sets it before it sends the
+        // command.
         let mut consumer_tag = open.consumer_tag.lock().await;
         if self.cancel.is_cancelled() {
             return Ok(false);
@@ -280,7 +286,7 @@ impl Supervisor {
             return Err("the broker cancelled the consumer; was the queue deleted?".into());
         }
         let prefetch = *self.prefetch.borrow_and_update();
-        session.consume_anew(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
+        session.consume_again(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
         *consumer_tag = session.consumer.tag();
         self.granted.store(prefetch, Ordering::Relaxed);
         self.let_acks_gather(open, prefetch);
@@ -288,22 +294,22 @@ impl Supervisor {
         Ok(true)
     }
 
-    /// Lets acks wait for more, until a quarter of the prefetch waits. Not for private queues: RabbitMQ does
-    /// not write their acks to disk.
-    fn let_acks_gather(&self, open: &Open, prefetch: u16) {
+    /// Lets acks gather until a quarter of the prefetch waits to be acked. Acks of private queues never wait,
+    /// because RabbitMQ does not write them to disk.
+    fn let_acks_gather(&self, open: &OpenSession, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
             open.ack_tracker().gather(usize::from(prefetch) / 4);
         }
     }
 }
 
-/// Cancels the consumer, to make it anew with another prefetch. False: not possible now.
+/// Cancels the consumer, so that a new one with another prefetch can be made. False: not possible now.
 ///
 /// It is possible only while a full prefetch is unsettled, all of it from this consumer, and no ack is being
 /// sent. Then the broker has no further delivery on its way to us; otherwise RabbitMQ would requeue that one,
-/// count it as a failed delivery and deliver it again. Also, unsettled messages are then never of more than two
-/// consumers. A prefetch that never fills limits nothing, so it need not change.
-async fn give_up(open: &Open, session: &Session) -> bool {
+/// count it as a failed delivery and deliver it again. Also, the unsettled messages then never belong to more than
+/// two consumers. A prefetch that never fills limits nothing, so it need not change.
+async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {
     let full = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
     if full {
         cancel(&session.channel, session.consumer.tag()).await;

@@ -12,16 +12,24 @@ use tokio::time::timeout;
 
 use super::admin::connect;
 use super::cause::refused;
+use super::confirmed_publish::DIRECT_REPLY_TO;
 use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
-use super::topology::look;
+use super::topology::inspect;
 use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
 
 /// Longest wait for the broker, which does not answer under a memory or disk alarm.
-const ANSWER: Duration = Duration::from_secs(5);
-/// RabbitMQ's name for direct replies on the same channel.
-const HERE: &str = "amq.rabbitmq.reply-to";
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How many messages and consumers a queue has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueDepth {
+    /// Messages that wait for a consumer.
+    pub ready: u32,
+    /// Consumers, on all hosts.
+    pub consumers: u32,
+}
 
 /// A connection for requests to launchers.
 pub struct ControlClient {
@@ -43,9 +51,11 @@ impl ControlClient {
         let set_up = async {
             let channel = connection.create_channel().await?;
             channel.confirm_select(ConfirmSelectOptions::default()).await?;
-            let unacked = BasicConsumeOptions { no_ack: true, ..BasicConsumeOptions::default() };
-            let answers =
-                channel.basic_consume(HERE.into(), "".into(), unacked, FieldTable::default()).await?;
+            // RabbitMQ requires this of a consumer of direct replies.
+            let no_ack = BasicConsumeOptions { no_ack: true, ..BasicConsumeOptions::default() };
+            let answers = channel
+                .basic_consume(DIRECT_REPLY_TO.into(), "".into(), no_ack, FieldTable::default())
+                .await?;
             Ok::<_, Error>((channel, answers))
         };
         let (channel, answers) = in_time(&broker, limit, set_up).await?;
@@ -55,9 +65,9 @@ impl ControlClient {
     /// Publishes a request, which expires after `expires`. False: no launcher is bound to this routing key.
     ///
     /// # Errors
-    /// The broker refuses, or is lost; there is no such exchange.
+    /// The broker refuses or is lost, or there is no such exchange.
     #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
-    pub async fn ask(
+    pub async fn publish_request(
         &self,
         routing_key: &str,
         body: &[u8],
@@ -67,18 +77,18 @@ impl ControlClient {
         let properties = Properties {
             content_type: Some(JSON.into()),
             correlation_id: Some(correlation_id.to_owned()),
-            reply_to: Some(HERE.into()),
+            reply_to: Some(DIRECT_REPLY_TO.into()),
             expiration: Some(expires.as_millis().to_string()),
             ..Properties::default()
         };
         let options = BasicPublishOptions { mandatory: true, immediate: false };
         let (to, key, properties) = (short(&self.exchange), short(routing_key), properties_to(&properties));
-        let asked = async {
+        let published = async {
             let confirm = self.channel.basic_publish(to, key, options, body, properties).await?.await?;
             Ok(confirm.take_message().is_none())
         };
         let exchange = format!("exchange {:?}", self.exchange);
-        in_time(&exchange, ANSWER, asked).await.map_err(|error| match error {
+        in_time(&exchange, ANSWER_TIMEOUT, published).await.map_err(|error| match error {
             BrokerError::Missing { broker, reason } => {
                 let hint = "no launcher has made it: is admin.control_exchange the same there?";
                 BrokerError::Missing { broker, reason: format!("{reason}; {hint}") }
@@ -87,32 +97,33 @@ impl ControlClient {
         })
     }
 
-    /// The next answer; none when the connection is lost. Safe to cancel.
+    /// The next answer; none if the connection is lost. Safe to cancel.
     pub async fn next(&mut self) -> Option<Message> {
         let delivery = self.answers.next().await?.ok()?;
         Some(Message { properties: properties_from(&delivery.properties), body: delivery.data.into() })
     }
 
-    /// The numbers of ready messages and of consumers of a queue; none where the queue cannot be inspected.
+    /// The depth of a queue; none if the queue cannot be inspected.
     ///
     /// # Errors
     /// The broker is lost.
-    pub async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, BrokerError> {
-        let unanswered = |_| unanswered(&self.broker, ANSWER);
-        let looked = timeout(ANSWER, look(&self.connection, queue)).await.map_err(unanswered)?;
+    pub async fn depth(&self, queue: &str) -> Result<Option<QueueDepth>, BrokerError> {
+        let unanswered = |_| unanswered(&self.broker, ANSWER_TIMEOUT);
+        let inspected =
+            timeout(ANSWER_TIMEOUT, inspect(&self.connection, queue)).await.map_err(unanswered)?;
         if !self.connection.status().connected() {
             return Err(BrokerError::Refused {
                 broker: self.broker.clone(),
                 reason: "the connection is lost".into(),
             });
         }
-        let Ok(seen) = looked else { return Ok(None) };
-        Ok(Some((seen.message_count(), seen.consumer_count())))
+        let Ok(queue) = inspected else { return Ok(None) };
+        Ok(Some(QueueDepth { ready: queue.message_count(), consumers: queue.consumer_count() }))
     }
 
-    /// Closes the connection in order.
+    /// Closes the connection gracefully.
     pub async fn close(self) {
-        let _ = timeout(ANSWER, self.connection.close(200, "done".into())).await;
+        let _ = timeout(ANSWER_TIMEOUT, self.connection.close(200, "done".into())).await;
     }
 }
 
@@ -127,6 +138,6 @@ async fn in_time<T>(
 }
 
 fn unanswered(broker: &str, limit: Duration) -> BrokerError {
-    let reason = format!("{broker}: no answer; has it an alarm (rabbitmq-diagnostics check_alarms)?");
+    let reason = format!("{broker}: no answer; is an alarm active (rabbitmq-diagnostics check_alarms)?");
     BrokerError::Unreachable { seconds: limit.as_secs(), reason }
 }

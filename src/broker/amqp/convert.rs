@@ -26,8 +26,8 @@ pub(super) fn properties_from(lapin: &BasicProperties) -> Properties {
     }
 }
 
-/// Converts the properties of a message to publish. Texts over AMQP's 255 bytes are cut: they can only come
-/// from producers on the embedded queue.
+/// Converts the properties of a message to publish. Texts over AMQP's 255 bytes are cut; only producers on the embedded
+/// queue can send such texts.
 pub(super) fn properties_to(ours: &Properties) -> BasicProperties {
     let mut lapin = BasicProperties::default();
     let mut text = |value: &Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
@@ -57,7 +57,7 @@ pub(super) fn properties_to(ours: &Properties) -> BasicProperties {
     if ours.headers.is_empty() { lapin } else { lapin.with_headers(table_to(&ours.headers)) }
 }
 
-/// Converts to a short string, cut to 255 bytes at a character boundary.
+/// Converts to an AMQP short string, cut to 255 bytes at a character boundary.
 pub(super) fn short(text: &str) -> ShortString {
     let end = (0..=text.len().min(255)).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
     ShortString::try_new(&text[..end]).unwrap_or_default()
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_longer_than_amqp_allows_is_cut_at_a_character() {
+    fn a_text_longer_than_amqp_allows_is_cut_at_a_character_boundary() {
         assert_eq!(short(&"é".repeat(200)).as_str(), "é".repeat(127));
         assert_eq!(short("queue").as_str(), "queue");
     }

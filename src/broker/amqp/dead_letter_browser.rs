@@ -1,6 +1,6 @@
-//! Reads the messages of a dead-letter queue in batches, and holds each unacked until it is acked or, at the
-//! end, handed back. Decides which may not be handed back, because RabbitMQ would soon drop them. Owns one
-//! connection with one channel: when it is lost, all messages that were not acked are in the queue again.
+//! Reads the messages of a dead-letter queue in batches, and holds each unacked until it is acked or, at the end,
+//! returned to the queue. Decides which messages may not be returned, because RabbitMQ would soon drop them. Owns one
+//! connection with one channel. When it is lost, all messages that were not acked are in the queue again.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,7 +13,7 @@ use lapin::types::FieldTable;
 use lapin::{Channel, Error};
 use tokio::time::timeout;
 
-use super::admin::{connect, ready_in};
+use super::admin::{connect, ready_count};
 use super::cause::{Cause, message};
 use super::connect::{CLOSE_TIMEOUT, Connector, OpenConnection};
 use super::convert::short;
@@ -25,20 +25,20 @@ use crate::protocol::message::without_acting_properties;
 
 /// Deliveries after which RabbitMQ 4 drops a message of a quorum queue whose arguments set no limit.
 const ASSUMED_LIMIT: u64 = 20;
-/// A message with so few deliveries left is published to the queue anew: handing it back uses up one delivery,
-/// and other readers may too.
-const MARGIN: u64 = 3;
-/// Acks in a row before a `basic_get` waits until the broker has acted on them. A channel with more than 32
+/// A message with at most this many deliveries left is published to the queue again: returning it uses up one
+/// delivery, and other readers may use up more.
+const LIMIT_MARGIN: u64 = 3;
+/// After this many acks in a row, a `basic_get` waits until the broker has acted on them. A channel with more than 32
 /// acks and returns under way on a quorum queue holds back further ones, and forgets them when it closes: those
-/// messages would be in the queue again as if not acked. The queue answers a `basic_get` after the acks before
-/// it, so none of those is under way any more.
-const ACKS: usize = 16;
-/// Messages read at once; so at most 64 of the largest messages are in memory.
-const BATCH: u32 = 64;
-/// After this long without a message, the broker is asked whether other readers have taken the rest.
-const IDLE: Duration = Duration::from_millis(250);
-/// Interval of the checks whether all messages that were handed back are in the queue again.
-const POLL: Duration = Duration::from_millis(20);
+/// messages would be in the queue again as if not acked. The queue answers a `basic_get` after the acks before it, so
+/// by then none of them is under way.
+const ACKS_PER_FLUSH: usize = 16;
+/// Messages read at once. It bounds the memory: 64 messages may all be of the largest size.
+const BATCH_SIZE: u32 = 64;
+/// After this long without a message, the queue is inspected: other readers may have taken the rest.
+const IDLE_AFTER: Duration = Duration::from_millis(250);
+/// Interval of the checks whether all returned messages are in the queue again.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The messages of one dead-letter queue, held unacked.
 pub struct DeadLetterBrowser {
@@ -47,15 +47,15 @@ pub struct DeadLetterBrowser {
     broker: String,
     queue: String,
     /// Longest wait for the next message, or for the answer to a `basic_get`.
-    patience: Duration,
+    answer_timeout: Duration,
     publisher: AmqpPublisher,
-    /// Deliveries after which the queue drops a message; none: it is not known.
+    /// Number of deliveries after which the queue drops a message; none: it is not known.
     limit: Option<u64>,
     /// How many of the messages that were ready at the start are still to be read.
-    left: u32,
-    /// Messages read but not yet returned by `next`. Bound: [`BATCH`], and one for each [`ACKS`] acks between
-    /// two calls of `next`.
-    at_hand: VecDeque<Delivery>,
+    remaining: u32,
+    /// Messages read but not yet returned by `next`. Bound: [`BATCH_SIZE`], and one for each [`ACKS_PER_FLUSH`] acks
+    /// between two calls of `next`.
+    buffered: VecDeque<Delivery>,
     /// How many messages the channel holds unacked.
     held: u32,
     /// Acks sent since the last `basic_get`.
@@ -63,12 +63,12 @@ pub struct DeadLetterBrowser {
     left_behind: LeftBehind,
 }
 
-/// Counts messages near their delivery limit, which could not simply be handed back.
+/// Counts messages near their delivery limit, which could not simply be returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LeftBehind {
-    /// Published to the queue anew, at its end.
+    /// Published to the queue again, at its end.
     pub renewed: usize,
-    /// Handed back nevertheless, because publishing anew failed: the queue will drop them soon.
+    /// Returned nevertheless, because publishing them again failed. The queue will drop them soon.
     pub near_limit: usize,
 }
 
@@ -80,7 +80,7 @@ impl DeadLetterBrowser {
     pub async fn open(connector: Connector, queue: &str) -> Result<Self, BrokerError> {
         let (connection, broker) = connect(&connector).await?;
         let refuse = |error| failed(&broker, queue, &error);
-        let left = ready_in(&connection, queue).await.map_err(refuse)?;
+        let remaining = ready_count(&connection, queue).await.map_err(refuse)?;
         let is_known =
             connector.settings.declare && has_high_limit(&connection, queue).await.map_err(refuse)?;
         Ok(Self {
@@ -88,18 +88,18 @@ impl DeadLetterBrowser {
             connection,
             broker,
             queue: queue.to_owned(),
-            patience: connector.settings.connect_timeout,
+            answer_timeout: connector.settings.connect_timeout,
             publisher: AmqpPublisher::new(connector),
             limit: is_known.then_some(HIGH_LIMIT),
-            left,
-            at_hand: VecDeque::new(),
+            remaining,
+            buffered: VecDeque::new(),
             held: 0,
             acks: 0,
             left_behind: LeftBehind::default(),
         })
     }
 
-    /// The assumed delivery limit, where the queue's own is not known.
+    /// The assumed delivery limit, if the queue's own is not known.
     pub fn assumed_limit(&self) -> Option<u64> {
         self.limit.is_none().then_some(ASSUMED_LIMIT)
     }
@@ -109,28 +109,28 @@ impl DeadLetterBrowser {
         &self.publisher
     }
 
-    /// The next message; none when all that were ready at the start have been read or taken by others. The
-    /// caller gives each to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
+    /// The next message; none when all that were ready at the start have been read or taken by others. The caller
+    /// passes each to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
     ///
     /// # Errors
     /// The connection is lost, or the broker refuses: all messages that were not acked are in the queue again.
     pub async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
-        if self.left == 0 {
+        if self.remaining == 0 {
             return Ok(None);
         }
-        if self.at_hand.is_empty() {
+        if self.buffered.is_empty() {
             self.fetch().await?;
         }
-        let next = self.at_hand.pop_front();
-        self.left = if next.is_some() { self.left - 1 } else { 0 };
+        let next = self.buffered.pop_front();
+        self.remaining = if next.is_some() { self.remaining - 1 } else { 0 };
         Ok(next)
     }
 
-    /// Reads a batch with a consumer, which is then cancelled. Not with `basic_get` alone: a quorum queue
-    /// counts each as a consumer, and each message gets slower the more of them are held (on RabbitMQ 3.10,
-    /// 10,000 took 10 s and 30,000 took 70 s).
+    /// Reads a batch with a consumer, which is then cancelled. `basic_get` alone would not do: a quorum queue counts
+    /// each get as a consumer, and each further one is slower the more messages are held (on RabbitMQ 3.10, 10,000
+    /// messages took 10 s and 30,000 took 70 s).
     async fn fetch(&mut self) -> Result<(), BrokerError> {
-        let size = self.left.min(BATCH);
+        let size = self.remaining.min(BATCH_SIZE);
         let failed = |error| failed(&self.broker, &self.queue, &error);
         self.channel.basic_qos(size as u16, BasicQosOptions::default()).await.map_err(failed)?;
         let options = BasicConsumeOptions::default();
@@ -139,37 +139,39 @@ impl DeadLetterBrowser {
         let (mut consumer, mut waited) = (consumer.map_err(failed)?, Duration::ZERO);
         let mut read = Vec::new();
         while read.len() < size as usize {
-            match timeout(IDLE, consumer.next()).await {
+            match timeout(IDLE_AFTER, consumer.next()).await {
                 Ok(Some(delivery)) => read.push(delivery.map_err(failed)?),
                 Ok(None) => break,
-                // Others have taken the rest, or it is on its way here.
-                Err(_) if ready_in(&self.connection, &self.queue).await.map_err(failed)? == 0 => break,
-                Err(_) if waited < self.patience => waited += IDLE,
+                // Nothing is ready: other readers have taken the rest, or it is on its way here.
+                Err(_) if ready_count(&self.connection, &self.queue).await.map_err(failed)? == 0 => break,
+                Err(_) if waited < self.answer_timeout => waited += IDLE_AFTER,
                 Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut).into())),
             }
         }
         // The broker answers the cancel after the messages that it has sent; then the consumer ends.
         cancel(&self.channel, consumer.tag()).await;
-        while let Ok(Some(delivery)) = timeout(self.patience, consumer.next()).await {
+        while let Ok(Some(delivery)) = timeout(self.answer_timeout, consumer.next()).await {
             read.push(delivery.map_err(failed)?);
         }
         self.held += read.len() as u32;
-        self.at_hand.extend(read.into_iter().map(|delivery| delivery_from(delivery, Source::Main, 0, false)));
+        self.buffered
+            .extend(read.into_iter().map(|delivery| delivery_from(delivery, Source::Main, 0, false)));
         self.acks = 0;
         Ok(())
     }
 
+    /// Reads one message with `basic_get`, which also flushes the acks before it.
     async fn get(&mut self) -> Result<Option<Delivery>, BrokerError> {
         let get = self.channel.basic_get(short(&self.queue), BasicGetOptions::default());
         let late = |_| Error::from(io::Error::from(io::ErrorKind::TimedOut));
-        let got = timeout(self.patience, get).await.map_err(late).flatten();
+        let got = timeout(self.answer_timeout, get).await.map_err(late).flatten();
         let got = got.map_err(|error| self.failed(&error))?;
         self.acks = 0;
         self.held += u32::from(got.is_some());
         Ok(got.map(|got| delivery_from(got.delivery, Source::Main, 0, false)))
     }
 
-    /// Takes the message out of the queue. Certain after [`DeadLetterBrowser::flush`].
+    /// Removes the message from the queue. This is certain only after [`DeadLetterBrowser::flush`].
     ///
     /// # Errors
     /// As [`DeadLetterBrowser::next`].
@@ -178,29 +180,29 @@ impl DeadLetterBrowser {
         acked.map_err(|error| self.failed(&error))?;
         self.held -= 1;
         self.acks += 1;
-        if self.acks == ACKS { self.flush().await } else { Ok(()) }
+        if self.acks == ACKS_PER_FLUSH { self.flush().await } else { Ok(()) }
     }
 
     /// Waits until the broker has acted on all acks.
     ///
     /// # Errors
-    /// As [`DeadLetterBrowser::next`]: messages that were acked may come again.
+    /// As [`DeadLetterBrowser::next`]. Messages that were acked may be delivered again.
     pub async fn flush(&mut self) -> Result<(), BrokerError> {
         if self.acks > 0 {
             let fetched = self.get().await?;
-            self.at_hand.extend(fetched);
+            self.buffered.extend(fetched);
         }
         Ok(())
     }
 
-    /// Keeps the message to be handed back at the end. One near its limit is published anew instead, at the
+    /// Keeps the message, to return it at the end. A message near its delivery limit is instead published again, at the
     /// queue's end, and acked once the broker has confirmed that.
     ///
     /// # Errors
-    /// As [`DeadLetterBrowser::next`], also where the message cannot be published.
+    /// As [`DeadLetterBrowser::next`], and if the connection that publishes is lost.
     pub async fn leave(&mut self, delivery: Delivery) -> Result<(), BrokerError> {
         let deliveries = delivery.delivery_count.unwrap_or(1);
-        if deliveries.saturating_add(MARGIN) < self.limit.unwrap_or(ASSUMED_LIMIT) {
+        if deliveries.saturating_add(LIMIT_MARGIN) < self.limit.unwrap_or(ASSUMED_LIMIT) {
             return Ok(());
         }
         let message = Arc::new(without_acting_properties(delivery.message));
@@ -209,37 +211,36 @@ impl DeadLetterBrowser {
             self.left_behind.renewed += 1;
             return self.ack(delivery.delivery_tag).await;
         }
-        tracing::debug!(queue = self.queue, "cannot publish a message near its limit anew");
+        tracing::debug!(queue = self.queue, "cannot publish a message near its delivery limit again");
         self.left_behind.near_limit += 1;
         Ok(())
     }
 
-    /// Hands back all messages that were not acked, by closing the channel, and waits a moment until they are
-    /// in the queue again: a quorum queue requeues them after it has answered, and a next command that came at
-    /// once would miss them.
+    /// Returns all messages that were not acked, by closing the channel, and waits until they are in the queue again:
+    /// a quorum queue requeues them only after it has answered, and a command that followed at once would miss them.
     ///
     /// # Errors
     /// As [`DeadLetterBrowser::next`].
     pub async fn close(mut self) -> Result<LeftBehind, BrokerError> {
         self.flush().await?;
-        while let Some(delivery) = self.at_hand.pop_front() {
+        while let Some(delivery) = self.buffered.pop_front() {
             self.leave(delivery).await?;
         }
-        let ready = ready_in(&self.connection, &self.queue).await.map_err(|error| self.failed(&error))?;
+        let ready = ready_count(&self.connection, &self.queue).await.map_err(|error| self.failed(&error))?;
         // The flush may fetch a ready message, which does not change the sum.
         let all = ready + self.held;
         self.flush().await?;
         self.channel.close(200, "done".into()).await.map_err(|error| self.failed(&error))?;
-        let back = async {
-            while ready_in(&self.connection, &self.queue).await.is_ok_and(|ready| ready < all) {
-                tokio::time::sleep(POLL).await;
+        let returned = async {
+            while ready_count(&self.connection, &self.queue).await.is_ok_and(|ready| ready < all) {
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
         };
         // The wait is bounded, because other readers may take messages meanwhile.
-        let _ = timeout(CLOSE_TIMEOUT, back).await;
-        let goodbye =
+        let _ = timeout(CLOSE_TIMEOUT, returned).await;
+        let closed =
             async { tokio::join!(self.connection.close(200, "done".into()), self.publisher.close()) };
-        let _ = timeout(CLOSE_TIMEOUT, goodbye).await;
+        let _ = timeout(CLOSE_TIMEOUT, closed).await;
         Ok(self.left_behind)
     }
 

@@ -1,18 +1,18 @@
 //! RabbitMQ, and any AMQP 0-9-1 broker, through lapin. Consuming and publishing have a connection each,
-//! because a broker under a memory or disk alarm stops reading from connections that publish, and acks must
-//! go on. Lapin's own recovery stays off: after a channel error it leaves a consumer that never yields again.
-//! So each session is built whole and dropped whole.
+//! because a broker under a memory or disk alarm stops reading from connections that publish, while acks must
+//! still get through. Lapin's own recovery stays off: after a channel error it leaves a consumer that never yields
+//! again. So each session is built and dropped as a whole.
 
 mod ack_tracker;
 mod acker;
 mod admin;
 mod cause;
+mod confirmed_publish;
 mod connect;
 mod consumer;
 mod control;
 mod convert;
 mod dead_letter_browser;
-mod exchange;
 mod publisher;
 mod routes;
 mod sending;
@@ -23,7 +23,7 @@ pub use acker::AmqpAcker;
 pub use admin::{consumers_of, declare, declare_job};
 pub use connect::{Connector, RefusalPolicy};
 pub use consumer::{AmqpConsumer, subscribe};
-pub use control::ControlClient;
+pub use control::{ControlClient, QueueDepth};
 pub use dead_letter_browser::{DeadLetterBrowser, LeftBehind};
 pub use publisher::AmqpPublisher;
 pub use session::Subscription;

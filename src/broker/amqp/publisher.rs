@@ -1,5 +1,5 @@
 //! The sending side of RabbitMQ. Each message is confirmed individually; `routes` decides its channel, so that
-//! no queue, refusal or large message holds up others. Owns the channels to the tasks of two connections: one
+//! no queue, refusal or large message delays others. Owns the channels to the tasks of two connections: one
 //! for messages with plain headers, and a second, opened when needed, for messages with foreign headers,
 //! because a broker may close a connection over those.
 
@@ -15,51 +15,51 @@ use tokio_util::sync::CancellationToken;
 
 use super::admin::{connect, declare};
 use super::cause::Cause;
+use super::confirmed_publish::{PublishResult, Request};
 use super::connect::{Connector, OpenConnection};
-use super::exchange::{Answer, Request};
-use super::sending::{REQUESTS, Sending};
-use super::topology::{Topology, look, retry_queue};
+use super::sending::{MAX_REQUESTS, Sending};
+use super::topology::{Topology, inspect, retry_queue};
 use crate::broker::{BrokerError, Delay, Publisher, Seen};
 use crate::protocol::Message;
 
-/// How long queues that were just made are assumed to exist.
-const RESTORED: Duration = Duration::from_secs(1);
-/// Messages with larger bodies get a channel of their own, because the broker may refuse them; used where no
+/// How long queues that were just declared are assumed to exist.
+const RESTORED_FOR: Duration = Duration::from_secs(1);
+/// Messages with larger bodies, in bytes, get a channel of their own, because the broker may refuse them. Used if no
 /// pool sets a limit.
-const LARGE: usize = 1 << 20;
+const DEFAULT_LARGE: usize = 1 << 20;
 
-/// How long a queue that we may not look at is not looked at again. Each refusal is a line in the broker's log.
-const REFUSED: Duration = Duration::from_secs(60);
-/// The most such queues that are remembered: requesters choose their names.
-const MOST_REFUSED: usize = 1_024;
+/// How long a queue that we may not inspect is not inspected again. The broker logs each refusal.
+const REFUSAL_TTL: Duration = Duration::from_secs(60);
+/// Maximum number of such queues that are remembered. It is bounded because requesters choose their names.
+const MAX_REFUSED: usize = 1_024;
 
 /// Publishes over connections of its own: one for messages with plain headers, one for all others.
 pub struct AmqpPublisher {
     connector: Arc<Connector>,
-    /// The pool's queues, made again where they are missing; none: nothing is made.
+    /// The pool's queues, which [`Publisher::restore`] declares if they are missing; none: it declares nothing.
     topology: Option<Topology>,
-    /// When the queues were last made. The lock is held while they are being made, so other callers wait for
-    /// the result.
+    /// When the queues were last declared. The lock is held while they are being declared, so that other callers wait
+    /// for the result.
     restored: Mutex<Option<Instant>>,
-    plain: Line,
-    foreign: Line,
-    /// Locked during a look, so that there is one at a time.
-    looking: Mutex<Looking>,
+    plain: ConnectionHandle,
+    foreign: ConnectionHandle,
+    /// Locked during an inspection, so that there is one at a time.
+    inspector: Mutex<Inspector>,
 }
 
-/// What looks at queues need.
+/// Inspects queues.
 #[derive(Default)]
-struct Looking {
-    /// A connection that only looks, opened when needed: an alarm blocks those that publish.
+struct Inspector {
+    /// A connection of its own, because an alarm blocks those that publish. Opened when needed.
     connection: Option<OpenConnection>,
-    /// The queues that we may not look at, and when the broker said so. The oldest is first.
+    /// The queues that we may not inspect, and when the broker refused. The oldest is first.
     refused: VecDeque<(String, Instant)>,
 }
 
-impl Looking {
-    async fn look(&mut self, connector: &Connector, queue: &str) -> Option<Seen> {
+impl Inspector {
+    async fn inspect(&mut self, connector: &Connector, queue: &str) -> Option<Seen> {
         let now = Instant::now();
-        while self.refused.front().is_some_and(|(_, since)| now >= *since + REFUSED) {
+        while self.refused.front().is_some_and(|(_, since)| now >= *since + REFUSAL_TTL) {
             self.refused.pop_front();
         }
         if self.refused.iter().any(|(name, _)| name == queue) {
@@ -68,7 +68,7 @@ impl Looking {
         if !self.connection.as_ref().is_some_and(|connection| connection.status().connected()) {
             self.connection = Some(connect(connector).await.ok()?.0);
         }
-        let error = match look(self.connection.as_ref()?, queue).await {
+        let error = match inspect(self.connection.as_ref()?, queue).await {
             Ok(queue) => {
                 let (consumers, ready) = (queue.consumer_count(), queue.message_count());
                 return Some(Seen::There { consumers, ready });
@@ -78,10 +78,10 @@ impl Looking {
         match Cause::of(&error) {
             Cause::Missing => Some(Seen::Gone),
             Cause::Away => Some(Seen::Away),
-            Cause::Private => Some(Seen::Private),
-            // RabbitMQ 4.3 asks for the permission `configure`.
+            Cause::Exclusive => Some(Seen::Private),
+            // RabbitMQ 4.3 requires the permission `configure` to inspect a queue.
             Cause::AccessRefused => {
-                if self.refused.len() == MOST_REFUSED {
+                if self.refused.len() == MAX_REFUSED {
                     self.refused.pop_front();
                 }
                 self.refused.push_back((queue.to_owned(), now));
@@ -92,10 +92,10 @@ impl Looking {
     }
 }
 
-/// Handle of the task that owns a connection.
-struct Line {
+/// Handle to the task that owns a connection.
+struct ConnectionHandle {
     /// Whether the broker takes messages over this connection. Written by its task.
-    well: Arc<AtomicBool>,
+    takes_messages: Arc<AtomicBool>,
     /// Written by every task that publishes, read by the connection's task.
     requests: mpsc::Sender<Request>,
     /// Ends the connection's task, which drops its end of `requests` when the connection is closed.
@@ -105,30 +105,34 @@ struct Line {
 impl AmqpPublisher {
     /// A publisher without a pool. Connects when the first message is published.
     pub fn new(connector: Connector) -> Self {
-        Self::for_pool(connector, LARGE, None)
+        Self::for_pool(connector, DEFAULT_LARGE, None)
     }
 
-    /// A pool's publisher: messages of more than `large` bytes go on channels of their own, and
-    /// [`Publisher::restore`] makes `topology`.
+    /// A pool's publisher. Messages of more than `large` bytes go on channels of their own, and
+    /// [`Publisher::restore`] declares `topology`.
     pub fn for_pool(connector: Connector, large: usize, topology: Option<Topology>) -> Self {
         let foreign =
             Connector::new(connector.settings.clone(), format!("{} (foreign headers)", connector.name));
         let foreign = Arc::new(foreign.with_refusals(connector.refusals));
         let connector = Arc::new(connector);
-        let plain = Line::start(connector.clone(), Some(large));
-        let restored = Mutex::default();
-        let (looking, foreign) = (Mutex::default(), Line::start(foreign, None));
-        Self { connector, topology, restored, plain, foreign, looking }
+        Self {
+            plain: ConnectionHandle::start(connector.clone(), Some(large)),
+            foreign: ConnectionHandle::start(foreign, None),
+            connector,
+            topology,
+            restored: Mutex::default(),
+            inspector: Mutex::default(),
+        }
     }
 }
 
-impl Line {
+impl ConnectionHandle {
     fn start(connector: Arc<Connector>, large: Option<usize>) -> Self {
-        let (requests, queued) = mpsc::channel(REQUESTS);
+        let (requests, queued) = mpsc::channel(MAX_REQUESTS);
         let close = CancellationToken::new();
-        let well = Arc::new(AtomicBool::new(false));
-        tokio::spawn(Sending::new(connector, large, well.clone()).run(queued, close.clone()));
-        Self { well, requests, close }
+        let takes_messages = Arc::new(AtomicBool::new(false));
+        tokio::spawn(Sending::new(connector, large, takes_messages.clone()).run(queued, close.clone()));
+        Self { takes_messages, requests, close }
     }
 
     async fn close(&self) {
@@ -138,15 +142,15 @@ impl Line {
 }
 
 impl Publisher for AmqpPublisher {
-    /// A dropped future holds up nothing; its message may still arrive.
-    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> BoxFuture<'a, Answer> {
+    /// Dropping the future blocks no other publish. Its message may still arrive.
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> BoxFuture<'a, PublishResult> {
         Box::pin(async move {
-            let gone = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
+            let closed = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
             let (answer, answered) = oneshot::channel();
-            let line = if message.properties.is_plain() { &self.plain } else { &self.foreign };
+            let connection = if message.properties.is_plain() { &self.plain } else { &self.foreign };
             let request = Request { queue: queue.into(), message, suspicions: 0, answer };
-            line.requests.send(request).await.map_err(|_| gone())?;
-            answered.await.map_err(|_| gone())?
+            connection.requests.send(request).await.map_err(|_| closed())?;
+            answered.await.map_err(|_| closed())?
         })
     }
 
@@ -156,27 +160,27 @@ impl Publisher for AmqpPublisher {
         queue: &'a str,
         delay: Delay,
         mut message: Arc<Message>,
-    ) -> BoxFuture<'a, Answer> {
+    ) -> BoxFuture<'a, PublishResult> {
         Arc::make_mut(&mut message).properties.expiration = Some(delay.after.as_millis().to_string());
         Box::pin(async move { self.publish(&retry_queue(queue, delay.ceiling), message).await })
     }
 
     fn takes_messages(&self) -> bool {
-        self.plain.well.load(Ordering::Relaxed)
+        self.plain.takes_messages.load(Ordering::Relaxed)
     }
 
     fn restore(&self) -> BoxFuture<'_, Result<bool, BrokerError>> {
         Box::pin(async {
             let Some(topology) = &self.topology else { return Ok(false) };
             let mut restored = self.restored.lock().await;
-            if restored.is_some_and(|at| at.elapsed() < RESTORED) {
+            if restored.is_some_and(|at| at.elapsed() < RESTORED_FOR) {
                 return Ok(true);
             }
             let limit = 2 * self.connector.settings.connect_timeout;
             match timeout(limit, declare(&self.connector, topology)).await {
                 Ok(done) => done?,
                 Err(_) => {
-                    let reason = "the queues could not be made in time".to_owned();
+                    let reason = "the queues could not be declared in time".to_owned();
                     return Err(BrokerError::Unreachable { seconds: limit.as_secs(), reason });
                 }
             }
@@ -186,15 +190,15 @@ impl Publisher for AmqpPublisher {
     }
 
     fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
-        let look = async move { self.looking.lock().await.look(&self.connector, queue).await };
+        let inspection = async move { self.inspector.lock().await.inspect(&self.connector, queue).await };
         let limit = self.connector.settings.connect_timeout;
-        Box::pin(async move { timeout(limit, look).await.ok().flatten() })
+        Box::pin(async move { timeout(limit, inspection).await.ok().flatten() })
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
             tokio::join!(self.plain.close(), self.foreign.close());
-            if let Some(connection) = self.looking.lock().await.connection.take() {
+            if let Some(connection) = self.inspector.lock().await.connection.take() {
                 let _ = connection.close(200, "done".into()).await;
             }
         })

@@ -1,36 +1,36 @@
 //! Decides on which channel a message is published: the shared one, or one where it is alone. Owns the waiting
 //! messages and those under way. Pure: no I/O, time is passed in.
 //!
-//! RabbitMQ processes a channel's messages in order, and one queue can hold up the channel: the first message
+//! RabbitMQ processes a channel's messages in order, so one queue can block the channel: the first message
 //! to a quorum queue without a majority blocks it for 65 s (`rabbit_fifo_client` registers itself and waits),
 //! and more than 32 unconfirmed messages use up its credit, after which the broker soon stops reading the whole
 //! connection. A refused message makes the broker close the channel, with all other messages on it. So a
-//! message uses the shared channel only where none of this is expected: its queue has just confirmed a message,
-//! and the broker has taken one as large. All others go alone, one at a time for each queue.
+//! message uses the shared channel only if none of this is expected: its queue has just confirmed a message, and the
+//! broker has accepted one at least as large. All other messages go alone on a channel, one at a time for each queue.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A queue that has not confirmed a message for this long is slow: its messages go alone.
-pub(super) const SLOW: Duration = Duration::from_secs(1);
+pub(super) const SLOW_AFTER: Duration = Duration::from_secs(1);
 /// How long after the confirm of a message that went alone its queue's next message may use the shared channel.
-const FRESH: Duration = Duration::from_millis(250);
-/// Most messages from the oldest unconfirmed one on the shared channel to the newest. RabbitMQ lets a
-/// connection send 400 messages to a channel that returns no credit, and returns credit for 200 at a time: with
-/// fewer than 200 the connection is never stopped, whatever a message waits for.
-const SPAN: u64 = 190;
-/// Most bytes of bodies under way on the shared channel; a single message may be larger.
-const SHARED_BYTES: usize = 4 << 20;
-/// Most messages that are alone on a channel, not counting those of slow queues.
-const ALONE: usize = 16;
-/// Most bytes of bodies in those messages; a single message may be larger.
-const ALONE_BYTES: usize = 64 << 20;
-/// Most messages that are alone on a channel, slow queues included: RabbitMQ allows 2,047 channels a
-/// connection.
-const MOST_ALONE: usize = 256;
+const FRESH_FOR: Duration = Duration::from_millis(250);
+/// Maximum number of messages from the oldest unconfirmed one on the shared channel to the newest. RabbitMQ lets a
+/// connection send 400 messages to a channel that returns no credit, and returns credit for 200 at a time. With fewer
+/// than 200 the connection is never stopped, whatever a message waits for.
+const MAX_SPAN: u64 = 190;
+/// Maximum bytes of bodies under way on the shared channel; a single message may be larger.
+const MAX_SHARED_BYTES: usize = 4 << 20;
+/// Maximum number of messages that are each alone on a channel, not counting those of slow queues.
+const MAX_ALONE_FAST: usize = 16;
+/// Maximum bytes of the bodies of those messages; a single message may be larger.
+const MAX_ALONE_FAST_BYTES: usize = 64 << 20;
+/// Maximum number of messages that are each alone on a channel, those of slow queues included. RabbitMQ allows 2,047
+/// channels on a connection.
+const MAX_ALONE: usize = 256;
 /// How long a queue without messages is remembered.
-const REMEMBERED: Duration = Duration::from_secs(60);
+const FORGET_AFTER: Duration = Duration::from_secs(60);
 
 /// A message that waits to be published.
 pub(super) trait Publishable {
@@ -38,7 +38,7 @@ pub(super) trait Publishable {
     fn bytes(&self) -> usize;
     /// Whether the caller still waits for the broker's answer.
     fn is_wanted(&self) -> bool;
-    /// Whether a connection has ended, perhaps because of this message: it is then sent with nothing else under
+    /// Whether a connection has ended, perhaps because of this message. Such a message is sent with nothing else under
     /// way.
     fn is_suspect(&self) -> bool;
 }
@@ -54,26 +54,27 @@ pub(super) enum Place {
     Retired,
 }
 
+/// Whether a queue is expected to confirm messages at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Trust {
-    /// It has confirmed nothing yet, or its last message failed.
+    /// The queue has confirmed nothing yet, or its last message failed.
     #[default]
     None,
-    /// It confirmed a message that went alone.
+    /// At this time the queue confirmed a message that went alone.
     Fresh(Instant),
-    /// It confirmed a message on the current shared channel.
+    /// The queue confirmed a message on the current shared channel.
     Shared,
 }
 
 struct Queue<R> {
     waiting: VecDeque<R>,
     trust: Trust,
-    /// One of its messages is under way alone.
+    /// Whether one of its messages is alone on a channel now.
     alone: bool,
     /// Number of its messages on the shared channel. Never together with `alone`, so that messages to one queue
     /// keep their order.
     shared: usize,
-    /// Its messages wait until this time.
+    /// Its messages are not sent before this time.
     not_before: Option<Instant>,
     used: Instant,
 }
@@ -98,8 +99,8 @@ pub(super) struct Routes<R> {
     queues: HashMap<Arc<str>, Queue<R>>,
     /// Queues with waiting messages, served in turn.
     turns: VecDeque<Arc<str>>,
-    /// Messages over which a connection may have ended, with their queues. They are sent one at a time, with
-    /// nothing else under way.
+    /// Messages that may have ended a connection, with their queues. They are sent one at a time, with nothing else
+    /// under way.
     suspects: VecDeque<(Arc<str>, R)>,
     /// Messages under way, by number in the order of sending.
     under_way: BTreeMap<u64, UnderWay<R>>,
@@ -111,8 +112,8 @@ pub(super) struct Routes<R> {
     largest: usize,
     /// Messages above this size always go alone; none: all messages do.
     large: Option<usize>,
-    /// Current limit of messages that go alone; see [`MOST_ALONE`].
-    most_alone: usize,
+    /// Current limit of messages that go alone, at most [`MAX_ALONE`].
+    max_alone: usize,
 }
 
 impl<R: Publishable> Routes<R> {
@@ -128,7 +129,7 @@ impl<R: Publishable> Routes<R> {
             is_shared: false,
             largest: 0,
             large,
-            most_alone: MOST_ALONE,
+            max_alone: MAX_ALONE,
         }
     }
 
@@ -140,7 +141,7 @@ impl<R: Publishable> Routes<R> {
         }
     }
 
-    /// The next message that may be sent now, and where; it counts as under way from now on. Before
+    /// The next message that may be sent now, and its place. It counts as under way from now on. Before
     /// [`Routes::share`] no message goes to the shared channel.
     pub(super) fn next(&mut self, now: Instant) -> Option<(u64, Place)> {
         while self.suspects.front().is_some_and(|(_, request)| !request.is_wanted()) {
@@ -192,7 +193,7 @@ impl<R: Publishable> Routes<R> {
         id
     }
 
-    /// Where the queue's first message may go now; none: it has to wait.
+    /// Where the queue's first message may be sent now; none: it has to wait.
     fn place(&self, name: &str, now: Instant) -> Option<Place> {
         let queue = self.queues.get(name)?;
         let bytes = queue.waiting.front()?.bytes();
@@ -201,34 +202,34 @@ impl<R: Publishable> Routes<R> {
         }
         let trusted = match queue.trust {
             Trust::Shared => true,
-            Trust::Fresh(at) => now < at + FRESH,
+            Trust::Fresh(at) => now < at + FRESH_FOR,
             Trust::None => false,
         };
         if trusted && self.is_shared && self.large.is_some_and(|large| bytes <= large.min(self.largest)) {
             let oldest = self.at(Place::Shared).next().map_or(self.next, |(id, _)| *id);
-            let room = self.shared_bytes == 0 || self.shared_bytes + bytes <= SHARED_BYTES;
-            return (room && self.next - oldest < SPAN).then_some(Place::Shared);
+            let room = self.shared_bytes == 0 || self.shared_bytes + bytes <= MAX_SHARED_BYTES;
+            return (room && self.next - oldest < MAX_SPAN).then_some(Place::Shared);
         }
         if queue.shared > 0 {
             return None;
         }
-        let (mut all, mut young, mut young_bytes) = (0, 0, 0);
+        let (mut all, mut fast, mut fast_bytes) = (0, 0, 0);
         for (_, it) in self.at(Place::Alone) {
             all += 1;
-            if now < it.since + SLOW {
-                young += 1;
-                young_bytes += it.bytes;
+            if now < it.since + SLOW_AFTER {
+                fast += 1;
+                fast_bytes += it.bytes;
             }
         }
-        let room = young_bytes == 0 || young_bytes + bytes <= ALONE_BYTES;
-        (room && young < ALONE && all < self.most_alone).then_some(Place::Alone)
+        let room = fast_bytes == 0 || fast_bytes + bytes <= MAX_ALONE_FAST_BYTES;
+        (room && fast < MAX_ALONE_FAST && all < self.max_alone).then_some(Place::Alone)
     }
 
     fn at(&self, place: Place) -> impl Iterator<Item = (&u64, &UnderWay<R>)> {
         self.under_way.iter().filter(move |(_, it)| it.place == place)
     }
 
-    /// A message under way and where it is; none where its caller no longer waits.
+    /// A message under way and its place; none if its caller no longer waits.
     pub(super) fn get(&self, id: u64) -> Option<(&R, Place)> {
         let it = self.under_way.get(&id)?;
         Some((it.request.as_ref()?, it.place))
@@ -256,9 +257,9 @@ impl<R: Publishable> Routes<R> {
         request
     }
 
-    /// Puts back a message that was not sent, or may not have been: it is sent again before others of its
-    /// queue, after `wait`.
-    pub(super) fn again(&mut self, id: u64, now: Instant, wait: Duration) {
+    /// Puts back a message that was not sent, or may not have been sent. It is sent again after `wait`, before the
+    /// other messages of its queue.
+    pub(super) fn retry(&mut self, id: u64, now: Instant, wait: Duration) {
         let Some(UnderWay { request, queue: name, place, .. }) = self.remove(id) else { return };
         let queue = self.queue(&name, now);
         queue.alone &= place != Place::Alone;
@@ -285,7 +286,7 @@ impl<R: Publishable> Routes<R> {
         Some(it)
     }
 
-    /// Makes the channel on which this message was alone the shared one; its queue may use it.
+    /// Records that the channel on which this message was alone is now the shared one. Its queue may use it.
     pub(super) fn share(&mut self, id: u64) {
         self.is_shared = true;
         if let Some(it) = self.under_way.get_mut(&id)
@@ -295,7 +296,7 @@ impl<R: Publishable> Routes<R> {
         }
     }
 
-    /// Gives up the shared channel for new messages. Those under way there stay under way.
+    /// Stops using the shared channel for new messages. The messages under way on it stay under way.
     pub(super) fn retire(&mut self) {
         self.is_shared = false;
         for it in self.under_way.values_mut().filter(|it| it.place == Place::Shared) {
@@ -305,15 +306,15 @@ impl<R: Publishable> Routes<R> {
         self.queues.values_mut().for_each(|queue| (queue.trust, queue.shared) = (Trust::None, 0));
     }
 
-    /// The connection is lost: all messages under way are sent again, each after its `wait`. Returns their
-    /// number.
-    pub(super) fn lost(&mut self, now: Instant, wait: impl Fn(&R) -> Duration) -> usize {
+    /// Puts back all messages under way, because the connection is lost. Each is sent again after its `wait`. Returns
+    /// their number.
+    pub(super) fn connection_lost(&mut self, now: Instant, wait: impl Fn(&R) -> Duration) -> usize {
         self.retire();
         self.largest = 0;
         let ids: Vec<u64> = self.under_way.keys().rev().copied().collect();
         for id in &ids {
             let wait = self.get(*id).map(|(request, _)| wait(request)).unwrap_or_default();
-            self.again(*id, now, wait);
+            self.retry(*id, now, wait);
         }
         ids.len()
     }
@@ -323,35 +324,36 @@ impl<R: Publishable> Routes<R> {
         self.under_way.values_mut().filter_map(|it| it.request.as_mut()).for_each(change);
     }
 
-    /// Takes out the requests under way for which `which` holds.
+    /// Removes and returns the requests under way for which `which` is true.
     pub(super) fn take_if(&mut self, which: impl Fn(&R) -> bool) -> Vec<R> {
         let under_way = self.under_way.values_mut();
         under_way.filter_map(|it| it.request.take_if(|request| which(request))).collect()
     }
 
-    /// Whether the oldest message on the shared channel has been unconfirmed for [`SLOW`], counted from `since`
+    /// Whether the oldest message on the shared channel has been unconfirmed for [`SLOW_AFTER`], counted from `since`
     /// at the earliest.
     pub(super) fn is_held_up_since(&self, since: Instant, now: Instant) -> bool {
-        self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW)
+        self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW_AFTER)
     }
 
-    /// Limits the messages that go alone to half of those now: the broker allows fewer channels.
+    /// Halves the number of messages that may go alone, counted from those that are alone now, because the broker
+    /// allows fewer channels.
     pub(super) fn allow_fewer(&mut self) {
-        self.most_alone = (self.at(Place::Alone).count().min(self.most_alone) / 2).max(1);
+        self.max_alone = (self.at(Place::Alone).count().min(self.max_alone) / 2).max(1);
     }
 
-    /// Whether messages wait and all channels have been held for `long` by messages that no caller waits for
-    /// any more: only a new connection frees them.
+    /// Whether messages wait, while messages that no caller waits for any more have occupied all channels for `long`.
+    /// Only a new connection frees these channels.
     pub(super) fn is_choked(&self, now: Instant, long: Duration) -> bool {
         let abandoned = |it: &UnderWay<R>| it.request.is_none() && now >= it.since + long;
-        let full = self.at(Place::Alone).count() >= self.most_alone;
+        let full = self.at(Place::Alone).count() >= self.max_alone;
         let alone = full && self.at(Place::Alone).all(|(_, it)| abandoned(it));
         let exclusive = !self.under_way.is_empty() && self.under_way.values().all(abandoned);
         self.has_waiting() && alone || !self.suspects.is_empty() && exclusive
     }
 
-    /// Bytes of the messages under way that a caller waits for, and when the oldest was sent; none: there are
-    /// none.
+    /// The bytes of the messages under way that a caller waits for, and when the oldest of them was sent; none if there
+    /// are none.
     pub(super) fn wanted(&self) -> Option<(usize, Instant)> {
         let wanted = || self.under_way.values().filter(|it| it.request.as_ref().is_some_and(R::is_wanted));
         let oldest = wanted().map(|it| it.since).min()?;
@@ -366,7 +368,7 @@ impl<R: Publishable> Routes<R> {
         !self.turns.is_empty() || !self.suspects.is_empty()
     }
 
-    /// Forgets messages that no caller waits for, and old queues without messages.
+    /// Forgets messages that no caller waits for, and queues that have had no message for [`FORGET_AFTER`].
     pub(super) fn clean(&mut self, now: Instant) {
         for it in self.under_way.values_mut() {
             it.request.take_if(|request| !request.is_wanted());
@@ -374,13 +376,13 @@ impl<R: Publishable> Routes<R> {
         self.queues.retain(|_, queue| {
             queue.waiting.retain(R::is_wanted);
             let in_use = !queue.waiting.is_empty() || queue.alone || queue.shared > 0;
-            in_use || now < queue.used + REMEMBERED
+            in_use || now < queue.used + FORGET_AFTER
         });
         let queues = &self.queues;
         self.turns.retain(|name| queues.get(name).is_some_and(|queue| !queue.waiting.is_empty()));
     }
 
-    /// Takes out all messages, waiting and under way.
+    /// Removes and returns all messages, waiting and under way.
     pub(super) fn take_all(&mut self) -> Vec<R> {
         self.turns.clear();
         let waiting = self.queues.drain().flat_map(|(_, queue)| queue.waiting);
@@ -411,14 +413,14 @@ mod tests {
     use super::*;
 
     #[derive(Clone)]
-    struct Letter {
+    struct TestMessage {
         name: &'static str,
         bytes: usize,
         wanted: Rc<Cell<bool>>,
         suspect: bool,
     }
 
-    impl Publishable for Letter {
+    impl Publishable for TestMessage {
         fn bytes(&self) -> usize {
             self.bytes
         }
@@ -433,7 +435,7 @@ mod tests {
     }
 
     struct Rig {
-        routes: Routes<Letter>,
+        routes: Routes<TestMessage>,
         now: Instant,
     }
 
@@ -442,20 +444,20 @@ mod tests {
             Self { routes: Routes::new(Some(1_000)), now: Instant::now() }
         }
 
-        /// Has a shared channel for messages of up to 1,000 bytes, which the queue "well" may use.
+        /// Has a shared channel for messages of up to 1,000 bytes, which the queue `healthy` may use.
         fn sharing() -> Self {
             let mut routes = Self::new();
-            routes.push("well", "first", 1_000);
+            routes.push("healthy", "first", 1_000);
             let [(id, Place::Alone)] = routes.sent()[..] else { panic!("the first goes alone") };
             routes.routes.share(id);
             routes.routes.answered(id, true, routes.now);
             routes
         }
 
-        fn push(&mut self, queue: &str, name: &'static str, bytes: usize) -> Letter {
-            let letter = Letter { name, bytes, wanted: Rc::new(Cell::new(true)), suspect: false };
-            self.routes.push(queue.into(), letter.clone(), self.now);
-            letter
+        fn push(&mut self, queue: &str, name: &'static str, bytes: usize) -> TestMessage {
+            let message = TestMessage { name, bytes, wanted: Rc::new(Cell::new(true)), suspect: false };
+            self.routes.push(queue.into(), message.clone(), self.now);
+            message
         }
 
         fn sent(&mut self) -> Vec<(u64, Place)> {
@@ -469,29 +471,29 @@ mod tests {
     }
 
     #[test]
-    fn what_a_queue_has_not_taken_yet_goes_alone_and_then_beside_others() {
+    fn a_new_queue_gets_messages_alone_until_it_confirms_one() {
         let mut routes = Rig::sharing();
         for name in ["a", "b", "c"] {
             routes.push("new", name, 10);
         }
-        routes.push("well", "w", 10);
-        assert_eq!(routes.names(), [("a", Place::Alone), ("w", Place::Shared)]);
+        routes.push("healthy", "h", 10);
+        assert_eq!(routes.names(), [("a", Place::Alone), ("h", Place::Shared)]);
         routes.routes.answered(1, true, routes.now);
         assert_eq!(routes.names(), [("b", Place::Shared), ("c", Place::Shared)]);
     }
 
     #[test]
-    fn a_queue_that_confirms_nothing_keeps_its_own_messages_waiting_and_no_others() {
+    fn a_queue_that_confirms_nothing_delays_only_its_own_messages() {
         let mut routes = Rig::sharing();
         for _ in 0..500 {
             routes.push("stuck", "s", 10);
         }
         assert_eq!(routes.names(), [("s", Place::Alone)]);
         for round in 0..50 {
-            routes.now += SLOW;
+            routes.now += SLOW_AFTER;
             let name = ["x", "y"][round % 2];
             routes.push(name, "n", 10);
-            routes.push("well", "w", 10);
+            routes.push("healthy", "h", 10);
             let sent = routes.sent();
             assert_eq!(sent.len(), 2, "round {round}");
             sent.iter().for_each(|(id, _)| drop(routes.routes.answered(*id, true, routes.now)));
@@ -499,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn more_stuck_queues_than_may_be_alone_at_once_hold_up_a_new_one_for_a_moment_only() {
+    fn many_stuck_queues_delay_a_new_queue_for_a_few_seconds_only() {
         const QUEUES: [&str; 40] = {
             let mut names = [""; 40];
             let all = "aAbBcCdDeEfFgGhHiIjJkKlLmMnNoOpPqQrRsStT";
@@ -512,55 +514,55 @@ mod tests {
         };
         let mut routes = Rig::sharing();
         QUEUES.iter().for_each(|queue| drop(routes.push(queue, queue, 10)));
-        assert_eq!(routes.sent().len(), ALONE);
+        assert_eq!(routes.sent().len(), MAX_ALONE_FAST);
         routes.push("new", "new", 10);
         let mut rounds = 0;
         while !routes.names().iter().any(|(name, _)| *name == "new") {
-            routes.now += SLOW;
+            routes.now += SLOW_AFTER;
             rounds += 1;
         }
-        assert!(rounds <= 40 / ALONE + 1, "{rounds}");
+        assert!(rounds <= 40 / MAX_ALONE_FAST + 1, "{rounds}");
     }
 
     #[test]
-    fn a_message_larger_than_any_that_was_taken_goes_alone() {
+    fn a_message_larger_than_any_confirmed_one_goes_alone() {
         let mut routes = Rig::sharing();
-        routes.push("well", "larger", 1_001);
-        routes.push("well", "as large", 1_000);
+        routes.push("healthy", "larger", 1_001);
+        routes.push("healthy", "as large", 1_000);
         assert_eq!(routes.names(), [("larger", Place::Alone)], "in their order");
         routes.routes.answered(1, true, routes.now);
         assert_eq!(routes.names(), [("as large", Place::Shared)]);
         routes.routes.answered(2, true, routes.now);
-        routes.push("well", "above the setting", 1_001);
+        routes.push("healthy", "above the setting", 1_001);
         assert_eq!(routes.names(), [("above the setting", Place::Alone)]);
     }
 
     #[test]
-    fn the_shared_channel_is_never_sent_more_than_a_connection_has_credit_for() {
+    fn the_shared_channel_never_exceeds_the_connection_credit() {
         let mut routes = Rig::sharing();
-        (0..1_000).for_each(|_| drop(routes.push("well", "w", 10)));
+        (0..1_000).for_each(|_| drop(routes.push("healthy", "h", 10)));
         let sent = routes.sent();
-        assert_eq!(sent.len(), SPAN as usize);
+        assert_eq!(sent.len(), MAX_SPAN as usize);
         // All but the oldest are confirmed; as long as it is not, no more are sent.
         sent[1..].iter().for_each(|(id, _)| drop(routes.routes.answered(*id, true, routes.now)));
         assert_eq!(routes.sent(), []);
         assert!(!routes.routes.is_held_up_since(routes.now, routes.now));
-        routes.now += SLOW;
-        assert!(routes.routes.is_held_up_since(routes.now - SLOW, routes.now));
+        routes.now += SLOW_AFTER;
+        assert!(routes.routes.is_held_up_since(routes.now - SLOW_AFTER, routes.now));
         routes.routes.retire();
-        assert_eq!(routes.names(), [("w", Place::Alone)], "on a channel of its own");
+        assert_eq!(routes.names(), [("h", Place::Alone)], "on a channel of its own");
         routes.routes.answered(sent[0].0, true, routes.now);
         assert!(routes.routes.get(sent[0].0).is_none());
     }
 
     #[test]
-    fn after_a_lost_connection_all_go_again_in_their_order() {
+    fn after_a_lost_connection_all_messages_are_sent_again_in_order() {
         let mut routes = Rig::sharing();
         for name in ["a", "b", "c"] {
-            routes.push("well", name, 10);
+            routes.push("healthy", name, 10);
         }
         assert_eq!(routes.sent().len(), 3);
-        assert_eq!(routes.routes.lost(routes.now, |_| Duration::ZERO), 3);
+        assert_eq!(routes.routes.connection_lost(routes.now, |_| Duration::ZERO), 3);
         let mut order = Vec::new();
         for _ in 0..3 {
             let (id, place) = routes.routes.next(routes.now).expect("one");
@@ -571,15 +573,15 @@ mod tests {
     }
 
     #[test]
-    fn what_may_have_ended_a_connection_goes_with_nothing_beside_it() {
+    fn a_suspect_message_is_sent_with_nothing_else_under_way() {
         let mut routes = Rig::new();
-        let suspect = Letter { name: "s", bytes: 1, wanted: Rc::new(Cell::new(true)), suspect: true };
+        let suspect = TestMessage { name: "s", bytes: 1, wanted: Rc::new(Cell::new(true)), suspect: true };
         routes.push("q", "before", 1);
         routes.routes.push("q".into(), suspect, routes.now);
         let [(before, _)] = routes.sent()[..] else { panic!("one at a time of a queue") };
         routes.routes.answered(before, true, routes.now);
         let [(id, _)] = routes.sent()[..] else { panic!("the suspect") };
-        routes.routes.lost(routes.now, |_| Duration::ZERO);
+        routes.routes.connection_lost(routes.now, |_| Duration::ZERO);
         routes.push("other", "innocent", 1);
         let [(again, Place::Alone)] = routes.sent()[..] else { panic!("the suspect alone") };
         assert!(again > id && routes.routes.get(again).expect("under way").0.suspect);
@@ -589,31 +591,31 @@ mod tests {
     }
 
     #[test]
-    fn places_that_are_held_for_nobody_are_freed_by_another_connection() {
+    fn channels_of_abandoned_messages_are_freed_by_a_new_connection() {
         let mut routes = Rig::new();
-        routes.routes.most_alone = 2;
-        let letters = ["a", "b"].map(|queue| routes.push(queue, queue, 10));
+        routes.routes.max_alone = 2;
+        let messages = ["a", "b"].map(|queue| routes.push(queue, queue, 10));
         assert_eq!(routes.sent().len(), 2);
         routes.push("c", "c", 10);
         assert_eq!(routes.sent(), []);
-        letters.iter().for_each(|letter| letter.wanted.set(false));
+        messages.iter().for_each(|message| message.wanted.set(false));
         routes.routes.clean(routes.now);
         let long = Duration::from_secs(30);
         assert!(!routes.routes.is_choked(routes.now, long), "they may yet be answered");
         routes.now += long;
         assert!(routes.routes.is_choked(routes.now, long));
-        routes.routes.lost(routes.now, |_| Duration::ZERO);
+        routes.routes.connection_lost(routes.now, |_| Duration::ZERO);
         assert_eq!(routes.names(), [("c", Place::Alone)]);
         assert!(!routes.routes.is_choked(routes.now, long));
     }
 
     #[test]
-    fn what_nobody_waits_for_is_not_sent_and_frees_nothing_that_is_stuck() {
+    fn an_abandoned_message_is_not_sent_and_does_not_free_its_queue() {
         let mut routes = Rig::sharing();
-        let letters = ["a", "b", "c"].map(|name| routes.push("stuck", name, 10));
+        let messages = ["a", "b", "c"].map(|name| routes.push("stuck", name, 10));
         assert_eq!(routes.names(), [("a", Place::Alone)]);
-        letters[0].wanted.set(false);
-        letters[1].wanted.set(false);
+        messages[0].wanted.set(false);
+        messages[1].wanted.set(false);
         routes.routes.clean(routes.now);
         assert_eq!(
             (routes.sent(), routes.routes.wanted()),

@@ -14,88 +14,100 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::cause::{Cause, message};
+use super::confirmed_publish::{DIRECT_REPLY_TO, Request, Sent, publish_confirmed, send_probe, take_return};
 use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy};
-use super::exchange::{DIRECT_REPLY_TO, Request, Sent, exchange, pulse, take_return};
 use super::routes::{Place, Routes};
 use crate::broker::{BrokerError, Published};
 
-/// Requests that may wait in the channel to the task, which reads them at once.
-pub(super) const REQUESTS: usize = 512;
-/// Unused channels that are kept for reuse.
-const SPARE: usize = 4;
-/// When the broker has sent nothing for this long while messages are under way, it is asked whether it answers;
-/// after as long again without an answer it counts as not taking messages.
-const SILENT: Duration = Duration::from_millis(500);
+/// Bound of the channel of requests to the task. The task reads all that wait at once.
+pub(super) const MAX_REQUESTS: usize = 512;
+/// Maximum number of unused channels that are kept for reuse.
+const MAX_SPARE_CHANNELS: usize = 4;
+/// When the broker has sent nothing for this long while messages are under way, it is probed. After as long again
+/// without an answer it counts as not taking messages.
+const PROBE_AFTER: Duration = Duration::from_millis(500);
 /// A connection that breaks sooner counts as a failed attempt: the next attempt waits, longer each time.
-const STEADY: Duration = Duration::from_secs(10);
+const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// Interval of the checks of a connection while messages are under way.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Assumed speed of a slow link in bytes per second: the time to send what is under way is added to the confirm
 /// timeout.
-const SLOW_LINK: usize = 64 << 10;
-/// How long an answer waits for a returned message that lapin may have attached to another answer. Lapin does
-/// so within microseconds.
-const RETURNED: Duration = Duration::from_millis(100);
+const MIN_BYTES_PER_SECOND: usize = 64 << 10;
+/// How long an answer is held back for a returned message that lapin may have attached to another answer. The two
+/// answers arrive within microseconds of each other.
+const RETURN_WAIT: Duration = Duration::from_millis(100);
 
 /// A message is refused when the broker has closed the connection this many times over it while it was sent
 /// alone. More than one, because a broker in trouble closes connections too.
-const SUSPICIONS: u32 = 3;
-/// Wait before such a message is sent again; multiplied by the square of the number of closed connections.
-const SUSPICION: Duration = Duration::from_millis(500);
-/// Wait before a message is sent again when its channel could not be opened, or was closed.
-const REOPEN: Duration = Duration::from_millis(100);
+const MAX_SUSPICIONS: u32 = 3;
+/// Delay before such a message is sent again; multiplied by the square of the number of closed connections.
+const SUSPICION_DELAY: Duration = Duration::from_millis(500);
+/// Delay before a message is sent again when its channel could not be opened, or was closed.
+const REOPEN_DELAY: Duration = Duration::from_millis(100);
 
 /// A shared channel older than this is given up when a message on it is nacked. If a quorum queue has no leader
 /// at a channel's first message to it, RabbitMQ 3.10 nacks all messages of that channel to it.
-const STUBBORN: Duration = Duration::from_secs(1);
+const RETIRE_ON_NACK_AFTER: Duration = Duration::from_secs(1);
 
-struct Live {
+/// The open connection and its channels.
+struct LiveConnection {
     connection: Arc<OpenConnection>,
-    /// The shared channel, and since when; none: the channel of the next message confirmed alone becomes it.
+    /// The shared channel, and since when it is shared. None: the channel of the next message that is confirmed alone
+    /// becomes the shared one.
     shared: Option<(Channel, Instant)>,
     /// Channels for messages that go alone, free now.
     spare: Vec<Channel>,
     broker: String,
     /// True while an alarm of the broker holds up publishing. Written by [`watch_alarms`].
     blocked: watch::Receiver<bool>,
-    /// The channel on which the broker is asked whether it answers.
-    pulse: Option<Channel>,
-    /// When the broker last answered a message or that question.
+    /// The channel on which the broker is probed.
+    probe_channel: Option<Channel>,
+    /// When the broker last answered a message or a probe.
     silent_since: Instant,
     /// Slowness is measured from here at the earliest: the connection's opening, or the end of an alarm.
     clock_since: Instant,
     opened: Instant,
 }
 
-/// An answer that waits, because the message may still turn out to have been returned.
+/// An answer that is held back, because the message may still turn out to have been returned.
 struct Held {
     request: Request,
     confirmed: bool,
     until: Instant,
 }
 
+/// A question to the broker whether it still answers.
+struct Probe {
+    answer: BoxFuture<'static, Result<Channel, Error>>,
+    sent: Instant,
+}
+
 /// The state of the task that owns a connection.
 pub(super) struct Sending {
     connector: Arc<Connector>,
-    live: Option<Live>,
+    live: Option<LiveConnection>,
     reconnect: ReconnectPolicy,
     routes: Routes<Request>,
     under_way: FuturesUnordered<BoxFuture<'static, Sent>>,
-    /// Answers that came with the returned message of another request; see [`RETURNED`].
+    /// Answers that came with the returned message of another request; see [`RETURN_WAIT`].
     held: Vec<Held>,
     /// Returned messages not yet matched with a request, and when they came.
-    strays: Vec<(BasicReturnMessage, Instant)>,
-    /// The open question whether the broker answers, and when it was asked.
-    probe: Option<(BoxFuture<'static, Result<Channel, Error>>, Instant)>,
+    unmatched_returns: Vec<(BasicReturnMessage, Instant)>,
+    /// The probe that the broker has not answered yet.
+    probe: Option<Probe>,
     /// Whether the broker takes messages. Written here, read by [`super::publisher::AmqpPublisher`].
-    well: Arc<AtomicBool>,
+    takes_messages: Arc<AtomicBool>,
     /// Set when the connection broke soon after it was made: the next attempt has to wait.
-    broke: Option<Failure>,
+    early_failure: Option<Failure>,
 }
 
 impl Sending {
     /// Connects when the first message comes; `large` as in [`Routes::new`].
-    pub(super) fn new(connector: Arc<Connector>, large: Option<usize>, well: Arc<AtomicBool>) -> Self {
+    pub(super) fn new(
+        connector: Arc<Connector>,
+        large: Option<usize>,
+        takes_messages: Arc<AtomicBool>,
+    ) -> Self {
         Self {
             connector,
             live: None,
@@ -103,10 +115,10 @@ impl Sending {
             routes: Routes::new(large),
             under_way: FuturesUnordered::new(),
             held: Vec::new(),
-            strays: Vec::new(),
+            unmatched_returns: Vec::new(),
             probe: None,
-            well,
-            broke: None,
+            takes_messages,
+            early_failure: None,
         }
     }
 
@@ -114,20 +126,20 @@ impl Sending {
         let mut next_check = tokio::time::Instant::now();
         loop {
             let mut fresh = Vec::new();
-            let looks = !self.routes.is_idle() || !self.held.is_empty();
+            let needs_check = !self.routes.is_idle() || !self.held.is_empty();
             tokio::select! {
                 biased;
                 // First in the list, so that a busy task does not skip the checks.
-                () = tokio::time::sleep_until(next_check), if looks => {
-                    self.look();
+                () = tokio::time::sleep_until(next_check), if needs_check => {
+                    self.check();
                     next_check = tokio::time::Instant::now() + CHECK_INTERVAL;
                 }
                 Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.settle(sent),
-                answer = answer_to(&mut self.probe) => self.take_pulse(answer),
-                taken = queued.recv_many(&mut fresh, REQUESTS) => {
-                    if taken == 0 { break }
+                answer = probe_answer(&mut self.probe) => self.probe_answered(answer),
+                received = queued.recv_many(&mut fresh, MAX_REQUESTS) => {
+                    if received == 0 { break }
                     gather(&mut queued, &mut fresh).await;
-                    self.take(fresh);
+                    self.enqueue(fresh);
                 }
                 () = close.cancelled() => break,
             }
@@ -142,19 +154,19 @@ impl Sending {
                 return;
             }
         }
-        self.say_goodbye().await;
+        self.close_connection().await;
     }
 
-    /// Closes the connection in order, unless a message is under way: no caller waits for it any more, and a
+    /// Closes the connection gracefully, unless a message is under way: no caller waits for it any more, and a
     /// broker that is busy with it would not answer.
-    async fn say_goodbye(&mut self) {
+    async fn close_connection(&mut self) {
         if let Some(live) = self.live.take().filter(|_| self.routes.is_idle()) {
             let close = live.connection.close(200, "done".into());
             let _ = timeout(self.connector.settings.connect_timeout, close).await;
         }
     }
 
-    fn take(&mut self, requests: Vec<Request>) {
+    fn enqueue(&mut self, requests: Vec<Request>) {
         let now = Instant::now();
         for request in requests {
             let direct = request.queue.starts_with(DIRECT_REPLY_TO);
@@ -163,11 +175,12 @@ impl Sending {
         }
     }
 
+    /// Sends all waiting messages that may be sent now. Connects first if there is no connection.
     async fn send(&mut self) -> Result<(), BrokerError> {
         if !self.routes.has_waiting() {
             return Ok(());
         }
-        self.be_connected().await?;
+        self.ensure_connected().await?;
         let Some(live) = &mut self.live else { return Ok(()) };
         while let Some((id, place)) = self.routes.next(Instant::now()) {
             let Some((request, _)) = self.routes.get(id) else { continue };
@@ -175,45 +188,46 @@ impl Sending {
                 Place::Alone => live.spare.pop(),
                 Place::Shared | Place::Retired => live.shared.as_ref().map(|(channel, _)| channel.clone()),
             };
-            let way = channel.ok_or_else(|| live.connection.clone());
-            let exchange = exchange(id, way, request.queue.clone(), request.message.clone());
-            self.under_way.push(exchange);
+            let (queue, message) = (request.queue.clone(), request.message.clone());
+            self.under_way.push(publish_confirmed(id, channel, live.connection.clone(), queue, message));
         }
         Ok(())
     }
 
     /// The periodic check: timeouts, alarms, slow queues.
-    fn look(&mut self) {
+    fn check(&mut self) {
         let now = Instant::now();
         self.routes.clean(now);
-        self.give_held(now);
+        self.release_held(now);
         let settings = &self.connector.settings;
         let choked = self.routes.is_choked(now, settings.confirm_timeout);
         let wanted = self.routes.wanted();
         let Some(live) = &mut self.live else { return };
         if *live.blocked.borrow() {
             (live.silent_since, live.clock_since) = (now, now);
-            (self.probe, live.pulse) = (None, None);
-            return self.well.store(false, Ordering::Relaxed);
+            (self.probe, live.probe_channel) = (None, None);
+            return self.takes_messages.store(false, Ordering::Relaxed);
         }
-        if let Some((_, since)) = &self.probe {
+        if let Some(probe) = &self.probe {
             let bytes = wanted.map_or(0, |(bytes, _)| bytes);
-            let limit = settings.confirm_timeout + Duration::from_secs_f64(bytes as f64 / SLOW_LINK as f64);
-            if now >= *since + limit {
+            let limit = settings.confirm_timeout
+                + Duration::from_secs_f64(bytes as f64 / MIN_BYTES_PER_SECOND as f64);
+            if now >= probe.sent + limit {
                 let limit_ms = limit.as_millis() as u64;
-                tracing::warn!(broker = live.broker, limit_ms, "no confirm; connecting anew");
+                tracing::warn!(broker = live.broker, limit_ms, "no confirm; reconnecting");
                 self.lose(now);
                 return;
             }
-        } else if wanted.is_some_and(|(_, oldest)| now >= oldest.max(live.silent_since) + SILENT) {
-            self.probe = Some((pulse(live.pulse.take(), live.connection.clone()), now));
+        } else if wanted.is_some_and(|(_, oldest)| now >= oldest.max(live.silent_since) + PROBE_AFTER) {
+            let answer = send_probe(live.probe_channel.take(), live.connection.clone());
+            self.probe = Some(Probe { answer, sent: now });
         }
-        let answers = self.probe.as_ref().is_none_or(|(_, since)| now < *since + SILENT);
-        self.well.store(answers, Ordering::Relaxed);
+        let answers = self.probe.as_ref().is_none_or(|probe| now < probe.sent + PROBE_AFTER);
+        self.takes_messages.store(answers, Ordering::Relaxed);
         if choked {
             tracing::warn!(
                 broker = live.broker,
-                "queues that confirm nothing hold all channels; connecting anew"
+                "queues that confirm nothing hold all channels; reconnecting"
             );
             self.lose(now);
         } else if answers && self.routes.is_held_up_since(live.clock_since, now) {
@@ -223,20 +237,21 @@ impl Sending {
         }
     }
 
-    /// The broker answered the question; or the connection is lost, which the messages under way report too.
-    fn take_pulse(&mut self, answer: Result<Channel, Error>) {
+    /// Handles the end of a probe: the broker has answered, or the connection is lost, which the messages under way
+    /// report too.
+    fn probe_answered(&mut self, answer: Result<Channel, Error>) {
         self.probe = None;
         if let Some(live) = &mut self.live
             && live.connection.status().connected()
         {
             live.silent_since = Instant::now();
-            live.pulse = answer.ok();
-            self.well.store(true, Ordering::Relaxed);
+            live.probe_channel = answer.ok();
+            self.takes_messages.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Handles the answer of one message, and of all others answered by now: a returned message may have come
-    /// with the answer of another one.
+    /// Handles the answer to one message together with all other answers that have come by now, because a returned
+    /// message may have come with the answer to another message.
     fn settle(&mut self, first: Sent) {
         let mut sent = vec![first];
         while let Some(Some(more)) = self.under_way.next().now_or_never() {
@@ -250,7 +265,7 @@ impl Sending {
                     let confirmed = confirmation.is_ack();
                     let returned = confirmation.take_message();
                     answered.push((id, channel, confirmed, returned.is_some()));
-                    self.strays.extend(returned.map(|it| (it, now)));
+                    self.unmatched_returns.extend(returned.map(|it| (it, now)));
                 }
                 Err(error) => failed.push((id, error)),
             }
@@ -258,13 +273,13 @@ impl Sending {
         for (id, channel, confirmed, with_return) in answered {
             self.answer(id, channel, confirmed, with_return, now);
         }
-        self.give_held(now);
+        self.release_held(now);
         for (id, error) in failed {
             self.fail(id, &error, now);
         }
     }
 
-    /// Handles a confirm or nack. `with_return`: a returned message came with it, this one or another.
+    /// Handles a confirm or nack. `with_return`: a returned message came with it, which may be this message or another.
     fn answer(
         &mut self,
         id: u64,
@@ -274,17 +289,18 @@ impl Sending {
         now: Instant,
     ) {
         let place = self.routes.place_of(id);
-        let returned = self.routes.get(id).is_some_and(|(request, _)| take_return(&mut self.strays, request));
+        let returned =
+            self.routes.get(id).is_some_and(|(request, _)| take_return(&mut self.unmatched_returns, request));
         if let Some(live) = &mut self.live {
             live.silent_since = now;
-            let stubborn = |since: &Instant| now >= *since + STUBBORN;
+            let is_old = |since: &Instant| now >= *since + RETIRE_ON_NACK_AFTER;
             match (place, confirmed) {
                 (Some(Place::Alone), true) if !returned && live.shared.is_none() => {
                     live.shared = channel.map(|channel| (channel, now));
                     self.routes.share(id);
                 }
                 (Some(Place::Alone), true) => channel.into_iter().for_each(|channel| live.keep(channel)),
-                (Some(Place::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| stubborn(it)) => {
+                (Some(Place::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| is_old(it)) => {
                     live.shared = None;
                     self.routes.retire();
                 }
@@ -295,28 +311,28 @@ impl Sending {
         if returned {
             let _ = request.answer.send(Ok(Published::Unroutable));
         } else if with_return && place != Some(Place::Alone) {
-            self.held.push(Held { request, confirmed, until: now + RETURNED });
+            self.held.push(Held { request, confirmed, until: now + RETURN_WAIT });
         } else {
-            let _ = request.answer.send(Ok(taken(confirmed)));
+            let _ = request.answer.send(Ok(outcome(confirmed)));
         }
     }
 
-    /// Sends the held answers whose returned message has come, or whose wait is over.
-    fn give_held(&mut self, now: Instant) {
+    /// Passes on the held answers whose returned message has come, or whose wait is over.
+    fn release_held(&mut self, now: Instant) {
         for held in std::mem::take(&mut self.held) {
-            if take_return(&mut self.strays, &held.request) {
+            if take_return(&mut self.unmatched_returns, &held.request) {
                 let _ = held.request.answer.send(Ok(Published::Unroutable));
             } else if now >= held.until {
-                let _ = held.request.answer.send(Ok(taken(held.confirmed)));
+                let _ = held.request.answer.send(Ok(outcome(held.confirmed)));
             } else {
                 self.held.push(held);
             }
         }
-        self.strays.retain(|(_, came)| now < *came + 2 * RETURNED);
+        self.unmatched_returns.retain(|(_, came)| now < *came + 2 * RETURN_WAIT);
     }
 
     fn fail(&mut self, id: u64, error: &Error, now: Instant) {
-        // None when the connection was lost over an earlier message in this round: this one is sent again.
+        // None when an earlier failure of this round lost the connection: this message will be sent again.
         let Some(place) = self.routes.place_of(id) else { return };
         let Some(live) = &mut self.live else { return };
         let its_channels = error.is_amqp_soft_error()
@@ -341,16 +357,17 @@ impl Sending {
                 let request = self.routes.answered(id, false, now);
                 request.map(|request| request.answer.send(Ok(answer)));
             }
-            Place::Alone | Place::Retired => self.routes.again(id, now, REOPEN),
+            Place::Alone | Place::Retired => self.routes.retry(id, now, REOPEN_DELAY),
             Place::Shared => {
                 tracing::warn!(broker = live.broker, reason = message(error), "publishing again");
                 live.shared = None;
                 self.routes.retire();
-                self.routes.again(id, now, Duration::ZERO);
+                self.routes.retry(id, now, Duration::ZERO);
             }
         }
     }
 
+    /// Drops the connection because of this error.
     fn lose_over(&mut self, error: &Error, now: Instant) {
         let broker = self.live.as_ref().map(|live| live.broker.clone());
         let reason = message(error);
@@ -358,34 +375,36 @@ impl Sending {
             // Most likely the limit of channels was reached.
             self.routes.allow_fewer();
         }
-        if self.live.as_ref().is_some_and(|live| now < live.opened + STEADY) {
-            self.broke = Some(Failure::of(broker.clone().unwrap_or_default(), error));
+        if self.live.as_ref().is_some_and(|live| now < live.opened + STABLE_AFTER) {
+            self.early_failure = Some(Failure::of(broker.clone().unwrap_or_default(), error));
         }
-        for request in self.routes.take_if(|request| request.suspicions >= SUSPICIONS) {
+        for request in self.routes.take_if(|request| request.suspicions >= MAX_SUSPICIONS) {
             let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
         }
         let messages = self.lose(now);
         tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");
     }
 
-    /// Drops the connection: the messages under way are sent again. Returns their number.
+    /// Drops the connection, so that the messages under way are sent again. Returns their number.
     fn lose(&mut self, now: Instant) -> usize {
         (self.live, self.probe) = (None, None);
-        self.well.store(false, Ordering::Relaxed);
+        self.takes_messages.store(false, Ordering::Relaxed);
         self.under_way.clear();
-        self.strays.clear();
-        self.routes.lost(now, |request| SUSPICION * request.suspicions.saturating_mul(request.suspicions))
+        self.unmatched_returns.clear();
+        self.routes.connection_lost(now, |request| {
+            SUSPICION_DELAY * request.suspicions.saturating_mul(request.suspicions)
+        })
     }
 
-    async fn be_connected(&mut self) -> Result<(), BrokerError> {
+    async fn ensure_connected(&mut self) -> Result<(), BrokerError> {
         while self.live.is_none() {
-            let failure = match self.broke.take() {
+            let failure = match self.early_failure.take() {
                 Some(failure) => failure,
                 None => match self.connector.attempt().await {
                     Ok((connection, broker)) => {
                         self.reconnect.connected();
-                        self.live = Some(Live::new(connection, broker));
-                        self.well.store(true, Ordering::Relaxed);
+                        self.live = Some(LiveConnection::new(connection, broker));
+                        self.takes_messages.store(true, Ordering::Relaxed);
                         return Ok(());
                     }
                     Err(failure) => failure,
@@ -394,44 +413,52 @@ impl Sending {
             let delay = self.reconnect.failed(failure, &self.connector)?;
             tokio::time::sleep(delay).await;
         }
-        if self.live.as_ref().is_some_and(|live| live.opened.elapsed() >= STEADY) {
-            self.reconnect.over();
+        if self.live.as_ref().is_some_and(|live| live.opened.elapsed() >= STABLE_AFTER) {
+            self.reconnect.reset();
         }
         Ok(())
     }
 }
 
-impl Live {
+impl LiveConnection {
     fn new(connection: OpenConnection, broker: String) -> Self {
         let (blocked, now) = (watch_alarms(&connection), Instant::now());
         let connection = Arc::new(connection);
-        let (shared, spare, pulse) = (None, Vec::new(), None);
-        let (silent_since, clock_since, opened) = (now, now, now);
-        Self { connection, shared, spare, pulse, broker, blocked, silent_since, clock_since, opened }
+        Self {
+            connection,
+            shared: None,
+            spare: Vec::new(),
+            broker,
+            blocked,
+            probe_channel: None,
+            silent_since: now,
+            clock_since: now,
+            opened: now,
+        }
     }
 
     fn keep(&mut self, channel: Channel) {
-        if self.spare.len() < SPARE {
+        if self.spare.len() < MAX_SPARE_CHANNELS {
             self.spare.push(channel);
         }
     }
 }
 
-/// Adds requests that come at this moment: the rest of a batch is just being published, and messages sent
-/// together cost the broker one write to disk.
+/// Adds requests that arrive at this moment. The rest of a batch is just being published, and messages that are sent
+/// together cost the broker only one write to disk.
 async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
     loop {
         tokio::task::yield_now().await;
-        // With no room left this is nothing too.
-        if queued.recv_many(fresh, REQUESTS - fresh.len()).now_or_never().unwrap_or(0) == 0 {
+        // When `fresh` is full, the limit is 0 and this returns 0 too.
+        if queued.recv_many(fresh, MAX_REQUESTS - fresh.len()).now_or_never().unwrap_or(0) == 0 {
             return;
         }
     }
 }
 
-/// True while the broker takes no messages from this connection: short of memory or disk, it stops reading from
-/// connections that publish, and notifies them. Messages sent meanwhile are read only after it, so queues are not
-/// judged slow. Updated as long as the connection lasts.
+/// Returns a flag that is true while the broker takes no messages from this connection: when it is short of memory or
+/// disk, it stops reading from connections that publish, and notifies them. It reads the messages sent meanwhile only
+/// after the alarm, so no queue is judged slow during an alarm. The flag is updated until the connection ends.
 fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
     let (sender, blocked) = watch::channel(false);
     let events = connection.events_listener();
@@ -456,16 +483,14 @@ fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
     blocked
 }
 
-/// The answer to the open question; pending forever when none is open.
-async fn answer_to(
-    probe: &mut Option<(BoxFuture<'static, Result<Channel, Error>>, Instant)>,
-) -> Result<Channel, Error> {
+/// The answer to the open probe; pending forever when none is open.
+async fn probe_answer(probe: &mut Option<Probe>) -> Result<Channel, Error> {
     match probe {
-        Some((answer, _)) => answer.await,
+        Some(probe) => (&mut probe.answer).await,
         None => std::future::pending().await,
     }
 }
 
-fn taken(confirmed: bool) -> Published {
+fn outcome(confirmed: bool) -> Published {
     if confirmed { Published::Confirmed } else { Published::Nacked }
 }

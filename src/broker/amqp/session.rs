@@ -13,12 +13,12 @@ use tokio::sync::watch;
 
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, OpenConnection};
 use super::convert::{properties_from, short};
-use super::topology::{Topology, make_replies};
+use super::topology::{Topology, declare_reply_queue};
 use crate::broker::{Delivery, DeliveryTag, Source};
 use crate::protocol::Message;
 
-/// RabbitMQ's default consumer timeout, which is not sent.
-const USUAL_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// RabbitMQ's default consumer timeout. It is not sent.
+const DEFAULT_CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// What to consume.
 pub enum Subscription {
@@ -26,23 +26,23 @@ pub enum Subscription {
     Tasks {
         /// The queue's name.
         queue: String,
-        /// The queues to make where they are missing; none: make nothing.
+        /// The queues to declare if they are missing; none: declare nothing.
         topology: Option<Topology>,
-        /// Which of the pool's queues it is.
+        /// Whether it is the pool's task queue or its background queue.
         source: Source,
     },
-    /// The durable queue of a job's replies, which is made. The broker deletes it when nobody has consumed from it
-    /// for as long as `keep`.
+    /// The durable queue of a job's replies, which is declared. The broker deletes it when nobody has consumed from it
+    /// for `keep`.
     Job {
         /// The queue's name.
         queue: String,
         /// How long it is kept without a consumer.
         keep: Duration,
     },
-    /// A private queue, which the broker names and deletes with the connection. Its name is sent here once per
+    /// A private queue, which the broker names, and deletes with the connection. Its name is sent here once per
     /// session. Unsettled messages are lost with the session.
     Private(watch::Sender<Option<String>>),
-    /// A private queue bound to a topic exchange, which is made where it is missing. Deliveries carry their
+    /// A private queue bound to a topic exchange, which is declared if it is missing. Deliveries carry their
     /// routing keys.
     Topic {
         /// The exchange's name.
@@ -59,8 +59,8 @@ pub(super) struct Session {
     pub(super) consumer: lapin::Consumer,
     pub(super) prefetch: u16,
     /// Whether deliveries carry their routing keys.
-    pub(super) addressed: bool,
-    /// Tag of the first delivery to the current consumer.
+    pub(super) with_routing_key: bool,
+    /// Delivery tag of the first delivery to the current consumer.
     pub(super) first_tag: Option<u64>,
     queue: String,
     /// Consumer tag of the first consumer; later ones append their number.
@@ -69,7 +69,7 @@ pub(super) struct Session {
 }
 
 impl Subscription {
-    /// The source that its deliveries name.
+    /// The source that its deliveries carry.
     pub(super) fn source(&self) -> Source {
         match self {
             Self::Tasks { source, .. } => *source,
@@ -79,7 +79,7 @@ impl Subscription {
 }
 
 impl Session {
-    /// Connects and consumes. Returns the broker's address too.
+    /// Connects and starts consuming. Also returns the broker's address.
     pub(super) async fn open(
         connector: &Connector,
         subscription: &Subscription,
@@ -103,7 +103,7 @@ impl Session {
                 Failure::without_answer(broker, reason)
             }
         };
-        connector.pass_turn();
+        connector.use_next_address();
         Err(failure)
     }
 
@@ -122,7 +122,7 @@ impl Session {
                 queue.clone()
             }
             Subscription::Job { queue, keep } => {
-                make_replies(&connection, queue, *keep).await?;
+                declare_reply_queue(&connection, queue, *keep).await?;
                 queue.clone()
             }
             Subscription::Private(name) => {
@@ -145,7 +145,7 @@ impl Session {
                 queue
             }
         };
-        let addressed = matches!(subscription, Subscription::Topic { .. });
+        let with_routing_key = matches!(subscription, Subscription::Topic { .. });
         let tag = connector.name.clone();
         let consumer = consume(&channel, &queue, &tag, prefetch, connector).await?;
         Ok(Self {
@@ -153,7 +153,7 @@ impl Session {
             channel,
             consumer,
             prefetch,
-            addressed,
+            with_routing_key,
             first_tag: None,
             queue,
             tag,
@@ -161,9 +161,9 @@ impl Session {
         })
     }
 
-    /// Makes a new consumer with another prefetch: RabbitMQ applies a prefetch only to consumers made after it.
-    /// The old consumer has been cancelled, and its stream has ended.
-    pub(super) async fn consume_anew(&mut self, prefetch: u16, connector: &Connector) -> Result<(), Error> {
+    /// Makes a new consumer with another prefetch, because RabbitMQ applies a prefetch only to consumers made after it.
+    /// The old consumer must have been cancelled, and its stream must have ended.
+    pub(super) async fn consume_again(&mut self, prefetch: u16, connector: &Connector) -> Result<(), Error> {
         self.consumers += 1;
         // Another tag, so that lapin does not confuse the old consumer with the new one.
         let tag = format!("{} #{}", self.tag, self.consumers);
@@ -188,15 +188,15 @@ async fn consume(
     let timeout = connector.settings.consumer_timeout;
     // RabbitMQ 4.3 accepts the argument on quorum queues and prefers it to the queue's own; earlier versions ignore
     // it.
-    if timeout != USUAL_TIMEOUT {
+    if timeout != DEFAULT_CONSUMER_TIMEOUT {
         let ms = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
         arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(ms));
     }
     channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
 }
 
-/// Cancels a consumer; returns when the broker has confirmed, or does not answer: then the session ends by
-/// itself.
+/// Cancels a consumer. Returns when the broker has confirmed, or after [`CLOSE_TIMEOUT`]: a broker that does not
+/// answer ends the session by itself.
 pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, cancel).await;
@@ -206,17 +206,18 @@ pub(super) fn delivery_from(
     lapin: lapin::message::Delivery,
     source: Source,
     session: u64,
-    addressed: bool,
+    with_routing_key: bool,
 ) -> Delivery {
     let mut properties = properties_from(&lapin.properties);
-    // The broker's count for this message, or for another whose headers were all published again with it.
+    // The broker's count for this message. Or an old count: somebody may have copied all headers of a redelivered
+    // message into this one.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
     let counted = counted.map(|count| count.max(1) as u64);
     let delivery_count = if lapin.redelivered { counted } else { Some(0) };
     Delivery {
         message: Message { properties, body: lapin.data.into() },
         delivery_tag: DeliveryTag { source, session, tag: lapin.delivery_tag },
-        routing_key: addressed.then(|| lapin.routing_key.as_str().to_owned()),
+        routing_key: with_routing_key.then(|| lapin.routing_key.as_str().to_owned()),
         redelivered: lapin.redelivered,
         delivery_count,
     }

@@ -1,4 +1,4 @@
-//! Decides which queues are made, and with which arguments. An existing queue is used as it is, whatever its
+//! Decides which queues are declared, and with which arguments. An existing queue is used as it is, whatever its
 //! arguments; no queue is ever deleted.
 
 use std::time::Duration;
@@ -16,13 +16,13 @@ use crate::protocol::control::QUEUE_MADE;
 pub struct Topology {
     /// The queue that tasks come from.
     pub task_queue: String,
-    /// The queue of tasks that only fill batches.
+    /// The queue of background tasks, which only fill up batches.
     pub background_queue: Option<String>,
-    /// The queue for replies to tasks that name none.
+    /// The queue for replies to tasks without a `reply_to`.
     pub reply_queue: Option<String>,
-    /// The queue for messages that cannot be worked on.
+    /// The queue for messages that cannot be processed.
     pub dead_letter_queue: String,
-    /// Deliveries after which the broker itself dead-letters a task.
+    /// Number of deliveries after which the broker itself dead-letters a task.
     pub delivery_limit: u32,
     /// Upper bounds of the delays between two attempts at a task, one retry queue each.
     pub retry_ceilings: Vec<Duration>,
@@ -39,16 +39,16 @@ pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
 impl Topology {
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
-            make(connection, &self.dead_letter_queue, with_high_limit()).await?;
+            declare_queue(connection, &self.dead_letter_queue, with_high_limit()).await?;
             // The bindings of the dead-letter exchange were deleted with the queue.
-            self.backstop(connection).await?;
+            self.declare_dead_letter_exchange(connection).await?;
         }
         if let Some(queue) = &self.reply_queue
             && !exists(connection, queue).await?
         {
-            // Not a classic queue: that is on one node of a cluster, and without this node all replies would be
+            // Not a classic queue, which is on one node of a cluster: while that node is down, all replies would be
             // unroutable.
-            make(connection, queue, with_high_limit()).await?;
+            declare_queue(connection, queue, with_high_limit()).await?;
         }
         for queue in [Some(&self.task_queue), self.background_queue.as_ref()].into_iter().flatten() {
             if exists(connection, queue).await? {
@@ -57,15 +57,18 @@ impl Topology {
             let mut arguments = quorum();
             let limit = i64::from(self.delivery_limit);
             arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(limit));
-            arguments.insert("x-dead-letter-exchange".into(), text(&self.backstop(connection).await?));
-            make(connection, queue, arguments).await?;
+            arguments.insert(
+                "x-dead-letter-exchange".into(),
+                text(&self.declare_dead_letter_exchange(connection).await?),
+            );
+            declare_queue(connection, queue, arguments).await?;
         }
         for ceiling in &self.retry_ceilings {
             let queue = retry_queue(&self.task_queue, *ceiling);
             if !exists(connection, &queue).await? {
-                // The bindings first: a task that waited in this queue may reach its delivery limit later.
-                self.backstop(connection).await?;
-                make(connection, &queue, self.way_back(*ceiling)).await?;
+                // The bindings come first, because a task that waited in this queue may reach its delivery limit later.
+                self.declare_dead_letter_exchange(connection).await?;
+                declare_queue(connection, &queue, self.retry_arguments(*ceiling)).await?;
             }
         }
         Ok(())
@@ -73,7 +76,7 @@ impl Topology {
 
     /// Arguments of a queue whose messages move into the task queue when they expire. Each is confirmed there
     /// before it is removed here.
-    fn way_back(&self, ceiling: Duration) -> FieldTable {
+    fn retry_arguments(&self, ceiling: Duration) -> FieldTable {
         let mut arguments = quorum();
         let most = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
         arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(most));
@@ -84,17 +87,17 @@ impl Topology {
         arguments
     }
 
-    /// Makes the exchange through which the broker dead-letters: a headers exchange that passes on messages
+    /// Declares the exchange through which the broker dead-letters: a headers exchange that passes on messages
     /// that exceeded the delivery limit, and drops those that only expired. A plain dead-letter route would put
     /// expired tasks and old sentinels among the dead letters.
-    async fn backstop(&self, connection: &Connection) -> Result<String, Error> {
+    async fn declare_dead_letter_exchange(&self, connection: &Connection) -> Result<String, Error> {
         let exchange = format!("{}.dlx", self.task_queue);
         let channel = connection.create_channel().await?;
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let none = FieldTable::default();
         channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, none).await?;
-        // The first death of a retried task is the expiration in its retry queue. It has no expiration
-        // afterwards, so its second death is by the delivery limit.
+        // The first death of a retried task is the expiration in its retry queue. Afterwards the task has no
+        // expiration, so its second death can only be by the delivery limit.
         let waited = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
         for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
@@ -120,10 +123,10 @@ fn quorum() -> FieldTable {
     arguments
 }
 
-/// Delivery limit of queues whose messages are read and handed back (reply and dead-letter queues).
+/// Delivery limit of queues whose messages are read and returned (reply and dead-letter queues).
 pub(super) const HIGH_LIMIT: u64 = 1_000_000;
 
-/// Arguments of a quorum queue whose messages may be read and handed back. Without a limit in the arguments,
+/// Arguments of a quorum queue whose messages may be read and returned. Without a limit in the arguments,
 /// RabbitMQ 4 drops a message after 20 deliveries.
 fn with_high_limit() -> FieldTable {
     let mut arguments = quorum();
@@ -131,16 +134,21 @@ fn with_high_limit() -> FieldTable {
     arguments
 }
 
-/// Makes the queue of a job's replies.
-pub(super) async fn make_replies(connection: &Connection, queue: &str, keep: Duration) -> Result<(), Error> {
+/// Declares the queue of a job's replies, if it does not exist. The broker deletes it after `keep` without a consumer.
+pub(super) async fn declare_reply_queue(
+    connection: &Connection,
+    queue: &str,
+    keep: Duration,
+) -> Result<(), Error> {
     if exists(connection, queue).await? {
         return Ok(());
     }
-    // On several nodes, as a pool's reply queue: without it, replies would be unroutable, and their tasks dead letters.
+    // A quorum queue, like a pool's reply queue: while a classic queue's node is down, replies would be unroutable, and
+    // their tasks would become dead letters.
     let mut arguments = with_high_limit();
     let keep = i64::try_from(keep.as_millis()).unwrap_or(i64::MAX);
     arguments.insert("x-expires".into(), AMQPValue::LongLongInt(keep));
-    make(connection, queue, arguments).await
+    declare_queue(connection, queue, arguments).await
 }
 
 /// Whether an existing queue has the arguments that we give to a dead-letter queue. AMQP has no command to read
@@ -160,19 +168,20 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
 }
 
 async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
-    match look(connection, queue).await {
+    match inspect(connection, queue).await {
         Ok(_) => Ok(true),
         Err(error) => match Cause::of(&error) {
             Cause::Missing => Ok(false),
-            // Declaring it again would fail like the look.
+            // Declaring it again would fail in the same way.
             Cause::Away => Ok(true),
             _ => Err(error),
         },
     }
 }
 
-/// On a separate channel, because the broker closes the channel when the queue is missing.
-pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, Error> {
+/// Inspects a queue with a passive declare. Uses a separate channel, because the broker closes the channel when the
+/// queue is missing.
+pub(super) async fn inspect(connection: &Connection, queue: &str) -> Result<Queue, Error> {
     let channel = connection.create_channel().await?;
     let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
     let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await?;
@@ -180,7 +189,7 @@ pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, 
     Ok(declared)
 }
 
-async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
+async fn declare_queue(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
     let channel = connection.create_channel().await?;
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     match channel.queue_declare(short(queue), durable, arguments).await {
@@ -188,7 +197,8 @@ async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Re
             tracing::info!(queue, "{QUEUE_MADE}");
             channel.close(200, "done".into()).await
         }
-        // Another process has made the queue since our check, with other arguments; that is enough.
+        // Another process has declared the queue with other arguments since our check. An existing queue is used as it
+        // is.
         Err(error) if Cause::of(&error) == Cause::PreconditionFailed => Ok(()),
         Err(error) => Err(error),
     }

@@ -21,24 +21,26 @@ use super::wire::{FLUSH_AT, Frame, FrameCodec, Request, Response, WireError, app
 use crate::protocol::Message;
 
 /// How long a peer may take to read its last answers when the connection ends.
-const LAST_LINES: Duration = Duration::from_secs(1);
+const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Reads the requests of one connection, and owns its consumer.
 struct Reader {
     queue_store: Arc<QueueStore>,
     consumer_sender: ConsumerSender,
     member: Option<Membership>,
 }
 
+/// Why a connection ends.
 enum Ending {
-    /// The worker asked for it.
-    Asked,
+    /// The worker closed it.
+    Requested,
     /// The socket was closed or failed.
-    Gone,
-    /// The worker broke the protocol, or the broker is shutting down.
-    Cut(String),
+    Disconnected,
+    /// We close it, for this reason: the worker broke the protocol, or the launcher stops.
+    Aborted(String),
 }
 
-/// Serves until the worker closes, disappears or breaks the protocol, or `stop` is cancelled.
+/// Serves until the worker closes the connection, disappears or breaks the protocol, or until `stop` is cancelled.
 pub(super) async fn serve(
     id: u64,
     stream: UnixStream,
@@ -55,7 +57,7 @@ pub(super) async fn serve(
     // This drops the last sender: the writer ends when it has written what is left.
     drop(reader);
     let writing = writer.abort_handle();
-    if timeout(LAST_LINES, writer).await.is_err() {
+    if timeout(LAST_ANSWERS_TIMEOUT, writer).await.is_err() {
         writing.abort();
     }
 }
@@ -66,16 +68,16 @@ impl Reader {
         let cut = self.consumer_sender.cut.clone();
         loop {
             let frame = tokio::select! {
-                () = cut.cancelled() => return Ending::Cut("answers were not read".to_owned()),
-                () = stop.cancelled() => return Ending::Cut("the launcher stops".to_owned()),
+                () = cut.cancelled() => return Ending::Aborted("the worker did not read its answers".to_owned()),
+                () = stop.cancelled() => return Ending::Aborted("the launcher is stopping".to_owned()),
                 frame = frames.next() => frame,
             };
             let ending = match frame {
-                None | Some(Err(WireError::Io(_))) => Some(Ending::Gone),
-                Some(Err(error)) => Some(Ending::Cut(error.to_string())),
+                None | Some(Err(WireError::Io(_))) => Some(Ending::Disconnected),
+                Some(Err(error)) => Some(Ending::Aborted(error.to_string())),
                 Some(Ok(frame)) => match frame.head() {
                     Ok(request) => self.handle(request, frame.body),
-                    Err(error) => Some(Ending::Cut(error.to_string())),
+                    Err(error) => Some(Ending::Aborted(error.to_string())),
                 },
             };
             if let Some(ending) = ending {
@@ -92,10 +94,10 @@ impl Reader {
             }
             Request::Consume { queue, prefetch } => {
                 if self.member.is_some() {
-                    return Some(Ending::Cut("a second consumer on one connection".to_owned()));
+                    return Some(Ending::Aborted("a second consumer on one connection".to_owned()));
                 }
                 self.member = self.queue_store.join(&queue, prefetch, self.consumer_sender.clone());
-                return self.member.is_none().then(|| Ending::Cut(format!("no queue {queue:?}")));
+                return self.member.is_none().then(|| Ending::Aborted(format!("no queue {queue:?}")));
             }
             Request::Prefetch { prefetch } => self.change(|queue, id| {
                 queue.set_prefetch(id, prefetch);
@@ -108,15 +110,18 @@ impl Reader {
                 self.leave();
                 self.consumer_sender.send(Response::Left, Bytes::new());
             }
-            Request::Close => return Some(Ending::Asked),
+            Request::Close => return Some(Ending::Requested),
         }
         None
     }
 
-    /// `act` is false for a delivery that the consumer does not hold.
+    /// Applies `act` to the consumer's queue. `act` returns false for a delivery that the consumer does not hold.
     fn change(&self, act: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
         if self.member.is_some_and(|member| !self.queue_store.change(member, act)) {
-            tracing::warn!(connection = self.consumer_sender.id, "settled a delivery not held");
+            tracing::warn!(
+                connection = self.consumer_sender.id,
+                "the worker settled a delivery that it does not hold"
+            );
         }
     }
 
@@ -129,11 +134,11 @@ impl Reader {
     fn end(&mut self, ending: Ending) {
         self.leave();
         let reason = match ending {
-            Ending::Gone => return,
-            Ending::Asked => None,
-            Ending::Cut(reason) => Some(reason),
+            Ending::Disconnected => return,
+            Ending::Requested => None,
+            Ending::Aborted(reason) => Some(reason),
         };
-        tracing::debug!(connection = self.consumer_sender.id, reason, "worker's connection ends");
+        tracing::debug!(connection = self.consumer_sender.id, reason, "closing a worker's connection");
         self.consumer_sender.send(Response::Closed { reason }, Bytes::new());
     }
 }
@@ -157,7 +162,7 @@ async fn write_all(
             continue;
         }
         if let Err(error) = write.write_all_buf(&mut gathered).await {
-            tracing::debug!(%error, "worker's connection cannot be written");
+            tracing::debug!(%error, "cannot write to a worker's connection");
             return cut.cancel();
         }
     }

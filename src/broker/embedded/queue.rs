@@ -1,25 +1,25 @@
-//! Decides which consumer gets which message of one queue, and in what order: a pure state machine. Owns the
-//! ready messages, the consumers and their unsettled messages. Never sends, knows no socket.
+//! Decides which consumer gets which message of one queue, and in what order. A pure state machine: it owns the ready
+//! messages, the consumers and their unsettled messages, and does no I/O.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU16;
 
 use crate::protocol::Message;
 
-/// Names a consumer of one queue. Never reused within the queue.
+/// Identifies a consumer of one queue. Never reused within the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ConsumerId(u64);
 
-/// A message for a consumer, to be settled by `tag`.
+/// A message for a consumer, which settles it by `tag`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QueueDelivery {
     /// The consumer.
     pub consumer: ConsumerId,
-    /// The tag to settle it by, counting from 1 for each consumer.
+    /// The tag used to settle it, counting from 1 for each consumer.
     pub tag: u64,
     /// Whether it was delivered before.
     pub redelivered: bool,
-    /// Earlier deliveries that were not acked.
+    /// Number of earlier deliveries that were not acked.
     pub delivery_count: u64,
     /// The message.
     pub message: Message,
@@ -37,6 +37,7 @@ pub struct Stats {
 #[derive(Debug)]
 struct Entry {
     message: Message,
+    /// How often the message was returned to the queue.
     returns: u64,
 }
 
@@ -59,11 +60,11 @@ impl Consumer {
 #[derive(Debug, Default)]
 pub struct Queue {
     next_position: u64,
-    /// By position, which a message keeps: a return inserts it at its old position.
+    /// Keyed by position. A message keeps its position when it is returned to the queue.
     ready: BTreeMap<u64, Entry>,
     next_consumer: u64,
     consumers: BTreeMap<ConsumerId, Consumer>,
-    /// The order of turns: the front was served longest ago.
+    /// Consumers in the order of their turns. The one at the front was served longest ago.
     turns: VecDeque<ConsumerId>,
 }
 
@@ -133,7 +134,7 @@ impl Queue {
         self.ready.insert(position, entry);
     }
 
-    /// The next message for the next consumer with room. Call until it returns none.
+    /// Delivers the next message to the next consumer with room. Call it until it returns none.
     pub fn deliver(&mut self) -> Option<QueueDelivery> {
         if self.ready.is_empty() {
             return None;

@@ -1,5 +1,5 @@
 //! Holds the queues of one launcher and moves messages between them and their consumers. Owns every queue, behind
-//! one lock; never uses a socket.
+//! one lock. Does no I/O.
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
@@ -28,15 +28,15 @@ pub struct QueueSpec {
 pub(super) struct ConsumerSender {
     /// The connection's number.
     pub id: u64,
-    /// Answers with the bodies of messages. The queue store and the connection's reader write; its writer reads.
-    /// Bound: [`OUTLET_BOUND`], which prefetch and pipelining never exceed, so a send never waits.
+    /// Responses and the bodies of deliveries. The queue store and the connection's reader write; its writer reads.
+    /// Bound: [`OUTLET_BOUND`]. A peer within its prefetch and pipelining limits never fills it, so a send never waits.
     pub messages: mpsc::Sender<(Response, Bytes)>,
-    /// Cancelled when the peer exceeds a bound; its reader listens.
+    /// Cancelled when the peer exceeds the bound. The connection's reader then disconnects it.
     pub cut: CancellationToken,
 }
 
-/// The most messages a sender holds: a full prefetch, the confirms of the publishes under way, and the few answers to
-/// consume, cancel, leave and close.
+/// Bound of a connection's responses: the largest prefetch, the confirms of the publishes under way, and the few
+/// answers to consume, cancel, leave and close.
 pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + 8_192;
 
 impl ConsumerSender {
@@ -49,14 +49,15 @@ impl ConsumerSender {
     }
 }
 
-/// Names one consumer among all queues.
+/// Identifies one consumer among all queues.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Membership {
     queue: usize,
     consumer: ConsumerId,
 }
 
-struct Slot {
+/// A queue and the connections of its consumers.
+struct StoredQueue {
     kept: bool,
     queue: Queue,
     consumer_senders: HashMap<ConsumerId, ConsumerSender>,
@@ -65,13 +66,13 @@ struct Slot {
 pub(super) struct QueueStore {
     /// Locked by every connection, for map operations only, never across an await. Messages to consumers are
     /// sent under the lock, so that each consumer receives them in the order of the queue's decisions.
-    slots: Mutex<Vec<Slot>>,
-    /// Name → index in `slots`; fixed at start.
+    queues: Mutex<Vec<StoredQueue>>,
+    /// Index in `queues` by name; fixed at start.
     names: HashMap<String, usize>,
 }
 
 impl QueueStore {
-    /// Makes the queues of `specs`. The error is a text: a name is used twice.
+    /// Makes the queues of `specs`. The error is a message that names the queue that occurs twice.
     pub fn new(specs: &[QueueSpec]) -> Result<Self, String> {
         let mut names = HashMap::new();
         for (index, spec) in specs.iter().enumerate() {
@@ -79,19 +80,18 @@ impl QueueStore {
                 return Err(format!("queue {:?} is named twice", spec.name));
             }
         }
-        let slot = |kept| Slot { kept, queue: Queue::default(), consumer_senders: HashMap::new() };
-        let slots = specs.iter().map(|spec| slot(spec.kept)).collect();
-        Ok(Self { slots: Mutex::new(slots), names })
+        let stored = |kept| StoredQueue { kept, queue: Queue::default(), consumer_senders: HashMap::new() };
+        let queues = specs.iter().map(|spec| stored(spec.kept)).collect();
+        Ok(Self { queues: Mutex::new(queues), names })
     }
 
-    fn slots(&self) -> MutexGuard<'_, Vec<Slot>> {
-        // A panic poisons the lock; each operation leaves the queues consistent before anything in it can
-        // panic.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queues(&self) -> MutexGuard<'_, Vec<StoredQueue>> {
+        // A poisoned lock may be used: each operation leaves the queues consistent before anything in it can panic.
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Accepts a worker's message, which reaches its queue at once or after a delay. Bound: the tasks that the client
-    /// has under way.
+    /// Accepts a worker's message, which reaches its queue at once or after a delay. The number of delayed messages is
+    /// bounded by the tasks that the client has under way.
     pub fn publish(
         self: &Arc<Self>,
         consumer_sender: &ConsumerSender,
@@ -104,11 +104,11 @@ impl QueueStore {
             return consumer_sender.send(Response::Unroutable { id }, Bytes::new());
         };
         consumer_sender.send(Response::Confirmed { id }, Bytes::new());
-        let Some(delay) = delay else { return put(&mut self.slots()[index], message) };
+        let Some(delay) = delay else { return put(&mut self.queues()[index], message) };
         let store = self.clone();
         tokio::spawn(async move {
             tokio::time::sleep(delay).await;
-            put(&mut store.slots()[index], message);
+            put(&mut store.queues()[index], message);
         });
     }
 
@@ -120,57 +120,57 @@ impl QueueStore {
         consumer_sender: ConsumerSender,
     ) -> Option<Membership> {
         let index = *self.names.get(queue)?;
-        let mut slots = self.slots();
-        let slot = &mut slots[index];
-        let consumer = slot.queue.add_consumer(prefetch);
+        let mut queues = self.queues();
+        let stored = &mut queues[index];
+        let consumer = stored.queue.add_consumer(prefetch);
         consumer_sender.send(Response::Consuming, Bytes::new());
-        slot.consumer_senders.insert(consumer, consumer_sender);
-        pump(slot);
+        stored.consumer_senders.insert(consumer, consumer_sender);
+        pump(stored);
         Some(Membership { queue: index, consumer })
     }
 
-    /// Changes a consumer's queue.
+    /// Applies `act` to a consumer's queue, and delivers what may be delivered after it.
     pub fn change<T>(&self, member: Membership, act: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
-        let slot = &mut self.slots()[member.queue];
-        let done = act(&mut slot.queue, member.consumer);
-        pump(slot);
+        let stored = &mut self.queues()[member.queue];
+        let done = act(&mut stored.queue, member.consumer);
+        pump(stored);
         done
     }
 
     /// Stops deliveries to a consumer, and sends `Cancelled` after its last message.
     pub fn cancel(&self, member: Membership) {
-        let slot = &mut self.slots()[member.queue];
-        slot.queue.cancel(member.consumer);
-        if let Some(consumer_sender) = slot.consumer_senders.get(&member.consumer) {
+        let stored = &mut self.queues()[member.queue];
+        stored.queue.cancel(member.consumer);
+        if let Some(consumer_sender) = stored.consumer_senders.get(&member.consumer) {
             consumer_sender.send(Response::Cancelled, Bytes::new());
         }
     }
 
     /// Removes a consumer; its unsettled messages return.
     pub fn leave(&self, member: Membership) {
-        let slot = &mut self.slots()[member.queue];
-        slot.consumer_senders.remove(&member.consumer);
-        slot.queue.remove_consumer(member.consumer);
-        pump(slot);
+        let stored = &mut self.queues()[member.queue];
+        stored.consumer_senders.remove(&member.consumer);
+        stored.queue.remove_consumer(member.consumer);
+        pump(stored);
     }
 
     /// How full a queue is; none: the queue does not exist.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
-        self.names.get(queue).map(|index| self.slots()[*index].queue.stats())
+        self.names.get(queue).map(|index| self.queues()[*index].queue.stats())
     }
 }
 
-fn put(slot: &mut Slot, message: Message) {
-    if slot.kept {
-        slot.queue.publish(message);
-        pump(slot);
+fn put(stored: &mut StoredQueue, message: Message) {
+    if stored.kept {
+        stored.queue.publish(message);
+        pump(stored);
     }
 }
 
 /// Delivers as much as possible. Called after every change of a queue.
-fn pump(slot: &mut Slot) {
-    while let Some(delivery) = slot.queue.deliver() {
-        if let Some(consumer_sender) = slot.consumer_senders.get(&delivery.consumer) {
+fn pump(stored: &mut StoredQueue) {
+    while let Some(delivery) = stored.queue.deliver() {
+        if let Some(consumer_sender) = stored.consumer_senders.get(&delivery.consumer) {
             let QueueDelivery { tag, redelivered, delivery_count, message, .. } = delivery;
             let properties = Box::new(message.properties);
             let response = Response::Deliver { tag, redelivered, delivery_count, properties };

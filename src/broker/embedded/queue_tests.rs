@@ -32,8 +32,8 @@ fn deliver_all(queue: &mut Queue) -> Vec<QueueDelivery> {
     std::iter::from_fn(|| queue.deliver()).collect()
 }
 
-fn numbers(dispatches: &[QueueDelivery]) -> Vec<u32> {
-    dispatches.iter().map(|queue_delivery| number(&queue_delivery.message)).collect()
+fn numbers(deliveries: &[QueueDelivery]) -> Vec<u32> {
+    deliveries.iter().map(|queue_delivery| number(&queue_delivery.message)).collect()
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn consumers_take_turns_and_a_full_one_is_passed_over() {
 }
 
 #[test]
-fn a_second_ack_of_one_tag_is_not_known() {
+fn a_settled_tag_cannot_be_settled_again() {
     let mut queue = filled(1);
     let consumer = queue.add_consumer(prefetch(1));
     let tag = deliver_all(&mut queue)[0].tag;
@@ -73,7 +73,7 @@ fn a_second_ack_of_one_tag_is_not_known() {
 }
 
 #[test]
-fn requeued_messages_return_to_their_old_places_whatever_the_order_of_the_nacks() {
+fn requeued_messages_keep_their_positions_in_any_order_of_nacks() {
     let mut queue = filled(6);
     let consumer = queue.add_consumer(prefetch(4));
     let held = deliver_all(&mut queue);
@@ -89,7 +89,7 @@ fn requeued_messages_return_to_their_old_places_whatever_the_order_of_the_nacks(
 }
 
 #[test]
-fn a_lost_consumers_messages_return_in_place_marked_and_counted() {
+fn a_lost_consumers_messages_return_to_their_positions_as_redelivered() {
     let mut queue = filled(4);
     let lost = queue.add_consumer(prefetch(3));
     let held = deliver_all(&mut queue);
@@ -103,7 +103,7 @@ fn a_lost_consumers_messages_return_in_place_marked_and_counted() {
 }
 
 #[test]
-fn a_cancelled_consumer_gets_no_more_but_keeps_what_it_holds() {
+fn a_cancelled_consumer_gets_no_more_but_keeps_its_unsettled_messages() {
     let mut queue = filled(3);
     let consumer = queue.add_consumer(prefetch(2));
     let held = deliver_all(&mut queue);
@@ -137,19 +137,19 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A model of the queue: which consumer holds which message, and where each must be.
+/// A reference model of the queue: which consumer holds which message, and which messages are settled.
 #[derive(Default)]
-struct Onlooker {
+struct Model {
     published: u32,
-    /// Present consumers, cancelled or not, and their prefetch.
+    /// The prefetch of each consumer that was not removed.
     consumers: BTreeMap<ConsumerId, u16>,
-    /// Number of the message by holder and tag.
+    /// The number of the message, by the consumer that holds it and the tag.
     held: BTreeMap<(ConsumerId, u64), u32>,
     gone: BTreeSet<u32>,
     last_fresh: Option<u32>,
 }
 
-impl Onlooker {
+impl Model {
     fn step(&mut self, queue: &mut Queue, step: Step) {
         match step {
             Step::Publish => {
@@ -193,13 +193,13 @@ impl Onlooker {
 
     fn saw(&mut self, queue_delivery: &QueueDelivery) {
         let n = number(&queue_delivery.message);
-        assert!(!self.held.values().any(|held| *held == n), "{n} is held by two");
+        assert!(!self.held.values().any(|held| *held == n), "{n} is held by two consumers");
         assert!(!self.gone.contains(&n), "{n} was settled before");
         self.held.insert((queue_delivery.consumer, queue_delivery.tag), n);
         let holds = self.held.keys().filter(|(id, _)| *id == queue_delivery.consumer).count();
         assert!(holds <= usize::from(self.consumers[&queue_delivery.consumer]), "over the prefetch");
         if !queue_delivery.redelivered {
-            assert!(self.last_fresh < Some(n), "{n} came late");
+            assert!(self.last_fresh < Some(n), "{n} was overtaken");
             self.last_fresh = Some(n);
         }
     }
@@ -217,25 +217,25 @@ impl Onlooker {
 
 proptest! {
     #[test]
-    fn whatever_happens_nothing_is_lost_doubled_or_overtaken(
+    fn in_any_interleaving_no_message_is_lost_duplicated_or_reordered(
         steps in prop::collection::vec(step(), 0..200),
     ) {
         let mut queue = Queue::default();
-        let mut onlooker = Onlooker::default();
+        let mut model = Model::default();
         for step in steps {
-            onlooker.step(&mut queue, step);
+            model.step(&mut queue, step);
             let stats = queue.stats();
-            prop_assert_eq!(stats.unacked, onlooker.held.len());
-            let all = stats.ready + stats.unacked + onlooker.gone.len();
-            prop_assert_eq!(all, onlooker.published as usize);
+            prop_assert_eq!(stats.unacked, model.held.len());
+            let all = stats.ready + stats.unacked + model.gone.len();
+            prop_assert_eq!(all, model.published as usize);
         }
-        for id in onlooker.consumers.keys().copied().collect::<Vec<_>>() {
+        for id in model.consumers.keys().copied().collect::<Vec<_>>() {
             queue.remove_consumer(id);
         }
         queue.add_consumer(prefetch(u16::MAX));
         let rest: Vec<u32> = numbers(&deliver_all(&mut queue));
         prop_assert!(rest.is_sorted(), "old places were kept");
-        let all: BTreeSet<u32> = rest.into_iter().chain(onlooker.gone).collect();
-        prop_assert_eq!(all, (0..onlooker.published).collect::<BTreeSet<u32>>());
+        let all: BTreeSet<u32> = rest.into_iter().chain(model.gone).collect();
+        prop_assert_eq!(all, (0..model.published).collect::<BTreeSet<u32>>());
     }
 }

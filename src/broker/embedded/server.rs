@@ -16,15 +16,15 @@ use super::connection::serve;
 use super::queue::Stats;
 use super::queue_store::{QueueSpec, QueueStore};
 
-/// Pause after a failed accept (for example, no file descriptors left).
+/// Pause after a failed accept, for example when no file descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The queues of one launcher, and the socket for workers. Drop stops serving and removes the socket and its
+/// The queues of one launcher, and the socket for workers. Dropping it stops serving, and removes the socket and its
 /// folder.
 pub struct EmbeddedBroker {
     queue_store: Arc<QueueStore>,
     path: PathBuf,
-    /// Cancelled by `shutdown` and drop; the accept loop and each connection listen.
+    /// Cancelled by `shutdown` and drop. It ends the accept loop and all connections.
     stop: CancellationToken,
     tasks: TaskTracker,
 }
@@ -46,7 +46,7 @@ impl EmbeddedBroker {
         let listener = match UnixListener::bind(&path) {
             Ok(listener) => listener,
             Err(error) => {
-                // The folder is ours and empty; the bind's error says more than an error here.
+                // The folder is ours and empty. The error of the bind says more than an error of this call.
                 let _ = std::fs::remove_dir(folder);
                 return Err(at(&path, &error));
             }
@@ -66,7 +66,7 @@ impl EmbeddedBroker {
         Ok(broker)
     }
 
-    /// Where workers connect.
+    /// The socket that workers connect to.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -76,8 +76,8 @@ impl EmbeddedBroker {
         self.queue_store.stats(queue)
     }
 
-    /// Ends all connections, with a reason for each peer, and waits until they are closed: at most a second
-    /// each.
+    /// Ends all connections, with a reason for each peer, and waits until they are closed, which takes at most a second
+    /// for each.
     pub async fn shutdown(&self) {
         self.stop.cancel();
         self.tasks.close();

@@ -1,5 +1,5 @@
 //! The frames between a worker and the launcher's queue: two big-endian `u32` (length of the head, length of
-//! the body), a JSON head, the raw body. Decides the largest sizes. Owns no state, does no I/O.
+//! the body), then a JSON head, then the raw body. Decides the largest sizes. Owns no state, does no I/O.
 
 use std::num::NonZeroU16;
 use std::time::Duration;
@@ -19,13 +19,14 @@ const MAX_FRAME: usize = 64 << 20;
 /// of a dead letter.
 pub const MAX_MESSAGE: usize = MAX_FRAME - (64 << 10);
 
+/// Bytes of the two lengths.
 const PREFACE: usize = 8;
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub(super) enum Request {
-    /// Put the body into a queue; answered with the same `id`. With a delay, the answer comes at once and the
-    /// message reaches the queue later; like all messages, a delayed one is lost with the launcher.
+    /// Publish the body to a queue; answered with the same `id`. With a delay, the answer comes at once and the
+    /// message reaches the queue later. Like all messages, a delayed one is lost when the launcher ends.
     Publish { id: u64, queue: String, properties: Box<Properties>, delay: Option<Duration> },
     /// Deliver from a queue. At most one consumer per connection.
     Consume { queue: String, prefetch: NonZeroU16 },
@@ -35,9 +36,9 @@ pub(super) enum Request {
     Cancel,
     /// Remove a message for good.
     Ack { tag: u64 },
-    /// Return a message to its place in the queue.
+    /// Return a message to its position in the queue.
     Nack { tag: u64 },
-    /// End the consumer; its unsettled messages return. The connection stays.
+    /// End the consumer and return its unsettled messages to the queue. The connection stays open.
     Leave,
     /// End the connection.
     Close,
@@ -52,17 +53,17 @@ pub(super) enum Response {
     Unroutable { id: u64 },
     /// The consumer exists; deliveries follow.
     Consuming,
-    /// A delivery; the body is the message's.
+    /// A delivery; its body is the message's body.
     Deliver { tag: u64, redelivered: bool, delivery_count: u64, properties: Box<Properties> },
     /// No more deliveries follow.
     Cancelled,
-    /// All settlements sent before `leave` are done.
+    /// The consumer has ended, and all settlements sent before `leave` are done.
     Left,
-    /// The connection ends; with a reason when the worker did not ask for it.
+    /// The connection ends. There is a reason if the worker did not ask for it.
     Closed { reason: Option<String> },
 }
 
-/// Why bytes are not a frame, or the frame is not the expected one.
+/// Why bytes are not a frame, or not the expected one.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum WireError {
     /// Longer than [`MAX_FRAME`].
@@ -76,23 +77,23 @@ pub(super) enum WireError {
     Io(#[from] std::io::Error),
 }
 
-/// One frame, its head written, its length checked.
+/// One frame, whose head is serialized and whose length is checked.
 #[derive(Debug)]
 pub(super) struct Frame {
     head: Bytes,
-    /// The raw body; empty for all but messages.
+    /// The raw body; empty unless the frame carries a message.
     pub body: Bytes,
 }
 
 impl Frame {
-    /// Writes the head.
+    /// Serializes the head.
     pub fn new(head: &impl Serialize, body: Bytes) -> Result<Self, WireError> {
         let head = Bytes::from(serde_json::to_vec(head)?);
         check(head.len() as u64 + body.len() as u64)?;
         Ok(Self { head, body })
     }
 
-    /// Reads the head.
+    /// Deserializes the head.
     pub fn head<T: DeserializeOwned>(&self) -> Result<T, WireError> {
         Ok(serde_json::from_slice(&self.head)?)
     }
@@ -102,7 +103,7 @@ fn check(length: u64) -> Result<(), WireError> {
     if length > MAX_FRAME as u64 { Err(WireError::TooLong { length }) } else { Ok(()) }
 }
 
-/// Why a message is too long, as a text for its sender; none: it is not.
+/// An error message for the sender of a message that is too long or cannot be written; none if it is neither.
 pub(super) fn too_long(message: &Message) -> Option<String> {
     let head = match serde_json::to_vec(&message.properties) {
         Ok(head) => head.len(),
@@ -140,7 +141,7 @@ impl Decoder for FrameCodec {
     }
 }
 
-/// A writer flushes at this size, in bytes, or when no more messages wait.
+/// A writer flushes its buffer at this size in bytes, or when no more frames wait.
 pub(super) const FLUSH_AT: usize = 64 << 10;
 
 /// Appends a frame's bytes to a writer's buffer.
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_claims_too_much_is_an_error_before_its_bytes_come() {
+    fn a_frame_with_too_large_a_length_is_refused_before_its_bytes_arrive() {
         let mut bytes = BytesMut::new();
         bytes.put_u32(8);
         bytes.put_u32(u32::MAX);
@@ -219,13 +220,13 @@ mod tests {
     }
 
     #[test]
-    fn a_body_over_the_limit_is_no_frame() {
+    fn a_body_over_the_limit_is_refused() {
         let body = Bytes::from(vec![0; MAX_FRAME]);
         assert!(matches!(Frame::new(&Request::Close, body), Err(WireError::TooLong { .. })));
     }
 
     #[test]
-    fn a_head_of_another_kind_is_an_error_not_a_guess() {
+    fn a_response_is_not_accepted_as_a_request() {
         let mut bytes = written(&Response::Cancelled, b"");
         let frame = FrameCodec.decode(&mut bytes).unwrap().unwrap();
         assert!(frame.head::<Request>().is_err());
@@ -233,7 +234,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_alike_however_they_are_cut(
+        fn any_bytes_are_decoded_alike_however_they_are_cut(
             garbage in any::<Vec<u8>>(),
             whole in any::<bool>(),
             cut in any::<prop::sample::Index>(),

@@ -1,5 +1,5 @@
-//! Counts the errors of an output by what they say. Owns the counts, which are bounded: an output may hold as many
-//! different errors as lines.
+//! Counts the errors of an output by code and message. Owns the counts, which are bounded, because each line of an
+//! output may hold a different error.
 
 use std::collections::BTreeMap;
 
@@ -7,18 +7,18 @@ use serde::Serialize;
 
 use crate::protocol::batch_line::{OutputError, read_output};
 
-/// The most errors that are told apart by their words, and by their codes.
-const MOST: usize = 100;
-/// How many of the commonest errors are told.
+/// Maximum number of errors that are counted by code and message, and of those counted by code alone.
+const MAX_DISTINCT: usize = 100;
+/// How many of the commonest errors are reported.
 const COMMONEST: usize = 5;
 
 /// The errors of an output, those of earlier runs included.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ErrorCounts {
     total: u64,
-    /// By code and words. Bound: [`MOST`].
-    by_words: BTreeMap<(String, String), u64>,
-    /// Errors for which there was no place there, by code. Bound: [`MOST`].
+    /// By code and message. Bound: [`MAX_DISTINCT`].
+    by_message: BTreeMap<(String, String), u64>,
+    /// Errors for which `by_message` had no room, by code. Bound: [`MAX_DISTINCT`].
     others: BTreeMap<String, u64>,
 }
 
@@ -29,7 +29,7 @@ pub struct CommonError {
     pub count: u64,
     /// Its code.
     pub code: String,
-    /// Its words; none: different ones.
+    /// Its message; none: several errors with different messages.
     pub message: Option<String>,
 }
 
@@ -38,13 +38,13 @@ impl ErrorCounts {
     pub fn add(&mut self, error: OutputError) {
         self.total += 1;
         let OutputError { code, message } = error;
-        let words = (code, message);
-        if let Some(count) = self.by_words.get_mut(&words) {
+        let key = (code, message);
+        if let Some(count) = self.by_message.get_mut(&key) {
             *count += 1;
-        } else if self.by_words.len() < MOST {
-            self.by_words.insert(words, 1);
-        } else if self.others.len() < MOST || self.others.contains_key(&words.0) {
-            *self.others.entry(words.0).or_default() += 1;
+        } else if self.by_message.len() < MAX_DISTINCT {
+            self.by_message.insert(key, 1);
+        } else if self.others.len() < MAX_DISTINCT || self.others.contains_key(&key.0) {
+            *self.others.entry(key.0).or_default() += 1;
         }
     }
 
@@ -62,7 +62,7 @@ impl ErrorCounts {
 
     /// The commonest errors, the commonest first.
     pub fn commonest(&self) -> Vec<CommonError> {
-        let by_words = self.by_words.iter().map(|((code, message), count)| CommonError {
+        let by_message = self.by_message.iter().map(|((code, message), count)| CommonError {
             count: *count,
             code: code.clone(),
             message: Some(message.clone()),
@@ -72,7 +72,7 @@ impl ErrorCounts {
             code: code.clone(),
             message: None,
         });
-        let mut all: Vec<CommonError> = by_words.chain(others).collect();
+        let mut all: Vec<CommonError> = by_message.chain(others).collect();
         all.sort_by_key(|error| std::cmp::Reverse(error.count));
         all.truncate(COMMONEST);
         all
@@ -93,9 +93,9 @@ mod tests {
         (0..7).for_each(|_| errors.add(error("404", "no such URL")));
         (0..2).for_each(|_| errors.add(error("400", "too long")));
         (0..9).for_each(|number| errors.add(error("400", &format!("input {number}"))));
-        let told: Vec<_> = errors.commonest().into_iter().map(|it| (it.count, it.code)).collect();
-        assert_eq!(told[..2], [(7, "404".to_owned()), (2, "400".to_owned())]);
-        assert_eq!((told.len(), errors.total()), (COMMONEST, 18));
+        let reported: Vec<_> = errors.commonest().into_iter().map(|it| (it.count, it.code)).collect();
+        assert_eq!(reported[..2], [(7, "404".to_owned()), (2, "400".to_owned())]);
+        assert_eq!((reported.len(), errors.total()), (COMMONEST, 18));
     }
 
     #[test]
@@ -105,7 +105,7 @@ mod tests {
             errors.add(error("400", &format!("input {number}")));
             errors.add(error(&format!("code {number}"), ""));
         }
-        assert!(errors.by_words.len() <= MOST && errors.others.len() <= MOST);
+        assert!(errors.by_message.len() <= MAX_DISTINCT && errors.others.len() <= MAX_DISTINCT);
         let first = errors.commonest().remove(0);
         assert_eq!((first.count, first.code.as_str(), first.message), (950, "400", None));
         assert_eq!(errors.total(), 2_000);

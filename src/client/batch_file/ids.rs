@@ -1,10 +1,10 @@
-//! Finds `custom_id`s that occur more than once: their answers could not be told apart. Owns what it remembers of them.
+//! Finds `custom_id`s that occur more than once: their answers could not be told apart. Owns the ids seen so far.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 
-/// The most ids that are remembered, each as 8 bytes; behind them a repeated id may be missed.
-const MOST: usize = 1_000_000;
+/// Maximum number of ids that are remembered, each as 8 bytes. After that many, a repeated id may be missed.
+const MAX_IDS: usize = 1_000_000;
 
 /// The ids of the lines read so far.
 #[derive(Debug, Default)]
@@ -22,12 +22,12 @@ impl RepeatedIds {
         if self.seen.contains(&hash) {
             self.repeated += 1;
             self.first.get_or_insert_with(|| (id.to_owned(), line));
-        } else if self.seen.len() < MOST {
+        } else if self.seen.len() < MAX_IDS {
             self.seen.insert(hash);
         }
     }
 
-    /// What is to be told of repeated ids, if there are any.
+    /// A warning about repeated ids, if there are any.
     pub fn words(&self) -> Option<String> {
         let (id, line) = self.first.as_ref()?;
         let repeated = self.repeated;
@@ -42,12 +42,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repeated_id_is_told_with_the_first_line_that_repeats_one() {
+    fn the_warning_names_the_first_line_with_a_repeated_id() {
         let mut ids = RepeatedIds::default();
         ["a", "b"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 1));
         assert_eq!(ids.words(), None);
         ["b", "c", "a"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 3));
-        let words = ids.words().unwrap();
-        assert!(words.starts_with("custom_ids that occur again: 2, first on line 3 (\"b\")"), "{words}");
+        let warning = ids.words().unwrap();
+        assert!(warning.starts_with("custom_ids that occur again: 2, first on line 3 (\"b\")"), "{warning}");
     }
 }

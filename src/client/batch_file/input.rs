@@ -1,5 +1,5 @@
-//! The input of a run: its digest, its requests, only those counted when the run began, and afterwards a check
-//! that the files have not changed. Owns the read position. Never decides what a line is, never writes a file.
+//! The input of a run: its digest, the requests that were counted when the run began, and afterwards a check that the
+//! files have not changed. Owns the read position. Never writes a file.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -51,7 +51,7 @@ impl<R: Read> Read for Hashing<R> {
 struct Files {
     paths: VecDeque<PathBuf>,
     open: Option<File>,
-    /// The last byte read is no newline.
+    /// Whether the last byte read is not a newline.
     is_within_line: bool,
 }
 
@@ -136,9 +136,9 @@ impl CountedInput {
         Ok(Self { lines: HashedLines::open(paths, done)?, counted })
     }
 
-    /// How the file has changed since it was counted, in words. Call it when all lines are read and answered, so
-    /// that later changes are seen too. Two changes are not seen: a new file with the same name, and a file
-    /// truncated after the read position.
+    /// A message that says how the file has changed since it was counted; none if it has not. Call it when all lines
+    /// are read and answered, so that late changes are detected too. Two changes are not detected: a new file with the
+    /// same name, and a file truncated after the read position.
     pub fn changed(&mut self) -> io::Result<Option<String>> {
         let (answered, counted) = (self.lines.read, self.counted.lines);
         let how = match self.lines.next().transpose()? {
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_digest_is_of_all_bytes_wherever_reading_began() {
+    fn the_digest_covers_all_bytes_wherever_reading_began() {
         let input = Input::new("abc");
         let digest = input.digest();
         assert_eq!((digest.lines, digest.bytes), (1, 3));
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn files_follow_each_other_as_if_they_were_one() {
+    fn several_files_are_read_as_if_they_were_one() {
         let [one, two, three] = ["a\nb", "", "c\n"].map(Input::new);
         let paths = [&one, &two, &three].map(|input| input.path.clone());
         let mut lines = HashedLines::open(&paths, 1).unwrap();
@@ -229,19 +229,19 @@ mod tests {
     }
 
     #[test]
-    fn of_an_input_that_has_grown_no_line_is_given_out_that_was_not_counted() {
+    fn lines_added_after_the_count_are_not_returned() {
         let input = Input::new("a\nb\n");
         let counted = input.digest();
         let mut lines = input.open(0, &counted);
         fs::write(&input.path, "a\nb\nc\n").unwrap();
         assert_eq!(texts(&mut lines), ["a", "b"]);
         let changed = lines.changed().unwrap().unwrap();
-        let words = "the input has grown since the run began; 2 of the 2 lines that it had then";
-        assert!(changed.starts_with(words), "{changed}");
+        let expected = "the input has grown since the run began; 2 of the 2 lines that it had then";
+        assert!(changed.starts_with(expected), "{changed}");
     }
 
     #[test]
-    fn growth_behind_the_end_that_was_read_is_seen() {
+    fn growth_after_the_end_was_read_is_detected() {
         let input = Input::new("a\nb");
         let mut lines = input.open(0, &input.digest());
         assert_eq!(texts(&mut lines), ["a", "b"]);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn an_input_with_fewer_lines_than_were_counted_has_become_shorter() {
+    fn an_input_with_fewer_lines_than_counted_is_reported_as_shorter() {
         let input = Input::new("a\nb\nc\n");
         let counted = input.digest();
         fs::write(&input.path, "a\nb\n").unwrap();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn other_bytes_in_as_many_lines_are_another_input() {
+    fn other_bytes_in_the_same_number_of_lines_are_a_change() {
         let input = Input::new("a\nb\n");
         let counted = input.digest();
         for other in ["a\nB\n", "A\nb\n", "a\n\nb\n", "a\nb"] {

@@ -1,5 +1,5 @@
 //! Splits a file into lines, one in memory at a time. A line is any bytes up to a newline or the end, valid
-//! UTF-8 or not, except blank ones. Owns the read position.
+//! UTF-8 or not. Blank lines are skipped. Owns the read position.
 
 use std::io::{self, BufRead};
 
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn blank_lines_are_passed_over_but_counted() {
+    fn blank_lines_are_skipped_but_counted() {
         let lines = read(b"\na\n  \r\n\tb\r\n\n");
         assert_eq!(lines, [(2, b"a".to_vec()), (4, b"\tb\r".to_vec())]);
     }
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_over_the_limit_comes_without_its_bytes_and_the_next_is_whole() {
+    fn a_line_over_the_limit_has_no_bytes_and_the_next_line_is_intact() {
         let mut lines = InputLines::new(io::BufReader::with_capacity(3, &b"12345\n123456\n1\n"[..]));
         lines.limit = 5;
         let lines: Vec<InputLine> = lines.map(|line| line.unwrap()).collect();
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn after_some_lines_reading_goes_on_with_the_right_number() {
+    fn after_skipping_lines_the_line_numbers_are_right() {
         let input = &b"a\n\nb\nc\n"[..];
         let rest: Vec<InputLine> = InputLines::after(input, 2).unwrap().map(|l| l.unwrap()).collect();
         assert_eq!(rest, [InputLine { number: 4, bytes: Some(b"c".to_vec()) }]);

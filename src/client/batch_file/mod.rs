@@ -1,6 +1,6 @@
-//! The files of a batch: input lines read as a stream, the position in the output where an interrupted run continues,
-//! and the record beside the output. Blocking file I/O only: call it from a blocking task. Knows the lines' ids, not
-//! their requests.
+//! The files of a batch: input lines read as a stream, the position in the output at which an interrupted run
+//! continues, and the record beside the output. Blocking file I/O only: call it from a blocking task. Knows the lines'
+//! ids, not their requests.
 
 use std::io;
 
@@ -18,7 +18,7 @@ pub use lines::{InputLine, InputLines, MAX_LINE};
 pub(crate) use record::{beside, read_record, write_record};
 pub use resume::{ResumePoint, claim};
 
-/// Why a run cannot use its files: the operator has to name others, or to mend them.
+/// Why a run cannot use its files. The operator has to name other files, or repair these.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// A file cannot be opened, read or written.
@@ -29,13 +29,13 @@ pub enum FileError {
         /// The file system's error.
         source: io::Error,
     },
-    /// They cannot be used, for the reason in these words.
+    /// The files cannot be used, as this message says.
     #[error("{0}")]
     Refused(String),
 }
 
 impl FileError {
-    /// The file system's error at this file.
+    /// Wraps a file system error of this file.
     pub fn at(what: impl ToString) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { what: what.to_string(), source }
     }

@@ -1,5 +1,5 @@
-//! The record beside an output, `OUTPUT.run.json`: its path, and how it is read and written. What it says is its
-//! writer's. The caller holds the output's lock, so there is one writer.
+//! The record beside an output, `OUTPUT.run.json`: its path, and how it is read and written. Its content is defined by
+//! the caller. The caller holds the output's lock, so there is one writer.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -19,7 +19,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
-/// Reads a record; none where there is no file.
+/// Reads a record; none if there is no file.
 ///
 /// # Errors
 /// The file system's, and what is wrong with the content, which is [`io::ErrorKind::InvalidData`].

@@ -1,7 +1,6 @@
-//! Finds where an interrupted run continues. Output is written in the order of the input, so this is
-//! after its last whole line, provided that its lines answer this input. Decides what is a torn line, and what
-//! is the output of another input. Reads both files as streams, once; does not check what made the existing
-//! lines.
+//! Finds where an interrupted run continues. Output is written in the order of the input, so this is after its last
+//! whole line, provided that its lines answer this input. Decides what is a torn line, and what is the output of
+//! another input. Reads both files once, as streams. Does not check which model made the existing lines.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
@@ -21,7 +20,7 @@ const MAX_OUTPUT_LINE: usize = 1 << 30;
 pub struct ResumePoint {
     /// Requests whose output line is written: skip this many non-blank input lines.
     pub done: usize,
-    /// Length of the output's whole lines in bytes; the rest is torn.
+    /// Length of the output's whole lines in bytes; what follows is a torn line.
     pub keep: u64,
     /// The digest of the current input.
     pub input: InputDigest,
@@ -29,7 +28,7 @@ pub struct ResumePoint {
     pub errors: ErrorCounts,
 }
 
-/// Opens the output and locks it until the file is closed; makes it when there is none. Call it before
+/// Opens the output, creates it if it does not exist, and locks it until the file is closed. Call it before
 /// [`ResumePoint::find`], so that lines another run still writes are neither counted nor cut off.
 ///
 /// # Errors
@@ -142,7 +141,7 @@ impl<R: BufRead> Answers<R> {
             Err(problem) => problem,
         };
         let last = self.reader.fill_buf().map_err(FileError::at(&name))?.is_empty();
-        // Any other content may be a file that was named as the output by mistake: never cut that.
+        // Any other file may have been named as the output by mistake, and must never be cut.
         if last && is_torn_output(&bytes) {
             Ok(None)
         } else {
@@ -246,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_output_all_is_to_do() {
+    fn without_an_output_all_requests_are_to_do() {
         let files = files(INPUT, None);
         let point = run(&files);
         assert_eq!((point.done, point.keep, point.input.lines), (0, 0, 5));
@@ -299,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_batch_output_is_an_error_and_left_alone() {
+    fn a_file_that_is_not_batch_output_is_refused_and_left_unchanged() {
         for other in ["my notes", "my notes\n", "{\"a\":1}\n", INPUT] {
             let files = files(INPUT, Some(other.as_bytes()));
             let error =
@@ -335,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_goes_behind_what_was_kept() {
+    fn new_lines_are_written_after_the_kept_lines() {
         let whole = whole_output();
         let files = files(INPUT, Some(&whole[..whole.len() - 3]));
         let point = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap();

@@ -1,4 +1,5 @@
-//! A list of dead letters, the oldest first, and the number for each reason. Bounded, because a dead-letter queue is not.
+//! A list of dead letters, the oldest first, and the number for each reason. Bounded, because a dead-letter queue is
+//! not.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ pub(crate) struct Listing {
 }
 
 impl Listing {
-    /// Most rows where nobody asks for another number.
+    /// Default of the maximum number of rows.
     pub(crate) const MOST: usize = 10_000;
 
     /// Empty, for at most this many rows.
@@ -23,7 +24,7 @@ impl Listing {
     pub(crate) fn add(&mut self, row: DeadLetterSummary) {
         *self.reasons.entry(row.reason.clone()).or_default() += 1;
         self.kept.push(row);
-        // Cut only sometimes, so that adding a row is cheap; at most twice the limit is held.
+        // Rows are cut only at twice the limit, so that adding a row is cheap.
         if self.kept.len() >= self.most.saturating_mul(2) {
             self.cut();
         }
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_rows_are_kept_those_without_a_time_last_and_all_are_counted() {
+    fn the_oldest_rows_are_kept_and_all_are_counted() {
         let mut listing = Listing::at_most(3);
         for timestamp in [None, Some(9), Some(2), None, Some(7), Some(1), Some(8), None] {
             listing.add(row(timestamp));

@@ -1,6 +1,6 @@
-//! Handling of dead letters: which ones are meant, what they say, putting them back into their task queue, and deleting
+//! Handling of dead letters: selects them, summarizes them, publishes them to their task queue again, and deletes
 //! them. Owns the session with the dead-letter queue. Knows no command line and no terminal: texts of dead letters are
-//! handed on as they are.
+//! passed on unchanged.
 
 mod listing;
 mod requeue;

@@ -1,5 +1,5 @@
-//! Publishes dead letters to their task queue, and removes from the dead-letter queue only what the broker has confirmed
-//! there (`confirm-before-ack`).
+//! Publishes dead letters to their task queue, and removes from the dead-letter queue only what the broker has
+//! confirmed there (`confirm-before-ack`).
 
 use std::sync::Arc;
 
@@ -11,18 +11,18 @@ use crate::protocol::dead_letter::restored;
 
 /// Dead letters published at once: the most that a crash may leave in both queues.
 const WINDOW: usize = 64;
-/// Most bytes of their bodies.
+/// No further dead letter joins a window that has this many bytes of bodies.
 const WINDOW_BYTES: usize = 16 << 20;
 
-/// How many dead letters went to the task queue, and how many could not go.
+/// How many dead letters went to the task queue, and how many stayed in the dead-letter queue.
 #[derive(Default)]
 pub(crate) struct Requeued {
     pub(crate) went: usize,
     pub(crate) stayed: usize,
 }
 
-/// Requeues all selected dead letters. `stays` is told of each that cannot go, and why. What was done until an error is
-/// in `requeued`.
+/// Requeues all selected dead letters. Calls `stays` with each one that cannot be requeued, and the reason. After an
+/// error, `requeued` counts what was done before it.
 ///
 /// # Errors
 /// The broker is lost, or refuses.
@@ -58,6 +58,7 @@ pub(crate) async fn requeue(
     }
 }
 
+/// The next dead letters to publish at once; empty when there are no more.
 async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerError> {
     let (mut window, mut bytes) = (Vec::new(), 0);
     while window.len() < WINDOW
@@ -70,7 +71,7 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// Why it stays; none: the task queue has confirmed it.
+/// Publishes a dead letter to its task queue. Returns the reason why it stays; none: the task queue has confirmed it.
 async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
     if let Some(why) = session.selection.stays(delivery) {
         return Ok(Some(why));
@@ -80,7 +81,9 @@ async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<St
     Ok(match session.browser.publisher().publish(queue, message).await? {
         Published::Confirmed => None,
         Published::Unroutable => Some(format!("queue {queue:?} does not exist")),
-        Published::Nacked => Some(format!("queue {queue:?} takes no message now; is it full?")),
-        Published::Refused(words) | Published::Forbidden(words) => Some(format!("queue {queue:?}: {words}")),
+        Published::Nacked => Some(format!("queue {queue:?} did not accept the message; is it full?")),
+        Published::Refused(reason) | Published::Forbidden(reason) => {
+            Some(format!("queue {queue:?}: {reason}"))
+        }
     })
 }

@@ -1,4 +1,4 @@
-//! Decides which dead letters are meant: by id, reason, age and pool, since several pools may share a
+//! Decides which dead letters are selected: by id, reason, age and pool, since several pools may share a
 //! dead-letter queue and the settings may not name them all. Pure. Owns the set of found ids, and the number of
 //! dead letters of other pools that were left out.
 
@@ -29,7 +29,7 @@ pub(crate) struct Selection {
     /// The time from which ages are computed.
     pub(crate) now: SystemTime,
     found: BTreeSet<String>,
-    /// How many matched except for their pool.
+    /// How many matched, but belong to another pool.
     pub(crate) others: usize,
 }
 
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_asked_for_must_hold() {
+    fn a_dead_letter_must_meet_all_conditions() {
         let poison = dead("a", "host/embed/0", 100);
         for (mut selection, wanted) in [
             (selection(&[], &[], None, None), true),
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_time_has_no_age_and_a_clock_that_is_ahead_makes_it_new() {
+    fn without_a_time_there_is_no_age_and_a_future_time_counts_as_new() {
         let bare = Message::default();
         let bare = DeadLetter::of(&bare);
         assert!(selection(&[], &["unknown"], None, None).matches(&bare));
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_no_dead_letter_has_are_named() {
+    fn ids_without_a_dead_letter_are_reported() {
         let mut selection = selection(&["a", "b", "c"], &[], None, None);
         for id in ["x", "b"] {
             selection.matches(&DeadLetter::of(&dead(id, "host/embed/0", 1)));
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_letter_of_another_pool_is_matched_by_its_id_alone() {
+    fn a_dead_letter_of_another_pool_is_matched_only_by_its_id() {
         let theirs = dead("a", "host/rerank/0", 1);
         let theirs = DeadLetter::of(&theirs);
         let mut by_id = selection(&["a"], &[], None, None);

@@ -20,14 +20,14 @@ pub(crate) enum Fate {
     Delete,
 }
 
-/// What a session leaves behind it.
+/// The results of a session that are known when it is closed.
 #[derive(Debug)]
 pub(crate) struct Left {
-    /// Dead letters put into the queue anew, at its end: the broker would have dropped them soon.
+    /// Dead letters published to the queue again, at its end, because the broker would have dropped them soon.
     pub(crate) renewed: usize,
-    /// Dead letters that the broker will drop after a few more deliveries, and that could not be put anew.
+    /// Dead letters that could not be published again, and that the broker will drop after a few more deliveries.
     pub(crate) near_limit: usize,
-    /// Dead letters of other pools, which matched but for that.
+    /// Dead letters that matched, but belong to other pools.
     pub(crate) others: usize,
     /// The ids for which there was no dead letter.
     pub(crate) missing: Vec<String>,
@@ -52,12 +52,12 @@ impl BrowserSession {
         &self.queue
     }
 
-    /// After how many deliveries the queue is taken to drop a message, where that cannot be known.
+    /// The number of deliveries after which the queue is assumed to drop a message; none if its limit is known.
     pub(crate) fn assumed_limit(&self) -> Option<u64> {
         self.browser.assumed_limit()
     }
 
-    /// The next selected dead letter; all others are left.
+    /// The next selected dead letter. All others stay in the queue.
     ///
     /// # Errors
     /// The broker is lost, or refuses.
@@ -88,7 +88,7 @@ impl BrowserSession {
         self.browser.flush().await
     }
 
-    /// Hands back the dead letters that were left.
+    /// Returns the dead letters that were left to the queue.
     ///
     /// # Errors
     /// The broker is lost, or refuses.

@@ -1,4 +1,4 @@
-//! What a dead letter says of itself, in short. Pure; bounded, because texts of a dead letter may be of any length.
+//! A summary of a dead letter. Pure. Its texts are shortened, because those of a dead letter may be of any length.
 
 use std::time::SystemTime;
 
@@ -26,7 +26,7 @@ pub(crate) struct DeadLetterSummary {
     pub(crate) error: Option<String>,
     /// Bytes of its body.
     pub(crate) size: usize,
-    /// Where it would be put, or why it stays, if that was asked.
+    /// Where it would be put, or why it stays; none if that was not requested.
     #[serde(skip)]
     pub(crate) to: Option<String>,
 }

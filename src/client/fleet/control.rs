@@ -1,24 +1,26 @@
-//! Asks running launchers over the control exchange, and gathers their answers. Owns the connection, and does not
-//! reconnect.
+//! Sends requests to running launchers over the control exchange, and gathers their answers. Owns the connection, and
+//! does not reconnect.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::broker::BrokerError;
+#[cfg(feature = "top")]
+use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, Target};
 
-/// Without an answer for so long, no further one is expected: three times what the first took, and at least this.
-const LEAST_QUIET: Duration = Duration::from_millis(150);
+/// The least time without an answer after which no further one is expected.
+const MIN_QUIET: Duration = Duration::from_millis(150);
 
-/// How long to wait for the next answer, if the first took so long.
-fn quiet(first_took: Duration) -> Duration {
-    (3 * first_took).max(LEAST_QUIET)
+/// How long to wait for the next answer: three times as long as the first answer took, but at least [`MIN_QUIET`].
+fn quiet_timeout(first_took: Duration) -> Duration {
+    (3 * first_took).max(MIN_QUIET)
 }
 
-/// Why launchers cannot be asked.
+/// Why a request to launchers fails.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FleetError {
     /// The settings say that there is no remote control.
@@ -30,7 +32,7 @@ pub(crate) enum FleetError {
     /// The connection was lost while answers were awaited.
     #[error("the broker was lost while answers were awaited")]
     Lost,
-    /// The broker is away, or refuses.
+    /// The broker cannot be reached, or refuses.
     #[error(transparent)]
     Broker(#[from] BrokerError),
 }
@@ -44,15 +46,16 @@ impl Control {
     /// Connects.
     ///
     /// # Errors
-    /// There is no exchange in the settings, or the broker is away or refuses.
+    /// The settings name no exchange, or the broker cannot be reached or refuses.
     pub(crate) async fn open(settings: &Settings) -> Result<Self, FleetError> {
         let exchange = settings.admin.control_exchange.as_deref().ok_or(FleetError::NoExchange)?;
         let connector = Connector::new(settings.broker.clone(), "sconce ctl");
         Ok(Self { client: ControlClient::connect(&connector, exchange).await? })
     }
 
-    /// The answers that come until nobody has answered for a while, at least one; none if there is none until this time.
-    /// How long it waits for the next answer follows from how long the first one took. Sorted by launcher.
+    /// Sends a request, and returns the answers that arrive until no more are expected, sorted by launcher. Waits for
+    /// the first answer until this time. How long it waits for each further one follows from how long the first one
+    /// took.
     ///
     /// # Errors
     /// As [`Control::ask`].
@@ -65,7 +68,7 @@ impl Control {
         self.gather(target, request, until, None, true).await
     }
 
-    /// The answers that come until this time, sorted by launcher; at most `expected`.
+    /// Sends a request, and returns the answers that arrive until this time, sorted by launcher; at most `expected`.
     ///
     /// # Errors
     /// Nobody can answer, or the broker is lost.
@@ -90,11 +93,11 @@ impl Control {
         let asked_at = Instant::now();
         let (mut first_took, mut quiet_at) = (None, until);
         let id = uuid::Uuid::new_v4().to_string();
-        let patience = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        // Strings and numbers alone, so writing cannot fail.
+        let expires = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        // A request holds only strings and numbers, so serializing it cannot fail.
         let body = serde_json::to_vec(request).unwrap_or_default();
         let mut answers: Vec<Answer> = Vec::new();
-        match self.client.ask(&target.routing_key(), &body, &id, patience).await {
+        match self.client.publish_request(&target.routing_key(), &body, &id, expires).await {
             Ok(true) => {}
             Ok(false) => return Ok(answers),
             // No launcher has made the exchange: nobody is there.
@@ -110,7 +113,7 @@ impl Control {
             if message.properties.correlation_id.as_ref() == Some(&id) {
                 if until_quiet {
                     let took = *first_took.get_or_insert_with(|| asked_at.elapsed());
-                    quiet_at = until.min(Instant::now() + quiet(took));
+                    quiet_at = until.min(Instant::now() + quiet_timeout(took));
                 }
                 // An unreadable answer, from a launcher of another version, must not hide the others.
                 let answer = serde_json::from_slice(&message.body);
@@ -121,12 +124,12 @@ impl Control {
         Ok(answers)
     }
 
-    /// The numbers of ready messages and of consumers of a queue; none where the queue cannot be inspected.
+    /// The depth of a queue; none if the queue cannot be inspected.
     ///
     /// # Errors
     /// The broker is lost.
     #[cfg(feature = "top")]
-    pub(crate) async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, FleetError> {
+    pub(crate) async fn depth(&self, queue: &str) -> Result<Option<QueueDepth>, FleetError> {
         Ok(self.client.depth(queue).await?)
     }
 
@@ -136,8 +139,8 @@ impl Control {
 }
 
 fn unreadable(error: &serde_json::Error) -> Answer {
-    let words = format!("an answer that this version cannot read: {error}");
-    Answer { host: "unknown".to_owned(), error: Some(words), ..Answer::default() }
+    let message = format!("an answer that this version cannot read: {error}");
+    Answer { host: "unknown".to_owned(), error: Some(message), ..Answer::default() }
 }
 
 #[cfg(test)]
@@ -146,7 +149,7 @@ mod tests {
 
     #[test]
     fn far_launchers_have_more_time_between_answers_than_near_ones() {
-        assert_eq!(quiet(Duration::from_millis(4)), LEAST_QUIET);
-        assert_eq!(quiet(Duration::from_millis(200)), Duration::from_millis(600));
+        assert_eq!(quiet_timeout(Duration::from_millis(4)), MIN_QUIET);
+        assert_eq!(quiet_timeout(Duration::from_millis(200)), Duration::from_millis(600));
     }
 }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::PoolQueues;
 use super::history::Look;
+use crate::broker::amqp::QueueDepth;
 use crate::protocol::admin::{Answer, SlotReport, State};
 use crate::protocol::control::BatchChange;
 use crate::protocol::stats::{Stage, Standing, Stats};
@@ -38,7 +39,7 @@ pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
     }
 }
 
-/// The answer of a launcher that runs since `uptime` seconds; its name is the host's.
+/// The answer of a launcher that has been running for `uptime` seconds. Its name is the host's.
 pub(crate) fn answer(host: &str, uptime: u64, slots: Vec<SlotReport>) -> Answer {
     let (host, uptime_ms) = (host.to_owned(), 1_000 * uptime);
     Answer { launcher: host.clone(), host, pid: 7, uptime_ms, slots, ..Answer::default() }
@@ -46,9 +47,10 @@ pub(crate) fn answer(host: &str, uptime: u64, slots: Vec<SlotReport>) -> Answer 
 
 /// What was seen `at` seconds after `start`.
 pub(crate) fn look(start: Instant, at: u64, answers: Vec<Answer>) -> Look {
-    let queues =
-        [("embed.tasks", Some((12, 2))), ("embed.dead", Some((2, 0))), ("embed.retry-1000ms", Some((5, 0)))];
-    let queues = queues.map(|(name, depth)| (name.to_owned(), depth)).into();
+    let queues = [("embed.tasks", 12, 2), ("embed.dead", 2, 0), ("embed.retry-1000ms", 5, 0)];
+    let depth =
+        |(name, ready, consumers): (&str, _, _)| (name.to_owned(), Some(QueueDepth { ready, consumers }));
+    let queues = queues.map(depth).into();
     let at_instant = start + Duration::from_secs(at);
     Look { at: at_instant, wall_ms: 61_000 + 1_000 * at, answers, queues }
 }
@@ -64,7 +66,7 @@ pub(crate) fn pool() -> PoolQueues {
     }
 }
 
-/// Two launchers at work for a minute: three pools, one slot in need of a person.
+/// Two launchers with two pools. One slot fails, and one is quarantined.
 pub(crate) fn two_hosts(start: Instant, at: u64) -> Look {
     let mut failing = slot("gpu1/embed/1", "GPU-66660000", 2 * at);
     failing.stats.as_mut().expect("counts").answered("failed", "invalid_request", at);

@@ -1,20 +1,21 @@
-//! What is known of every slot over time: its last report, its rates, its last minute, and whether its launcher
-//! still answers. Owns that state; bounded by the launchers that answered of late. Pure: time is passed in.
+//! The history of every slot: its last report, its rates, its last minute, and whether its launcher still answers. Owns
+//! that state, which is bounded by the launchers that answered recently. Pure: time is passed in.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::rates::Rates;
+use crate::broker::amqp::QueueDepth;
 use crate::protocol::admin::{Answer, SlotReport, State};
 use crate::protocol::stats::Stats;
 
-/// How long the slots of a launcher that answers no more are shown.
+/// How long the slots of a launcher that stopped answering are shown.
 pub(crate) const REMEMBERED: Duration = Duration::from_secs(30);
-/// Rates are means of at least this many milliseconds: workers report each second, so that a single second may hold
-/// no report or two.
+/// Rates are means over at least this many milliseconds. Workers report each second, so a single second may hold no
+/// report, or two.
 const MEAN_MS: u64 = 2_800;
-/// The most counts of a slot that are kept for these means.
-const COUNTS: usize = 8;
+/// Maximum number of counts of a slot that are kept for these means.
+const MAX_COUNTS: usize = 8;
 /// Seconds of the sparkline.
 const MINUTE: usize = 60;
 
@@ -28,10 +29,10 @@ pub(crate) struct Look {
     pub(crate) queues: Queues,
 }
 
-/// Numbers of ready messages and consumers by queue; none where the queue cannot be inspected.
-pub(crate) type Queues = BTreeMap<String, Option<(u32, u32)>>;
+/// The depth of each queue, by name; none if the queue cannot be inspected.
+pub(crate) type Queues = BTreeMap<String, Option<QueueDepth>>;
 
-/// Which slot: its worker's name and its launcher's process, because two launchers may have the same name.
+/// Identifies a slot: the worker's name and the launcher's process, because two launchers may have the same name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub(crate) worker: String,
@@ -46,11 +47,11 @@ pub(crate) struct Slot {
     pub(crate) rates: Rates,
     /// Milliseconds since its worker was ready, by the clock of this host.
     pub(crate) age_ms: Option<u64>,
-    /// Tasks a second in each of the last seconds, at most [`MINUTE`]; none where no count is known.
+    /// Tasks per second in each of the last seconds, at most [`MINUTE`]; none if no count is known.
     pub(crate) minute: Vec<Option<f64>>,
-    /// Since when its launcher does not answer, though others or the broker do.
+    /// Since when its launcher has not answered, although the broker was connected.
     pub(crate) missing_since: Option<Instant>,
-    /// The launcher's uptime in milliseconds and the counts, oldest first, at most [`COUNTS`].
+    /// The launcher's uptime in milliseconds, and the counts at that time; oldest first, at most [`MAX_COUNTS`].
     counts: VecDeque<(u64, Stats)>,
 }
 
@@ -60,9 +61,9 @@ pub(crate) struct History {
     pub(crate) slots: BTreeMap<Key, Slot>,
     pub(crate) queues: Queues,
     pub(crate) launchers: usize,
-    /// When launchers were last asked with success.
+    /// When launchers were last queried successfully.
     pub(crate) looked: Option<Instant>,
-    /// What a launcher said that answered with an error.
+    /// The message of a launcher that answered with an error.
     pub(crate) refused: Option<String>,
 }
 
@@ -85,7 +86,7 @@ impl History {
             launchers.insert(launcher);
         }
         self.slots.retain(|key, slot| {
-            // The launcher has answered without this slot, or another fills it.
+            // The launcher has answered without this slot, or another launcher's slot has this worker's name.
             let is_gone = launchers.contains(&key.launcher) || names.contains(&key.worker);
             live.contains(key) || {
                 let since = *slot.missing_since.get_or_insert(at);
@@ -115,7 +116,7 @@ impl Slot {
         self.minute.drain(..self.minute.len().saturating_sub(MINUTE));
         let is_enough =
             |second: Option<&(u64, Stats)>| second.is_some_and(|(at, _)| uptime_ms - at >= MEAN_MS);
-        while is_enough(self.counts.get(1)) || self.counts.len() >= COUNTS {
+        while is_enough(self.counts.get(1)) || self.counts.len() >= MAX_COUNTS {
             self.counts.pop_front();
         }
         self.rates = self.counts.front().map_or_else(Rates::default, |(at, before)| {
@@ -126,7 +127,7 @@ impl Slot {
         (self.report, self.missing_since) = (report, None);
     }
 
-    /// Its state; that its launcher is silent or its worker has no broker comes first.
+    /// Its state. A silent launcher, or a worker without a broker, takes precedence.
     pub(crate) fn state(&self) -> &'static str {
         match self.report.state {
             _ if self.missing_since.is_some() => "silent",
@@ -140,7 +141,7 @@ impl Slot {
         self.missing_since.is_none() && self.report.state.works() && self.is_connected()
     }
 
-    /// How much its state needs a person: the worse, the more.
+    /// How urgently its state needs an operator: higher is worse.
     pub(crate) fn severity(&self) -> usize {
         let known = || State::ALL.iter().position(|(state, _)| *state == self.report.state);
         match self.state() {
@@ -155,7 +156,7 @@ impl Slot {
         self.report.stats.as_ref().map_or(0, |stats| stats.now.held)
     }
 
-    /// How many times its worker was started again.
+    /// How many times its worker was restarted.
     pub(crate) fn restarts(&self) -> u64 {
         self.report.restarts.values().sum()
     }

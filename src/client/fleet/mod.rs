@@ -1,5 +1,6 @@
-//! The fleet over its control exchange: asks running launchers and gathers their answers; watches them and the queues of
-//! their pools, and computes their figures: rates, depths, who is silent. Knows no terminal.
+//! The fleet over its control exchange: sends requests to running launchers and gathers their answers; watches them and
+//! the queues of their pools, and computes their figures: rates, depths, and which launchers are silent. Knows no
+//! terminal.
 
 mod control;
 #[cfg(all(test, feature = "top"))]

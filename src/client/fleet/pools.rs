@@ -6,7 +6,7 @@ use super::history::{History, Queues, Slot};
 use crate::broker::amqp::retry_queue;
 use crate::config::Pool;
 
-/// The queues of a pool of the settings, by their names.
+/// The names of the queues of a pool in the settings.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PoolQueues {
     pub(crate) pool: String,
@@ -17,7 +17,7 @@ pub(crate) struct PoolQueues {
 }
 
 impl PoolQueues {
-    /// Those that the settings give a pool.
+    /// The queues of this pool.
     pub(crate) fn of(pool: &Pool) -> Self {
         let retries = pool.retry.ceilings().into_iter().map(|ceiling| retry_queue(&pool.task_queue, ceiling));
         Self {
@@ -29,7 +29,7 @@ impl PoolQueues {
         }
     }
 
-    /// The queues beside the task queue.
+    /// All queues except the task queue.
     pub(crate) fn beside(&self) -> impl Iterator<Item = &String> {
         self.background.iter().chain(&self.retries).chain([&self.dead])
     }
@@ -57,7 +57,7 @@ pub(crate) struct Total {
     pub(crate) tasks: f64,
     pub(crate) tokens: f64,
     pub(crate) errors: f64,
-    /// Mean share of the time that devices computed, of the slots that work.
+    /// Mean share of the time that the devices of working slots computed, from 0 to 1.
     pub(crate) busy: f64,
     pub(crate) held: u64,
     pub(crate) waiting: Depth,
@@ -79,7 +79,7 @@ pub(crate) fn totals(history: &History, known: &[PoolQueues]) -> Vec<Total> {
         (total.pool, total.queue) = (pool.to_owned(), queue.to_owned());
         total.busy /= total.work.max(1) as f64;
         total.waiting = depth(&[&total.queue]);
-        total.consumers = history.queues.get(queue).copied().flatten().map(|(_, consumers)| consumers);
+        total.consumers = history.queues.get(queue).copied().flatten().map(|depth| depth.consumers);
         if let Some(queues) = queues {
             total.background = depth(&queues.background.iter().collect::<Vec<_>>());
             total.retry = depth(&queues.retries.iter().collect::<Vec<_>>());
@@ -106,7 +106,7 @@ impl Total {
 }
 
 fn depth(queues: &Queues, names: &[&String]) -> Depth {
-    let ready = |name: &&String| queues.get(*name).copied().flatten().map(|(ready, _)| u64::from(ready));
+    let ready = |name: &&String| queues.get(*name).copied().flatten().map(|depth| u64::from(depth.ready));
     match names {
         [] => Depth::NoQueue,
         names => names.iter().map(ready).sum::<Option<u64>>().map_or(Depth::Unknown, Depth::Messages),

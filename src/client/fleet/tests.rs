@@ -12,7 +12,7 @@ fn shown(history: &History) -> Vec<(String, &'static str)> {
 }
 
 #[test]
-fn rates_are_means_of_three_seconds_and_of_a_slot_that_is_new_none_are_known() {
+fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
     let (mut history, start) = (History::default(), Instant::now());
     for (at, tasks) in [(1, 5), (2, 5), (3, 45), (4, 65), (5, 65)] {
         let one = answer("h", at, vec![slot("h/embed/0", "cpu", tasks)]);
@@ -32,7 +32,7 @@ fn rates_are_means_of_three_seconds_and_of_a_slot_that_is_new_none_are_known() {
 }
 
 #[test]
-fn a_minute_is_kept_and_no_more_whatever_was_missed() {
+fn exactly_one_minute_is_kept_even_if_rounds_were_missed() {
     let (mut history, start) = (History::default(), Instant::now());
     for at in (0..200).step_by(2).chain([900]) {
         history.learn(look(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]));
@@ -42,7 +42,7 @@ fn a_minute_is_kept_and_no_more_whatever_was_missed() {
 }
 
 #[test]
-fn slots_of_a_silent_launcher_are_marked_and_go_after_half_a_minute() {
+fn slots_of_a_silent_launcher_are_marked_and_removed_after_30_s() {
     let (mut history, start) = (History::default(), Instant::now());
     history.learn(two_hosts(start, 1));
     let one = |at| look(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
@@ -61,7 +61,7 @@ fn slots_of_a_silent_launcher_are_marked_and_go_after_half_a_minute() {
 }
 
 #[test]
-fn a_launcher_that_was_started_again_takes_the_place_of_its_silent_slots() {
+fn slots_of_a_restarted_launcher_replace_its_silent_slots() {
     let (mut history, start) = (History::default(), Instant::now());
     let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
     history.learn(look(start, 1, vec![with(7, 100)]));
@@ -70,7 +70,7 @@ fn a_launcher_that_was_started_again_takes_the_place_of_its_silent_slots() {
 }
 
 #[test]
-fn totals_count_slots_at_work_and_the_queues_that_settings_and_broker_know() {
+fn totals_sum_working_slots_and_the_depths_of_known_queues() {
     let (mut history, start) = (History::default(), Instant::now());
     history.learn(two_hosts(start, 1));
     history.learn(two_hosts(start, 2));

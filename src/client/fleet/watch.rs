@@ -1,5 +1,5 @@
-//! Watches the fleet: asks all launchers repeatedly, looks at the queues of their pools, and sends orders in between.
-//! Owns the connection; opens another when it is lost.
+//! Watches the fleet: queries all launchers repeatedly, inspects the queues of their pools, and sends orders in
+//! between. Owns the connection, and opens another when it is lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,14 +15,15 @@ use crate::protocol::admin::{Request, Target};
 
 /// How long to wait for answers while the number of launchers is unknown.
 const PATIENCE: Duration = Duration::from_millis(800);
-/// Every this many rounds, it waits for new launchers too.
-const NEWCOMERS: u64 = 5;
-/// Wait before a lost broker is tried again.
-const AGAIN: Duration = Duration::from_secs(2);
-/// How often background, retry and dead-letter queues are looked at. A broker logs each look at a missing queue.
-const BESIDE: Duration = Duration::from_secs(5);
+/// In every fifth round, the watch waits the whole [`PATIENCE`], so that new launchers are found.
+const DISCOVERY_ROUNDS: u64 = 5;
+/// Delay before a lost broker is tried again.
+const RETRY_DELAY: Duration = Duration::from_secs(2);
+/// Interval at which background, retry and dead-letter queues are inspected. It is long because the broker logs each
+/// inspection of a missing queue.
+const OTHER_QUEUES_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What a watch tells.
+/// What a watch reports.
 pub(crate) enum News {
     Look(Box<Look>),
     /// The result of an order.
@@ -31,7 +32,7 @@ pub(crate) enum News {
     Trouble(String),
 }
 
-/// An order for these slots, between two looks.
+/// An order for these slots, sent between two rounds.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Order {
     pub(crate) target: Target,
@@ -45,22 +46,30 @@ pub(crate) struct Watch {
     pools: Vec<PoolQueues>,
     /// When launchers, by host and process, answered last.
     heard: BTreeMap<(String, u32), Instant>,
-    /// When launchers named these pools and task queues last. The queues are looked at while their slots are shown.
+    /// When launchers last named these pools and task queues. The queues are inspected while their slots are shown.
     pools_heard: BTreeMap<(String, String), Instant>,
-    /// The queues beside the task queues, as seen at the time of `beside_at`.
-    beside: Queues,
-    beside_at: Option<Instant>,
-    looks: u64,
+    /// The depths of all queues except the task queues, at the time of `other_queues_at`.
+    other_queues: Queues,
+    other_queues_at: Option<Instant>,
+    rounds: u64,
 }
 
 impl Watch {
     pub(crate) fn new(first: Control, settings: Settings) -> Self {
         let pools = settings.pools.iter().map(PoolQueues::of).collect();
-        let (heard, pools_heard, beside) = Default::default();
-        Self { control: Some(first), settings, pools, heard, pools_heard, beside, beside_at: None, looks: 0 }
+        Self {
+            control: Some(first),
+            settings,
+            pools,
+            heard: BTreeMap::new(),
+            pools_heard: BTreeMap::new(),
+            other_queues: Queues::new(),
+            other_queues_at: None,
+            rounds: 0,
+        }
     }
 
-    /// Looks as often, until nobody listens to the news any more.
+    /// Looks at this interval, until nobody receives the news any more.
     pub(crate) async fn run(
         mut self,
         every: Duration,
@@ -69,14 +78,14 @@ impl Watch {
     ) {
         loop {
             let began = Instant::now();
-            let (told, pause) = match self.look().await {
+            let (latest, pause) = match self.look().await {
                 Ok(look) => (News::Look(Box::new(look)), every),
                 Err(error) => {
-                    (self.control, self.beside_at) = (None, None);
-                    (News::Trouble(error.to_string()), AGAIN)
+                    (self.control, self.other_queues_at) = (None, None);
+                    (News::Trouble(error.to_string()), RETRY_DELAY)
                 }
             };
-            if news.send(told).await.is_err() {
+            if news.send(latest).await.is_err() {
                 return;
             }
             tokio::select! {
@@ -90,9 +99,9 @@ impl Watch {
     }
 
     async fn look(&mut self) -> Result<Look, FleetError> {
-        let expected =
-            Some(self.heard.len()).filter(|heard| *heard > 0 && !self.looks.is_multiple_of(NEWCOMERS));
-        self.looks += 1;
+        let expected = Some(self.heard.len())
+            .filter(|heard| *heard > 0 && !self.rounds.is_multiple_of(DISCOVERY_ROUNDS));
+        self.rounds += 1;
         let control = match &mut self.control {
             Some(control) => control,
             None => self.control.insert(Control::open(&self.settings).await?),
@@ -101,7 +110,8 @@ impl Watch {
         let answers = control.ask(&Target::All, &Request::Stats, until, expected).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
-        // One that has missed a round is waited for in the next ones too: else the others' answers would end them.
+        // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would
+        // end those rounds before its answer arrives.
         self.heard.extend(answers.iter().map(|answer| ((answer.host.clone(), answer.pid), at)));
         self.heard.retain(|_, heard| at - *heard < REMEMBERED);
         let slots = answers.iter().flat_map(|answer| &answer.slots);
@@ -114,34 +124,36 @@ impl Watch {
     /// The depths of all queues of the pools that launchers run.
     async fn depths(&mut self) -> Result<Queues, FleetError> {
         let control = self.control.as_ref().ok_or(FleetError::Lost)?;
-        if self.beside_at.is_none_or(|at| at.elapsed() >= BESIDE) {
+        if self.other_queues_at.is_none_or(|at| at.elapsed() >= OTHER_QUEUES_INTERVAL) {
             let is_run =
                 |it: &&PoolQueues| self.pools_heard.contains_key(&(it.pool.clone(), it.task.clone()));
             let names: BTreeSet<&String> =
                 self.pools.iter().filter(is_run).flat_map(PoolQueues::beside).collect();
-            self.beside.clear();
+            self.other_queues.clear();
             for name in names {
-                self.beside.insert(name.clone(), control.depth(name).await?);
+                self.other_queues.insert(name.clone(), control.depth(name).await?);
             }
-            self.beside_at = Some(Instant::now());
+            self.other_queues_at = Some(Instant::now());
         }
-        let mut queues = self.beside.clone();
+        let mut queues = self.other_queues.clone();
         for (_, task) in self.pools_heard.keys() {
             queues.insert(task.clone(), control.depth(task).await?);
         }
         Ok(queues)
     }
 
-    /// What became of an order, in words.
+    /// Sends an order. Returns a message with its result.
     async fn order(&mut self, Order { target, request }: &Order) -> Result<String, FleetError> {
-        let Some(control) = self.control.as_mut() else { return Ok("there is no broker now".to_owned()) };
+        let Some(control) = self.control.as_mut() else {
+            return Ok("the broker is not connected now".to_owned());
+        };
         let answers = control.ask(target, request, Instant::now() + 2 * PATIENCE, Some(1)).await?;
         let key = target.routing_key();
         let Some(answer) = answers.into_iter().next() else {
             return Ok(format!("nobody has answered for {key:?}"));
         };
         let slot = answer.slots.into_iter().next();
-        let said = answer.error.or_else(|| slot.and_then(|slot| slot.refused.or(slot.done)));
-        Ok(format!("{key}: {}", said.unwrap_or_default()))
+        let result = answer.error.or_else(|| slot.and_then(|slot| slot.refused.or(slot.done)));
+        Ok(format!("{key}: {}", result.unwrap_or_default()))
     }
 }

@@ -13,7 +13,7 @@ use crate::client::batch_file::{FileError, ResumePoint, claim};
 /// The files of a job, checked: the output is open, locked and cut behind its last whole line.
 pub(crate) struct JobFiles {
     output: Ordered,
-    /// Where to continue; none where the input can only be read once.
+    /// Where to continue; none if the input can be read only once.
     point: Option<ResumePoint>,
 }
 
@@ -21,15 +21,15 @@ impl JobFiles {
     /// Opens and locks the output, and finds where to continue. The rows go through `queue`.
     ///
     /// # Errors
-    /// The operator has to name other files.
+    /// These files cannot be used, and the operator has to name others.
     pub(crate) fn open(inputs: &[PathBuf], output: &Path, queue: &str) -> Result<Self, FileError> {
         let shown = output.display();
         if output == Path::new("-") || output.metadata().is_ok_and(|it| !it.is_file()) {
             let problem = format!("the output {shown} is no file: an interrupted run could not continue it");
             return Err(FileError::Refused(problem));
         }
-        // Before the output is made, so that a wrong name leaves no file. Nothing is opened here: whoever writes to a
-        // FIFO would lose its reader.
+        // Checked before the output is created, so that a wrong name leaves no file. No input is opened here: whoever
+        // writes to a FIFO would lose its reader when it is closed again.
         let mut are_files = true;
         for input in inputs {
             let is_stdin = input == Path::new("-");
@@ -58,7 +58,7 @@ impl JobFiles {
         Ok(Self { output, point })
     }
 
-    /// The job that answers them. A task without a reply is published `attempts` times in all.
+    /// The job for these files. A task without a reply is published `attempts` times in all.
     pub(crate) fn job(self, attempts: u32) -> RefCell<Job> {
         RefCell::new(Job::new(self.output, self.point, attempts))
     }

@@ -1,6 +1,6 @@
 //! A whole job over the fleet: publishes a file's rows to a running pool, and writes the answers in the order of the
 //! rows. Each run has a reply queue of its own, which outlives this process for a while, so that answers to a client
-//! that died are no dead letters. Nothing but the output says what is done: a run continues behind its last line.
+//! that died are no dead letters. The output alone records what is done: a run continues after its last line.
 //! Knows no command line and no terminal.
 
 mod files;
@@ -19,7 +19,7 @@ use futures_util::StreamExt as _;
 use tokio::sync::mpsc;
 
 use self::read::Unit;
-use self::rows::Most;
+use self::rows::TaskLimits;
 use self::state::{Sink, tasks};
 use crate::client::{Bounds, Client, ClientError, Resend};
 use crate::config::Broker;
@@ -28,30 +28,30 @@ use crate::protocol::control::job_queue;
 pub(crate) use self::files::JobFiles;
 pub(crate) use self::state::{Job, Progress};
 
-/// The most tasks under way.
-const WINDOW: usize = 4_096;
-/// Replies that the broker sends before they are acked; fewer where each answers many rows.
+/// Maximum number of tasks under way.
+const MAX_UNDER_WAY: usize = 4_096;
+/// Prefetch of replies that each answer one row. It is divided by the rows per task, down to [`MIN_PREFETCH`].
 const PREFETCH: u16 = 512;
-const LEAST_PREFETCH: u16 = 8;
+const MIN_PREFETCH: u16 = 8;
 /// How long the broker keeps the replies of a job whose client is gone.
 const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// What a job asks for, and of whom.
+/// The options of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct JobOptions {
-    /// Rows are published to this queue, which exists.
+    /// The queue that rows are published to. It must exist.
     pub(crate) queue: String,
-    /// Files with the rows, one after the other; `-` is standard input.
+    /// Files with the rows, read one after the other; `-` is standard input.
     pub(crate) inputs: Vec<PathBuf>,
-    /// Rows that may share a task.
+    /// Maximum number of rows that share a task.
     pub(crate) rows_per_task: u16,
-    /// Inputs that the pool takes in a task.
+    /// Maximum number of inputs that the pool accepts in a task.
     pub(crate) max_inputs: usize,
     /// When a task without a reply is published again, and how often it is published in all.
     pub(crate) resend: Resend,
 }
 
-/// Why a job ended before its rows were answered. The rows written by then stay, and another run goes on behind them.
+/// Why a job ended before its rows were answered. The rows written by then stay, and another run continues after them.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum JobError {
     /// The broker refuses a task, or is lost.
@@ -60,11 +60,11 @@ pub(crate) enum JobError {
     /// The input cannot be read.
     #[error("{what}")]
     Input {
-        /// Which one.
+        /// Which input.
         what: String,
         source: io::Error,
     },
-    /// The files are not those of the beginning, in these words: the rest needs another output.
+    /// The input has changed since the run began, as this message says. The changed input needs another output.
     #[error("{0}")]
     InputChanged(String),
     /// The output cannot be written.
@@ -97,22 +97,23 @@ impl<'a> JobRun<'a> {
             let job = job.borrow();
             (job_queue(job.id()), format!("sconce submit {}", job.id()))
         };
-        let prefetch = (PREFETCH / options.rows_per_task).max(LEAST_PREFETCH);
+        let prefetch = (PREFETCH / options.rows_per_task).max(MIN_PREFETCH);
         let client = Client::for_job(broker, &name, &options.queue, &replies, KEEP, prefetch).await?;
-        let most = Most { rows: options.rows_per_task.into(), inputs: options.max_inputs };
+        let limits = TaskLimits { rows: options.rows_per_task.into(), inputs: options.max_inputs };
         let point = job.borrow_mut().take_point();
-        let units = read::read(&options.inputs, point, most)?;
+        let units = read::read(&options.inputs, point, limits)?;
         Ok(Self { job, client, units, resend: options.resend })
     }
 
-    /// Publishes rows and writes their answers, until all are answered. Once `stopped` is over no more rows are
-    /// published, and what is under way is waited for. Dropping this future gives up what is under way; the job
-    /// says how much that is.
+    /// Publishes rows and writes their answers, until all are answered. Once `stopped` is ready, no more rows are
+    /// published, and the tasks under way are waited for. Dropping this future gives up the tasks under way; the job's
+    /// progress says how many there are.
     ///
     /// # Errors
     /// [`JobError`].
     pub(crate) async fn drive(&mut self, stopped: impl Future<Output = ()>) -> Result<(), JobError> {
-        let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: false, resend: Some(self.resend) };
+        let bounds =
+            Bounds { under_way: MAX_UNDER_WAY, timeout: None, in_order: false, resend: Some(self.resend) };
         let tasks = tasks(self.job, &mut self.units).take_until(stopped);
         self.client.run(0, tasks, &bounds, &mut Sink(self.job)).await
     }

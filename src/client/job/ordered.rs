@@ -1,5 +1,6 @@
 //! Writes the lines of an output in the order of the input. Owns the lines that wait for an earlier one: some in
-//! memory, the rest in files without names beside the output, which the system removes with this process.
+//! memory, the rest in spill files. Those are unnamed files in the output's folder, which the system removes when this
+//! process ends.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -7,15 +8,14 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// The most bytes of waiting lines in memory.
-const IN_MEMORY: usize = 8 << 20;
-/// Bytes of such a file, after which the next one begins: the space of a file is free again when none of its lines
-/// waits.
-const ASIDE: u64 = 64 << 20;
-/// The most waiting lines: each takes some 50 bytes of memory, wherever it waits.
-pub(super) const MOST_WAITING: usize = 500_000;
+/// Maximum bytes of waiting lines in memory.
+const MAX_BYTES_IN_MEMORY: usize = 8 << 20;
+/// Size in bytes at which the next spill file begins. The space of a file is freed when none of its lines waits.
+const SPILL_FILE_BYTES: u64 = 64 << 20;
+/// Maximum number of waiting lines. Each takes about 50 bytes of memory, wherever it waits.
+pub(super) const MAX_WAITING: usize = 500_000;
 
-/// An output whose lines come in any order.
+/// An output whose lines arrive in any order.
 pub(super) struct Ordered {
     file: File,
     folder: PathBuf,
@@ -24,8 +24,8 @@ pub(super) struct Ordered {
     waiting: BTreeMap<u64, Place>,
     /// Bytes of waiting lines in memory.
     in_memory: usize,
-    /// Lines that wait on disk, by the number of their file; only the last file grows.
-    aside: BTreeMap<u64, Aside>,
+    /// Spill files by number; only the last one grows.
+    spill_files: BTreeMap<u64, SpillFile>,
 }
 
 enum Place {
@@ -33,18 +33,19 @@ enum Place {
     Disk { file: u64, at: u64, length: usize },
 }
 
-struct Aside {
+struct SpillFile {
     file: File,
     end: u64,
+    /// Lines that still wait.
     lines: usize,
 }
 
 impl Ordered {
-    /// Writes to `file`, which is at its end; lines before number `next` are in it.
+    /// Writes to `file`, which is positioned at its end and holds the lines before number `next`.
     pub(super) fn new(file: File, path: &Path, next: u64) -> Self {
         let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
         let folder = folder.to_owned();
-        Self { file, folder, next, waiting: BTreeMap::new(), in_memory: 0, aside: BTreeMap::new() }
+        Self { file, folder, next, waiting: BTreeMap::new(), in_memory: 0, spill_files: BTreeMap::new() }
     }
 
     /// Lines written, those of earlier runs included.
@@ -64,7 +65,7 @@ impl Ordered {
     /// The file system's.
     pub(super) fn put(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
         if number != self.next {
-            return self.set_aside(number, line);
+            return self.spill(number, line);
         }
         self.file.write_all(&line)?;
         self.next += 1;
@@ -74,7 +75,7 @@ impl Ordered {
                     self.in_memory -= line.len();
                     line
                 }
-                Place::Disk { file, at, length } => self.read_aside(file, at, length)?,
+                Place::Disk { file, at, length } => self.read_spilled(file, at, length)?,
             };
             self.file.write_all(&line)?;
             self.next += 1;
@@ -82,7 +83,7 @@ impl Ordered {
         Ok(())
     }
 
-    /// The lines are on the disk.
+    /// Flushes the lines to the disk.
     ///
     /// # Errors
     /// The file system's.
@@ -90,38 +91,39 @@ impl Ordered {
         self.file.sync_all()
     }
 
-    fn set_aside(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
-        if self.in_memory + line.len() <= IN_MEMORY {
+    /// Keeps a line until its turn: in memory if there is room, otherwise on disk.
+    fn spill(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
+        if self.in_memory + line.len() <= MAX_BYTES_IN_MEMORY {
             self.in_memory += line.len();
             self.waiting.insert(number, Place::Memory(line));
             return Ok(());
         }
-        let mut last = self.aside.last_key_value().map_or(0, |(number, _)| *number);
-        if self.aside.get(&last).is_some_and(|aside| aside.end >= ASIDE) {
+        let mut last = self.spill_files.last_key_value().map_or(0, |(number, _)| *number);
+        if self.spill_files.get(&last).is_some_and(|spill_file| spill_file.end >= SPILL_FILE_BYTES) {
             last += 1;
         }
-        let aside = match self.aside.entry(last) {
-            Entry::Occupied(aside) => aside.into_mut(),
+        let spill_file = match self.spill_files.entry(last) {
+            Entry::Occupied(spill_file) => spill_file.into_mut(),
             Entry::Vacant(none) => {
-                none.insert(Aside { file: tempfile::tempfile_in(&self.folder)?, end: 0, lines: 0 })
+                none.insert(SpillFile { file: tempfile::tempfile_in(&self.folder)?, end: 0, lines: 0 })
             }
         };
-        aside.file.seek(SeekFrom::Start(aside.end))?;
-        aside.file.write_all(&line)?;
-        self.waiting.insert(number, Place::Disk { file: last, at: aside.end, length: line.len() });
-        aside.end += line.len() as u64;
-        aside.lines += 1;
+        spill_file.file.seek(SeekFrom::Start(spill_file.end))?;
+        spill_file.file.write_all(&line)?;
+        self.waiting.insert(number, Place::Disk { file: last, at: spill_file.end, length: line.len() });
+        spill_file.end += line.len() as u64;
+        spill_file.lines += 1;
         Ok(())
     }
 
-    fn read_aside(&mut self, number: u64, at: u64, length: usize) -> io::Result<Vec<u8>> {
+    fn read_spilled(&mut self, number: u64, at: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut line = vec![0; length];
-        let Some(aside) = self.aside.get_mut(&number) else { return Ok(line) };
-        aside.file.seek(SeekFrom::Start(at))?;
-        aside.file.read_exact(&mut line)?;
-        aside.lines -= 1;
-        if aside.lines == 0 {
-            self.aside.remove(&number);
+        let Some(spill_file) = self.spill_files.get_mut(&number) else { return Ok(line) };
+        spill_file.file.seek(SeekFrom::Start(at))?;
+        spill_file.file.read_exact(&mut line)?;
+        spill_file.lines -= 1;
+        if spill_file.lines == 0 {
+            self.spill_files.remove(&number);
         }
         Ok(line)
     }
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_line_holds_back_any_amount_of_others_on_disk_and_nothing_is_left_there() {
+    fn lines_that_wait_for_a_late_one_are_spilled_and_leave_no_file() {
         let (folder, path, mut ordered) = ordered(0);
         let line = |number: u64| {
             let mut line = vec![b'a' + (number % 26) as u8; 1 << 20];
@@ -149,14 +151,14 @@ mod tests {
             line
         };
         (1..90).for_each(|number| ordered.put(number, line(number)).unwrap());
-        assert_eq!((ordered.written(), ordered.waiting(), ordered.aside.len()), (0, 89, 2));
-        assert!(ordered.in_memory <= IN_MEMORY);
+        assert_eq!((ordered.written(), ordered.waiting(), ordered.spill_files.len()), (0, 89, 2));
+        assert!(ordered.in_memory <= MAX_BYTES_IN_MEMORY);
         assert_eq!(std::fs::read(&path).unwrap(), b"");
         ordered.put(0, line(0)).unwrap();
         let all: Vec<u8> = (0..90).flat_map(line).collect();
         assert!(std::fs::read(&path).unwrap() == all);
         assert_eq!((ordered.waiting(), ordered.in_memory), (0, 0));
-        assert!(ordered.aside.is_empty(), "their space is free");
+        assert!(ordered.spill_files.is_empty(), "their space is free");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no second file has a name");
     }
 

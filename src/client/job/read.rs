@@ -10,20 +10,20 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use super::JobError;
-use super::rows::{Most, Packed, Packer};
+use super::rows::{Packed, Packer, TaskLimits};
 use crate::client::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, RepeatedIds, ResumePoint};
 use crate::protocol::batch_line::{self, InvalidLine};
 
-/// Lines read ahead of publishing, and as many tasks made of them: each may have 64 MiB.
+/// Bound of the lines read ahead of publishing, and of the tasks made of them. Each may have 64 MiB.
 const READ_AHEAD: usize = 8;
 /// How long rows wait for others to share their task, where the input is slow.
 const GATHERING: Duration = Duration::from_millis(100);
 
-/// What is to be answered.
+/// A unit of work: a task, or an input line that is answered without one.
 #[derive(Debug)]
 pub(super) enum Unit {
     Task(Packed),
-    /// Not a request: its output line is known.
+    /// An input line that is not a request, with its output line.
     Invalid {
         number: u64,
         line: Vec<u8>,
@@ -35,12 +35,12 @@ type Line = Result<InputLine, JobError>;
 /// Reads all lines, on a thread of its own.
 type Source = Box<dyn FnOnce(&mpsc::Sender<Line>) + Send>;
 
-/// The rows of the input behind those that are done, as tasks with at most `most` rows and inputs each. With a point to
-/// continue at, the last item is an error if the input has changed meanwhile.
+/// Reads the rows of the input after those that are done, as tasks within `limits`. With a point to continue at, the
+/// last item is an error if the input has changed meanwhile.
 pub(super) fn read(
     inputs: &[PathBuf],
     point: Option<ResumePoint>,
-    most: Most,
+    limits: TaskLimits,
 ) -> Result<mpsc::Receiver<Result<Unit, JobError>>, JobError> {
     // Written by the thread, read by the task below.
     let (read, lines) = mpsc::channel(READ_AHEAD);
@@ -67,7 +67,7 @@ pub(super) fn read(
     thread::Builder::new().name("input".into()).spawn(move || source(&read)).map_err(of_input)?;
     // Written by the task, read by the client.
     let (packed, units) = mpsc::channel(READ_AHEAD);
-    tokio::spawn(pack(lines, packed, Packer::new(most), first));
+    tokio::spawn(pack(lines, packed, Packer::new(limits), first));
     Ok(units)
 }
 
@@ -75,7 +75,7 @@ fn of_input(source: io::Error) -> JobError {
     JobError::Input { what: "the input".to_owned(), source }
 }
 
-/// On the reading thread: a FIFO opens only when somebody writes to it.
+/// Opens an input. Called on the reading thread, because opening a FIFO blocks until somebody writes to it.
 fn opened(name: &Path) -> io::Result<Box<dyn Read>> {
     Ok(if name == Path::new("-") { Box::new(io::stdin()) } else { Box::new(File::open(name)?) })
 }
@@ -92,7 +92,7 @@ fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
     }
 }
 
-/// False: nobody reads them any more.
+/// Sends all lines. False: nobody reads them any more.
 fn passed_on(mut lines: impl Iterator<Item = Line>, read: &mpsc::Sender<Line>) -> bool {
     lines.all(|line| read.blocking_send(line).is_ok())
 }
@@ -124,8 +124,8 @@ async fn pack(
             }
         }
         if is_over {
-            if let Some(words) = ids.words() {
-                tracing::warn!("{words}");
+            if let Some(warning) = ids.words() {
+                tracing::warn!("{warning}");
             }
             return;
         }
@@ -143,7 +143,8 @@ fn units_of(line: InputLine, number: u64, packer: &mut Packer, ids: &mut Repeate
             packer.take(number, line.number, request).into_iter().map(Unit::Task).collect()
         }
         Err(invalid) => {
-            // The rows before it are not to wait for their task to fill: a long run of invalid lines would wait for them.
+            // The task of the rows before is complete. Otherwise the output of a long run of invalid lines would wait
+            // for it.
             let line = batch_line::error_line(line.number, &invalid);
             packer.flush().map(Unit::Task).into_iter().chain([Unit::Invalid { number, line }]).collect()
         }

@@ -1,4 +1,4 @@
-//! Records in `OUTPUT.run.json` what an output answers and which queue answered it, and decides whether a run may
+//! Records in `OUTPUT.run.json` which input an output answers and through which queue, and decides whether a run may
 //! continue the output. Owns that file; the caller holds the output's lock, so there is one writer.
 
 use std::path::Path;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::client::batch_file::{FileError, InputDigest, beside, read_record, write_record};
 
-/// What an output answers, and who answered.
+/// The input that an output answers, and the queue that its rows went through.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     /// The queue that the rows were published to.
@@ -20,7 +20,7 @@ impl Record {
     /// Compares this run with the one that wrote the `done` whole lines of the output, and records this one.
     ///
     /// # Errors
-    /// It may not continue the output: the operator has to name another one. Then nothing is changed.
+    /// This run may not continue the output, and the operator has to name another one. Nothing is changed then.
     pub(super) fn continue_output(&self, output: &Path, done: usize) -> Result<(), FileError> {
         let path = beside(output);
         let shown = path.display();
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_is_continued_with_the_same_input_through_the_same_queue_only() {
+    fn an_output_is_continued_only_with_the_same_input_and_queue() {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("out.jsonl");
         let error = |record: &Record, done| record.continue_output(&output, done).unwrap_err().to_string();

@@ -5,8 +5,8 @@ use crate::protocol::Message;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
 use crate::protocol::requests::{self, Shareable, count_inputs};
 
-/// The most bytes of request bodies that share a task.
-const SHARED_BYTES: usize = 1 << 20;
+/// Maximum bytes of request bodies that share a task.
+const MAX_SHARED_BYTES: usize = 1 << 20;
 
 /// A line that is answered by a task.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,7 +18,8 @@ pub(super) struct Row {
     pub(super) line: usize,
     /// How many inputs it has.
     pub(super) inputs: usize,
-    /// Its own request, to be asked alone if one of the others spoils the task; none where it is alone.
+    /// Its own request, which is sent alone if another row makes the shared task fail; none if it has a task of its
+    /// own.
     body: Option<RequestBody>,
 }
 
@@ -30,15 +31,15 @@ pub(super) struct Packed {
     pub(super) body: RequestBody,
 }
 
-/// A row that may share a task with others.
+/// A row that waits for others to share its task.
 struct Open {
     row: Row,
     request: Shareable,
 }
 
-/// How many rows, and inputs of all of them, a task may have.
+/// Maximum number of rows of a task, and of the inputs of all its rows.
 #[derive(Clone, Copy)]
-pub(super) struct Most {
+pub(super) struct TaskLimits {
     pub(super) rows: usize,
     /// The pool's `max_inputs`.
     pub(super) inputs: usize,
@@ -46,7 +47,7 @@ pub(super) struct Most {
 
 /// Gathers rows that share a task.
 pub(super) struct Packer {
-    most: Most,
+    limits: TaskLimits,
     url: String,
     open: Vec<Open>,
     /// Inputs and bytes of the open rows.
@@ -55,21 +56,22 @@ pub(super) struct Packer {
 }
 
 impl Packer {
-    pub(super) fn new(most: Most) -> Self {
-        Self { most, url: String::new(), open: Vec::new(), inputs: 0, bytes: 0 }
+    pub(super) fn new(limits: TaskLimits) -> Self {
+        Self { limits, url: String::new(), open: Vec::new(), inputs: 0, bytes: 0 }
     }
 
-    /// Takes the next line; gives the tasks that are complete now.
+    /// Takes the next line, and returns the tasks that are now complete.
     pub(super) fn take(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<Packed> {
         let BatchRequest { custom_id, url, body } = request;
         let row = Row { number, custom_id, line, inputs: 1, body: None };
-        let request = if self.most.rows > 1 { Shareable::of(&url, &body) } else { None };
+        let request = if self.limits.rows > 1 { Shareable::of(&url, &body) } else { None };
         let Some(request) = request else {
             let row = Row { inputs: count_inputs(&body), ..row };
             return self.flush().into_iter().chain([Packed { rows: vec![row], url, body }]).collect();
         };
         let inputs = request.inputs.len();
-        let has_room = self.inputs + inputs <= self.most.inputs && self.bytes + body.len() <= SHARED_BYTES;
+        let has_room =
+            self.inputs + inputs <= self.limits.inputs && self.bytes + body.len() <= MAX_SHARED_BYTES;
         let is_alike = |first: &Open| self.url == url && first.request.is_like(&request) && has_room;
         let fits = self.open.first().is_none_or(is_alike);
         let mut complete: Vec<Packed> = if fits { None } else { self.flush() }.into_iter().collect();
@@ -78,13 +80,13 @@ impl Packer {
         self.bytes += body.len();
         let row = Row { inputs, body: Some(body), ..row };
         self.open.push(Open { row, request });
-        if self.open.len() == self.most.rows {
+        if self.open.len() == self.limits.rows {
             complete.extend(self.flush());
         }
         complete
     }
 
-    /// The task of the rows that are gathered so far.
+    /// Completes the task of the rows gathered so far.
     pub(super) fn flush(&mut self) -> Option<Packed> {
         let open = std::mem::take(&mut self.open);
         let url = std::mem::take(&mut self.url);
@@ -97,8 +99,8 @@ impl Packer {
 }
 
 impl Packed {
-    /// Each row as a task of its own.
-    pub(super) fn apart(self) -> Vec<Self> {
+    /// Splits the task into one task for each row.
+    pub(super) fn split(self) -> Vec<Self> {
         let Self { rows, url, body } = self;
         let alone = |mut row: Row| {
             let body = row.body.take().unwrap_or_else(|| body.clone());
@@ -114,7 +116,7 @@ pub(super) fn line_of(row: &Row, status: u16, reply: &Message) -> Vec<u8> {
 }
 
 /// The output lines of rows that share a task, in their order, from the reply to it. None: the reply cannot be
-/// divided among them. It is no JSON, or has not one item for each input.
+/// divided among them, because it is not JSON, or does not have one item for each input.
 pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> Option<Vec<Vec<u8>>> {
     let inputs: Vec<usize> = rows.iter().map(|row| row.inputs).collect();
     let bodies = requests::divided(reply, &inputs).ok()?;
@@ -129,7 +131,7 @@ fn id_of(reply: &Message) -> &str {
     reply.properties.message_id.as_deref().unwrap_or_default()
 }
 
-/// The output line of a row without a reply that could be written.
+/// The error line of a row for which there is no reply to write.
 pub(super) fn failed_line(row: &Row, code: &'static str, problem: String) -> Vec<u8> {
     let failed = InvalidLine { custom_id: Some(row.custom_id.clone()), problem };
     batch_line::failed_line(row.line, code, &failed)
@@ -145,8 +147,8 @@ mod tests {
         BatchRequest { custom_id: id.into(), url: url.into(), body: body.to_string().into() }
     }
 
-    fn packed(most: usize, lines: &[(&str, Value)]) -> Vec<Packed> {
-        let mut packer = Packer::new(Most { rows: most, inputs: 5 });
+    fn packed(max_rows: usize, lines: &[(&str, Value)]) -> Vec<Packed> {
+        let mut packer = Packer::new(TaskLimits { rows: max_rows, inputs: 5 });
         let mut tasks = Vec::new();
         for (index, (url, body)) in lines.iter().enumerate() {
             tasks.extend(packer.take(index as u64, index + 1, request(&index.to_string(), url, body)));
@@ -166,7 +168,7 @@ mod tests {
     const EMBED: &str = "/v1/embeddings";
 
     #[test]
-    fn rows_share_a_task_while_they_ask_alike_and_it_has_room() {
+    fn rows_share_a_task_if_they_differ_only_in_their_inputs_and_fit() {
         let lines = [
             (EMBED, json!({"input": "a", "model": "m"})),
             (EMBED, json!({"model": "m", "input": ["b", "c"]})),
@@ -188,7 +190,7 @@ mod tests {
             (vec![8], json!({"input": ["i"]})),
         ];
         assert_eq!(shown(&packed(2, &lines)), expected);
-        let long = "x".repeat(SHARED_BYTES / 2);
+        let long = "x".repeat(MAX_SHARED_BYTES / 2);
         let large: Vec<_> = (0..3).map(|_| (EMBED, json!({"input": long}))).collect();
         assert_eq!(packed(9, &large).len(), 3, "two of them are over the bytes of a task");
         let many: Vec<_> = (0..3).map(|_| (EMBED, json!({"input": ["a", "b"]}))).collect();
@@ -201,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn each_row_gets_its_part_of_the_reply_numbered_anew_and_the_usage_once() {
+    fn each_row_gets_its_renumbered_part_and_the_first_row_the_usage() {
         let lines = [(EMBED, json!({"input": "a"})), (EMBED, json!({"input": ["b", "c"]}))];
         let [task] = &packed(9, &lines)[..] else { panic!() };
         let item = |index: usize| json!({"object": "embedding", "index": index, "embedding": [index, 0.5]});
@@ -234,11 +236,11 @@ mod tests {
     }
 
     #[test]
-    fn apart_each_row_asks_what_its_line_asked() {
+    fn a_split_task_sends_each_row_as_its_line_had_it() {
         let lines = [(EMBED, json!({"input": "a"})), (EMBED, json!({"input": ["b"]}))];
         let task = packed(9, &lines).remove(0);
-        let apart = task.apart();
-        assert_eq!(shown(&apart), [(vec![0], json!({"input": "a"})), (vec![1], json!({"input": ["b"]}))]);
+        let split = task.split();
+        assert_eq!(shown(&split), [(vec![0], json!({"input": "a"})), (vec![1], json!({"input": ["b"]}))]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::JobError;
-use super::ordered::{MOST_WAITING, Ordered};
+use super::ordered::{MAX_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{Packed, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
@@ -27,21 +27,21 @@ const CANCELLED: i64 = 499;
 pub(crate) struct Job {
     id: String,
     ordered: Ordered,
-    /// Where the reading begins; until it does.
+    /// Where reading begins; none once it has begun.
     point: Option<ResumePoint>,
     /// Rows that earlier runs answered.
     before: u64,
     total: Option<usize>,
     attempts: u32,
-    /// Rows whose task failed because of one of them, each to be asked alone. Bound: the rows under way.
-    apart: VecDeque<Packed>,
+    /// Tasks of one row each, split from shared tasks that failed. Bound: the rows under way.
+    split: VecDeque<Packed>,
     /// Why the broker will never take a task, by the task's number; until it is answered.
     refused: HashMap<u64, String>,
-    /// What ended the input before its time. Told when all that was read is answered.
+    /// The error that ended the input early. It ends the run once all rows read before are answered.
     input_failed: Option<JobError>,
-    /// All rows were read.
+    /// Whether all rows were read.
     is_exhausted: bool,
-    /// Tasks under way that may still be taken apart.
+    /// Tasks under way that may still be split.
     shared: usize,
     published: u64,
     under_way: u64,
@@ -55,13 +55,13 @@ pub(crate) struct Job {
     answered: u64,
 }
 
-/// How a job stands.
+/// The progress of a job.
 #[derive(Serialize)]
 pub(crate) struct Progress<'a> {
     pub(crate) job: &'a str,
     /// Rows published by this run.
     pub(crate) published: u64,
-    /// Rows answered in this run, those that wait for an earlier one included.
+    /// Rows answered in this run, including those whose line waits for an earlier one.
     pub(crate) answered: u64,
     /// Answered rows that hold an error.
     pub(crate) errors: u64,
@@ -94,7 +94,7 @@ impl Job {
             point,
             total,
             attempts,
-            apart: VecDeque::new(),
+            split: VecDeque::new(),
             refused: HashMap::new(),
             input_failed: None,
             is_exhausted: total.is_some_and(|total| total as u64 == before),
@@ -137,23 +137,23 @@ impl Job {
 
     /// Whether every row is answered in the output.
     pub(crate) fn is_complete(&self) -> bool {
-        let is_answered = self.under_way == 0 && self.apart.is_empty() && self.ordered.waiting() == 0;
+        let is_answered = self.under_way == 0 && self.split.is_empty() && self.ordered.waiting() == 0;
         // A run that was stopped may have read and answered the last row without having seen the input's end.
         let all_written = self.total.is_some_and(|total| total as u64 == self.ordered.written());
         (self.is_exhausted || all_written) && is_answered
     }
 
-    /// The next task to publish; `Ready(None)`: there will be no more. A pending one is asked for again after each
-    /// event of the client.
+    /// The next task to publish; `Ready(None)`: there will be no more. After `Pending`, the client polls again after
+    /// each of its events.
     fn next(
         &mut self,
         units: &mut mpsc::Receiver<Result<Unit, JobError>>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Unit, JobError>>> {
-        if let Some(packed) = self.apart.pop_front() {
+        if let Some(packed) = self.split.pop_front() {
             return Poll::Ready(Some(Ok(Unit::Task(packed))));
         }
-        if self.ordered.waiting() >= MOST_WAITING {
+        if self.ordered.waiting() >= MAX_WAITING {
             return Poll::Pending;
         }
         if self.input_failed.is_some() {
@@ -180,7 +180,7 @@ impl Job {
         }
     }
 
-    /// Each row of a task gets an error line.
+    /// Writes an error line for each row of a task.
     fn fail(&mut self, packed: &Packed, code: &'static str, problem: &str) -> Result<(), JobError> {
         self.tally.count_unasked(packed.rows.len() as u64);
         let mut rows = packed.rows.iter();
@@ -200,7 +200,7 @@ impl Job {
         Ok(())
     }
 
-    /// A task has its reply, or was given up.
+    /// Handles the reply of a task. None: the broker refused the task, or it was given up.
     fn answer(&mut self, number: u64, packed: Packed, reply: Option<Message>) -> Result<(), JobError> {
         self.under_way -= 1;
         let is_shared = packed.rows.len() > 1;
@@ -209,11 +209,11 @@ impl Job {
         let Some(reply) = reply else {
             return match refused {
                 Some(_) if is_shared => {
-                    self.apart.extend(packed.apart());
+                    self.split.extend(packed.split());
                     Ok(())
                 }
-                Some(words) => {
-                    self.fail(&packed, "refused", &format!("the broker refuses the task: {words}"))
+                Some(reason) => {
+                    self.fail(&packed, "refused", &format!("the broker refuses the task: {reason}"))
                 }
                 None => {
                     let problem = format!("no reply, though it was published {} times", self.attempts);
@@ -227,17 +227,17 @@ impl Job {
             return Err(JobError::Withdrawn(self.id.clone()));
         }
         if status != 200 && is_shared {
-            // One row must not spoil the others.
-            self.apart.extend(packed.apart());
+            // One row must not make the others fail.
+            self.split.extend(packed.split());
             return Ok(());
         }
         let lines = match &packed.rows[..] {
             [row] => vec![line_of(row, status as u16, &reply)],
             rows => match shared_lines(rows, status as u16, &reply) {
                 Some(lines) => lines,
-                // A model that answers otherwise cannot be asked for several rows at once.
+                // The model's replies cannot be divided, so each row needs a task of its own.
                 None => {
-                    self.apart.extend(packed.apart());
+                    self.split.extend(packed.split());
                     return Ok(());
                 }
             },
@@ -250,7 +250,7 @@ impl Job {
         })
     }
 
-    /// How the job stands now.
+    /// The progress now.
     pub(crate) fn progress(&self) -> Progress<'_> {
         Progress {
             job: &self.id,
@@ -271,7 +271,7 @@ impl Job {
         self.tally.report(pool, self.errors, &self.in_output)
     }
 
-    /// Puts the output on the disk.
+    /// Flushes the output to the disk.
     ///
     /// # Errors
     /// The output cannot be written.
@@ -298,7 +298,7 @@ pub(super) fn tasks<'a>(
     })
 }
 
-/// Where the client tells what happens.
+/// Receives the client's events.
 pub(super) struct Sink<'a>(pub(super) &'a RefCell<Job>);
 
 impl client::Sink<Unit, JobError> for Sink<'_> {
@@ -308,8 +308,8 @@ impl client::Sink<Unit, JobError> for Sink<'_> {
         }
     }
 
-    fn refused(&mut self, number: u64, words: String) {
-        self.0.borrow_mut().refused.insert(number, words);
+    fn refused(&mut self, number: u64, reason: String) {
+        self.0.borrow_mut().refused.insert(number, reason);
     }
 
     fn answered(

@@ -1,5 +1,5 @@
-//! Publishes a load and takes its replies. Decides when the next task is published: when a reply has made room,
-//! or when it is due. Owns the clock of a run; the tally interprets replies.
+//! Publishes a load and receives its replies. Decides when the next task is published: when a reply has made room
+//! (closed loop), or when it is due (open loop). Owns the clock of a run; the tally interprets replies.
 
 use std::time::Duration;
 
@@ -14,20 +14,21 @@ use crate::client::answer::Answer;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
 use crate::protocol::Message;
 
-/// A task expires after waiting in its queue for this many time-outs.
-const KEPT: u32 = 10;
+/// A task expires after it has waited in its queue for this many time-outs.
+const EXPIRY_TIMEOUTS: u32 = 10;
 
+/// How many tasks a run publishes, in this order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub(super) warmup: usize,
     pub(super) tasks: usize,
-    /// Tasks after the measured ones, which keep the loop full.
-    pub(super) behind: usize,
+    /// Tasks after the measured ones, which keep a closed loop full until the last measured reply.
+    pub(super) trailing: usize,
 }
 
 impl Plan {
     pub(super) fn total(self) -> usize {
-        self.warmup + self.tasks + self.behind
+        self.warmup + self.tasks + self.trailing
     }
 }
 
@@ -39,14 +40,18 @@ pub(super) enum Pace {
     Open(Arrivals),
 }
 
-/// When a task was due, and its inputs.
-type Due = (Duration, usize);
+/// What the tally needs to know of a task.
+struct Due {
+    /// When the task was due, from the start.
+    at: Duration,
+    inputs: usize,
+}
 
-/// Publishes all tasks and waits for all replies. If a reply does not come in time, returns the error together
-/// with the measurements until then.
+/// Publishes all tasks and waits for all replies. If a reply does not arrive in time, returns that error together with
+/// the measurements until then.
 ///
 /// # Errors
-/// The broker refuses a task, or is lost.
+/// The broker refuses a task, or the connection is lost.
 pub(super) async fn drive(
     client: &mut Client,
     plan: Plan,
@@ -71,7 +76,7 @@ pub(super) async fn drive(
     Ok((counts.tally.measured(), unanswered))
 }
 
-/// Yields each task when it may be published; a task without a due time at once.
+/// Yields each task when it is due; without `arrivals` a task is due at once.
 fn tasks(
     bodies: impl Iterator<Item = super::load::Work>,
     arrivals: Option<Arrivals>,
@@ -90,9 +95,9 @@ fn tasks(
             }
         };
         let request = Request::new(format!("{run}/{number}"), work.url.as_deref(), work.body);
-        // Expires, because nobody else wants it: if this run ends early, it does not stay in the queue.
-        let request = Request { expires: Some(KEPT * timeout), ..request };
-        let task = Task { meta: (due, work.inputs), request: Some(request) };
+        // The task expires, so that it does not stay in the queue if this run ends early: nobody else wants its reply.
+        let request = Request { expires: Some(EXPIRY_TIMEOUTS * timeout), ..request };
+        let task = Task { meta: Due { at: due, inputs: work.inputs }, request: Some(request) };
         Some((Ok(task), (bodies, arrivals)))
     })
 }
@@ -105,8 +110,8 @@ struct Counts<'a> {
 }
 
 impl Sink<Due, ClientError> for Counts<'_> {
-    fn begun(&mut self, _: u64, (due, inputs): &Due) {
-        self.tally.published(*due, *inputs);
+    fn begun(&mut self, _: u64, due: &Due) {
+        self.tally.published(due.at, due.inputs);
     }
 
     fn confirmed(&mut self, number: u64) {

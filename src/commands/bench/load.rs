@@ -1,5 +1,5 @@
-//! The load: which bodies are published, in which order, and when. Pure: everything follows from the seed.
-//! Bodies and arrivals have separate random numbers, so that the same texts can come at another rate.
+//! The load: which bodies are published, in which order, and when. Pure: everything follows from the seed. Bodies and
+//! arrivals have separate random numbers, so that the same texts can be published at another rate.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::model::family::Sample;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::requests::count_inputs;
 
-/// Each is one token for the tokenizer of English BERT models.
+/// The words of the texts. Each is one token for the tokenizer of English BERT models.
 const WORDS: [&str; 48] = [
     "queue", "message", "tide", "carries", "a", "the", "worker", "of", "light", "and", "reads", "slowly",
     "candle", "holder", "wall", "evening", "letter", "answers", "under", "river", "stone", "window",
@@ -21,11 +21,13 @@ const WORDS: [&str; 48] = [
     "night", "book", "open", "road", "winter", "signal", "quiet", "table", "copper", "bridge", "season",
     "number", "morning", "field", "salt", "far",
 ];
-/// Makes most texts short: the mean length is the shortest plus an eighth of the range.
+/// The exponent of the length's distribution. It makes most texts short: the mean of `u^7` for a uniform `u` is 1/8, so
+/// the mean length is the shortest plus an eighth of the range.
 const SKEW: f64 = 7.0;
-/// Makes the random numbers of arrivals differ from those of bodies.
-const ARRIVALS: u64 = 0x5eed_a441_7a15;
+/// Is xored with the seed, so that arrivals have other random numbers than bodies.
+const ARRIVALS_SALT: u64 = 0x5eed_a441_7a15;
 
+/// A request to publish.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::commands) struct Work {
     pub(in crate::commands) url: Option<String>,
@@ -35,14 +37,14 @@ pub(in crate::commands) struct Work {
 
 /// An endless sequence of bodies.
 pub(in crate::commands) enum Bodies {
-    /// Tasks of texts made up of words.
+    /// Tasks made of random texts.
     Texts {
         random: Xoshiro256PlusPlus,
         words: RangeInclusive<usize>,
         inputs: usize,
         sample: fn(&[String]) -> Sample,
     },
-    /// Bodies of a file, in a new random order each round.
+    /// Bodies of a file, in a new random order in each round.
     File { random: Xoshiro256PlusPlus, works: Vec<Work>, next: usize },
 }
 
@@ -57,7 +59,7 @@ impl Bodies {
         Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs, sample }
     }
 
-    /// Each of `bodies` once per round. None when there are none.
+    /// Each of `requests` once per round. None if there are no requests.
     pub(super) fn of_file(seed: u64, requests: Vec<Request>) -> Option<Self> {
         let work = |Request { url, body, .. }| Work { url, inputs: count_inputs(&body), body };
         let works: Vec<Work> = requests.into_iter().map(work).collect();
@@ -95,7 +97,7 @@ fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> Strin
     (0..length).map(word).collect::<Vec<_>>().join(" ")
 }
 
-/// Due times of an open loop's tasks, from its start: a Poisson process.
+/// The due times of an open loop's tasks, from its start: a Poisson process.
 pub(super) struct Arrivals {
     random: Xoshiro256PlusPlus,
     rate: f64,
@@ -103,9 +105,9 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// `rate` a second.
+    /// Arrivals at an average rate of `rate` tasks per second.
     pub(super) fn new(seed: u64, rate: f64) -> Self {
-        Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS), rate, at: 0.0 }
+        Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS_SALT), rate, at: 0.0 }
     }
 
     pub(super) fn next(&mut self) -> Duration {
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_files_bodies_come_once_each_and_then_again_in_another_order() {
+    fn each_round_publishes_every_body_of_a_file_once_in_a_new_order() {
         let requests = || (0..20).map(|n| crate::commands::requests::embed(&n.to_string())).collect();
         let drawn: Vec<Work> = Bodies::of_file(1, requests()).unwrap().take(40).collect();
         let sorted = |works: &[Work]| {
@@ -178,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_keep_their_rate_on_average_and_no_rhythm() {
+    fn arrivals_are_a_poisson_process_of_the_given_rate() {
         let mut arrivals = Arrivals::new(1, 50.0);
         let times: Vec<f64> = (0..10_000).map(|_| arrivals.next().as_secs_f64()).collect();
         let rate = 10_000.0 / times[9_999];

@@ -16,7 +16,7 @@ use self::drive::{Pace, Plan, drive};
 use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
-use super::{Registry, broker_session, is_read, pool_named, progress, start_logging};
+use super::{Registry, broker_session, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::cli::{Bench, Texts};
 use crate::client::Client;
 use crate::commands::exits::ExitsWith as _;
@@ -28,21 +28,21 @@ use crate::telemetry::QUIET;
 pub(super) use self::load::{Bodies, Work};
 pub(super) use self::summary::{Sizes, Summary};
 
-/// Warm-up tasks, where the user gives no number and no more are in flight.
+/// The least number of warm-up tasks if the user gives none. At least as many as are in flight are used.
 const WARMUP: usize = 200;
-/// Replies that the broker sends before they are acked.
+/// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 2_048;
 
 pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit> {
     let mut loaded = super::load(&arguments.settings, &[])?;
-    registry.locate(&mut loaded);
+    registry.resolve_folders(&mut loaded);
     let settings = loaded.settings;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let bodies = bodies(&arguments.texts, registry.sample(pool)).exits_with(Exit::Usage)?;
     let plan = plan(arguments);
-    // One thread, which wakes less often: the client should take as little of the cores as possible from the
-    // measured service.
+    // One thread, which is woken less often than several: the client should take as little CPU time as possible from
+    // the measured service.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (measured, unanswered) = runtime.block_on(measure(arguments, &settings, pool, plan, bodies))?;
     let load = match arguments.rate {
@@ -60,7 +60,7 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
         load,
         measured,
     };
-    is_read(match arguments.json {
+    tolerate_broken_pipe(match arguments.json {
         true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?),
         false => write!(io::stdout(), "{report}"),
     })?;
@@ -94,14 +94,14 @@ async fn measure(
     measured
 }
 
-/// Keeps a closed loop full before and during the whole measurement.
+/// Plans enough tasks to keep a closed loop full before and during the whole measurement.
 fn plan(arguments: &Bench) -> Plan {
     let in_flight = if arguments.rate.is_some() { 1 } else { arguments.in_flight };
     let warmup = arguments.warmup.unwrap_or(WARMUP.max(in_flight));
-    Plan { warmup, tasks: arguments.tasks, behind: in_flight - 1 }
+    Plan { warmup, tasks: arguments.tasks, trailing: in_flight - 1 }
 }
 
-/// The tasks of a file, or made of texts by `sample`.
+/// The tasks of `--input`, or tasks that `sample` makes of random texts.
 pub(super) fn bodies(texts: &Texts, sample: fn(&[String]) -> Sample) -> anyhow::Result<Bodies> {
     let Texts { seed, words, inputs, input } = texts;
     let Some(path) = input else {

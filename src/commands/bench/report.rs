@@ -24,16 +24,16 @@ pub(super) struct Report {
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub(super) enum Load {
-    /// Each reply lets the next task go.
+    /// The next task is published when a reply arrives.
     Closed {
         /// Tasks under way at once.
         in_flight: usize,
     },
-    /// Independently of replies.
+    /// Tasks are published when they are due, independently of replies.
     Open {
         /// Requested tasks per second.
         rate: f64,
-        /// Tasks per second by the broker's confirms. None: a single task has no rate.
+        /// Tasks per second by the broker's confirms. None for a single task, which has no rate.
         achieved_rate: Option<f64>,
     },
 }
@@ -41,7 +41,7 @@ pub(super) enum Load {
 /// The tally's results. Times are in milliseconds unless the name says otherwise.
 #[derive(Debug, Serialize)]
 pub(super) struct Measured {
-    /// Rate at which measured tasks were confirmed.
+    /// The measured tasks per second by the broker's confirms.
     #[serde(skip)]
     pub(super) achieved_rate: Option<f64>,
     /// The models named by the replies.
@@ -53,13 +53,13 @@ pub(super) struct Measured {
     /// Number of errors by status code.
     pub(super) errors: BTreeMap<String, u64>,
     pub(super) duplicates: u64,
-    /// Published tasks whose reply did not come in time, measured or not.
+    /// Published tasks whose reply did not arrive in time, measured or not.
     pub(super) unanswered: usize,
     pub(super) seconds: f64,
     pub(super) tasks_per_second: f64,
     pub(super) inputs_per_second: f64,
     pub(super) tokens_per_second: Option<f64>,
-    /// Tokens of answers.
+    /// Generated tokens, those of answers, per second.
     pub(super) generated_tokens_per_second: Option<f64>,
     pub(super) latency_ms: Option<Summary>,
     pub(super) queue_ms: Option<Summary>,
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_says_the_same_with_units_and_leaves_out_what_is_not_known() {
+    fn the_table_has_units_and_omits_unknown_values() {
         let table = report().to_string();
         for part in [
             "embed: m on cpu",

@@ -17,7 +17,7 @@ pub(in crate::commands) struct Summary {
 }
 
 impl Summary {
-    /// None without values.
+    /// None if there are no values.
     pub(in crate::commands) fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_unstable_by(f64::total_cmp);
         let max = *values.last()?;
@@ -31,6 +31,7 @@ impl Summary {
     }
 }
 
+/// Summary of the sizes of batches.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(in crate::commands) struct Sizes {
     pub(in crate::commands) mean: f64,
@@ -39,7 +40,7 @@ pub(in crate::commands) struct Sizes {
 }
 
 impl Sizes {
-    /// Of sizes with their weights. None without values.
+    /// Summarizes pairs of a size and its weight. None if there are no values.
     pub(in crate::commands) fn of(mut sizes: Vec<(f64, f64)>) -> Option<Self> {
         sizes.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
         let (max, _) = *sizes.last()?;
@@ -68,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_value_is_each_of_its_percentiles_and_nothing_has_none() {
+    fn one_value_is_every_percentile_and_no_values_have_no_summary() {
         let all = Summary { mean: 7.0, p50: 7.0, p90: 7.0, p99: 7.0, p99_9: 7.0, max: 7.0 };
         assert_eq!(Summary::of(vec![7.0]), Some(all));
         assert_eq!(Summary::of(Vec::new()), None);
@@ -76,13 +77,13 @@ mod tests {
     }
 
     #[test]
-    fn few_values_give_the_highest_as_their_last_percentiles() {
+    fn with_few_values_the_high_percentiles_are_the_maximum() {
         let summary = Summary::of(vec![3.0, 1.0, 2.0]).unwrap();
         assert_eq!((summary.p50, summary.p90, summary.p99_9), (2.0, 3.0, 3.0));
     }
 
     #[test]
-    fn a_batch_counts_once_however_many_tasks_tell_of_it() {
+    fn a_batch_counts_once_however_many_tasks_report_it() {
         let of_four = [(4.0, 0.25); 4];
         let sizes = Sizes::of([&of_four[..], &[(1.0, 1.0), (1.0, 1.0)]].concat()).unwrap();
         assert_eq!(sizes, Sizes { mean: 2.0, p50: 1.0, max: 4.0 });

@@ -1,7 +1,7 @@
-//! Counts a load's replies. Decides which count: latencies, stages, batches and errors are those of the
-//! measured *tasks*, so that no slow task is left out. Rates and busy shares are those of as many *replies*, in
-//! the order they came, so that the load was constant during the measured time. Owns the published tasks and
-//! their replies; has no clock: times are passed in, from the start.
+//! Counts a load's replies, and decides which ones count. Latencies, stages, batches and errors are those of the
+//! measured *tasks*, so that no slow task is left out. Rates and busy shares are those of as many *replies*, in the
+//! order of their arrival, so that the load was constant during the measured time. Owns the published tasks and their
+//! replies. Has no clock: times are passed in, as durations since the start of the run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -11,6 +11,7 @@ use super::summary::{Sizes, Summary};
 use crate::client::answer::{Answer, STAGES};
 use crate::client::replies::{OfReplies, busy_percent, rounded};
 
+/// A published task.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     due: Duration,
@@ -26,12 +27,19 @@ pub(super) struct Tally {
     sent: Vec<Sent>,
     answered: usize,
     duplicates: u64,
-    /// First and last confirm of a measured task, and the number of confirms.
-    confirms: Option<(Duration, Duration, u32)>,
+    /// The confirms of measured tasks; none before the first one.
+    confirms: Option<Confirms>,
     models: BTreeSet<String>,
     devices: BTreeSet<String>,
     of_tasks: OfTasks,
     of_replies: OfReplies,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Confirms {
+    first: Duration,
+    last: Duration,
+    count: u32,
 }
 
 /// Results of the measured tasks.
@@ -47,12 +55,13 @@ struct OfTasks {
 }
 
 impl Tally {
-    /// Measures `tasks` after the first `warmup`.
+    /// Measures `tasks` tasks after the first `warmup` ones.
     pub(super) fn new(warmup: usize, tasks: usize) -> Self {
         Self { warmup, tasks, ..Self::default() }
     }
 
-    /// Records the next task, in the order of numbers, as due or published now.
+    /// Records the next task, in the order of their numbers. `due`: when it was due, in a closed loop when it was
+    /// published.
     pub(super) fn published(&mut self, due: Duration, inputs: usize) {
         if self.sent.is_empty() {
             self.of_replies.began = due;
@@ -63,8 +72,9 @@ impl Tally {
     /// Records the broker's confirm of a task.
     pub(super) fn confirmed(&mut self, number: usize, at: Duration) {
         if self.measures(number) {
-            let (first, last, count) = self.confirms.unwrap_or((at, at, 0));
-            self.confirms = Some((first.min(at), last.max(at), count + 1));
+            let Confirms { first, last, count } =
+                self.confirms.unwrap_or(Confirms { first: at, last: at, count: 0 });
+            self.confirms = Some(Confirms { first: first.min(at), last: last.max(at), count: count + 1 });
         }
     }
 
@@ -73,14 +83,15 @@ impl Tally {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }
 
-    /// This number of replies came a second time.
+    /// Records that `count` replies arrived a second time.
     pub(super) fn duplicates(&mut self, count: u64) {
         self.duplicates += count;
     }
 
+    /// Records the reply to a task.
     pub(super) fn reply(&mut self, number: usize, at: Duration, answer: &Answer<'_>) {
         let Some(sent) = self.sent.get(number).copied() else { return };
-        let before = self.answered;
+        let reply_number = self.answered;
         self.answered += 1;
         if self.measures(number) {
             self.of_tasks.count(sent, at, answer);
@@ -88,7 +99,7 @@ impl Tally {
         if self.answered == self.warmup {
             self.of_replies.began = at;
         }
-        if self.measures(before) {
+        if self.measures(reply_number) {
             self.of_replies.count(sent.inputs, at, answer);
             for (seen, name) in [(&mut self.models, answer.model), (&mut self.devices, answer.device)] {
                 if !name.is_empty() && !seen.contains(name) {
@@ -98,8 +109,9 @@ impl Tally {
         }
     }
 
+    /// The results.
     pub(super) fn measured(self) -> Measured {
-        let achieved_rate = self.confirms.and_then(|(first, last, count)| {
+        let achieved_rate = self.confirms.and_then(|Confirms { first, last, count }| {
             let seconds = (last - first).as_secs_f64();
             (seconds > 0.0).then(|| rounded(f64::from(count - 1) / seconds))
         });

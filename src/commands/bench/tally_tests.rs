@@ -9,7 +9,7 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A good reply of worker `w`, from a batch of two that took 10 ms.
+/// A successful reply of `worker`, from a batch of two inputs that took 10 ms.
 fn good(worker: &str) -> Answer<'_> {
     Answer {
         status_code: Some(200),
@@ -45,7 +45,7 @@ fn tally(warmup: usize, tasks: usize, published: u64) -> Tally {
 }
 
 #[test]
-fn rates_are_those_of_the_replies_behind_the_warm_up_and_no_later_ones() {
+fn rates_count_as_many_replies_as_measured_tasks_after_the_warm_up() {
     let mut tally = tally(2, 4, 8);
     for number in 0..8 {
         tally.reply(number, ms(100 + 50 * number as u64), &good("w"));
@@ -66,7 +66,7 @@ fn without_a_warm_up_the_span_begins_with_the_first_task() {
 }
 
 #[test]
-fn latency_counts_from_the_moment_a_task_was_due_and_no_straggler_is_left_out() {
+fn latency_counts_from_the_due_time_and_includes_stragglers() {
     let mut tally = tally(1, 2, 4);
     for (number, at) in [(0, 100), (1, 110), (3, 120), (2, 1_020)] {
         tally.reply(number, ms(at), &good("w"));
@@ -76,7 +76,7 @@ fn latency_counts_from_the_moment_a_task_was_due_and_no_straggler_is_left_out() 
 }
 
 #[test]
-fn a_worker_is_busy_for_its_tasks_shares_of_their_batches() {
+fn the_busy_time_of_a_batch_is_shared_among_its_tasks() {
     let mut tally = tally(0, 4, 4);
     for (number, worker) in ["a", "a", "b", "a"].into_iter().enumerate() {
         tally.reply(number, ms(100), &good(worker));
@@ -89,7 +89,7 @@ fn a_worker_is_busy_for_its_tasks_shares_of_their_batches() {
 }
 
 #[test]
-fn errors_count_by_their_code_and_in_no_rate_latency_or_batch() {
+fn errors_count_by_code_and_not_in_rates_latencies_or_batches() {
     let mut tally = tally(0, 4, 4);
     tally.reply(0, ms(100), &good("w"));
     for (number, code) in [(1, Some(400)), (2, Some(400)), (3, None)] {
@@ -103,7 +103,7 @@ fn errors_count_by_their_code_and_in_no_rate_latency_or_batch() {
 }
 
 #[test]
-fn a_duplicate_is_counted_apart_and_what_is_missing_too() {
+fn duplicates_and_missing_replies_are_counted_separately() {
     let mut tally = tally(0, 2, 2);
     tally.reply(0, ms(1), &good("w"));
     tally.duplicates(1);
@@ -121,7 +121,7 @@ fn a_load_that_only_fails_has_neither_latencies_nor_rates() {
 }
 
 #[test]
-fn the_achieved_rate_is_that_of_the_measured_tasks_confirms() {
+fn the_achieved_rate_is_that_of_the_confirms_of_measured_tasks() {
     let mut tally = tally(1, 3, 5);
     for (number, at) in [(0, 0), (1, 500), (3, 1_000), (2, 700), (4, 9_000)] {
         tally.confirmed(number, ms(at));

@@ -1,4 +1,4 @@
-//! Runs tasks through a worker's engine repeatedly, without a queue, and measures the time.
+//! Runs tasks through a worker's engine repeatedly, without a queue, and measures how long that takes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -18,8 +18,8 @@ use crate::protocol::{Message, Properties, TaskError};
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
 
-/// The warm-up lasts this fraction (one over this number) of the measured time.
-const WARMUP: u32 = 4;
+/// The warm-up lasts the measured time divided by this number.
+const WARMUP_DIVISOR: u32 = 4;
 
 pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
@@ -28,7 +28,7 @@ pub(in crate::commands) struct Measured {
     /// Time to preprocess all tasks once, on one thread.
     pub(super) preprocessing: Duration,
     pub(super) passes: Vec<Pass>,
-    /// Time from the first task's arrival at the engine to the last one's end, in all rounds.
+    /// Time from the arrival of the first task at the engine to the end of the last one, summed over all rounds.
     pub(super) computing: Duration,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Pass {
     pub(super) took: Duration,
 }
 
-/// Records all passes.
+/// An observer that records all passes.
 #[derive(Clone, Default)]
 struct Passes(Arc<Mutex<Vec<Pass>>>);
 
@@ -65,7 +65,7 @@ impl Observer for Passes {
 /// Loads the model of a slot, and computes `tasks` repeatedly for the given time.
 ///
 /// # Errors
-/// The model or its device fails, or a task does, whose number is named.
+/// The model, its device or a task fails. The error names the number of the task.
 pub(super) fn measure(
     slot: &Assignment,
     starter: &Starter,
@@ -92,7 +92,7 @@ pub(super) fn measure(
     let tokens = jobs.iter().map(|job| job.tokens()).sum();
 
     let mut computing = compute(&mut loaded, jobs)?;
-    while computing < time / WARMUP {
+    while computing < time / WARMUP_DIVISOR {
         jobs = preprocessed(&loaded, tasks)?;
         computing += compute(&mut loaded, jobs)?;
     }
@@ -105,6 +105,7 @@ pub(super) fn measure(
     Ok(Measured { loading, inputs, tokens, preprocessing, passes: passes.take(), computing })
 }
 
+/// Preprocesses all tasks, one after the other.
 fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
     let job = |(task, number): (&Work, usize)| {
         let content_type = task.body.media_type.clone();
@@ -131,7 +132,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
         if let Some(source) = job.source() {
             prepare(&*source).map_err(|error| anyhow!("task {number}: {error}"))?;
         }
-        // Of a job that was computed before it was known to have no more inputs, there is no notice.
+        // There is no notice of a job that was computed before it was known to have no more inputs.
         let is_done = matches!(poll(&mut **job), Poll::Ready(JobEvent::Done(_)));
         left += usize::from(!is_done);
     }
@@ -153,7 +154,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
     Ok(took)
 }
 
-/// Makes all inputs of a job, however many of them wait.
+/// Makes all inputs of a job, however many of them are waiting already.
 fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
     let mut context = Context::from_waker(Waker::noop());
     while source.poll_wanted(&mut context) != Poll::Ready(false) {
@@ -162,7 +163,7 @@ fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
     Ok(())
 }
 
-/// The state of a job, without the parts that a worker would send.
+/// Polls the state of a job, without parts of its reply.
 fn poll(job: &mut dyn Job) -> Poll<JobEvent> {
     job.poll_event(&mut Context::from_waker(Waker::noop()), false)
 }

@@ -1,4 +1,4 @@
-//! `sconce bench-device`: measures a model on one device as a pool's worker runs it, without a queue.
+//! `sconce bench-device`: measures a model on one device, run as by a worker of the pool, but without a queue.
 
 mod measure;
 mod report;
@@ -10,7 +10,7 @@ use anyhow::Context;
 use self::measure::measure;
 use self::report::Report;
 use super::bench::{Work, bodies};
-use super::{Registry, load, pool_named, start_logging, with_environment};
+use super::{Registry, load, pool_named, reexec_with_environment, start_logging};
 use crate::cli::BenchDevice;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
@@ -20,7 +20,7 @@ use crate::telemetry::QUIET;
 
 pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Exit> {
     let slot = slot(arguments, registry)?;
-    with_environment(&environment(&slot))?;
+    reexec_with_environment(&environment(&slot))?;
     start_logging(Some(QUIET))?;
     let tasks: Vec<Work> = bodies(&arguments.texts, registry.sample(&slot.pool))
         .exits_with(Exit::Usage)?
@@ -35,7 +35,7 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     Ok(Exit::Done)
 }
 
-/// The first slot of the settings, if it fits its device.
+/// The first slot of the pool, with one worker per device. An error if it does not fit its device.
 fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignment> {
     let loaded = load(&arguments.settings, &[])?.settings;
     let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;

@@ -1,4 +1,4 @@
-//! The report of a device, as JSON and as a table for people. Pure.
+//! The report of a measured device, as JSON and as a table for people. Pure.
 
 use std::fmt;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub(super) struct Report {
     batch: Batches,
 }
 
-/// A number in a time.
+/// Inputs and tokens per second.
 #[derive(Debug, Serialize)]
 struct Rate {
     seconds: f64,
@@ -45,17 +45,17 @@ struct Batches {
 impl Rate {
     fn of(inputs: usize, tokens: usize, took: Duration) -> Self {
         let seconds = took.as_secs_f64();
-        let a_second = |count: usize| if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 };
+        let per_second = |count: usize| if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 };
         Self {
             seconds: rounded(seconds),
-            inputs_per_second: a_second(inputs),
-            tokens_per_second: a_second(tokens),
+            inputs_per_second: per_second(inputs),
+            tokens_per_second: per_second(tokens),
         }
     }
 }
 
 impl Report {
-    /// The report of this many tasks on a slot's device.
+    /// The report of the measurement of `tasks` tasks on a slot's device.
     pub(super) fn new(slot: &Assignment, tasks: usize, measured: Measured) -> Self {
         let Measured { loading, inputs, tokens, preprocessing, passes, computing } = measured;
         let sizes = |size: fn(&Pass) -> usize| {

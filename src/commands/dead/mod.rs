@@ -8,7 +8,7 @@ use std::io::{self, Write};
 
 use anyhow::anyhow;
 
-use super::{is_read, load, pool_named, start_logging};
+use super::{load, pool_named, start_logging, tolerate_broken_pipe};
 use crate::broker::Delivery;
 use crate::cli::{Dead, DeadFilters, DeadList, DeadPurge, DeadShow, DeadSource, DeadWhich};
 use crate::client::dead::{BrowserSession, DeadLetterSummary, Fate, Filters, Left, Listing, Selection};
@@ -16,7 +16,7 @@ use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Most bytes of bodies that `show` holds.
+/// The most bytes of bodies that `show` keeps in memory: 64 MiB.
 const SHOWN_BYTES: usize = 64 << 20;
 
 pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
@@ -32,7 +32,7 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
     })
 }
 
-/// Prints only after the dead letters are back in the queue, because a pager may delay the printing.
+/// Prints only after the dead letters were handed back to the queue, because a pager may block the printing.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut session = open(&arguments.source, &[], &arguments.filters).await?;
     let mut listing = Listing::at_most(arguments.limit);
@@ -50,9 +50,9 @@ async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
         table::write_table(&mut listing, &mut out, "ERROR")?;
         writeln!(out, "{}", table::summary(&listing, &format!(" in {queue}")))?;
     }
-    is_read(io::stdout().write_all(&out))?;
+    tolerate_broken_pipe(io::stdout().write_all(&out))?;
     if arguments.json && listing.more() > 0 {
-        tell(&format!("and {} more: see --limit", listing.more()))?;
+        print_note(&format!("and {} more: see --limit", listing.more()))?;
     }
     Ok(exit)
 }
@@ -76,21 +76,22 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
         return Err(anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).exits_with(Exit::No));
     }
     if more > 0 {
-        let told = view::dead_letters(more);
-        tell(&format!("{told} more with this id, too large to show beside the others"))?;
+        let hidden = view::dead_letters(more);
+        let most = SHOWN_BYTES >> 20;
+        print_note(&format!("{hidden} with this id not shown: the bodies exceed {most} MiB together"))?;
     }
     let mut out = Vec::new();
     for delivery in &found {
         match arguments.json {
-            true => writeln!(out, "{}", view::whole_json(delivery, now))?,
-            false => writeln!(out, "{}", view::whole(delivery, now))?,
+            true => writeln!(out, "{}", view::full_json(delivery, now))?,
+            false => writeln!(out, "{}", view::full_text(delivery, now))?,
         }
     }
-    is_read(io::stdout().write_all(&out))?;
+    tolerate_broken_pipe(io::stdout().write_all(&out))?;
     Ok(exit)
 }
 
-/// Deletes with `--yes`; without it, shows what that would delete.
+/// Deletes dead letters with `--yes`; without it, shows which ones `--yes` would delete.
 async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     let DeadWhich { source, ids, filters, .. } = &arguments.which;
     let mut session = open(source, ids, filters).await?;
@@ -104,16 +105,16 @@ async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     let closed = close(session).await;
     let mut out = Vec::new();
     if arguments.yes {
-        // Printed also after an error: dead letters deleted by then stay deleted.
+        // Also printed after an error, because dead letters that were deleted before it stay deleted.
         let at_most = if ended.is_err() { "at most " } else { "" };
         writeln!(out, "deleted from {queue}: {at_most}{}", table::summary(&listing, ""))?;
     } else if ended.is_ok() {
         table::write_table(&mut listing, &mut out, "ERROR")?;
         writeln!(out, "would delete from {queue}: {}", table::summary(&listing, ""))?;
     }
-    is_read(io::stdout().write_all(&out))?;
+    tolerate_broken_pipe(io::stdout().write_all(&out))?;
     if !arguments.yes && ended.is_ok() {
-        tell("nothing is deleted: --yes deletes")?;
+        print_note("nothing was deleted: give --yes to delete")?;
     }
     ended?;
     closed
@@ -129,42 +130,42 @@ async fn open(source: &DeadSource, ids: &[String], filters: &DeadFilters) -> any
     let queue = &pool.dead_letter_queue;
     let session = BrowserSession::open(&settings.broker, "sconce dead", queue, selection).await?;
     if let Some(limit) = session.assumed_limit() {
-        tell(&format!(
-            "after how many deliveries {queue} drops a message cannot be known: {limit} is assumed"
-        ))?;
+        print_note(&format!("the delivery limit of {queue} cannot be known: {limit} is assumed"))?;
     }
     Ok(session)
 }
 
-/// Hands back the dead letters that were left, and prints to stderr what the command's result does not say.
-/// Returns the exit code of a command that did everything it was asked.
+/// Hands back the dead letters that were left in the queue, and prints notes about them to stderr. Returns the exit
+/// code of a command that succeeded otherwise.
 async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
     let queue = session.queue().to_owned();
     let Left { renewed, near_limit, others, missing } = session.close().await?;
     if renewed > 0 {
-        let told = view::dead_letters(renewed);
-        tell(&format!("{told} put into {queue} anew, at its end: the broker would have dropped them soon"))?;
+        let count = view::dead_letters(renewed);
+        print_note(&format!(
+            "{count} republished to the end of {queue}, because the broker would have dropped them soon"
+        ))?;
     }
     if near_limit > 0 {
-        let told = view::dead_letters(near_limit);
-        tell(&format!(
-            "{told} in {queue} will be dropped by the broker after a few more deliveries, and could not be \
-             put into it anew: is it full, or may this user not write to amq.default?"
+        let count = view::dead_letters(near_limit);
+        print_note(&format!(
+            "{count} in {queue} will be dropped by the broker after a few more deliveries, and could not be \
+             republished: is the queue full, or may this user not write to amq.default?"
         ))?;
     }
     if others > 0 {
-        let told = view::dead_letters(others);
-        tell(&format!(
-            "{told} of other pools in {queue} too: choose them with --pool or their settings, or by their ids"
+        let count = view::dead_letters(others);
+        print_note(&format!(
+            "{count} of other pools in {queue} left out: select them with --pool, their settings, or their ids"
         ))?;
     }
     if !missing.is_empty() {
-        tell(&format!("no dead letter in {queue} matches {}", missing.join(", ")))?;
+        print_note(&format!("no dead letter in {queue} matches {}", missing.join(", ")))?;
     }
     Ok(if near_limit > 0 || !missing.is_empty() { Exit::No } else { Exit::Done })
 }
 
-/// Prints a line to stderr, beside the result. It may contain text of a dead letter.
-fn tell(line: &str) -> io::Result<()> {
+/// Prints a line to stderr, beside the result. Removes control characters, because the line may quote a dead letter.
+fn print_note(line: &str) -> io::Result<()> {
     writeln!(io::stderr(), "sconce: {}", view::printable(line))
 }

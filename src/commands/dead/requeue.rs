@@ -1,22 +1,22 @@
-//! `sconce dead requeue`: requeues, or prints what it would do.
+//! `sconce dead requeue`: requeues dead letters, or with `--dry-run` prints what it would requeue.
 
 use std::io::{self, Write};
 
-use super::{close, open, table, tell, view};
+use super::{close, open, print_note, table, view};
 use crate::broker::Delivery;
 use crate::cli::{DeadRequeue, DeadWhich};
 use crate::client::dead::{DeadLetterSummary, Fate, Listing, Requeued, Selection, requeue};
-use crate::commands::is_read;
+use crate::commands::tolerate_broken_pipe;
 use crate::shutdown::Exit;
 
-/// Requeues, or prints what it would do.
+/// Requeues dead letters, or prints which it would requeue, and where.
 pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let DeadWhich { source, ids, filters, .. } = &arguments.which;
     let mut session = open(source, ids, filters).await?;
     let (mut requeued, mut listing) = (Requeued::default(), Listing::at_most(Listing::MOST));
     let ended = match arguments.dry_run {
         true => {
-            let rehearse = |delivery: &Delivery, selection: &Selection| {
+            let preview = |delivery: &Delivery, selection: &Selection| {
                 let to = match selection.stays(delivery) {
                     None => {
                         requeued.went += 1;
@@ -30,23 +30,23 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
                 listing.add(DeadLetterSummary::of(delivery, selection.now).to(to));
                 Fate::Leave
             };
-            session.for_each(rehearse).await
+            session.for_each(preview).await
         }
         false => {
             let now = session.selection.now;
-            let stays = |delivery: &Delivery, why: &str| {
+            let report_stayed = |delivery: &Delivery, why: &str| {
                 let [id, reason, ..] = view::cells(&DeadLetterSummary::of(delivery, now));
                 // A closed stderr must not prevent the acks of confirmed messages.
-                let _ = tell(&format!("dead letter {id} ({reason}) stays: {why}"));
+                let _ = print_note(&format!("dead letter {id} ({reason}) stays: {why}"));
             };
-            requeue(&mut session, &mut requeued, stays).await
+            requeue(&mut session, &mut requeued, report_stayed).await
         }
     };
     let task_queue = view::printable(&session.selection.task_queue);
     let closed = close(session).await;
     let mut out = Vec::new();
     table::write_table(&mut listing, &mut out, "TO")?;
-    // Printed also after an error: dead letters requeued by then stay requeued.
+    // Also printed after an error, because dead letters that were requeued before it stay requeued.
     let verb = if arguments.dry_run { "would requeue" } else { "requeued" };
     match requeued.went {
         0 => writeln!(out, "{verb} no dead letter")?,
@@ -55,7 +55,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     if requeued.stayed > 0 {
         writeln!(out, "{} asked for, but not requeued", view::dead_letters(requeued.stayed))?;
     }
-    is_read(io::stdout().write_all(&out))?;
+    tolerate_broken_pipe(io::stdout().write_all(&out))?;
     ended?;
     let exit = closed?;
     Ok(if requeued.stayed > 0 { Exit::No } else { exit })

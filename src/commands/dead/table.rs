@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use super::view::{cells, dead_letters, printable};
 use crate::client::dead::Listing;
 
-/// A line for all dead letters: `2 dead letters{place}: 1 attempts, 1 poison`.
+/// One line that counts all dead letters by reason: `2 dead letters{place}: 1 attempts, 1 poison`.
 pub(super) fn summary(listing: &Listing, place: &str) -> String {
     let reasons = listing.reasons();
     let counts = reasons.iter().map(|(reason, count)| format!("{count} {}", printable(reason)));
@@ -13,12 +13,13 @@ pub(super) fn summary(listing: &Listing, place: &str) -> String {
     format!("{}{place}{colon}{}", dead_letters(listing.count()), counts.collect::<Vec<_>>().join(", "))
 }
 
-/// One JSON object a line.
+/// Writes one JSON object per line and dead letter.
 pub(super) fn write_json(listing: &mut Listing, out: &mut impl Write) -> io::Result<()> {
     listing.rows().iter().try_for_each(|row| writeln!(out, "{}", serde_json::to_string(row)?))
 }
 
-/// Writes a table, with `last` as the head of its last column, and a line for rows not shown; nothing without rows.
+/// Writes a table whose last column has the title `last`, and a line that counts the rows not shown. Writes nothing if
+/// there are no rows.
 pub(super) fn write_table(listing: &mut Listing, out: &mut impl Write, last: &str) -> io::Result<()> {
     let rows = listing.rows();
     if rows.is_empty() {
@@ -31,10 +32,10 @@ pub(super) fn write_table(listing: &mut Listing, out: &mut impl Write, last: &st
     }
 }
 
-/// Formats rows under a head, with columns as wide as needed.
+/// Formats rows below a header, with columns as wide as their longest cell.
 fn table(last: &str, rows: impl Iterator<Item = [String; 6]>) -> String {
-    let head = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
-    let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
+    let header = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
+    let rows: Vec<_> = std::iter::once(header).chain(rows).collect();
     let widest = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let [a, b, c, d, e]: [usize; 5] = std::array::from_fn(widest);
     let lines = rows.iter().map(|[id, reason, age, worker, size, last]| {
@@ -54,7 +55,7 @@ mod tests {
     use crate::protocol::{Message, Properties};
 
     #[test]
-    fn a_table_has_a_head_as_wide_as_its_rows_and_says_how_many_are_left_out() {
+    fn a_table_aligns_its_header_and_counts_the_rows_left_out() {
         let mut listing = Listing::at_most(1);
         for timestamp in [2, 1] {
             let message_id = Some(format!("id-{timestamp}"));

@@ -1,5 +1,5 @@
-//! Formats dead letters: a row of a table, a JSON line, or everything. Pure. Removes control characters, so
-//! that text in a dead letter cannot control the terminal.
+//! Formats dead letters: a row of a table, or all contents as text or as JSON. Pure. Removes control characters from
+//! text, so that a dead letter cannot control the terminal.
 
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
@@ -12,8 +12,8 @@ use crate::broker::Delivery;
 use crate::client::dead::{DeadLetterSummary, iso};
 use crate::protocol::{Headers, Properties, Value, shorten};
 
-/// Longest text in the last column of a table.
-const LAST_BYTES: usize = 100;
+/// Bytes of the longest text in the last column of a table.
+const LAST_COLUMN_BYTES: usize = 100;
 
 /// The cells of a table row: id, reason, age, worker, size, and the destination or the error.
 pub(super) fn cells(row: &DeadLetterSummary) -> [String; 6] {
@@ -21,10 +21,10 @@ pub(super) fn cells(row: &DeadLetterSummary) -> [String; 6] {
     [
         row.task_id.clone().unwrap_or_else(dash),
         row.reason.clone(),
-        row.age_s.map_or_else(dash, in_words),
+        row.age_s.map_or_else(dash, human_duration),
         row.worker.clone().unwrap_or_else(dash),
         row.size.to_string(),
-        shorten(row.to.as_ref().or(row.error.as_ref()).map_or("", String::as_str), LAST_BYTES),
+        shorten(row.to.as_ref().or(row.error.as_ref()).map_or("", String::as_str), LAST_COLUMN_BYTES),
     ]
     .map(|cell| printable(&cell))
 }
@@ -34,13 +34,13 @@ pub(super) fn dead_letters(count: usize) -> String {
     format!("{count} dead {}", if count == 1 { "letter" } else { "letters" })
 }
 
-/// Everything in a dead letter, for a person.
-pub(super) fn whole(delivery: &Delivery, now: SystemTime) -> String {
+/// All contents of a dead letter as text, for a person.
+pub(super) fn full_text(delivery: &Delivery, now: SystemTime) -> String {
     let (message, row) = (&delivery.message, DeadLetterSummary::of(delivery, now));
     let [id, reason, age, worker, size, _] = cells(&row);
     let error = printable(row.error.as_deref().unwrap_or_default());
     let since =
-        row.dead_lettered_at.map_or_else(|| "nobody knows when".into(), |at| format!("{at}, {age} ago"));
+        row.dead_lettered_at.map_or_else(|| "an unknown time".into(), |at| format!("{at}, {age} ago"));
     let mut text = format!("task    {id}\nreason  {reason}\nerror   {error}\nworker  {worker}\n");
     let _ =
         writeln!(text, "since   {since}; delivered {} times before", delivery.delivery_count.unwrap_or(1));
@@ -50,9 +50,11 @@ pub(super) fn whole(delivery: &Delivery, now: SystemTime) -> String {
     fields(&mut text, headers(&message.properties.headers));
     let _ = writeln!(text, "\nbody, {size} bytes");
     match std::str::from_utf8(&message.body) {
-        Ok(body) => text.extend(body.chars().map(|it| if it == '\n' || it == '\t' { it } else { tame(it) })),
+        Ok(body) => {
+            text.extend(body.chars().map(|it| if it == '\n' || it == '\t' { it } else { printable_char(it) }))
+        }
         Err(_) => {
-            let _ = write!(text, "no text; in base64: {}", BASE64.encode(&message.body));
+            let _ = write!(text, "not UTF-8; in base64: {}", BASE64.encode(&message.body));
         }
     }
     text.push('\n');
@@ -66,18 +68,18 @@ fn fields(text: &mut String, fields: Map<String, Json>) {
     }
 }
 
-/// Everything in a dead letter, for a program: bodies and texts that are not UTF-8 are in base64.
-pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
-    let mut whole = json!(DeadLetterSummary::of(delivery, now));
+/// All contents of a dead letter as JSON, for a program. Bodies and texts that are not UTF-8 are in base64.
+pub(super) fn full_json(delivery: &Delivery, now: SystemTime) -> Json {
+    let mut full = json!(DeadLetterSummary::of(delivery, now));
     let message = &delivery.message;
-    whole["delivery_count"] = json!(delivery.delivery_count.unwrap_or(1));
-    whole["properties"] = properties(&message.properties).into();
-    whole["headers"] = headers(&message.properties.headers).into();
+    full["delivery_count"] = json!(delivery.delivery_count.unwrap_or(1));
+    full["properties"] = properties(&message.properties).into();
+    full["headers"] = headers(&message.properties.headers).into();
     match std::str::from_utf8(&message.body) {
-        Ok(text) => whole["body"] = text.into(),
-        Err(_) => whole["body_base64"] = BASE64.encode(&message.body).into(),
+        Ok(text) => full["body"] = text.into(),
+        Err(_) => full["body_base64"] = BASE64.encode(&message.body).into(),
     }
-    whole
+    full
 }
 
 /// The properties that are set, by their AMQP names.
@@ -93,10 +95,10 @@ fn properties(properties: &Properties) -> Map<String, Json> {
 }
 
 fn headers(headers: &Headers) -> Map<String, Json> {
-    headers.iter().map(|(name, it)| (name.clone(), value(it))).collect()
+    headers.iter().map(|(name, it)| (name.clone(), value_json(it))).collect()
 }
 
-fn value(of: &Value) -> Json {
+fn value_json(of: &Value) -> Json {
     let bytes = |bytes: &[u8]| json!({"base64": BASE64.encode(bytes)});
     match of {
         Value::Void => Json::Null,
@@ -110,14 +112,14 @@ fn value(of: &Value) -> Json {
             let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(*seconds));
             at.and_then(iso).map_or(json!(seconds), Json::from)
         }
-        Value::Array(it) => it.iter().map(value).collect(),
+        Value::Array(it) => it.iter().map(value_json).collect(),
         Value::Table(it) => headers(it).into(),
         number => json!(number.as_i64()),
     }
 }
 
 /// A duration in its two largest units: `3d 4h`.
-fn in_words(seconds: u64) -> String {
+fn human_duration(seconds: u64) -> String {
     let (days, hours, minutes) = (seconds / 86_400, seconds / 3_600 % 24, seconds / 60 % 60);
     match (days, hours, minutes) {
         (0, 0, 0) => format!("{seconds}s"),
@@ -127,12 +129,12 @@ fn in_words(seconds: u64) -> String {
     }
 }
 
-/// One line without control characters.
+/// The text with a space for each control character, so on one line.
 pub(super) fn printable(text: &str) -> String {
-    text.chars().map(tame).collect()
+    text.chars().map(printable_char).collect()
 }
 
-fn tame(character: char) -> char {
+fn printable_char(character: char) -> char {
     if character.is_control() { ' ' } else { character }
 }
 

@@ -29,20 +29,22 @@ fn now() -> SystemTime {
 }
 
 #[test]
-fn what_a_dead_letter_holds_cannot_command_the_terminal() {
+fn control_characters_of_a_dead_letter_never_reach_the_terminal() {
     let hostile = delivery("\u{1b}[2Jgone\nnext\u{9b}", b"\x1b]0;title\x07\tbody\n");
     let row = DeadLetterSummary::of(&hostile, now());
-    for shown in
-        [cells(&row).join(" "), cells(&row.to("\u{1b}gone next".into())).join(" "), whole(&hostile, now())]
-    {
+    for shown in [
+        cells(&row).join(" "),
+        cells(&row.to("\u{1b}gone next".into())).join(" "),
+        full_text(&hostile, now()),
+    ] {
         assert!(!shown.chars().any(|it| it.is_control() && it != '\n' && it != '\t'), "{shown:?}");
         assert!(shown.contains("gone next"), "{shown}");
     }
 }
 
 #[test]
-fn a_dead_letter_is_shown_with_all_that_it_has() {
-    let shown = whole(&delivery("it broke", b"{\"input\": 1}"), now());
+fn a_dead_letter_is_shown_with_properties_headers_and_body() {
+    let shown = full_text(&delivery("it broke", b"{\"input\": 1}"), now());
     for part in [
         "1970-01-01T00:01:40.000Z, 1h 2m ago; delivered 2 times before",
         "priority  3",
@@ -52,7 +54,7 @@ fn a_dead_letter_is_shown_with_all_that_it_has() {
     ] {
         assert!(shown.contains(part), "no {part} in {shown}");
     }
-    let json = whole_json(&delivery("it broke", &[0xff, 0]), now());
+    let json = full_json(&delivery("it broke", &[0xff, 0]), now());
     assert_eq!((&json["body_base64"], &json["body"]), (&json!("/wA="), &Json::Null));
     assert_eq!(
         (&json["task_id"], &json["age_s"], &json["headers"]["deep"][0]),

@@ -1,10 +1,10 @@
 //! `sconce run-batch`: a launcher with an embedded queue. Publishes the file's lines as tasks, then one
 //! sentinel per worker; collects the replies and writes them in the order of the lines.
 //!
-//! There are two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
-//! and both files use the other.
+//! There are two runtimes. The launcher's runs on the main thread alone, because the kernel signals workers when the
+//! thread that spawned them ends. The embedded queue and both files use the other one.
 
-mod made_by;
+mod provenance;
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -22,9 +22,9 @@ use indicatif::ProgressBar;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use self::made_by::MadeBy;
+use self::provenance::Provenance;
 use super::show::Show;
-use super::{Registry, batch_errors, is_read, load, pool_named, progress, start_logging};
+use super::{Registry, batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::Answer;
@@ -43,11 +43,11 @@ use crate::protocol::{Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
-/// Lines under way or waiting for an earlier one to finish.
+/// The most lines that are under way, or answered and waiting for an earlier one.
 const WINDOW: usize = 4_096;
-/// Replies that the queue sends before they are acked.
+/// Unacked replies that the queue may send ahead.
 const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
-/// The queue of replies, inside this process.
+/// The name of the reply queue inside this process.
 const REPLIES: &str = "replies";
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
@@ -56,10 +56,11 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     start_logging(Some(QUIET))?;
     let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(pool)?));
     let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
-    let (output, point) = files(arguments, &pools.exits_with(Exit::ModelFailed)?).exits_with(Exit::Usage)?;
+    let (output, point) =
+        open_files(arguments, &pools.exits_with(Exit::ModelFailed)?).exits_with(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
-        return nothing_left(arguments, &names, &point);
+        return already_complete(arguments, &names, &point);
     }
     let input = point.open_input(std::slice::from_ref(&arguments.input))?;
 
@@ -67,14 +68,14 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let socket = folder.join("queue");
     let mut assignments = registry.plan(&settings, &Host::here())?;
     for assignment in &mut assignments {
-        // By which this run ends its workers, whatever the pool takes from others.
+        // This run ends its workers by sentinels, whichever kind of sentinels the pool accepts otherwise.
         assignment.pool.sentinels = Sentinels::Type;
         assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
     let program = std::env::current_exe().context("cannot find this program's file")?;
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
-        let _inside = queues.enter();
+        let _guard = queues.enter();
         let bound = EmbeddedBroker::bind(&socket, &queues_of(&settings.pools));
         Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).exits_with(Exit::Config)?)
     };
@@ -93,25 +94,26 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let run = Run {
         socket,
         queues: assignments.iter().map(|slot| slot.pool.task_queue.clone()).collect(),
-        answering: Answering::new(&settings.pools, registry),
+        router: Router::new(&settings.pools, registry),
         grace: settings.launcher.shutdown_grace,
         output: output.clone(),
         stop: stop.clone(),
     };
-    let fed = queues.spawn(run.run(input));
+    let feeder = queues.spawn(run.run(input));
     let launching = Launching::new(&program, Some(&program), &settings.launcher, &stop, None);
     let launched = launching.run(&assignments);
-    let exit = launched_and_fed(launched, fed, total, &output, &broker, &stop)?;
+    let exit = run_with_feeder(launched, feeder, total, &output, &broker, &stop)?;
     queues.block_on(broker.shutdown());
     let mut output = lock(&output);
     output.bar.finish_and_clear();
     conclude(&mut output, &names, exit, &point)
 }
 
-/// Runs the launcher until it ends, beside what feeds it; whose failure ends the launcher.
-fn launched_and_fed(
+/// Runs the launcher until it ends, and watches the feeder, which publishes the lines. If the feeder fails, the
+/// launcher is stopped and the error returned.
+fn run_with_feeder(
     launched: impl Future<Output = Exit>,
-    mut fed: JoinHandle<anyhow::Result<()>>,
+    mut feeder: JoinHandle<anyhow::Result<()>>,
     total: usize,
     output: &Mutex<Output>,
     broker: &EmbeddedBroker,
@@ -121,14 +123,14 @@ fn launched_and_fed(
     launch.block_on(async {
         listen(stop.clone(), Patience::SecondAborts)?;
         let mut launched = pin!(launched);
-        let mut is_fed = false;
+        let mut feeder_done = false;
         let exit = loop {
             tokio::select! {
                 exit = &mut launched => break exit,
-                ended = &mut fed, if !is_fed => match ended.map_err(Into::into).flatten() {
-                    Ok(()) => is_fed = true,
+                ended = &mut feeder, if !feeder_done => match ended.map_err(Into::into).flatten() {
+                    Ok(()) => feeder_done = true,
                     Err(error) => {
-                        // For example, the disk is full: further results could not be saved.
+                        // For example, the disk is full and further results could not be saved.
                         stop.advance(Phase::Returning, "the run failed");
                         launched.await;
                         return Err(error);
@@ -136,48 +138,49 @@ fn launched_and_fed(
                 }
             }
         };
-        // The workers' last replies are in the queue; they only have to be written.
-        written_up_to(total, output, broker, exit, stop).await;
+        // The last replies of the workers are in the queue, and have to be written.
+        wait_until_written(total, output, broker, exit, stop).await;
         Ok(exit)
     })
 }
 
-fn nothing_left(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> anyhow::Result<Exit> {
+/// Reports an output whose lines are all answered already.
+fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> anyhow::Result<Exit> {
     if arguments.json {
-        print(&mut Tally::default(), pools, 0, &point.errors)?;
+        print_report(&mut Tally::default(), pools, 0, &point.errors)?;
     }
     let (lines, errors) = (point.input.lines, point.errors.total());
-    let mut told = format!("all {lines} lines are answered already; {errors} with an error\n");
-    told += &batch_errors::told(&point.errors);
-    // A closed stderr changes no exit code.
-    let _ = io::stderr().write_all(told.as_bytes());
+    let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
+    summary += &batch_errors::summary(&point.errors);
+    // A closed stderr does not change the exit code.
+    let _ = io::stderr().write_all(summary.as_bytes());
     Ok(batch_errors::exit_of(&point.errors))
 }
 
-/// Prints what was done, and what is missing.
+/// Prints what was done and what is missing, and chooses the exit code.
 fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
     output.file.get_ref().sync_all().context("the output")?;
     let Output { done, errors, in_output, .. } = output;
     if let Some(tally) = &mut output.tally {
-        print(tally, pools, *errors, in_output)?;
+        print_report(tally, pools, *errors, in_output)?;
     }
     let (now, total, before) = (*done - point.done, point.input.lines, point.done);
     let all = in_output.total();
-    let mut told = format!("{now} of {total} lines answered now, {before} before; {all} with an error\n");
-    told += &batch_errors::told(in_output);
+    let mut summary = format!("{now} of {total} lines answered now, {before} before; {all} with an error\n");
+    summary += &batch_errors::summary(in_output);
     if let Some(repeated) = &output.repeated_ids {
-        let _ = writeln!(told, "warning: {repeated}");
+        let _ = writeln!(summary, "warning: {repeated}");
     }
     let (is_complete, changed) = (*done == total, output.input_changed.take());
     if !is_complete && changed.is_none() {
-        let _ = writeln!(told, "stopped at line {done} of {total}; the same command goes on from there");
+        let _ = writeln!(summary, "stopped at line {done} of {total}; the same command goes on from there");
     }
-    // A closed stderr changes no exit code.
-    let _ = io::stderr().write_all(told.as_bytes());
+    // A closed stderr does not change the exit code.
+    let _ = io::stderr().write_all(summary.as_bytes());
     if let Some(changed) = changed {
         return Err(anyhow!(changed).exits_with(Exit::Usage));
     }
-    // When all lines are written it does not matter how the workers ended.
+    // If all lines are written, it does not matter how the workers ended.
     Ok(match exit {
         _ if is_complete => batch_errors::exit_of(in_output),
         Exit::Done => Exit::Aborted,
@@ -185,9 +188,9 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     })
 }
 
-fn print(tally: &mut Tally, pools: &str, errors: u64, in_output: &ErrorCounts) -> anyhow::Result<()> {
+fn print_report(tally: &mut Tally, pools: &str, errors: u64, in_output: &ErrorCounts) -> anyhow::Result<()> {
     let report = tally.report(pools, errors, in_output);
-    is_read(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?))?;
+    tolerate_broken_pipe(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?))?;
     Ok(())
 }
 
@@ -199,12 +202,12 @@ fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
     batch_line::parse(bytes)
 }
 
-/// Opens and locks the output, and finds where to continue, provided that the same models and settings made its
-/// lines.
-fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<(File, ResumePoint)> {
+/// Opens and locks the output, and finds where to continue. Refuses an output whose lines were made by other models or
+/// settings.
+fn open_files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<(File, ResumePoint)> {
     let RunBatch { input, output, .. } = arguments;
     let is_file = |path: &Path| path != Path::new("-") && path.metadata().is_ok_and(|it| it.is_file());
-    // Looked at before the output is made, so that a wrong name leaves no file.
+    // Checked before the output is created, so that a wrong input name leaves no file.
     input
         .metadata()
         .map(drop)
@@ -213,17 +216,17 @@ fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Resu
     if !is_file(input) {
         let input = input.display();
         bail!(
-            "--input {input} is no file: a run reads it twice (over a broker, `sconce submit` reads pipes)"
+            "--input {input} is not a file: a run reads it twice (over a broker, `sconce submit` reads pipes)"
         );
     }
     if !is_file(output) && (output == Path::new("-") || output.exists()) {
-        bail!("--output {} is no file: an interrupted run could not continue it", output.display());
+        bail!("--output {} is not a file: an interrupted run could not continue it", output.display());
     }
     File::open(input).with_context(|| input.display().to_string())?;
     let mut claimed = claim(output)?;
     let point = ResumePoint::find(std::slice::from_ref(input), output)?;
-    let made_by = MadeBy::new(pools, point.input.clone());
-    let unknown = made_by.continue_output(output, point.done)?;
+    let provenance = Provenance::new(pools, point.input.clone());
+    let unknown = provenance.continue_output(output, point.done)?;
     if unknown > 0 {
         let output = output.display();
         writeln!(io::stderr(), "warning: nothing tells what made the first {unknown} lines of {output}")?;
@@ -232,7 +235,7 @@ fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Resu
     Ok((claimed, point))
 }
 
-/// The settings with the flags of this command, reduced to the pools that run: those that are named, else all.
+/// The settings with the flags of this command, reduced to the pools that run: those named by `--pool`, else all.
 fn settings(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Settings> {
     let RunBatch { pool: names, model, devices, .. } = arguments;
     let loaded = load(&arguments.settings, &[])?.settings;
@@ -246,7 +249,7 @@ fn settings(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Setting
     let mut flags = Vec::new();
     if model.is_some() || devices.is_some() {
         let [index] = chosen[..] else {
-            let error = anyhow!("--model and --devices are of one pool: choose it with --pool");
+            let error = anyhow!("--model and --devices apply to one pool: choose it with --pool");
             return Err(error.exits_with(Exit::Usage));
         };
         let flag = |name: &str, value: &Option<String>| {
@@ -260,56 +263,65 @@ fn settings(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Setting
     Ok(settings)
 }
 
+/// The queues of these pools, each once, and the reply queue.
 fn queues_of(pools: &[Pool]) -> Vec<QueueSpec> {
-    let spec = |(name, kept): (&str, bool)| QueueSpec { name: name.to_owned(), kept };
+    let spec = |name: &str, kept| QueueSpec { name: name.to_owned(), kept };
     // A dead-lettered task has been answered too, so nobody reads its dead letter.
-    let of_pool =
-        |pool: &Pool| [(pool.task_queue.as_str(), true), (pool.dead_letter_queue.as_str(), false)].map(spec);
-    let mut queues: Vec<_> = pools.iter().flat_map(of_pool).chain([spec((REPLIES, true))]).collect();
+    let of_pool = |pool: &Pool| [spec(&pool.task_queue, true), spec(&pool.dead_letter_queue, false)];
+    let mut queues: Vec<_> = pools.iter().flat_map(of_pool).chain([spec(REPLIES, true)]).collect();
     queues.sort_by(|a, b| a.name.cmp(&b.name));
     queues.dedup_by(|a, b| a.name == b.name);
     queues
 }
 
-/// Which pool answers a line.
-struct Answering {
-    pools: Vec<OfPool>,
-    /// The pools that answer a URL, by the URLs seen so far. Bound: [`URLS`].
-    known: HashMap<String, Vec<usize>>,
+/// Decides which pool answers a line.
+struct Router {
+    pools: Vec<Route>,
+    /// The indices of the pools that answer a URL, by the URLs seen so far. Bound: [`MAX_CACHED_URLS`].
+    by_url: HashMap<String, Vec<usize>>,
     registry: Registry,
 }
 
-struct OfPool {
+struct Route {
     pool: Pool,
     queue: Arc<str>,
-    /// Names of its model; those with a folder or owner also without.
+    /// The names of its model, without folder or owner.
     names: Vec<String>,
 }
 
-/// The most URLs that are remembered; a file has a few.
-const URLS: usize = 100;
+/// The most URLs whose pools are cached. A file usually has a few.
+const MAX_CACHED_URLS: usize = 100;
 
-impl Answering {
+impl Router {
     fn new(pools: &[Pool], registry: &Registry) -> Self {
-        let of_pool = |pool: &Pool| OfPool {
+        let of_pool = |pool: &Pool| Route {
             pool: pool.clone(),
             queue: pool.task_queue.as_str().into(),
-            names: pool.served_names.iter().chain([&pool.model]).map(|name| last(name).to_owned()).collect(),
+            names: pool
+                .served_names
+                .iter()
+                .chain([&pool.model])
+                .map(|name| base_name(name).to_owned())
+                .collect(),
         };
-        Self { pools: pools.iter().map(of_pool).collect(), known: HashMap::new(), registry: registry.clone() }
+        Self {
+            pools: pools.iter().map(of_pool).collect(),
+            by_url: HashMap::new(),
+            registry: registry.clone(),
+        }
     }
 
-    /// The queue of the pool that answers `url`. If several do, the one that the body's `model` names; else the
-    /// first. If none does, the first pool, which says so.
+    /// The queue of the pool that answers `url`. If several pools do: of the one that the body's `model` names, else of
+    /// the first of them. If no pool does: of the first pool, which answers with an error.
     fn queue(&mut self, url: &str, body: &[u8]) -> Arc<str> {
-        if !self.known.contains_key(url) && self.known.len() < URLS {
+        if !self.by_url.contains_key(url) && self.by_url.len() < MAX_CACHED_URLS {
             let answers = |index: &usize| self.registry.answers(&self.pools[*index].pool, url);
-            self.known.insert(url.to_owned(), (0..self.pools.len()).filter(answers).collect());
+            self.by_url.insert(url.to_owned(), (0..self.pools.len()).filter(answers).collect());
         }
-        let pools: &[usize] = self.known.get(url).map_or(&[], Vec::as_slice);
+        let pools: &[usize] = self.by_url.get(url).map_or(&[], Vec::as_slice);
         let named = || {
             let model = model_of(body)?;
-            pools.iter().find(|index| self.pools[**index].names.iter().any(|name| name == last(&model)))
+            pools.iter().find(|index| self.pools[**index].names.iter().any(|name| name == base_name(&model)))
         };
         let index = if pools.len() > 1 { named() } else { None };
         let index = index.or_else(|| pools.first()).copied().unwrap_or(0);
@@ -318,25 +330,25 @@ impl Answering {
 }
 
 /// A model's name without folder or owner.
-fn last(name: &str) -> &str {
+fn base_name(name: &str) -> &str {
     name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)
 }
 
-/// A line of the input.
+/// A line of the input, until it is answered.
 enum Line {
     Request {
         custom_id: String,
         /// Number of inputs for the report; 0 without a report.
         inputs: usize,
     },
-    /// Not a request: its output line is known.
+    /// Not a valid request; holds its output line.
     Invalid(Vec<u8>),
 }
 
-/// The lines of the input after the first `done`, as tasks.
+/// The remaining lines of the input, as tasks.
 fn tasks(
     input: &mut CountedInput,
-    mut answering: Answering,
+    mut router: Router,
     counts_inputs: bool,
     ids: &mut RepeatedIds,
 ) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
@@ -347,7 +359,7 @@ fn tasks(
                 ids.take(&custom_id, line.number);
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{}", line.number);
-                let queue = Some(answering.queue(&url, &body));
+                let queue = Some(router.queue(&url, &body));
                 let request = Request { queue, ..Request::new(message_id, Some(&url), body) };
                 Task { meta: Line::Request { custom_id, inputs }, request: Some(request) }
             }
@@ -358,7 +370,7 @@ fn tasks(
     })
 }
 
-/// The output. Shared by the run, which writes, and `conclude`, which prints the summary.
+/// The output. Shared by the feeder, which writes it, and `conclude`, which prints the summary.
 struct Output {
     file: BufWriter<File>,
     /// Lines written, those of earlier runs included.
@@ -369,16 +381,16 @@ struct Output {
     in_output: ErrorCounts,
     /// The counts for the report, if one is requested.
     tally: Option<Tally>,
-    /// The texts on their way to stdout, if they are requested.
+    /// Writes the texts of answers to stdout, if that is requested.
     show: Option<Show<io::Stdout>>,
-    /// What is to be told of repeated ids.
+    /// A warning about repeated ids, if there are any.
     repeated_ids: Option<String>,
-    /// How the input has changed since it was counted, in words; known after the last line.
+    /// A message about how the input has changed since it was counted; known after the last line.
     input_changed: Option<String>,
     bar: ProgressBar,
 }
 
-/// Each line is flushed, so that an interrupted run can continue after it.
+/// Flushes each line, so that an interrupted run can continue after it.
 impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     fn begun(&mut self, number: u64, line: &Line) {
         if let (Some(show), Line::Request { custom_id, .. }) = (&mut lock(self).show, line) {
@@ -390,7 +402,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         let mut output = lock(self);
         let Output { show, bar, .. } = &mut *output;
         if let Some(shown) = show
-            && !is_read(bar.suspend(|| shown.part(number, part)))?
+            && !tolerate_broken_pipe(bar.suspend(|| shown.part(number, part)))?
         {
             *show = None;
         }
@@ -407,7 +419,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         let mut output = lock(self);
         let Output { show, bar, .. } = &mut *output;
         if let (Some(shown), Some(reply)) = (show.as_mut(), &reply)
-            && !is_read(bar.suspend(|| shown.answered(number, reply)))?
+            && !tolerate_broken_pipe(bar.suspend(|| shown.answered(number, reply)))?
         {
             *show = None;
         }
@@ -446,21 +458,21 @@ fn lock(output: &Mutex<Output>) -> MutexGuard<'_, Output> {
     output.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Publishes the lines and writes the answers.
+/// The feeder: publishes the lines and writes the answers.
 struct Run {
     socket: PathBuf,
-    /// The task queue of each worker, which gets a sentinel at the end.
+    /// The task queue of each worker. Each worker gets a sentinel at the end.
     queues: Vec<String>,
-    answering: Answering,
-    /// Wait after the sentinels before workers that took none are ended.
+    router: Router,
+    /// Wait after the sentinels, before workers that took none are stopped.
     grace: Duration,
     output: Arc<Mutex<Output>>,
     stop: Stop,
 }
 
 impl Run {
-    /// Publishes every counted line and, once all are answered, a sentinel for each worker: until then a task
-    /// may wait for another attempt.
+    /// Publishes every counted line. Once all are answered, publishes a sentinel for each worker; not earlier, because
+    /// a task may have to wait for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
         let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
         let mut client = Client::over(session, "", REPLIES);
@@ -470,7 +482,7 @@ impl Run {
         };
         let stopped = self.stop.clone();
         let mut ids = RepeatedIds::default();
-        let tasks = stream::iter(tasks(&mut input, self.answering, counts_inputs, &mut ids))
+        let tasks = stream::iter(tasks(&mut input, self.router, counts_inputs, &mut ids))
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
@@ -484,16 +496,16 @@ impl Run {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             client.publish(queue, Message { properties, body: "null".into() }).await?;
         }
-        // A worker that died after its sentinel has been started again, and none is left for it.
+        // A worker that died after it took its sentinel has been restarted, and no sentinel is left for it.
         tokio::time::sleep(self.grace).await;
         self.stop.advance(Phase::Returning, "every line is answered");
         Ok(())
     }
 }
 
-/// Waits until every line is written or, when the run was stopped, every available reply; does not wait when
-/// the launcher failed. Bound: five seconds.
-async fn written_up_to(
+/// Waits until every line is written or, if the run was stopped, every available reply. Does not wait if the launcher
+/// failed. Bound: five seconds.
+async fn wait_until_written(
     total: usize,
     output: &Mutex<Output>,
     broker: &EmbeddedBroker,

@@ -1,5 +1,7 @@
-//! Decides which columns of a table fit, and writes its lines. A column is left out whole where it does not fit.
-//! Columns of pools and of slots, with what is in their cells.
+//! Decides which columns of a table fit on the screen, and formats the table's lines. A column that does not fit is
+//! left out as a whole. Defines the columns of pools and slots.
+
+use std::ops::RangeInclusive;
 
 use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
@@ -10,68 +12,70 @@ use crate::client::fleet::Slot;
 use crate::client::fleet::{Depth, Total};
 use crate::protocol::admin::State;
 
-/// What one part of a line needs.
+/// The width that one part of a line may have, in columns of the terminal.
 #[derive(Clone, Copy)]
-pub(super) struct Room {
-    /// The part with the lowest rank gets its room first.
+pub(super) struct Bounds {
+    /// The part with the lowest rank gets its columns first.
     pub(super) rank: u8,
-    pub(super) least: usize,
-    /// It grows up to this many columns where there is room left.
-    pub(super) most: usize,
+    pub(super) min: usize,
+    /// The part grows up to this width if columns are left.
+    pub(super) max: usize,
 }
 
-/// The widths of parts with one column between them; none for those that do not fit.
-pub(super) fn fit(rooms: &[Room], width: usize) -> Vec<Option<usize>> {
-    let mut order: Vec<usize> = (0..rooms.len()).collect();
-    order.sort_by_key(|at| rooms[*at].rank);
-    let mut widths = vec![None; rooms.len()];
-    // As if there was a column after the last part too.
+/// The widths of parts with one column between them; none for those that do not fit into `width`.
+pub(super) fn fit(bounds: &[Bounds], width: usize) -> Vec<Option<usize>> {
+    let mut order: Vec<usize> = (0..bounds.len()).collect();
+    order.sort_by_key(|at| bounds[*at].rank);
+    let mut widths = vec![None; bounds.len()];
+    // Counts a separating column after the last part too.
     let mut left = width + 1;
     for at in &order {
-        if rooms[*at].least < left {
-            left -= rooms[*at].least + 1;
-            widths[*at] = Some(rooms[*at].least);
+        if bounds[*at].min < left {
+            left -= bounds[*at].min + 1;
+            widths[*at] = Some(bounds[*at].min);
         }
     }
     for at in &order {
         if let Some(width) = &mut widths[*at] {
-            let more = rooms[*at].most.saturating_sub(*width).min(left);
+            let more = bounds[*at].max.saturating_sub(*width).min(left);
             (*width, left) = (*width + more, left - more);
         }
     }
     widths
 }
 
-/// What a column shows of a row, in at most so many columns of the terminal.
+/// Formats a row's cell in a column. The number is the most columns of the terminal that it may take.
 type Cell<T> = fn(&T, usize) -> Span<'static>;
 
 /// A column of a table whose rows are of `T`.
 pub(super) struct Column<T> {
     title: String,
+    /// Numbers are aligned to the right, texts to the left.
     is_number: bool,
-    room: Room,
+    bounds: Bounds,
     cell: Cell<T>,
 }
 
 impl<T> Column<T> {
-    fn text(title: &str, rank: u8, (least, most): (usize, usize), cell: Cell<T>) -> Self {
-        Self { title: title.to_owned(), is_number: false, room: Room { rank, least, most }, cell }
+    fn text(title: &str, rank: u8, width: RangeInclusive<usize>, cell: Cell<T>) -> Self {
+        let bounds = Bounds { rank, min: *width.start(), max: *width.end() };
+        Self { title: title.to_owned(), is_number: false, bounds, cell }
     }
 
     fn number(title: &str, rank: u8, width: usize, cell: Cell<T>) -> Self {
-        let room = Room { rank, least: width, most: width };
-        Self { title: title.to_owned(), is_number: true, room, cell }
+        let bounds = Bounds { rank, min: width, max: width };
+        Self { title: title.to_owned(), is_number: true, bounds, cell }
     }
 }
 
-/// The lines of a table: its header, and a line for each row.
+/// The lines of a table: its header, and one line for each row.
 pub(super) fn lines<T>(
     columns: &[Column<T>],
     rows: &[T],
     width: usize,
 ) -> (Line<'static>, Vec<Line<'static>>) {
-    let rooms: Vec<Room> = columns.iter().map(|it| it.room).collect();
-    let widths = fit(&rooms, width);
+    let bounds: Vec<Bounds> = columns.iter().map(|it| it.bounds).collect();
+    let widths = fit(&bounds, width);
     let line = |content: &dyn Fn(&Column<T>, usize) -> Span<'static>| {
         let shown = columns.iter().zip(&widths).filter_map(|(column, width)| Some((column, (*width)?)));
         let cells = shown.map(|(column, width)| padded(content(column, width), column.is_number, width));
@@ -90,35 +94,35 @@ fn padded(cell: Span<'static>, is_number: bool, most: usize) -> Span<'static> {
     Span::styled(text, cell.style)
 }
 
-/// A slot as it is drawn.
+/// A row of the table of slots.
 pub(super) struct SlotRow<'a> {
     pub(super) slot: &'a Slot,
-    /// The most tasks a second of a slot of its pool within the last minute.
+    /// The highest rate, in tasks per second, of any slot of its pool within the last minute. It scales the sparkline.
     pub(super) peak: f64,
 }
 
-/// The columns of slots whose longest name of a worker has so many columns.
+/// The columns of slots. The longest name of a worker takes `longest` columns of the terminal, the screen `width`.
 pub(super) fn of_slots<'a>(list: &List, longest: usize, width: usize) -> Vec<Column<SlotRow<'a>>> {
     let mut columns: Vec<Column<SlotRow<'a>>> = vec![
-        Column::text("worker", 0, name_room(longest, width), |it, most| {
+        Column::text("worker", 0, name_width(longest, width), |it, most| {
             cut_middle(&it.slot.key.worker, most).into()
         }),
-        Column::text("state", 1, (11, 11), |it, _| state(it.slot)),
-        Column::number("age", 6, 6, |it, _| known(it.slot.age_ms.map(age))),
+        Column::text("state", 1, 11..=11, |it, _| state(it.slot)),
+        Column::number("age", 6, 6, |it, _| or_dash(it.slot.age_ms.map(age))),
         Column::number("tasks/s", 3, 8, |it, _| short(it.slot.rates.tasks).into()),
-        Column::text("last minute", 10, (12, 30), |it, most| spark(&it.slot.minute, most, it.peak).cyan()),
+        Column::text("last minute", 10, 12..=30, |it, most| spark(&it.slot.minute, most, it.peak).cyan()),
         Column::number("tok/s", 5, 6, |it, _| short(it.slot.rates.tokens).into()),
         Column::number("busy", 4, 5, |it, _| percent(it.slot.rates.busy).into()),
-        Column::text("", 9, (6, 12), |it, most| bar(it.slot.rates.busy, most).green()),
-        Column::number("fill", 11, 5, |it, _| known(it.slot.rates.fill.map(percent))),
+        Column::text("", 9, 6..=12, |it, most| bar(it.slot.rates.busy, most).green()),
+        Column::number("fill", 11, 5, |it, _| or_dash(it.slot.rates.fill.map(percent))),
         Column::number("held", 7, 5, |it, _| count(it.slot.held()).into()),
-        Column::number("queued", 12, 6, |it, _| known(it.slot.rates.queued.map(seconds))),
-        Column::number("compute", 13, 11, |it, _| known(it.slot.rates.compute.map(both))),
+        Column::number("queued", 12, 6, |it, _| or_dash(it.slot.rates.queued.map(seconds))),
+        Column::number("compute", 13, 11, |it, _| or_dash(it.slot.rates.compute.map(median_and_p99))),
         Column::number("err/s", 2, 6, |it, _| errors(it.slot.rates.errors)),
         Column::number("↻", 8, 3, |it, _| restarts(it.slot.restarts())),
-        Column::text("device", 14, (13, 40), |it, _| it.slot.report.device.clone().into()),
-        Column::number("memory", 15, 9, |it, _| known(it.slot.resident().map(bytes))),
-        Column::text("model", 16, (20, 60), |it, _| it.slot.report.model.clone().into()),
+        Column::text("device", 14, 13..=40, |it, _| it.slot.report.device.clone().into()),
+        Column::number("memory", 15, 9, |it, _| or_dash(it.slot.resident().map(bytes))),
+        Column::text("model", 16, 20..=60, |it, _| it.slot.report.model.clone().into()),
     ];
     for column in &mut columns {
         let mark = list.mark(&column.title);
@@ -127,27 +131,28 @@ pub(super) fn of_slots<'a>(list: &List, longest: usize, width: usize) -> Vec<Col
     columns
 }
 
-/// Room for names of which the longest has so many columns: at least all of it, or a quarter of the line.
-fn name_room(longest: usize, width: usize) -> (usize, usize) {
+/// The width of a column of names: at most the longest name, and at least that or a quarter of the line, if that is
+/// less. Never below 6, the width of the title `worker`.
+fn name_width(longest: usize, width: usize) -> RangeInclusive<usize> {
     let longest = longest.max(6);
-    (longest.min(width / 4).max(6), longest)
+    longest.min(width / 4).max(6)..=longest
 }
 
-fn both((median, most): (f64, f64)) -> String {
-    format!("{}/{}", seconds(median), seconds(most))
+fn median_and_p99((median, p99): (f64, f64)) -> String {
+    format!("{}/{}", seconds(median), seconds(p99))
 }
 
-/// The columns of these pools.
+/// The columns of pools.
 pub(super) fn of_pools(totals: &[Total], width: usize) -> Vec<Column<Total>> {
     let longest = totals.iter().map(|it| figures::width(&it.pool)).max().unwrap_or_default();
     let has_background = totals.iter().any(|it| it.background != Depth::NoQueue);
     vec![
-        Column::text("pool", 0, name_room(longest, width), |it, _| it.pool.clone().into()),
+        Column::text("pool", 0, name_width(longest, width), |it, _| it.pool.clone().into()),
         Column::number("work", 1, 7, |it, _| work(it)),
         Column::number("tasks/s", 7, 7, |it, _| short(it.tasks).into()),
         Column::number("tok/s", 8, 5, |it, _| short(it.tokens).into()),
         Column::number("busy", 9, 4, |it, _| percent(it.busy).into()),
-        Column::text("", 11, (6, 12), |it, most| bar(it.busy, most).green()),
+        Column::text("", 11, 6..=12, |it, most| bar(it.busy, most).green()),
         Column::number("held", 10, 5, |it, _| count(it.held).into()),
         Column::number("err/s", 2, 5, |it, _| errors(it.errors)),
         Column::number("queue", 3, 5, |it, _| depth(it.waiting)),
@@ -155,9 +160,9 @@ pub(super) fn of_pools(totals: &[Total], width: usize) -> Vec<Column<Total>> {
         Column::number("retry", 5, 5, |it, _| depth(it.retry)),
         Column::number("dead", 4, 5, |it, _| dead(it.dead)),
         Column::number("consumers", 12, 9, |it, _| {
-            known(Some(it.consumers.map_or_else(|| "?".to_owned(), |it| count(it.into()))))
+            or_dash(Some(it.consumers.map_or_else(|| "?".to_owned(), |it| count(it.into()))))
         }),
-        Column::text("task queue", 13, (12, 60), |it, _| it.queue.clone().into()),
+        Column::text("task queue", 13, 12..=60, |it, _| it.queue.clone().into()),
     ]
 }
 
@@ -171,7 +176,7 @@ fn dead(letters: Depth) -> Span<'static> {
     if matches!(letters, Depth::Messages(1..)) { text.red() } else { text }
 }
 
-fn known(text: Option<String>) -> Span<'static> {
+fn or_dash(text: Option<String>) -> Span<'static> {
     text.map_or_else(|| "-".into(), Span::from)
 }
 
@@ -183,7 +188,7 @@ fn depth(depth: Depth) -> Span<'static> {
     }
 }
 
-/// Errors a second, red where there are any.
+/// Errors per second, red if there are any.
 pub(super) fn errors(rate: f64) -> Span<'static> {
     let text = short(rate);
     if rate > 0.0 { text.red().bold() } else { text.into() }

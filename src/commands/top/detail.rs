@@ -1,4 +1,4 @@
-//! The detail pane: all that is known of one slot, as lines of a given width. Pure.
+//! Formats the detail pane: all facts about one slot, as lines of a given width. Pure.
 
 use std::time::Instant;
 
@@ -10,34 +10,34 @@ use crate::client::fleet::Slot;
 use crate::commands::ctl::span;
 use crate::protocol::stats::Stats;
 
-/// Columns of the names at the left.
-const NAMES: usize = 14;
-/// The most lines of one fact.
-const LINES: usize = 6;
+/// The width of the names at the left, in columns.
+const NAME_WIDTH: usize = 14;
+/// The most lines that one fact may take.
+const MAX_FACT_LINES: usize = 6;
 
-/// The lines of a slot.
+/// The detail lines of a slot.
 pub(super) fn lines(slot: &Slot, columns: usize, now: Instant) -> Vec<Line<'static>> {
-    let room = columns.saturating_sub(NAMES).max(1);
+    let text_width = columns.saturating_sub(NAME_WIDTH).max(1);
     let mut lines = Vec::new();
     for (name, text) in facts(slot, now) {
         let style = Style::new().fg(match name {
             "problem" | "last failure" => Color::Red,
             _ => Color::Reset,
         });
-        let mut texts = wrap(&text, room);
-        if texts.len() > LINES {
-            texts.truncate(LINES);
-            texts[LINES - 1] = cut(&format!("{} …", texts[LINES - 1]), room);
+        let mut texts = wrap(&text, text_width);
+        if texts.len() > MAX_FACT_LINES {
+            texts.truncate(MAX_FACT_LINES);
+            texts[MAX_FACT_LINES - 1] = cut(&format!("{} …", texts[MAX_FACT_LINES - 1]), text_width);
         }
         for (at, text) in texts.into_iter().enumerate() {
-            let name = format!("{:<NAMES$}", if at == 0 { name } else { "" });
+            let name = format!("{:<NAME_WIDTH$}", if at == 0 { name } else { "" });
             lines.push(Line::from(vec![name.dim(), Span::styled(text, style)]));
         }
     }
     lines
 }
 
-/// Names and texts, what needs a person first.
+/// The facts as pairs of name and text. Those that an operator has to act on come first.
 fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
     let (report, none) = (&slot.report, Stats::default());
     let stats = report.stats.as_deref().unwrap_or(&none);
@@ -94,26 +94,24 @@ fn batches(slot: &Slot) -> String {
 fn times(slot: &Slot) -> String {
     let dash = || "-".to_owned();
     let queued = slot.rates.queued.map_or_else(dash, seconds);
-    let (median, most) = slot
-        .rates
-        .compute
-        .map_or_else(|| (dash(), dash()), |(median, most)| (seconds(median), seconds(most)));
-    format!("median in the queue {queued}, on the device {median}, 99% {most}")
+    let (median, p99) =
+        slot.rates.compute.map_or_else(|| (dash(), dash()), |(median, p99)| (seconds(median), seconds(p99)));
+    format!("median in the queue {queued}, on the device {median}, 99% {p99}")
 }
 
-/// Tasks by status and reason, and what happened to them besides.
+/// Counts tasks by status and reason, then other events such as retries.
 fn answered(stats: &Stats) -> String {
     let reason = |reason: &str| if reason.is_empty() { String::new() } else { format!(" ({reason})") };
     let each = stats.answers.iter().map(|it| (it.count, format!("{}{}", it.status, reason(&it.reason))));
-    let besides = [
+    let others = [
         (stats.retried, "retried"),
         (stats.redelivered, "delivered again"),
         (stats.requeued, "handed back"),
         (stats.dead_lettered.values().sum(), "dead-lettered"),
         (stats.lost_sessions, "sessions with the broker lost"),
     ];
-    let besides = besides.into_iter().map(|(count, what)| (count, what.to_owned()));
-    let all = each.chain(besides).filter(|(count, _)| *count > 0);
+    let others = others.into_iter().map(|(count, what)| (count, what.to_owned()));
+    let all = each.chain(others).filter(|(count, _)| *count > 0);
     let all: Vec<String> = all.map(|(count, what)| format!("{count} {what}")).collect();
     if all.is_empty() { "nothing".to_owned() } else { all.join(", ") }
 }

@@ -1,4 +1,4 @@
-//! How numbers, spans of time and long texts are written in few columns of a terminal. Pure.
+//! Formats numbers, durations and long texts for a few columns of the terminal. Pure.
 
 use ratatui::text::Span;
 
@@ -29,7 +29,7 @@ pub(super) fn seconds(seconds: f64) -> String {
     }
 }
 
-/// An age in milliseconds, in at most 6 columns.
+/// An age, given in milliseconds, in at most 6 columns.
 pub(super) fn age(ms: u64) -> String {
     let days = ms / 86_400_000;
     if days < 100 { span(ms) } else { format!("{days}d") }
@@ -46,7 +46,7 @@ pub(super) fn bytes(bytes: u64) -> String {
     }
 }
 
-/// A bar of `width` columns, of which this share is full.
+/// A bar of `width` columns, filled to this share.
 pub(super) fn bar(share: f64, width: usize) -> String {
     const PARTS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
     let eighths = (share.clamp(0.0, 1.0) * 8.0 * width as f64).round() as usize;
@@ -54,8 +54,8 @@ pub(super) fn bar(share: f64, width: usize) -> String {
     format!("{full:<width$}")
 }
 
-/// A sparkline of a minute: each column is the mean of its seconds, as a share of `peak`. The newest is at the
-/// right; a second of which nothing is known is blank.
+/// A sparkline of a minute. Each column is the mean of its seconds, as a share of `peak`; the newest is at the right. A
+/// column without known seconds is blank.
 pub(super) fn spark(minute: &[Option<f64>], width: usize, peak: f64) -> String {
     const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let missing = 60_usize.saturating_sub(minute.len());
@@ -69,34 +69,34 @@ pub(super) fn spark(minute: &[Option<f64>], width: usize, peak: f64) -> String {
     (0..width).map(column).collect()
 }
 
-/// The columns that a text takes.
+/// The width of a text, in columns of the terminal.
 pub(super) fn width(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// The text, in at most `most` columns: a longer one ends with `…`.
+/// The text, cut to at most `most` columns. A cut text ends with `…`.
 pub(super) fn cut(text: &str, most: usize) -> String {
     if width(text) <= most {
         return text.to_owned();
     }
     match most {
         0 => String::new(),
-        most => format!("{}…", &text[..prefix(text, most - 1)]),
+        most => format!("{}…", &text[..prefix_bytes(text, most - 1)]),
     }
 }
 
-/// The same, cut in its middle: of a worker's name, launcher and slot are at its ends.
+/// The text, cut in the middle to at most `most` columns, because launcher and slot are at the ends of a worker's name.
 pub(super) fn cut_middle(text: &str, most: usize) -> String {
     if width(text) <= most || most < 3 {
         return cut(text, most);
     }
     let reversed: String = text.chars().rev().collect();
-    let tail = &reversed[..prefix(&reversed, (most - 1) / 2 + (most - 1) % 2)];
-    let head = &text[..prefix(text, most - 1 - width(tail))];
+    let tail = &reversed[..prefix_bytes(&reversed, (most - 1) / 2 + (most - 1) % 2)];
+    let head = &text[..prefix_bytes(text, most - 1 - width(tail))];
     format!("{head}…{}", tail.chars().rev().collect::<String>())
 }
 
-/// The text in lines of at most `most` columns, broken between words, or within one that is longer.
+/// The text in lines of at most `most` columns. Lines are broken between words, and within words that are longer.
 pub(super) fn wrap(text: &str, most: usize) -> Vec<String> {
     let mut lines = Vec::new();
     for paragraph in text.lines() {
@@ -109,7 +109,7 @@ pub(super) fn wrap(text: &str, most: usize) -> Vec<String> {
             lines.extend(Some(std::mem::replace(&mut line, word.to_owned())).filter(|line| !line.is_empty()));
             while width(&line) > most {
                 let first = line.chars().next().map_or(0, char::len_utf8);
-                let rest = line.split_off(prefix(&line, most).max(first));
+                let rest = line.split_off(prefix_bytes(&line, most).max(first));
                 lines.push(std::mem::replace(&mut line, rest));
             }
         }
@@ -118,8 +118,8 @@ pub(super) fn wrap(text: &str, most: usize) -> Vec<String> {
     lines
 }
 
-/// The bytes of the longest beginning that takes at most `most` columns.
-fn prefix(text: &str, most: usize) -> usize {
+/// The length in bytes of the longest prefix that takes at most `most` columns.
+fn prefix_bytes(text: &str, most: usize) -> usize {
     let mut taken = 0;
     let is_beyond = |(at, character): &(usize, char)| {
         taken += width(&text[*at..*at + character.len_utf8()]);

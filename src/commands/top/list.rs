@@ -1,17 +1,18 @@
-//! Decides which slots are listed, in which order, and which one is chosen. Owns the sort column, the filter and
-//! the choice, which follows its slot. Pure.
+//! Decides which slots are listed, in which order, and which one is selected. Owns the sort column, the filter and the
+//! selection, which follows its slot when the order changes. Pure.
 
 use std::cmp::Ordering;
 
 use crate::client::fleet::{History, Key, Slot};
 
 /// The most characters of a filter.
-const FILTER: usize = 60;
+const MAX_FILTER_CHARS: usize = 60;
 
-/// A column that slots can be sorted by: its title, and what is compared.
+/// A column that slots can be sorted by: its title, and the value that is compared.
 type Sort = (&'static str, fn(&Slot) -> f64);
 
-/// All of them, in the order of the columns. At 80 columns each is shown. Equal slots are sorted by name.
+/// All sort columns, in the order of the screen. A screen of 80 columns shows all of them. Slots with equal values are
+/// sorted by name.
 pub(super) const SORTS: [Sort; 9] = [
     ("worker", |_| 0.0),
     ("state", |slot| slot.severity() as f64),
@@ -27,17 +28,17 @@ pub(super) const SORTS: [Sort; 9] = [
 /// How slots are listed.
 #[derive(Default)]
 pub(super) struct List {
-    /// The column of [`SORTS`].
-    by: usize,
+    /// The sort column, as an index of [`SORTS`].
+    sort: usize,
     is_reversed: bool,
     filter: String,
-    chosen: Option<Key>,
-    /// Where the chosen slot stood last.
+    selected: Option<Key>,
+    /// The row of the selected slot when it was last listed.
     at: usize,
 }
 
 impl List {
-    /// The slots that the filter lets through, sorted.
+    /// The slots that match the filter, sorted.
     pub(super) fn slots<'a>(&self, history: &'a History) -> Vec<&'a Slot> {
         let wanted = self.filter.to_lowercase();
         let is_wanted = |slot: &&Slot| {
@@ -50,28 +51,28 @@ impl List {
         slots
     }
 
-    /// Names begin with the first, numbers with the largest, until they are reversed.
+    /// Names are in ascending order, numbers in descending order, unless the order is reversed.
     fn compare(&self, one: &Slot, other: &Slot) -> Ordering {
-        let (_, value) = SORTS[self.by];
+        let (_, value) = SORTS[self.sort];
         let by_name = || name(&one.key).cmp(&name(&other.key)).then_with(|| one.key.cmp(&other.key));
-        let order = match self.by {
+        let order = match self.sort {
             0 => by_name().reverse(),
             _ => value(one).total_cmp(&value(other)),
         };
         (if self.is_reversed { order } else { order.reverse() }).then_with(by_name)
     }
 
-    /// The mark of a column with this title, if slots are sorted by it.
+    /// The arrow beside the title of the sort column; empty for other columns.
     pub(super) fn mark(&self, title: &str) -> &'static str {
-        match SORTS[self.by].0 == title {
-            true if (self.by == 0) == self.is_reversed => "▼",
+        match SORTS[self.sort].0 == title {
+            true if (self.sort == 0) == self.is_reversed => "▼",
             true => "▲",
             false => "",
         }
     }
 
     pub(super) fn sort_by_next(&mut self) {
-        (self.by, self.is_reversed) = ((self.by + 1) % SORTS.len(), false);
+        (self.sort, self.is_reversed) = ((self.sort + 1) % SORTS.len(), false);
     }
 
     pub(super) fn reverse(&mut self) {
@@ -82,10 +83,10 @@ impl List {
         &self.filter
     }
 
-    /// Changes the filter: a further character, or none to take the last away.
-    pub(super) fn type_filter(&mut self, character: Option<char>) {
+    /// Appends a character to the filter; with none, removes the last one.
+    pub(super) fn edit_filter(&mut self, character: Option<char>) {
         match character {
-            Some(character) if self.filter.chars().count() < FILTER => self.filter.push(character),
+            Some(character) if self.filter.chars().count() < MAX_FILTER_CHARS => self.filter.push(character),
             Some(_) => {}
             None => drop(self.filter.pop()),
         }
@@ -95,33 +96,33 @@ impl List {
         self.filter.clear();
     }
 
-    /// Moves the choice by so many rows.
+    /// Moves the selection by `by` rows.
     pub(super) fn step(&mut self, by: isize, history: &History) {
         let slots = self.slots(history);
         let at = self.at.saturating_add_signed(by).min(slots.len().saturating_sub(1));
-        (self.at, self.chosen) = (at, slots.get(at).map(|slot| slot.key.clone()));
+        (self.at, self.selected) = (at, slots.get(at).map(|slot| slot.key.clone()));
     }
 
-    /// Follows the chosen slot to where it is now. One that is gone hands the choice to the slot in its place.
+    /// Follows the selected slot to its present row. If the slot is gone, selects the one in its place.
     pub(super) fn follow(&mut self, history: &History) {
         let slots = self.slots(history);
-        match slots.iter().position(|slot| Some(&slot.key) == self.chosen.as_ref()) {
+        match slots.iter().position(|slot| Some(&slot.key) == self.selected.as_ref()) {
             Some(at) => self.at = at,
             None => self.step(0, history),
         }
     }
 
-    /// The row of the chosen slot, from 0.
+    /// The row of the selected slot, from 0.
     pub(super) fn at(&self) -> usize {
         self.at
     }
 
-    pub(super) fn chosen<'a>(&self, history: &'a History) -> Option<&'a Slot> {
-        history.slots.get(self.chosen.as_ref()?)
+    pub(super) fn selected<'a>(&self, history: &'a History) -> Option<&'a Slot> {
+        history.slots.get(self.selected.as_ref()?)
     }
 }
 
-/// A worker's name for sorting: slot 10 of a pool comes after slot 9.
+/// A worker's name as a sort key, in which slot 10 of a pool comes after slot 9.
 fn name(key: &Key) -> (&str, u64) {
     let (pool, index) = key.worker.rsplit_once('/').unwrap_or((&key.worker, ""));
     (pool, index.parse().unwrap_or_default())

@@ -1,5 +1,5 @@
-//! `sconce top`: a live view of all launchers that answer over the control exchange. One task asks and sends
-//! orders (`client/fleet`), the other draws and reads keys. Owns the terminal, and restores it at the end.
+//! `sconce top`: a live view of all launchers that answer over the control exchange. One task polls the launchers and
+//! sends orders (`client/fleet`), the other one draws and reads keys. Owns the terminal, and restores it at the end.
 
 mod columns;
 mod detail;
@@ -26,33 +26,32 @@ use crate::commands::ctl::with_exit;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::redact_url;
 use crate::shutdown::Exit;
-use screen::{Press, Screen};
+use screen::{Action, Screen};
 use view::draw;
 
-/// How often the screen is drawn without news, for the age of stale data.
-const TICK: Duration = Duration::from_secs(1);
-/// Data are stale when they are this much older than two rounds of questions.
-const LATE: Duration = Duration::from_secs(3);
+/// How often the screen is redrawn if nothing happens, to update the age of stale data.
+const REDRAW_INTERVAL: Duration = Duration::from_secs(1);
+/// Data are stale if they are older than two polling intervals and this margin.
+const STALE_MARGIN: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
-        return Err(
-            anyhow!("this needs a terminal; `sconce ctl stats --json` does not").exits_with(Exit::Usage)
-        );
+        return Err(anyhow!("`sconce top` needs a terminal; `sconce ctl stats --json` does not")
+            .exits_with(Exit::Usage));
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let every = arguments.every;
     let broker = settings.broker.url.first().map(|url| redact_url(url.expose())).unwrap_or_default();
     let pools = settings.pools.iter().map(PoolQueues::of).collect();
-    let screen = Screen::new(broker, pools, every * 2 + LATE);
-    // From the asking task to the drawing one, and back. Few are under way: a full channel holds up the asking
-    // task, and refuses orders.
-    let (news_in, news) = mpsc::channel(8);
-    let (orders, orders_out) = mpsc::channel(8);
+    let screen = Screen::new(broker, pools, every * 2 + STALE_MARGIN);
+    // `news` goes from the polling task to the drawing one, `orders` back. If `news` is full, the polling task waits;
+    // if `orders` is full, an order is refused.
+    let (news_sender, news) = mpsc::channel(8);
+    let (orders, orders_receiver) = mpsc::channel(8);
     // Connects before taking over the screen, so that a failure is printed as an error.
     let first = runtime.block_on(Control::open(&settings)).map_err(with_exit)?;
-    runtime.spawn(Watch::new(first, settings).run(every, news_in, orders_out));
+    runtime.spawn(Watch::new(first, settings).run(every, news_sender, orders_receiver));
     let terminal = ratatui::try_init().context("the terminal cannot be used")?;
     let shown = runtime.block_on(show(terminal, screen, news, orders));
     ratatui::restore();
@@ -68,21 +67,23 @@ async fn show(
     orders: mpsc::Sender<Order>,
 ) -> anyhow::Result<()> {
     let (mut keys, mut offset) = (keys(), 0);
-    let mut ticks = tokio::time::interval(TICK);
+    let mut ticks = tokio::time::interval(REDRAW_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         terminal.draw(|frame| draw(frame, &screen, &mut offset, Instant::now()))?;
         tokio::select! {
-            told = news.recv() => screen.learn(told.context("nobody looks any more")?, Instant::now()),
+            received = news.recv() => {
+                screen.update(received.context("the task that polls the launchers has ended")?, Instant::now());
+            }
             key = keys.recv() => {
                 let Some(event) = key else { return Ok(()) };
                 let is_full = match screen.press(&event, Instant::now()) {
-                    Some(Press::Leave) => return Ok(()),
-                    Some(Press::Order(order)) => orders.try_send(order).is_err(),
+                    Some(Action::Quit) => return Ok(()),
+                    Some(Action::Order(order)) => orders.try_send(order).is_err(),
                     None => false,
                 };
                 if is_full {
-                    screen.tell("not asked: earlier orders are under way".to_owned(), Instant::now());
+                    screen.show_notice("not sent: earlier orders are still under way".to_owned(), Instant::now());
                 }
             }
             _ = ticks.tick() => {}
@@ -90,7 +91,7 @@ async fn show(
     }
 }
 
-/// Reads keys. Reading blocks, so it has a separate thread, which ends with the process.
+/// Reads keys on a separate thread, because reading blocks. The thread ends with the process.
 fn keys() -> mpsc::Receiver<Event> {
     let (pressed, keys) = mpsc::channel(16);
     thread::spawn(move || {

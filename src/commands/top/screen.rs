@@ -1,5 +1,5 @@
-//! Decides what a key and what news change on the screen: what is open, which question is asked, whether the data
-//! are stale. Pure: time is passed in.
+//! The state of the screen, and how keys and news change it: which panes are open, which order waits for confirmation,
+//! whether the data are stale. Pure: the time is passed in.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,12 @@ use crate::client::fleet::{History, News, Order, PoolQueues};
 use crate::protocol::admin::{Request, State, Target};
 
 /// How long the result of an order is shown, unless a key is pressed.
-const NOTICE: Duration = Duration::from_secs(20);
+const NOTICE_DURATION: Duration = Duration::from_secs(20);
 
-/// An action of a key beyond the screen.
+/// An action of a key that is not only a change of the screen.
 #[derive(Debug, PartialEq)]
-pub(super) enum Press {
-    Leave,
+pub(super) enum Action {
+    Quit,
     Order(Order),
 }
 
@@ -29,14 +29,14 @@ pub(super) struct Screen {
     pub(super) list: List,
     pub(super) has_detail: bool,
     pub(super) has_help: bool,
-    /// Keys are typed into the filter.
+    /// Whether keys are typed into the filter.
     pub(super) is_typing: bool,
-    /// Why no data can be read, since the last that could.
+    /// Why no data could be read since the last ones.
     pub(super) trouble: Option<String>,
-    /// Data older than this are stale, also without a known trouble.
+    /// Data older than this are stale, even if no trouble is known.
     pub(super) patience: Duration,
-    /// The worker that an order is meant for, until it is confirmed.
-    asked: Option<(String, Request)>,
+    /// A worker and the order for it that waits for the user's confirmation.
+    unconfirmed: Option<(String, Request)>,
     notice: Option<(Instant, String)>,
 }
 
@@ -45,67 +45,69 @@ impl Screen {
         Self { broker, pools, patience, ..Self::default() }
     }
 
-    pub(super) fn learn(&mut self, news: News, now: Instant) {
+    pub(super) fn update(&mut self, news: News, now: Instant) {
         match news {
             News::Look(look) => {
                 self.history.learn(*look);
                 self.trouble = None;
                 self.list.follow(&self.history);
             }
-            News::Done(words) => self.tell(words, now),
-            News::Trouble(words) => self.trouble = Some(words),
+            News::Done(text) => self.show_notice(text, now),
+            News::Trouble(text) => self.trouble = Some(text),
         }
     }
 
-    pub(super) fn tell(&mut self, words: String, now: Instant) {
-        self.notice = Some((now, words));
+    /// Shows a text at the bottom of the screen for a while.
+    pub(super) fn show_notice(&mut self, text: String, now: Instant) {
+        self.notice = Some((now, text));
     }
 
-    /// The age of the data, if they are no longer those of now.
+    /// The age of the data, if they are stale.
     pub(super) fn stale(&self, now: Instant) -> Option<Duration> {
         let age = now.saturating_duration_since(self.history.looked?);
         (self.trouble.is_some() || age > self.patience).then_some(age)
     }
 
-    /// A question, or the result of an order.
+    /// The text of the bottom line: the question whether to send an order, or a notice. None for the list of keys.
     pub(super) fn foot(&self, now: Instant) -> Option<String> {
-        if let Some((worker, request)) = &self.asked {
+        if let Some((worker, request)) = &self.unconfirmed {
             return Some(format!("{} {worker}? y/n", verb(request)));
         }
-        let (told, words) = self.notice.as_ref()?;
-        (now.saturating_duration_since(*told) < NOTICE).then(|| words.clone())
+        let (since, text) = self.notice.as_ref()?;
+        (now.saturating_duration_since(*since) < NOTICE_DURATION).then(|| text.clone())
     }
 
-    pub(super) fn press(&mut self, event: &Event, now: Instant) -> Option<Press> {
+    /// Handles an event of the terminal.
+    pub(super) fn press(&mut self, event: &Event, now: Instant) -> Option<Action> {
         let Event::Key(key) = event else { return None };
         if key.kind == KeyEventKind::Release {
             return None;
         }
         if key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL) {
-            return Some(Press::Leave);
+            return Some(Action::Quit);
         }
         self.notice = None;
-        if let Some((worker, request)) = self.asked.take() {
+        if let Some((worker, request)) = self.unconfirmed.take() {
             if key.code != KeyCode::Char('y') {
                 return None;
             }
-            self.tell(format!("{} {worker}: asked", verb(&request)), now);
-            return Some(Press::Order(Order { target: Target::Slot(worker), request }));
+            self.show_notice(format!("{} {worker}: sent", verb(&request)), now);
+            return Some(Action::Order(Order { target: Target::Slot(worker), request }));
         }
         if self.is_typing {
-            self.type_filter(key.code);
+            self.edit_filter(key.code);
             self.list.follow(&self.history);
             return None;
         }
-        let press = self.command(key.code);
+        let action = self.command(key.code);
         self.list.follow(&self.history);
-        press
+        action
     }
 
-    fn type_filter(&mut self, code: KeyCode) {
+    fn edit_filter(&mut self, code: KeyCode) {
         match code {
-            KeyCode::Char(character) => self.list.type_filter(Some(character)),
-            KeyCode::Backspace => self.list.type_filter(None),
+            KeyCode::Char(character) => self.list.edit_filter(Some(character)),
+            KeyCode::Backspace => self.list.edit_filter(None),
             KeyCode::Enter => self.is_typing = false,
             KeyCode::Esc => {
                 self.is_typing = false;
@@ -117,12 +119,12 @@ impl Screen {
         }
     }
 
-    fn command(&mut self, code: KeyCode) -> Option<Press> {
+    fn command(&mut self, code: KeyCode) -> Option<Action> {
         match code {
-            KeyCode::Char('q') => return Some(Press::Leave),
+            KeyCode::Char('q') => return Some(Action::Quit),
             KeyCode::Char('?') => self.has_help = !self.has_help,
             KeyCode::Esc => return self.close(),
-            // The help hides the rows: no key changes them unseen.
+            // The help hides the rows, so keys do not change them.
             _ if self.has_help => {}
             KeyCode::Up | KeyCode::Char('k') => self.list.step(-1, &self.history),
             KeyCode::Down | KeyCode::Char('j') => self.list.step(1, &self.history),
@@ -135,34 +137,35 @@ impl Screen {
             KeyCode::Char('s') => self.list.sort_by_next(),
             KeyCode::Char('S') => self.list.reverse(),
             KeyCode::Char('/') => self.is_typing = true,
-            KeyCode::Char('p') => self.ask(None),
-            KeyCode::Char('d') => self.ask(Some(Request::Drain)),
-            KeyCode::Char('r') => self.ask(Some(Request::Restart)),
+            KeyCode::Char('p') => self.request_order(None),
+            KeyCode::Char('d') => self.request_order(Some(Request::Drain)),
+            KeyCode::Char('r') => self.request_order(Some(Request::Restart)),
             _ => {}
         }
         None
     }
 
-    /// Closes what is open; then the filter; then leaves.
-    fn close(&mut self) -> Option<Press> {
+    /// Closes the help, else the detail pane, else clears the filter, else quits.
+    fn close(&mut self) -> Option<Action> {
         if self.has_help {
             self.has_help = false;
         } else if self.has_detail {
             self.has_detail = false;
         } else if self.list.filter().is_empty() {
-            return Some(Press::Leave);
+            return Some(Action::Quit);
         } else {
             self.list.clear_filter();
         }
         None
     }
 
-    /// Asks whether the chosen slot is to carry out this order; none: pause, or resume if it is paused.
-    fn ask(&mut self, order: Option<Request>) {
-        let Some(slot) = self.list.chosen(&self.history) else { return };
+    /// Asks the user to confirm an order for the selected slot. Without `order`: resume if the slot is paused or
+    /// stopped, else pause.
+    fn request_order(&mut self, order: Option<Request>) {
+        let Some(slot) = self.list.selected(&self.history) else { return };
         let resumes = matches!(slot.report.state, State::Paused | State::Stopped);
         let toggle = if resumes { Request::Resume } else { Request::Pause };
-        self.asked = Some((slot.key.worker.clone(), order.unwrap_or(toggle)));
+        self.unconfirmed = Some((slot.key.worker.clone(), order.unwrap_or(toggle)));
     }
 }
 

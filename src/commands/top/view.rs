@@ -1,5 +1,5 @@
-//! Draws the screen: totals and what is wrong at the head, pools, slots, the chosen slot's detail, and keys or a
-//! question at the foot; help over all of it. No line is longer than the screen is wide.
+//! Draws the screen, from top to bottom: totals, trouble, pools, slots, the detail of the selected slot, and a line of
+//! keys or a question. The help covers all of it. No line is wider than the screen.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use ratatui::style::{Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Paragraph};
 
-use super::columns::{Room, SlotRow, errors, fit, lines, of_pools, of_slots};
+use super::columns::{Bounds, SlotRow, errors, fit, lines, of_pools, of_slots};
 use super::detail;
 use super::figures::{cut, short, width, wrap};
 use super::screen::Screen;
@@ -18,53 +18,58 @@ use crate::client::fleet::Slot;
 use crate::client::fleet::{Total, totals};
 use crate::commands::ctl::span;
 
-/// A screen of at least this many lines has room for pools and detail.
-const TALL: u16 = 32;
-/// Lines of slots that a detail leaves.
-const SLOTS: u16 = 6;
+/// A screen of at least this many lines has room for both pools and detail.
+const TALL_LINES: u16 = 32;
+/// The lines that the detail pane leaves to the table of slots.
+const MIN_SLOT_LINES: u16 = 6;
 
-/// Data that are not those of now: without colours, dim.
+/// The style of stale data: dim, without colours.
 const DIM: Style = Style::new().add_modifier(Modifier::DIM);
 
 const HELP: [&str; 22] = [
-    "↑↓ j k       choose a slot; PgUp PgDn Home End",
+    "↑↓ j k       select a slot; PgUp PgDn Home End",
     "Enter →      detail: model, memory, last failure, tasks on the device",
     "s S          sort by the next column, reverse the order",
     "/            filter by words of worker, pool, state and device",
     "p d r        pause or resume, drain, restart the slot; y confirms",
     "Esc          closes what is open, then the filter, then quits",
     "",
-    "work         slots that take tasks, of all",
+    "work         slots that take tasks, of all slots",
     "age          since the worker was ready",
     "tasks/s …    rates are means of the last three seconds",
     "last minute  tasks/s, on the scale of the pool's fastest slot",
-    "busy         share of the time that the device computed",
-    "fill         mean tokens of a batch, of the most allowed",
+    "busy         share of the time in which the device computed",
+    "fill         mean tokens of a batch, as a share of the most allowed",
     "held         tasks delivered and not yet settled",
     "queued       median from a task's publication to its preprocessing",
     "compute      median and 99th percentile of the time on the device",
     "err/s ↻      tasks answered with an error; restarts of the worker",
-    "silent       its launcher does not answer; gone after 30 s",
-    "queue        ready messages; also background, retry and dead, where",
-    "             the settings here have this pool with this task queue",
+    "silent       the launcher does not answer; removed after 30 s",
+    "queue        ready messages; also background, retry and dead, if the",
+    "             settings here have this pool with this task queue",
     "             (a dead-letter queue that pools share counts at each)",
-    "? -          a queue that cannot be looked at; not known, or none",
+    "? -          a queue that cannot be inspected; unknown, or none",
 ];
 
-/// Draws it. `offset`, the first row of slots that is shown, is changed so that the chosen slot is.
+/// Draws the screen. `offset` is the first row of slots that is shown; it is changed so that the selected slot is
+/// visible.
 pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, offset: &mut usize, now: Instant) {
     let area = frame.area();
     let columns = usize::from(area.width);
     let totals = totals(&screen.history, &screen.pools);
-    let chosen = screen.list.chosen(&screen.history).filter(|_| screen.has_detail);
+    let selected = screen.list.selected(&screen.history).filter(|_| screen.has_detail);
     let trouble = trouble(screen, columns);
-    let detail = chosen.map(|slot| detail::lines(slot, columns, now)).unwrap_or_default();
+    let detail = selected.map(|slot| detail::lines(slot, columns, now)).unwrap_or_default();
     let pools = match area.height {
-        height if !detail.is_empty() && height < TALL => 0,
+        height if !detail.is_empty() && height < TALL_LINES => 0,
         height => (totals.len() as u16 + 2).min((height / 3).max(3)),
     };
     let rest = area.height.saturating_sub(2 + trouble.len() as u16 + pools);
-    let pane = if detail.is_empty() { 0 } else { (detail.len() as u16 + 1).min(rest.saturating_sub(SLOTS)) };
+    let pane = if detail.is_empty() {
+        0
+    } else {
+        (detail.len() as u16 + 1).min(rest.saturating_sub(MIN_SLOT_LINES))
+    };
     let heights = [1, trouble.len() as u16, pools].map(Constraint::Length).into_iter();
     let heights = heights.chain([Constraint::Fill(1), Constraint::Length(pane), Constraint::Length(1)]);
     let areas = Layout::vertical(heights).split(area);
@@ -73,9 +78,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, offset: &mut usize, n
     let is_stale = screen.stale(now).is_some();
     pool_table(frame, areas[2], &totals, is_stale);
     slot_table(frame, areas[3], screen, is_stale, offset);
-    if let Some(slot) = chosen {
+    if let Some(slot) = selected {
         let rule = rule(&slot.key.worker, "Esc closes", columns);
-        block(frame, areas[4], rule, None, bounded(detail, usize::from(pane).saturating_sub(1)));
+        block(frame, areas[4], rule, None, truncated(detail, usize::from(pane).saturating_sub(1)));
     }
     frame.render_widget(foot(screen, columns, now), areas[5]);
     if screen.has_help {
@@ -83,17 +88,17 @@ pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, offset: &mut usize, n
     }
 }
 
-/// The line of totals. What does not fit is left out; errors and the age of stale data come first.
+/// The line of totals. Parts that do not fit are left out; errors and the age of stale data have precedence.
 fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line<'static> {
     let sum = |of: fn(&Total) -> f64| totals.iter().map(of).fold(0.0, |sum, one| sum + one);
     let count = |of: fn(&Total) -> usize| totals.iter().map(of).sum::<usize>();
     let failing = sum(|it| it.errors);
     let stale = screen.stale(now).map(|age| format!(" stale for {} ", span(age.as_millis() as u64)));
     let slots = format!(" {} of {} slots work", count(|it| it.work), count(|it| it.slots));
-    let (asked, is_stale) = (screen.history.looked.is_some(), stale.is_some());
+    let (was_polled, is_stale) = (screen.history.looked.is_some(), stale.is_some());
     let (rank, launchers) = match screen.history.launchers {
-        0 if asked => (2, " no launcher answers".yellow().bold()),
-        0 => (2, " asking".into()),
+        0 if was_polled => (2, " no launcher answers".yellow().bold()),
+        0 => (2, " waiting for answers".into()),
         1 => (6, " 1 launcher".into()),
         launchers => (6, format!(" {launchers} launchers").into()),
     };
@@ -107,23 +112,24 @@ fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line
         (5, format!(" {} tok/s", short(sum(|it| it.tokens))).into()),
         (1, Span::styled(format!(" {} err/s", errors(failing).content), errors(failing).style)),
     ];
-    // What is not of now does not look as if it was.
+    // Stale parts are dim, so that they do not look current.
     let parts = parts.map(|(rank, part)| (rank, if is_stale && rank > 0 { part.style(DIM) } else { part }));
     let shown = parts.into_iter().filter(|(_, part)| !part.content.is_empty());
     fitted(shown.collect(), columns)
 }
 
-/// The parts that fit into a line, in their order, with a column between them; the lowest rank first.
+/// A line of the parts that fit, in their order, with one column between them. Parts of the lowest rank have
+/// precedence.
 fn fitted(parts: Vec<(u8, Span<'static>)>, columns: usize) -> Line<'static> {
-    let room = |(rank, part): &(u8, Span<'_>)| Room { rank: *rank, least: part.width(), most: part.width() };
-    let widths = fit(&parts.iter().map(room).collect::<Vec<_>>(), columns);
+    let bounds = |(rank, part): &(u8, Span<'_>)| Bounds { rank: *rank, min: part.width(), max: part.width() };
+    let widths = fit(&parts.iter().map(bounds).collect::<Vec<_>>(), columns);
     let shown = parts.into_iter().zip(widths).filter(|(_, width)| width.is_some());
     let mut spans: Vec<Span<'static>> = shown.flat_map(|((_, part), _)| [part, " ".into()]).collect();
     spans.pop();
     Line::from(spans)
 }
 
-/// What keeps data from being read, in at most two lines.
+/// Why data cannot be read, in at most two lines.
 fn trouble(screen: &Screen, columns: usize) -> Vec<Line<'static>> {
     let Some(text) = screen.trouble.as_ref().or(screen.history.refused.as_ref()) else { return Vec::new() };
     let mut texts = wrap(text, columns);
@@ -138,12 +144,12 @@ fn pool_table(frame: &mut Frame<'_>, area: Rect, totals: &[Total], is_stale: boo
     let columns = usize::from(area.width);
     let (header, rows) = lines(&of_pools(totals, columns), totals, columns);
     let rows = rows.into_iter().map(|row| if is_stale { dim(row) } else { row }).collect();
-    let rows = bounded(rows, usize::from(area.height).saturating_sub(2));
+    let rows = truncated(rows, usize::from(area.height).saturating_sub(2));
     block(frame, area, rule("pools", "", columns), Some(header), rows);
 }
 
-/// The lines that there is room for; the last one says how many more there are.
-fn bounded(mut lines: Vec<Line<'static>>, most: usize) -> Vec<Line<'static>> {
+/// At most `most` lines. If there are more, the last line says how many are left out.
+fn truncated(mut lines: Vec<Line<'static>>, most: usize) -> Vec<Line<'static>> {
     if lines.len() > most && most > 0 {
         let more = lines.len() + 1 - most;
         lines.truncate(most - 1);
@@ -178,7 +184,7 @@ fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool
     block(frame, area, rule(&title, &place, columns), Some(header), rows);
 }
 
-/// The most tasks a second of a slot of each pool within the last minute.
+/// For each pool the highest rate, in tasks per second, of any of its slots within the last minute.
 fn peaks<'a>(slots: impl Iterator<Item = &'a Slot>) -> BTreeMap<&'a str, f64> {
     let mut peaks = BTreeMap::new();
     for slot in slots {
@@ -192,7 +198,7 @@ fn dim(line: Line<'static>) -> Line<'static> {
     Line::from(line.spans.into_iter().map(|span| span.style(DIM)).collect::<Vec<_>>())
 }
 
-/// A line across the screen with a title, and words at its right end.
+/// A horizontal rule across the screen, with a title and a text at its right end.
 fn rule(title: &str, right: &str, columns: usize) -> Line<'static> {
     let title = cut(&format!("── {title} "), columns);
     let right = if right.is_empty() { String::new() } else { format!(" {right} ──") };
@@ -201,7 +207,7 @@ fn rule(title: &str, right: &str, columns: usize) -> Line<'static> {
     Line::from(format!("{title}{}{right}", "─".repeat(fill))).dark_gray()
 }
 
-/// A rule, a header where there is one, and rows.
+/// Draws a rule, a header if there is one, and rows.
 fn block(
     frame: &mut Frame<'_>,
     area: Rect,
@@ -214,15 +220,15 @@ fn block(
 }
 
 fn foot(screen: &Screen, columns: usize, now: Instant) -> Line<'static> {
-    if let Some(words) = screen.foot(now) {
-        return Line::from(cut(&words, columns)).yellow().bold();
+    if let Some(text) = screen.foot(now) {
+        return Line::from(cut(&text, columns)).yellow().bold();
     }
     if screen.is_typing {
         let text = format!("/{}▏  Enter keeps the filter, Esc clears it", screen.list.filter());
         return Line::from(cut(&text, columns)).yellow();
     }
     let keys = [
-        (2, "↑↓ choose"),
+        (2, "↑↓ select"),
         (3, "Enter detail"),
         (4, "s S sort"),
         (5, "/ filter"),
@@ -242,7 +248,7 @@ fn help(frame: &mut Frame<'_>) {
     let place = Rect::new((area.width - wide) / 2, (area.height - high) / 2, wide, high);
     let room = usize::from(wide.saturating_sub(4));
     let lines = HELP.iter().map(|line| Line::from(format!(" {}", cut(line, room)))).collect();
-    let lines = bounded(lines, usize::from(high.saturating_sub(2)));
+    let lines = truncated(lines, usize::from(high.saturating_sub(2)));
     frame.render_widget(Clear, place);
     frame.render_widget(
         Paragraph::new(lines).block(Block::bordered().title(" help: ? or Esc closes ")),

@@ -14,7 +14,7 @@ use super::values::{parse_array, text};
 /// The collector's path for spans.
 const TRACES: &str = "/v1/traces";
 
-/// A value that must not be shown: `Debug` and `Display` mask it.
+/// A value that must not be shown: `Debug` masks it, and there is no `Display`.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(String);
@@ -25,7 +25,7 @@ impl Secret {
         Self(value.into())
     }
 
-    /// The secret itself, for the one place that needs it.
+    /// The secret itself, for the code that uses it. It must never be logged.
     pub fn expose(&self) -> &str {
         &self.0
     }
@@ -84,7 +84,7 @@ fn check_authority(rest: &str) -> Result<(), Expected> {
         None if path.contains('@') => return Err(encoded()),
         None => authority,
     };
-    // The AMQP client reads an address in brackets as no host at all, and connects to localhost.
+    // The AMQP client does not recognize a host in brackets, and would connect to localhost instead.
     if host_and_port.starts_with('[') {
         return Err("a host name or IPv4 address; IPv6 needs a host name".to_owned());
     }
@@ -148,7 +148,7 @@ pub(crate) fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
     }
     if path.trim_end_matches('/').ends_with(TRACES) {
         return Err(format!(
-            "the collector's address alone, such as http://host:4318: {TRACES} is put behind it"
+            "the collector's address alone, such as http://host:4318: {TRACES} is appended to it"
         ));
     }
     Ok(Some(address))
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn several_addresses_come_with_commas_or_as_a_list() {
+    fn several_addresses_may_be_separated_by_commas_or_be_a_list() {
         let expected = Ok(vec!["amqp://a:p@h1".to_owned(), "amqps://h2:5671/v".to_owned()]);
         assert_eq!(read("amqp://a:p@h1, amqps://h2:5671/v"), expected);
         assert_eq!(read(r#"["amqp://a:p@h1", "amqps://h2:5671/v"]"#), expected);
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused_without_being_repeated() {
+    fn an_invalid_address_is_refused_without_being_repeated() {
         for text in [
             "",
             " ",
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_collectors_address_is_refused() {
+    fn an_invalid_collectors_address_is_refused() {
         for address in [
             "127.0.0.1:4318",
             "grpc://h:4317",
@@ -264,9 +264,9 @@ mod tests {
     }
 
     #[test]
-    fn an_address_with_the_path_of_traces_is_refused_because_it_would_be_doubled() {
+    fn a_collectors_address_that_already_has_the_traces_path_is_refused() {
         for address in ["http://c:4318/v1/traces", "http://c/v1/traces/", "https://c/otlp/v1/traces"] {
-            assert!(endpoint(&Value::from(address)).is_err_and(|error| error.contains("/v1/traces is put")));
+            assert!(endpoint(&Value::from(address)).is_err_and(|error| error.contains("/v1/traces is appended")));
         }
         assert!(endpoint(&Value::from("http://c:4318/v1")).is_ok());
     }

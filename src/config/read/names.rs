@@ -9,19 +9,19 @@ use serde::{Deserialize, Serialize};
 use super::reader::Expected;
 use super::values::{list, name, optional_name};
 
-/// AMQP carries a name's length in one byte.
+/// The longest name, in bytes: AMQP carries a name's length in one byte.
 const LONGEST: usize = 255;
-/// The longest suffix of a task queue's name: `.retry-2592000000ms`.
+/// The longest suffix of a retry queue's name, in bytes: `.retry-2592000000ms`, which is 30 days.
 const LONGEST_SUFFIX: usize = 19;
 
 /// A queue.
 pub(crate) fn queue(value: &Value) -> Result<String, Expected> {
-    at_most(value, LONGEST)
+    queue_of_at_most(value, LONGEST)
 }
 
 /// A queue, with room for the suffix of its retry queues.
 pub(crate) fn task_queue(value: &Value) -> Result<String, Expected> {
-    at_most(value, LONGEST - LONGEST_SUFFIX)
+    queue_of_at_most(value, LONGEST - LONGEST_SUFFIX)
 }
 
 /// A queue, or `""` for none.
@@ -29,7 +29,7 @@ pub(crate) fn optional_queue(value: &Value) -> Result<Option<String>, Expected> 
     optional_name(value)?.map(|_| queue(value)).transpose()
 }
 
-fn at_most(value: &Value, longest: usize) -> Result<String, Expected> {
+fn queue_of_at_most(value: &Value, longest: usize) -> Result<String, Expected> {
     let queue = name(value).map_err(|_| "the name of a queue".to_owned())?;
     if queue.len() > longest {
         return Err(format!("a queue name of at most {longest} bytes"));
@@ -52,7 +52,7 @@ pub(crate) fn exchange(value: &Value) -> Result<Option<String>, Expected> {
     }
 }
 
-/// Names of a model.
+/// Names by which requests may call a model.
 pub(crate) fn served_names(value: &Value) -> Result<Vec<String>, Expected> {
     let names = list(value)?;
     match names.iter().any(String::is_empty) {
@@ -78,8 +78,8 @@ pub(crate) fn devices(value: &Value) -> Result<Devices, Expected> {
     if matches!(&value.kind, ValueKind::String(text) if text == "auto") {
         return Ok(Devices::Auto);
     }
-    let strange = |device: &String| device.is_empty() || device == "auto";
-    if devices.is_empty() || devices.iter().any(strange) {
+    let is_invalid = |device: &String| device.is_empty() || device == "auto";
+    if devices.is_empty() || devices.iter().any(is_invalid) {
         return Err(EXPECTED.to_owned());
     }
     let mut seen = BTreeSet::new();

@@ -24,7 +24,9 @@ pub(crate) struct Report {
 /// One section that is being read.
 pub(crate) struct Reader<'r> {
     path: String,
+    /// The keys that were not read yet.
     left: Map<String, Value>,
+    /// The keys that were read.
     known: Vec<&'static str>,
     report: &'r mut Report,
 }
@@ -143,7 +145,8 @@ impl Report {
     }
 }
 
-/// The origin of a value. A section merged from several layers has none: then the origin of its first setting.
+/// The origin of a value. A section merged from several layers has none of its own. The alphabetically first origin of
+/// its settings stands for it, so that the result does not depend on the order in a map.
 pub(crate) fn origin(value: &Value) -> String {
     fn written_by(value: &Value) -> Option<&str> {
         let below = || match &value.kind {

@@ -11,7 +11,7 @@ use super::super::text::{A_DURATION, A_SIZE, parse_duration, parse_size, show_du
 use super::reader::Expected;
 
 /// Prefixes of the origins whose values can only be text.
-const OF_TEXT: [&str; 2] = ["flag ", "environment variable "];
+const TEXT_ORIGINS: [&str; 2] = ["flag ", "environment variable "];
 
 /// Any text.
 pub(crate) fn text(value: &Value) -> Result<String, Expected> {
@@ -25,7 +25,7 @@ pub(crate) fn text(value: &Value) -> Result<String, Expected> {
 pub(crate) fn name(value: &Value) -> Result<String, Expected> {
     let text = text(value)?;
     if text.is_empty() {
-        return Err("a name, not nothing".to_owned());
+        return Err("a name that is not empty".to_owned());
     }
     if text.trim() != text || text.contains(char::is_control) {
         return Err("a name without blanks around it or control characters in it".to_owned());
@@ -46,7 +46,7 @@ pub(crate) fn optional_file(value: &Value) -> Result<Option<PathBuf>, Expected> 
     Ok(optional_name(value)?.map(PathBuf::from))
 }
 
-/// One of these names; returns the value beside it.
+/// One of these names; returns the value that is paired with it.
 pub(crate) fn choice<T: Copy>(all: &'static [(T, &str)]) -> impl Fn(&Value) -> Result<T, Expected> {
     move |value| {
         let written = text(value).ok();
@@ -85,7 +85,7 @@ pub(crate) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Val
     }
 }
 
-/// This word for none, or a value that `read` accepts.
+/// None for the text `word`; for any other value what `read` returns.
 pub(crate) fn unless<T>(
     word: &'static str,
     read: impl Fn(&Value) -> Result<T, Expected>,
@@ -96,8 +96,8 @@ pub(crate) fn unless<T>(
     }
 }
 
-/// A value with its unit within the range: `what` it is and the `form` it is written in, for errors; `parse` reads it,
-/// `show` writes a limit.
+/// A value with a unit, within the range. `parse` reads it. Errors name it as `what`, describe the expected `form`, and
+/// write the range's limits with `show`.
 fn with_unit<T: PartialOrd + Copy>(
     what: &'static str,
     form: &'static str,
@@ -143,8 +143,8 @@ pub(crate) fn share(value: &Value) -> Result<f64, Expected> {
     number.filter(|number| (0.0..=1.0).contains(number)).ok_or_else(|| "a number from 0 to 1".to_owned())
 }
 
-/// A list of texts, also as one text: comma-separated, or an array as TOML and JSON write it. Blanks around
-/// parts are dropped; parts may be empty, an empty text has no parts.
+/// A list of texts. It may also be one text: comma-separated, or an array as TOML and JSON write it. Blanks around
+/// parts are dropped. Parts may be empty; an empty text has no parts.
 pub(crate) fn list(value: &Value) -> Result<Vec<String>, Expected> {
     match &value.kind {
         ValueKind::String(written) if written.trim_start().starts_with('[') => {
@@ -170,9 +170,10 @@ pub(crate) fn parse_array(written: &str) -> Option<Value> {
     parse_value(written).filter(|value| matches!(value.kind, ValueKind::Array(_)))
 }
 
-/// The value that TOML would read from a flag's or variable's text.
+/// Parses a flag's or variable's text as a TOML value. Text that is no TOML, and all other values, are returned as they
+/// are.
 pub(crate) fn typed(value: &Value) -> Value {
-    let is_text = value.origin().is_some_and(|origin| OF_TEXT.iter().any(|it| origin.starts_with(it)));
+    let is_text = value.origin().is_some_and(|origin| TEXT_ORIGINS.iter().any(|it| origin.starts_with(it)));
     match &value.kind {
         ValueKind::String(text) if is_text => parse_value(text).unwrap_or_else(|| value.clone()),
         _ => value.clone(),
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_switches_may_come_as_text() {
+    fn numbers_and_switches_may_be_text() {
         assert_eq!(whole::<u32>(1..=9)(&written("2")), Ok(2));
         assert_eq!(whole::<u32>(1..=9)(&Value::from(2_i64)), Ok(2));
         assert_eq!(switch(&written("true")), Ok(true));
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_in_range_is_refused_with_the_range() {
+    fn a_value_that_is_no_number_in_range_is_refused_with_the_range() {
         for value in [
             Value::from(0_i64),
             Value::from(10_i64),
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_holds_something_and_nothing_strange() {
+    fn a_name_has_no_surrounding_blanks_or_control_characters() {
         assert!(name(&written("embed")).is_ok());
         for value in [written(""), written(" "), written("a "), written("a\nb"), Value::from(1_i64)] {
             assert!(name(&value).is_err(), "{value}");
@@ -268,14 +269,14 @@ mod tests {
     }
 
     #[test]
-    fn a_duration_out_of_range_is_told_the_range() {
+    fn a_duration_out_of_range_is_refused_with_the_range() {
         let range = Duration::from_secs(1)..=Duration::from_secs(90);
         let expected = Err("a duration from 1s to 1m30s".to_owned());
         assert_eq!(duration(range)(&written("2m")), expected);
     }
 
     #[test]
-    fn a_share_may_come_as_text_and_whole() {
+    fn a_share_may_be_text_or_a_whole_number() {
         for (written, expected) in [("0", 0.0), ("0.25", 0.25), ("1e-3", 0.001), ("1", 1.0)] {
             assert_eq!(share(&Value::from(written)), Ok(expected));
         }

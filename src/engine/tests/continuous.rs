@@ -1,4 +1,5 @@
-//! Sequences that follow scripts, in paused time: they join, leave, fail, and are cancelled between steps.
+//! Tests of the loop of sequences with the `script` model, in paused time: sequences join, leave, fail, and are
+//! cancelled between steps.
 
 use std::future::poll_fn;
 
@@ -7,7 +8,8 @@ use tokio::task::LocalSet;
 use tokio::time::Instant;
 
 use super::*;
-use crate::model::{TaskErrorKind, script};
+use crate::model::TaskErrorKind;
+use crate::model::testing::script;
 
 pub(super) struct Rig {
     pub(super) engine: Arc<dyn Engine>,
@@ -16,7 +18,7 @@ pub(super) struct Rig {
     begun: Instant,
 }
 
-/// The outcome of a task, and when it came, in milliseconds.
+/// The outcome of a task. Times are in milliseconds since the start of the rig.
 #[derive(Debug)]
 pub(super) struct Ended {
     result: Result<Value, TaskError>,
@@ -61,7 +63,7 @@ impl Rig {
         self.run_as(state(id, None), script, false).await
     }
 
-    /// Runs a task, and takes a part every 50 ms, as a worker does.
+    /// Runs a task, and takes its parts every 50 ms, as a worker does.
     pub(super) async fn run_as(&self, task: Arc<TaskState>, script: Value, isolated: bool) -> Ended {
         let message = Message { body: script.to_string().into(), ..Message::default() };
         let mut job = match self.engine.preprocess(&message) {
@@ -105,7 +107,7 @@ impl Rig {
     }
 }
 
-/// A sequence with these tokens, whose steps take 10 ms.
+/// A sequence of `prompt` and `max_tokens` tokens, whose steps take 10 ms.
 pub(super) fn sequence(prompt: usize, max_tokens: usize) -> Value {
     json!({"prompt": prompt, "max_tokens": max_tokens, "step_ms": 10})
 }
@@ -136,7 +138,7 @@ async fn a_sequence_joins_a_running_batch_and_leaves_without_the_others() {
         };
         let (long, late) = tokio::join!(rig.run("long", sequence(8, 20)), late);
         assert_eq!((long.text(), late.text()), (&*words(20), &*words(2)));
-        assert_eq!(long.at, 200, "it waited for nobody");
+        assert_eq!(long.at, 200, "it did not wait for the late one");
         assert!(late.at < 90, "{}", late.at);
         assert_eq!(rig.log.on_device(), [vec!["long"], vec!["long", "late"], vec!["long"]]);
         assert_eq!((long.computed.compute, late.computed.last.size), (Duration::from_millis(200), 2));
@@ -152,15 +154,15 @@ async fn a_long_prompt_goes_in_chunks_and_holds_up_no_answer() {
         assert_eq!((answer.at, answer.text()), (120, &*words(12)));
         // 12 tokens fit beside a's prompt, then 15 beside each token of its answer: 6 more steps.
         assert_eq!((prompt.at, prompt.text()), (90, &*words(3)));
-        for said in rig.log.take() {
-            assert!(!matches!(said, Said::Passed { tokens: 17.., .. }), "{said:?}");
+        for report in rig.log.take() {
+            assert!(!matches!(report, Report::Passed { tokens: 17.., .. }), "{report:?}");
         }
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_piece_is_a_part_at_once_and_then_one_is_sent_each_50_ms_and_the_last_before_the_end() {
+async fn the_first_part_is_immediate_and_later_ones_follow_every_50_ms() {
     here(async {
         let rig = Rig::new("script", 64);
         let ended = rig.run("a", with(sequence(4, 17), json!({"stream": true}))).await;
@@ -181,7 +183,7 @@ async fn the_first_piece_is_a_part_at_once_and_then_one_is_sent_each_50_ms_and_t
 }
 
 #[tokio::test(start_paused = true)]
-async fn cancelled_late_and_withdrawn_sequences_end_between_two_steps_and_free_their_places() {
+async fn unwanted_sequences_end_between_two_steps_and_free_their_slots() {
     here(async {
         let rig = Rig::new("script?sequences=3", 64);
         let (cancelled, withdrawn) = (state("cancelled", None), state("withdrawn", None));
@@ -211,13 +213,17 @@ async fn cancelled_late_and_withdrawn_sequences_end_between_two_steps_and_free_t
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sequence_waits_for_room_and_one_that_never_fits_is_refused_with_numbers() {
+async fn a_sequence_waits_for_room_and_one_that_never_fits_is_refused() {
     here(async {
         let rig = Rig::new("script?tokens=104&context=104", 64);
         let (first, second) = tokio::join!(rig.run("a", sequence(30, 30)), rig.run("b", sequence(30, 30)));
-        assert_eq!((first.at, second.at), (300, 600), "not both at once: the probe's 4 tokens are kept too");
+        assert_eq!(
+            (first.at, second.at),
+            (300, 600),
+            "not both at once: the probe's 4 tokens are reserved too"
+        );
         let refused = rig.run("never", sequence(99, 2)).await;
-        assert_eq!(refused.error(), TaskErrorKind::BadInput, "nor does what fits beside no probe");
+        assert_eq!(refused.error(), TaskErrorKind::BadInput, "it would fit only without the probe");
         let refused = rig.run("c", sequence(90, 14)).await;
         let error = refused.result.unwrap_err();
         assert_eq!(error.kind, TaskErrorKind::BadInput);
@@ -248,7 +254,7 @@ async fn a_failing_sequence_costs_the_others_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_step_that_finds_no_memory_is_made_in_halves_and_later_steps_are_smaller() {
+async fn a_step_out_of_memory_is_halved_and_later_steps_are_smaller() {
     here(async {
         let rig = Rig::new("script?faults", 64);
         let bad = with(sequence(40, 4), json!({"fail": "oom", "fits": 12}));
@@ -262,22 +268,22 @@ async fn a_step_that_finds_no_memory_is_made_in_halves_and_later_steps_are_small
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_that_fails_answers_nothing_more_and_the_launcher_knows_with_what() {
+async fn after_a_device_failure_nothing_is_answered_and_its_tasks_stay_announced() {
     here(async {
         let rig = Rig::new("script?faults", 64);
         let bad = with(sequence(4, 20), json!({"fail": "device", "at": 3}));
         let both = async { tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad)) };
         assert!(tokio::time::timeout(Duration::from_secs(60), both).await.is_err());
         assert_eq!(rig.fault.lock().unwrap().as_deref(), Some("as the task asked for"));
-        let said = rig.log.take();
+        let reports = rig.log.take();
         let both = vec!["a".to_owned(), "bad".to_owned()];
-        assert!(said.contains(&Said::OnDevice(both)) && !said.contains(&Said::Idle), "{said:?}");
+        assert!(reports.contains(&Report::OnDevice(both)) && !reports.contains(&Report::Idle), "{reports:?}");
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn isolated_sequences_run_alone_and_the_others_go_on_where_they_were_or_say_the_same_again() {
+async fn isolated_sequences_run_alone_and_interrupted_ones_give_the_same_text() {
     here(async {
         let rig = Rig::new("script?sequences=2", 64);
         let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
@@ -310,8 +316,8 @@ async fn sixteen_run_at_once_and_the_seventeenth_joins_when_one_leaves() {
         let ended = futures_util::future::join_all(runs).await;
         let at: Vec<u64> = ended.iter().map(|ended| ended.at).collect();
         assert_eq!(at[0], 100);
-        assert_eq!(at[15], 250, "each as if it were alone");
-        assert_eq!(at[16], 360, "behind the first");
+        assert_eq!(at[15], 250, "each runs as if it were alone");
+        assert_eq!(at[16], 360, "after the first has left");
         assert_eq!(rig.log.on_device()[0].len(), 16);
     })
     .await;
@@ -337,7 +343,7 @@ async fn the_highest_priority_is_next() {
     .await;
 }
 
-pub(super) fn of(id: &str, requester: u64) -> Arc<TaskState> {
+pub(super) fn state_of(id: &str, requester: u64) -> Arc<TaskState> {
     let name = TaskName { id: id.into(), fingerprint: id.into() };
     let mut state = TaskState::new(name, None);
     state.requester = requester;
@@ -349,17 +355,17 @@ async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
     here(async {
         for requester in [1, 2] {
             let rig = Rig::new("script?tokens=32768&context=8192", 512);
-            let long = ["a", "b", "c"].map(|id| rig.run_as(of(id, 1), sequence(4_000, 1), false));
+            let long = ["a", "b", "c"].map(|id| rig.run_as(state_of(id, 1), sequence(4_000, 1), false));
             let short = async {
                 rig.log.passes(1).await;
-                rig.run_as(of("short", requester), sequence(1, 1), false).await
+                rig.run_as(state_of("short", requester), sequence(1, 1), false).await
             };
             let (long, short) = tokio::join!(futures_util::future::join_all(long), short);
             assert!(short.at <= 30, "requester {requester}: {} ms", short.at);
             // 12,001 tokens are 24 steps, however they are divided; the first ones are shorter, until it is known how
             // long steps take.
             let last = long.iter().map(|ended| ended.at).max();
-            assert_eq!(last, Some(270));
+            assert_eq!(last, Some(260));
         }
     })
     .await;
@@ -369,18 +375,18 @@ async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
 async fn eight_long(rig: &Rig) -> Vec<Ended> {
     let names: Vec<String> = (0..8).map(|n| n.to_string()).collect();
     let streamed = with(sequence(40, 3_900), json!({"stream": true}));
-    let runs = names.iter().map(|id| rig.run_as(of(id, 1), streamed.clone(), false));
+    let runs = names.iter().map(|id| rig.run_as(state_of(id, 1), streamed.clone(), false));
     futures_util::future::join_all(runs).await
 }
 
 #[tokio::test(start_paused = true)]
-async fn reservations_of_one_requester_do_not_hold_up_another_and_a_stream_that_gave_way_repeats_no_part() {
+async fn preemption_makes_room_for_another_requester_and_repeats_no_part() {
     here(async {
         let rig = Rig::new("script?tokens=16384&context=4096", 1_024);
         let other = async {
             rig.log.passes(1_200).await;
             let came = rig.ms();
-            let ended = rig.run_as(of("other", 2), sequence(600, 1), false).await;
+            let ended = rig.run_as(state_of("other", 2), sequence(600, 1), false).await;
             ended.at - came
         };
         let (long, waited) = tokio::join!(eight_long(&rig), other);

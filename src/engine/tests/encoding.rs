@@ -1,9 +1,9 @@
-//! Sequences whose window is encoded before their first token, in paused time.
+//! Tests of sequences whose window is encoded before their first token, in paused time.
 
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 
-use super::continuous::{Ended, Rig, here, of, sequence, with, words};
+use super::continuous::{Ended, Rig, here, sequence, state_of, with, words};
 use super::*;
 use crate::model::TaskErrorKind;
 
@@ -22,12 +22,14 @@ fn at(ended: &[Ended]) -> Vec<u64> {
 
 /// The sizes of all passes so far.
 fn sizes(rig: &Rig) -> Vec<usize> {
-    let said = rig.log.take().into_iter();
-    said.filter_map(|said| if let Said::Passed { inputs, .. } = said { Some(inputs) } else { None }).collect()
+    let reports = rig.log.take().into_iter();
+    reports
+        .filter_map(|report| if let Report::Passed { inputs, .. } = report { Some(inputs) } else { None })
+        .collect()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_window_of_400_ms_delays_each_of_sixteen_that_decode_once_in_eight_steps() {
+async fn a_window_delays_sixteen_decoding_sequences_once_in_eight_steps() {
     here(async {
         let rig = Rig::new("script?sequences=24", 64);
         let (long, short) = (names(16), ["a", "b", "c", "d"]);
@@ -39,7 +41,7 @@ async fn a_window_of_400_ms_delays_each_of_sixteen_that_decode_once_in_eight_ste
             tokio::join!(join_all(long.iter().map(|id| rig.run(id, sequence(1, 100)))), windows);
         assert_eq!(at(&long), [1_000 + 4 * 400; 16]);
         assert!(long.iter().all(|ended| ended.text() == words(100)));
-        // The first begins at 60 ms; 8 steps of 10 ms lie between two. Three steps make an answer.
+        // The first window begins at 60 ms. 8 steps of 10 ms lie between two windows. An answer takes three steps.
         assert_eq!(at(&windows), [490, 970, 1_450, 1_930]);
         let sizes = sizes(&rig);
         let encoded: Vec<usize> = (0..sizes.len()).filter(|pass| sizes[*pass] == 1).collect();
@@ -49,7 +51,7 @@ async fn a_window_of_400_ms_delays_each_of_sixteen_that_decode_once_in_eight_ste
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_none_decodes_four_windows_are_encoded_together() {
+async fn four_windows_are_encoded_together_while_none_decodes() {
     here(async {
         let rig = Rig::new("script", 64);
         let ended = join_all(names(6).iter().map(|id| rig.run(id, window(4, 2)))).await;
@@ -70,7 +72,7 @@ async fn a_denoising_model_has_no_prompt_and_takes_its_steps_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_pool_says_how_often_windows_are_encoded_or_else_the_model() {
+async fn the_pools_encode_settings_override_those_of_the_model() {
     here(async {
         for (own, source) in [(None, "script?encode_interval=2&encode_batch=1"), (Some(2), "script")] {
             let rig = Rig::new(source, 64);
@@ -88,15 +90,15 @@ async fn the_pool_says_how_often_windows_are_encoded_or_else_the_model() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hundred_windows_of_one_requester_hold_up_those_of_another_by_one() {
+async fn a_hundred_windows_of_one_requester_delay_another_by_one_window() {
     here(async {
         let rig = Rig::new("script", 64);
         let names = names(100);
-        let many = join_all(names.iter().map(|id| rig.run_as(of(id, 1), window(1, 20), false)));
+        let many = join_all(names.iter().map(|id| rig.run_as(state_of(id, 1), window(1, 20), false)));
         let other = async {
             rig.log.passes(10).await;
             let came = rig.ms();
-            rig.run_as(of("other", 2), window(1, 1), false).await.at - came
+            rig.run_as(state_of("other", 2), window(1, 1), false).await.at - came
         };
         let (many, waited) = tokio::join!(many, other);
         assert!(waited <= 2 * (400 + 80) + 10, "{waited} ms");
@@ -106,7 +108,7 @@ async fn a_hundred_windows_of_one_requester_hold_up_those_of_another_by_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn cancelled_late_and_withdrawn_tasks_end_behind_the_window_and_free_their_places() {
+async fn unwanted_tasks_end_after_the_current_window_and_free_their_slots() {
     here(async {
         let rig = Rig::new("script", 64);
         let [cancelled, withdrawn, waiting] = ["cancelled", "withdrawn", "waiting"].map(|id| state(id, None));
@@ -122,7 +124,7 @@ async fn cancelled_late_and_withdrawn_tasks_end_behind_the_window_and_free_their
             rig.run_as(late, window(1, 100), false),
             rig.run("next", window(1, 3)),
             async {
-                // It is the fifth.
+                // Enqueued last, so that it is the fifth; four windows are encoded together.
                 tokio::time::sleep(Duration::from_millis(1)).await;
                 rig.run_as(waiting.clone(), window(1, 100), false).await
             },
@@ -146,7 +148,7 @@ async fn a_failing_window_costs_the_others_nothing() {
     here(async {
         for how in ["error", "row", "panic"] {
             let bad = with(window(4, 20), json!({"fail_encode": how}));
-            // Among others that are encoded with it; and while another decodes.
+            // Once together with other windows, and once while another sequence decodes.
             let rig = Rig::new("script?faults", 64);
             let (a, bad_one, b) = tokio::join!(
                 rig.run("a", window(4, 5)),
@@ -171,7 +173,7 @@ async fn a_failing_window_costs_the_others_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn windows_that_find_no_memory_are_encoded_in_halves_and_later_fewer_together() {
+async fn windows_out_of_memory_are_halved_and_later_batches_are_smaller() {
     here(async {
         let rig = Rig::new("script?faults", 64);
         let tight = |fits: usize| with(window(0, 1), json!({"fail_encode": "oom", "fits": fits}));
@@ -179,7 +181,7 @@ async fn windows_that_find_no_memory_are_encoded_in_halves_and_later_fewer_toget
         assert!(ended.iter().all(|ended| ended.text() == words(1)));
         assert_eq!(sizes(&rig), [4, 4, 2, 2, 2, 2]);
         rig.run("prompt", sequence(60, 1)).await;
-        assert_eq!(sizes(&rig), [1], "prompts have the same room as before");
+        assert_eq!(sizes(&rig), [1], "the bound on prompt tokens is unchanged");
         let (long, none) = tokio::join!(rig.run("long", sequence(4, 30)), rig.run("none", tight(0)));
         assert_eq!((none.error(), long.text()), (TaskErrorKind::OutOfMemory, &*words(30)));
         assert_eq!(*rig.fault.lock().unwrap(), None);
@@ -188,7 +190,7 @@ async fn windows_that_find_no_memory_are_encoded_in_halves_and_later_fewer_toget
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_window_at_which_the_device_fails_the_launcher_knows_the_task_alone() {
+async fn a_device_failure_in_a_window_is_blamed_on_its_task_alone() {
     here(async {
         let rig = Rig::new("script?faults", 64);
         let bad = async {
@@ -204,7 +206,7 @@ async fn of_a_window_at_which_the_device_fails_the_launcher_knows_the_task_alone
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sequence_that_gave_way_encodes_its_window_again_and_says_the_same() {
+async fn a_preempted_sequence_encodes_again_and_gives_the_same_text() {
     here(async {
         let rig = Rig::new("script?sequences=2", 64);
         let ordinary = |id: &'static str| rig.run(id, with(window(4, 10), json!({"stream": true})));
@@ -216,16 +218,16 @@ async fn a_sequence_that_gave_way_encodes_its_window_again_and_says_the_same() {
             ended
         };
         let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);
-        // Both windows, three steps, its own window and its own steps.
+        // Two windows, three steps, its own window and its own five steps.
         assert_eq!(suspect.at, 800 + 30 + 400 + 50);
         for ended in [&a, &b] {
             let parts: String = ended.parts.iter().map(|(_, part)| part.as_str()).collect();
             let spoken = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
             assert_eq!((ended.text(), spoken), (&*words(10), 10), "no piece twice: {parts}");
         }
-        // Three steps, the window again, and all ten steps.
+        // Two windows, three steps, its window again, and all ten steps.
         assert_eq!(b.computed.compute, Duration::from_millis(800 + 30 + 400 + 100));
-        // Seven steps more, during which the other encodes.
+        // Two windows, and ten steps; meanwhile the other encodes its window again.
         assert_eq!(a.computed.compute, Duration::from_millis(800 + 100));
     })
     .await;

@@ -1,4 +1,4 @@
-//! Tests of both loops with models that compute nothing, run turn by turn or in paused time.
+//! Tests of both loops with models that compute nothing. They run turn by turn, or in paused time.
 
 mod continuous;
 mod encoding;
@@ -17,53 +17,58 @@ pub(super) fn policy(max_tokens: usize) -> Policy {
     Policy::new(max_tokens, 64, Duration::from_millis(2))
 }
 
+/// A call that the model thread made to its observer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Said {
+pub(super) enum Report {
     OnDevice(Vec<String>),
     Idle,
-    ToldIdle,
+    ReportedIdle,
     Passed { inputs: usize, tokens: usize, fault: bool },
 }
 
+/// An observer that records its calls, and the number of passes that have ended.
 #[derive(Clone, Default)]
-pub(super) struct Log(Arc<Mutex<Vec<Said>>>, Arc<watch::Sender<usize>>);
+pub(super) struct Log(Arc<Mutex<Vec<Report>>>, Arc<watch::Sender<usize>>);
 
 impl Log {
-    fn push(&self, said: Said) {
-        self.0.lock().unwrap().push(said);
+    fn push(&self, report: Report) {
+        self.0.lock().unwrap().push(report);
     }
 
+    /// Waits until `count` passes have ended.
     pub(super) async fn passes(&self, count: usize) {
         self.1.subscribe().wait_for(|passes| *passes >= count).await.unwrap();
     }
 
-    pub(super) fn take(&self) -> Vec<Said> {
+    pub(super) fn take(&self) -> Vec<Report> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
 
     /// The tasks on the device, one list for each announcement.
     pub(super) fn on_device(&self) -> Vec<Vec<String>> {
-        let said = self.take().into_iter();
-        said.filter_map(|said| if let Said::OnDevice(tasks) = said { Some(tasks) } else { None }).collect()
+        let reports = self.take().into_iter();
+        reports
+            .filter_map(|report| if let Report::OnDevice(tasks) = report { Some(tasks) } else { None })
+            .collect()
     }
 }
 
 impl Observer for Log {
     fn on_device(&self, tasks: Vec<TaskName>) {
-        self.push(Said::OnDevice(tasks.into_iter().map(|task| task.id).collect()));
+        self.push(Report::OnDevice(tasks.into_iter().map(|task| task.id).collect()));
     }
 
     fn mark_idle(&self) {
-        self.push(Said::Idle);
+        self.push(Report::Idle);
     }
 
     fn tell_idle(&self) {
-        self.push(Said::ToldIdle);
+        self.push(Report::ReportedIdle);
     }
 
     fn passed(&self, passed: &Passed<'_>) {
         let Pass { size, tokens, .. } = passed.pass;
-        self.push(Said::Passed { inputs: size, tokens, fault: passed.fault.is_some() });
+        self.push(Report::Passed { inputs: size, tokens, fault: passed.fault.is_some() });
         self.1.send_modify(|passes| *passes += 1);
     }
 }

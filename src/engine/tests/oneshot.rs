@@ -10,9 +10,9 @@ use super::super::turns::{Loop as _, Next};
 use super::*;
 use crate::model::{Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
-/// A model whose inputs say how the batch goes: 0 fails, 1 breaks the device, 2 runs out of memory unless
-/// alone, 3 panics; every other input is its own output.
-struct Aside {
+/// A network whose inputs decide how the batch goes: 0 fails, 1 breaks the device, 2 runs out of memory unless it is
+/// alone, and 3 panics. Every other input is its own output. Calls are recorded in `log`.
+struct Scripted {
     log: Arc<Mutex<Vec<String>>>,
     asynchronous: bool,
 }
@@ -39,20 +39,20 @@ impl Processor for Numbers {
     }
 }
 
-impl Aside {
-    fn say(&self, what: &str, inputs: &[u32]) {
+impl Scripted {
+    fn record(&self, what: &str, inputs: &[u32]) {
         self.log.lock().unwrap().push(format!("{what} {inputs:?}"));
     }
 }
 
-impl Forward for Aside {
+impl Forward for Scripted {
     type Input = u32;
     type Output = u32;
     type Pending = Vec<u32>;
 
     fn submit(&mut self, inputs: &[&u32]) -> Result<Vec<u32>, ForwardError> {
         let inputs: Vec<u32> = inputs.iter().map(|input| **input).collect();
-        self.say("submit", &inputs);
+        self.record("submit", &inputs);
         if inputs.len() > 1 && inputs.contains(&2) {
             return Err(ForwardError::OutOfMemory("full".into()));
         }
@@ -60,7 +60,7 @@ impl Forward for Aside {
     }
 
     fn wait(&mut self, inputs: Vec<u32>) -> Result<Vec<Result<u32, TaskError>>, ForwardError> {
-        self.say("wait", &inputs);
+        self.record("wait", &inputs);
         match &inputs[..] {
             _ if inputs.contains(&0) => Err(ForwardError::Failed("no".into())),
             _ if inputs.contains(&1) => Err(ForwardError::Device("gone".into())),
@@ -78,7 +78,7 @@ impl Forward for Aside {
 struct Rig {
     engine: Arc<dyn Engine>,
     waiting: Arc<Waiting<Numbers>>,
-    work: OneShot<Numbers, Aside>,
+    work: OneShot<Numbers, Scripted>,
     notices: mpsc::Receiver<Notice>,
     calls: Arc<Mutex<Vec<String>>>,
     log: Log,
@@ -96,8 +96,8 @@ impl Rig {
         let wake = woken.clone();
         let waker = Box::new(move || wake.store(true, Ordering::SeqCst));
         let waiting = Arc::new(Waiting::new(policy(4), asynchronous, waker));
-        let aside = Aside { log: Arc::clone(&calls), asynchronous };
-        let network = Network::new(aside, Box::new(log.clone()), notices_in);
+        let scripted = Scripted { log: Arc::clone(&calls), asynchronous };
+        let network = Network::new(scripted, Box::new(log.clone()), notices_in);
         let work = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(Numbers, waiting.clone(), Memory::new(1)));
         let (jobs, together) = (Vec::new(), Vec::new());
@@ -135,12 +135,11 @@ impl Rig {
         }
     }
 
-    /// Runs these batches, whose tasks are all enqueued before the first turn.
+    /// Enqueues a task for each input of these batches, and then runs the loop until it sleeps.
     fn ran(asynchronous: bool, batches: &[&[u8]]) -> Self {
         let mut rig = Self::new(asynchronous);
         rig.engine.expect(Expect::More);
         for batch in batches {
-            // A batch ends when it is full, or at a task as large as a whole batch.
             for input in *batch {
                 rig.enqueue(&[*input], false);
             }
@@ -154,7 +153,7 @@ impl Rig {
         std::mem::take(&mut self.calls.lock().unwrap())
     }
 
-    /// Each task's answer: its bytes, an error, or none.
+    /// Each task's answer: its bytes, or an error; none if it has no answer.
     fn answers(&mut self) -> Vec<Option<Result<Vec<u8>, TaskError>>> {
         let mut context = Context::from_waker(StdWaker::noop());
         let answer = |(_, mut job): (_, Box<dyn Job>)| match job.poll_event(&mut context, false) {
@@ -169,7 +168,7 @@ const FULL: &[u8] = &[10, 11, 12, 13];
 const NEXT: &[u8] = &[20, 21, 22, 23];
 
 #[test]
-fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
+fn the_next_batch_is_submitted_before_the_last_is_waited_for() {
     let mut rig = Rig::ran(true, &[FULL, NEXT, &[30]]);
     let order = [
         "submit [10, 11, 12, 13]",
@@ -182,12 +181,12 @@ fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
     assert_eq!(rig.calls(), order, "a partial batch may still grow while the device computes");
     assert_eq!(rig.together, [4, 4, 1]);
     let on_device = rig.log.on_device();
-    assert_eq!(on_device[1].len(), 8, "both batches are there: {on_device:?}");
+    assert_eq!(on_device[1].len(), 8, "both batches are on the device: {on_device:?}");
     assert!(rig.answers().iter().all(|answer| matches!(answer, Some(Ok(_)))));
 }
 
 #[test]
-fn a_model_that_computes_on_its_thread_is_given_one_batch_at_a_time() {
+fn a_synchronous_model_is_given_one_batch_at_a_time() {
     let rig = Rig::ran(false, &[FULL, NEXT]);
     let order = [
         "submit [10, 11, 12, 13]",
@@ -213,7 +212,7 @@ fn a_bad_input_and_a_panic_cost_their_batch_mates_nothing() {
 }
 
 #[test]
-fn a_batch_that_finds_no_memory_waits_for_the_one_before_it_and_is_halved() {
+fn a_batch_out_of_memory_is_halved_after_the_one_before_it() {
     let mut rig = Rig::ran(true, &[FULL, &[20, 2, 21, 22], &[30, 31, 32, 33]]);
     let calls = rig.calls();
     let order = [
@@ -228,29 +227,35 @@ fn a_batch_that_finds_no_memory_waits_for_the_one_before_it_and_is_halved() {
         "submit [21, 22]",
     ];
     assert_eq!(calls[..order.len()], order);
-    assert!(calls.contains(&"submit [30]".to_owned()), "halves of two are the most that fits: {calls:?}");
+    assert!(
+        calls.contains(&"submit [30]".to_owned()),
+        "half of the two inputs that did not fit is the new bound: {calls:?}"
+    );
     assert!(rig.answers().iter().all(|answer| matches!(answer, Some(Ok(_)))));
     assert_eq!(
         rig.together[..3],
         [4, 1, 1],
-        "halves are told as they are done: the next may end the process"
+        "each half is reported when it is done: the next may end the process"
     );
 }
 
 #[test]
-fn a_device_that_fails_answers_nothing_more() {
+fn after_a_device_failure_nothing_is_answered() {
     let mut rig = Rig::ran(true, &[FULL, &[1, 21, 22, 23], &[30, 31, 32, 33]]);
     assert_eq!(rig.fault.as_deref(), Some("gone"));
     assert!(rig.answers()[4..].iter().all(Option::is_none));
-    let failed = Said::Passed { inputs: 4, tokens: 4, fault: true };
-    let said = rig.log.take();
-    assert!(said.contains(&failed), "{said:?}");
-    let last = said.iter().rev().find_map(|said| if let Said::OnDevice(it) = said { Some(it) } else { None });
-    assert_eq!(last.map(|tasks| &*tasks[0]), Some("1"), "the launcher knows with what");
+    let failed = Report::Passed { inputs: 4, tokens: 4, fault: true };
+    let reports = rig.log.take();
+    assert!(reports.contains(&failed), "{reports:?}");
+    let last = reports
+        .iter()
+        .rev()
+        .find_map(|report| if let Report::OnDevice(it) = report { Some(it) } else { None });
+    assert_eq!(last.map(|tasks| &*tasks[0]), Some("1"), "the launcher knows the tasks on the device");
 }
 
 #[test]
-fn what_is_withdrawn_or_cancelled_or_late_is_not_computed() {
+fn withdrawn_and_cancelled_inputs_are_not_computed() {
     let mut rig = Rig::new(false);
     rig.engine.expect(Expect::More);
     for input in [10, 11, 12] {
@@ -269,17 +274,17 @@ fn what_is_withdrawn_or_cancelled_or_late_is_not_computed() {
 }
 
 #[test]
-fn an_idle_device_waits_for_tasks_on_their_way_and_is_woken_when_the_last_has_come() {
+fn an_idle_device_waits_for_expected_tasks_and_wakes_after_the_last() {
     let mut rig = Rig::new(false);
     assert_eq!(rig.run(), Next::Sleep(None));
     rig.engine.expect(Expect::More);
     rig.engine.expect(Expect::More);
     rig.enqueue(&[10], false);
-    assert!(rig.woken.swap(false, Ordering::SeqCst), "it has to know when this one is due");
+    assert!(rig.woken.swap(false, Ordering::SeqCst), "it must learn when this one is due");
     rig.engine.expect(Expect::Less);
     assert!(matches!(rig.run(), Next::Sleep(Some(_))));
     rig.enqueue(&[11], false);
-    assert!(!rig.woken.load(Ordering::SeqCst), "another one changes nothing");
+    assert!(!rig.woken.load(Ordering::SeqCst), "a second task makes nothing due earlier");
     rig.engine.expect(Expect::Less);
     assert!(rig.woken.load(Ordering::SeqCst));
     rig.run();
@@ -287,19 +292,19 @@ fn an_idle_device_waits_for_tasks_on_their_way_and_is_woken_when_the_last_has_co
 }
 
 #[test]
-fn what_comes_between_a_look_and_the_sleep_is_not_slept_over() {
+fn a_task_enqueued_just_before_the_sleep_is_noticed() {
     let mut rig = Rig::new(false);
     rig.engine.expect(Expect::More);
     rig.engine.expect(Expect::More);
     rig.enqueue(&[10], false);
     rig.engine.expect(Expect::Less);
-    // The loop looked before this task was enqueued, so it has no time to wake at.
-    assert!(!rig.waiting.sleep(None, now()), "10 is due in 2 ms, whether another comes or not");
+    // As if the loop had read the queue before this task was enqueued: it has no time at which to wake.
+    assert!(!rig.waiting.sleep(None, now()), "10 is due in 2 ms, whether another task arrives or not");
     assert!(matches!(rig.run(), Next::Sleep(Some(_))));
 }
 
 #[test]
-fn isolated_tasks_go_first_and_alone_and_others_wait_until_they_have_left() {
+fn isolated_tasks_run_first_and_alone_and_the_others_wait() {
     let mut rig = Rig::new(true);
     rig.engine.expect(Expect::More);
     rig.enqueue(&[10], false);
@@ -317,26 +322,26 @@ fn isolated_tasks_go_first_and_alone_and_others_wait_until_they_have_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_launcher_hears_that_the_device_is_idle_after_a_moment() {
+async fn idleness_is_reported_after_a_delay() {
     let mut rig = Rig::ran(false, &[FULL]);
-    assert!(!rig.log.take().contains(&Said::ToldIdle));
+    assert!(!rig.log.take().contains(&Report::ReportedIdle));
     tokio::time::advance(Duration::from_millis(10)).await;
     assert_eq!(rig.run(), Next::Sleep(None));
-    assert_eq!(rig.log.take(), [Said::ToldIdle]);
+    assert_eq!(rig.log.take(), [Report::ReportedIdle]);
 }
 
 /// Sets the flag when it is dropped.
-struct Held(&'static AtomicBool);
+struct Dropped(&'static AtomicBool);
 
-static GIVEN_BACK: AtomicBool = AtomicBool::new(false);
+static DROPPED: AtomicBool = AtomicBool::new(false);
 
-impl Drop for Held {
+impl Drop for Dropped {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }
 }
 
-impl Forward for Held {
+impl Forward for Dropped {
     type Input = u32;
     type Output = u32;
     type Pending = ();
@@ -351,11 +356,11 @@ impl Forward for Held {
 }
 
 #[test]
-fn a_model_that_has_worked_is_left_to_the_end_of_the_process() {
-    let starter = crate::engine::oneshot(|_, _| Ok((Numbers, Held(&GIVEN_BACK))));
+fn a_model_that_has_worked_is_never_dropped() {
+    let starter = crate::engine::oneshot(|_, _| Ok((Numbers, Dropped(&DROPPED))));
     let (thread, loading) = starter.start_joined(setup("held", 4, &Log::default()));
     let loaded = loading.blocking_recv().unwrap().ok().unwrap();
     drop(loaded.engine);
     thread.join().unwrap();
-    assert!(!GIVEN_BACK.load(Ordering::SeqCst));
+    assert!(!DROPPED.load(Ordering::SeqCst));
 }

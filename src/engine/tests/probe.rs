@@ -1,4 +1,4 @@
-//! What a model's probe says when the model is loaded: of the device, or of its author.
+//! Tests of what a failed probe means when a model is loaded: a broken device, or a mistake of the model's author.
 
 use super::*;
 use crate::engine::{continuous, oneshot};
@@ -7,8 +7,8 @@ use crate::model::{
     SizedInput, Slot,
 };
 
-/// A model whose inputs are the bytes of a body. `e` has a window before its only step. `r` is an input that it refuses, `f` one on which its computation
-/// fails, and `i` one on which it reports a fault of its own.
+/// A model whose inputs are the bytes of a body. It refuses the input `r`, its computation fails on `f`, and it
+/// reports its own fault on `i`. `e` has a window before its only step.
 #[derive(Clone, Copy)]
 struct Fussy {
     probe: &'static str,
@@ -71,7 +71,8 @@ impl Forward for Fussy {
     }
 }
 
-/// The network of sequences: each gives its prompt as its output.
+/// A network of one sequence at a time, whose output is its prompt. Holds that prompt, or `E` once its window is
+/// encoded.
 struct Sequences(u8);
 
 impl Generate for Sequences {
@@ -103,7 +104,7 @@ impl Generate for Sequences {
     fn close(&mut self, _: Slot) {}
 }
 
-/// How the load of a model with this probe ends: of one pass, and of sequences.
+/// The errors of loading a model with this probe: as a one-pass model, and as one of sequences.
 fn loads(probe: &'static str) -> [Option<LoadError>; 2] {
     let model = Fussy { probe };
     let starters =
@@ -112,16 +113,16 @@ fn loads(probe: &'static str) -> [Option<LoadError>; 2] {
 }
 
 #[tokio::test]
-async fn a_probe_that_the_model_refuses_is_its_authors_mistake_and_no_fault_of_the_device() {
+async fn a_refused_probe_is_its_authors_mistake_not_a_device_fault() {
     tokio::task::LocalSet::new()
         .run_until(async {
             assert!(["a", "e"].iter().all(|probe| loads(probe).iter().all(Option::is_none)));
-            for (probe, words) in [("?", "it begins with ?"), ("r", "r is refused")] {
+            for (probe, message) in [("?", "it begins with ?"), ("r", "r is refused")] {
                 for error in loads(probe) {
                     let Some(LoadError::Probe { model, reason }) = error else {
                         panic!("{probe}: {error:?}")
                     };
-                    assert_eq!((&*model, &*reason), ("own", words));
+                    assert_eq!((&*model, &*reason), ("own", message));
                 }
             }
             let [one_pass, sequences] = loads("").map(|error| error.expect("it has no input").to_string());
@@ -138,14 +139,14 @@ async fn a_probe_that_the_model_refuses_is_its_authors_mistake_and_no_fault_of_t
 async fn a_probe_whose_computation_fails_is_a_fault_of_the_device() {
     tokio::task::LocalSet::new()
         .run_until(async {
-            for (probe, words) in
+            for (probe, message) in
                 [("f", "a known input fails: no"), ("i", "a known input fails: not a number")]
             {
                 for error in loads(probe) {
                     let Some(LoadError::Device { device, reason }) = error else {
                         panic!("{probe}: {error:?}")
                     };
-                    assert_eq!((&*device, &*reason), ("cpu", words));
+                    assert_eq!((&*device, &*reason), ("cpu", message));
                 }
             }
         })

@@ -1,4 +1,4 @@
-//! Asks the NVIDIA driver through NVML, whose library is opened at run time. An error on one GPU becomes that
+//! Queries the NVIDIA driver through NVML, whose library is opened at run time. An error of one GPU becomes that
 //! GPU's fault, and hides no other GPU.
 
 use std::ffi::OsStr;
@@ -12,17 +12,17 @@ use super::{Gpu, Gpus, Memory, Part, Process};
 /// The first is installed with every driver, the second only with the development files.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-pub(super) fn ask() -> Gpus {
+pub(super) fn query() -> Gpus {
     let nvml = match open() {
         Ok(nvml) => nvml,
         Err(error) => {
             let installed = !matches!(error, NvmlError::LibloadingError(_));
-            return Gpus { unknown: Some(in_words(&error)), installed, ..Gpus::default() };
+            return Gpus { unknown: Some(describe(&error)), installed, ..Gpus::default() };
         }
     };
     let count = match nvml.device_count() {
         Ok(count) => count,
-        Err(error) => return Gpus { unknown: Some(in_words(&error)), installed: true, ..Gpus::default() },
+        Err(error) => return Gpus { unknown: Some(describe(&error)), installed: true, ..Gpus::default() },
     };
     let mut gpus: Vec<Gpu> = (0..count).map(|index| gpu(&nvml, index)).collect();
     // CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID; GPUs without a bus id come last.
@@ -40,7 +40,7 @@ pub(super) fn ask() -> Gpus {
 /// A session with the driver.
 ///
 /// # Errors
-/// An error for [`in_words`].
+/// The library or the driver cannot be used; [`describe`] says what to do.
 pub(super) fn open() -> Result<Nvml, NvmlError> {
     let mut opened = Nvml::builder().lib_path(OsStr::new(LIBRARIES[0])).init();
     if matches!(opened, Err(NvmlError::LibloadingError(_))) {
@@ -49,8 +49,8 @@ pub(super) fn open() -> Result<Nvml, NvmlError> {
     opened
 }
 
-/// Describes an error, with what to do.
-pub(super) fn in_words(error: &NvmlError) -> String {
+/// Describes an error, and says what to do.
+pub(super) fn describe(error: &NvmlError) -> String {
     match error {
         NvmlError::LibloadingError(_) => {
             "no NVIDIA driver here (libnvidia-ml.so.1 is not found); install one, and in a container give \
@@ -97,7 +97,7 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
     }
 }
 
-/// The fault of a device that has fallen off the bus: the driver still knows its UUID, and little else.
+/// The fault of a device that has fallen off the bus. The driver then still knows its UUID, and little else.
 fn lost(device: &Device<'_>) -> Option<String> {
     match device.memory_info() {
         Err(error @ (NvmlError::GpuLost | NvmlError::Unknown)) => Some(error.to_string()),
@@ -123,8 +123,8 @@ fn processes(device: &Device<'_>) -> Vec<Process> {
 
 /// Its MIG devices, if MIG is on.
 fn parts(device: &Device<'_>) -> Option<Vec<Part>> {
-    const DIVIDED: u32 = 1;
-    device.mig_mode().ok().filter(|mode| mode.current == DIVIDED)?;
+    const MIG_ENABLED: u32 = 1;
+    device.mig_mode().ok().filter(|mode| mode.current == MIG_ENABLED)?;
     let places = 0..device.mig_device_count().unwrap_or(0);
     // An index without a device returns an error.
     let found = places.filter_map(|place| device.mig_device_by_index(place).ok());

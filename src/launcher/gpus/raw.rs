@@ -13,17 +13,17 @@ const NOWHERE: u32 = u32::MAX;
 
 /// A position in a GPU with MIG: a GPU instance, which may be divided into compute instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct MigPlace {
     gpu_instance: u32,
     /// None: the whole GPU instance.
     compute_instance: Option<u32>,
 }
 
-impl Place {
-    /// Whether an event at this place concerns the device at that place.
-    pub(super) fn holds(self, device: Self) -> bool {
-        let computes = self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
-        self.gpu_instance == device.gpu_instance && computes
+impl MigPlace {
+    /// Whether an event at this place affects the device at the other place.
+    pub(super) fn includes(self, device: Self) -> bool {
+        let same_compute_instance = self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
+        self.gpu_instance == device.gpu_instance && same_compute_instance
     }
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Event<'a> {
     /// The Xid number, for an Xid event.
     pub(super) data: u64,
     /// None: the event concerns the whole GPU.
-    pub(super) place: Option<Place>,
+    pub(super) place: Option<MigPlace>,
 }
 
 /// Waits for the next event, like `EventSet::wait`, and returns its place too.
@@ -54,15 +54,15 @@ pub(super) fn wait<'a>(nvml: &'a Nvml, set: &EventSet<'a>, time: Duration) -> Re
         device: unsafe { Device::new(event.device, nvml) },
         kind: EventTypes::from_bits_truncate(event.eventType),
         data: event.eventData,
-        place: gpu_instance.map(|gpu_instance| Place { gpu_instance, compute_instance }),
+        place: gpu_instance.map(|gpu_instance| MigPlace { gpu_instance, compute_instance }),
     })
 }
 
 /// The place of a MIG device.
 ///
 /// # Errors
-/// The device is not a MIG device, or the driver does not say.
-pub(super) fn place(nvml: &Nvml, part: &Device<'_>) -> Result<Place, NvmlError> {
+/// The device is not a MIG device, or the driver does not report its place.
+pub(super) fn place(nvml: &Nvml, part: &Device<'_>) -> Result<MigPlace, NvmlError> {
     let missing = |error: &_| NvmlError::FailedToLoadSymbol(format!("{error}"));
     let (mut gpu_instance, mut compute_instance) = (NOWHERE, NOWHERE);
     let function = *nvml.lib().nvmlDeviceGetGpuInstanceId.as_ref().map_err(missing)?;
@@ -71,7 +71,7 @@ pub(super) fn place(nvml: &Nvml, part: &Device<'_>) -> Result<Place, NvmlError> 
     let function = *nvml.lib().nvmlDeviceGetComputeInstanceId.as_ref().map_err(missing)?;
     // SAFETY: as above.
     nvml_try(unsafe { function(part.handle(), &raw mut compute_instance) })?;
-    Ok(Place { gpu_instance, compute_instance: Some(compute_instance) })
+    Ok(MigPlace { gpu_instance, compute_instance: Some(compute_instance) })
 }
 
 #[cfg(test)]
@@ -79,10 +79,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_event_in_a_part_concerns_what_computes_there_and_nothing_beside() {
-        let place = |gpu_instance, compute_instance| Place { gpu_instance, compute_instance };
+    fn an_event_in_a_mig_device_affects_no_other_mig_device() {
+        let place = |gpu_instance, compute_instance| MigPlace { gpu_instance, compute_instance };
         let device = place(2, Some(0));
-        assert!(place(2, Some(0)).holds(device) && place(2, None).holds(device));
-        assert!(!place(1, Some(0)).holds(device) && !place(2, Some(1)).holds(device));
+        assert!(place(2, Some(0)).includes(device) && place(2, None).includes(device));
+        assert!(!place(1, Some(0)).includes(device) && !place(2, Some(1)).includes(device));
     }
 }

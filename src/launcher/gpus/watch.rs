@@ -1,5 +1,5 @@
-//! Listens to the driver while the launcher runs: waits for events of the GPUs (Xid, ECC), and asks every few
-//! seconds whether they are still there and what the driver wants done with them. Owns its NVML session. Blocks
+//! Listens to the driver while the launcher runs: waits for events of the GPUs (Xid, ECC), and polls every 2 s
+//! whether they are still present and which recovery action the driver wants. Owns its NVML session. Blocks
 //! while the driver does, so it needs a thread of its own.
 
 use std::collections::BTreeMap;
@@ -13,29 +13,29 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::sys_exports::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION;
 use nvml_wrapper::{Device, EventSet, Nvml};
 
-use super::device_fault::{DeviceFault, Kind, Weight, recovery, xid};
-use super::nvml::{in_words, open};
-use super::raw::{self, Place};
+use super::device_fault::{DeviceFault, Kind, Severity, recovery, xid};
+use super::nvml::{describe, open};
+use super::raw::{self, MigPlace};
 
 /// The time between two checks of all devices, and before a lost driver session is opened again.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// How long to wait for an event before checking whether anybody still listens.
-const WAIT: Duration = Duration::from_millis(500);
+/// How long one wait for an event lasts.
+const EVENT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A report about devices.
 #[derive(Debug)]
-pub(crate) enum Word {
+pub(crate) enum DriverReport {
     /// An event that concerns these devices.
-    Event { devices: Vec<String>, device_fault: DeviceFault, weight: Weight },
-    /// All devices, each with the fault that prevents its use now.
-    Look(BTreeMap<String, Option<DeviceFault>>),
+    Event { devices: Vec<String>, device_fault: DeviceFault, severity: Severity },
+    /// The state of all devices: each with the fault that prevents its use now.
+    State(BTreeMap<String, Option<DeviceFault>>),
 }
 
-/// A GPU that the driver has known.
+/// A GPU that the driver knows or has known.
 #[derive(Default)]
 struct Card {
     /// Its MIG devices by UUID, with their places.
-    parts: BTreeMap<String, Option<Place>>,
+    parts: BTreeMap<String, Option<MigPlace>>,
     /// The last event that marked it as failed.
     last: Option<DeviceFault>,
 }
@@ -43,24 +43,24 @@ struct Card {
 /// All GPUs that were ever seen, by UUID.
 type Cards = BTreeMap<String, Card>;
 
-/// Listens until `hear` returns false. Returns at once if there is no driver.
-pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
+/// Listens until `report` returns false. Returns at once if there is no driver.
+pub(crate) fn listen(mut report: impl FnMut(DriverReport) -> bool) {
     let mut cards = Cards::new();
     loop {
         match open() {
-            Ok(nvml) => match session(&nvml, &mut cards, &mut hear) {
+            Ok(nvml) => match session(&nvml, &mut cards, &mut report) {
                 Ok(Over::NobodyListens) => return,
                 Ok(Over::Changed) => continue,
                 Err(error) => tracing::warn!(%error, "lost the session with the driver; opening another"),
             },
             Err(error) if cards.is_empty() => {
-                tracing::info!(reason = in_words(&error), "devices are not watched");
+                tracing::info!(reason = describe(&error), "devices are not watched");
                 return;
             }
             Err(error) => {
-                let gone = DeviceFault { kind: Kind::OffTheBus, message: in_words(&error) };
+                let gone = DeviceFault { kind: Kind::OffTheBus, message: describe(&error) };
                 let all = cards.iter().flat_map(|(uuid, card)| card.parts.keys().chain([uuid]));
-                if !hear(Word::Look(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
+                if !report(DriverReport::State(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
                     return;
                 }
             }
@@ -71,53 +71,53 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
 
 /// Why a session has ended.
 enum Over {
-    /// Nobody listens any more.
+    /// Nobody takes the reports any more.
     NobodyListens,
     /// Devices have disappeared or come back: their events must be registered again.
     Changed,
 }
 
-fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) -> Result<Over, NvmlError> {
-    get_to_know(nvml, cards)?;
+fn session(nvml: &Nvml, cards: &mut Cards, report: &mut impl FnMut(DriverReport) -> bool) -> Result<Over, NvmlError> {
+    discover(nvml, cards)?;
     let set = register(nvml, cards)
         .inspect_err(|error| tracing::info!(%error, "the driver reports no events; polling it instead"))
         .ok();
-    let mut known = look(nvml, cards);
-    if !hear(Word::Look(known.clone())) {
+    let mut known = check_devices(nvml, cards);
+    if !report(DriverReport::State(known.clone())) {
         return Ok(Over::NobodyListens);
     }
-    let mut looked = Instant::now();
+    let mut last_check = Instant::now();
     loop {
         let event = set.as_ref().map_or_else(
             || {
-                thread::sleep(WAIT);
+                thread::sleep(EVENT_TIMEOUT);
                 Err(NvmlError::Timeout)
             },
-            |set| raw::wait(nvml, set, WAIT),
+            |set| raw::wait(nvml, set, EVENT_TIMEOUT),
         );
-        let (word, at_once) = match event {
+        let (event_report, check_now) = match event {
             Ok(event) => (event_on(&event, cards), true),
             Err(NvmlError::Timeout) => (None, false),
             Err(NvmlError::GpuLost) => {
-                // A device is lost, and the next wait may return at once too.
-                thread::sleep(WAIT);
+                // A device is lost. The next wait may return at once too, so this thread sleeps.
+                thread::sleep(EVENT_TIMEOUT);
                 (None, true)
             }
             Err(error) => return Err(error),
         };
-        if !word.is_none_or(&mut *hear) {
+        if !event_report.is_none_or(&mut *report) {
             return Ok(Over::NobodyListens);
         }
-        if !at_once && looked.elapsed() < POLL_INTERVAL {
+        if !check_now && last_check.elapsed() < POLL_INTERVAL {
             continue;
         }
-        let now = look(nvml, cards);
-        looked = Instant::now();
+        let now = check_devices(nvml, cards);
+        last_check = Instant::now();
         let changed = now.iter().any(|(uuid, device_fault)| {
             known.get(uuid).is_none_or(|before| before.is_some() != device_fault.is_some())
         });
         known.clone_from(&now);
-        if !hear(Word::Look(now)) {
+        if !report(DriverReport::State(now)) {
             return Ok(Over::NobodyListens);
         }
         if changed {
@@ -127,7 +127,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
 }
 
 /// Adds newly found GPUs and MIG devices to the known ones.
-fn get_to_know(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
+fn discover(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
     for index in 0..nvml.device_count()? {
         let Ok((uuid, device)) = nvml.device_by_index(index).and_then(|it| Ok((it.uuid()?, it))) else {
             continue;
@@ -146,10 +146,10 @@ fn get_to_know(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
 /// Registers for the events of every GPU that supports them.
 fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError> {
     let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
-    let mut deaf = Vec::new();
-    'anew: loop {
+    let mut failed = Vec::new();
+    'retry: loop {
         let mut set = nvml.create_event_set()?;
-        for uuid in cards.keys().filter(|uuid| !deaf.contains(uuid)) {
+        for uuid in cards.keys().filter(|uuid| !failed.contains(uuid)) {
             let Ok(device) = nvml.device_by_uuid(uuid.as_str()) else { continue };
             let has = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
             if has.is_empty() {
@@ -161,8 +161,8 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
                 // `register_events` consumes the set, also on failure.
                 Err(error) => {
                     tracing::warn!(device = uuid, %error, "cannot register for the events of this device");
-                    deaf.push(uuid);
-                    continue 'anew;
+                    failed.push(uuid);
+                    continue 'retry;
                 }
             }
         }
@@ -171,33 +171,33 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
 }
 
 /// Interprets an event; none if its GPU is unknown.
-fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
+fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<DriverReport> {
     let uuid = event.device.uuid().ok()?;
     let card = cards.get_mut(&uuid)?;
-    let (device_fault, weight) = match event.kind {
+    let (device_fault, severity) = match event.kind {
         kind if kind.contains(EventTypes::CRITICAL_XID_ERROR) => xid(event.data),
         _ => (
             DeviceFault { kind: Kind::Ecc, message: "double bit ECC error".to_owned() },
-            Weight::DeviceFailed,
+            Severity::DeviceFailed,
         ),
     };
-    let meant: Vec<String> = match event.place {
+    let affected: Vec<String> = match event.place {
         Some(place) => {
-            let of_place = |found: &Option<Place>| found.is_some_and(|found| place.holds(found));
+            let of_place = |found: &Option<MigPlace>| found.is_some_and(|found| place.includes(found));
             card.parts.iter().filter(|(_, found)| of_place(found)).map(|(part, _)| part.clone()).collect()
         }
         None => card.parts.keys().chain([&uuid]).cloned().collect(),
     };
-    if weight == Weight::DeviceFailed && event.place.is_none() {
+    if severity == Severity::DeviceFailed && event.place.is_none() {
         card.last = Some(device_fault.clone());
     }
-    let has_failed = weight == Weight::DeviceFailed;
-    tracing::warn!(device = uuid, devices = ?meant, has_failed, fault = device_fault.message, "the driver reports an event");
-    Some(Word::Event { devices: meant, device_fault, weight })
+    let has_failed = severity == Severity::DeviceFailed;
+    tracing::warn!(device = uuid, devices = ?affected, has_failed, fault = device_fault.message, "the driver reports an event");
+    Some(DriverReport::Event { devices: affected, device_fault, severity })
 }
 
 /// Asks for every GPU and MIG device which fault prevents its use.
-fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>> {
+fn check_devices(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>> {
     let mut states = BTreeMap::new();
     for (uuid, card) in cards {
         let found = nvml.device_by_uuid(uuid.as_str());
@@ -225,7 +225,7 @@ fn lost(device: &Device<'_>) -> Option<DeviceFault> {
     device.memory_info().err().and_then(|error| absent(&error))
 }
 
-/// The fault if an error says that the device is gone; other errors say that it lacks the function.
+/// The fault, if an error means that the device is gone. Other errors mean that it lacks the function.
 fn absent(error: &NvmlError) -> Option<DeviceFault> {
     let message = format!("the driver says: {error}");
     match error {

@@ -1,5 +1,5 @@
-//! Opens the one GPU that this process can see (`CUDA_VISIBLE_DEVICES`), and asks the driver for its UUID.
-//! CUDA's libraries are opened at run time; a missing one is an error, not a panic.
+//! Opens the one GPU that this process can see (`CUDA_VISIBLE_DEVICES`), and reads its UUID from the driver.
+//! CUDA's libraries are loaded at run time; a missing one is an error, not a panic.
 
 mod copies;
 
@@ -13,7 +13,7 @@ use sys::CUdevice_attribute_enum as Attribute;
 use super::Power;
 pub use copies::{Copies, DeviceToHost, HostToDevice};
 
-/// Libraries that every computation needs, and what to do if one is missing.
+/// The libraries that every computation needs, and what to do if one is missing.
 const NEEDED: [(&str, &str); 3] = [
     ("cuda", "no NVIDIA driver here; install one, and in a container give it the GPUs"),
     ("cublas", "CUDA 13's cuBLAS is not here; install CUDA's runtime libraries, or use an image with them"),
@@ -26,30 +26,30 @@ const NEEDED: [(&str, &str); 3] = [
 /// Why it cannot be opened.
 pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
     for (library, missing) in NEEDED {
-        if !is_here(library) {
+        if !is_installed(library) {
             return Err(format!("lib{library} is not found: {missing}"));
         }
     }
-    // candle's own search for libraries panics, and it needs further libraries.
+    // candle panics if it does not find a library, and it needs more libraries than those above.
     let opened = catch_unwind(|| Device::new_cuda_with_stream(0)).map_err(|panic| {
         let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
-        format!("CUDA cannot be started; are the libraries of CUDA 13 here? {message}")
+        format!("CUDA cannot be started; are the libraries of CUDA 13 installed? {message}")
     })?;
     let device = opened.map_err(|error| error.to_string())?;
     let cuda = device.as_cuda_device().map_err(|error| error.to_string())?;
     let stream = cuda.cuda_stream();
-    arrange(stream.context()).map_err(|error| format!("its memory cannot be arranged: {error}"))?;
+    configure(stream.context()).map_err(|error| format!("its memory pool cannot be configured: {error}"))?;
     let uuid = stream.context().uuid().map_err(|error| format!("no UUID: {error}"))?;
     let kind = if asked.starts_with("MIG-") { "MIG" } else { "GPU" };
     let uuid = uuid::Uuid::from_bytes(uuid.bytes.map(|byte| byte.cast_unsigned()));
     Ok((device, format!("{kind}-{uuid}")))
 }
 
-/// Turns off event tracking, which costs two events per tensor: this program orders its streams itself. Keeps
-/// freed memory for the next pass, where the driver would return it to the system at each wait.
-#[expect(unsafe_code, reason = "the driver's own interface has no safe form for either")]
-fn arrange(context: &CudaContext) -> Result<(), DriverError> {
-    // SAFETY: tensors are used on one stream. `copies` orders what other streams use.
+/// Turns off event tracking, which costs two events per tensor, since this program orders its streams itself. Makes the
+/// memory pool keep freed memory for the next pass; by default the driver returns it to the system at each wait.
+#[expect(unsafe_code, reason = "the driver's interface has no safe form for either")]
+fn configure(context: &CudaContext) -> Result<(), DriverError> {
+    // SAFETY: tensors are used on one stream. `copies` orders the accesses of other streams.
     unsafe { context.disable_event_tracking() };
     if !context.has_async_alloc() {
         return Ok(());
@@ -63,13 +63,13 @@ fn arrange(context: &CudaContext) -> Result<(), DriverError> {
     }
 }
 
-/// The GPU's multiprocessors, and its possible speed in f32: at the highest clock that the driver reports, with
-/// one product and one sum per unit and cycle.
+/// The GPU's multiprocessors, and its peak speed in f32: at the highest clock that the driver reports, with one
+/// multiplication and one addition per unit and cycle.
 pub(super) fn power(device: &Device) -> Option<Power> {
     let stream = device.as_cuda_device().ok()?.cuda_stream();
     let attribute = |which| stream.context().attribute(which).ok().filter(|value| *value > 0);
     let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    // f32 units of a multiprocessor, by CUDA's programming guide.
+    // The f32 units of a multiprocessor, according to CUDA's programming guide.
     let capability = stream.context().compute_capability().ok()?;
     let units = if capability <= (8, 0) { 64.0 } else { 128.0 };
     let clock =
@@ -79,7 +79,7 @@ pub(super) fn power(device: &Device) -> Option<Power> {
 }
 
 #[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]
-fn is_here(library: &str) -> bool {
+fn is_installed(library: &str) -> bool {
     let mut names = cudarc::get_lib_name_candidates(library).into_iter();
     // SAFETY: NVIDIA's libraries may be opened by any thread at any time; candle opens them next.
     names.any(|name| unsafe { libloading::Library::new(name) }.is_ok())

@@ -1,5 +1,5 @@
-//! Checks whether a device computes rightly and fast enough: it multiplies two known matrices of whole numbers,
-//! on a GPU against the clock. The model itself compares what it computes with a reference. Owns no state.
+//! Checks whether a device computes correctly and fast enough: it multiplies two known matrices of whole numbers, and
+//! on a GPU the multiplication is timed. Whether a network computes correctly is checked in `nets`. Owns no state.
 
 use std::time::{Duration, Instant};
 
@@ -9,23 +9,24 @@ use super::{Power, forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
 
-/// Rows of the matrices on a CPU, where a product should take a fraction of a millisecond, and on a GPU whose
-/// memory is nearly full.
-const FEWEST: usize = 128;
-/// On a GPU the product has two tiles of this many rows and columns for each multiprocessor: all of them
+/// The fewest rows of the matrices. Used on a CPU, where a product should take a fraction of a millisecond, and on a
+/// GPU whose memory is nearly full.
+const MIN_ROWS: usize = 128;
+/// Rows and columns of a tile. On a GPU the product has two tiles for each multiprocessor, so that all multiprocessors
 /// compute, for one millisecond at most.
 const TILE: usize = 128;
-/// The most rows; enough for more multiprocessors than any GPU has.
-const MOST: usize = 2560;
+/// The most rows of the matrices. They suffice for more multiprocessors than any GPU has.
+const MAX_ROWS: usize = 2560;
 /// f32 represents all whole numbers up to this one.
-const WHOLE: f32 = 16_777_216.0;
-/// The largest known number in f32: a product's entries stay far below [`WHOLE`].
-const LARGEST: i32 = 8;
-/// The same in half precision: entries stay below 256, up to which bf16 has all whole numbers (f16: 2048).
-const LARGEST_HALF: i32 = 1;
-/// How long a GPU may take to reach the speed: its clock rises only under load, and other processes may compute
-/// on it at the same time.
-const PATIENCE: Duration = Duration::from_secs(3);
+const MAX_EXACT: f32 = 16_777_216.0;
+/// The largest entry of the matrices in f32: the entries of their product stay far below [`MAX_EXACT`].
+const MAX_ENTRY: i32 = 8;
+/// The same in half precision: the product's entries stay below 256, up to which bf16 represents all whole numbers
+/// (f16: up to 2048).
+const MAX_ENTRY_HALF: i32 = 1;
+/// How long a GPU may take to reach the required speed: its clock rises only under load, and other processes may
+/// compute on it at the same time.
+const SPEED_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A device that has passed the check. While it is kept, opening the same device again is cheap.
 #[derive(Debug)]
@@ -33,8 +34,8 @@ pub struct Proven {
     _device: Device,
 }
 
-/// Opens `device` and checks that it multiplies, in f32 and in `dtype`. A GPU is too slow if it reaches less
-/// than the share `min_speed` of its possible speed in f32.
+/// Opens `device` and checks that it multiplies correctly, in f32 and in `dtype`. A GPU is too slow if it reaches less
+/// than the share `min_speed` of its peak speed in f32.
 ///
 /// # Errors
 /// [`LoadError::Device`] if it cannot be opened or cannot multiply, [`LoadError::Unfit`] if it multiplies
@@ -43,7 +44,7 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
     let (opened, name) = open(device)?;
     let failed = |error: candle_core::Error| {
         let reason = match forward_error(&error) {
-            ForwardError::OutOfMemory(message) => format!("no room for a known product: {message}"),
+            ForwardError::OutOfMemory(message) => format!("not enough memory for a known product: {message}"),
             ForwardError::Failed(message) | ForwardError::Device(message) => {
                 format!("a known product fails: {message}")
             }
@@ -52,21 +53,21 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
     };
     let unfit = |why, reason| LoadError::Unfit { device: name.clone(), why, reason };
     let power = power(&opened);
-    let rows = power.as_ref().map_or(FEWEST, |power| rows(power.multiprocessors));
-    let right = |known: &Known, product: &[f32], dtype| {
-        known.judge(product, dtype).map_err(|reason| unfit(Unfit::WrongResult, reason))
+    let rows = power.as_ref().map_or(MIN_ROWS, |power| rows(power.multiprocessors));
+    let check = |known: &Known, product: &[f32], dtype| {
+        known.check(product, dtype).map_err(|reason| unfit(Unfit::WrongResult, reason))
     };
-    let (in_f32, product) = Known::tried(rows, LARGEST, &opened, DType::F32).map_err(failed)?;
-    right(&in_f32, &product, DType::F32)?;
+    let (in_f32, product) = Known::computed(rows, MAX_ENTRY, &opened, DType::F32).map_err(failed)?;
+    check(&in_f32, &product, DType::F32)?;
     let half = match dtype {
-        // The products of whole numbers are a CPU's, and are compared with the network's reference.
+        // Only a CPU multiplies in int8. The comparison of the network with its reference checks these products.
         Dtype::F32 | Dtype::Int8 => None,
         Dtype::Bf16 => Some(DType::BF16),
         Dtype::F16 => Some(DType::F16),
     };
     if let Some(half) = half {
-        let (known, product) = Known::tried(rows, LARGEST_HALF, &opened, half).map_err(failed)?;
-        right(&known, &product, half)?;
+        let (known, product) = Known::computed(rows, MAX_ENTRY_HALF, &opened, half).map_err(failed)?;
+        check(&known, &product, half)?;
     }
     // A smaller product does not show the device's speed.
     let possible = power.and_then(|power| power.possible).filter(|_| in_f32.rows == rows);
@@ -76,12 +77,12 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
         let reached = best_rate(2.0 * (rows as f64).powi(3), wanted, || factors.time()).map_err(failed)?;
         let (gflops, possible_gflops) = (reached / 1e9, possible / 1e9);
         tracing::debug!(device = name, gflops, possible_gflops, "known products computed");
-        judge_rate(reached, possible, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
+        check_rate(reached, possible, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
     }
     Ok(Proven { _device: opened })
 }
 
-/// None: the device is a CPU, or the driver does not say.
+/// The arithmetic units of a GPU. None if the device is a CPU, or if the driver does not report them.
 #[cfg(feature = "cuda")]
 fn power(device: &Device) -> Option<Power> {
     super::cuda::power(device)
@@ -95,7 +96,7 @@ fn power(_: &Device) -> Option<Power> {
 /// The rows for this many multiprocessors.
 fn rows(multiprocessors: usize) -> usize {
     let tiles = (1..).find(|tiles| tiles * tiles >= 2 * multiprocessors);
-    tiles.map_or(MOST, |tiles| (TILE * tiles).min(MOST))
+    tiles.map_or(MAX_ROWS, |tiles| (TILE * tiles).min(MAX_ROWS))
 }
 
 /// Two square matrices of whole numbers, the same at each start.
@@ -113,8 +114,9 @@ impl Known {
         Self { rows, left: matrix(), right: matrix() }
     }
 
-    /// Two known matrices and their product by the device. If it has no memory for `rows`, with fewer rows.
-    fn tried(
+    /// Two known matrices, and their product computed by the device. They have fewer rows if the device has no memory
+    /// for `rows`.
+    fn computed(
         mut rows: usize,
         largest: i32,
         device: &Device,
@@ -124,9 +126,9 @@ impl Known {
             let known = Self::new(rows, largest);
             match known.on(device, dtype).and_then(Factors::multiply) {
                 Err(error)
-                    if rows > FEWEST && matches!(forward_error(&error), ForwardError::OutOfMemory(_)) =>
+                    if rows > MIN_ROWS && matches!(forward_error(&error), ForwardError::OutOfMemory(_)) =>
                 {
-                    rows = (rows / 2).max(FEWEST);
+                    rows = (rows / 2).max(MIN_ROWS);
                 }
                 product => return Ok((known, product?)),
             }
@@ -142,7 +144,7 @@ impl Known {
     }
 
     /// Checks `product`: it must be exact.
-    fn judge(&self, product: &[f32], dtype: DType) -> Result<(), String> {
+    fn check(&self, product: &[f32], dtype: DType) -> Result<(), String> {
         let wrong = self.wrong_rows(product);
         let Some(first) = wrong.first() else { return Ok(()) };
         let (rows, count, dtype) = (self.rows, wrong.len(), dtype.as_str());
@@ -153,9 +155,9 @@ impl Known {
         ))
     }
 
-    /// Freivalds' algorithm: (left · right) · x = left · (right · x), for a random x. A row with one wrong
-    /// number is always found, since no number of x is 0; a row with several is missed with a chance of 1 in
-    /// 2²⁰.
+    /// The rows of `product` that are wrong, by Freivalds' algorithm: (left · right) · x = left · (right · x) for a
+    /// random x. A row with one wrong number is always found, since no number of x is 0. A row with several wrong
+    /// numbers is missed with a probability of 1 in 2²⁰.
     fn wrong_rows(&self, product: &[f32]) -> Vec<usize> {
         let mut numbers = Numbers(2);
         let x: Vec<i64> = (0..self.rows).map(|_| (numbers.next() >> 44) as i64 + 1).collect();
@@ -167,7 +169,7 @@ impl Known {
             .map(|row| -> i64 { row.iter().zip(&right).map(|(a, b)| i64::from(*a) * b).sum() });
         let found = product.chunks_exact(self.rows).map(|row| {
             let terms = row.iter().zip(&x).map(|(number, x)| {
-                let whole = number.fract() == 0.0 && number.abs() <= WHOLE;
+                let whole = number.fract() == 0.0 && number.abs() <= MAX_EXACT;
                 whole.then(|| *number as i64 * x)
             });
             terms.sum::<Option<i64>>()
@@ -200,8 +202,8 @@ impl Factors {
     }
 }
 
-/// Multiplies until the rate, in operations per second, reaches `wanted` or [`PATIENCE`] ends; returns the best
-/// rate. `operations` are those of one product. The first product is not counted, since it loads code.
+/// Multiplies until the rate, in operations per second, reaches `wanted` or [`SPEED_TIMEOUT`] is over; returns the best
+/// rate. One product takes so many `operations`. The first product is not counted, since it loads code.
 fn best_rate<E>(
     operations: f64,
     wanted: f64,
@@ -209,7 +211,7 @@ fn best_rate<E>(
 ) -> Result<f64, E> {
     product()?;
     let (mut best, mut spent) = (0.0, Duration::ZERO);
-    while best < wanted && spent < PATIENCE {
+    while best < wanted && spent < SPEED_TIMEOUT {
         let took = product()?.max(Duration::from_nanos(1));
         best = f64::max(best, operations / took.as_secs_f64());
         spent += took;
@@ -217,7 +219,7 @@ fn best_rate<E>(
     Ok(best)
 }
 
-fn judge_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String> {
+fn check_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String> {
     let share = reached / possible;
     if share >= min_speed {
         return Ok(());
@@ -233,7 +235,7 @@ fn judge_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String>
     ))
 }
 
-/// Xorshift: pseudo-random numbers that are the same each time.
+/// Xorshift: pseudo-random numbers that are the same at each start.
 struct Numbers(u64);
 
 impl Numbers {
@@ -244,7 +246,7 @@ impl Numbers {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
     }
 
-    /// From -`largest` to `largest`.
+    /// The next number, from -`largest` to `largest`.
     fn next_within(&mut self, largest: i32) -> i32 {
         (self.next() >> 33) as i32 % (2 * largest + 1) - largest
     }
@@ -260,64 +262,64 @@ mod tests {
     }
 
     #[test]
-    fn a_cpu_that_multiplies_rightly_is_fit_in_every_precision_and_not_judged_by_its_speed() {
+    fn a_correct_cpu_is_fit_in_every_precision_at_any_speed() {
         for (dtype, _) in Dtype::ALL {
             prove("cpu", dtype, 1.0).unwrap();
         }
         assert!(matches!(prove("GPU-5a", Dtype::F32, 0.0), Err(LoadError::Device { .. })));
     }
 
-    /// With the size that GPUs are asked for; otherwise a right product could count as wrong.
+    /// For the largest matrices of a GPU. If this did not hold, a correct product could count as wrong.
     #[test]
-    fn known_products_are_whole_numbers_that_their_precision_has() {
-        for (largest, bound) in [(LARGEST, WHOLE), (LARGEST_HALF, 256.0)] {
-            let known = Known::new(MOST, largest);
+    fn known_products_are_exact_in_their_precision() {
+        for (largest, bound) in [(MAX_ENTRY, MAX_EXACT), (MAX_ENTRY_HALF, 256.0)] {
+            let known = Known::new(MAX_ROWS, largest);
             let product = multiplied(&known, DType::F32);
-            assert!(known.judge(&product, DType::F32).is_ok());
+            assert!(known.check(&product, DType::F32).is_ok());
             let most = product.iter().fold(0.0, |most: f32, number| most.max(number.abs()));
             assert!(most <= bound && most > bound.min(4096.0) / 4.0, "{most} of {bound}");
         }
     }
 
     #[test]
-    fn each_multiprocessor_has_its_tiles() {
-        // The GPUs: one multiprocessor, a seventh of an A100, T4, A100, H100, B200, one too large.
+    fn the_product_has_two_tiles_for_each_multiprocessor() {
+        // One multiprocessor, a seventh of an A100, T4, A100, H100, B200, and more than any GPU has.
         let expected =
-            [(1, 256), (14, 768), (40, 1152), (108, 1920), (132, 2176), (148, 2304), (9_999, MOST)];
+            [(1, 256), (14, 768), (40, 1152), (108, 1920), (132, 2176), (148, 2304), (9_999, MAX_ROWS)];
         assert!(expected.iter().all(|(count, most)| rows(*count) == *most));
     }
 
     #[test]
     fn one_wrong_number_is_found_and_its_row_is_named() {
-        let known = Known::new(FEWEST, LARGEST);
+        let known = Known::new(MIN_ROWS, MAX_ENTRY);
         let right = multiplied(&known, DType::F32);
-        assert_eq!(known.judge(&right, DType::F32), Ok(()));
-        let at = 77 * FEWEST + 5;
+        assert_eq!(known.check(&right, DType::F32), Ok(()));
+        let at = 77 * MIN_ROWS + 5;
         let flipped = f32::from_bits(right[at].to_bits() ^ 1 << 12);
         for bad in [right[at] + 1.0, flipped, right[at] + 0.5, f32::NAN, f32::INFINITY, 3e20] {
             let mut wrong = right.clone();
             wrong[at] = bad;
-            let message = known.judge(&wrong, DType::F32).unwrap_err();
+            let message = known.check(&wrong, DType::F32).unwrap_err();
             assert!(message.contains("1 rows are") && message.contains("row 77 first"), "{bad}: {message}");
         }
-        let message = known.judge(&right[..at], DType::F32).unwrap_err();
+        let message = known.check(&right[..at], DType::F32).unwrap_err();
         assert!(message.contains("row 77 first"), "cut off: {message}");
         let zeros = vec![0.0; right.len()];
-        assert!(known.judge(&zeros, DType::F32).unwrap_err().contains("128 rows"), "no result at all");
+        assert!(known.check(&zeros, DType::F32).unwrap_err().contains("128 rows"), "no result at all");
     }
 
     #[test]
-    fn a_slow_device_is_found_with_numbers_and_one_that_is_fast_once_is_not_slow() {
+    fn a_device_is_slow_only_if_no_product_is_fast_enough() {
         let took = |milliseconds: &'static [u64]| {
             let mut times = milliseconds.iter().chain(std::iter::repeat(milliseconds.last().unwrap()));
             move || Ok::<_, ()>(Duration::from_millis(*times.next().unwrap()))
         };
         let rate = |times| best_rate(1e9, 1e10, took(times)).unwrap();
         assert_eq!(rate(&[5_000, 1]), 1e12, "the first loads code");
-        assert_eq!(rate(&[1, 500, 500, 500, 1]), 1e12, "its clock rose, or who was beside it was done");
+        assert_eq!(rate(&[1, 500, 500, 500, 1]), 1e12, "its clock rose, or another process finished");
         assert_eq!(rate(&[1, 2_000, 4_000, 1]), 5e8, "it took too long");
-        assert_eq!(judge_rate(2e11, 1e12, 0.2), Ok(()));
-        let message = judge_rate(1e11, 1e12, 0.2).unwrap_err();
+        assert_eq!(check_rate(2e11, 1e12, 0.2), Ok(()));
+        let message = check_rate(1e11, 1e12, 0.2).unwrap_err();
         for part in ["100 GFLOP/s", "10.0 %", "1000 that", "20.0 % is asked for", "pool.min_speed"] {
             assert!(message.contains(part), "{part:?} is not in {message}");
         }

@@ -1,5 +1,5 @@
-//! Makes the text of a prompt of a conversation by the model's own chat template. A template is a program of
-//! whoever published the model: it gets no files, and a bounded number of instructions.
+//! Renders a conversation to a prompt by the model's own chat template. A template is a program by whoever published
+//! the model, so it may read no files and execute a limited number of instructions.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
@@ -16,18 +16,18 @@ const NAME: &str = "chat_template";
 /// A model's chat template.
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    /// Tokens that templates name: `bos_token`, `eos_token`.
+    /// The special tokens that templates use: `bos_token`, `eos_token`.
     names: Vec<(&'static str, String)>,
 }
 
 impl ChatTemplate {
-    /// Reads a template. `names` are tokens' texts that it may use.
+    /// Reads a template. `names` are the special tokens that it may use.
     ///
     /// # Errors
-    /// The line that is no template.
+    /// The line that is not valid.
     pub fn new(text: String, names: Vec<(&'static str, String)>) -> Result<Self, String> {
         let mut environment = Environment::new();
-        // As the transformers library sets them.
+        // The same settings as in the transformers library.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|error| error.to_string())?);
         environment.set_fuel(Some(FUEL));
@@ -35,7 +35,7 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        // The date would make the same task another one tomorrow.
+        // With the date, the same task would have another prompt tomorrow.
         environment.add_function("strftime_now", |_: String| "");
         let added = environment.add_template_owned(NAME, text);
         added.map_err(|error| format!("the chat template cannot be read: {error:#}"))?;
@@ -53,8 +53,8 @@ impl ChatTemplate {
             TaskError::new(TaskErrorKind::BadInput, message).at("messages")
         };
         let known = self.names.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
-        let ours = [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
-        let context = Value::from_pairs(ours.into_iter().chain(known));
+        let own = [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
+        let context = Value::from_pairs(own.into_iter().chain(known));
         self.environment.get_template(NAME).and_then(|template| template.render(context)).map_err(refused)
     }
 }
@@ -72,14 +72,14 @@ mod tests {
     }
 
     #[test]
-    fn it_sees_messages_tokens_and_the_methods_of_python() {
+    fn a_template_sees_messages_special_tokens_and_python_methods() {
         let template = "{{ bos_token }}{% for m in messages %}\n[{{ m['role'] | upper }}] {{ m.content.strip() }}\
                         {% endfor %}{% if add_generation_prompt %}\n[A]{% endif %}";
         assert_eq!(rendered(template).unwrap(), "<s>[USER] hello[A]");
     }
 
     #[test]
-    fn a_refusal_of_the_template_is_the_requesters_and_a_loop_without_end_is_stopped() {
+    fn a_template_may_refuse_messages_and_cannot_loop_forever() {
         let error = rendered("{{ raise_exception('roles must alternate') }}").unwrap_err();
         assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("messages")));
         assert!(error.message.ends_with("roles must alternate"), "{}", error.message);

@@ -1,4 +1,4 @@
-//! The digest of a model's files. Decides which bytes of a large file it covers. Owns nothing, writes nothing,
+//! Computes the digest of a model's files. Decides which bytes of a large file it covers. Owns nothing, writes nothing,
 //! and does not decide which files belong to a model.
 
 use std::collections::BTreeMap;
@@ -11,11 +11,11 @@ use sha2::{Digest as _, Sha256};
 
 use crate::model::LoadError;
 
-/// The largest file that is read whole, in bytes; tokenizers and settings are smaller.
-const WHOLE: u64 = 32 << 20;
+/// The largest file that is read whole, in bytes. Tokenizers and settings are smaller.
+const MAX_WHOLE: u64 = 32 << 20;
 /// Bytes that are read at the beginning and at the end of a larger file.
 const END: usize = 64 << 10;
-/// The number of blocks that are read of a larger file.
+/// The number of blocks of a larger file that are read.
 const BLOCKS: u64 = 64;
 /// Bytes of one block.
 const BLOCK: usize = 16 << 10;
@@ -45,9 +45,9 @@ fn add(sha256: &mut Sha256, name: &str, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Offset and length of each piece that is read of a file of `size` bytes.
+/// Offset and length of each piece that is read from a file of `size` bytes.
 fn pieces(size: u64) -> Vec<(u64, usize)> {
-    if size <= WHOLE {
+    if size <= MAX_WHOLE {
         return vec![(0, size as usize)];
     }
     let distance = (size - BLOCK as u64) / (BLOCKS - 1);
@@ -95,13 +95,13 @@ mod tests {
     }
 
     #[test]
-    fn of_a_large_file_size_and_both_ends_and_every_part_count() {
+    fn the_digest_of_a_large_file_depends_on_its_size_ends_and_blocks() {
         let folder = Folder::new();
-        let size = 2 * WHOLE + 12_345;
+        let size = 2 * MAX_WHOLE + 12_345;
         let file = File::create(folder.0.path().join("large")).unwrap();
         file.set_len(size).unwrap();
         let zeros = folder.digest(&["large"]);
-        // Every sixtieth of the file is read in part.
+        // A part of every sixtieth of the file is read.
         let part = size / 60;
         for (offset, length) in [(0, 1), (size - 1, 1), (size / 2, part), (size / 3, part)] {
             file.write_all_at(&vec![1; length as usize], offset).unwrap();
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn a_file_of_any_size_is_read_within_its_bounds() {
-        for size in [0, 1, WHOLE, WHOLE + 1, 3 * WHOLE, u64::MAX >> 1] {
+        for size in [0, 1, MAX_WHOLE, MAX_WHOLE + 1, 3 * MAX_WHOLE, u64::MAX >> 1] {
             for (offset, length) in pieces(size) {
                 assert!(offset + length as u64 <= size, "{length} at {offset} of {size}");
             }
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_gone_is_named() {
+    fn a_missing_file_is_named() {
         let path = PathBuf::from("/no/such/file");
         let error = of(&BTreeMap::from([("a".to_owned(), path)])).unwrap_err().to_string();
         assert!(error.starts_with("/no/such/file: "), "{error}");

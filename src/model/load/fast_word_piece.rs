@@ -1,6 +1,6 @@
-//! Tokenises the words of a text that are ASCII, by BERT's WordPiece. The ids are those of the library, in a
-//! tenth of its time: the library records for each character where it came from. Decides which tokenizers,
-//! texts and words are handled here; the library does the rest.
+//! Tokenises the ASCII words of a text by BERT's WordPiece. The ids equal those of the tokenizers library, in a tenth
+//! of its time, since the library also records the origin of each character. Decides which tokenizers, texts and words
+//! are handled here; the library does the rest.
 
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
@@ -10,21 +10,21 @@ use super::long_text::{Side, ids_of};
 /// The ASCII characters between words.
 const BLANKS: [char; 4] = [' ', '\t', '\n', '\r'];
 
-/// What must be known of the tokenizer.
+/// The properties of a tokenizer that tokenising needs.
 pub(super) struct FastWordPiece {
     lowercase: bool,
     /// The prefix of pieces that continue a word.
     prefix: String,
     /// The id of words that have no pieces in the vocabulary.
     unknown: u32,
-    /// A word with more letters counts as unknown.
-    longest: usize,
+    /// The most letters of a word; a longer word is unknown.
+    max_letters: usize,
     /// The special tokens, which the library also finds inside texts.
     added: Vec<String>,
 }
 
 impl FastWordPiece {
-    /// None: the tokenizer is of another kind.
+    /// Reads the properties. None if the tokenizer is of another kind.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let NormalizerWrapper::BertNormalizer(normalizer) = tokenizer.get_normalizer()? else { return None };
         let PreTokenizerWrapper::BertPreTokenizer(_) = tokenizer.get_pre_tokenizer()? else { return None };
@@ -38,13 +38,13 @@ impl FastWordPiece {
             lowercase: normalizer.lowercase,
             prefix: model.continuing_subword_prefix.clone(),
             unknown: model.token_to_id(&model.unk_token)?,
-            longest: model.max_input_chars_per_word,
+            max_letters: model.max_input_chars_per_word,
             added: added.into_values().map(|token| token.content).collect(),
         })
     }
 
-    /// The ids of `text` without special tokens, at most `most`. None: the library must tokenise the whole
-    /// text. `tokenizer` must be the one that was given to `of`.
+    /// The ids of `text` without special tokens, at most `most`. None if the library must tokenise the whole text.
+    /// `tokenizer` must be the one that was passed to `of`.
     pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str, most: usize) -> Option<Vec<u32>> {
         let model = model_of(tokenizer)?;
         if self.added.iter().any(|token| text.contains(token)) {
@@ -74,7 +74,7 @@ impl FastWordPiece {
         for letter in text.chars() {
             match letter {
                 _ if BLANKS.contains(&letter) => self.pieces(model, &mut word, ids),
-                // The library removes control characters, and joins what is on both sides.
+                // The library removes control characters, and joins the text on both sides.
                 _ if letter.is_ascii_control() => {}
                 _ if letter.is_ascii_punctuation() => {
                     self.pieces(model, &mut word, ids);
@@ -94,8 +94,8 @@ impl FastWordPiece {
     /// Adds the pieces of `word`, each as long as possible, and empties it.
     fn pieces(&self, model: &WordPiece, word: &mut String, ids: &mut Vec<u32>) {
         let before = ids.len();
-        let mut known = word.len() <= self.longest;
-        // The first piece has no prefix, further ones have.
+        let mut known = word.len() <= self.max_letters;
+        // The first piece has no prefix; further ones have one.
         let mut prefix = 0;
         while known && word.len() > prefix {
             let piece = |end: &usize| model.token_to_id(&word[..*end]).map(|id| (id, *end));
@@ -115,7 +115,7 @@ impl FastWordPiece {
     }
 }
 
-/// The length in bytes of the words at the beginning of `text` that are all ASCII, or that are not.
+/// The length in bytes of the words at the beginning of `text` that are ASCII, or that are not.
 fn words_of(text: &str, ascii: bool) -> usize {
     let words = text.split_inclusive(BLANKS);
     words.take_while(|word| word.is_ascii() == ascii).map(str::len).sum()
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn other_tokenizers_and_texts_with_special_tokens_are_the_librarys() {
+    fn other_tokenizers_and_texts_with_special_tokens_are_left_to_the_library() {
         let bert = tokenizer("tiny-bert-cls");
         assert!(ids(&bert, "plain").is_some());
         assert_eq!(ids(&bert, "a [SEP] b"), None);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_is_cut_behind_the_last_piece_that_fits() {
+    fn a_text_is_cut_after_the_last_piece_that_fits() {
         let bert = tokenizer("tiny-bert-cls");
         let whole = ids(&bert, "unbelievable things, again").unwrap();
         for most in 0..whole.len() {

@@ -1,6 +1,5 @@
-//! The tensors and metadata of a GGUF file. Decides which of the file's number types are read, and how: as they
-//! are kept for products, or as f32. Owns the file's mapping. Every place in the file is checked before it is
-//! read.
+//! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers are kept in
+//! groups of few bits or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
 
 use std::fs::File;
 use std::io::{BufReader, Cursor, Read, Seek};
@@ -27,7 +26,7 @@ impl Gguf {
     /// Opens a file.
     ///
     /// # Errors
-    /// [`LoadError::File`] if it is no GGUF file.
+    /// [`LoadError::File`] if it is not a GGUF file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let bytes = map(path).map_err(|error| fault(error.to_string()))?;
@@ -35,10 +34,10 @@ impl Gguf {
         Ok(Self { path: path.to_owned(), content, bytes })
     }
 
-    /// The architecture that a file names, by its beginning alone.
+    /// The architecture that a file names. Reads only the file's header.
     ///
     /// # Errors
-    /// [`LoadError::File`] if it is no GGUF file, or names none.
+    /// [`LoadError::File`] if it is not a GGUF file, or names no architecture.
     pub fn architecture(path: &Path) -> Result<String, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let file = File::open(path).map_err(|error| fault(error.to_string()))?;
@@ -48,7 +47,7 @@ impl Gguf {
         architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
     }
 
-    /// Checks that there is a matrix `[width, depth]`, before anything is made for so many rows.
+    /// Checks that the file has a matrix `[width, depth]`, before memory is allocated for so many rows.
     ///
     /// # Errors
     /// As [`Gguf::matrix`].
@@ -81,7 +80,7 @@ impl Gguf {
         self.content.metadata.get(key)
     }
 
-    /// A text of the metadata.
+    /// A string of the metadata.
     pub fn text(&self, key: &str) -> Option<&str> {
         self.value(key)?.to_string().ok().map(String::as_str)
     }
@@ -116,7 +115,7 @@ impl Gguf {
         }
     }
 
-    /// The matrix of a linear layer, `[width, depth]` in the file. `row` gives the file's row of a column.
+    /// The matrix of a linear layer, `[width, depth]` in the file. `row` maps a column to its row in the file.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the tensor, for a shape or number type that is not as expected.
@@ -167,14 +166,16 @@ impl Gguf {
         }
         let dtype = info.ggml_dtype;
         if shape.last().is_some_and(|depth| depth % dtype.block_size() != 0) {
-            return Err(self.fault(format!("tensor {name} has rows of no whole blocks of {dtype:?}")));
+            return Err(
+                self.fault(format!("tensor {name} has rows that are no multiple of a block of {dtype:?}"))
+            );
         }
         let bytes = self.bytes.get(self.place(name, info)?);
         let bytes = bytes.ok_or_else(|| self.fault(format!("tensor {name} ends behind the file's end")))?;
         Ok((info, bytes))
     }
 
-    /// The place of a tensor's bytes, which may be behind the file's end.
+    /// The range of a tensor's bytes, which may exceed the file's end.
     fn place(&self, name: &str, info: &TensorInfo) -> Result<Range<usize>, LoadError> {
         let (shape, dtype) = (info.shape.dims(), info.ggml_dtype);
         let numbers = shape.iter().try_fold(1, |count: usize, length| count.checked_mul(*length));
@@ -191,9 +192,9 @@ impl Gguf {
     }
 }
 
-/// A file's beginning. The library bounds each count in it by the bytes that the file has.
+/// Reads a file's header and metadata. The library limits each count in it by the size of the file.
 fn content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
-    // It divides by the alignment that the file states, which can be 0.
+    // The library divides by the alignment that the file states, and panics if that is 0.
     let read = catch_unwind(AssertUnwindSafe(|| Content::read(file)));
     match read {
         Ok(read) => read.map_err(|error| error.to_string()),
@@ -224,7 +225,7 @@ fn half(bits: u16) -> f32 {
     f32::from_bits(sign | value)
 }
 
-/// 32 numbers of 4 bits: the first half of them in the lower halves of the bytes.
+/// 32 numbers of 4 bits. The first 16 are in the lower halves of the bytes, the others in the upper halves.
 fn nibbles(bytes: &[u8]) -> [u8; 32] {
     let mut q = [0; 32];
     for (index, byte) in bytes.iter().enumerate() {
@@ -233,20 +234,20 @@ fn nibbles(bytes: &[u8]) -> [u8; 32] {
     q
 }
 
-/// A scale, then 32 numbers from -8 on.
+/// A block of a scale, then 32 numbers of 4 bits that begin at -8.
 fn q4_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 18..][..18];
     let scale = f16_of(block);
     Group { scale, offset: -8.0 * scale, q: nibbles(&block[2..]) }
 }
 
-/// A scale and an offset, then 32 numbers.
+/// A block of a scale and an offset, then 32 numbers of 4 bits.
 fn q4_1(row: &[u8], group: usize) -> Group {
     let block = &row[group * 20..][..20];
     Group { scale: f16_of(block), offset: f16_of(&block[2..]), q: nibbles(&block[4..]) }
 }
 
-/// A scale, then 32 signed bytes.
+/// A block of a scale, then 32 signed bytes.
 fn q8_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 34..][..34];
     let scale = f16_of(block);
@@ -255,7 +256,7 @@ fn q8_0(row: &[u8], group: usize) -> Group {
     Group { scale, offset: -128.0 * scale, q }
 }
 
-/// 256 numbers in 8 groups: a scale and a least value for all, each times a group's 6 bits.
+/// A block of 256 numbers in 8 groups. The block has a scale and a minimum; each is multiplied by 6 bits of the group.
 fn q4_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 8 * 144..][..144];
     let (scale, least, packed, numbers) = (f16_of(block), f16_of(&block[2..]), &block[4..16], &block[16..]);
@@ -268,21 +269,22 @@ fn q4_k(row: &[u8], group: usize) -> Group {
         ),
     };
     let mut q = [0; 32];
-    // Two groups share 32 bytes.
+    // Two groups share 32 bytes: one has the lower halves, the other the upper ones.
     for (q, byte) in q.iter_mut().zip(&numbers[index / 2 * 32..]) {
         *q = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
     }
     Group { scale: scale * f32::from(a), offset: -(least * f32::from(b)), q }
 }
 
-/// 256 numbers from -32 on in 16 groups: a scale for all, times a group's signed byte.
+/// A block of 256 numbers of 6 bits that begin at -32, in 16 groups. The block's scale is multiplied by the group's
+/// signed byte.
 fn q6_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 16 * 210..][..210];
     let (low, rest) = block.split_at(128);
     let (high, rest) = rest.split_at(64);
     let (scales, scale) = rest.split_at(16);
     let index = group % 16;
-    // Halves of 128 numbers; quarters of 32 in each share their bytes.
+    // The block has two halves of 128 numbers. The four quarters of 32 numbers in a half share bytes.
     let (part, quarter, first) = (index / 8, index % 8 / 2, index % 2 * 16);
     let mut q = [0; 32];
     for (place, q) in q.iter_mut().take(16).enumerate() {
@@ -378,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_the_file_has_not_are_an_error_before_memory_is_asked_for() {
+    fn sizes_beyond_the_file_are_refused_before_memory_is_allocated() {
         for (dimensions, message) in [
             ([1 << 33, 1 << 31], "is too large"),
             ([1 << 32, 1 << 32], "is too large"),
@@ -398,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_are_read_as_they_are() {
+    fn f16_numbers_are_read_exactly() {
         for bits in 0..=u16::MAX {
             let right = half::f16::from_bits(bits).to_f32();
             let ours = super::half(bits);

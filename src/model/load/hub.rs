@@ -1,5 +1,5 @@
-//! One model of the Hugging Face hub: from its cache, else from the network, with a limit on standstill.
-//! Honours `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
+//! Finds the files of one model of the Hugging Face hub: in the cache, else over the network. A download that stands
+//! still for too long fails. Honours `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
@@ -13,8 +13,8 @@ use hf_hub::{Cache, Repo, RepoType};
 use super::{INDEX, WEIGHTS, shards};
 use crate::model::LoadError;
 
-/// The longest time without a byte from the hub.
-const STANDSTILL: Duration = Duration::from_secs(45);
+/// The longest time without a byte from the hub, after which a download fails.
+const STALL_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// A model of the hub at one revision.
 #[derive(Debug)]
@@ -27,27 +27,28 @@ pub struct Hub {
 }
 
 /// Messages from the downloading thread.
-enum News {
+enum Event {
     Bytes,
-    Ended(Result<Option<PathBuf>, String>),
+    Finished(Result<Option<PathBuf>, String>),
 }
 
-/// Reports that bytes arrive; a full channel has reported it already.
-struct Watched(SyncSender<News>);
+/// Reports that bytes arrive. Holds one event: if the channel is full, an arrival is reported already.
+struct Reporter(SyncSender<Event>);
 
-impl Progress for Watched {
+impl Progress for Reporter {
     fn init(&mut self, size: usize, filename: &str) {
         tracing::info!(file = filename, bytes = size, "fetching from the Hugging Face hub");
     }
 
     fn update(&mut self, _size: usize) {
-        let _ = self.0.try_send(News::Bytes);
+        let _ = self.0.try_send(Event::Bytes);
     }
 
     fn finish(&mut self) {}
 }
 
-fn set(name: &str) -> Option<String> {
+/// The value of an environment variable, unless it is empty.
+fn environment(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -64,12 +65,12 @@ impl Hub {
             let reason = "is neither an existing folder nor an id like org/name or org/name@revision";
             return Err(LoadError::Unsupported { model: id.into(), reason: reason.into() });
         }
-        let cache = match set("HF_HUB_CACHE") {
+        let cache = match environment("HF_HUB_CACHE") {
             Some(folder) => Cache::new(folder.into()),
             None => Cache::from_env(),
         };
         let yes = ["1", "true", "yes", "on"];
-        let offline = set("HF_HUB_OFFLINE").is_some_and(|v| yes.contains(&&*v.to_lowercase()));
+        let offline = environment("HF_HUB_OFFLINE").is_some_and(|v| yes.contains(&&*v.to_lowercase()));
         let (id, name, revision) = (id.to_owned(), name.to_owned(), revision.to_owned());
         Ok(Self { id, name, revision, cache, offline })
     }
@@ -79,7 +80,7 @@ impl Hub {
         &self.id
     }
 
-    /// The local path of a file; `None` if the model does not have it.
+    /// The local path of a file; none if the model does not have it.
     pub fn file(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
         if let Some(path) = self.cached(name) {
             return Ok(Some(path));
@@ -93,7 +94,7 @@ impl Hub {
         self.fetch(name)
     }
 
-    /// Whether the cache holds all files: the weights are downloaded last.
+    /// Whether the cache holds all files of the model: it does if it has the weights, which are downloaded last.
     pub fn is_cached(&self) -> bool {
         let all =
             |index: PathBuf| shards(&index).is_ok_and(|it| it.iter().all(|it| self.cached(it).is_some()));
@@ -101,7 +102,7 @@ impl Hub {
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {
-        // A commit has no entry in `refs`, where hf-hub looks.
+        // hf-hub looks into `refs`, where a commit has no entry.
         let snapshots = self.cache.path().join(self.repo().folder_name()).join("snapshots");
         let path = snapshots.join(&self.revision).join(name);
         if path.is_file() { Some(path) } else { self.cache.repo(self.repo()).get(name) }
@@ -111,23 +112,23 @@ impl Hub {
         Repo::with_revision(self.name.clone(), RepoType::Model, self.revision.clone())
     }
 
-    /// hf-hub's requests have no time limit, so they run on a thread of their own. After an error it is left
-    /// running: the process ends.
+    /// Downloads a file. hf-hub's requests have no timeout, so they run on a separate thread. After an error that
+    /// thread keeps running, since the process ends.
     fn fetch(&self, file: &str) -> Result<Option<PathBuf>, LoadError> {
-        let (sender, news) = mpsc::sync_channel(1);
+        let (sender, events) = mpsc::sync_channel(1);
         let (repo, cache, wanted) = (self.repo(), self.cache.clone(), file.to_owned());
         let spawned = thread::Builder::new().name("hub".into()).spawn(move || {
-            let ended = download(repo, cache, &wanted, Watched(sender.clone()));
-            let _ = sender.send(News::Ended(ended));
+            let result = download(repo, cache, &wanted, Reporter(sender.clone()));
+            let _ = sender.send(Event::Finished(result));
         });
         spawned.map_err(|error| self.failed(&error.to_string()))?;
         loop {
-            match news.recv_timeout(STANDSTILL) {
-                Ok(News::Bytes) => {}
-                Ok(News::Ended(Ok(path))) => return Ok(path),
-                Ok(News::Ended(Err(reason))) => return Err(self.failed(&reason)),
+            match events.recv_timeout(STALL_TIMEOUT) {
+                Ok(Event::Bytes) => {}
+                Ok(Event::Finished(Ok(path))) => return Ok(path),
+                Ok(Event::Finished(Err(reason))) => return Err(self.failed(&reason)),
                 Err(RecvTimeoutError::Timeout) => {
-                    let reason = format!("nothing of {file} came for {} s", STANDSTILL.as_secs());
+                    let reason = format!("no byte of {file} arrived for {} s", STALL_TIMEOUT.as_secs());
                     return Err(self.failed(&reason));
                 }
                 Err(RecvTimeoutError::Disconnected) => {
@@ -143,16 +144,16 @@ impl Hub {
     }
 }
 
-fn download(repo: Repo, cache: Cache, file: &str, watched: Watched) -> Result<Option<PathBuf>, String> {
-    let token = set("HF_TOKEN").or_else(|| cache.token());
+fn download(repo: Repo, cache: Cache, file: &str, reporter: Reporter) -> Result<Option<PathBuf>, String> {
+    let token = environment("HF_TOKEN").or_else(|| cache.token());
     let mut builder = ApiBuilder::from_cache(cache).with_token(token);
-    if let Some(endpoint) = set("HF_ENDPOINT") {
+    if let Some(endpoint) = environment("HF_ENDPOINT") {
         builder = builder.with_endpoint(endpoint.trim_end_matches('/').to_owned());
     }
     let api = builder.build().map_err(|error| error.to_string())?;
-    match api.repo(repo).download_with_progress(file, watched) {
+    match api.repo(repo).download_with_progress(file, reporter) {
         Ok(path) => Ok(Some(path)),
-        // hf-hub does not export the type of this error; its text has the status.
+        // hf-hub does not export the type of this error, but its text has the status.
         Err(ApiError::RequestError(error)) if error.to_string().contains("status code 404") => Ok(None),
         Err(error) => Err(error.to_string()),
     }
@@ -165,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_may_carry_a_revision() {
+    fn an_id_may_have_a_revision() {
         let hub = Hub::open("org/name@refs/pr/1").unwrap();
         assert_eq!((&*hub.name, &*hub.revision), ("org/name", "refs/pr/1"));
         let hub = Hub::open("gpt2").unwrap();

@@ -1,7 +1,7 @@
-//! Tokenises a text as far as a model can take it. The library takes up to 200 bytes of memory for a byte of text, and
-//! as long for what is thrown away as for what stays. Decides how much of a long text is tokenised. Pure.
+//! Tokenises only as much of a long text as a model can use. The tokenizers library takes up to 200 bytes of memory for
+//! a byte of text, and as much time for tokens that are dropped as for those that are kept. Pure.
 
-/// Bytes of text that are tokenised at first for each token that can be taken: four times those of a token of prose.
+/// Bytes of text that are tokenised at first for each token that fits: four times the bytes of a token of prose.
 const FIRST_BYTES: usize = 16;
 
 /// The side of a text that is too long from which its tokens are taken.
@@ -9,12 +9,12 @@ const FIRST_BYTES: usize = 16;
 pub enum Side {
     /// The first tokens.
     Beginning,
-    /// The last ones.
+    /// The last tokens.
     End,
 }
 
 impl Side {
-    /// At least so many bytes of a text from this side, or all.
+    /// At least so many bytes of a text from this side, or the whole text.
     fn part(self, text: &str, bytes: usize) -> &str {
         if bytes >= text.len() {
             return text;
@@ -30,15 +30,15 @@ impl Side {
 /// The ids of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextIds {
-    /// All, or more than twice as many as were asked for, from one side.
+    /// All ids, or more than twice as many as requested, from one side.
     pub ids: Vec<u32>,
-    /// Whether they are all.
+    /// Whether these are all ids of the text.
     pub is_whole: bool,
 }
 
-/// The token ids of a text, by `encode`. If it has more than twice `most` tokens, only a part of it may have been tokenised,
-/// from one side. The `most` ids nearest that side are still exactly those of the whole text: the cut is more than `most`
-/// tokens away from them, and affects only the word or two beside it.
+/// The token ids of a text, by `encode`. If the text has more than twice `most` tokens, it may be tokenised only in
+/// part, from one side. The `most` ids at that side are still exactly those of the whole text: the cut is more than
+/// `most` tokens away from them, and affects only the one or two words next to it.
 ///
 /// # Errors
 /// Those of `encode`.
@@ -48,7 +48,7 @@ pub fn ids_of<E>(
     side: Side,
     encode: impl Fn(&str) -> Result<Vec<u32>, E>,
 ) -> Result<TextIds, E> {
-    // Short texts are always taken whole.
+    // Short texts are always tokenised whole.
     let mut bytes = most.max(64).saturating_mul(FIRST_BYTES);
     loop {
         let part = side.part(text, bytes);
@@ -68,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// A token for each word; the letters it has seen go to `seen`.
+    /// Makes a token of each word. The second result is the length of each part that was tokenised.
     fn words(text: &str, most: usize, side: Side) -> (TextIds, Vec<usize>) {
         let seen = RefCell::new(Vec::new());
         let encode = |part: &str| {
@@ -80,14 +80,14 @@ mod tests {
     }
 
     #[test]
-    fn of_a_long_text_no_more_is_tokenised_than_can_be_taken() {
+    fn only_the_needed_part_of_a_long_text_is_tokenised() {
         let long = "é ".repeat(1 << 20);
         for side in [Side::Beginning, Side::End] {
             let (ids, seen) = words(&long, 100, side);
             assert!(!ids.is_whole && ids.ids.len() > 200, "{}", ids.ids.len());
             assert!(seen.iter().all(|bytes| *bytes < 1_700), "{seen:?}");
         }
-        // Few tokens of many letters: more of the text is looked at, until there are enough.
+        // If tokens have many letters, more of the text is tokenised, until there are enough tokens.
         let wide = ("a".repeat(99) + " ").repeat(10_000);
         let (ids, seen) = words(&wide, 100, Side::Beginning);
         assert!(!ids.is_whole && ids.ids.len() > 200 && seen.last() < Some(&51_300), "{seen:?}");

@@ -1,6 +1,6 @@
-//! Finds a model's files: in a folder, or in the cache of the Hugging Face hub and then the hub. Decides which
-//! of the two a `model` setting means. Never waits for ever, and uses no network for a model that the cache
-//! holds. The files of this folder read what is found: weights, tokenizers.
+//! Finds a model's files: in a folder, or in the cache of the Hugging Face hub and then on the hub. Decides which of
+//! the two a `model` setting means. Never waits without a timeout, and uses no network for a model in the cache. The
+//! other modules of this folder read the files: weights, tokenizers.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,16 +13,16 @@ mod digest;
 mod fast_word_piece;
 pub mod gguf;
 mod hub;
-pub mod laid_out;
 pub mod long_text;
+pub mod packed_cache;
 pub mod tokenizer;
 pub mod vocabulary;
 pub mod weights;
 
 use hub::Hub;
 
-/// Bytes of a model's weights on a device, at least: files may hold f32, so half of them counts where the device
-/// computes in half precision. None if the model's files are not on this host yet.
+/// A lower bound of the bytes of a model's weights on a device. Files may hold f32, so half of their bytes is counted
+/// for half precision, and a third for int8. None if the model's files are not on this host yet.
 pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
     let files = ModelFiles::at_hand(&spec.source)?;
     let paths = match files.gguf() {
@@ -40,19 +40,19 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
 /// The files of one model.
 #[derive(Debug)]
 pub struct ModelFiles {
-    place: Place,
-    /// The files that were asked for and found, by name; [`digest`](Self::digest) covers these.
+    location: Location,
+    /// The files that were requested and found, by name. [`digest`](Self::digest) covers these.
     found: RefCell<BTreeMap<String, PathBuf>>,
 }
 
 #[derive(Debug)]
-enum Place {
+enum Location {
     Folder(PathBuf),
     Hub(Hub),
 }
 
 impl ModelFiles {
-    /// Takes a `model` setting as a GGUF file if it ends with `.gguf`; as a folder if it is one or begins with
+    /// Interprets a `model` setting: as a GGUF file if it ends with `.gguf`; as a folder if it is one or begins with
     /// `.`, `/` or `~`; otherwise as a hub id: `org/name`, `org/name@revision`.
     ///
     /// # Errors
@@ -60,31 +60,31 @@ impl ModelFiles {
     pub fn locate(source: &str) -> Result<Self, LoadError> {
         let folder = expand_home(source);
         if let (true, Some(name)) = (is_gguf(source), folder.file_name().and_then(|name| name.to_str())) {
-            let files = Self::of(Place::Folder(folder.with_file_name("")));
+            let files = Self::of(Location::Folder(folder.with_file_name("")));
             files.required(name)?;
             return Ok(files);
         }
         if folder.is_dir() {
-            return Ok(Self::of(Place::Folder(folder)));
+            return Ok(Self::of(Location::Folder(folder)));
         }
         if Self::is_path(source) {
             let reason = if folder.exists() { "is not a folder" } else { "no such folder" };
             return Err(LoadError::File { path: folder, reason: reason.to_owned() });
         }
-        Ok(Self::of(Place::Hub(Hub::open(source)?)))
+        Ok(Self::of(Location::Hub(Hub::open(source)?)))
     }
 
-    /// Whether a `model` setting can only be a folder or a GGUF file, and no id of the hub.
+    /// Whether a `model` setting can only be a folder or a GGUF file, and not an id of the hub.
     pub fn is_path(source: &str) -> bool {
         source.starts_with(['.', '/', '~']) || is_gguf(source)
     }
 
-    /// The same without using the network. None: the files are not all on this host.
+    /// The same without network access. None if some of the files are not on this host.
     pub fn at_hand(source: &str) -> Option<Self> {
         let files = Self::locate(source).ok()?;
-        let complete = match &files.place {
-            Place::Folder(_) => true,
-            Place::Hub(hub) => hub.is_cached(),
+        let complete = match &files.location {
+            Location::Folder(_) => true,
+            Location::Hub(hub) => hub.is_cached(),
         };
         complete.then_some(files)
     }
@@ -104,21 +104,21 @@ impl ModelFiles {
             return Ok(path);
         }
         let reason = "the model has no such file".to_owned();
-        let path = match &self.place {
-            Place::Folder(folder) => folder.join(name),
-            Place::Hub(hub) => Path::new(hub.id()).join(name),
+        let path = match &self.location {
+            Location::Folder(folder) => folder.join(name),
+            Location::Hub(hub) => Path::new(hub.id()).join(name),
         };
         Err(LoadError::File { path, reason })
     }
 
-    /// The path of a file, or `None` if the model does not have it.
+    /// The path of a file; none if the model does not have it.
     ///
     /// # Errors
-    /// [`LoadError::Hub`] if the hub cannot be asked.
+    /// [`LoadError::Hub`] if the hub cannot be reached.
     pub fn optional(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
-        let found = match &self.place {
-            Place::Folder(folder) => Some(folder.join(name)).filter(|path| path.is_file()),
-            Place::Hub(hub) => hub.file(name)?,
+        let found = match &self.location {
+            Location::Folder(folder) => Some(folder.join(name)).filter(|path| path.is_file()),
+            Location::Hub(hub) => hub.file(name)?,
         };
         if let Some(path) = &found {
             self.found.borrow_mut().insert(name.to_owned(), path.clone());
@@ -141,10 +141,10 @@ impl ModelFiles {
         }
     }
 
-    /// A digest of the files that were asked for and found so far: SHA-256 over their names, sizes and bytes,
-    /// 64 hex digits. For a file over 32 MiB it covers the size, the first and last 64 KiB and 64 evenly spread
-    /// blocks of 16 KiB: other weights have another digest, but a few numbers changed by hand may not. Paths
-    /// and times of the files do not count.
+    /// A digest of the files that were requested and found so far: SHA-256 over their names, sizes and bytes, 64 hex
+    /// digits. For a file over 32 MiB it covers the size, the first and last 64 KiB, and 64 evenly spread blocks of 16
+    /// KiB. Other weights have another digest, but a few numbers changed by hand may not change it. Paths and times of
+    /// the files have no influence.
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that cannot be read.
@@ -152,7 +152,7 @@ impl ModelFiles {
         digest::of(&self.found.borrow())
     }
 
-    /// Reads and decodes a JSON file; `None` if the model does not have it.
+    /// Reads and decodes a JSON file; none if the model does not have it.
     ///
     /// # Errors
     /// [`LoadError::File`] with the line of the error.
@@ -165,18 +165,20 @@ impl ModelFiles {
         value.map(Some).map_err(|error| LoadError::File { path, reason: error.to_string() })
     }
 
-    /// As [`json`](Self::json), for a required file.
+    /// The same as [`json`](Self::json), for a required file.
     ///
     /// # Errors
     /// [`LoadError::File`] if the file is missing or invalid.
     pub fn required_json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, LoadError> {
         self.required(name)?;
-        self.json(name)?
-            .ok_or_else(|| LoadError::File { path: name.into(), reason: "vanished while it was read".into() })
+        self.json(name)?.ok_or_else(|| LoadError::File {
+            path: name.into(),
+            reason: "disappeared while it was read".into(),
+        })
     }
 
-    fn of(place: Place) -> Self {
-        Self { place, found: RefCell::default() }
+    fn of(location: Location) -> Self {
+        Self { location, found: RefCell::default() }
     }
 }
 
@@ -202,7 +204,7 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, LoadError> {
     let read: Index = serde_json::from_slice(&read(index)?).map_err(|error| fault(error.to_string()))?;
     let names: BTreeSet<String> = read.weight_map.into_values().collect();
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-        Some(strange) => Err(fault(format!("{strange:?} is no name of a file beside it"))),
+        Some(other) => Err(fault(format!("{other:?} is not the name of a file in the same folder"))),
         None if names.is_empty() => Err(fault("it names no files".to_owned())),
         None => Ok(names),
     }
@@ -241,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_looks_like_a_folder_is_never_asked_of_the_hub() {
+    fn a_path_is_never_looked_up_on_the_hub() {
         for source in ["./no/such", "/no/such", "~/no/such/sconce/model", "../no/such"] {
             let error = ModelFiles::locate(source).expect_err(source);
             assert!(matches!(error, LoadError::File { .. }), "{error}");
@@ -287,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_neither_folder_nor_id_is_refused_at_once() {
+    fn a_source_that_is_neither_folder_nor_id_is_refused_at_once() {
         for source in ["", "a b", "a/b/c", "org/name@", "https://host/org/name"] {
             let error = ModelFiles::locate(source).expect_err(source);
             assert!(matches!(error, LoadError::Unsupported { .. }), "{error}");

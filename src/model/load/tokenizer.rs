@@ -1,5 +1,5 @@
-//! From texts and token ids to the ids of a forward pass. Decides where a text is cut and which special tokens
-//! are added, as sentence-transformers does.
+//! Turns texts and token ids into the ids of a forward pass. Decides where a text is cut and which special tokens are
+//! added, as sentence-transformers does.
 
 use std::path::PathBuf;
 
@@ -15,16 +15,17 @@ use crate::model::{LoadError, TaskError};
 pub struct Tokens {
     /// Token ids with the special ones; at least one, all within the vocabulary.
     pub ids: Vec<u32>,
-    /// Where the second text of a pair begins, for models that distinguish the two; else the number of ids.
+    /// The index at which the second text of a pair begins, for models that distinguish the two; else the number of
+    /// ids.
     pub second: usize,
     /// Whether a text was cut to the model's limit.
     pub truncated: bool,
 }
 
-/// What a model says of its texts beside the tokenizer.
+/// A model's settings for texts beside its tokenizer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TextLimits {
-    /// Longest text in tokens, with special ones, if the files say so.
+    /// The most tokens of a text, special ones included, if the files say so.
     pub max_tokens: Option<usize>,
     /// Whether texts are lower-cased before the tokenizer's own normalising.
     pub lower_case: bool,
@@ -72,12 +73,12 @@ impl TextTokenizer {
         let two = tokenizer.encode(("a", "b"), true).map_err(of_library)?;
         let [before_pair, between, after_pair]: [Vec<u32>; 3] =
             special(two.get_ids(), two.get_special_tokens_mask());
-        // Otherwise the network would be asked for rows of its table that it does not have.
+        // Otherwise an id could be outside the network's token embeddings.
         let largest = tokenizer.get_vocab(false).into_values().chain(two.get_ids().iter().copied()).max();
         if let Some(largest) = largest.filter(|largest| *largest as usize >= vocabulary) {
-            let message = "it is of another model: its tokens go up to";
             return Err(fault(format!(
-                "{message} {largest}, and the network knows {vocabulary} (vocab_size)"
+                "it belongs to another model: its token ids go up to {largest}, and the network knows {vocabulary} \
+                 (vocab_size)"
             )));
         }
         let max_tokens = limits.max_tokens.unwrap_or(max_tokens).min(max_tokens);
@@ -125,12 +126,12 @@ impl TextTokenizer {
         Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room() })
     }
 
-    /// The ids of a text without special tokens: all, or more than have room.
+    /// The ids of a text without special tokens: all of them, or more than fit.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
     pub fn pieces(&self, text: &str) -> Result<Vec<u32>, TaskError> {
-        // One more than has room, to know whether a text is cut.
+        // One more than fits, to know whether a text is cut.
         let most = self.max_tokens + 1;
         let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, most));
         let ids = match fast {
@@ -145,12 +146,17 @@ impl TextTokenizer {
             }
         };
         match ids.iter().find(|id| **id >= self.vocabulary) {
-            Some(id) => Err(TaskError::internal(format!("the tokenizer gave {id}, of {}", self.vocabulary))),
+            Some(id) => {
+                let vocabulary = self.vocabulary;
+                let message =
+                    format!("the tokenizer gave the id {id}; this model has ids below {vocabulary}");
+                Err(TaskError::internal(message))
+            }
             None => Ok(ids),
         }
     }
 
-    /// The tokens of two texts, given by their [`pieces`](Self::pieces). If they are too long together, the
+    /// The tokens of a pair of texts, from the [`pieces`](Self::pieces) of each. If both together are too long, the
     /// longer one is cut first (`longest_first`).
     pub fn pair(&self, first: &[u32], second: &[u32]) -> Tokens {
         let [before, between, after] = &self.around_pair;
@@ -165,7 +171,7 @@ impl TextTokenizer {
         }
     }
 
-    /// Checks given token ids, and adds the special tokens unless they are there.
+    /// Checks given token ids, and adds the special tokens unless they are present.
     ///
     /// # Errors
     /// `BadInput` naming `path` if an id is unknown or there are too many; given ids are never cut.
@@ -206,7 +212,7 @@ fn special<const RUNS: usize>(ids: &[u32], mask: &[u32]) -> [Vec<u32>; RUNS] {
     runs
 }
 
-/// How many tokens stay of two texts with `first` and `second` tokens, for which there is `room`.
+/// How many tokens of two texts with `first` and `second` tokens are kept, if `room` tokens fit.
 fn longest_first(first: usize, second: usize, room: usize) -> (usize, usize) {
     if first + second <= room {
         return (first, second);

@@ -1,6 +1,5 @@
-//! The tokens of a model that generates text: from texts to ids, and from ids to the bytes of a text. Read from
-//! `tokenizer.json` or a GGUF file. Decides which tokens end an answer, and which kinds of tokenizers are
-//! refused.
+//! The tokens of a model that generates text: turns texts into ids, and ids into the bytes of a text. Reads
+//! `tokenizer.json` or a GGUF file. Decides which tokens end an answer, and which kinds of tokenizers are refused.
 
 use std::collections::BTreeSet;
 
@@ -22,21 +21,21 @@ use crate::model::{LoadError, TaskError};
 /// A model's tokens.
 pub struct Vocabulary {
     tokenizer: Tokenizer,
-    /// Put before each prompt that is not a conversation; conversations have it from their template.
+    /// The token that is put before each prompt that is not a conversation. The template adds it to conversations.
     begin: Option<u32>,
     /// Tokens that end an answer.
     pub ends: BTreeSet<u32>,
-    /// None: the model has no conversations.
+    /// None if the model has no chat template.
     pub chat: Option<ChatTemplate>,
     texts: TokenTexts,
 }
 
-/// How much is wanted of a prompt that is too long.
+/// Which tokens of a prompt are needed if it is too long.
 #[derive(Clone, Copy, Debug)]
 pub struct Reach {
-    /// The most tokens that can be taken.
+    /// The most tokens that fit.
     pub most: usize,
-    /// From where.
+    /// The side from which they are taken.
     pub side: Side,
 }
 
@@ -47,12 +46,12 @@ pub struct TokenTexts {
 }
 
 impl TokenTexts {
-    /// A token's bytes; none for special tokens.
+    /// A token's bytes; empty for special tokens.
     pub fn get(&self, id: u32) -> &[u8] {
         self.bytes.get(id as usize).map_or(&[], |bytes| bytes)
     }
 
-    /// Of any texts, for tests.
+    /// The bytes of these texts, for tests.
     #[cfg(test)]
     pub fn of(texts: &[&str]) -> Self {
         Self { bytes: texts.iter().map(|text| text.as_bytes().into()).collect() }
@@ -75,7 +74,7 @@ impl Named {
     }
 }
 
-/// What of `tokenizer_config.json` is used.
+/// The fields of `tokenizer_config.json` that are used.
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
     bos_token: Option<Named>,
@@ -97,10 +96,10 @@ struct Ends {
 }
 
 impl Vocabulary {
-    /// Reads `tokenizer.json` and what lies beside it.
+    /// Reads `tokenizer.json` and the files beside it.
     ///
     /// # Errors
-    /// [`LoadError::File`] for a file that is missing, broken or of a kind that is not read.
+    /// [`LoadError::File`] for a file that is missing, broken or of a kind that is not supported.
     pub fn of_files(files: &ModelFiles, vocab_size: usize) -> Result<Self, LoadError> {
         let path = files.required("tokenizer.json")?;
         let fault = |reason: String| LoadError::File { path: path.clone(), reason };
@@ -126,7 +125,7 @@ impl Vocabulary {
         ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
         let template = match config.chat_template {
             Some(text) => Some(text),
-            // Newer versions of the library save it apart.
+            // Newer versions of the transformers library save it in a separate file.
             None => match files.optional("chat_template.jinja")? {
                 Some(path) => Some(String::from_utf8_lossy(&super::read(&path)?).into_owned()),
                 None => None,
@@ -135,14 +134,14 @@ impl Vocabulary {
         let chat =
             template.map(|text| ChatTemplate::new(text, names(begin, end))).transpose().map_err(fault)?;
         let texts = TokenTexts::read(&tokenizer, vocab_size);
-        // The tokenizer adds the first token itself, where it is to be added.
+        // The tokenizer adds the first token itself, if the model has one.
         Ok(Self { tokenizer, begin: None, ends, chat, texts })
     }
 
     /// Reads the metadata of a GGUF file.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming a value that is missing, or a kind that is not read.
+    /// [`LoadError::File`] naming a value that is missing or not supported.
     pub fn of_gguf(gguf: &Gguf, vocab_size: usize) -> Result<Self, LoadError> {
         let missing = |name: &str| gguf.fault(format!("the metadata has no {name}"));
         let texts = |name: &str| -> Option<Vec<String>> {
@@ -197,7 +196,7 @@ impl Vocabulary {
         Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
     }
 
-    /// The tokens of a prompt, as [`ids_of`] gives them.
+    /// The tokens of a prompt, as many as [`ids_of`] returns.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails.
@@ -207,7 +206,7 @@ impl Vocabulary {
         Ok(prompt)
     }
 
-    /// The tokens of a rendered conversation, whose template has written the special ones.
+    /// The tokens of a rendered conversation, which already has its special tokens from the template.
     ///
     /// # Errors
     /// As [`Vocabulary::prompt`].
@@ -227,7 +226,7 @@ impl Vocabulary {
     }
 }
 
-/// Kinds of tokens in GGUF files.
+/// The kinds of special tokens in GGUF files (`tokenizer.ggml.token_type`).
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 
@@ -238,7 +237,7 @@ fn names(begin: Option<String>, end: Option<String>) -> Vec<(&'static str, Strin
         .collect()
 }
 
-/// How texts are divided before pairs are merged, by GGUF's name for it.
+/// The pre-tokenizer with this name in GGUF files (`tokenizer.ggml.pre`).
 fn pre_tokenizer(name: &str) -> Option<PreTokenizerWrapper> {
     const QWEN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
     const LLAMA: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -279,8 +278,8 @@ impl TokenTexts {
     }
 }
 
-/// The byte that each letter of byte-level tokens stands for, by the letter's number: printable bytes stand for
-/// themselves, the others follow each other from U+0100 on.
+/// The byte that each letter of byte-level tokens represents, by the letter's code point. Printable bytes represent
+/// themselves; the others are numbered from U+0100 on.
 fn bytes_of_letters() -> Vec<Option<u8>> {
     let is_printed = |byte: &u8| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let printed = (0..=255_u8).map(|byte| Some(byte).filter(is_printed));

@@ -1,7 +1,6 @@
-//! The tensors of a model's safetensors files, by name. Decides which prefix the files use. A tensor that is
-//! missing, or whose shape differs from `config.json`, is an error that names it. Owns the files' mappings:
-//! their pages are in the system's page cache, once for all workers of a host. A tensor is created when it is
-//! asked for.
+//! The tensors of a model's safetensors files, by name. Decides which prefix the files use. A tensor that is missing,
+//! or whose shape differs from `config.json`, is an error that names it. Owns the mappings of the files, whose pages
+//! are in the system's page cache, once for all workers of a host. A tensor is created on request.
 
 use std::fs::File;
 use std::io;
@@ -17,12 +16,12 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use crate::model::LoadError;
 use crate::model::ops::{Matrix, Numbers};
 
-/// In which numbers a network computes.
+/// The types of the numbers with which a network computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Precision {
     /// The type of its tensors.
     pub tensors: DType,
-    /// What the matrices of linear layers are kept as where tensors are f32 on a CPU.
+    /// The type in which the matrices of linear layers are kept if tensors are f32 on a CPU.
     pub matrices: Numbers,
 }
 
@@ -42,22 +41,22 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads safetensors files, for tensors on `device` in this precision. Names may begin with `{base}.` if the files
-    /// were saved from a model with a head; `shown_by` is the name of a tensor that shows it.
+    /// Reads safetensors files, for tensors on `device` in this precision. In files that were saved from a model with a
+    /// head, names begin with `{base}.`; this is so if a tensor `{base}.{marker}` exists.
     ///
     /// # Errors
     /// [`LoadError::File`] if a file is truncated, corrupt or holds no such model.
     pub fn read(
         paths: &[PathBuf],
         base: &str,
-        shown_by: &str,
+        marker: &str,
         device: &Device,
         Precision { tensors: dtype, matrices: numbers }: Precision,
     ) -> Result<Self, LoadError> {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
-        let shown_by = format!("{prefix}{shown_by}");
-        let prefixed = shards.iter().any(|shard| shard.metadata.info(&shown_by).is_some());
+        let marker = format!("{prefix}{marker}");
+        let prefixed = shards.iter().any(|shard| shard.metadata.info(&marker).is_some());
         let prefix = if prefixed { prefix } else { String::new() };
         Ok(Self { shards, prefix, device: device.clone(), dtype, numbers })
     }
@@ -71,8 +70,8 @@ impl Weights {
         self.checked(name, self.tensor(shard, info))
     }
 
-    /// The numbers of the tensor `name` in f32 on the host. `name` is the whole name, which for the tensors of
-    /// a head has no prefix.
+    /// The numbers of the tensor `name` in f32 on the host. `name` is the full name, which has no prefix for the
+    /// tensors of a head.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -93,7 +92,7 @@ impl Weights {
         self.matrix_of(&format!("{}{name}", self.prefix), shape)
     }
 
-    /// The same by the tensor's whole name.
+    /// The same by the tensor's full name.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -120,18 +119,18 @@ impl Weights {
         Tensor::from_vec(numbers, shape, &self.device)?.to_dtype(self.dtype)
     }
 
-    /// What the matrices of linear layers are to be kept as where their tensors are f32 on a CPU.
+    /// The type in which the matrices of linear layers are kept if their tensors are f32 on a CPU.
     pub fn numbers(&self) -> Numbers {
         self.numbers
     }
 
-    /// The device that tensors are created on.
+    /// The device on which tensors are created.
     #[cfg(feature = "cuda")]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// What precedes the names of the body's tensors: empty, or `{base}.`.
+    /// The prefix of the names of all tensors but the head's: empty, or `{base}.`.
     pub fn prefix(&self) -> &str {
         &self.prefix
     }
@@ -164,8 +163,8 @@ impl Weights {
         Tensor::from_raw_buffer(bytes, dtype, &info.shape, &self.device)?.to_dtype(self.dtype)
     }
 
-    /// The rows of the tensor `name`, which must have the shape `[rows, width]`. If their type is the file's,
-    /// they stay mapped.
+    /// The rows of the tensor `name`, which must have the shape `[rows, width]`. On a CPU they stay mapped if they are
+    /// f32 both in the file and in the network.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -178,7 +177,7 @@ impl Weights {
         self.get(name, &[rows, width]).map(Table::Tensor)
     }
 
-    /// Converts a result of candle while weights are prepared.
+    /// Converts the error of candle while weights are prepared.
     ///
     /// # Errors
     /// [`LoadError::File`] naming `what`.
@@ -186,7 +185,7 @@ impl Weights {
         result.map_err(|error| self.fault(format!("{what}: {error}")))
     }
 
-    /// An error of the weights as a whole; names the last file.
+    /// An error that concerns no single file. It names the last one.
     fn fault(&self, reason: String) -> LoadError {
         match self.shards.last() {
             Some(shard) => shard.fault(reason),
@@ -232,12 +231,11 @@ impl Shard {
     }
 }
 
-#[expect(unsafe_code, reason = "a map of a file can change under us; no safe interface has it")]
+#[expect(unsafe_code, reason = "a mapped file can change while it is read, so there is no safe interface")]
 pub(super) fn map(path: &Path) -> io::Result<Mmap> {
     let file = File::open(path)?;
-    // SAFETY: the bytes are only read, and any bytes make a number. To replace weights, a new file gets the
-    // name, and this mapping keeps the old file. Whoever truncates the file in place crashes the workers that
-    // use it.
+    // SAFETY: the bytes are only read, and any bytes are a valid number. If a new file takes the name, this mapping
+    // keeps the old one. If the file is truncated in place, the workers that use it crash.
     unsafe { Mmap::map(&file) }
 }
 

@@ -9,14 +9,14 @@ use crate::model::ops::{FeedForward, NormParams, SelfAttention, add_norm};
 pub struct Blocks {
     /// In order.
     pub blocks: Vec<Block>,
-    /// After the last block, where norms come before their halves.
+    /// The norm after the last block, if norms come before their halves.
     pub last_norm: Option<NormParams>,
 }
 
 /// One block.
 pub struct Block {
-    /// Norms before the halves; the first block may have none before its attention. None: norms come after the
-    /// halves, and belong to them.
+    /// The norms before the two halves; the first block may have none before its attention. None if norms come after
+    /// the halves, and belong to them.
     pub before: Option<(Option<NormParams>, NormParams)>,
     /// The first half.
     pub attention: SelfAttention,
@@ -25,7 +25,7 @@ pub struct Block {
 }
 
 impl Blocks {
-    /// Computes `x` `[tokens, hidden]`; `attend` knows which tokens belong together.
+    /// Computes all blocks on `x` `[tokens, hidden]`. `attend` knows which tokens belong to one text.
     ///
     /// # Errors
     /// The error of candle or the device.
@@ -50,7 +50,7 @@ impl Blocks {
     }
 }
 
-/// The norm of `x` in memory of its own; without a norm, a copy.
+/// `x` normed, in new memory; without a norm, a copy of `x`.
 fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
     match norm {
         Some(norm) => add_norm(x.copy()?, &x.zeros_like()?, norm),

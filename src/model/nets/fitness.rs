@@ -1,5 +1,5 @@
-//! Checks whether a network on its device and in its precision computes what the same weights give on a CPU in
-//! f32; tests compare the latter with the reference library. Owns no state.
+//! Checks whether a network, on its device and in its precision, computes the same as on a CPU in f32. Tests compare
+//! the results of a CPU in f32 with the reference library. Owns no state.
 
 use candle_core::Device;
 
@@ -11,8 +11,8 @@ pub fn is_to_be_compared(device: &Device, dtype: Dtype) -> bool {
     !device.is_cpu() || dtype != Dtype::F32
 }
 
-/// The largest accepted error of a vector, as a share of its length. f32 differs by the order of sums, half
-/// precision by rounding in every layer; a broken device differs by much more.
+/// The largest accepted error of a vector, as a share of its length. f32 results differ by the order of sums, half
+/// precision by rounding in every layer; those of a broken device differ by much more.
 pub fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 1e-3,
@@ -24,8 +24,8 @@ pub fn tolerance(dtype: Dtype) -> f64 {
     }
 }
 
-/// Compares the vector `found` of a known input with that of a CPU in f32. None: the model gave no numbers.
-/// `what` names the input.
+/// Compares the vector `found` of a known input with the one `expected`, of a CPU in f32. A vector is none if not all
+/// its numbers are finite. `what` names the input.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] if they differ.
@@ -35,7 +35,7 @@ pub fn compare(
     found: Option<&[f32]>,
     expected: Option<&[f32]>,
 ) -> Result<(), LoadError> {
-    // Weights that give no numbers even on a CPU are not a device's fault; that is reported later.
+    // If the result is not finite even on a CPU, the weights are at fault. That is reported later.
     let Some(expected) = expected else { return Ok(()) };
     let off = found.map_or(f64::NAN, |found| distance(found, expected));
     let most = tolerance(*dtype);
@@ -46,12 +46,12 @@ pub fn compare(
     let reason = format!(
         "it computes wrongly: of a known {what} the vector in {dtype} is off by {off:.2e} of its length from what \
          a CPU computes in f32, and {most} is allowed; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and \
-         take it out of `devices`; where all cards say so, the model does not stand this precision (pool.dtype)"
+         take it out of `devices`; if all cards fail, the model is unfit for this precision (pool.dtype)"
     );
     Err(LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason })
 }
 
-/// The error of a known forward pass that fails.
+/// The error for a forward pass over known inputs that fails.
 pub fn failed(spec: &LoadSpec, error: &ForwardError) -> LoadError {
     spec.failed(format!("a known forward pass fails: {error}"))
 }

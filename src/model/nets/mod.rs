@@ -1,10 +1,10 @@
-//! Networks: from inputs to numbers. They know no requests; the `tasks` know those.
+//! Networks: they compute numbers from inputs. They do not know requests; `tasks` does.
 
 mod block;
 pub mod decoder;
+pub mod encoder;
 mod fitness;
 pub mod image;
-pub mod text;
 
 use candle_core::{DType, Device};
 
@@ -24,7 +24,8 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
     names
 }
 
-/// The precision in which a network of linear layers computes on a device: on a CPU all but the matrices stays in f32.
+/// The precision in which a network of linear layers computes on a device. On a CPU only the matrices may have less
+/// than f32.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that the device does not have.
@@ -37,7 +38,7 @@ fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
     }
 }
 
-/// The precision in which a network computes all of whose numbers have one type.
+/// The precision of a network whose numbers all have one type.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have.

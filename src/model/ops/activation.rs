@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor};
 use sconce_kernels::Activation;
 
-/// activation(x + bias) of `x` `[rows, width]` and `bias` `[width]`, in `x`'s memory: on a GPU by its kernel,
-/// elsewhere by candle's own operations.
+/// activation(x + bias) of `x` `[rows, width]` and `bias` `[width]`: on a GPU by its kernel in `x`'s memory, elsewhere
+/// by candle's operations.
 ///
 /// # Errors
 /// Shapes or types do not match: a bug of the caller.
@@ -23,7 +23,7 @@ pub fn bias_activation(x: Tensor, bias: &Tensor, activation: Activation) -> Resu
     }
 }
 
-/// Whether the GPU's kernel has it.
+/// Whether the GPU's kernel computes this activation.
 #[cfg(feature = "cuda")]
 fn has_kernel(activation: Activation) -> bool {
     !matches!(activation, Activation::Silu | Activation::Identity)

@@ -1,4 +1,5 @@
-//! x ← LayerNorm(x + bias + residual), row by row, in place, on any device; and what else ends a half of a block.
+//! What follows a half of a block, on any device: x ← LayerNorm(x + bias + residual), row by row and in place, or only
+//! the bias.
 
 use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
 use sconce_kernels::{End, Norm};
@@ -26,17 +27,17 @@ impl NormParams {
         Ok(Self { rows, host })
     }
 
-    /// The constants as the GPU's kernels take them.
+    /// The constants in the form for the GPU's kernels.
     #[cfg(feature = "cuda")]
     pub fn constants(&self) -> super::gpu::cuda::Constants<'_> {
         (&self.rows, self.host.eps)
     }
 
-    /// The same parameters with `by` `[width]` added to the bias.
+    /// Adds `by` `[width]` to the bias.
     ///
     /// # Errors
     /// The device fails.
-    pub(super) fn with_bias_raised(mut self, by: &[f32]) -> Result<Self> {
+    pub(super) fn with_added_bias(mut self, by: &[f32]) -> Result<Self> {
         self.host.rows.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
         self.rows = Tensor::from_slice(&self.host.rows, self.rows.shape(), self.rows.device())?;
         Ok(self)
@@ -58,7 +59,7 @@ pub struct Bias {
 }
 
 impl After {
-    /// The half with this bias `[width]` added.
+    /// Only this bias `[width]` is added to the half.
     ///
     /// # Errors
     /// The device fails.
@@ -67,13 +68,13 @@ impl After {
         Ok(Self::Bias(Bias { row: row.clone(), host }))
     }
 
-    /// The same with `by` `[width]` added to the bias.
+    /// Adds `by` `[width]` to the bias.
     ///
     /// # Errors
     /// The device fails.
-    pub(super) fn with_bias_raised(self, by: &[f32]) -> Result<Self> {
+    pub(super) fn with_added_bias(self, by: &[f32]) -> Result<Self> {
         match self {
-            Self::Norm(norm) => norm.with_bias_raised(by).map(Self::Norm),
+            Self::Norm(norm) => norm.with_added_bias(by).map(Self::Norm),
             Self::Bias(Bias { row, mut host }) => {
                 host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
                 let row = Tensor::from_slice(&host, row.shape(), row.device())?.to_dtype(row.dtype())?;
@@ -82,7 +83,7 @@ impl After {
         }
     }
 
-    /// Ends a half on any device.
+    /// Applies it to the result `half` of a half whose input was `x`, on any device.
     pub(super) fn end(&self, x: Tensor, half: &Tensor) -> Result<Tensor> {
         match self {
             Self::Norm(norm) => add_norm(x, half, norm),
@@ -90,7 +91,7 @@ impl After {
         }
     }
 
-    /// What ends a half on a CPU.
+    /// The same in the form for the CPU's kernels.
     pub(super) fn on_host(&self) -> End<'_> {
         match self {
             Self::Norm(norm) => End::Norm(&norm.host),
@@ -150,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_equals_adding_and_norming_step_by_step() {
+    fn the_kernel_equals_adding_and_norming_step_by_step() {
         for width in [1, 7, 32, 384, 401] {
             let x = noise(&[67, width], 3.0, 1).unwrap();
             let residual = noise(&[67, width], 2.0, 2).unwrap();

@@ -1,5 +1,5 @@
-//! The attention half of a block on any device: LayerNorm(attention(x)·O + bias + x), or without the norm and x, each
-//! text over its own tokens. Decides the form in which its weights are kept, and owns them.
+//! The attention half of a block on any device: LayerNorm(attention(x)·O + bias + x), or attention(x)·O + bias. Each
+//! text attends to its own tokens. Decides the form in which its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, bail};
 use sconce_kernels::attention::{Attention, through};
@@ -17,7 +17,7 @@ pub struct SelfAttention {
     weights: Weights,
     heads: usize,
     distances: Distances,
-    /// With the bias of O.
+    /// What follows the half, with the bias of O.
     after: After,
 }
 
@@ -26,8 +26,8 @@ enum Weights {
     Packed(Attention),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
-    /// For a GPU with a kernel for these heads. The bias is that of the queries, in f32: the keys' bias changes
-    /// no weight, and the values' bias is in the norm's, multiplied by O.
+    /// For a GPU with a kernel for these heads. `q_bias` is f32. The bias of the keys is left out, since it changes no
+    /// attention weight. The bias of the values is multiplied by O and added to the bias of `after`.
     #[cfg(feature = "cuda")]
     Kernel { qkv: Tensor, q_bias: Tensor, out: Tensor, heads: super::gpu::Heads },
 }
@@ -40,17 +40,18 @@ pub struct Published {
     pub out: Tensor,
     /// Heads; they divide `hidden`.
     pub heads: usize,
-    /// What is known of the distance between two tokens. With rotated keys, the keys' bias must be 0.
+    /// The positional terms: relative bias, rotary embedding, sliding window. If keys are rotated, their bias must be
+    /// 0.
     pub distances: Distances,
-    /// What the matrices are kept as where they are f32 on a CPU.
+    /// The type in which the matrices are kept if they are f32 on a CPU.
     pub numbers: Numbers,
 }
 
 impl SelfAttention {
-    /// Takes over the weights; `after` has O's bias.
+    /// Prepares the weights for the device. `after` has O's bias.
     ///
     /// # Errors
-    /// Shapes or types do not match, or a device fails.
+    /// Shapes or types do not match, or the device fails.
     pub fn new(published: Published, mut after: After) -> Result<Self> {
         let Published { qkv: [q, k, v], out, heads, distances, numbers } = published;
         let matrices = [&q.0, &k.0, &v.0];
@@ -59,7 +60,7 @@ impl SelfAttention {
             let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
-            after = after.with_bias_raised(&through(&out, &v_bias))?;
+            after = after.with_added_bias(&through(&out, &v_bias))?;
             let packed = Attention::new([q, k, v], q_bias, &out, heads, numbers);
             Weights::Packed(packed.map_err(Error::msg)?)
         } else {
@@ -70,7 +71,7 @@ impl SelfAttention {
                 let host =
                     |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
                 let by = through(&host(&out)?, &host(biases[2])?);
-                after = after.with_bias_raised(&by)?;
+                after = after.with_added_bias(&by)?;
                 return Ok(Self { weights, heads, distances, after });
             }
             Weights::Plain {
@@ -82,8 +83,8 @@ impl SelfAttention {
         Ok(Self { weights, heads, distances, after })
     }
 
-    /// Attends over `x` `[tokens, hidden]`, in `x`'s memory; `lengths` are the tokens of each text, with the
-    /// sum `tokens`.
+    /// Computes the half on `x` `[tokens, hidden]`, in `x`'s memory. `lengths` are the tokens of each text; their sum
+    /// is `tokens`.
     ///
     /// # Errors
     /// Shapes or types do not match: a bug of the caller.
@@ -95,13 +96,14 @@ impl SelfAttention {
             }
             Weights::Plain { qkv, qkv_bias, out } => {
                 let qkv = x.matmul(qkv)?.broadcast_add(qkv_bias)?;
-                let seen = attention(&qkv, self.heads, lengths, &self.distances)?;
-                self.after.end(x, &seen.matmul(out)?)
+                let attended = attention(&qkv, self.heads, lengths, &self.distances)?;
+                self.after.end(x, &attended.matmul(out)?)
             }
             #[cfg(feature = "cuda")]
             Weights::Kernel { heads, .. } => {
-                let none = vec![0; lengths.iter().sum()];
-                let plan = super::gpu::Plan::new(&none, &none, lengths, heads.queries());
+                // Attention reads neither ids nor positions from the plan.
+                let unused = vec![0; lengths.iter().sum()];
+                let plan = super::gpu::Plan::new(&unused, &unused, lengths, heads.queries());
                 let words = Tensor::from_slice(&plan.words, plan.words.len(), x.device())?;
                 let planned = super::gpu::cuda::Planned { plan, lengths: lengths.to_vec(), words };
                 self.forward_planned(x, &planned)
@@ -109,7 +111,7 @@ impl SelfAttention {
         }
     }
 
-    /// The same for a batch whose plan is on the device.
+    /// The same for a batch whose plan is already on the device.
     ///
     /// # Errors
     /// The driver's error.
@@ -118,12 +120,12 @@ impl SelfAttention {
         let Weights::Kernel { qkv, q_bias, out, heads } = &self.weights else {
             return self.forward(x, &planned.lengths);
         };
-        let seen = super::gpu::cuda::attend(&x.matmul(qkv)?, q_bias, *heads, planned)?;
-        self.after.end(x, &seen.matmul(out)?)
+        let attended = super::gpu::cuda::attend(&x.matmul(qkv)?, q_bias, *heads, planned)?;
+        self.after.end(x, &attended.matmul(out)?)
     }
 }
 
-/// The kernel on a batch.
+/// The CPU's kernel, applied to a batch.
 struct Attend<'a> {
     weights: &'a Attention,
     lengths: &'a [usize],
@@ -148,7 +150,7 @@ impl InplaceOp1 for Attend<'_> {
     }
 }
 
-/// The weights as a GPU's kernel takes them; none if no kernel fits these heads.
+/// The weights in the form for the GPU's kernel; none if no kernel fits these heads.
 #[cfg(feature = "cuda")]
 fn for_kernel(
     matrices: &[&Tensor; 3],
@@ -192,7 +194,7 @@ mod tests {
         SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, distances, after }
     }
 
-    /// The largest difference between the results of the two forms of weights.
+    /// The largest difference between the kernel's result and that of candle's operations.
     fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
         let hidden = heads * d;
         let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn it_equals_its_steps_for_any_length_and_head_size() {
+    fn the_kernel_equals_the_steps_for_any_length_and_head_size() {
         for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
             let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
             assert!(off < 2e-5, "{heads} heads of {d}: {off}");
@@ -214,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn with_known_distances_it_equals_its_steps() {
+    fn the_kernel_equals_the_steps_with_positional_terms() {
         let lengths = [1, 2, 17, 33, 70];
         let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
         let cases = [
@@ -257,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_are_not_the_tokens_are_refused() {
+    fn lengths_whose_sum_is_not_the_number_of_rows_are_refused() {
         let half =
             SelfAttention::new(published(4, 32, 0.5), After::Norm(norm_params(32, 5).unwrap())).unwrap();
         let error = half.forward(noise(&[30, 32], 1.0, 1).unwrap(), &[11, 18]).unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! Convolution of images whose pixels follow each other with all their channels (`[images, height, width, channels]`),
-//! on any device. Decides the form in which its weights are kept, and owns them.
+//! Convolution of images in the layout `[images, height, width, channels]`, on any device. Decides the form in which
+//! its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 use sconce_kernels::convolution::{self, Clamp, Padding, Patches};
@@ -14,7 +14,7 @@ pub struct Filters<'a> {
     pub bias: &'a Tensor,
     /// Pixels from one patch to the next.
     pub stride: usize,
-    /// What is put around an image; zeros.
+    /// The zeros around an image.
     pub padding: Padding,
     /// The bounds of the result.
     pub clamp: Clamp,
@@ -37,7 +37,7 @@ enum Weights {
 }
 
 impl Convolution {
-    /// Takes over the weights.
+    /// Prepares the weights for their device.
     ///
     /// # Errors
     /// Shapes do not match, or the device fails.
@@ -50,7 +50,7 @@ impl Convolution {
             if tensor.device().is_cpu() { tensor.to_dtype(DType::F32) } else { Ok(tensor.clone()) }
         };
         let (weights, bias) = (&on_cpu(weights)?, &on_cpu(bias)?);
-        // Each patch has its pixels one after the other, each with all its channels.
+        // The layout of a patch: pixel after pixel, each with all its channels.
         let by_pixel = weights.permute((0, 2, 3, 1))?.contiguous()?;
         let packed = match (host_values(&by_pixel)?, host_values(bias)?) {
             (Some(numbers), Some(bias)) => {
@@ -92,7 +92,7 @@ impl Convolution {
     }
 }
 
-/// The kernel on some images.
+/// The CPU's kernel, applied to images.
 struct Convolve<'a>(&'a convolution::Convolution);
 
 impl CustomOp1 for Convolve<'_> {
@@ -112,13 +112,12 @@ impl CustomOp1 for Convolve<'_> {
     }
 }
 
-/// The largest of each 3 × 3 pixels, at every second one, of `x` `[images, height, width, channels]` without
-/// negative numbers.
+/// Max pooling over 3 × 3 pixels with stride 2. `x` `[images, height, width, channels]` has no negative numbers.
 ///
 /// # Errors
 /// Shapes do not match: a bug of the caller.
 pub fn max_pool(x: &Tensor) -> Result<Tensor> {
-    // Zeros around it are never larger than what is there.
+    // Padding with zeros is right, since no number is below 0.
     let x = x.permute((0, 3, 1, 2))?.pad_with_zeros(2, 1, 1)?.pad_with_zeros(3, 1, 1)?.contiguous()?;
     x.max_pool2d_with_stride(3, 2)?.permute((0, 2, 3, 1))?.contiguous()
 }
@@ -136,7 +135,7 @@ mod tests {
     use super::super::testing::{difference, noise};
     use super::*;
 
-    /// The same by candle's operations.
+    /// The same convolution by candle's operations.
     fn plain(filters: &Filters<'_>) -> Convolution {
         let ours = Convolution::new(filters).unwrap();
         let width = filters.weights.dim(0).unwrap();
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn it_equals_candles_own_for_every_shape() {
+    fn the_kernel_equals_candles_convolution_for_every_shape() {
         let paddings = [Padding::Same, Padding::Each(0), Padding::Each(1)];
         for (size, stride) in [(1, 1), (1, 2), (3, 1), (3, 2), (5, 2), (5, 1), (7, 2), (8, 8)] {
             for (padding, is_depthwise) in paddings.into_iter().flat_map(|it| [(it, false), (it, true)]) {
@@ -176,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_does_not_see_its_neighbours_in_the_batch() {
+    fn an_image_does_not_depend_on_the_others_in_its_batch() {
         let weights = noise(&[4, 3, 3, 3], 0.5, 1).unwrap();
         let bias = noise(&[4], 0.5, 2).unwrap();
         let (stride, padding, clamp, is_depthwise) = (2, Padding::Same, Clamp::RELU, false);

@@ -1,9 +1,10 @@
-//! What attention knows of the distance between two tokens, as candle's own operations take it.
+//! The positional terms of attention (relative bias, rotary embedding, sliding window) as tensors for candle's
+//! operations.
 
 use candle_core::{Device, Result, Tensor};
 use sconce_kernels::{Distances, Rotary};
 
-/// What [`Distances::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
+/// The terms that [`Distances::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
 ///
 /// # Errors
 /// The device fails.
@@ -15,14 +16,15 @@ pub fn added(distances: &Distances, heads: usize, n: usize, device: &Device) -> 
     Tensor::from_vec(added, (heads, n, n), device)
 }
 
-/// The cosines and sines of these places, each `[places, half]`, in f32.
+/// The cosines and sines of the rotation at these positions, each `[positions, half]`, in f32.
 ///
 /// # Errors
 /// The device fails.
-pub fn turns(rotary: &Rotary, places: &[usize], device: &Device) -> Result<[Tensor; 2]> {
+pub fn turns(rotary: &Rotary, positions: &[usize], device: &Device) -> Result<[Tensor; 2]> {
     let table = |part: fn(&(f32, f32)) -> f32| {
-        let numbers: Vec<f32> = places.iter().flat_map(|place| rotary.at(*place)).map(part).collect();
-        Tensor::from_vec(numbers, (places.len(), rotary.half()), device)
+        let numbers: Vec<f32> =
+            positions.iter().flat_map(|position| rotary.at(*position)).map(part).collect();
+        Tensor::from_vec(numbers, (positions.len(), rotary.half()), device)
     };
     Ok([table(|turn| turn.0)?, table(|turn| turn.1)?])
 }
@@ -31,8 +33,8 @@ pub fn turns(rotary: &Rotary, places: &[usize], device: &Device) -> Result<[Tens
 ///
 /// # Errors
 /// Shapes or types do not match, or the device fails.
-pub fn rotated(rotary: &Rotary, x: &Tensor, places: &[usize]) -> Result<Tensor> {
-    let [cos, sin] = turns(rotary, places, x.device())?;
+pub fn rotated(rotary: &Rotary, x: &Tensor, positions: &[usize]) -> Result<Tensor> {
+    let [cos, sin] = turns(rotary, positions, x.device())?;
     let of_heads = |table: Tensor| table.unsqueeze(1)?.to_dtype(x.dtype());
     let (cos, sin) = (of_heads(cos)?, of_heads(sin)?);
     let half = rotary.half();
@@ -47,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rotation_is_that_of_the_kernel() {
+    fn rotation_by_tensors_equals_the_kernel() {
         let rotary = Rotary::new(100.0, 4, 8);
         let mut token = [1.0, 2.0, 3.0, 4.0];
         let x = Tensor::from_slice(&token, (1, 1, 4), &Device::Cpu).unwrap();

@@ -1,6 +1,6 @@
-//! The feed-forward half of a block on any device: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G it is
-//! (activation(x·U) * x·G)·D in the place of the product; without the norm, x is not added. Decides the form in which
-//! its weights are kept, and owns them.
+//! The feed-forward half of a block on any device: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G,
+//! (activation(x·U) * x·G)·D replaces the product. Without the norm, x is not added. Decides the form in which its
+//! weights are kept, and owns them.
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor};
 use sconce_kernels::{Activation, Numbers, feed_forward};
@@ -13,7 +13,7 @@ use super::{host_values, rows_of};
 pub struct FeedForward {
     weights: Weights,
     activation: Activation,
-    /// With the bias of D.
+    /// What follows the half, with the bias of D.
     after: After,
 }
 
@@ -32,12 +32,12 @@ pub struct Up {
     pub bias: Tensor,
     /// G.
     pub gate: Option<Tensor>,
-    /// What U, G and D are kept as where they are f32 on a CPU.
+    /// The type in which U, G and D are kept if they are f32 on a CPU.
     pub numbers: Numbers,
 }
 
 impl FeedForward {
-    /// Takes over U and G, and D `[hidden, inner]`, as published.
+    /// Prepares U and G, and D `[hidden, inner]` as published, for their device.
     ///
     /// # Errors
     /// The device fails.
@@ -59,7 +59,7 @@ impl FeedForward {
         Ok(Self { weights, activation, after })
     }
 
-    /// Computes `x` `[rows, hidden]`, in `x`'s memory.
+    /// Computes the half on `x` `[rows, hidden]`, in `x`'s memory.
     ///
     /// # Errors
     /// Shapes or types do not match: a bug of the caller.
@@ -80,7 +80,7 @@ impl FeedForward {
     }
 }
 
-/// The kernel on some rows.
+/// The CPU's kernel, applied to rows.
 struct Fused<'a> {
     weights: &'a feed_forward::FeedForward,
     after: &'a After,
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fused_it_equals_its_steps() {
+    fn the_kernel_equals_the_steps() {
         for (rows, hidden, inner) in [(1, 32, 64), (50, 24, 40), (131, 384, 1536)] {
             let up = noise(&[inner, hidden], 0.1, 1).unwrap();
             let up_bias = noise(&[inner], 0.5, 6).unwrap();

@@ -1,6 +1,6 @@
-//! The steps of networks on candle's tensors. On a CPU in f32 they are the kernels of `crates/kernels`; on a GPU they are
-//! those of `gpu`; otherwise, in half precision on a CPU, and as a reference for tests, they are composed of candle's own
-//! operations.
+//! The steps of networks on candle's tensors. On a CPU in f32 they use the kernels of `crates/kernels`, and on a GPU
+//! those of `gpu`. In half precision on a CPU, for sizes without a kernel, and as a reference for tests, they are
+//! composed of candle's operations.
 
 mod activation;
 mod add_norm;
@@ -24,10 +24,10 @@ pub use sconce_kernels::{
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 
-/// The values of a tensor, if it is f32 on a CPU: the kernels here are written for that.
+/// The values of a tensor if it is f32 on a CPU, which is what the CPU's kernels take; else none.
 fn host_values(tensor: &Tensor) -> Result<Option<Vec<f32>>> {
-    let ours = tensor.device().is_cpu() && tensor.dtype() == DType::F32;
-    ours.then(|| tensor.flatten_all()?.to_vec1()).transpose()
+    let has_kernels = tensor.device().is_cpu() && tensor.dtype() == DType::F32;
+    has_kernels.then(|| tensor.flatten_all()?.to_vec1()).transpose()
 }
 
 /// The values of a contiguous f32 tensor.
@@ -44,7 +44,7 @@ fn rows_of<'a>(storage: &'a mut CpuStorage, layout: &Layout, width: usize) -> Re
         (CpuStorage::F32(values), Some((start, end)), [_, found]) if *found == width => {
             Ok(&mut values[start..end])
         }
-        (_, _, dims) => bail!("a kernel for contiguous f32 rows of {width} numbers got {dims:?}"),
+        (_, _, dims) => bail!("a kernel for contiguous f32 rows of {width} numbers got the shape {dims:?}"),
     }
 }
 

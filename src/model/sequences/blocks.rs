@@ -1,7 +1,7 @@
-//! Which sequence holds which blocks of keys and values. Full blocks stay after their sequences, so that a later
-//! sequence that begins with the same tokens takes them instead of computing them (prefix reuse); they are
-//! given up, the longest unused first, when room is needed. Blocks are shared only within one owner. Owns no
-//! numbers.
+//! Decides which sequence holds which blocks of keys and values. Full blocks are kept after their sequences have
+//! closed, so that a later sequence that begins with the same tokens reuses them instead of computing them (prefix
+//! reuse). They are evicted when memory is needed, the least recently used first. Only sequences of one owner share
+//! blocks. Does not own the keys and values.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,7 +9,8 @@ use sha2::{Digest, Sha256};
 
 use crate::model::ops::kv::BLOCK;
 
-/// Who may share a block: the SHA-256 of the requester's text, which a block would keep for as long as it is known.
+/// Who may share a block: the SHA-256 of the requester's name. The hash has a fixed size, unlike the name, and a block
+/// keeps it for as long as it is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner([u8; 32]);
 
@@ -20,33 +21,33 @@ impl Owner {
     }
 }
 
-/// Whose block it is, and what precedes it.
+/// What precedes a block.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Before {
-    /// Nothing; with the owner.
+    /// Nothing: it is the first block of a sequence of this owner.
     Owner(Owner),
     /// The known block with this name.
     Known(u64),
 }
 
-/// What a known block holds.
+/// The content of a known block.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Content {
     before: Before,
     tokens: [u32; BLOCK],
 }
 
-/// A known block's name, which is never used again; not its place.
+/// A known block's name. Unlike its index, it is never used again.
 type Name = u64;
 
 #[derive(Clone, Debug, Default)]
 struct Block {
-    /// Sequences that hold it.
+    /// The number of sequences that hold it.
     holders: usize,
     /// Its name and content, if it can be shared.
     known: Option<(Name, Content)>,
-    /// When its last holder left.
-    left: u64,
+    /// The time at which its last holder released it.
+    released: u64,
 }
 
 /// All blocks.
@@ -55,24 +56,26 @@ pub struct Blocks {
     /// Blocks that hold nothing.
     empty: Vec<u32>,
     known: HashMap<Content, u32>,
-    /// Known blocks that no sequence holds, by the time since when.
+    /// Known blocks that no sequence holds, by the time of their release.
     unused: BTreeMap<u64, u32>,
+    /// The last name that was given.
     names: Name,
+    /// A counter of releases: the time for `released` and `unused`.
     clock: u64,
 }
 
 /// The blocks of one sequence.
 #[derive(Debug)]
 pub struct Table {
-    /// In order.
+    /// The indices of the blocks, in the order of the sequence.
     pub blocks: Vec<u32>,
     owner: Owner,
-    /// The names of its first blocks; as many as are known.
+    /// The names of its first blocks, as far as they are known.
     names: Vec<Name>,
 }
 
 impl Table {
-    /// An empty table of a sequence of this owner.
+    /// The empty table of a sequence of this owner.
     pub fn new(owner: Owner) -> Self {
         Self { blocks: Vec::new(), owner, names: Vec::new() }
     }
@@ -99,8 +102,8 @@ impl Blocks {
         }
     }
 
-    /// Takes known blocks that continue a table with `prompt`, whose last token is left to be computed. The table
-    /// must end with a full block. Returns the tokens that it holds then.
+    /// Extends a table by known blocks with the tokens of `prompt`. At least the last token is left to be computed. All
+    /// blocks of the table must be full. Returns the number of tokens that the table holds now.
     pub fn reuse(&mut self, table: &mut Table, prompt: &[u32]) -> usize {
         while (table.blocks.len() + 1) * BLOCK < prompt.len()
             && let Some(content) = table.content(table.blocks.len(), prompt)
@@ -108,7 +111,7 @@ impl Blocks {
         {
             let held = &mut self.blocks[block as usize];
             if held.holders == 0 {
-                self.unused.remove(&held.left);
+                self.unused.remove(&held.released);
             }
             held.holders += 1;
             table.names.extend(held.known.as_ref().map(|(name, _)| *name));
@@ -117,18 +120,18 @@ impl Blocks {
         table.blocks.len() * BLOCK
     }
 
-    /// Gives a table room for `tokens` tokens. None: there is none; the table keeps what it has got.
+    /// Extends a table to `tokens` tokens. None if there are too few blocks; the table keeps those that it has got.
     pub fn grow(&mut self, table: &mut Table, tokens: usize) -> Option<()> {
         while table.blocks.len() * BLOCK < tokens {
-            let block = self.empty.pop().or_else(|| self.give_up())?;
+            let block = self.empty.pop().or_else(|| self.evict())?;
             self.blocks[block as usize].holders = 1;
             table.blocks.push(block);
         }
         Some(())
     }
 
-    /// Makes the longest unused block empty.
-    fn give_up(&mut self) -> Option<u32> {
+    /// Evicts the least recently used block, and returns it empty.
+    fn evict(&mut self) -> Option<u32> {
         let (_, block) = self.unused.pop_first()?;
         if let Some((_, content)) = self.blocks[block as usize].known.take() {
             self.known.remove(&content);
@@ -136,11 +139,11 @@ impl Blocks {
         Some(block)
     }
 
-    /// Makes the full blocks of a table known; `tokens` are those computed so far.
+    /// Makes the full blocks of a table known. `tokens` are the sequence's computed tokens.
     pub fn publish(&mut self, table: &mut Table, tokens: &[u32]) {
         while let Some(content) = table.content(table.names.len(), tokens) {
             let block = table.blocks[table.names.len()];
-            // Another sequence computed the same meanwhile: this one's own stays unknown.
+            // Another sequence has computed the same block meanwhile, so this copy stays unknown.
             if self.known.contains_key(&content) {
                 break;
             }
@@ -151,10 +154,10 @@ impl Blocks {
         }
     }
 
-    /// Takes a table back. Returns the blocks that hold nothing now.
-    pub fn leave(&mut self, table: Table) -> Vec<u32> {
+    /// Releases the blocks of a table. Returns those that are empty now.
+    pub fn release(&mut self, table: Table) -> Vec<u32> {
         let mut emptied = Vec::new();
-        // The last first: a block is of no use without those before it.
+        // The last block is released first, and so evicted first, since a block is useless without those before it.
         for block in table.blocks.into_iter().rev() {
             let held = &mut self.blocks[block as usize];
             held.holders -= 1;
@@ -163,7 +166,7 @@ impl Blocks {
             }
             if held.known.is_some() {
                 self.clock += 1;
-                held.left = self.clock;
+                held.released = self.clock;
                 self.unused.insert(self.clock, block);
             } else {
                 self.empty.push(block);
@@ -173,7 +176,7 @@ impl Blocks {
         emptied
     }
 
-    /// Blocks that sequences hold.
+    /// The number of blocks that sequences hold.
     #[cfg(test)]
     fn held(&self) -> usize {
         self.blocks.len() - self.empty.len() - self.unused.len()
@@ -199,70 +202,70 @@ mod tests {
     }
 
     #[test]
-    fn the_same_beginning_is_taken_from_a_running_sequence_and_from_one_that_left() {
+    fn a_common_prefix_is_reused_from_running_and_closed_sequences() {
         let mut blocks = Blocks::new(10);
         let (first, reused) = computed(&mut blocks, "a", &tokens(1, 70));
         assert_eq!(reused, 0);
         let (second, reused) = computed(&mut blocks, "a", &tokens(1, 70));
         assert_eq!((reused, &second.blocks[..2]), (64, &first.blocks[..2]));
         assert_eq!(blocks.held(), 4);
-        assert_eq!(blocks.leave(first).len(), 1);
-        assert_eq!(blocks.leave(second).len(), 1);
+        assert_eq!(blocks.release(first).len(), 1);
+        assert_eq!(blocks.release(second).len(), 1);
         assert_eq!(blocks.held(), 0);
         let (third, reused) = computed(&mut blocks, "a", &tokens(1, 64));
         assert_eq!(reused, 32, "the last token is computed");
-        blocks.leave(third);
+        blocks.release(third);
     }
 
     #[test]
-    fn another_owner_or_another_beginning_shares_nothing() {
+    fn another_owner_or_another_prefix_shares_nothing() {
         let mut blocks = Blocks::new(10);
         let (first, _) = computed(&mut blocks, "a", &tokens(1, 70));
         assert_eq!(computed(&mut blocks, "b", &tokens(1, 70)).1, 0);
         let mut other = tokens(1, 70);
         other[0] = 999;
         assert_eq!(computed(&mut blocks, "a", &other).1, 0, "the second block is the same, the first is not");
-        blocks.leave(first);
+        blocks.release(first);
     }
 
     #[test]
-    fn a_block_is_as_large_for_an_owner_of_any_length() {
+    fn the_size_of_a_block_does_not_depend_on_its_owners_name() {
         let long = "s".repeat(1 << 20);
         let mut blocks = Blocks::new(10);
         let (first, _) = computed(&mut blocks, &long, &tokens(1, 70));
-        blocks.leave(first);
+        blocks.release(first);
         let kept: Vec<&Before> = blocks.known.keys().map(|content| &content.before).collect();
         assert!(kept.contains(&&Before::Owner(Owner::of(&long))), "{kept:?}");
         assert!(size_of::<Content>() <= size_of::<[u32; BLOCK]>() + 40, "{}", size_of::<Content>());
         assert_eq!(computed(&mut blocks, &long, &tokens(1, 70)).1, 64);
-        assert_eq!(computed(&mut blocks, &long[1..], &tokens(1, 70)).1, 0, "another one's");
+        assert_eq!(computed(&mut blocks, &long[1..], &tokens(1, 70)).1, 0, "it belongs to another owner");
     }
 
     #[test]
-    fn what_is_longest_unused_makes_room() {
+    fn the_least_recently_used_blocks_are_evicted() {
         let mut blocks = Blocks::new(4);
         for seed in [1, 2] {
             let (table, _) = computed(&mut blocks, "a", &tokens(seed, 65));
-            blocks.leave(table);
+            blocks.release(table);
         }
-        // Three blocks each: two of the first were given up, its first block among them.
+        // Each sequence has three blocks. Two blocks of the first one were evicted, its first block among them.
         let (table, reused) = computed(&mut blocks, "a", &tokens(2, 65));
         assert_eq!(reused, 64);
-        blocks.leave(table);
+        blocks.release(table);
         let mut table = Table::new(Owner::of("a"));
-        assert_eq!(blocks.grow(&mut table, 5 * BLOCK), None, "there are four");
-        assert_eq!(blocks.leave(table).len(), 4);
+        assert_eq!(blocks.grow(&mut table, 5 * BLOCK), None, "there are only four");
+        assert_eq!(blocks.release(table).len(), 4);
         assert_eq!(computed(&mut blocks, "a", &tokens(2, 65)).1, 0);
     }
 
     proptest! {
         #[test]
-        fn no_block_is_lost_or_held_by_two_that_differ(
-            works in prop::collection::vec((0_u32..3, 1_usize..150, 0_usize..4), 1..60),
+        fn no_block_is_lost_or_shared_by_sequences_that_differ(
+            runs in prop::collection::vec((0_u32..3, 1_usize..150, 0_usize..4), 1..60),
         ) {
             let mut blocks = Blocks::new(16);
             let mut running: Vec<(Vec<u32>, Table)> = Vec::new();
-            for (seed, count, leaves) in works {
+            for (seed, count, leaves) in runs {
                 let own = tokens(seed, count);
                 let mut table = Table::new(Owner::of("a"));
                 blocks.reuse(&mut table, &own);
@@ -270,11 +273,11 @@ mod tests {
                     blocks.publish(&mut table, &own);
                     running.push((own, table));
                 } else {
-                    blocks.leave(table);
+                    blocks.release(table);
                 }
                 for _ in 0..leaves.min(running.len()) {
                     let (_, table) = running.remove(0);
-                    blocks.leave(table);
+                    blocks.release(table);
                 }
                 for (own, table) in &running {
                     for (other, others) in &running {

@@ -1,5 +1,5 @@
-//! What all models share whose answers are sequences of tokens: which sequence holds which blocks of keys and values
-//! (`blocks`), which token comes next (`sampler`, `grammar`), and what may be shown of the text (`text`). Knows no
+//! The parts that all models share whose answers are sequences of tokens: which sequence holds which blocks of keys and
+//! values (`blocks`), which token comes next (`sampler`, `grammar`), and which text may be sent (`text`). Knows no
 //! request and no network.
 
 pub mod blocks;

@@ -1,5 +1,5 @@
 //! Chooses the next token of a sequence. Random numbers are a function of the seed, the sequence and the token's
-//! place (`same-seed-same-text`): a task that is computed again gets the same text. Owns the counts of the
+//! position (`same-seed-same-text`), so that a task that is computed again gets the same text. Owns the counts of the
 //! tokens so far, for the penalties.
 
 use std::cmp::Ordering;
@@ -8,24 +8,24 @@ use std::collections::BTreeMap;
 use crate::model::ops::{exponentials, largest};
 use crate::protocol::generate::Sampling;
 
-/// Below this temperature the likeliest token is taken.
-const GREEDY: f32 = 1e-4;
-/// Tokens of which the likeliest are looked for at first.
+/// Below this temperature the likeliest token is chosen.
+const MIN_TEMPERATURE: f32 = 1e-4;
+/// How many of the likeliest tokens are sorted at first, for `top_p` without `top_k`.
 const FIRST_CUT: usize = 256;
 
-/// What keys the random numbers of a sequence.
+/// The key of the random numbers of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seed {
-    /// Of the task.
+    /// The task's seed.
     pub task: u64,
     /// The sequence's index within its task.
     pub sequence: u64,
 }
 
 impl Seed {
-    /// A number from 0 up to, and without, 1, for the token at this place of the answer.
-    fn uniform(self, place: u64) -> f64 {
-        let bits = mixed(mixed(mixed(self.task) ^ self.sequence) ^ place);
+    /// A random number of at least 0 and below 1, for the token at this position of the answer.
+    fn uniform(self, position: u64) -> f64 {
+        let bits = mixed(mixed(mixed(self.task) ^ self.sequence) ^ position);
         (bits >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
@@ -43,15 +43,17 @@ fn mixed(x: u64) -> u64 {
 pub struct Sampler {
     sampling: Sampling,
     seed: Seed,
-    /// How often each token of the prompt (0 times) and of the answer has occurred; empty without penalties.
+    /// How often each token has occurred in the answer. Tokens of the prompt are present with 0. Empty without
+    /// penalties.
     counts: BTreeMap<u32, u32>,
-    /// The token chosen last, and its place. It is counted when the next one is chosen, since a step that fails
-    /// elsewhere is computed again, and chooses for the same place once more. None without penalties.
+    /// The position of the last chosen token, and its id. It is counted when the next one is chosen: if the step fails
+    /// elsewhere, it is computed again, and this sampler chooses for the same position once more. None without
+    /// penalties.
     last: Option<(usize, u32)>,
 }
 
 impl Sampler {
-    /// For a sequence after this prompt.
+    /// A sampler for the answer to this prompt.
     pub fn new(sampling: Sampling, seed: Seed, prompt: &[u32]) -> Self {
         let mut sampler = Self { sampling, seed, counts: BTreeMap::new(), last: None };
         if sampler.has_penalties() {
@@ -65,30 +67,30 @@ impl Sampler {
         frequency_penalty != 0.0 || presence_penalty != 0.0 || repetition_penalty != 1.0
     }
 
-    /// The token at `place` of the answer, by the network's numbers for it, which are changed. None: they are not
-    /// all numbers. Repeatable for the same place.
-    pub fn choose(&mut self, logits: &mut [f32], place: usize) -> Option<u32> {
-        if let Some((_, id)) = self.last.take_if(|(before, _)| *before < place) {
+    /// The token at `position` of the answer, by the network's `logits`, which are modified. None if they are not all
+    /// finite. May be called again for the same position.
+    pub fn choose(&mut self, logits: &mut [f32], position: usize) -> Option<u32> {
+        if let Some((_, id)) = self.last.take_if(|(before, _)| *before < position) {
             *self.counts.entry(id).or_default() += 1;
         }
-        self.punish(logits);
+        self.apply_penalties(logits);
         let most = largest(logits);
         if !most.is_finite() || logits.iter().any(|x| x.is_nan()) {
             return None;
         }
         let Sampling { temperature, .. } = self.sampling;
-        let chosen = if temperature < GREEDY {
+        let chosen = if temperature < MIN_TEMPERATURE {
             logits.iter().position(|x| *x == most)?
         } else {
             let sum = exponentials(logits, 1.0 / temperature);
-            self.drawn(logits, sum, self.seed.uniform(place as u64))
+            self.draw(logits, sum, self.seed.uniform(position as u64))
         };
         let chosen = u32::try_from(chosen).ok()?;
-        self.last = self.has_penalties().then_some((place, chosen));
+        self.last = self.has_penalties().then_some((position, chosen));
         Some(chosen)
     }
 
-    fn punish(&self, logits: &mut [f32]) {
+    fn apply_penalties(&self, logits: &mut [f32]) {
         let Sampling { frequency_penalty, presence_penalty, repetition_penalty, .. } = self.sampling;
         for (id, count) in &self.counts {
             let Some(x) = logits.get_mut(*id as usize) else { continue };
@@ -99,22 +101,22 @@ impl Sampler {
         }
     }
 
-    /// Draws by `weights`, whose largest is 1, with the random number `uniform`.
-    fn drawn(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
+    /// Draws a token by `weights`, whose largest is 1, with the random number `uniform`.
+    fn draw(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         if top_k == 0 && top_p >= 1.0 && min_p <= 0.0 {
             let all = weights.iter().map(|weight| f64::from(*weight));
-            return found(all.clone(), uniform * all.sum::<f64>());
+            return index_at(all.clone(), uniform * all.sum::<f64>());
         }
         let candidates = candidates(weights, sum, &self.sampling);
         let all = candidates.iter().map(|id| f64::from(weights[*id]));
-        let at = found(all.clone(), uniform * all.sum::<f64>());
+        let at = index_at(all.clone(), uniform * all.sum::<f64>());
         candidates.get(at).copied().unwrap_or_default()
     }
 }
 
-/// The index at which the sum of the weights exceeds `target`.
-fn found(weights: impl Iterator<Item = f64>, target: f64) -> usize {
+/// The first index at which the sum of the weights so far exceeds `target`.
+fn index_at(weights: impl Iterator<Item = f64>, target: f64) -> usize {
     let (mut sum, mut last) = (0.0, 0);
     for (index, weight) in weights.enumerate() {
         sum += weight;
@@ -128,7 +130,7 @@ fn found(weights: impl Iterator<Item = f64>, target: f64) -> usize {
     last
 }
 
-/// The tokens that may be drawn, the likeliest first: those of `min_p`, of them `top_k`, of them `top_p`.
+/// The tokens that may be drawn, the likeliest first. `min_p` is applied first, then `top_k`, then `top_p`.
 fn candidates(weights: &[f32], sum: f32, sampling: &Sampling) -> Vec<usize> {
     let Sampling { top_k, top_p, min_p, .. } = *sampling;
     let by_weight = |a: &usize, b: &usize| -> Ordering { weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)) };
@@ -141,7 +143,7 @@ fn candidates(weights: &[f32], sum: f32, sampling: &Sampling) -> Vec<usize> {
         }
         let mut likeliest = ids[..cut].to_vec();
         likeliest.sort_unstable_by(by_weight);
-        // The share is of what top_k leaves.
+        // `top_p` is a share of the weights that `min_p` and `top_k` leave.
         let total = if top_k == 0 && min_p <= 0.0 {
             f64::from(sum)
         } else {
@@ -195,11 +197,11 @@ mod tests {
     };
     const SEED: Seed = Seed { task: 7, sequence: 0 };
 
-    /// How often each of the tokens is drawn in 4,000 places.
+    /// How often each of the tokens is drawn at 4,000 positions.
     fn drawn(sampling: Sampling, logits: &[f32]) -> Vec<usize> {
         let mut counts = vec![0; logits.len()];
-        for place in 0..4_000 {
-            let chosen = Sampler::new(sampling, SEED, &[]).choose(&mut logits.to_vec(), place).unwrap();
+        for position in 0..4_000 {
+            let chosen = Sampler::new(sampling, SEED, &[]).choose(&mut logits.to_vec(), position).unwrap();
             counts[chosen as usize] += 1;
         }
         counts
@@ -217,14 +219,14 @@ mod tests {
     }
 
     #[test]
-    fn the_unlikely_are_cut_off() {
+    fn unlikely_tokens_are_cut_off() {
         let logits: Vec<f32> = (0..1_000).map(|id| -(f32::abs(id as f32 - 500.0))).collect();
         let kept = |sampling| {
             let counts = drawn(sampling, &logits);
             (0..counts.len()).filter(|id| counts[*id] > 0).collect::<Vec<_>>()
         };
         assert_eq!(kept(Sampling { top_k: 1, ..PLAIN }), [500]);
-        assert_eq!(kept(Sampling { top_k: 2, ..PLAIN }), [499, 500], "of equal ones the first");
+        assert_eq!(kept(Sampling { top_k: 2, ..PLAIN }), [499, 500], "the first of equally likely ones");
         assert_eq!(kept(Sampling { top_p: 0.4, ..PLAIN }), [500]);
         assert_eq!(kept(Sampling { top_p: 0.5, ..PLAIN }), [499, 500]);
         assert_eq!(kept(Sampling { min_p: 0.3, ..PLAIN }), [499, 500, 501]);
@@ -238,7 +240,7 @@ mod tests {
         let logits = [0.0; 64];
         let text = |seed| -> Vec<u32> {
             let mut sampler = Sampler::new(PLAIN, seed, &[]);
-            (0..32).map(|place| sampler.choose(&mut logits.to_vec(), place).unwrap()).collect()
+            (0..32).map(|position| sampler.choose(&mut logits.to_vec(), position).unwrap()).collect()
         };
         assert_eq!(text(SEED), text(SEED));
         assert_ne!(text(SEED), text(Seed { task: 8, ..SEED }));
@@ -246,11 +248,11 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_have_occurred_are_punished() {
+    fn tokens_that_have_occurred_are_penalized() {
         let greedy = Sampling { temperature: 0.0, ..PLAIN };
         let choose = |sampling, prompt: &[u32]| -> Vec<u32> {
             let mut sampler = Sampler::new(sampling, SEED, prompt);
-            (0..4).map(|place| sampler.choose(&mut [1.0, 0.9, 0.8, -1.0], place).unwrap()).collect()
+            (0..4).map(|position| sampler.choose(&mut [1.0, 0.9, 0.8, -1.0], position).unwrap()).collect()
         };
         assert_eq!(choose(greedy, &[0]), [0, 0, 0, 0]);
         assert_eq!(choose(Sampling { presence_penalty: 0.15, ..greedy }, &[0]), [0, 1, 0, 0]);
@@ -259,15 +261,15 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_is_chosen_again_for_its_place_counts_once() {
+    fn a_token_that_is_chosen_again_for_its_position_counts_once() {
         let sampling = Sampling { temperature: 0.0, frequency_penalty: 0.06, ..PLAIN };
         let mut sampler = Sampler::new(sampling, SEED, &[0]);
-        let mut choose = |place| sampler.choose(&mut [1.0, 0.9, 0.8, -1.0], place).unwrap();
+        let mut choose = |position| sampler.choose(&mut [1.0, 0.9, 0.8, -1.0], position).unwrap();
         assert_eq!([0, 0, 0, 1, 1, 2, 2, 3].map(&mut choose), [0, 0, 0, 0, 0, 1, 1, 0]);
     }
 
     #[test]
-    fn what_is_no_number_is_not_drawn_from() {
+    fn no_token_is_chosen_from_logits_that_are_not_finite() {
         assert_eq!(Sampler::new(PLAIN, SEED, &[]).choose(&mut [0.0, f32::NAN], 0), None);
         assert_eq!(Sampler::new(PLAIN, SEED, &[]).choose(&mut [f32::INFINITY, 0.0], 0), None);
         let tiny = Sampling { temperature: 1e-3, ..PLAIN };
@@ -275,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_that_a_request_may_have_makes_finite_logits_infinite() {
+    fn no_accepted_parameter_makes_finite_logits_infinite() {
         use crate::protocol::generate::{Api, GenerateRequest};
         let edges = [
             ("temperature", "0"),
@@ -293,15 +295,15 @@ mod tests {
             ("repetition_penalty", "0.1"),
             ("repetition_penalty", "10"),
         ];
-        // A network whose logits are larger has overflown itself.
+        // Logits that are larger have overflowed in the network.
         for size in [0.0, 1e-38, 1.0, 1e3, 3e37] {
             for (one, its) in edges {
                 for (other, value) in edges.into_iter().filter(|(other, _)| *other != one) {
                     let body = format!(r#"{{"prompt":"a","{one}":{its},"{other}":{value}}}"#);
                     let request = GenerateRequest::read(Api::Completions, body.as_bytes(), 1).unwrap();
                     let mut sampler = Sampler::new(request.sampling, SEED, &[0, 1]);
-                    for place in 0..4 {
-                        let chosen = sampler.choose(&mut [size, -size, size / 2.0, 0.0], place);
+                    for position in 0..4 {
+                        let chosen = sampler.choose(&mut [size, -size, size / 2.0, 0.0], position);
                         assert!(chosen.is_some(), "{body}, {size}");
                     }
                 }
@@ -310,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn log_probabilities_are_of_all_tokens() {
+    fn log_probabilities_are_relative_to_all_tokens() {
         let logits = [0.25_f32, 0.5, 0.125, 0.125].map(f32::ln);
         let (chosen, top) = log_probabilities(&logits, 2, 2);
         assert!((chosen - 0.125_f32.ln()).abs() < 1e-6);

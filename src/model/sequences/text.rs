@@ -1,4 +1,4 @@
-//! Makes the text of an answer of its tokens' bytes. Decides what may be shown: no half of a character, and
+//! Builds the text of an answer from its tokens' bytes. Decides which text may be sent: no incomplete character, and
 //! nothing that may be the beginning of a stop string. Owns the text so far.
 
 use std::sync::Arc;
@@ -6,13 +6,13 @@ use std::sync::Arc;
 /// The text of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Text {
-    /// Shared by all answers of a task.
+    /// The stop strings, shared by all answers of a task.
     stops: Arc<[String]>,
     text: String,
-    /// Bytes of a character that is not whole yet.
+    /// Bytes of a character that is not complete yet.
     rest: Vec<u8>,
-    /// The bytes of the text that were shown.
-    shown: usize,
+    /// The number of bytes of the text that were sent.
+    sent: usize,
 }
 
 impl Text {
@@ -21,7 +21,7 @@ impl Text {
         Self { stops, ..Self::default() }
     }
 
-    /// Appends a token. True: a stop string is complete, and the text ends before it.
+    /// Appends a token. Returns true if a stop string is complete; the text then ends before it.
     #[must_use]
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
@@ -43,15 +43,15 @@ impl Text {
         stop.is_some()
     }
 
-    /// Moves the whole characters of `bytes` to the text.
+    /// Moves the complete characters of `bytes` to the text.
     fn take_whole(&mut self, bytes: &mut Vec<u8>) {
         let mut done = 0;
         while let Some(chunk) = bytes[done..].utf8_chunks().next() {
             self.text.push_str(chunk.valid());
             done += chunk.valid().len();
             let invalid = chunk.invalid();
-            // At the end it may be the beginning of a character.
-            if invalid.is_empty() || done + invalid.len() == bytes.len() && may_become_whole(invalid) {
+            // At the end, invalid bytes may be the beginning of a character.
+            if invalid.is_empty() || done + invalid.len() == bytes.len() && may_become_valid(invalid) {
                 break;
             }
             self.text.push(char::REPLACEMENT_CHARACTER);
@@ -60,22 +60,22 @@ impl Text {
         bytes.drain(..done);
     }
 
-    /// What may be shown and was not shown before.
+    /// The text that may be sent and was not sent before.
     pub fn new_part(&mut self) -> String {
         let held = self.stops.iter().map(|stop| held_back(&self.text, stop)).max().unwrap_or(0);
-        let end = (self.text.len() - held).max(self.shown);
-        let part = self.text[self.shown..end].to_owned();
-        self.shown = end;
+        let end = (self.text.len() - held).max(self.sent);
+        let part = self.text[self.sent..end].to_owned();
+        self.sent = end;
         part
     }
 
-    /// Ends the text: what was held back is in it. Returns what was not shown.
+    /// Ends the text, which then includes what was held back. Returns the part that was not sent before.
     pub fn end(&mut self) -> String {
         if !std::mem::take(&mut self.rest).is_empty() {
             self.text.push(char::REPLACEMENT_CHARACTER);
         }
-        let part = self.text[self.shown..].to_owned();
-        self.shown = self.text.len();
+        let part = self.text[self.sent..].to_owned();
+        self.sent = self.text.len();
         part
     }
 
@@ -85,11 +85,11 @@ impl Text {
     }
 }
 
-fn may_become_whole(bytes: &[u8]) -> bool {
+fn may_become_valid(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
 
-/// The longest end of `text` with which `stop` begins, in bytes.
+/// The length in bytes of the longest end of `text` that is a beginning of `stop`.
 fn held_back(text: &str, stop: &str) -> usize {
     let longest = stop.len().saturating_sub(1).min(text.len());
     let is_begun = |length: &usize| stop.as_bytes().starts_with(&text.as_bytes()[text.len() - length..]);
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn half_a_character_is_not_shown_and_a_broken_one_is_replaced() {
+    fn an_incomplete_character_is_held_back_and_an_invalid_one_is_replaced() {
         let mut text = Text::new(Arc::default());
         let bytes = "añ€😀".as_bytes();
         let mut parts = String::new();
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_shows_what_was_held_back() {
+    fn the_end_includes_what_was_held_back() {
         let mut text = Text::new(["stop".to_owned()].into());
         assert!(!text.push(b"it is st"));
         assert_eq!((text.new_part().as_str(), text.end().as_str()), ("it is ", "st"));
@@ -139,7 +139,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_make_the_text_which_ends_before_the_first_stop(
+        fn parts_join_to_the_text_which_ends_before_the_first_stop(
             pieces in prop::collection::vec("[ab€]{0,3}", 0..20),
             stops in prop::collection::vec("[ab€]{1,4}", 0..3),
         ) {

@@ -1,6 +1,6 @@
-//! Log-mel features as OpenAI's Whisper computes them: frames of 25 ms each 10 ms, centred, the sound mirrored at both
-//! ends; mel filters by Slaney's formula, computed here; the logarithm held within 8 of its largest value. Pure: one
-//! piece of sound at a time, on the caller's thread.
+//! Log-mel features as OpenAI's Whisper computes them. There is a centred frame of 25 ms every 10 ms; the sound is
+//! mirrored at both ends; the mel filters follow Slaney's formula; logarithms are at most 8 below their largest value.
+//! Pure: processes one piece of sound at a time, on the caller's thread.
 
 use std::f64::consts::TAU;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use realfft::{RealFftPlanner, RealToComplex};
 
 use super::RATE;
 
-/// Samples of a window: 30 s. A shorter piece has silence behind it.
+/// Samples of a window: 30 s. A shorter piece is padded with silence.
 pub const WINDOW: usize = 30 * RATE as usize;
 /// Frames of a window.
 pub const FRAMES: usize = WINDOW / HOP;
@@ -19,12 +19,12 @@ pub const FRAMES: usize = WINDOW / HOP;
 const FRAME: usize = 400;
 /// Samples from one frame's middle to the next: 10 ms.
 const HOP: usize = 160;
-/// Numbers of a frame's spectrum.
+/// Bins of a frame's spectrum.
 const BINS: usize = FRAME / 2 + 1;
-/// The least power that a logarithm is taken of.
-const LEAST: f32 = 1e-10;
+/// The least power whose logarithm is taken.
+const MIN_POWER: f32 = 1e-10;
 
-/// What computes the features of pieces. Shared by threads.
+/// Computes features. Shared by threads.
 pub struct LogMel {
     fft: Arc<dyn RealToComplex<f32>>,
     /// The Hann window.
@@ -32,7 +32,7 @@ pub struct LogMel {
     filters: Vec<Filter>,
 }
 
-/// A triangle over the spectrum.
+/// A triangular filter over the spectrum.
 struct Filter {
     /// Its first bin.
     first: usize,
@@ -40,7 +40,7 @@ struct Filter {
 }
 
 impl LogMel {
-    /// For models of so many mel bins: 80, or 128 from large-v3 on.
+    /// For models with this number of mel bins: 80, or 128 from large-v3 on.
     pub fn new(mels: usize) -> Self {
         let window = (0..FRAME).map(|at| (0.5 - 0.5 * (TAU * at as f64 / FRAME as f64).cos()) as f32);
         Self {
@@ -58,9 +58,9 @@ impl LogMel {
     /// The features of a piece of 30 s at most, `[mels, FRAMES]`. Samples beyond [`WINDOW`] are left out.
     pub fn features(&self, samples: &[f32]) -> Vec<f32> {
         let samples = &samples[..samples.len().min(WINDOW)];
-        // Frames that begin behind the sound are silent. In a full window the mirrored sound is in the last frames.
+        // Frames that begin after the sound are silent. In a full window the last frames contain mirrored sound.
         let frames = ((samples.len() + FRAME / 2).div_ceil(HOP)).min(FRAMES);
-        let mut features = vec![LEAST.log10(); self.mels() * FRAMES];
+        let mut features = vec![MIN_POWER.log10(); self.mels() * FRAMES];
         let mut frame = vec![0.0; FRAME];
         let mut spectrum = vec![Complex::default(); BINS];
         let mut scratch = self.fft.make_scratch_vec();
@@ -69,7 +69,7 @@ impl LogMel {
             for (offset, (value, window)) in frame.iter_mut().zip(&self.window).enumerate() {
                 *value = window * mirrored(samples, (at * HOP + offset) as isize - (FRAME / 2) as isize);
             }
-            // Only lengths that differ from the plan's fail.
+            // It fails only if a length differs from the plan's.
             if self.fft.process_with_scratch(&mut frame, &mut spectrum, &mut scratch).is_err() {
                 break;
             }
@@ -77,7 +77,7 @@ impl LogMel {
             for (filter, row) in self.filters.iter().zip(features.chunks_exact_mut(FRAMES)) {
                 let bins = power[filter.first..].iter().zip(&filter.weights);
                 let energy: f32 = bins.map(|(power, weight)| power * weight).sum();
-                row[at] = energy.max(LEAST).log10();
+                row[at] = energy.max(MIN_POWER).log10();
             }
         }
         let largest = features.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -1,6 +1,6 @@
-//! Sentence embeddings, by models as sentence-transformers publishes them, and equal to its results to 1e-5:
-//! from `/v1/embeddings` bodies to token ids, and from vectors to response bodies. Decides limits, names and
-//! prompts; never touches the device.
+//! Sentence embeddings by models in the format of sentence-transformers, equal to its results within 1e-5. Turns
+//! `/v1/embeddings` bodies into token ids, and vectors into response bodies. Decides limits, names and prompts; never
+//! touches the device.
 
 use std::sync::Arc;
 
@@ -12,15 +12,15 @@ use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, t
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::text::config::{Family as Architecture, NetworkConfig};
-use crate::model::nets::text::{Output, TextNetwork};
+use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::ops::pooling::{Pooling, normalize};
 use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, URL, write_response};
 
-/// Models that give a vector for each text.
+/// Models that compute a vector for each text.
 pub static FAMILY: Family = Family {
     name: "embed",
     routes: &[Route::json(URL)],
@@ -85,12 +85,12 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
     Ok((processor, network))
 }
 
-/// What the response needs of its request.
+/// The parts of a request that its response needs.
 #[derive(Clone, Debug)]
 pub struct EmbeddingOptions {
     encoding: Encoding,
     dimensions: Option<usize>,
-    /// With the errors of inputs that are answered in their places.
+    /// The counts of the inputs, and the errors that replace inputs.
     made: Arc<Made>,
 }
 
@@ -196,7 +196,7 @@ mod tests {
         load(&spec, &Device::Cpu).unwrap().0
     }
 
-    /// The ids of each input, or the path of the refused one; also if threads share the work.
+    /// The ids of each input, or the path of the refused one. Checks that they do not depend on the number of threads.
     fn ids_of(input: &serde_json::Value) -> Result<Vec<Vec<u32>>, Option<String>> {
         let processor = processor();
         let body = serde_json::json!({ "input": input }).to_string();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_long_text_the_first_tokens_are_those_of_the_whole() {
+    fn the_first_tokens_of_a_long_text_equal_those_of_the_whole_text() {
         let prose = "Über  die “ﬁne” 中文 art,\tof tokenising: e\u{301}clairs\u{a0}&c. don’t x1234567890 ";
         for name in ["tiny-bert-cls", "tiny-xlm-roberta", "tiny-modernbert", "tiny-mpnet"] {
             let folder = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn where_each_is_answered_by_itself_good_inputs_are_computed_and_bad_ones_named() {
+    fn with_errors_each_good_inputs_are_computed_and_bad_ones_named() {
         let answered = |body: &str| {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
             let processor = processor();
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(answered(one_bad), Ok(vec![true, false, true]));
         let all_bad = r#"{"errors":"each","input":[[4000000000],[4000000000]]}"#;
         assert_eq!(answered(all_bad), Err(Some("input[0]".to_owned())));
-        // In slices.
+        // So many inputs are made in slices.
         let inputs: Vec<u32> =
             (0..1_000).map(|index| if index % 7 == 3 { 4_000_000_000 } else { 5 }).collect();
         let inputs: Vec<[u32; 1]> = inputs.into_iter().map(|id| [id]).collect();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_several_bad_inputs_is_named_whoever_finds_it() {
+    fn the_first_of_several_bad_inputs_is_named_by_any_number_of_threads() {
         let mut inputs = vec![vec![5]; 300];
         for bad in [71, 150, 299] {
             inputs[bad] = vec![4_000_000_000_u32];

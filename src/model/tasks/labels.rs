@@ -1,6 +1,6 @@
-//! Classification of texts: from `/classify` bodies to token ids, and from the labels' numbers to response
-//! bodies. Decides the labels' names and whether their numbers go through softmax or sigmoid, by `config.json`
-//! as the transformers library does. Never touches the device.
+//! Classification of texts: turns `/classify` bodies into token ids, and the labels' numbers into response bodies.
+//! Decides, as the transformers library does by `config.json`, the labels' names and whether softmax or sigmoid is
+//! applied to their numbers. Never touches the device.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,32 +14,33 @@ use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, t
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::text::config::{Family as Architecture, NetworkConfig};
-use crate::model::nets::text::{Output, TextNetwork};
+use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::labels::{ClassifyRequest, URL, write_labels};
 use crate::protocol::reply::Usage;
 
-/// The most labels of a classifier: far above any model's. Each gets a name before a tensor shows their number.
-const MOST_LABELS: usize = 1 << 20;
+/// The most labels of a classifier, far above that of any model. Each label gets a name before the shape of a tensor
+/// confirms their number.
+const MAX_LABELS: usize = 1 << 20;
 
 /// The labels of a classifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Labels {
     /// Their names, in the order of the network's numbers.
     pub names: Vec<String>,
-    /// What makes probabilities of the numbers.
+    /// The function that turns the numbers into probabilities.
     pub function: Function,
 }
 
-/// What makes probabilities of a network's numbers.
+/// The function that turns a network's numbers into probabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Function {
-    /// The labels exclude each other; the probabilities have the sum 1.
+    /// The labels exclude each other; the sum of their probabilities is 1.
     Softmax,
-    /// Each label holds or does not.
+    /// Each label applies or not, independently of the others.
     Sigmoid,
     /// The numbers are the answer (regression).
     None,
@@ -53,16 +54,16 @@ struct Config {
 }
 
 impl Labels {
-    /// Reads them from `config.json`. The transformers library leaves `id2label` out for two nameless labels.
+    /// Reads the labels from `config.json`. The transformers library omits `id2label` for two labels without names.
     ///
     /// # Errors
-    /// [`LoadError::File`] if the labels are not numbered from 0, [`LoadError::Unsupported`] for a
-    /// `problem_type` that is not known.
+    /// [`LoadError::File`] if the labels are not numbered from 0 or are too many, [`LoadError::Unsupported`] for an
+    /// unknown `problem_type`.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
         let path = files.required("config.json")?;
         let config: Config = files.required_json("config.json")?;
-        if let Some(count) = config.num_labels.filter(|count| *count > MOST_LABELS) {
-            let reason = format!("num_labels is {count}; at most {MOST_LABELS} are read");
+        if let Some(count) = config.num_labels.filter(|count| *count > MAX_LABELS) {
+            let reason = format!("num_labels is {count}; at most {MAX_LABELS} are read");
             return Err(LoadError::File { path, reason });
         }
         let names = match config.id2label {
@@ -96,7 +97,7 @@ impl Labels {
         Ok(Self { names, function })
     }
 
-    /// Makes probabilities of the network's numbers for one input.
+    /// Turns the network's numbers for one input into probabilities.
     pub fn probabilities(&self, numbers: &mut [f32]) {
         match self.function {
             Function::Softmax => softmax(numbers),
@@ -138,18 +139,18 @@ pub static FAMILY: Family = Family {
     example: Example { model: "score-roberta", options: &[] },
 };
 
-/// What ends the name of a class with a classification head, in `architectures`.
-const WITH_HEAD: &str = "ForSequenceClassification";
+/// The suffix in `architectures` of classes with a classification head.
+const HEAD_SUFFIX: &str = "ForSequenceClassification";
 
-/// How many labels a model has; none without a classification head.
+/// The number of a model's labels; none if it has no classification head.
 pub(super) fn label_count(model: &Description) -> Option<u64> {
     let field = |name: &str| model.fields.get(name);
     let mut classes = field("architectures").and_then(Value::as_array).into_iter().flatten();
-    if !classes.any(|class| class.as_str().is_some_and(|class| class.ends_with(WITH_HEAD))) {
+    if !classes.any(|class| class.as_str().is_some_and(|class| class.ends_with(HEAD_SUFFIX))) {
         return None;
     }
     let labels = field("id2label").and_then(Value::as_object).map(|labels| labels.len() as u64);
-    // The transformers library takes two labels for granted, and leaves them out.
+    // The transformers library omits the default of two labels.
     Some(labels.or(field("num_labels").and_then(Value::as_u64)).unwrap_or(2))
 }
 
@@ -177,7 +178,7 @@ pub struct LabelProcessor {
     max_inputs: usize,
 }
 
-/// What the response needs of its request.
+/// The parts of a request that its response needs.
 pub struct LabelOptions {
     top_k: Option<usize>,
     raw_scores: bool,

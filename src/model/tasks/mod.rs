@@ -1,5 +1,5 @@
-//! Kinds of requests: each file or folder has the processor of one kind, loads a network for it, and says in its `FAMILY`
-//! what of it others need to know. The bodies are read and written by `protocol`, the networks are in `nets`.
+//! Kinds of requests. Each file or folder has the processor of one kind and loads its network; its `FAMILY` describes
+//! it to other modules. Bodies are read and written by `protocol`; the networks are in `nets`.
 
 pub mod embed;
 pub mod generate;
@@ -18,8 +18,8 @@ use rayon::prelude::*;
 use self::sentence_settings::SentenceSettings;
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
-use super::nets::text::config::NetworkConfig;
-use super::nets::text::{Output, TextNetwork};
+use super::nets::encoder::config::NetworkConfig;
+use super::nets::encoder::{Output, TextNetwork};
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
 use crate::protocol::Body;
 
@@ -27,12 +27,12 @@ use crate::protocol::Body;
 const BRIEF_BODY: usize = 2 << 10;
 /// Bytes of the texts in a slice, for each thread: tokenising them takes about 16 ms. A longer text is a slice.
 const SLICE_BYTES: usize = 32 << 10;
-/// What a text costs beside its bytes, in bytes.
+/// The cost of a text beside its bytes, expressed in bytes.
 const TEXT_BYTES: usize = 64;
-/// From this number on, texts are divided among the threads of the caller's pool.
+/// The fewest texts that are divided among the threads of the caller's pool.
 const MANY_TEXTS: usize = 64;
 
-/// Asks for the files of a model of texts.
+/// Requests the files of a model for texts.
 fn find_text_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
     SentenceSettings::find(files)?;
@@ -66,17 +66,17 @@ fn prepared<T: Send, O: Send>(
     many: usize,
     prepare: impl Fn(usize, T) -> Result<O, TaskError> + Sync,
 ) -> Result<Vec<O>, TaskError> {
-    // Outside a pool rayon would use its global threads, which may be computing for long.
+    // Outside a pool rayon would use its global threads, which may be busy for long.
     if items.len() < many || rayon::current_thread_index().is_none() {
         return items.into_iter().enumerate().map(|(index, item)| prepare(index, item)).collect();
     }
     let shared = items.into_par_iter().enumerate().with_min_len((many / 4).max(1));
-    // All are prepared before the check, so that the error is that of the first failing item.
+    // All items are prepared before the results are checked, so that the error is that of the first failing item.
     let all: Vec<_> = shared.map(|(index, item)| prepare(index, item)).collect();
     all.into_iter().collect()
 }
 
-/// An input of a text network. Texts that are too long are refused unless they may be cut.
+/// An input of a text network. A text that is too long is refused unless `truncate` is set.
 fn sized(
     tokens: Tokens,
     truncate: bool,
@@ -94,7 +94,7 @@ fn sized(
     Ok(SizedInput::new(tokens, size))
 }
 
-/// The texts of a task on their way to inputs: all at once if they are few, else slice by slice.
+/// Makes inputs of a task's texts: all at once if they are few, else slice by slice.
 struct Texts<T, F> {
     items: IntoIter<T>,
     /// The index of the next item.
@@ -103,17 +103,18 @@ struct Texts<T, F> {
     bytes: fn(&T) -> usize,
     /// Makes an item's input, by its index.
     input: F,
-    /// An error is answered in the place of its input; else it fails the task.
+    /// Whether each input with an error is answered by the error. Otherwise the first error fails the task.
     each: bool,
     made: Arc<Made>,
 }
 
-/// What is known of a task's inputs once all are made. Written by whoever makes them, read when the reply is written.
+/// The counts and errors of a task's inputs. Written by the threads that make the inputs, read when the reply is
+/// written.
 #[derive(Debug, Default)]
 struct Made(Mutex<(InputCounts, Vec<(usize, TaskError)>)>);
 
 impl Made {
-    /// The counts, and the errors that are answered in the place of inputs, with their indices.
+    /// The counts, and the errors that replace inputs in the reply, with their indices.
     fn take(&self) -> (InputCounts, Vec<(usize, TaskError)>) {
         mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -128,7 +129,7 @@ where
         Self { items: items.into_iter(), next: 0, bytes, input, each, made: Arc::default() }
     }
 
-    /// The inputs, and what will be known of them.
+    /// The inputs, and their counts and errors, which are complete once all inputs are made.
     fn inputs(mut self) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
         let made = self.made.clone();
         if self.fit(SLICE_BYTES) < self.items.len() {
@@ -138,7 +139,7 @@ where
         Ok((made, Inputs::All(inputs)))
     }
 
-    /// How many of the next items have so many bytes.
+    /// How many of the next items fit into so many bytes.
     fn fit(&self, mut bytes: usize) -> usize {
         let fits = |item: &&T| match bytes.checked_sub((self.bytes)(item) + TEXT_BYTES) {
             Some(left) => {
@@ -159,8 +160,8 @@ where
             Err(error) if each => Ok(Err((first + index, error))),
             made => made.map(Ok),
         })?;
-        let mut known = self.made.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (counts, errors) = &mut *known;
+        let mut report = self.made.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (counts, errors) = &mut *report;
         let mut inputs = Vec::with_capacity(made.len());
         for made in made {
             match made {
@@ -192,7 +193,7 @@ where
     }
 }
 
-/// What a text reply's usage and headers say of its inputs.
+/// The counts of inputs for a reply's usage and headers.
 #[derive(Clone, Copy, Debug, Default)]
 struct InputCounts {
     tokens: usize,
@@ -205,7 +206,7 @@ impl InputCounts {
         self.truncated += inputs.iter().filter(|sized| sized.input.truncated).count();
     }
 
-    /// A body of JSON with the header `truncated`, if any input was cut.
+    /// A JSON body, with the header `truncated` if any input was cut.
     fn body(self, json: Vec<u8>) -> Body {
         let body = Body::json(json);
         if self.truncated == 0 { body } else { body.header("truncated", self.truncated as i64) }

@@ -1,4 +1,4 @@
-//! The names a model answers to. Pure.
+//! The names by which requests may call a model. Pure.
 
 use crate::model::LoadSpec;
 use crate::protocol::{TaskError, TaskErrorKind, shorten};
@@ -25,19 +25,19 @@ impl ServedNames {
         &self.own
     }
 
-    /// Accepts a name that a request asks for, or none. Last components are compared too, so that the folder
+    /// Accepts a request's `model`, or none. Last components are compared too, so that the folder
     /// `models/all-MiniLM-L6-v2` answers to `sentence-transformers/all-MiniLM-L6-v2`.
     ///
     /// # Errors
-    /// `UnknownModel`, with the name that was asked for and the one that is served.
-    pub fn check(&self, asked: Option<&str>) -> Result<(), TaskError> {
-        let Some(asked) = asked else { return Ok(()) };
-        let same = |name: &String| name == asked || last(name) == last(asked);
-        if asked == self.own || self.others.iter().any(same) {
+    /// `UnknownModel`, with the requested name and the one that is served.
+    pub fn check(&self, requested: Option<&str>) -> Result<(), TaskError> {
+        let Some(requested) = requested else { return Ok(()) };
+        let same = |name: &String| name == requested || last(name) == last(requested);
+        if requested == self.own || self.others.iter().any(same) {
             return Ok(());
         }
         let own = &self.own;
-        let message = format!("this pool serves the model {own:?}, not {:?}", shorten(asked, 200));
+        let message = format!("this pool serves the model {own:?}, not {:?}", shorten(requested, 200));
         Err(TaskError::new(TaskErrorKind::UnknownModel, message).at("model"))
     }
 }
@@ -58,8 +58,8 @@ mod tests {
     #[test]
     fn an_id_answers_to_itself_with_and_without_revision() {
         let names = names("org/name@v2", &["text-embedding-3-small"]);
-        for asked in ["org/name@v2", "org/name", "name", "text-embedding-3-small"] {
-            assert!(names.check(Some(asked)).is_ok(), "{asked}");
+        for requested in ["org/name@v2", "org/name", "name", "text-embedding-3-small"] {
+            assert!(names.check(Some(requested)).is_ok(), "{requested}");
         }
         assert_eq!(names.own(), "org/name@v2");
         let error = names.check(Some("gpt-5")).unwrap_err();

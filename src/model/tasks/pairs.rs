@@ -1,6 +1,6 @@
-//! Reranking and scoring by cross-encoders, equal to `sentence_transformers.CrossEncoder` to 1e-5: from
-//! `/v1/rerank` and `/v1/score` bodies to pairs of texts, and from their numbers to response bodies. Each pair
-//! is an input of its own, so that many documents share batches with other tasks. Never touches the device.
+//! Reranking and scoring by cross-encoders, equal to `sentence_transformers.CrossEncoder` within 1e-5. Turns
+//! `/v1/rerank` and `/v1/score` bodies into pairs of texts, and their scores into response bodies. Each pair is an
+//! input of its own, so that many documents share batches with other tasks. Never touches the device.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, t
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::text::config::{Family as Architecture, NetworkConfig};
-use crate::model::nets::text::{Output, TextNetwork};
+use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
+use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
@@ -62,9 +62,9 @@ pub struct PairProcessor {
     max_inputs: usize,
 }
 
-/// What the response needs of its request.
+/// The parts of a request that its response needs.
 pub struct PairOptions {
-    /// With the documents, which the reply may repeat.
+    /// The request with its documents, which the reply may repeat.
     request: Arc<PairsRequest>,
     made: Arc<Made>,
 }
@@ -124,9 +124,9 @@ impl PairProcessor {
                 tokenizer.pieces(&request.first[index]).map_err(|error| error.at(path()))
             }
         };
-        // One text for all pairs is tokenised once.
+        // A first text that all pairs share is tokenised once.
         let common = if listed { None } else { Some(first(0)?) };
-        // The lengths of the pairs; their texts stay with the request.
+        // The items are the lengths of the pairs; the texts stay in the request.
         let both = |(index, second): (usize, &String)| {
             second.len() + if listed { request.first[index].len() } else { 0 }
         };

@@ -1,5 +1,5 @@
-//! The settings of sentence-transformers beside the network: pooling, normalising, the longest text, the
-//! prompts. Decides which of its modules are supported; the rest is refused.
+//! The settings of sentence-transformers beside the network: pooling, normalising, the longest text, and the prompts.
+//! Decides which of its modules are supported, and refuses the others.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::model::ops::pooling::{Mode, Pooling};
 use crate::model::{LoadError, OptionProblem, TaskError};
 use crate::protocol::shorten;
 
-/// The file names that the Transformer module's settings have had.
+/// The file names that versions of sentence-transformers have used for the Transformer module's settings.
 const TRANSFORMER_CONFIGS: [&str; 5] = [
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -20,14 +20,14 @@ const TRANSFORMER_CONFIGS: [&str; 5] = [
     "sentence_xlm-roberta_config.json",
 ];
 
-/// How texts are prepared and vectors are made.
+/// How texts are prepared and vectors are computed.
 #[derive(Debug)]
 pub struct SentenceSettings {
-    /// From token vectors to one vector.
+    /// How the vectors of tokens become one vector.
     pub pooling: Pooling,
-    /// How texts are cut and changed before the tokenizer.
+    /// How texts are cut, and changed before the tokenizer.
     pub limits: TextLimits,
-    /// What may be put before each text.
+    /// The prompts that may be put before each text.
     pub prompts: Prompts,
 }
 
@@ -161,10 +161,10 @@ impl SentenceSettings {
         Ok(Self { pooling, limits: Self::limits(files)?, prompts })
     }
 
-    /// Asks for the files of the settings that the model has, whatever they hold.
+    /// Requests the settings files that the model has, without reading their contents.
     ///
     /// # Errors
-    /// [`LoadError::File`] for a `modules.json` that is invalid, [`LoadError::Hub`] if the hub cannot be asked.
+    /// [`LoadError::File`] for a `modules.json` that is invalid, [`LoadError::Hub`] if the hub cannot be reached.
     pub fn find(files: &ModelFiles) -> Result<(), LoadError> {
         for name in
             TRANSFORMER_CONFIGS.iter().chain(&["config_sentence_transformers.json", "tokenizer_config.json"])
@@ -178,7 +178,7 @@ impl SentenceSettings {
         Ok(())
     }
 
-    /// Reads only what concerns texts: also of models that sentence-transformers does not know.
+    /// Reads only the limits of texts, also for models without files of sentence-transformers.
     ///
     /// # Errors
     /// [`LoadError::File`] for an invalid file.
@@ -197,7 +197,7 @@ impl SentenceSettings {
     }
 }
 
-/// Accepts Transformer, Pooling and optionally Normalize, in this order; returns whether Normalize is there.
+/// Accepts Transformer, Pooling and optionally Normalize, in this order. Returns whether Normalize is present.
 fn check(modules: &[Module]) -> Result<bool, String> {
     let kinds: Vec<&str> =
         modules.iter().map(|module| module.kind.rsplit('.').next().unwrap_or("")).collect();

@@ -29,10 +29,9 @@ pub enum Text {
 /// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EmbeddingRequest {
-    /// What to embed, in order; at least one, at most the pool's `max_inputs`. An error only where each input is answered
-    /// by itself.
+    /// What to embed, in order; at least one, at most the pool's `max_inputs`. An item is an error only if `each`.
     pub texts: Vec<Result<Text, TaskError>>,
-    /// Whether a bad input is answered in its place; else it fails the task.
+    /// Whether a bad input is answered by an error in its place; otherwise it fails the task.
     pub each: bool,
     /// Whether `input` was a list of texts, so that errors say `input[i]`.
     pub listed: bool,
@@ -44,7 +43,7 @@ pub struct EmbeddingRequest {
     pub dimensions: Option<usize>,
     /// The name of the prompt that is put before each text, instead of the default.
     pub prompt_name: Option<String>,
-    /// Whether texts that are too long are cut; else they are refused.
+    /// Whether texts that are too long are cut; otherwise they are refused.
     pub truncate: bool,
 }
 
@@ -79,7 +78,7 @@ impl EmbeddingRequest {
     }
 }
 
-/// Whether each input is answered by itself.
+/// Whether each bad input is answered by an error in its place.
 fn each(raw: &RawValue) -> Result<bool, TaskError> {
     match string(raw.get(), "errors").as_deref() {
         Ok("each") => Ok(true),
@@ -214,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn where_each_is_answered_by_itself_a_bad_input_stands_in_its_place() {
+    fn with_errors_each_a_bad_input_is_an_error_in_its_place() {
         let request = parse(r#"{"input":["a",7,"b"],"errors":"each"}"#).unwrap();
         let errors: Vec<_> =
             request.texts.iter().map(|text| text.as_ref().err().map(|it| it.param.clone())).collect();

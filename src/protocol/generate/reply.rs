@@ -6,7 +6,8 @@ use super::Api;
 use crate::protocol::TaskError;
 use crate::protocol::reply::written;
 
-/// Stands for a log probability that is not finite, which JSON cannot hold; as OpenAI's for one out of reach.
+/// Is written for a log probability that is not finite, which JSON cannot express. OpenAI writes it for very unlikely
+/// tokens.
 const UNLIKELY: f32 = -9999.0;
 
 /// Why an answer ended.
@@ -15,7 +16,7 @@ const UNLIKELY: f32 = -9999.0;
 pub enum Finish {
     /// The model ended it, or a stop string.
     Stop,
-    /// It has as many tokens as it may.
+    /// It has as many tokens as it may have.
     Length,
 }
 
@@ -49,11 +50,11 @@ fn begins_character(byte: u8) -> bool {
 pub struct Choice {
     /// Its place among all answers of the reply.
     pub index: usize,
-    /// The text, after the prompt's where that is echoed.
+    /// The text; if the prompt is echoed, the prompt's text comes first.
     pub text: String,
     /// Why it ended.
     pub finish: Finish,
-    /// Its tokens, where they were asked for.
+    /// Its tokens, if they were asked for.
     pub logprobs: Option<Vec<TokenScore>>,
 }
 
@@ -64,9 +65,9 @@ pub struct Chunk<'a> {
     pub choice: usize,
     /// The text added.
     pub text: &'a str,
-    /// Whether this is the answer's first chunk; in a chat that one says the role.
+    /// Whether this is the answer's first chunk, which in a chat has the role.
     pub first: bool,
-    /// The tokens added, where they were asked for.
+    /// The tokens added, if they were asked for.
     pub logprobs: Option<&'a [TokenScore]>,
     /// Characters of the answer that begin before these tokens: the sum of [`TokenScore::characters`] of those
     /// in earlier chunks. Only completions with `logprobs` write it.
@@ -82,7 +83,7 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Tokens of all answers.
     pub completion_tokens: usize,
-    /// Those of the prompts that were not computed again.
+    /// Tokens of prompts that were reused from a cache instead of computed.
     pub cached_tokens: usize,
 }
 
@@ -450,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_of_a_chat_say_the_role_first_and_the_reason_last() {
+    fn the_first_chunk_of_a_chat_has_the_role_and_the_last_the_reason() {
         let chat = reply(Api::Chat);
         let first = Chunk { choice: 1, text: "", first: true, logprobs: None, offset: 0, finish: None };
         let last = Chunk { first: false, finish: Some(Finish::Length), ..first };
@@ -473,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn offsets_count_characters_and_go_on_over_chunks() {
+    fn offsets_count_characters_and_continue_over_chunks() {
         let tokens = [token(b"a\xf0\x9f", -1.0, &[]), token(b"\x98\x80", -1.0, &[]), token(b"b", -1.0, &[])];
         let begun: usize = tokens[..1].iter().map(TokenScore::characters).sum();
         let chunk = |tokens, offset| Chunk {
@@ -492,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn a_logprob_that_is_not_finite_is_a_number_all_the_same() {
+    fn a_logprob_that_is_not_finite_is_written_as_a_number() {
         let tokens = [token(b"a", f32::NEG_INFINITY, &[("b", 0.0), ("b", -3.0), ("c", f32::NAN)])];
         let chunk =
             Chunk { choice: 0, text: "a", first: true, logprobs: Some(&tokens), offset: 0, finish: None };

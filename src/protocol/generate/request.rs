@@ -15,20 +15,22 @@ use crate::protocol::{TaskError, TaskErrorKind};
 const MOST_CHOICES: usize = 8;
 /// The most stop strings, as OpenAI's.
 const MOST_STOPS: usize = 4;
-/// The most bytes of a stop string. It is searched for after each token, and its beginnings are held back.
+/// The most bytes of a stop string. It is searched for after each token, and text that may be its beginning is held
+/// back.
 const STOP_BYTES: usize = 1_024;
-/// The most bytes of `user` and `cache_salt`. A user's name is the label of metrics.
+/// The most bytes of `user` and `cache_salt`. `user` is a label of metrics.
 const NAME_BYTES: usize = 256;
-/// The most messages of a conversation, and parts of a message: each takes some hundred bytes when the template is
-/// rendered, and can have 26 in the body.
+/// The most messages of a conversation, and the most parts of a message. Each takes some hundred bytes when the
+/// template is rendered, and as little as 26 bytes in the body.
 const MOST_MESSAGES: usize = 16_384;
-/// The most bytes of `response_format`, as written. A value of the schema takes 32 bytes, and can have two in the body.
+/// The most bytes of `response_format`, as written. A value of the schema takes 32 bytes in memory, and as little as
+/// two in the body.
 const FORMAT_BYTES: usize = 128 << 10;
 /// The most tokens listed beside each token of a completion, as OpenAI's.
 const MOST_LOGPROBS: usize = 5;
 /// The most tokens listed beside each token of a chat's answer, as OpenAI's.
 const MOST_TOP_LOGPROBS: usize = 20;
-/// The roles a message can have: tools are not done.
+/// The roles that a message can have. Tools are not supported.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
 const COMPLETIONS: Keys = Keys {
@@ -151,7 +153,7 @@ const TEMPERATURE: Span = Span { low: 0.0, with_low: true, high: 2.0 };
 const TOP_P: Span = Span { low: 0.0, with_low: false, high: 1.0 };
 const MIN_P: Span = Span { low: 0.0, with_low: true, high: 1.0 };
 const PENALTY: Span = Span { low: -2.0, with_low: true, high: 2.0 };
-/// As far to either side of 1. A logit is divided by it: by one near 0 it would become infinite.
+/// The same factor to either side of 1. A logit is divided by the penalty: a penalty near 0 would make it infinite.
 const REPETITION_PENALTY: Span = Span { low: 0.1, with_low: true, high: 10.0 };
 
 /// The endpoint, which decides the fields of the request and the form of the reply.
@@ -202,9 +204,9 @@ impl Prompts {
 pub struct ChatMessage {
     /// `system`, `developer`, `user` or `assistant`.
     pub role: String,
-    /// The text; where it came in parts, they are joined by line breaks.
+    /// The text; if it came in parts, they are joined by line breaks.
     pub content: String,
-    /// Who of those with this role.
+    /// Distinguishes participants with the same role.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
@@ -227,11 +229,11 @@ pub enum Format {
 pub struct Sampling {
     /// Divides the logits; 0 takes the most probable token. 0 to 2.
     pub temperature: f32,
-    /// Only so many of the most probable tokens; 0: all.
+    /// Only this many of the most probable tokens; 0 means all.
     pub top_k: usize,
     /// Only the most probable tokens that together have this probability. Above 0, at most 1.
     pub top_p: f32,
-    /// Only tokens with this share of the most probable token's probability. 0 to 1.
+    /// Only tokens with at least this share of the most probable token's probability. 0 to 1.
     pub min_p: f32,
     /// Subtracted from a token's logit for each time it was generated. -2 to 2.
     pub frequency_penalty: f32,
@@ -268,15 +270,15 @@ pub struct GenerateRequest {
     pub sampling: Sampling,
     /// The most tokens of each answer; at least 1.
     pub max_tokens: Option<usize>,
-    /// Whether the model's end of text does not end the answer.
+    /// Whether the answer goes on after the model's end-of-text token.
     pub ignore_eos: bool,
     /// Answers to each prompt, 1 to 8.
     pub n: usize,
     /// Whether the text of a completion begins with its prompt; never together with `logprobs`.
     pub echo: bool,
-    /// Whether the reply has each token's log probability, and those of so many of the most probable tokens.
+    /// If set, the reply has each token's log probability, and those of this many of the most probable tokens.
     pub logprobs: Option<usize>,
-    /// Texts that end the answer, which does not have them; at most 4, none empty, of 1 KiB at most.
+    /// Texts that end the answer, and are no part of it; at most 4, none empty, each of at most 1 KiB.
     pub stop: Vec<String>,
     /// Whether parts are sent before the reply.
     pub stream: bool,
@@ -286,9 +288,10 @@ pub struct GenerateRequest {
     pub seed: Option<u64>,
     /// What the text must be.
     pub format: Format,
-    /// Whose computed prompts may be used again for this one: `cache_salt`, else `user`; of 256 bytes at most.
+    /// The owner of cached prompts: only prompts of the same owner are reused. `cache_salt`, else `user`; of at most
+    /// 256 bytes.
     pub owner: Option<String>,
-    /// The requester's name for its user; of 256 bytes at most.
+    /// The requester's name for its own user; of at most 256 bytes.
     pub user: Option<String>,
 }
 
@@ -344,7 +347,7 @@ impl GenerateRequest {
     }
 }
 
-/// Numbers up to `high`, which is one of them, from `low`, which is one of them where `with_low`.
+/// A range of numbers from `low` to `high`. It includes `high`, and `low` if `with_low`.
 struct Span {
     low: f32,
     with_low: bool,
@@ -410,7 +413,7 @@ fn max_tokens(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
         && older != newer
     {
         let message = format!(
-            "max_completion_tokens is {newer} and max_tokens, which means the same, {older}: send one of them"
+            "max_completion_tokens is {newer}, and max_tokens is {older}; both mean the same: send one of them"
         );
         return Err(TaskError::bad_input("max_completion_tokens", message));
     }
@@ -429,12 +432,12 @@ fn chat_logprobs(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
     }
 }
 
-/// `echo`. The prompt's own log probabilities are not computed, so there are none to send beside it.
+/// `echo`. It is refused together with `logprobs`, because the prompt's own log probabilities are not computed.
 fn echo(fields: &Fields<'_>, logprobs: Option<usize>) -> Result<bool, TaskError> {
     let echo = fields.boolean("echo", false)?;
     match logprobs {
         Some(k) if echo => {
-            let message = format!("echo is true and logprobs {k}; both together are not done here");
+            let message = format!("echo is true and logprobs is {k}; both together are not supported here");
             Err(TaskError::bad_input("echo", message))
         }
         _ => Ok(echo),
@@ -445,7 +448,7 @@ fn include_usage(fields: &Fields<'_>, stream: bool) -> Result<bool, TaskError> {
     const PATH: &str = "stream_options";
     let Some(raw) = fields.get(PATH) else { return Ok(false) };
     if !stream {
-        return Err(TaskError::bad_input(PATH, "stream_options is there, but stream is not true"));
+        return Err(TaskError::bad_input(PATH, "stream_options is set, but stream is not true"));
     }
     match object(raw.get(), PATH, &STREAM_OPTIONS)?.get("include_usage").map(RawValue::get) {
         None | Some("false") => Ok(false),
@@ -595,7 +598,7 @@ fn content(raw: &str, path: &str) -> Result<String, TaskError> {
     }
     let items = list(raw, path, MOST_MESSAGES)?;
     let texts = items.iter().enumerate().map(|(index, item)| part(item.get(), &format!("{path}[{index}]")));
-    // As vLLM and llama.cpp join them.
+    // vLLM and llama.cpp join them in the same way.
     Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
 }
 
@@ -604,7 +607,7 @@ fn part(raw: &str, path: &str) -> Result<String, TaskError> {
     let type_path = format!("{path}.type");
     let kind = member(&fields, path, "type")?;
     if string(kind, &type_path)? != "text" {
-        return Err(wrong(&type_path, r#""text" (images, audio and files are not done here)"#, kind));
+        return Err(wrong(&type_path, r#""text" (images, audio and files are not supported here)"#, kind));
     }
     string(member(&fields, path, "text")?, &format!("{path}.text"))
 }
@@ -655,10 +658,10 @@ mod tests {
         GenerateRequest::read(Api::Chat, body.as_bytes(), 8).map(|request| request.prompts)
     }
 
-    /// Checks that each body is refused with the path of a field and, beginning with it, this message.
+    /// Checks that each text is refused with this path of a field, and with a message of the path and this rest.
     fn refused<T>(read: fn(&str) -> Result<T, TaskError>, cases: &[(&str, &str, &str)]) {
         for (text, param, rest) in cases {
-            let Err(error) = read(text) else { panic!("{text} is taken") };
+            let Err(error) = read(text) else { panic!("{text} is accepted") };
             assert_eq!(error.kind, TaskErrorKind::BadInput, "{text}");
             assert_eq!((error.param.as_deref(), error.message), (Some(*param), format!("{param}{rest}")));
         }
@@ -792,7 +795,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_are_kept_beside_others_are_short() {
+    fn texts_formats_and_conversations_are_bounded_in_size() {
         let quoted = |length: usize| format!("\"{}\"", "a".repeat(length));
         for (field, most) in [("user", 256), ("cache_salt", 256), ("stop", 1_024)] {
             assert!(completion(&format!(r#","{field}":{}"#, quoted(most))).is_ok());
@@ -826,9 +829,9 @@ mod tests {
                 (
                     r#","max_tokens":5,"max_completion_tokens":6"#,
                     "max_completion_tokens",
-                    " is 6 and max_tokens, which means the same, 5: send one of them",
+                    " is 6, and max_tokens is 5; both mean the same: send one of them",
                 ),
-                (r#","stream_options":{}"#, "stream_options", " is there, but stream is not true"),
+                (r#","stream_options":{}"#, "stream_options", " is set, but stream is not true"),
                 (
                     r#","stream":true,"stream_options":{"include_usage":1}"#,
                     "stream_options.include_usage",
@@ -836,7 +839,7 @@ mod tests {
                 ),
             ],
         );
-        let both = " is true and logprobs 0; both together are not done here";
+        let both = " is true and logprobs is 0; both together are not supported here";
         refused(completion, &[(r#","echo":true,"logprobs":0"#, "echo", both)]);
     }
 
@@ -876,12 +879,12 @@ mod tests {
                 (
                     r#"[{"role":"assistant","content":null,"tool_calls":[{}]}]"#,
                     "messages[0].tool_calls",
-                    " is not done here; leave it out, or send []",
+                    " is not supported here; leave it out, or send []",
                 ),
                 (
                     r#"[{"role":"user","content":[{"type":"text","text":"a"},{"type":"image_url"}]}]"#,
                     "messages[0].content[1].type",
-                    r#" must be "text" (images, audio and files are not done here), got "image_url""#,
+                    r#" must be "text" (images, audio and files are not supported here), got "image_url""#,
                 ),
                 (
                     r#"[{"role":"user","content":[{"type":"text"}]}]"#,
@@ -891,7 +894,7 @@ mod tests {
                 (
                     r#"[{"role":"user","contents":"a"}]"#,
                     "messages[0].contents",
-                    " is no field of this request; did you mean content?",
+                    " is not a field of this request; did you mean content?",
                 ),
             ],
         );
@@ -927,7 +930,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_done_is_refused_by_name() {
+    fn unsupported_fields_are_refused_by_name() {
         let fields = ["tools", "logit_bias", "best_of", "suffix", "prompt_logprobs", "tool_choice"];
         for (field, chat_only) in fields.map(|field| (field, false)).into_iter().chain(
             ["functions", "function_call", "modalities", "audio", "parallel_tool_calls", "prediction"]
@@ -944,7 +947,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cut_or_odd_body_panics() {
+    fn no_truncated_or_deeply_nested_body_panics() {
         let body = r#"{"messages":[{"role":"user","content":[{"type":"text","text":"é\ud83d\ude00"}]}],"n":2,
             "stop":["a"],"response_format":{"type":"json_schema","json_schema":{"schema":{}}},"seed":-1}"#;
         assert!(GenerateRequest::read(Api::Chat, body.as_bytes(), 8).is_ok());

@@ -3,8 +3,8 @@
 
 use opentelemetry::trace::{SpanContext, SpanId, TraceFlags, TraceId, TraceState};
 
-/// The longest `tracestate` that is passed on, also on replies.
-const STATE: usize = 1_024;
+/// The longest `tracestate`, in bytes, that is passed on to spans and replies. A longer one is dropped.
+const MAX_TRACESTATE: usize = 1_024;
 
 /// Reads a `traceparent` of any version, and its `tracestate` if that is valid.
 pub(super) fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<SpanContext> {
@@ -16,7 +16,7 @@ pub(super) fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<SpanC
     if version == 0xff || version == 0 && fields.next().is_some() {
         return None;
     }
-    let state = tracestate.filter(|state| state.len() <= STATE);
+    let state = tracestate.filter(|state| state.len() <= MAX_TRACESTATE);
     let state: TraceState = state.and_then(|state| state.parse().ok()).unwrap_or_default();
     let context = SpanContext::new(TraceId::from(trace), SpanId::from(span as u64), flags, true, state);
     context.is_valid().then_some(context)
@@ -45,7 +45,7 @@ mod tests {
     const SPAN: &str = "b7ad6b7169203331";
 
     #[test]
-    fn a_context_is_read_and_written_as_it_came() {
+    fn a_context_is_written_as_it_was_read() {
         for flags in ["00", "01"] {
             let written = format!("00-{TRACE}-{SPAN}-{flags}");
             let context = parse(&written, Some("vendor=1,other=two")).unwrap();
@@ -57,14 +57,14 @@ mod tests {
     }
 
     #[test]
-    fn a_later_version_may_say_more_and_is_continued_as_ours() {
+    fn a_later_version_may_have_more_fields_and_is_continued_as_version_00() {
         let later = format!("cc-{TRACE}-{SPAN}-0b-what-the-future-brings");
         let context = parse(&later, None).unwrap();
-        assert_eq!(traceparent(&context), format!("00-{TRACE}-{SPAN}-01"), "of the flags we know one");
+        assert_eq!(traceparent(&context), format!("00-{TRACE}-{SPAN}-01"), "only the sampled flag is kept");
     }
 
     #[test]
-    fn what_is_malformed_is_no_context() {
+    fn a_malformed_traceparent_is_no_context() {
         let zeros = "0".repeat(32);
         for written in [
             String::new(),
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_tracestate_that_cannot_be_read_does_not_end_the_trace() {
-        let long = format!("a={}", "b".repeat(STATE));
+        let long = format!("a={}", "b".repeat(MAX_TRACESTATE));
         for state in ["no equals sign", "UPPER=1", "", &long] {
             let context = parse(&format!("00-{TRACE}-{SPAN}-01"), Some(state)).unwrap();
             assert_eq!(context.trace_state().header(), "", "{state}");

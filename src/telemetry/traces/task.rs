@@ -10,7 +10,7 @@ use opentelemetry_sdk::trace::Span;
 
 use super::context;
 
-/// The span of a task. Ends when dropped; without any notes, the task was handed back.
+/// The span of a task, which ends when it is dropped. A span without any notes is of a task that was handed back.
 pub struct TaskSpan {
     context: SpanContext,
     /// Whether its trace began upstream.
@@ -21,7 +21,7 @@ pub struct TaskSpan {
 
 struct Open {
     span: Span,
-    /// The noted attributes by name; the last value counts.
+    /// The noted attributes by name, each with its last value.
     attributes: BTreeMap<&'static str, Value>,
     error: Option<String>,
 }
@@ -48,7 +48,7 @@ impl TaskSpan {
         context::traceparent(&self.context)
     }
 
-    /// The task's own headers name its trace, so that its `tracestate` is passed on too.
+    /// Whether the task's own headers name its trace. If so, their `tracestate` is passed on too.
     pub fn is_continued(&self) -> bool {
         self.continued
     }

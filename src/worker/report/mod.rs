@@ -1,5 +1,5 @@
-//! What a worker tells its launcher: control lines on stdout, and the counters in `stats`. `traced` writes the
-//! spans of tasks and batches.
+//! What a worker reports to its launcher: control lines on stdout, among them `stats` with its counters. `traced`
+//! writes the spans of tasks and batches. Owns the thread that writes to stdout, and the counters.
 
 mod traced;
 
@@ -22,10 +22,10 @@ use crate::telemetry::traces::Traces;
 
 pub(super) use self::traced::Traced;
 
-/// The least time between two `stats`.
-const STATS_EVERY: Duration = Duration::from_secs(1);
-/// The longest time without `stats`.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
+/// How often counters are checked, and the shortest time between two `stats` lines.
+const STATS_INTERVAL: Duration = Duration::from_secs(1);
+/// The longest time without a `stats` line.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 
 enum Line {
     Event(Vec<u8>),
@@ -36,8 +36,8 @@ enum Line {
 /// Sends control lines. Clones share the thread that writes them.
 #[derive(Clone)]
 pub struct Reporter {
-    /// Written by the worker's tasks, read by the writing thread. When it is full, `stats` are dropped and
-    /// other events wait. A launcher that does not read ends soon.
+    /// Written by the worker's tasks, read by the writing thread. Bound: 64. When it is full, `stats` are skipped and
+    /// other events wait. That does not last: a launcher that does not read is about to end.
     lines: mpsc::Sender<Line>,
     /// Locked for one write, by the writing thread or the model thread.
     out: Arc<Mutex<Out>>,
@@ -62,7 +62,7 @@ impl Drop for Preprocessing<'_> {
         if let Some(at) = out.preprocessing.iter().position(|task| task == self.task) {
             out.preprocessing.swap_remove(at);
         }
-        out.tell_preprocessing();
+        out.report_preprocessing();
     }
 }
 
@@ -71,9 +71,10 @@ impl Drop for Preprocessing<'_> {
 enum Device {
     /// Computing; the launcher knows.
     Busy,
-    /// Idle; the launcher must be told before the next line.
+    /// Idle; this must be reported before the next line.
     Idle,
-    ToldIdle,
+    /// Idle; the launcher knows.
+    ReportedIdle,
 }
 
 impl Reporter {
@@ -109,14 +110,14 @@ impl Reporter {
         let (lines, queued) = mpsc::channel(64);
         let out = Arc::new(Mutex::new(Out {
             stdout: Box::new(out),
-            device: Device::ToldIdle,
+            device: Device::ReportedIdle,
             preprocessing: Vec::new(),
         }));
         (Self { lines, out }, queued)
     }
 
-    /// Before a forward pass: tells which tasks are in it. Written when this returns, since the process may die
-    /// in the pass. Blocks; only for the model thread, whose order it keeps.
+    /// Reports the tasks of a forward pass before it begins. The line is written when this returns, since the process
+    /// may die in the pass. Blocks; only for the model thread, whose lines stay in order.
     pub(super) fn forward(&self, tasks: Vec<TaskName>) {
         let line = encode(&Event::Forward { tasks });
         let mut out = lock(&self.out);
@@ -124,22 +125,22 @@ impl Reporter {
         out.write(&line);
     }
 
-    /// Before a task is preprocessed: tells the launcher, since the process may die of it. Blocks; only for the threads
-    /// that preprocess.
+    /// Reports that a task is about to be preprocessed, since the process may die of it. Blocks; only for the
+    /// preprocess threads.
     pub(super) fn preprocessing<'a>(&'a self, task: &'a TaskName) -> Preprocessing<'a> {
         let mut out = lock(&self.out);
         out.preprocessing.push(task.clone());
-        out.tell_preprocessing();
+        out.report_preprocessing();
         Preprocessing { reporter: self, task }
     }
 
-    /// The device is idle. The launcher is told with the next line, or by [`Reporter::tell_idle`]: telling it
-    /// at once would take a core from the replies that are about to leave.
+    /// Records that the device is idle. This is reported with the next line, or by [`Reporter::tell_idle`]. Reporting
+    /// it at once would take a CPU core from the replies that are about to be published.
     pub(super) fn mark_idle(&self) {
         lock(&self.out).mark_idle();
     }
 
-    /// Tells the launcher that the device is idle, unless it knows.
+    /// Reports that the device is idle, unless that was reported before.
     pub(super) fn tell_idle(&self) {
         let mut out = lock(&self.out);
         out.mark_idle();
@@ -151,7 +152,7 @@ impl Reporter {
         let _ = self.lines.send(Line::Event(encode(event))).await;
     }
 
-    /// Sends an event, or drops it if lines are waiting.
+    /// Sends an event, or drops it if the channel of lines is full.
     pub fn mention(&self, event: &Event) {
         let _ = self.lines.try_send(Line::Event(encode(event)));
     }
@@ -185,15 +186,16 @@ impl Out {
         }
     }
 
-    fn tell_preprocessing(&mut self) {
+    fn report_preprocessing(&mut self) {
         let line = encode(&Event::Preprocessing { tasks: self.preprocessing.clone() });
         self.write(&line);
     }
 
-    /// Write errors are ignored: that the launcher is gone shows as the end of stdin.
+    /// Writes a line, after the report of an idle device if that is due. Write errors are ignored: the end of stdin
+    /// shows that the launcher is gone.
     fn write(&mut self, line: &[u8]) {
         if self.device == Device::Idle {
-            self.device = Device::ToldIdle;
+            self.device = Device::ReportedIdle;
             drop(self.stdout.write_all(&encode(&Event::Forward { tasks: Vec::new() })));
         }
         drop(self.stdout.write_all(line).and_then(|()| self.stdout.flush()));
@@ -241,54 +243,53 @@ impl Observer for DeviceReport {
     }
 }
 
-/// Sends `stats` when there is something new, and every [`SIGN_OF_LIFE`] in any case, which shows that the
-/// worker lives.
-pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
+/// Sends `stats` when there is something new, and at least every [`HEARTBEAT_INTERVAL`], to show that the worker lives.
+pub(super) async fn send_stats(counters: Arc<Counters>, reporter: Reporter) {
     let mut silent = Duration::ZERO;
-    let mut stood = Standing::default();
+    let mut sent = Standing::default();
     loop {
-        tokio::time::sleep(STATS_EVERY).await;
-        silent += STATS_EVERY;
-        // Without room the counts wait for the next time.
+        tokio::time::sleep(STATS_INTERVAL).await;
+        silent += STATS_INTERVAL;
+        // If the channel is full, the counts are sent next time.
         let Ok(room) = reporter.lines.try_reserve() else { continue };
         if let Some(stats) = counters.take(|stats| {
             let of = |now: &Standing| (now.held, now.connected, now.problem.clone());
-            let moved = of(&stats.now) != of(&stood);
-            moved || silent >= SIGN_OF_LIFE || !stats.is_idle()
+            let has_changed = of(&stats.now) != of(&sent);
+            has_changed || silent >= HEARTBEAT_INTERVAL || !stats.is_idle()
         }) {
-            (silent, stood) = (Duration::ZERO, stats.now.clone());
+            (silent, sent) = (Duration::ZERO, stats.now.clone());
             room.send(Line::Event(encode(&Event::Stats(Box::new(stats)))));
         }
     }
 }
 
 /// Records whether there is a session with the broker, and which problems the worker has.
-pub(super) async fn connection(acker: Arc<dyn Acker>, counters: Arc<Counters>) {
+pub(super) async fn watch_connection(acker: Arc<dyn Acker>, counters: Arc<Counters>) {
     loop {
         let connected = acker.is_connected();
         let broker = acker.trouble().filter(|_| !connected).map(|message| format!("no broker: {message}"));
         let problem = broker.or_else(|| counters.unparked());
         counters.count(|stats| (stats.now.connected, stats.now.problem) = (connected, problem));
         counters.reached.fetch_or(connected, Ordering::Relaxed);
-        tokio::time::sleep(STATS_EVERY / 4).await;
+        tokio::time::sleep(STATS_INTERVAL / 4).await;
     }
 }
 
 /// Sends `draining` when a stop begins.
-pub(super) async fn draining(stop: Stop, reporter: Reporter) {
+pub(super) async fn announce_drain(stop: Stop, reporter: Reporter) {
     stop.reached(Phase::Finishing).await;
     reporter.send(&Event::Draining { cause: stop.cause().unwrap_or_default() }).await;
 }
 
-/// The counts since the last `stats`. Written by task runs, the intake and the model thread; read for `stats`.
+/// The counts since the last `stats` line. Written by task runs, the intake and the model thread; read for `stats`.
 /// Locked for arithmetic only.
 #[derive(Default)]
 pub(super) struct Counters {
     span: Mutex<Span>,
-    /// Dead letters that no queue accepts: their number, and the reason of the last one. Written by task runs,
-    /// read now and then. Locked for a few instructions.
+    /// Dead letters that the dead-letter queue does not accept: their number, and the reason of the latest. Written by
+    /// task runs, read by [`watch_connection`]. Locked for a few instructions.
     unparked: Mutex<(usize, String)>,
-    /// There has been a session with the broker.
+    /// Whether there has been a session with the broker.
     reached: AtomicBool,
 }
 
@@ -335,7 +336,8 @@ impl Counters {
         self.reached.load(Ordering::Relaxed)
     }
 
-    /// Counts a dead letter as waiting, with the reason. `before`: the guard that it has already.
+    /// Counts a dead letter as waiting, with the reason. `before`: the guard of that dead letter, if it is counted
+    /// already.
     pub(super) fn wait_to_park<'a>(&'a self, failure: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
         let mut unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
         unparked.1 = failure;
@@ -356,8 +358,8 @@ impl Counters {
     }
 }
 
-/// Bytes of memory in use that only this process has: the weights are mapped files, which all workers share in
-/// the page cache. 0 if the system does not say.
+/// Bytes of memory in use by this process alone. Weights do not count: they are mapped files, which all workers share
+/// in the page cache. 0 if the system does not report it.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let anonymous = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -373,7 +375,7 @@ mod tests {
     use crate::protocol::control::decode;
 
     #[tokio::test]
-    async fn that_the_device_is_idle_is_told_once_and_before_anything_else() {
+    async fn idleness_is_reported_once_and_before_the_next_line() {
         let (mut lines, out) = std::io::pipe().unwrap();
         let reporter = Reporter::start(out).unwrap();
         let pass = |id: &str| reporter.forward(vec![TaskName { id: id.into(), fingerprint: "f".into() }]);
@@ -399,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_given_once_and_where_the_worker_stands_each_time() {
+    fn counts_are_reported_once_and_gauges_every_time() {
         let counters = Counters::default();
         counters.count(|stats| (stats.retried, stats.now.held) = (2, 7));
         assert_eq!(counters.take(|_| false), None);

@@ -13,16 +13,16 @@ use crate::telemetry::traces::{Came, MAX_LINKS, Passed as BatchSpan, TaskLink, T
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
 /// The most characters of an error in a span.
-const WORDS: usize = 300;
+const MAX_ERROR_CHARS: usize = 300;
 
 /// A task's span, from its acceptance until this is dropped; none if tracing is off.
 pub(in crate::worker) struct Traced(Option<Box<Begun>>);
 
 struct Begun {
     span: TaskSpan,
-    /// When its reply was ready to be published.
+    /// When its outcome was ready to be published.
     settling: Option<Instant>,
-    /// The recorded outcome is final.
+    /// Whether the recorded outcome is final.
     settled: AtomicBool,
 }
 
@@ -37,7 +37,7 @@ impl Drop for Begun {
 }
 
 impl Traced {
-    pub(in crate::worker) fn not() -> Self {
+    pub(in crate::worker) fn off() -> Self {
         Self(None)
     }
 
@@ -63,7 +63,7 @@ impl Traced {
         self.0.as_ref()?.span.link().map(Box::new)
     }
 
-    /// The task is computed, with these timings; publishing comes next.
+    /// Records that the task is computed, with these timings, and is about to be published.
     pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = &mut self.0 else { return };
         begun.settling = Some(Instant::now());
@@ -76,7 +76,7 @@ impl Traced {
         begun.span.tell("sconce.batch.tokens", timings.batch_tokens);
     }
 
-    /// The task is answered: with a result, or with this error.
+    /// Records that the task is answered: with a result, or with this error.
     pub(in crate::worker) fn answered(&self, error: Option<&TaskError>) {
         let Some(span) = self.span() else { return };
         let (status, code) = error.map_or(("succeeded", 200), |error| {
@@ -96,21 +96,22 @@ impl Traced {
         fail(span, error);
     }
 
-    /// The task waits for its reply queue, and comes again.
+    /// Records that the task is put off, and will be delivered again.
     pub(in crate::worker) fn put_off(&self) {
         if let Some(span) = self.span() {
             span.tell("sconce.status", "put_off");
         }
     }
 
-    /// The task is acked, so the recorded outcome is final. Otherwise it went back to the broker.
+    /// Records that the task is acked, so that the recorded outcome is final. Without this, the task counts as returned
+    /// to the broker.
     pub(in crate::worker) fn settled(&self) {
         if let Some(begun) = &self.0 {
             begun.settled.store(true, Ordering::Relaxed);
         }
     }
 
-    /// The task goes to the dead letters; an error reply may follow.
+    /// Records that the task becomes a dead letter; an error reply may follow.
     pub(in crate::worker) fn dead_lettered(&self, reason: Reason) {
         if let Some(span) = self.span() {
             span.tell("sconce.dead_letter.reason", reason.as_str());
@@ -129,7 +130,7 @@ impl Traced {
         reply
     }
 
-    /// Adds a trace context to the task's next attempt or dead letter. A task keeps the context that it came
+    /// Adds a trace context to the task's next attempt or dead letter. A task keeps the context that it arrived
     /// with, so that all attempts are siblings in one trace; a task without one gets the context of this span.
     pub(in crate::worker) fn passed_on(&self, mut message: Message) -> Message {
         let Some(begun) = self.0.as_ref().filter(|it| !it.span.is_continued()) else { return message };
@@ -147,7 +148,7 @@ impl Traced {
 fn fail(span: &TaskSpan, error: &TaskError) {
     let (.., code) = error.kind.wire();
     span.tell("error.type", code);
-    span.fail(shorten(&error.message, WORDS));
+    span.fail(shorten(&error.message, MAX_ERROR_CHARS));
 }
 
 /// Writes the span of a forward pass, if tracing is on.

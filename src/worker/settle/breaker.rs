@@ -1,11 +1,11 @@
-//! A circuit breaker for each requester's reply queue that takes no message now: decides which of its tasks are computed.
-//! Owns what is known of such queues, for this worker alone. Does no I/O.
+//! A circuit breaker for each requester's reply queue that accepts no message now. Decides which tasks with that reply
+//! queue are computed. Owns what this worker knows of such queues. Does no I/O.
 //!
-//! - Open, nothing is computed: a waiting reply was refused; or replies wait unanswered, and the queue has taken nothing for
-//!   [`STALLED`]; or none waits, and less than [`PROBE_INTERVAL`] has passed since the last one did.
-//! - Slow, all are computed: replies wait unanswered, but the queue took a message within [`STALLED`].
-//! - Half open, otherwise: one task at a time is computed, as a probe. The first message that the queue takes while no
-//!   reply waits closes the breaker.
+//! - Open: no task is computed. A waiting reply was refused; or replies wait unanswered, and the queue has accepted
+//!   nothing for [`STALLED_AFTER`]; or none waits, and less than [`PROBE_INTERVAL`] has passed since the last one did.
+//! - Slow: all tasks are computed. Replies wait unanswered, but the queue accepted a message within [`STALLED_AFTER`].
+//! - Half open, otherwise: one task at a time is computed, as a probe. The first message that the queue accepts while
+//!   no reply waits closes the breaker.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,37 +13,38 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::STALLED;
+use super::STALLED_AFTER;
 
-/// The most queues that are remembered: requesters choose their names. Tasks of one that is forgotten are computed.
-const MOST: usize = 1_024;
-/// How long after the last reply ceased to wait the next task is computed as a probe.
+/// The most queues that are remembered: requesters choose their names, so the number must be bounded. Tasks of a
+/// forgotten queue are computed.
+const MAX_QUEUES: usize = 1_024;
+/// How long after the last reply has stopped waiting the next task is computed as a probe.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
-/// How long a queue that no task asks for is remembered after its last refusal.
-const REMEMBERED: Duration = Duration::from_secs(60);
+/// How long a queue is remembered after the last reply has stopped waiting for it.
+const REMEMBERED_FOR: Duration = Duration::from_secs(60);
 
-/// The queues that take no message now. Locked for a few instructions.
+/// The queues that accept no message now. Locked for a few instructions.
 #[derive(Default)]
 pub(in crate::worker) struct Breakers(Mutex<HashMap<String, Breaker>>);
 
 struct Breaker {
-    /// Computed replies that wait and that the queue has refused.
+    /// The number of computed replies that wait after the queue has refused them.
     refused: usize,
-    /// Computed replies that wait without any answer of the broker.
+    /// The number of computed replies that wait without any answer from the broker.
     unanswered: usize,
     /// A task is being computed in order to try the queue.
     is_probed: bool,
-    /// When the queue last took a message. None: not since this was made.
-    took_at: Option<Instant>,
-    /// When a reply last began or ceased to wait for it.
+    /// When the queue last accepted a message. None: not since this breaker was created.
+    taken_at: Option<Instant>,
+    /// When a reply last began or stopped waiting for the queue.
     waited_at: Instant,
 }
 
 impl Breaker {
-    /// Whether the queue is known to take nothing now. Without a refusal it may only be slow: then it is known as long as
-    /// it takes nothing at all.
+    /// Whether the queue is known to accept nothing now. Without a refusal it may only be slow; then it counts as open
+    /// while it accepts nothing at all.
     fn is_open(&self, now: Instant) -> bool {
-        let is_silent = || self.took_at.is_none_or(|at| now >= at + STALLED);
+        let is_silent = || self.taken_at.is_none_or(|at| now >= at + STALLED_AFTER);
         self.refused > 0
             || self.unanswered > 0 && is_silent()
             || self.refused + self.unanswered == 0 && now < self.waited_at + PROBE_INTERVAL
@@ -54,15 +55,15 @@ impl Breaker {
     }
 }
 
-/// What a task does whose reply goes to a queue.
+/// What becomes of a task now, given its reply queue.
 pub(in crate::worker) enum Admission<'a> {
     /// It is computed.
     Compute,
-    /// It is computed, and no other task of the queue meanwhile, until the probe is dropped.
+    /// It is computed. Until the probe is dropped, no other task with this reply queue is.
     Probe(Probe<'a>),
     /// It waits: another task tries the queue.
     Probed,
-    /// It waits: the queue is known to take nothing now.
+    /// It waits: the queue is known to accept nothing now.
     Refused,
 }
 
@@ -114,20 +115,21 @@ impl Breakers {
         Admission::Probe(Probe { breakers: self, queue: queue.to_owned() })
     }
 
-    /// A computed reply has waited for a moment: the queue takes nothing now. `was_refused`: the broker has said so.
+    /// Records that a computed reply waits, because the queue accepts nothing now. `was_refused`: the broker has
+    /// refused the reply.
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> Waiting<'a> {
         let mut all = self.lock();
         if !all.contains_key(queue) {
-            all.retain(|_, breaker| !breaker.is_idle() || now < breaker.waited_at + REMEMBERED);
-            if all.len() >= MOST {
+            all.retain(|_, breaker| !breaker.is_idle() || now < breaker.waited_at + REMEMBERED_FOR);
+            if all.len() >= MAX_QUEUES {
                 let idle = all.iter().filter(|(_, breaker)| breaker.is_idle());
                 let oldest = idle.min_by_key(|(_, breaker)| breaker.waited_at).map(|(name, _)| name.clone());
                 oldest.and_then(|name| all.remove(&name));
             }
         }
-        if all.len() < MOST || all.contains_key(queue) {
+        if all.len() < MAX_QUEUES || all.contains_key(queue) {
             let new =
-                || Breaker { refused: 0, unanswered: 0, is_probed: false, took_at: None, waited_at: now };
+                || Breaker { refused: 0, unanswered: 0, is_probed: false, taken_at: None, waited_at: now };
             let breaker = all.entry(queue.to_owned()).or_insert_with(new);
             let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count += 1;
@@ -138,12 +140,12 @@ impl Breakers {
         Waiting { breakers: self, queue, was_refused }
     }
 
-    /// The queue has taken a message, or it does not exist any more. Its tasks are computed, once none of its replies
-    /// waits.
-    pub(super) fn took(&self, queue: &str, now: Instant) {
+    /// Records that the queue has accepted a message, or no longer exists. Once no reply waits for it, its tasks are
+    /// computed again.
+    pub(super) fn record_taken(&self, queue: &str, now: Instant) {
         let mut all = self.lock();
         let Some(breaker) = all.get_mut(queue) else { return };
-        breaker.took_at = Some(now);
+        breaker.taken_at = Some(now);
         if breaker.refused + breaker.unanswered == 0 {
             all.remove(queue);
             tracing::info!(queue, "the reply queue takes messages again");
@@ -172,7 +174,7 @@ mod tests {
     async fn while_replies_wait_no_task_is_computed_and_then_one_at_a_time() {
         let breakers = Breakers::default();
         let admitted = |queue| name(&breakers.admit(queue, Instant::now()));
-        assert_eq!(admitted("full"), "compute", "nothing is known of it");
+        assert_eq!(admitted("full"), "compute", "the queue is unknown so far");
         let waiting = [(); 2].map(|()| breakers.wait("full", true, Instant::now()));
         assert_eq!((admitted("full"), admitted("other")), ("refused", "compute"));
         tokio::time::advance(PROBE_INTERVAL).await;
@@ -183,20 +185,20 @@ mod tests {
         let probe = breakers.admit("full", Instant::now());
         assert_eq!((name(&probe), admitted("full")), ("probe", "probed"));
         drop(probe);
-        assert_eq!(admitted("full"), "probe", "that one has not come to try it");
-        breakers.took("full", Instant::now());
+        assert_eq!(admitted("full"), "probe", "the first probe was dropped without a result");
+        breakers.record_taken("full", Instant::now());
         assert_eq!(admitted("full"), "compute");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_computed_goes_first_when_a_full_queue_takes_a_message() {
+    async fn computed_replies_go_first_when_a_full_queue_accepts_again() {
         let breakers = Breakers::default();
         let mut waiting: Vec<_> = (0..2).map(|_| breakers.wait("full", true, Instant::now())).collect();
         waiting.pop();
-        breakers.took("full", Instant::now());
+        breakers.record_taken("full", Instant::now());
         assert_eq!(name(&breakers.admit("full", Instant::now())), "refused", "one still waits");
         waiting.pop();
-        breakers.took("full", Instant::now());
+        breakers.record_taken("full", Instant::now());
         assert_eq!(name(&breakers.admit("full", Instant::now())), "compute");
     }
 
@@ -206,24 +208,24 @@ mod tests {
         let admitted = || name(&breakers.admit("slow", Instant::now()));
         let waiting = [(); 2].map(|()| breakers.wait("slow", false, Instant::now()));
         assert_eq!(admitted(), "refused");
-        breakers.took("slow", Instant::now());
+        breakers.record_taken("slow", Instant::now());
         assert_eq!(admitted(), "compute");
-        tokio::time::advance(STALLED).await;
-        assert_eq!(admitted(), "refused", "it takes nothing any more");
+        tokio::time::advance(STALLED_AFTER).await;
+        assert_eq!(admitted(), "refused", "it no longer accepts anything");
         drop(waiting);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn names_that_strangers_choose_are_bounded_in_number_and_time() {
+    async fn remembered_queue_names_are_bounded_in_number_and_age() {
         let breakers = Breakers::default();
         let held = breakers.wait("held", true, Instant::now());
-        for number in 0..2 * MOST {
+        for number in 0..2 * MAX_QUEUES {
             drop(breakers.wait(&number.to_string(), true, Instant::now()));
             tokio::time::advance(Duration::from_millis(1)).await;
         }
-        assert_eq!(breakers.lock().len(), MOST);
+        assert_eq!(breakers.lock().len(), MAX_QUEUES);
         assert!(breakers.lock().contains_key("held"));
-        tokio::time::advance(REMEMBERED).await;
+        tokio::time::advance(REMEMBERED_FOR).await;
         drop(breakers.wait("last", true, Instant::now()));
         assert_eq!(breakers.lock().len(), 2);
         drop(held);

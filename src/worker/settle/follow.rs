@@ -1,21 +1,21 @@
 //! Decides what follows from a publish: what was published for a task, and what became of it → what is done next. One
-//! function with an exhaustive match. (A dead letter is published until it is confirmed, so nothing else can follow from
-//! it: see `publishing`.)
+//! function with an exhaustive match. Dead letters are not part of it: one is published until it is confirmed, so
+//! nothing else can follow (see `publishing`).
 
 use crate::broker::Delay;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{TaskError, TaskErrorKind};
 
-/// What became of a message in the time that its queue was waited for.
+/// What became of a message within the time to wait for its queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Confirmed,
     Unroutable,
-    /// The broker will never take it, with its reason.
+    /// The broker will never accept it, for this reason.
     Refused(String),
-    /// Not confirmed in time, with the reason: the broker may or may not have it.
+    /// It was not confirmed in time, for this reason. The broker may or may not have it.
     Unconfirmed(String),
-    /// The queue has not taken it, and too many other tasks wait for such queues. The broker does not have it.
+    /// The queue has not accepted it, and too many other tasks wait for such queues. The broker does not have it.
     Evicted(String),
 }
 
@@ -24,9 +24,9 @@ pub(super) enum Sent {
 pub(super) enum Publication<'a> {
     /// The task, for another attempt after this error.
     NextAttempt(&'a TaskError),
-    /// The task, which has not been computed: its reply queue takes nothing, or too many tasks wait to be prepared.
+    /// The task, which was not computed: its reply queue accepts nothing, or too many tasks wait to be prepared.
     PutOff,
-    /// The task, of which a reply was computed that its queue has not taken, for this reason.
+    /// The task, after its computed reply was not accepted by the reply queue, for this reason.
     PutOffAgain(&'a str),
     Reply(Reply<'a>),
 }
@@ -35,22 +35,22 @@ pub(super) enum Publication<'a> {
 pub(super) struct Reply<'a> {
     pub(super) queue: &'a str,
     pub(super) bytes: usize,
-    /// The error that it tells; none: it is a result.
+    /// The error that it reports; none: it is a result.
     pub(super) error: Option<&'a TaskError>,
     pub(super) parked: Parked,
-    /// It is an error in the place of a reply that the broker refused.
+    /// It is an error reply that replaces a reply that the broker refused.
     pub(super) is_second: bool,
     /// How long the task may wait before it is computed again; none: it has no time left.
     pub(super) wait: Option<Delay>,
 }
 
-/// Whether a task is among the dead letters already; it must not be there twice.
+/// Whether a task is already a dead letter. It must not become one twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Parked {
     No,
     Already,
-    /// The task was cancelled on request. It becomes a dead letter unless its reply queue is gone: then nobody is left to
-    /// ask for it.
+    /// The task was cancelled on request. It becomes a dead letter, unless its reply queue is gone: then nobody wants
+    /// it any more.
     UnlessUnroutable,
 }
 
@@ -58,13 +58,13 @@ pub(super) enum Parked {
 pub(super) enum Next {
     /// The task is acked.
     Ack,
-    /// The task is acked, although its error reply reaches nobody, for this reason.
-    AckUnheard(String),
+    /// The task is acked although its error reply could not be published, for this reason.
+    AckWithoutReply(String),
     /// It is answered with this error instead.
     ReplyError(TaskError),
-    /// It is published again to wait, for this reason.
+    /// It is published again with this delay, for this reason.
     PutOff(Delay, String),
-    /// Nothing can wait: it is computed.
+    /// It cannot be put off, so it is computed.
     Compute,
     /// Dead letter, then ack.
     DeadLetter(Reason, TaskError),
@@ -85,7 +85,7 @@ pub(super) fn follow(sent: Sent, publication: Publication<'_>) -> Next {
         }
         Publication::PutOff => match sent {
             Sent::Confirmed => Next::Ack,
-            // The broker may have it: computed beside that one, it would be answered twice.
+            // The broker may have the message. If the task were also computed here, it would be answered twice.
             Sent::Unconfirmed(message) => unconfirmed(message),
             Sent::Unroutable | Sent::Refused(_) | Sent::Evicted(_) => Next::Compute,
         },
@@ -114,9 +114,9 @@ fn after_reply(sent: Sent, reply: Reply<'_>) -> Next {
         },
     };
     match (parked, reason, error) {
-        (Parked::Already, ..) => Next::AckUnheard(message),
+        (Parked::Already, ..) => Next::AckWithoutReply(message),
         (Parked::UnlessUnroutable, Reason::Unroutable, _) => Next::Ack,
-        // Computing it again would bring the same refusal.
+        // Computing it again would end in the same refusal.
         (_, Reason::Unroutable, Some(error)) if error.kind.is_refusal() => {
             let message = format!("{error}; {message}");
             Next::DeadLetter(Reason::Refused, TaskError::new(TaskErrorKind::Internal, message))
@@ -129,7 +129,7 @@ fn unconfirmed(message: String) -> Next {
     Next::DeadLetter(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
 }
 
-/// Why a message is not at the broker; none: it is.
+/// Why a message is not known to be at the broker; none: it is there.
 fn failure(sent: Sent, no_queue: &str) -> Option<String> {
     match sent {
         Sent::Confirmed => None,
@@ -151,12 +151,12 @@ mod tests {
     }
 
     fn every_failure() -> [Sent; 4] {
-        let words = || "w".to_owned();
-        [Sent::Unroutable, Sent::Refused(words()), Sent::Unconfirmed(words()), Sent::Evicted(words())]
+        let message = || "w".to_owned();
+        [Sent::Unroutable, Sent::Refused(message()), Sent::Unconfirmed(message()), Sent::Evicted(message())]
     }
 
     #[test]
-    fn what_is_confirmed_is_acked_whatever_it_is() {
+    fn a_confirm_leads_to_an_ack_whatever_was_published() {
         let error = TaskError::internal("x");
         for publication in [
             Publication::NextAttempt(&error),
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_whose_reply_is_not_taken_is_never_acked_without_a_dead_letter_or_another_try() {
+    fn an_unpublished_reply_leads_to_a_dead_letter_or_another_try() {
         let next = every_failure().map(|sent| follow(sent, Publication::Reply(reply(Parked::No))));
         assert!(
             matches!(&next[0], Next::DeadLetter(Reason::Unroutable, error) if error.message.contains("\"q\""))
@@ -187,19 +187,19 @@ mod tests {
     }
 
     #[test]
-    fn a_cancelled_task_is_not_computed_again_and_one_that_is_parked_is_not_parked_twice() {
+    fn cancelled_tasks_are_not_recomputed_and_dead_letters_not_duplicated() {
         let never =
             every_failure().map(|sent| follow(sent, Publication::Reply(reply(Parked::UnlessUnroutable))));
-        assert_eq!(never[0], Next::Ack, "nobody is left to ask for it");
+        assert_eq!(never[0], Next::Ack, "nobody wants it any more");
         assert!(matches!(never[3], Next::DeadLetter(Reason::Unconfirmed, _)));
         let second = Reply { is_second: true, ..reply(Parked::Already) };
         for sent in every_failure() {
-            assert!(matches!(follow(sent, Publication::Reply(second)), Next::AckUnheard(_)));
+            assert!(matches!(follow(sent, Publication::Reply(second)), Next::AckWithoutReply(_)));
         }
     }
 
     #[test]
-    fn what_would_be_refused_again_is_parked_as_refused() {
+    fn a_refusal_that_reaches_nobody_is_parked_as_refused() {
         let error = TaskError::bad_input("input", "is missing");
         let refused = Reply { error: Some(&error), ..reply(Parked::No) };
         let Next::DeadLetter(reason, said) = follow(Sent::Unroutable, Publication::Reply(refused)) else {
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_cannot_wait_is_computed_and_one_that_failed_has_made_its_last_attempt() {
+    fn without_a_retry_queue_a_task_is_computed_or_becomes_a_dead_letter() {
         assert_eq!(follow(Sent::Unroutable, Publication::PutOff), Next::Compute);
         let unsure = follow(Sent::Unconfirmed("w".into()), Publication::PutOff);
         assert!(matches!(unsure, Next::DeadLetter(Reason::Unconfirmed, _)), "it may be in its queue");

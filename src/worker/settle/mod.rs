@@ -1,12 +1,12 @@
 //! Carries out what `outcome` and `follow` decide: publish, confirm, ack, always in this order (`confirm-before-ack`).
-//! Owns nothing. A delivery of a session that is over is not settled, since the broker has it again.
+//! Owns nothing. A delivery of a session that is over is not settled, because the broker has taken it back.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `outcome` | what happened to a task → what becomes of its message |
 //! | `follow` | what was published, and what became of it → what is done next |
-//! | `publishing` | how long a queue is waited for that does not accept a message |
-//! | `breaker` | which tasks are computed whose reply queue accepts nothing |
+//! | `publishing` | how long to wait for a queue that does not accept a message |
+//! | `breaker` | which tasks are computed although their reply queue accepted nothing lately |
 //! | `stalled` | how many computed replies may wait for such queues |
 //! | `parts` | when parts of a reply are sent |
 //! | `counting` | what is counted of an answer |
@@ -47,10 +47,10 @@ pub(super) use self::parts::{Parts, PartsAnswered};
 pub(super) use self::stalled::Stalled;
 
 /// After this time an unconfirmed reply counts as stalled; see [`Stalled`] and [`Breakers`].
-const STALLED: Duration = Duration::from_secs(2);
+const STALLED_AFTER: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
 const MIN_PUBLISH_TIME: Duration = Duration::from_secs(1);
-/// How long finished results are still published after the worker is told to hand tasks back.
+/// How long finished results are still published once the worker hands tasks back.
 const PUBLISH_GRACE: Duration = Duration::from_secs(4);
 /// How often a waiting publish checks whether the broker accepts messages.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
@@ -63,14 +63,14 @@ pub(super) struct Settlement {
     pub(super) queues: Queues,
     pub(super) retry: Retry,
     pub(super) waits: Waits,
-    /// Tasks whose reply queue accepts nothing.
+    /// Tasks that wait for a reply queue that accepts nothing.
     pub(super) stalled: Stalled,
     /// Reply queues that accept nothing.
     pub(super) breakers: Breakers,
     pub(super) counters: Arc<Counters>,
     pub(super) stop: Stop,
-    /// The number of the latest session that is over. Written by the intake, read before a reply is published: the
-    /// task will be delivered again, and should be answered only once.
+    /// The number of the latest session that is over. Written by the intake, read before a reply is published: a task
+    /// of that session will be delivered again, and should be answered only once.
     pub(super) lost: PerSource<AtomicU64>,
 }
 
@@ -92,11 +92,12 @@ pub(super) struct Waits {
     pub(super) own: Duration,
 }
 
+/// A task that the worker owes an ack, or a control message of an unknown type.
 pub(super) struct Accepted {
     pub(super) task: Arc<Task>,
     pub(super) delivery: DeliveryTag,
-    /// Earlier deliveries of this message, as the broker counts them. 1 if the broker only says that there were
-    /// some.
+    /// The number of earlier deliveries of this message, as the broker counts them. 1 if the broker only reports that
+    /// there were some.
     pub(super) redeliveries: i64,
     /// Whether the broker counts deliveries.
     pub(super) counted: bool,
@@ -104,7 +105,8 @@ pub(super) struct Accepted {
     pub(super) deadline: Option<SystemTime>,
     /// The record of workers that died with this task on their device.
     pub(super) deaths: Option<CrashRecord>,
-    /// The parts of its reply, which come before the reply; none: it has none.
+    /// Resolves when the broker has answered the parts of the reply, which are published before it; none: there are
+    /// none.
     pub(super) parts: Option<PartsAnswered>,
     /// The task's span, which ends when this is dropped.
     pub(super) traced: Traced,
@@ -115,12 +117,12 @@ pub(super) struct Accepted {
 #[must_use]
 pub(super) enum Settled {
     Yes,
-    /// It was to be put off, and there is no queue to wait in: it is to be computed.
+    /// The task was to be put off, but there is no retry queue, so it must be computed.
     MustCompute,
 }
 
 impl Accepted {
-    pub(super) fn new(task: Task, delivery: DeliveryTag, (redeliveries, counted): (i64, bool)) -> Self {
+    pub(super) fn new(task: Task, delivery: DeliveryTag, redeliveries: i64, counted: bool) -> Self {
         let (deadline, task) = (task.deadline().ok().flatten(), Arc::new(task));
         Self {
             task,
@@ -130,12 +132,12 @@ impl Accepted {
             deadline,
             deaths: None,
             parts: None,
-            traced: Traced::not(),
+            traced: Traced::off(),
         }
     }
 
-    /// Which attempt this is, for the reply. Counts attempts that failed and those in which a worker died,
-    /// except in an isolated group. A task handed back by a drain or a lost connection has used none.
+    /// Which attempt this is, for the reply. Counts failed attempts, and those in which a worker died, except in an
+    /// isolated group. A drain or a lost connection that hands a task back does not count.
     pub(super) fn attempt(&self) -> i64 {
         let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
         i64::from(self.task.attempt()) + i64::from(deaths)
@@ -147,7 +149,7 @@ impl Accepted {
 }
 
 impl Queues {
-    /// The queue for the task's reply; none if there is none, or if no reply may go there.
+    /// The queue for the task's reply. None: the task has none, or no reply may go there.
     fn of_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
         match task.reply_to() {
             Some(queue) => Some(queue).filter(|queue| !self.is_reserved(queue)),
@@ -155,7 +157,7 @@ impl Queues {
         }
     }
 
-    /// Whether a message in this queue would come back as a task, or be taken for a dead letter.
+    /// Whether a reply in this queue would come back as a task, or be taken for a dead letter.
     pub(super) fn is_reserved(&self, queue: &str) -> bool {
         let retry = |of: &String| queue.strip_prefix(of.as_str()).is_some_and(|it| it.starts_with(".retry"));
         queue == self.task
@@ -166,9 +168,11 @@ impl Queues {
 }
 
 impl Settlement {
-    /// Whether a task is computed now. An error: it is not, because its reply queue takes nothing. A probe: it tries
-    /// that queue, for as long as the probe exists. Tasks of the background queue are computed, since the retry queues
-    /// lead to the other one.
+    /// Decides whether a task is computed now. With a probe, the task tries its reply queue for as long as the probe
+    /// exists. Tasks of the background queue are always computed, because the retry queues lead to the main queue.
+    ///
+    /// # Errors
+    /// [`Held`]: the task is to be put off, because its reply queue accepts nothing.
     pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, Held> {
         let Some(queue) = self.queues.of_reply(&accepted.task).filter(|queue| !self.is_own(queue)) else {
             return Ok(None);
@@ -209,13 +213,16 @@ impl Settlement {
             jitter: rand::random(),
         };
         let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), timings));
-        // Nearly all finish within this time; waiting for several events at once costs more.
+        // Nearly all tasks are settled within this time, and a wait for several events at once costs more.
         let soon = timeout(POLL_INTERVAL, &mut carried_out).await;
         let settled = tokio::select! {
             biased;
             settled = async { match soon { Ok(settled) => settled, Err(_) => carried_out.await } } => settled,
-            () = self.leaving() => {
-                tracing::info!(task.id = accepted.task.id, "no queue takes what came of the task; handing it back");
+            () = self.must_hand_back() => {
+                tracing::info!(
+                    task.id = accepted.task.id,
+                    "the outcome could not be published in time; handing the task back"
+                );
                 self.counters.count(|stats| stats.requeued += 1);
                 self.acker.requeue(accepted.delivery).await;
                 return Ok(Settled::Yes);
@@ -225,15 +232,18 @@ impl Settlement {
             return Ok(Settled::MustCompute);
         }
         if !self.acker.ack(accepted.delivery).await {
-            tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
+            tracing::info!(
+                task.id = accepted.task.id,
+                "late ack discarded; the task will be delivered again"
+            );
         }
         accepted.traced.settled();
         Ok(Settled::Yes)
     }
 
-    /// Returns when the task must be handed back although its result is not published: [`PUBLISH_GRACE`] after the
-    /// worker was told to hand back, or shortly before the broker takes back the delivery and all others.
-    async fn leaving(&self) {
+    /// Returns when the task must be handed back although its outcome is not published: [`PUBLISH_GRACE`] after the
+    /// worker began to hand tasks back, or shortly before the broker takes back this delivery and all others.
+    async fn must_hand_back(&self) {
         let grace_is_over = async {
             self.stop.reached(Phase::Returning).await;
             tokio::time::sleep(PUBLISH_GRACE).await;
@@ -244,7 +254,7 @@ impl Settlement {
         }
     }
 
-    /// Publishes what a disposition says, and what follows from it, and waits for the confirms.
+    /// Publishes the message of a disposition and whatever follows from it, and waits for the confirms.
     async fn carry_out(
         &self,
         accepted: &Accepted,
@@ -254,7 +264,7 @@ impl Settlement {
         match disposition {
             Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), timings, Parked::No).await?,
             Disposition::ReplyErrorAndAck(error) => {
-                // Nobody may be left to receive the answer of a cancelled task.
+                // The requester of a cancelled task may have left.
                 let wanted = error.kind != TaskErrorKind::Cancelled;
                 let parked = if wanted { Parked::No } else { Parked::UnlessUnroutable };
                 self.answer(accepted, Err(&error), timings, parked).await?;
@@ -287,7 +297,7 @@ impl Settlement {
         let task = &accepted.task;
         let message = Arc::new(accepted.traced.passed_on(task.next_attempt(accepted.deadline)));
         let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
-        let sent = self.within(accepted, to, &message).await?;
+        let sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == Sent::Confirmed {
             accepted.traced.retried(error);
             let delay_ms = delay.after.as_millis() as u64;
@@ -317,9 +327,9 @@ impl Settlement {
         let since = waits_for_queue.then(|| task.put_off_since(SystemTime::now()));
         let message = Arc::new(accepted.traced.passed_on(task.put_off(since, accepted.deadline)));
         let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
-        let mut sent = self.within(accepted, to, &message).await?;
+        let mut sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == Sent::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
-            sent = self.within(accepted, to, &message).await?;
+            sent = self.publish_in_time(accepted, to, &message).await?;
         }
         if sent == Sent::Confirmed {
             accepted.traced.put_off();
@@ -384,8 +394,8 @@ impl Settlement {
         Ok(())
     }
 
-    /// Publishes the reply, or an error in its place. What follows where its queue does not accept it keeps the task and
-    /// not the reply: the task can be computed again, and is usually far smaller than its result.
+    /// Publishes the reply, or an error in its place. If the queue does not accept it, the task is kept and not the
+    /// reply: the task can be computed again, and is usually far smaller than its result.
     async fn reply(
         &self,
         accepted: &Accepted,
@@ -420,9 +430,9 @@ impl Settlement {
         message: Message,
     ) -> Result<Next, WorkerError> {
         let to = To { queue: reply.queue, delay: None, owner };
-        let sent = self.within(accepted, to, &Arc::new(message)).await?;
+        let sent = self.publish_in_time(accepted, to, &Arc::new(message)).await?;
         if owner == Owner::Requester && matches!(sent, Sent::Confirmed | Sent::Unroutable) {
-            self.breakers.took(reply.queue, tokio::time::Instant::now());
+            self.breakers.record_taken(reply.queue, tokio::time::Instant::now());
         }
         if matches!(sent, Sent::Evicted(_)) && accepted.delivery.source == Source::Main {
             reply.wait = wait(&self.retry, self.time_to_wait(accepted), rand::random());
@@ -441,23 +451,23 @@ impl Settlement {
                 Next::DeadLetter(reason, error) | Next::DeadLetterAndReply(reason, error) => {
                     return self.dead_letter(accepted, reason, &error).await;
                 }
-                Next::AckUnheard(error) => {
+                Next::AckWithoutReply(error) => {
                     let task = &accepted.task;
                     tracing::warn!(
                         task.id = task.id,
                         error,
-                        "the error reply to a dead letter reaches nobody"
+                        "the error reply to a dead letter could not be published"
                     );
                     return Ok(());
                 }
-                // The callers have answered with the error, or compute the task.
+                // After `ReplyError` the caller has answered with the error; after `Compute` it computes the task.
                 Next::Ack | Next::ReplyError(_) | Next::Compute => return Ok(()),
             };
         }
     }
 
-    /// How long the task may still wait for its reply queue: `pool.reply_timeout`, counted from when it was first put
-    /// off, and until its deadline.
+    /// How long the task may still wait for its reply queue: for `pool.reply_timeout` since it was first put off, and
+    /// until its deadline.
     fn time_to_wait(&self, accepted: &Accepted) -> Duration {
         let now = SystemTime::now();
         let waited = now.duration_since(accepted.task.put_off_since(now)).unwrap_or_default();

@@ -1,6 +1,6 @@
-//! Decides a task's fate: what happened to it → what becomes of its message. One function with one exhaustive
-//! match; `settle` carries it out. (A task that is taken back before it reaches the device has no outcome: the
-//! intake requeues it, in delivery order.)
+//! Decides a task's fate: what happened to it → what becomes of its message. One function with one exhaustive match;
+//! `settle` carries out its decision. A task that is handed back before it reaches the device has no outcome: the
+//! intake requeues it, in delivery order.
 
 use std::time::Duration;
 
@@ -10,13 +10,14 @@ use crate::protocol::admin::CANCEL;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{Body, TaskError, TaskErrorKind};
 
+/// What happened to a task.
 #[derive(Debug)]
 pub(in crate::worker) enum Outcome {
     /// The model's answer: the reply's body.
     Answered(Body),
     /// The task has no result.
     Failed(TaskError),
-    /// The task killed the workers that computed it alone; it was not computed again.
+    /// The task killed the workers that computed it alone, so it was not computed again.
     Poison,
     /// `reply_to` names this queue, which no reply may go to: a task, retry or dead-letter queue.
     Misaddressed(String),
@@ -24,7 +25,7 @@ pub(in crate::worker) enum Outcome {
     OutOfDeliveries(i64),
     /// Not a task but a control message of an unknown type.
     UnknownControl(String),
-    /// The reply queue takes nothing, so the task was not computed.
+    /// The reply queue accepts nothing, so the task was not computed.
     Held(Held),
     /// Too many tasks of its requester wait to be prepared, so it was not computed.
     Crowded,
@@ -32,13 +33,13 @@ pub(in crate::worker) enum Outcome {
     RequesterLeft(String),
 }
 
-/// A task whose reply queue takes nothing.
+/// A task that is not computed because its reply queue accepts nothing.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::worker) struct Held {
     pub(in crate::worker) queue: String,
     /// How long the task may still wait for the queue.
     pub(in crate::worker) left: Duration,
-    /// The queue has refused a reply a moment ago. Otherwise another task is being computed in order to try it.
+    /// The queue is known to accept nothing now. Otherwise another task is being computed in order to try it.
     pub(in crate::worker) is_refused: bool,
 }
 
@@ -60,12 +61,12 @@ pub(in crate::worker) struct Tries<'a> {
     pub(in crate::worker) jitter: f64,
 }
 
-/// What a task waits for that is put off.
+/// What a task that is put off waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::worker) enum WaitsFor {
-    /// For `pool.reply_timeout` at most.
+    /// Its reply queue, for `pool.reply_timeout` at most.
     ReplyQueue,
-    /// For as long as it takes.
+    /// Its turn to be prepared, for as long as that takes.
     Turn,
 }
 
@@ -80,7 +81,7 @@ pub(in crate::worker) enum Disposition {
     PutOff(Delay, WaitsFor),
     /// Dead letter, error reply if possible, then ack.
     DeadLetter(Reason, TaskError),
-    /// Dead letter, then ack: no queue would take an error reply.
+    /// Dead letter, then ack, without an error reply: no queue would accept one.
     Park(Reason, TaskError),
 }
 
@@ -139,9 +140,9 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
     }
 }
 
-/// Puts the task off to a retry queue, for as long as its time to wait allows. With no time left: a dead letter if the reply
-/// queue is known to take nothing; the shortest delay if a probe is under way, because its result may let the task be
-/// computed.
+/// Puts the task off to a retry queue while it has time to wait. With no time left, the task becomes a dead letter if
+/// the reply queue is known to accept nothing. If a probe is under way, it is put off with the shortest delay, because
+/// the result of the probe may let it be computed.
 fn hold(held: Held, tries: Tries<'_>) -> Disposition {
     let Held { queue, left, is_refused } = held;
     match wait(tries.retry, left, tries.jitter) {
@@ -156,25 +157,26 @@ fn hold(held: Held, tries: Tries<'_>) -> Disposition {
     }
 }
 
-/// The shortest delay for which there is a queue.
+/// The shortest delay for which there is a retry queue.
 fn shortest(tries: Tries<'_>) -> Delay {
-    within(tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF), tries.jitter)
+    jittered(tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF), tries.jitter)
 }
 
-/// The longest delay, up to [`Retry::PUT_OFF`], after which a task has some of its time left; none: it is too late for
-/// any.
+/// The longest delay, up to [`Retry::PUT_OFF`], after which a task has some of its time left. None: it is too late for
+/// any delay.
 pub(super) fn wait(retry: &Retry, left: Duration, jitter: f64) -> Option<Delay> {
     let fits = |ceiling: &Duration| *ceiling <= Retry::PUT_OFF && *ceiling < left;
-    retry.ceilings().into_iter().rfind(fits).map(|ceiling| within(ceiling, jitter))
+    retry.ceilings().into_iter().rfind(fits).map(|ceiling| jittered(ceiling, jitter))
 }
 
-/// A delay in the upper half of its ceiling, as [`Backoff::delay`](crate::backoff::Backoff::delay) has it.
-fn within(ceiling: Duration, jitter: f64) -> Delay {
+/// A random delay between half of the ceiling and the ceiling, as by
+/// [`Backoff::delay`](crate::backoff::Backoff::delay).
+fn jittered(ceiling: Duration, jitter: f64) -> Delay {
     Delay { after: ceiling.mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0)), ceiling }
 }
 
-/// Another attempt. After the last one: a dead letter, and an error reply. If the deadline comes before the next one: only
-/// an error reply.
+/// Tries the task again with a delay. After the last attempt, it becomes a dead letter and gets an error reply. If its
+/// deadline is before the next attempt, it only gets an error reply.
 fn try_again(error: TaskError, tries: Tries<'_>) -> Disposition {
     let Tries { retry, attempt, .. } = tries;
     if attempt >= retry.max_attempts {
@@ -202,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_can_read_is_dead_lettered_and_what_is_merely_wrong_is_answered_at_once() {
+    fn undecodable_tasks_are_dead_lettered_and_wrong_ones_answered_at_once() {
         use TaskErrorKind::{BadInput, Expired, Internal, TooLarge, Undecodable, UnknownModel, UnknownUrl};
         let undecodable = fate(Undecodable, 1, None);
         assert!(matches!(undecodable, Disposition::DeadLetter(Reason::Undecodable, _)));
@@ -212,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_pass_later_is_tried_again_with_growing_delays_until_its_attempts_are_spent() {
+    fn transient_errors_are_retried_with_growing_delays_up_to_the_limit() {
         for kind in [TaskErrorKind::Fault, TaskErrorKind::OutOfMemory] {
             let delays = [1, 2].map(|attempt| match fate(kind, attempt, None) {
                 Disposition::Retry(delay, _) => (delay.after.as_secs(), delay.ceiling.as_secs()),
@@ -236,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_whose_reply_queue_takes_nothing_waits_as_long_as_it_has_time_and_is_not_computed_then() {
+    fn a_held_task_is_put_off_while_time_remains_and_then_dead_lettered() {
         for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
             let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, true) else {
                 panic!("{left} s are left")
@@ -249,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_waits_for_its_turn_is_put_off_until_shortly_before_its_deadline() {
+    fn a_crowded_task_is_put_off_until_shortly_before_its_deadline() {
         for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
             let time_left = left.map(Duration::from_secs);
             let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };
@@ -261,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_requester_that_has_left_has_not_cancelled_its_task() {
+    fn the_task_of_a_departed_requester_becomes_a_dead_letter() {
         let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
         let Disposition::Park(reason, error) = disposition(Outcome::RequesterLeft("q".into()), tries) else {
             panic!("the task is lost");
@@ -270,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_would_be_expired_by_then_is_answered_now() {
+    fn a_task_that_would_expire_before_its_retry_is_answered_now() {
         let left = Some(Duration::from_millis(900));
         assert!(matches!(fate(TaskErrorKind::Fault, 1, left), Disposition::ReplyErrorAndAck(_)));
         let left = Some(Duration::from_millis(1100));

@@ -1,9 +1,9 @@
-//! The parts of one task's reply, published while the task is computed: the first at once, then at most one per
-//! [`EVERY`] and sequence. Parts may be lost: the reply has everything. Owns the parts that are being published;
-//! until they are confirmed, further pieces gather in the engine.
+//! Publishes the parts of one task's reply while the task is computed: the first at once, and then at most one per
+//! [`EVERY`] and sequence. Parts may be lost, because the reply has everything. Owns the parts that are being
+//! published; until they are confirmed, further pieces gather in the engine.
 //!
-//! The reply is published only once the broker has answered each part: on a channel of its own, or after a connection
-//! was lost, it might overtake one that is still under way.
+//! The reply is published only once the broker has answered each part. On a channel of its own, or after a lost
+//! connection, it might otherwise overtake a part that is still under way.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,14 +19,14 @@ use crate::engine::Job;
 use crate::protocol::reply::{Place, part};
 use crate::protocol::{Body, Message, Task};
 
-/// The least time between two parts of a sequence.
+/// The shortest time between two parts of a sequence.
 const EVERY: Duration = Duration::from_millis(50);
-/// The same after a part that reached no queue: the queue may be made again.
+/// The pause after a part that reached no queue. The queue may be declared again.
 const UNROUTABLE: Duration = Duration::from_secs(1);
-/// How long the reply waits for parts that are not sent yet. After it, they are left out.
+/// How long the reply waits for parts that are not sent yet. After that time they are left out.
 const LAST: Duration = Duration::from_millis(250);
 
-/// Returns once the broker has answered all parts that were sent to it.
+/// Resolves once the broker has answered all parts that were sent to it.
 pub(in crate::worker) type PartsAnswered = Shared<BoxFuture<'static, ()>>;
 
 /// The parts of a task's reply.
@@ -36,7 +36,7 @@ pub(in crate::worker) struct Parts {
     queue: Arc<str>,
     place: Place,
     unsent: Unsent,
-    /// Publishes what is unsent, one part after the other. Returns true if the broker could not route the last.
+    /// Publishes what is unsent, one part after the other. Resolves with true if the broker could not route the last.
     sending: Option<BoxFuture<'static, bool>>,
     not_before: Instant,
     /// When the parts that are not sent yet are left out; none while the task is computed.
@@ -44,8 +44,8 @@ pub(in crate::worker) struct Parts {
     is_unroutable: bool,
 }
 
-/// Parts that are written and not sent. Filled by the task's run, emptied by `sending`, both on the worker's thread. Bound:
-/// what is written in some ten milliseconds ([`Job::unwritten`]), since more is written only once these are sent.
+/// Parts that are written and not sent. Filled by the task's run, emptied by `sending`, both on the worker's thread.
+/// Bound: what is written in about 10 ms ([`Job::unwritten`]), since more is written only once these are sent.
 #[derive(Clone, Default)]
 struct Unsent(Arc<Mutex<VecDeque<Arc<Message>>>>);
 
@@ -60,7 +60,7 @@ impl Unsent {
 }
 
 impl Parts {
-    /// None: the task did not ask for parts, or has no `reply_to`.
+    /// The parts of a task's reply. None: the task did not request parts, or has no `reply_to`.
     pub(in crate::worker) fn of(settlement: &Settlement, task: &Arc<Task>, job: &dyn Job) -> Option<Self> {
         if !job.is_streamed() {
             return None;
@@ -107,7 +107,7 @@ impl Parts {
         let publish = async move {
             let mut is_unroutable = false;
             while let Some(message) = unsent.next() {
-                // Any other failure concerns the reply too, which handles it.
+                // Any other failure also affects the reply, and is handled there.
                 is_unroutable = matches!(publisher.publish(&queue, message).await, Ok(Published::Unroutable));
             }
             is_unroutable
@@ -129,8 +129,9 @@ impl Parts {
         }
     }
 
-    /// Waits until all parts are sent, now that the task is computed, for [`LAST`] in all. False: those that are not under
-    /// way by then are left out, and no more should be written.
+    /// Waits until all parts are sent, now that the task is computed; all such waits together take at most [`LAST`].
+    /// Returns false if that time is over: parts that are not under way by then are left out, and no more should be
+    /// written.
     pub(in crate::worker) async fn send_last(&mut self) -> bool {
         let last = *self.last.get_or_insert_with(|| Instant::now() + LAST);
         let Some(sending) = &mut self.sending else { return true };
@@ -143,7 +144,7 @@ impl Parts {
         is_sent
     }
 
-    /// No more parts follow. Those not sent in time are left out.
+    /// Called when no more parts follow. Those that are not sent in time are left out.
     pub(in crate::worker) fn finish(mut self) -> PartsAnswered {
         let answered = async move {
             if !self.send_last().await

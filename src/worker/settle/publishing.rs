@@ -1,5 +1,5 @@
-//! Publishes the messages of settled tasks. Decides how long a queue is waited for that does not accept a message, and
-//! when the broker counts as not having one. Owns nothing.
+//! Publishes the messages of settled tasks. Decides how long to wait for a queue that does not accept a message, and
+//! when the broker counts as not having a message. Owns nothing.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::follow::Sent;
-use super::{Accepted, MIN_PUBLISH_TIME, POLL_INTERVAL, STALLED, Settlement};
+use super::{Accepted, MIN_PUBLISH_TIME, POLL_INTERVAL, STALLED_AFTER, Settlement};
 use crate::backoff::Backoff;
 use crate::broker::{Delay, Published};
 use crate::protocol::Message;
@@ -19,37 +19,38 @@ use crate::worker::WorkerError;
 
 /// The pause between attempts to publish into a queue that refuses a message.
 const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
-/// How often it is looked whether the broker has answered the last attempt to publish into a queue that is given up.
+/// How often to check whether the broker has answered the last attempt to publish to a queue that was given up.
 const LAST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Where a message goes.
 #[derive(Clone, Copy)]
 pub(super) struct To<'a> {
     pub(super) queue: &'a str,
-    /// It waits in a retry queue before.
+    /// It first waits this long in a retry queue; none: it does not.
     pub(super) delay: Option<Delay>,
     pub(super) owner: Owner,
 }
 
-/// Whose queue a message is for: the pool's own may hold up the pool, a requester's only its own tasks.
+/// Who owns the queue of a message. A queue of the pool may block the pool, a requester's queue only its own tasks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owner {
     Pool,
     Requester,
 }
 
-/// What is known of a message that is being published. Written by [`Settlement::publish`], read by who waits for it.
+/// The state of a message that is being published. Written by [`Settlement::publish`], read by whoever waits for it.
 #[derive(Default)]
 struct Attempts {
-    /// The broker has it, or is being sent it, and has not answered.
+    /// It is on its way to the broker, or there, and the broker has not answered.
     is_out: AtomicBool,
     /// The broker has refused it at least once.
     was_refused: AtomicBool,
 }
 
 impl Settlement {
-    /// Publishes, for as long as this queue may be waited for. A reply comes after its parts.
-    pub(super) async fn within(
+    /// Publishes a message, and gives up when the time to wait for this queue is over. A reply is published after its
+    /// parts.
+    pub(super) async fn publish_in_time(
         &self,
         accepted: &Accepted,
         to: To<'_>,
@@ -57,9 +58,9 @@ impl Settlement {
     ) -> Result<Sent, WorkerError> {
         let limit = match to.owner {
             Owner::Pool => self.waits.own,
-            // A task that has waited before is tried once more at least.
+            // The reply of a task that has waited before is tried at least once more.
             Owner::Requester => {
-                self.time_to_wait(accepted).max(STALLED + MIN_PUBLISH_TIME).min(self.waits.requesters)
+                self.time_to_wait(accepted).max(STALLED_AFTER + MIN_PUBLISH_TIME).min(self.waits.requesters)
             }
         };
         let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(MIN_PUBLISH_TIME)));
@@ -80,8 +81,8 @@ impl Settlement {
             given_up = self.wait_until_given_up(to, message.body.len(), limit, &attempts) => given_up,
         };
         // A message that the broker has not answered may yet arrive.
-        let asked = Instant::now();
-        while attempts.is_out.load(Ordering::Relaxed) && asked.elapsed() < MIN_PUBLISH_TIME {
+        let given_up_at = Instant::now();
+        while attempts.is_out.load(Ordering::Relaxed) && given_up_at.elapsed() < MIN_PUBLISH_TIME {
             if let Ok(sent) = timeout(LAST_POLL_INTERVAL, &mut published).await {
                 return sent;
             }
@@ -92,8 +93,9 @@ impl Settlement {
         })
     }
 
-    /// Waits until this queue's time is up, or until too many tasks wait for such queues. Returns what then counts as having
-    /// become of the message of `bytes` bytes. A requester's queue is entered into `breakers` and `stalled` after [`STALLED`].
+    /// Waits until the time for this queue is over, or until too many tasks wait for such queues. Returns the result
+    /// that then counts for the message of `bytes` bytes. A requester's queue is entered into `breakers` and `stalled`
+    /// after [`STALLED_AFTER`].
     async fn wait_until_given_up(
         &self,
         to: To<'_>,
@@ -104,24 +106,24 @@ impl Settlement {
         let queue = to.queue;
         let in_vain =
             || Sent::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"));
-        if to.owner == Owner::Pool || limit <= STALLED {
+        if to.owner == Owner::Pool || limit <= STALLED_AFTER {
             self.broker_takes_messages_for(limit).await;
             return in_vain();
         }
-        self.broker_takes_messages_for(STALLED).await;
+        self.broker_takes_messages_for(STALLED_AFTER).await;
         let was_refused = attempts.was_refused.load(Ordering::Relaxed);
         let _waiting = self.breakers.wait(queue, was_refused, Instant::now());
         let evicted = self.stalled.enter(bytes);
         tokio::select! {
-            () = self.broker_takes_messages_for(limit - STALLED) => in_vain(),
+            () = self.broker_takes_messages_for(limit - STALLED_AFTER) => in_vain(),
             _ = evicted => Sent::Evicted(format!(
                 "queue {queue:?} takes no message now, and too many tasks wait for such queues"
             )),
         }
     }
 
-    /// Returns once the broker has accepted messages for `time` in all: a lost connection or an alarm is not
-    /// the fault of the queue.
+    /// Returns once the broker has accepted messages for `time` in all. Time during a lost connection or an alarm does
+    /// not count, because that is not the fault of the queue.
     async fn broker_takes_messages_for(&self, time: Duration) {
         let mut left = time;
         while !left.is_zero() {
@@ -164,8 +166,8 @@ impl Settlement {
         }
     }
 
-    /// Publishes a dead letter, however long that takes: an ack without it would lose the message, and a
-    /// requeue would loop. Other tasks go on meanwhile, within the prefetch.
+    /// Publishes a dead letter, however long that takes: an ack without it would lose the message, and a requeue
+    /// would loop. Other tasks go on meanwhile, as far as the prefetch allows.
     pub(super) async fn park(&self, mut dead_letter: Message, reason: Reason) -> Result<(), WorkerError> {
         let queue = &self.queues.dead_letter;
         let (mut failures, mut is_bare) = (0, false);
@@ -178,7 +180,7 @@ impl Settlement {
             tokio::pin!(publish);
             let sent = tokio::select! {
                 sent = &mut publish => sent?,
-                () = self.broker_takes_messages_for(STALLED) => {
+                () = self.broker_takes_messages_for(STALLED_AFTER) => {
                     let message = format!("dead-letter queue {queue:?} takes no message now");
                     waits = Some(self.counters.wait_to_park(message, waits));
                     publish.await?

@@ -1,5 +1,5 @@
-//! Decides which tasks may keep waiting for a reply queue that does not accept their replies. If there are too
-//! many, the one that has waited longest gives up. Owns their number and bytes: at most half of the messages that the
+//! Decides which tasks may keep waiting for a reply queue that does not accept their replies. If there are too many,
+//! the one that has waited longest gives up. Owns the list of those that wait: at most half of the messages that the
 //! broker grants, and at most `prefetch_bytes` of replies.
 
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 pub(in crate::worker) struct Stalled(Mutex<Waiting>);
 
 struct Waiting {
-    /// The bytes of each task's reply, and who is told when the task must stop waiting. The one that has waited
+    /// The bytes of each task's reply, and the channel that tells the task to stop waiting. The one that has waited
     /// longest is first. A task that no longer waits has dropped its receiver.
     tasks: VecDeque<(usize, oneshot::Sender<()>)>,
     /// The most tasks that may wait.
@@ -29,13 +29,13 @@ impl Stalled {
         stalled
     }
 
-    /// The broker sends at most `granted` unsettled messages now. That may be less than the worker wants: a consumer that
-    /// holds old messages does not get a larger prefetch.
+    /// Sets how many unsettled messages the broker may send now. That may be less than the worker wants: a consumer
+    /// that holds old messages does not get a larger prefetch.
     pub(in crate::worker) fn set_granted(&self, granted: u16) {
         self.change(|waiting| waiting.most = usize::from(granted) / 2);
     }
 
-    /// Adds a task whose reply of `bytes` bytes waits, until the receiver is dropped. The receiver is told when the
+    /// Adds a task whose reply of `bytes` bytes waits, until the receiver is dropped. The receiver resolves when the
     /// task must stop waiting.
     pub(in crate::worker) fn enter(&self, bytes: usize) -> oneshot::Receiver<()> {
         let (evict, evicted) = oneshot::channel();
@@ -67,19 +67,19 @@ mod tests {
     }
 
     #[test]
-    fn half_of_what_is_granted_may_wait_and_then_the_longest_waits_no_more() {
+    fn at_most_half_the_granted_tasks_wait_and_the_longest_waiting_gives_up() {
         let stalled = Stalled::new(6, 1_000);
         let mut places: Vec<_> = (0..4).map(|_| stalled.enter(1)).collect();
         assert_eq!(are_evicted(&mut places), [true, false, false, false]);
         drop(places.remove(1));
         places.push(stalled.enter(1));
-        assert_eq!(are_evicted(&mut places[1..]), [false; 3], "one has left");
+        assert_eq!(are_evicted(&mut places[1..]), [false; 3], "one has stopped waiting");
         stalled.set_granted(2);
         assert_eq!(are_evicted(&mut places[1..]), [true, true, false]);
     }
 
     #[test]
-    fn their_replies_are_bounded_in_bytes_and_one_may_always_wait() {
+    fn waiting_replies_are_bounded_in_bytes_but_one_may_always_wait() {
         let stalled = Stalled::new(100, 1_000);
         let mut places = vec![stalled.enter(5_000)];
         assert_eq!(are_evicted(&mut places), [false]);
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_with_one_task_in_hand_has_no_room_for_one_that_waits() {
+    fn with_a_prefetch_of_one_no_task_may_wait() {
         let stalled = Stalled::new(1, 1_000);
         assert_eq!(are_evicted(&mut [stalled.enter(1)]), [true]);
     }

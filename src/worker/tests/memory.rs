@@ -1,5 +1,5 @@
-//! A queue in memory that implements the broker's traits: the test makes deliveries, and everything published
-//! and settled is recorded. Each reply queue does what the test says.
+//! A broker in memory that implements the broker's traits. The test makes deliveries, and everything that is published
+//! or settled is recorded. Each queue reacts to messages as the test has set.
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
@@ -22,11 +22,14 @@ pub(super) enum Settled {
     Requeued(u64),
 }
 
+/// How a queue reacts to a message.
 #[derive(Clone, Debug)]
 pub(super) enum Does {
+    /// Answers at once.
     Answer(Published),
     /// Confirms after this time.
     Wait(Duration),
+    /// Never answers.
     Nothing,
 }
 
@@ -49,10 +52,10 @@ struct State {
     settled: Vec<Settled>,
     published: Vec<(String, Message)>,
     queues: HashMap<String, Does>,
-    /// What is seen of queues where it does not follow from what they do.
+    /// What `look` returns for a queue, where that does not follow from how the queue reacts.
     seen: HashMap<String, Option<Seen>>,
     prefetch: Vec<u16>,
-    /// How many unsettled messages the consumer says that it may get; none: the prefetch that was set last.
+    /// How many unsettled messages the consumer reports as granted; none: the prefetch that was set last.
     granted: Option<u16>,
 }
 
@@ -61,7 +64,7 @@ impl Memory {
         self.0.state.lock().unwrap()
     }
 
-    /// Delivers messages, for the first time. Their numbers count from 1.
+    /// Delivers messages for the first time. Deliveries are numbered from 1.
     pub(super) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
     }
@@ -81,7 +84,7 @@ impl Memory {
         }
     }
 
-    /// Ends the session; the broker has its deliveries again.
+    /// Ends the session; its deliveries go back to the broker.
     pub(super) fn lose(&self) {
         let mut state = self.lock();
         let session = state.sessions;
@@ -99,7 +102,7 @@ impl Memory {
         self.lock().queues.insert(name.to_owned(), does);
     }
 
-    /// Whoever looks at the queue sees this.
+    /// Sets what `look` returns for the queue.
     pub(super) fn sees(&self, name: &str, seen: Option<Seen>) {
         self.lock().seen.insert(name.to_owned(), seen);
     }
@@ -152,7 +155,7 @@ impl Memory {
         BrokerSession { consumer, background: None, acker, publisher }
     }
 
-    /// Handles a message that is published to a queue; to a task's retry queue under the name `<queue>, later`.
+    /// Handles a message that is published to a queue. Retry queues of a queue have the name `<queue>, later`.
     async fn arrive(&self, queue: &str, message: &Message) -> Published {
         let does = self.lock().take(queue, message);
         self.0.changed.notify_waiters();

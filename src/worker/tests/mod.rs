@@ -1,5 +1,5 @@
-//! The worker in process, over a queue in memory, with models that compute nothing, in paused time. No broker,
-//! no threads; each wait is for an event.
+//! Tests of the worker in process, over a queue in memory, with models that compute nothing, in paused time. There is
+//! no broker and no thread, and each wait is for an event.
 
 mod memory;
 mod on_demand;
@@ -18,7 +18,7 @@ use tokio::task::{JoinHandle, LocalSet};
 use super::*;
 use crate::config;
 use crate::engine::{continuous, oneshot};
-use crate::model::{echo, script};
+use crate::model::testing::{echo, script};
 use crate::protocol::control::decode;
 use crate::protocol::{Headers, Message, Properties};
 use memory::{Memory, Settled};
@@ -101,7 +101,7 @@ impl Rig {
         Self { memory, stop, control, lines, worker }
     }
 
-    /// Waits until the launcher receives such an event.
+    /// Waits until the worker has reported such an event to the launcher.
     async fn hears(&self, what: impl Fn(&Event) -> bool) {
         loop {
             let more = self.lines.1.notified();
@@ -112,6 +112,7 @@ impl Rig {
         }
     }
 
+    /// Waits until the task is on the device.
     async fn computes(&self, id: &str) {
         let is_there = |event: &Event| match event {
             Event::Forward { tasks } => tasks.iter().any(|task| task.id == id),
@@ -134,6 +135,7 @@ impl Rig {
     }
 }
 
+/// Returns `open`, with the lifetimes of [`Open`], which a closure alone would not infer.
 fn opening<F>(open: F) -> F
 where
     F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>,
@@ -192,5 +194,5 @@ fn body(message: &Message) -> Value {
 
 async fn here<T>(test: impl Future<Output = T>) -> T {
     let deadline = Duration::from_secs(100_000);
-    LocalSet::new().run_until(tokio::time::timeout(deadline, test)).await.expect("it comes to an end")
+    LocalSet::new().run_until(tokio::time::timeout(deadline, test)).await.expect("it ends")
 }

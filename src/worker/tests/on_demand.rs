@@ -1,4 +1,4 @@
-//! Tasks whose inputs are made on demand: tasks take turns, few inputs wait, and what is not wanted is not made.
+//! Tests of tasks whose inputs are made on demand: tasks take turns, few inputs wait, and unwanted inputs are not made.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,12 +11,12 @@ use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
 use crate::worker::tests::memory::Does;
 
-/// What is on record of a model.
+/// The record of what a model has done.
 #[derive(Clone, Default)]
 struct Record {
     /// What was made and computed, in order.
     log: Arc<Mutex<Vec<String>>>,
-    /// Bytes of the windows that are there, and the most there were.
+    /// Bytes of the windows that exist now, and the most that existed at once.
     bytes: Arc<AtomicUsize>,
     most_bytes: Arc<AtomicUsize>,
 }
@@ -26,7 +26,7 @@ impl Record {
         self.log.lock().unwrap().push(line);
     }
 
-    /// Whose windows were made, in order.
+    /// The task of each window that was made, in order.
     fn made(&self) -> Vec<String> {
         let log = self.log.lock().unwrap();
         log.iter().filter_map(|line| line.strip_prefix("made ")).map(str::to_owned).collect()
@@ -60,7 +60,7 @@ impl Processor for Windows {
         &[Route { url: Route::ANY, media_types: &["application/json"] }]
     }
 
-    /// `windows` of a body are made one by one, of `bytes` each; that with the number `bad` cannot be.
+    /// Makes the `windows` of a body one by one, with `bytes` bytes each. The one with the number `bad` fails.
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let fields = body(message);
         let number = |name: &str| fields[name].as_u64().map(|number| number as usize);
@@ -133,7 +133,7 @@ fn windows(id: &str, count: usize) -> Message {
     task(id, "mine", &json!({ "windows": count }))
 }
 
-/// Waits until so many windows are made.
+/// Waits until `count` windows are made.
 async fn made(record: &Record, count: usize) {
     while record.made().len() < count {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -252,7 +252,7 @@ async fn the_bytes_of_all_inputs_that_wait_are_bounded_also_while_a_suspect_task
         let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
         let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
         let ids: Vec<String> = (0..20).map(|number| number.to_string()).collect();
-        // Until one is made, nobody knows how large they are.
+        // The size of inputs is unknown until the first is made.
         rig.memory.deliver([large("known")]);
         rig.memory.publishes("mine", 1).await;
         rig.memory.deliver(ids[..10].iter().map(|id| large(id)));
@@ -262,7 +262,8 @@ async fn the_bytes_of_all_inputs_that_wait_are_bounded_also_while_a_suspect_task
         let replies = rig.memory.publishes("mine", 22).await;
         assert!(statuses(&replies).iter().all(|(_, status)| *status == 200));
         let most = record.most_bytes.load(Ordering::SeqCst);
-        // The suspect task's own come on top: what it waits for is computed only after it.
+        // The inputs of the suspect task come on top: it does not wait for memory, since the tasks that hold it are
+        // computed only after the suspect one.
         assert!((300..=700).contains(&most), "{most}");
         assert_eq!(record.bytes.load(Ordering::SeqCst), 0);
     })
@@ -273,7 +274,7 @@ fn streamed(id: &str, to: &str, count: usize) -> Message {
     task(id, to, &json!({"windows": count, "stream": true}))
 }
 
-/// What came to a requester's queue: the numbers of the windows in its parts, and the replies.
+/// The messages in a requester's queue: the numbers of the windows in its parts, and the replies.
 fn received(rig: &Rig, queue: &str) -> (Vec<Value>, Vec<Message>) {
     let (parts, replies): (Vec<_>, Vec<_>) = rig.memory.published(queue).into_iter().partition(is_part);
     (parts.iter().map(body).collect(), replies)
@@ -318,7 +319,7 @@ async fn windows_that_are_finished_are_parts_before_the_error_of_a_later_one() {
 async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_part() {
     here(async {
         let (rig, _) = start(|_| ());
-        let slow = Duration::from_secs(2);
+        let slow = Duration::from_millis(600);
         for queue in ["mine", "other"] {
             rig.memory.queue(queue, Does::Wait(slow));
         }

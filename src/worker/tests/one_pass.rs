@@ -1,4 +1,4 @@
-//! Tasks of one pass: taken, computed, answered and settled, or handed back.
+//! Tests of one-pass tasks: they are accepted, computed, answered and settled, or handed back.
 
 use super::*;
 use crate::broker::Published;
@@ -17,7 +17,7 @@ fn ids(messages: &[Message]) -> Vec<&str> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_that_come_together_are_one_batch_and_each_is_acked_behind_its_confirmed_reply() {
+async fn simultaneous_tasks_form_a_batch_and_are_acked_after_their_confirms() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("late", Does::Wait(Duration::from_millis(100)));
@@ -28,14 +28,14 @@ async fn tasks_that_come_together_are_one_batch_and_each_is_acked_behind_its_con
             assert_eq!((status(reply), reply.properties.headers["batch_size"].as_i64()), (200, Some(3)));
         }
         assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(3)]);
-        assert_eq!(rig.memory.settles(3).await[2], Settled::Acked(2), "its queue had to confirm");
+        assert_eq!(rig.memory.settles(3).await[2], Settled::Acked(2), "its queue confirms after 100 ms");
         assert_eq!(rig.finish().await.0, Ended::Drained);
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sentinel_is_acked_last_and_what_came_behind_it_is_handed_back_in_order() {
+async fn a_sentinel_is_acked_last_and_later_deliveries_go_back_in_order() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.deliver([slow("a", 500), echo("b"), sentinel(), echo("c"), sentinel(), echo("d")]);
@@ -128,7 +128,7 @@ async fn bad_tasks_are_answered_with_what_is_wrong_and_their_neighbours_go_on() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_whose_deadline_passes_while_it_waits_for_the_device_is_answered_then_and_not_computed() {
+async fn a_task_that_expires_while_it_waits_for_the_device_is_answered_at_once() {
     here(async {
         let rig = Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1);
         let mut late = echo("late");
@@ -175,9 +175,9 @@ fn computed(events: &[Event]) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn half_of_what_the_broker_grants_may_wait_for_a_full_queue_and_the_others_are_put_off() {
+async fn half_the_prefetch_may_wait_for_a_full_queue_and_the_rest_is_put_off() {
     here(async {
-        // What the worker wants is more.
+        // The worker wants more than the broker grants.
         let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
         rig.memory.grant(8);
         rig.memory.queue("full", Does::Answer(Published::Nacked));
@@ -197,7 +197,7 @@ async fn half_of_what_the_broker_grants_may_wait_for_a_full_queue_and_the_others
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_is_not_computed_while_its_reply_queue_takes_nothing_and_is_once_it_does() {
+async fn a_task_is_not_computed_until_its_reply_queue_accepts_messages() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("full", Does::Answer(Published::Nacked));
@@ -222,7 +222,7 @@ async fn a_task_is_not_computed_while_its_reply_queue_takes_nothing_and_is_once_
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_task_at_a_time_tries_a_queue_for_which_no_reply_waits_any_more() {
+async fn a_full_queue_without_waiting_replies_is_probed_by_one_task_at_a_time() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("full", Does::Answer(Published::Nacked));
@@ -244,7 +244,7 @@ async fn one_task_at_a_time_tries_a_queue_for_which_no_reply_waits_any_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_has_waited_its_time_is_a_dead_letter_and_not_computed_again() {
+async fn a_task_whose_waiting_time_is_over_becomes_a_dead_letter_uncomputed() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("full", Does::Answer(Published::Nacked));
@@ -256,7 +256,10 @@ async fn a_task_that_has_waited_its_time_is_a_dead_letter_and_not_computed_again
         assert_eq!(ids(std::slice::from_ref(&letter)), ["late"]);
         let headers = &letter.properties.headers;
         assert_eq!(headers["reason"].as_str(), Some("unconfirmed"));
-        assert!(!headers.contains_key("sconce_put_off_since"), "put back by hand, it begins anew");
+        assert!(
+            !headers.contains_key("sconce_put_off_since"),
+            "an operator who requeues it gets a full waiting time"
+        );
         rig.memory.settles(1).await;
         let late = |it: &Message| ids(std::slice::from_ref(it)) == ["late"];
         assert!(!rig.memory.published("full").iter().any(late));
@@ -265,7 +268,7 @@ async fn a_task_that_has_waited_its_time_is_a_dead_letter_and_not_computed_again
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_there_is_no_queue_to_wait_in_tasks_are_computed_and_their_replies_wait() {
+async fn without_a_retry_queue_tasks_are_computed_and_their_replies_wait() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("full", Does::Answer(Published::Nacked));
@@ -310,14 +313,14 @@ async fn a_task_that_fails_is_tried_again_later_and_its_neighbours_are_answered(
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_lost_session_delivered_is_left_alone() {
+async fn tasks_of_a_lost_session_are_neither_answered_nor_acked() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.deliver([slow("lost", 500)]);
         rig.computes("lost").await;
         rig.memory.lose();
         rig.memory.deliver([echo("next")]);
-        // Computed after the lost one.
+        // The task is computed after the lost one, which is not settled.
         assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
         assert_eq!(ids(&rig.memory.published("mine")), ["next"]);
     })
@@ -325,7 +328,7 @@ async fn what_a_lost_session_delivered_is_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_came_back_again_and_again_runs_apart_from_the_others() {
+async fn a_task_redelivered_twice_runs_apart_from_the_others() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.deliver_again(echo("suspect"), 2);
@@ -350,7 +353,7 @@ async fn a_task_that_came_back_again_and_again_runs_apart_from_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_device_that_fails_ends_the_worker_and_what_is_not_answered_stays_the_brokers() {
+async fn a_device_failure_ends_the_worker_and_leaves_open_tasks_unsettled() {
     here(async {
         let rig = Rig::start("echo?faults", |_| ());
         rig.memory.deliver([task("bad", "mine", &json!({"input": 1, "fail": "device"}))]);
@@ -363,7 +366,7 @@ async fn a_device_that_fails_ends_the_worker_and_what_is_not_answered_stays_the_
 }
 
 #[tokio::test(start_paused = true)]
-async fn bounds_that_are_set_from_outside_hold_for_what_waits() {
+async fn changed_batch_limits_apply_to_waiting_inputs() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         let change = BatchChange { max_requests: Some(2), ..BatchChange::default() };
@@ -379,17 +382,17 @@ async fn bounds_that_are_set_from_outside_hold_for_what_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_url_that_the_model_does_not_answer_is_named() {
+async fn echo_answers_any_url() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.deliver([with_headers(echo("any"), &[("url", "/v1/whatever")])]);
-        assert_eq!(status(&rig.memory.publishes("mine", 1).await[0]), 200, "an echo answers all");
+        assert_eq!(status(&rig.memory.publishes("mine", 1).await[0]), 200, "echo answers all URLs");
     })
     .await;
 }
 
 #[test]
-fn a_model_that_refuses_its_own_probe_has_failed_and_not_its_device() {
+fn a_refused_probe_exits_as_a_model_failure_not_a_device_failure() {
     let error = |error: LoadError| WorkerError::from(error).exit();
     let (model, reason) = ("own".to_owned(), "no".to_owned());
     assert_eq!(error(LoadError::Probe { model, reason }), Exit::ModelFailed);

@@ -1,8 +1,8 @@
-//! Parts of replies: where they are written, and those that are made of outputs. (`sequences` has those of pieces, and
-//! `on_demand` those of inputs on demand.)
+//! Tests of parts of replies: on which thread they are written, and parts that are made from outputs. `sequences` tests
+//! parts that are made from pieces, and `on_demand` parts of inputs on demand.
 
 use super::*;
-use crate::model::script::{Script, ScriptNetwork, ScriptProcessor};
+use crate::model::testing::script::{Script, ScriptNetwork, ScriptProcessor};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Preprocessed, Processor, Route, Streaming, TaskError,
 };
@@ -10,7 +10,7 @@ use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
 use crate::worker::tests::memory::Does;
 
-/// A script that notes where its parts and its replies are written.
+/// The `script` model, which records where its parts and replies are written.
 struct Watched {
     script: ScriptProcessor,
     are_parts_brief: bool,
@@ -21,7 +21,7 @@ struct Watched {
 struct Places {
     /// The task of the runtime that stands for a reply thread.
     reply: Option<tokio::task::Id>,
-    /// That of each part, and its pieces.
+    /// The task of the runtime that wrote each part, and the part's number of pieces.
     parts: Vec<(tokio::task::Id, usize)>,
 }
 
@@ -39,7 +39,7 @@ impl Processor for Watched {
         self.script.preprocess(message)
     }
 
-    /// So that replies are written on a reply thread.
+    /// Usual, so that replies are written on a reply thread.
     fn effort(&self, _: &Message) -> Effort {
         Effort::Usual
     }
@@ -63,7 +63,7 @@ impl Processor for Watched {
     }
 }
 
-/// For each part of a streamed sequence, whether a reply thread writes it, and its pieces.
+/// For each part of a streamed sequence, whether a reply thread wrote it, and its number of pieces.
 async fn written(are_parts_brief: bool, confirmed_after: Duration) -> Vec<(bool, usize)> {
     let places = Arc::new(Mutex::new(Places::default()));
     let own = places.clone();
@@ -91,7 +91,7 @@ fn body_text(message: &Message) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_few_brief_pieces_are_written_at_once_and_all_other_parts_on_a_reply_thread() {
+async fn few_brief_pieces_are_written_inline_and_other_parts_on_a_reply_thread() {
     here(async {
         let small = written(true, Duration::ZERO).await;
         assert!(
@@ -106,7 +106,7 @@ async fn a_few_brief_pieces_are_written_at_once_and_all_other_parts_on_a_reply_t
     .await;
 }
 
-/// A one-pass task with so many inputs, each of which takes 100 ms where batches have one.
+/// A one-pass task with `count` inputs, each of which takes 100 ms if batches have one input.
 fn listed(id: &str, count: usize) -> Message {
     let input: Vec<String> = (0..count).map(|number| format!("{id}{number}")).collect();
     task(id, "mine", &json!({"input": input, "sleep_ms": 100, "stream": true}))
@@ -123,7 +123,7 @@ fn received(messages: Vec<Message>, id: &str) -> (Vec<Message>, Vec<Message>) {
     of_task.partition(is_part)
 }
 
-/// The parts' texts or inputs, which must be those of inputs in order and of one stream.
+/// The field `field` of each part. Checks that the parts are of one stream, and in the order of their inputs.
 fn in_order(parts: &[Message], field: &str) -> Vec<Value> {
     for (number, part) in parts.iter().enumerate() {
         let headers = &part.properties.headers;
@@ -137,7 +137,7 @@ fn words(count: usize) -> String {
     (0..count).map(|word| format!("{word} ")).collect()
 }
 
-/// A task of `script` with sequences of as many tokens, whose steps take 10 ms.
+/// A task of `script` with a sequence of each of these numbers of tokens, whose steps take 10 ms.
 fn sequences(id: &str, counts: &[usize], more: Value) -> Message {
     let mut fields = json!({"prompt": 4, "sequences": counts, "step_ms": 10, "stream": true});
     fields.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
@@ -145,7 +145,7 @@ fn sequences(id: &str, counts: &[usize], more: Value) -> Message {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_input_of_a_one_pass_task_is_a_part_once_it_is_finished_and_the_reply_has_all() {
+async fn each_finished_input_of_a_one_pass_task_is_a_part_and_the_reply_has_all() {
     here(async {
         let rig = echo();
         let begun = tokio::time::Instant::now();
@@ -177,7 +177,7 @@ async fn each_input_of_a_one_pass_task_is_a_part_once_it_is_finished_and_the_rep
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sequence_that_ends_early_waits_for_those_before_it_and_gives_no_part_before_its_end() {
+async fn a_finished_sequence_is_a_part_only_after_those_before_it() {
     here(async {
         let rig = Rig::start("script", |_| ());
         let begun = tokio::time::Instant::now();
@@ -195,7 +195,7 @@ async fn a_sequence_that_ends_early_waits_for_those_before_it_and_gives_no_part_
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_input_that_fails_ends_the_parts_and_each_attempt_has_a_stream_of_its_own() {
+async fn a_failed_input_ends_the_parts_and_each_attempt_has_its_own_stream() {
     here(async {
         let rig = Rig::start("script?faults", |_| ());
         let mut task = sequences("a", &[10, 30, 10], json!({"fail": "row", "at": 15}));
@@ -248,7 +248,7 @@ async fn a_streamed_one_pass_task_can_be_cancelled_and_ends_at_its_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drain_finishes_a_streamed_task_that_has_begun_and_hands_back_sequences() {
+async fn a_drain_finishes_a_started_one_pass_stream_and_hands_back_sequences() {
     here(async {
         for phase in [Phase::Returning, Phase::Finishing] {
             let rig = echo();
@@ -279,7 +279,7 @@ async fn a_drain_finishes_a_streamed_task_that_has_begun_and_hands_back_sequence
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_inputs_that_end_together_are_parts_as_far_as_their_queue_takes_them_in_time() {
+async fn a_burst_of_parts_is_sent_only_as_far_as_its_queue_accepts_it_in_time() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("slow", Does::Wait(Duration::from_millis(10)));

@@ -1,4 +1,4 @@
-//! Tasks whose sequences take many steps: streamed, cancelled, handed back.
+//! Tests of tasks whose sequences take many steps: they are streamed, cancelled, or handed back.
 
 use super::*;
 use crate::broker::{Published, Seen};
@@ -19,7 +19,7 @@ fn words(count: usize) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn parts_come_before_the_reply_and_say_together_what_it_says() {
+async fn parts_precede_the_reply_and_concatenate_to_its_text() {
     here(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("a", "mine", 30, true)]);
@@ -46,7 +46,7 @@ async fn parts_come_before_the_reply_and_say_together_what_it_says() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn parts_and_replies_that_are_not_json_carry_their_content_type_and_an_error_is_json() {
+async fn non_json_answers_carry_their_content_type_and_errors_are_json() {
     here(async {
         let rig = Rig::start("script", |_| ());
         let body = |prompt: usize| {
@@ -71,7 +71,7 @@ async fn parts_and_replies_that_are_not_json_carry_their_content_type_and_an_err
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_does_not_ask_for_parts_gets_none_and_neither_does_who_has_no_queue_of_its_own() {
+async fn parts_are_sent_only_on_request_and_only_to_a_reply_to_queue() {
     here(async {
         let rig = Rig::start("script", |_| ());
         let mut nowhere = generate("b", "", 10, true);
@@ -84,7 +84,7 @@ async fn who_does_not_ask_for_parts_gets_none_and_neither_does_who_has_no_queue_
 }
 
 #[tokio::test(start_paused = true)]
-async fn parts_that_reach_nobody_for_ten_seconds_end_the_sequence_and_its_task_is_kept() {
+async fn ten_seconds_of_unroutable_parts_end_the_sequence_and_keep_its_task() {
     here(async {
         let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
         rig.memory.queue("gone", Does::Answer(Published::Unroutable));
@@ -101,7 +101,7 @@ async fn parts_that_reach_nobody_for_ten_seconds_end_the_sequence_and_its_task_i
 }
 
 #[tokio::test(start_paused = true)]
-async fn parts_that_come_back_are_a_sign_where_the_broker_lets_nobody_look_and_none_while_a_node_is_down() {
+async fn unroutable_parts_end_a_task_only_if_the_queue_state_is_unknown() {
     here(async {
         for (seen, settled) in [(None, 10..13), (Some(Seen::Away), 30..31)] {
             let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
@@ -119,11 +119,11 @@ async fn parts_that_come_back_are_a_sign_where_the_broker_lets_nobody_look_and_n
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reply_queue_that_is_away_for_a_moment_costs_a_few_parts_and_no_task() {
+async fn a_reply_queue_missing_for_a_moment_costs_parts_but_no_task() {
     here(async {
         let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
         rig.memory.deliver([generate("a", "own", 3_000, true), generate("b", "own", 3_000, false)]);
-        // Each time when a look comes.
+        // The queue is missing for 1.5 s twice. Checks find it missing, but not for ten seconds.
         for second in [4_500, 9_000] {
             tokio::time::sleep(Duration::from_millis(second)).await;
             rig.memory.queue("own", Does::Answer(Published::Unroutable));
@@ -143,13 +143,13 @@ async fn a_reply_queue_that_is_away_for_a_moment_costs_a_few_parts_and_no_task()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancelled_task_is_not_kept_where_nobody_is_left_to_hear_of_it() {
+async fn a_cancelled_task_without_a_reply_queue_leaves_no_dead_letter() {
     here(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("a", "gone", 900, false)]);
         rig.computes("a").await;
         rig.memory.queue("gone", Does::Answer(Published::Unroutable));
-        // The launcher hears of each whether the task was held.
+        // For each, the launcher is told how many such tasks the worker held.
         for (task, tasks) in [("nope", 0), ("a", 1)] {
             let cancellation = Cancellation { task: Some(task.into()), ..Cancellation::default() };
             rig.control.cancellations.send(cancellation.clone()).unwrap();
@@ -168,7 +168,7 @@ async fn a_cancelled_task_is_not_kept_where_nobody_is_left_to_hear_of_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_ends_before_its_first_part_reaches_nobody_is_kept_too() {
+async fn a_task_is_kept_if_its_answer_ends_before_its_first_part_is_returned() {
     here(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.queue("gone", Does::Answer(Published::Unroutable));
@@ -181,7 +181,7 @@ async fn an_answer_that_ends_before_its_first_part_reaches_nobody_is_kept_too() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_launcher_hears_of_a_long_sequence_each_second_though_nothing_joins_or_leaves() {
+async fn an_unchanged_set_of_sequences_is_announced_every_second() {
     here(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("long", "mine", 1_000, false)]);
@@ -195,7 +195,7 @@ async fn the_launcher_hears_of_a_long_sequence_each_second_though_nothing_joins_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_that_stops_reading_holds_up_no_step_and_nobody_else() {
+async fn a_reader_that_stops_reading_delays_neither_steps_nor_other_tasks() {
     here(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.queue("stuck", Does::Nothing);
@@ -216,17 +216,17 @@ async fn a_reader_that_stops_reading_holds_up_no_step_and_nobody_else() {
 async fn no_part_is_under_way_when_the_reply_is_sent() {
     here(async {
         let rig = Rig::start("script", |_| ());
-        // Longer than the reply waits for parts that are not sent yet.
+        // Longer than the 250 ms for which the reply waits for parts that are not sent yet.
         rig.memory.queue("slow", Does::Wait(Duration::from_millis(700)));
         let begun = tokio::time::Instant::now();
         rig.memory.deliver([generate("a", "slow", 30, true)]);
         rig.memory.publishes("slow", 2).await;
-        // The first part leaves after 10 ms; the text is written after 300 ms.
+        // The first part is published after 10 ms; the text is complete after 300 ms.
         assert!(begun.elapsed() >= Duration::from_millis(700), "{:?}", begun.elapsed());
         rig.memory.settles(1).await;
         let messages = rig.memory.published("slow");
         let kinds: Vec<_> = messages.iter().map(kind).collect();
-        assert_eq!(kinds, ["reply.part", "reply"], "what was not sent by then is left out");
+        assert_eq!(kinds, ["reply.part", "reply"], "parts that were not sent by then are left out");
         assert_eq!(body(&messages[1])["text"], words(30));
     })
     .await;
@@ -248,9 +248,9 @@ async fn a_slow_reader_gets_fewer_parts_with_more_in_each() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drain_hands_running_sequences_back_and_a_stop_that_may_finish_finishes_them() {
+async fn a_drain_hands_back_running_sequences_and_a_soft_stop_finishes_them() {
     here(async {
-        // It decodes; its window is being encoded.
+        // One sequence that decodes, and one whose window is being encoded.
         let decodes = generate("a", "mine", 100, false);
         let encodes = task("a", "mine", &json!({"max_tokens": 100, "step_ms": 10, "encode_ms": 400}));
         for a in [decodes, encodes] {
@@ -297,7 +297,7 @@ async fn a_deadline_that_passes_during_an_answer_ends_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_prompt_that_never_fits_is_refused_and_no_more_messages_are_held_than_can_soon_run() {
+async fn a_prompt_that_can_never_fit_is_refused() {
     here(async {
         let rig = Rig::start("script?sequences=2&context=50", |_| ());
         rig.memory.deliver([generate("large", "mine", 100, false)]);
@@ -309,7 +309,7 @@ async fn a_prompt_that_never_fits_is_refused_and_no_more_messages_are_held_than_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_requester_ends_its_own_task_and_an_operator_any() {
+async fn a_requester_cancels_only_its_own_tasks_and_an_operator_any() {
     here(async {
         let rig = Rig::start("script?sequences=3", |_| ());
         let tasks = ["a", "b", "c"].map(|id| generate(id, "mine", 1_000, false));
@@ -334,11 +334,15 @@ async fn a_requester_ends_its_own_task_and_an_operator_any() {
         assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
         let found =
             replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), status(reply)));
-        assert_eq!(found.collect::<Vec<_>>(), [("a", 499), ("c", 499), ("d", 200)], "and d has the room");
+        assert_eq!(
+            found.collect::<Vec<_>>(),
+            [("a", 499), ("c", 499), ("d", 200)],
+            "and d gets the free slot"
+        );
         assert_eq!(
             status(&rig.memory.publishes("other", 1).await[0]),
             200,
-            "the same id, of another requester"
+            "the same id, but of another requester"
         );
         let (_, events) = rig.finish().await;
         assert!(
@@ -351,7 +355,7 @@ async fn a_requester_ends_its_own_task_and_an_operator_any() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_requester_that_asks_for_no_parts_is_missed_too_and_its_task_is_kept() {
+async fn a_departed_requester_without_parts_is_noticed_and_its_task_is_kept() {
     here(async {
         let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
         rig.memory.deliver([generate("left", "left", 4_000, false), generate("a", "mine", 2_000, false)]);
@@ -369,12 +373,13 @@ async fn a_requester_that_asks_for_no_parts_is_missed_too_and_its_task_is_kept()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_the_broker_would_take_back_is_refused_once_the_pace_is_known() {
+async fn a_task_too_long_for_the_consumer_timeout_is_refused_at_known_pace() {
     here(async {
         let model = "script?sequences=2&context=100000&tokens=200000";
         let rig =
             Rig::start(model, |assignment| assignment.broker.consumer_timeout = Duration::from_secs(60));
-        // 50 s, while nothing is known of the pace: after three quarters of the time it is put off.
+        // 50 s of work, while the pace is unknown: after three quarters of the consumer timeout it is tried again
+        // later.
         rig.memory.deliver([generate("first", "mine", 5_000, false)]);
         assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
         assert_eq!(rig.memory.published("tasks, later").len(), 1);
@@ -392,7 +397,7 @@ async fn a_task_that_the_broker_would_take_back_is_refused_once_the_pace_is_know
 }
 
 #[tokio::test(start_paused = true)]
-async fn tasks_of_one_user_share_what_one_requester_may_have_whatever_their_reply_queues() {
+async fn tasks_of_one_user_count_as_one_requester_whatever_their_reply_queues() {
     here(async {
         let rig = Rig::start("script?sequences=2", |_| ());
         let task = |id: &str, user: &str, max_tokens| {
@@ -405,7 +410,10 @@ async fn tasks_of_one_user_share_what_one_requester_may_have_whatever_their_repl
         rig.memory.deliver([task("other", "b", 5), task("short", "a", 5)]);
         let settled = rig.memory.settles(4).await;
         let right = [3, 1, 4, 2].map(Settled::Acked);
-        assert_eq!(settled, right, "the other's goes first, and the short one behind its own user's");
+        assert_eq!(
+            settled, right,
+            "the task of user b goes first, and the short one waits for its own user's tasks"
+        );
     })
     .await;
 }

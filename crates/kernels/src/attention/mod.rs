@@ -13,8 +13,8 @@ mod text;
 
 use crate::add_norm::End;
 use crate::dispatch;
-use crate::distances::{Distances, places};
-use crate::product::{
+use crate::positions::{Distances, places};
+use crate::gemm::{
     Linear, Matrix, NotWholeGroups, Numbers, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
     narrow,
 };
@@ -244,8 +244,8 @@ mod tests {
 
     use super::*;
     use crate::add_norm::Norm;
-    use crate::distances::{Bias, Rotary};
-    use crate::testing::{difference, linear, noise, on_every_cpu, wide};
+    use crate::positions::{Bias, Rotary};
+    use crate::testing::{difference, linear, noise, on_every_cpu, to_f64};
 
     #[test]
     fn every_query_is_in_one_block_of_its_text() {
@@ -281,7 +281,7 @@ mod tests {
             let hidden = self.q_bias.len();
             let [q, k, v, out] = &self.matrices;
             let none = vec![0.0; hidden];
-            let x = wide(x);
+            let x = to_f64(x);
             let (mut q, mut k, v) = (linear(&x, q, &self.q_bias), linear(&x, k, &none), linear(&x, v, &none));
             if let Some(rotary) = &distances.rotary {
                 for (row, place) in places(lengths).into_iter().enumerate() {
@@ -289,7 +289,7 @@ mod tests {
                         let row = &mut rows[row * hidden..][..hidden];
                         let mut turned: Vec<f32> = row.iter().map(|x| *x as f32).collect();
                         rotary.rotate(place, &mut turned);
-                        row.copy_from_slice(&wide(&turned));
+                        row.copy_from_slice(&to_f64(&turned));
                     }
                 }
             }

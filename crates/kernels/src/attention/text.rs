@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use crate::distances::Distances;
+use crate::positions::Distances;
 use crate::exp::exp;
-use crate::product::COLUMNS;
+use crate::gemm::COLUMNS;
 
 /// Queries that are computed together.
 const ROWS: usize = 4;

@@ -9,7 +9,7 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use super::socket::Incoming;
-use super::{SESSION, Wire, unreached};
+use super::{SESSION, Wire, unreachable_queue};
 use crate::broker::embedded::wire::{Request, Response};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, Source};
 use crate::protocol::Message;
@@ -35,7 +35,7 @@ impl SocketConsumer {
         match consumer.incoming.recv().await {
             Some(Ok((Response::Consuming, _))) => Ok(consumer),
             Some(Err(reason)) => Err(BrokerError::Refused { broker: consumer.wire.at.clone(), reason }),
-            _ => Err(consumer.wire.gone()),
+            _ => Err(consumer.wire.closed_error()),
         }
     }
 }
@@ -56,8 +56,8 @@ impl Consumer for SocketConsumer {
                     }
                     Some(Ok((Response::Cancelled | Response::Left, _))) => self.ended = true,
                     Some(Ok(_)) => {}
-                    Some(Err(reason)) => return Err(unreached(&self.wire.at, &reason)),
-                    None => return Err(self.wire.gone()),
+                    Some(Err(reason)) => return Err(unreachable_queue(&self.wire.at, &reason)),
+                    None => return Err(self.wire.closed_error()),
                 }
             }
             Ok(Event::End)
@@ -68,7 +68,7 @@ impl Consumer for SocketConsumer {
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
         self.prefetch = prefetch;
         async move {
-            // When this fails, `next` says so.
+            // If this fails, `next` reports the error.
             let _ = self.wire.send(&Request::Prefetch { prefetch }).await;
         }
         .boxed()
@@ -80,7 +80,7 @@ impl Consumer for SocketConsumer {
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
         async move {
-            // When this fails, `next` says so.
+            // If this fails, `next` reports the error.
             let _ = self.wire.send(&Request::Cancel).await;
         }
         .boxed()
@@ -95,7 +95,7 @@ impl Consumer for SocketConsumer {
             if self.wire.send(&Request::Leave).await.is_err() {
                 return;
             }
-            // Messages delivered meanwhile return to the queue.
+            // The launcher returns messages delivered meanwhile to the queue.
             while let Some(answer) = self.incoming.recv().await {
                 if matches!(answer, Ok((Response::Left, _))) {
                     break;

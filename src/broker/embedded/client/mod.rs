@@ -1,6 +1,5 @@
-//! A worker's side of the embedded queue: one Unix connection behind the broker traits; the sending side is
-//! here. Decides how many publishes are under way at once. When the socket closes, the launcher has ended:
-//! everything fails, nothing reconnects.
+//! A worker's side of the embedded queue: one Unix connection behind the broker traits. The acker and the publisher are
+//! in this file. When the socket closes, the launcher has ended: everything fails and nothing reconnects.
 
 mod consumer;
 mod socket;
@@ -24,10 +23,10 @@ use super::wire::{Frame, Request, too_long};
 use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
 use crate::protocol::Message;
 
-/// The connection is never made again, so there is one session.
+/// There is only one session, because nothing reconnects.
 const SESSION: u64 = 1;
 
-/// Requests that may wait for the socket; further callers wait.
+/// Bound of the requests that wait for the socket; further callers wait.
 const REQUESTS_BOUND: usize = 64;
 
 /// Connects to the launcher's socket at `path` and consumes `queue`, with at most `prefetch` unsettled deliveries.
@@ -37,12 +36,14 @@ const REQUESTS_BOUND: usize = 64;
 /// exist. The worker exits on either.
 pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result<BrokerSession, BrokerError> {
     let at = path.display().to_string();
-    let stream = UnixStream::connect(path).await.map_err(|error| unreached(&at, &error.to_string()))?;
+    let stream =
+        UnixStream::connect(path).await.map_err(|error| unreachable_queue(&at, &error.to_string()))?;
     let (read, write) = stream.into_split();
-    // Every handle writes, the writer task reads. The bound is small, because the socket has a buffer too.
+    // Consumer, acker and publisher write, the writer task reads. The bound is small, because the socket has a buffer
+    // too.
     let (requests, queued) = mpsc::channel(REQUESTS_BOUND);
-    // The reader task writes, the consumer reads. Bound: the largest prefetch, and the four answers that are
-    // not deliveries; so the reader never waits, and confirms never wait for deliveries to be read.
+    // The reader task writes, the consumer reads. Bound: the largest prefetch, and the four answers that are not
+    // deliveries. So the reader never waits, and confirms never wait until deliveries are taken.
     let (answers, incoming) = mpsc::channel(usize::from(u16::MAX) + 4);
     let waiting = Arc::new(Waiting::default());
     tokio::spawn(write_all(write, queued));
@@ -58,7 +59,7 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
     Ok(BrokerSession { consumer: Box::new(consumer), background: None, acker: wire.clone(), publisher: wire })
 }
 
-fn unreached(at: &str, reason: &str) -> BrokerError {
+fn unreachable_queue(at: &str, reason: &str) -> BrokerError {
     BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {at}: {reason}") }
 }
 
@@ -73,20 +74,20 @@ struct Wire {
 }
 
 impl Wire {
-    fn gone(&self) -> BrokerError {
-        unreached(&self.at, "connection closed")
+    fn closed_error(&self) -> BrokerError {
+        unreachable_queue(&self.at, "the connection is closed")
     }
 
     fn frame(&self, request: &Request, body: Bytes) -> Result<Frame, BrokerError> {
-        Frame::new(request, body).map_err(|error| unreached(&self.at, &error.to_string()))
+        Frame::new(request, body).map_err(|error| unreachable_queue(&self.at, &error.to_string()))
     }
 
     async fn send(&self, request: &Request) -> Result<(), BrokerError> {
         let frame = self.frame(request, Bytes::new())?;
         if self.waiting.over.is_cancelled() {
-            return Err(self.gone());
+            return Err(self.closed_error());
         }
-        self.requests.send(frame).await.map_err(|_| self.gone())
+        self.requests.send(frame).await.map_err(|_| self.closed_error())
     }
 
     async fn settle(&self, delivery_tag: DeliveryTag, request: Request) -> bool {
@@ -105,7 +106,7 @@ impl Acker for Wire {
         self.settle(delivery_tag, Request::Nack { tag: delivery_tag.tag }).boxed()
     }
 
-    /// Nothing to wait for: settles and the close share one stream, which the queue reads in order.
+    /// Does nothing: settlements and the close share one stream, which the launcher reads in order.
     fn flush(&self) -> BoxFuture<'_, ()> {
         std::future::ready(()).boxed()
     }
@@ -131,14 +132,14 @@ impl Wire {
         let properties = Box::new(properties);
         let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
         let frame = self.frame(&request, body)?;
-        // The place in the channel is reserved first: this future cannot be dropped between `add` and `send`.
-        let place = self.requests.reserve().await.map_err(|_| self.gone())?;
+        // The place in the channel is reserved first, so that this future cannot be dropped between `add` and `send`.
+        let place = self.requests.reserve().await.map_err(|_| self.closed_error())?;
         let (answer, answered) = oneshot::channel();
         if !self.waiting.add(id, answer) {
-            return Err(self.gone());
+            return Err(self.closed_error());
         }
         place.send(frame);
-        answered.await.map_err(|_| self.gone())
+        answered.await.map_err(|_| self.closed_error())
     }
 }
 

@@ -29,7 +29,7 @@ impl Waiting {
         self.confirms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// False: the connection has ended.
+    /// Registers a publish. False: the connection has ended.
     pub fn add(&self, id: u64, confirm: oneshot::Sender<Published>) -> bool {
         let mut confirms = self.confirms();
         // Checked under the lock, so that `close` misses no publish.
@@ -40,13 +40,15 @@ impl Waiting {
         true
     }
 
+    /// Reports the outcome of a publish to its caller.
     pub fn answer(&self, id: u64, outcome: Published) {
         if let Some(publisher) = self.confirms().remove(&id) {
-            // Fails only when the publisher no longer waits.
+            // Fails only if the caller no longer waits.
             let _ = publisher.send(outcome);
         }
     }
 
+    /// Fails all waiting publishes, and all later ones.
     pub fn close(&self) {
         let mut confirms = self.confirms();
         self.over.cancel();
@@ -67,7 +69,7 @@ pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Recei
             continue;
         }
         if let Err(error) = write.write_all_buf(&mut gathered).await {
-            tracing::debug!(%error, "the launcher's queue cannot be written");
+            tracing::debug!(%error, "cannot write to the launcher's queue");
             return;
         }
     }
@@ -91,7 +93,7 @@ pub(super) async fn read_all(read: OwnedReadHalf, answers: mpsc::Sender<Incoming
             other => other.map_err(|error| error.to_string()),
         };
         let last = answer.is_err();
-        // Fails only when the consumer is dropped: its deliveries return when the connection ends.
+        // Fails only if the consumer was dropped. Its deliveries return to the queue when the connection ends.
         let _ = answers.try_send(answer);
         if last {
             break;

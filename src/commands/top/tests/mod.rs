@@ -1,4 +1,4 @@
-//! Tests of the live view: slots in two looks, and what becomes of them.
+//! Tests of the live view, with slots from two polls of the fleet.
 
 mod pages;
 mod state;

@@ -1,4 +1,4 @@
-//! Pages at 80×24, 120×30 and 200×50, as a terminal shows them.
+//! Whole pages on terminals of 80×24, 120×30 and 200×50.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,10 @@ use super::*;
 
 const SIZES: [(u16, u16); 3] = [(80, 24), (120, 30), (200, 50)];
 
-/// A screen that two launchers have answered for a minute, and the time of its last look.
+/// A screen after a minute of answers from two launchers, and the time of the last poll.
 fn at_work() -> (Screen, Instant) {
     let (mut screen, start) = (screen(), Instant::now());
-    (1..=60).for_each(|at| screen.learn(two_hosts(start, at), start));
+    (1..=60).for_each(|at| screen.update(two_hosts(start, at), start));
     (screen, start + Duration::from_secs(60))
 }
 
@@ -28,7 +28,7 @@ fn press(screen: &mut Screen, keys: &str) {
     }
 }
 
-/// The lines of a page, without the blanks at their ends.
+/// The lines of a page, without trailing blanks, and its buffer.
 fn page(screen: &Screen, (columns, rows): (u16, u16), now: Instant) -> (Vec<String>, Buffer) {
     let mut terminal = Terminal::new(TestBackend::new(columns, rows)).unwrap();
     terminal.draw(|frame| draw(frame, screen, &mut 0, now)).unwrap();
@@ -72,10 +72,10 @@ fn pages_have_whole_columns_and_errors_at_every_width() {
 }
 
 #[test]
-fn a_name_that_is_too_long_has_a_mark_where_it_was_cut() {
+fn a_name_that_is_too_long_is_cut_with_an_ellipsis() {
     let (mut screen, now) = at_work();
     let long = format!("{}/embed/0", "gpu1.a-long-name.".repeat(9));
-    screen.learn(look(now, 1, vec![answer(&long, 9, vec![slot(&long, GPU, 9)])]), now);
+    screen.update(look(now, 1, vec![answer(&long, 9, vec![slot(&long, GPU, 9)])]), now);
     for size in SIZES {
         let (lines, _) = page(&screen, size, now);
         let row = &lines[row(&lines, "gpu1.a-lo")];
@@ -94,7 +94,7 @@ fn stale_and_silent_rows_are_dim_and_say_so() {
     for size in SIZES {
         assert!(!is_dim(&screen, size, now, "gpu1/embed/0"));
     }
-    screen.learn(News::Trouble("the broker refuses: ".repeat(20)), now);
+    screen.update(News::Trouble("the broker refuses: ".repeat(20)), now);
     for size in SIZES {
         let later = now + Duration::from_secs(12);
         assert!(is_dim(&screen, size, later, "gpu1/embed/0") && is_dim(&screen, size, later, "3/3"));
@@ -103,48 +103,48 @@ fn stale_and_silent_rows_are_dim_and_say_so() {
         assert!(lines[1].starts_with("the broker refuses") && lines[2].chars().count() <= size.0.into());
     }
     let one = answer("gpu1", 61, vec![slot("gpu1/embed/0", "cpu", 9)]);
-    screen.learn(look(now, 1, vec![one]), now);
+    screen.update(look(now, 1, vec![one]), now);
     for size in SIZES {
         assert!(is_dim(&screen, size, now, "silent") && !is_dim(&screen, size, now, "gpu1/embed/0"));
         let (lines, _) = page(&screen, size, now);
         assert!(!lines.join("").contains("stale") && !lines.join("").contains("refuses"), "{lines:#?}");
     }
-    screen.learn(look(now, 2, Vec::new()), now);
+    screen.update(look(now, 2, Vec::new()), now);
     assert!(page(&screen, SIZES[0], now).0[0].contains("no launcher answers"));
 }
 
 #[test]
-fn the_detail_names_what_is_known_of_the_chosen_slot() {
+fn the_detail_shows_the_facts_about_the_selected_slot() {
     let (mut screen, now) = at_work();
     press(&mut screen, "j\n");
     for size in SIZES {
         let (lines, _) = page(&screen, size, now);
         let text = lines.join(" ");
-        for words in
+        for part in
             ["gpu1/embed/1 ──", "busy for 4s", "all-MiniLM-L6-v2", "GPU-66660000", "1.5 GiB", "process 41"]
         {
-            assert!(text.contains(words), "{words:?} is missing: {lines:#?}");
+            assert!(text.contains(part), "{part:?} is missing: {lines:#?}");
         }
-        for words in
+        for part in
             ["crashed 2", "5 for 1.2s: 7f3e 91b0 and 3 more", "60 failed (invalid_request)", "1000 tokens"]
         {
-            assert!(text.contains(words), "{words:?} is missing: {lines:#?}");
+            assert!(text.contains(part), "{part:?} is missing: {lines:#?}");
         }
         assert_eq!(text.matches("ILLEGAL_ADDRESS").count(), 4, "the failure is wrapped: {lines:#?}");
     }
 }
 
 #[test]
-fn help_fits_the_smallest_page_and_questions_stand_at_the_foot() {
+fn help_fits_the_smallest_page_and_questions_are_at_the_bottom() {
     let (mut screen, now) = at_work();
     press(&mut screen, "?");
     for size in SIZES {
         let (lines, _) = page(&screen, size, now);
         row(&lines, "Esc          closes");
-        row(&lines, "? -          a queue that cannot be looked at; not known, or none");
+        row(&lines, "? -          a queue that cannot be inspected; unknown, or none");
     }
     press(&mut screen, "?r");
-    screen.learn(News::Trouble("lost".into()), now);
+    screen.update(News::Trouble("lost".into()), now);
     assert_eq!(page(&screen, SIZES[0], now).0[23], "restart gpu1/embed/0? y/n");
     press(&mut screen, "n/embed/2");
     let (lines, _) = page(&screen, SIZES[0], now);
@@ -152,10 +152,10 @@ fn help_fits_the_smallest_page_and_questions_stand_at_the_foot() {
 }
 
 #[test]
-fn no_page_is_too_small_and_more_rows_than_lines_are_told() {
+fn tiny_terminals_are_drawn_and_hidden_rows_are_counted() {
     let (mut screen, now) = at_work();
     let slots = (0..40).map(|index| slot(&format!("gpu1/pool-{index}/{index}"), "cpu", 9)).collect();
-    screen.learn(look(now, 1, vec![answer("gpu1", 99, slots)]), now);
+    screen.update(look(now, 1, vec![answer("gpu1", 99, slots)]), now);
     for open in ["", "\n", "?"] {
         press(&mut screen, open);
         for size in [(1, 1), (3, 2), (10, 5), (30, 9), (60, 16)] {

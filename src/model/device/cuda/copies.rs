@@ -12,30 +12,30 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapE
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Result, Storage, Tensor, bail};
 
-/// The least capacity of page-locked memory, in numbers.
-const LEAST: usize = 1 << 14;
+/// The least capacity of a page-locked buffer, in numbers of 4 bytes.
+const MIN_CAPACITY: usize = 1 << 14;
 
 /// The streams and the page-locked memory for the copies of one GPU.
 pub struct Copies {
     device: CudaDevice,
-    inward: Arc<CudaStream>,
-    outward: Arc<CudaStream>,
-    /// Page-locked memory that no copy uses.
-    words: Vec<PinnedHostSlice<u32>>,
-    numbers: Vec<PinnedHostSlice<f32>>,
+    to_device: Arc<CudaStream>,
+    to_host: Arc<CudaStream>,
+    /// Page-locked buffers that no copy uses: for uploads, and for results.
+    free_uploads: Vec<PinnedHostSlice<u32>>,
+    free_results: Vec<PinnedHostSlice<f32>>,
 }
 
-/// Words on the device. They must exist until the computation that reads them is done, which Rust's lifetimes
-/// do not show: [`Copies::fetch`] takes them over.
+/// An uploaded array. It must exist until the computation that reads it is done, which Rust's lifetimes do not show;
+/// [`Copies::fetch`] takes ownership of it.
 pub struct HostToDevice {
-    /// `[words]`.
+    /// The array on the device, one-dimensional.
     pub tensor: Tensor,
-    room: PinnedHostSlice<u32>,
+    buffer: PinnedHostSlice<u32>,
 }
 
-/// Numbers on their way to the host.
+/// A copy to the host that may still be running.
 pub struct DeviceToHost {
-    /// What the copy reads and writes; kept until it is done.
+    /// What the copy reads and writes. It is kept until the copy is done.
     parts: Option<(HostToDevice, Tensor, PinnedHostSlice<f32>)>,
     done: CudaEvent,
 }
@@ -48,24 +48,24 @@ impl Copies {
     pub fn new(device: &Device) -> Result<Self> {
         let device = device.as_cuda_device()?.clone();
         let context = device.cuda_stream().context().clone();
-        let (inward, outward) = (context.new_stream().w()?, context.new_stream().w()?);
-        Ok(Self { device, inward, outward, words: Vec::new(), numbers: Vec::new() })
+        let (to_device, to_host) = (context.new_stream().w()?, context.new_stream().w()?);
+        Ok(Self { device, to_device, to_host, free_uploads: Vec::new(), free_results: Vec::new() })
     }
 
-    /// Copies `words` to the device. Work that is submitted afterwards finds them there.
+    /// Copies `numbers` to the device. Work that is submitted afterwards can read them.
     ///
     /// # Errors
     /// The driver's error.
-    pub fn upload(&mut self, words: &[u32]) -> Result<HostToDevice> {
-        let mut room = room(&mut self.words, words.len(), &self.inward).w()?;
-        let there = &mut room.as_mut_slice().w()?[..words.len()];
-        there.copy_from_slice(words);
-        let copy = self.inward.clone_htod(there).w()?;
-        let arrived = self.inward.record_event(None).w()?;
-        self.device.cuda_stream().wait(&arrived).w()?;
+    pub fn upload(&mut self, numbers: &[u32]) -> Result<HostToDevice> {
+        let mut buffer = buffer(&mut self.free_uploads, numbers.len(), &self.to_device).w()?;
+        let source = &mut buffer.as_mut_slice().w()?[..numbers.len()];
+        source.copy_from_slice(numbers);
+        let copy = self.to_device.clone_htod(source).w()?;
+        let copied = self.to_device.record_event(None).w()?;
+        self.device.cuda_stream().wait(&copied).w()?;
         let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(copy, self.device.clone()));
-        let tensor = Tensor::from_storage(storage, words.len(), BackpropOp::none(), false);
-        Ok(HostToDevice { tensor, room })
+        let tensor = Tensor::from_storage(storage, numbers.len(), BackpropOp::none(), false);
+        Ok(HostToDevice { tensor, buffer })
     }
 
     /// Copies `computed`, a whole f32 tensor that was computed from `uploaded`, to the host once the device has
@@ -75,38 +75,40 @@ impl Copies {
     /// The error of the computation's submission, or the driver's. Then nothing is running any more.
     pub fn fetch(&mut self, uploaded: HostToDevice, computed: Result<Tensor>) -> Result<DeviceToHost> {
         let copied = computed.and_then(|computed| {
-            let (room, done) = self.copy_out(&computed)?;
-            Ok((computed, room, done))
+            let (buffer, done) = self.copy_out(&computed)?;
+            Ok((computed, buffer, done))
         });
         match copied {
-            Ok((computed, room, done)) => Ok(DeviceToHost { parts: Some((uploaded, computed, room)), done }),
+            Ok((computed, buffer, done)) => {
+                Ok(DeviceToHost { parts: Some((uploaded, computed, buffer)), done })
+            }
             Err(error) => {
-                // The device may still read memory that is freed now. A fault shows in the next call.
+                // The device may still read memory that is freed now. A fault is reported by the next call.
                 let _ = self.device.cuda_stream().synchronize();
-                let _ = self.outward.synchronize();
+                let _ = self.to_host.synchronize();
                 Err(error)
             }
         }
     }
 
     fn copy_out(&mut self, computed: &Tensor) -> Result<(PinnedHostSlice<f32>, CudaEvent)> {
-        let mut room = room(&mut self.numbers, computed.elem_count(), &self.outward).w()?;
+        let mut buffer = buffer(&mut self.free_results, computed.elem_count(), &self.to_host).w()?;
         let ready = self.device.cuda_stream().record_event(None).w()?;
-        self.outward.wait(&ready).w()?;
+        self.to_host.wait(&ready).w()?;
         {
             let (storage, layout) = computed.storage_and_layout();
             let (Storage::Cuda(storage), Some((0, end))) = (&*storage, layout.contiguous_offsets()) else {
-                bail!("only a whole tensor of a GPU is fetched from it, and this is {layout:?}");
+                bail!("only a whole tensor on a GPU can be fetched, and this one is {layout:?}");
             };
             let CudaStorageSlice::F32(numbers) = &storage.slice else {
-                bail!("only f32 is fetched from a GPU, not {:?}", computed.dtype());
+                bail!("only f32 can be fetched from a GPU, not {:?}", computed.dtype());
             };
-            let there = &mut room.as_mut_slice().w()?[..end];
-            self.outward.memcpy_dtoh(&numbers.slice(..end), there).w()?;
+            let target = &mut buffer.as_mut_slice().w()?[..end];
+            self.to_host.memcpy_dtoh(&numbers.slice(..end), target).w()?;
         }
-        // The waiting thread sleeps: a core of the host is worth more than some microseconds.
-        let done = self.outward.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-        Ok((room, done))
+        // The waiting thread sleeps instead of spinning: a core of the host is worth more than a few microseconds.
+        let done = self.to_host.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
+        Ok((buffer, done))
     }
 
     /// Waits for a copy to the host.
@@ -115,35 +117,35 @@ impl Copies {
     /// The driver's error, which may come from earlier work.
     pub fn wait(&mut self, mut fetched: DeviceToHost) -> Result<Vec<f32>> {
         fetched.done.synchronize().w()?;
-        let Some((uploaded, computed, room)) = fetched.parts.take() else { return Ok(Vec::new()) };
-        let numbers = room.as_slice().w()?[..computed.elem_count()].to_vec();
-        self.words.push(uploaded.room);
-        self.numbers.push(room);
+        let Some((uploaded, computed, buffer)) = fetched.parts.take() else { return Ok(Vec::new()) };
+        let numbers = buffer.as_slice().w()?[..computed.elem_count()].to_vec();
+        self.free_uploads.push(uploaded.buffer);
+        self.free_results.push(buffer);
         Ok(numbers)
     }
 }
 
 impl Drop for DeviceToHost {
     fn drop(&mut self) {
-        // An error is ignored: after a device fault there is nothing to wait for, and this process ends.
+        // An error is ignored: after a device fault there is nothing to wait for, and the process ends.
         let _ = self.done.synchronize();
     }
 }
 
-/// Page-locked memory for `count` numbers.
-fn room<T: DeviceRepr>(
+/// A page-locked buffer for `count` numbers.
+fn buffer<T: DeviceRepr>(
     free: &mut Vec<PinnedHostSlice<T>>,
     count: usize,
     stream: &CudaStream,
 ) -> std::result::Result<PinnedHostSlice<T>, DriverError> {
     match free.pop() {
-        Some(room) if room.len() >= count => Ok(room),
-        // Memory that is too small is freed.
-        _ => lock_pages(stream, count.max(LEAST).next_power_of_two()),
+        Some(buffer) if buffer.len() >= count => Ok(buffer),
+        // A buffer that is too small is freed.
+        _ => lock_pages(stream, count.max(MIN_CAPACITY).next_power_of_two()),
     }
 }
 
-#[expect(unsafe_code, reason = "such memory is only to be had uninitialised")]
+#[expect(unsafe_code, reason = "page-locked memory can only be allocated uninitialised")]
 fn lock_pages<T: DeviceRepr>(
     stream: &CudaStream,
     count: usize,

@@ -1,4 +1,4 @@
-//! What `config.json` or a GGUF file says of a decoder. Decides what is refused.
+//! Reads a decoder's configuration from `config.json` or a GGUF file. Decides which properties are refused.
 
 use std::f32::consts::PI;
 
@@ -21,7 +21,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// All, as `model_type` and GGUF files name them.
+    /// All architectures, by their names in `model_type` and in GGUF files.
     pub const ALL: [(&str, Self); 3] =
         [("llama", Self::Llama), ("qwen2", Self::Qwen2), ("qwen3", Self::Qwen3)];
     /// Their names.
@@ -56,9 +56,9 @@ pub struct DecoderConfig {
     pub context: usize,
     /// Added to the mean square of a norm.
     pub eps: f32,
-    /// The turn of each pair of a head's numbers from one place to the next.
+    /// The rotary embedding's angle for each pair of a head's numbers, in radians per position.
     pub frequencies: Vec<f32>,
-    /// Whether the tokens' embeddings are the last layer too.
+    /// Whether the token embeddings are also the last layer.
     pub is_tied: bool,
 }
 
@@ -98,16 +98,16 @@ struct Rope {
     original_max_position_embeddings: Option<f32>,
 }
 
-/// What is not done here, or is impossible.
+/// Why a configuration is refused: a property is not supported or impossible.
 type Refusal = String;
 
-/// The largest sizes that are read. They are far above any model's, so small that their products are numbers, and what
-/// is made of them before a tensor shows them to be wrong takes some 100 MB.
-const MOST_LAYERS: usize = 1 << 16;
-const MOST_HEADS: usize = 1 << 16;
-const MOST_WIDTH: usize = 1 << 24;
-const MOST_WORDS: usize = 1 << 22;
-const MOST_CONTEXT: usize = 1 << 31;
+/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow.
+/// Until a tensor shows that a size is wrong, what is made from it takes about 100 MB at most.
+const MAX_LAYERS: usize = 1 << 16;
+const MAX_HEADS: usize = 1 << 16;
+const MAX_WIDTH: usize = 1 << 24;
+const MAX_VOCABULARY: usize = 1 << 22;
+const MAX_CONTEXT: usize = 1 << 31;
 
 impl DecoderConfig {
     /// Reads `config.json`.
@@ -137,7 +137,7 @@ impl DecoderConfig {
             return Err(format!("hidden_act is {other:?}, and only silu is supported"));
         }
         let head_width = written.head_dim.unwrap_or(written.hidden_size / heads.max(1));
-        at_most("head_dim", head_width, MOST_HEADS)?;
+        at_most("head_dim", head_width, MAX_HEADS)?;
         let rope = written.rope_parameters.or(written.rope_scaling);
         let base = rope.as_ref().and_then(|rope| rope.rope_theta).or(written.rope_theta).unwrap_or(10_000.0);
         let mut frequencies = frequencies(base, head_width);
@@ -180,7 +180,7 @@ impl DecoderConfig {
         }
         let (hidden, heads) = (number("embedding_length")?, number("attention.head_count")?);
         let head_width = optional("attention.key_length").unwrap_or(hidden / heads.max(1));
-        at_most("attention.key_length", head_width, MOST_HEADS).map_err(|reason| gguf.fault(reason))?;
+        at_most("attention.key_length", head_width, MAX_HEADS).map_err(|reason| gguf.fault(reason))?;
         let mut frequencies = frequencies(float("rope.freq_base").map_or(10_000.0, f64::from), head_width);
         if gguf.has("rope_freqs.weight") {
             let factors = gguf.vector("rope_freqs.weight", head_width / 2)?;
@@ -208,13 +208,13 @@ impl DecoderConfig {
     fn checked(self) -> Result<Self, Refusal> {
         let Self { hidden, heads, kv_heads, head_width, .. } = self;
         for (name, size, most) in [
-            ("the number of layers", self.layers, MOST_LAYERS),
-            ("the number of heads", heads, MOST_HEADS),
-            ("the number of heads of keys", kv_heads, MOST_HEADS),
-            ("the width", hidden, MOST_WIDTH),
-            ("the width of the feed-forward half", self.inner, MOST_WIDTH),
-            ("the vocabulary", self.vocabulary, MOST_WORDS),
-            ("the context", self.context, MOST_CONTEXT),
+            ("the number of layers", self.layers, MAX_LAYERS),
+            ("the number of heads", heads, MAX_HEADS),
+            ("the number of heads of keys", kv_heads, MAX_HEADS),
+            ("the width", hidden, MAX_WIDTH),
+            ("the width of the feed-forward half", self.inner, MAX_WIDTH),
+            ("the vocabulary", self.vocabulary, MAX_VOCABULARY),
+            ("the context", self.context, MAX_CONTEXT),
         ] {
             at_most(name, size, most)?;
         }
@@ -235,13 +235,13 @@ fn at_most(name: &str, size: usize, most: usize) -> Result<(), Refusal> {
     if size > most { Err(format!("{name} is {size}; at most {most} is read")) } else { Ok(()) }
 }
 
-/// The turn of each pair of numbers from one place to the next.
+/// The angle of each pair of numbers, in radians per position.
 fn frequencies(base: f64, width: usize) -> Vec<f32> {
     (0..width / 2).map(|pair| (1.0 / base.powf(2.0 * pair as f64 / width as f64)) as f32).collect()
 }
 
 impl Rope {
-    /// Scales the turns as Llama 3.1 does, or not at all.
+    /// Scales the angles as Llama 3.1 does, or not at all.
     fn scale(&self, frequencies: &mut [f32]) -> Result<(), Refusal> {
         match self.rope_type.as_deref() {
             None | Some("default") => return Ok(()),
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_no_model_has_is_refused_before_memory_is_asked_for() {
+    fn an_impossible_size_is_refused_before_memory_is_allocated() {
         assert_eq!(read(&[]).unwrap().frequencies.len(), 8);
         for (name, message) in [
             ("hidden_size", "head_dim is"),
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn so_it_is_in_a_gguf_file() {
+    fn an_impossible_size_in_a_gguf_file_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");
         let names = ["architecture", "block_count", "embedding_length", "feed_forward_length"];

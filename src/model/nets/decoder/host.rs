@@ -1,6 +1,6 @@
-//! A decoder on a CPU: some tokens of any sequences in one pass, each row with its own place. Owns the weights.
-//! All steps but attention treat each row by itself, and attention treats each token by itself, so that a
-//! token's numbers do not depend on what else is in the step.
+//! A decoder on a CPU. One pass computes some tokens of any sequences; each row has its own position. Owns the weights.
+//! All steps but attention treat each row by itself, and attention treats each token by itself, so that a token's
+//! results do not depend on what else is in the step.
 
 use super::Weights;
 use super::config::DecoderConfig;
@@ -15,7 +15,7 @@ pub struct Decoder {
     token_embeddings: Matrix,
     layers: Vec<Layer>,
     norm: Vec<f32>,
-    /// None: the tokens' embeddings.
+    /// None if the token embeddings are also the last layer.
     head: Option<Matrix>,
     rotary: Rotary,
     /// Reused by the next step.
@@ -81,7 +81,7 @@ struct Buffers {
     x: Vec<f32>,
     normed: Vec<f32>,
     qkv: [Vec<f32>; 3],
-    seen: Vec<f32>,
+    attended: Vec<f32>,
     half: Vec<f32>,
     gate: Vec<f32>,
     up: Vec<f32>,
@@ -106,7 +106,7 @@ impl Decoder {
         })
     }
 
-    /// Its matrices, by their names in `weights`.
+    /// All matrices, with their names in `weights`.
     pub fn matrices(&self, weights: &Weights) -> Vec<(String, &Matrix)> {
         let parts = weights.parts();
         let [q, k, v] = parts.qkv;
@@ -122,8 +122,9 @@ impl Decoder {
         all
     }
 
-    /// The numbers of the next token, `[wanted, vocabulary]`, after the rows `wanted`, to `logits`. `ids` are the tokens
-    /// of all `spans`, in their order; their keys and values are put into `kv`. Ids are in the vocabulary.
+    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
+    /// the tokens of all `spans`, in their order; they must be in the vocabulary. Their keys and values are written to
+    /// `kv`.
     pub fn forward(
         &mut self,
         kv: &mut KvBlocks,
@@ -135,8 +136,8 @@ impl Decoder {
         if rayon::current_num_threads() == 1 {
             return self.step(kv, ids, spans, wanted, logits);
         }
-        // On one of the threads that share the products: handing each product over to them, and waiting asleep for its
-        // end, would take longer than most products.
+        // The step runs on one of the threads that share the products. Handing each product over to them from outside,
+        // and sleeping until it is done, would take longer than most products.
         rayon::scope(|_| self.step(kv, ids, spans, wanted, logits));
     }
 
@@ -180,7 +181,7 @@ impl Decoder {
         buffers: &mut Buffers,
     ) {
         let DecoderConfig { hidden, head_width, eps, .. } = self.config;
-        let Buffers { x, normed, qkv, seen, half, .. } = buffers;
+        let Buffers { x, normed, qkv, attended, half, .. } = buffers;
         let rows = x.len() / hidden;
         normed.resize(x.len(), 0.0);
         norm_by_squares(x, &layer.norm, eps, normed);
@@ -201,24 +202,24 @@ impl Decoder {
         }
         let [queries, keys, values] = qkv;
         let (wide, narrow) = (layer.qkv[0].width(), layer.qkv[1].width());
-        let places =
+        let positions =
             spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (*span, at)));
         let tokens = queries
             .chunks_exact_mut(wide)
             .zip(keys.chunks_exact_mut(narrow))
             .zip(values.chunks_exact(narrow));
-        for ((span, place), ((query, key), value)) in places.zip(tokens) {
-            self.rotary.rotate(place, query);
-            self.rotary.rotate(place, key);
+        for ((span, position), ((query, key), value)) in positions.zip(tokens) {
+            self.rotary.rotate(position, query);
+            self.rotary.rotate(position, key);
             let heads = key.chunks_exact(head_width).zip(value.chunks_exact(head_width));
             for (head, (key, value)) in heads.enumerate() {
-                kv.put(span.held_at(place), index, head, key, value);
+                kv.put(span.held_at(position), index, head, key, value);
             }
         }
-        seen.resize(queries.len(), 0.0);
-        attend(kv, index, spans, queries, seen);
+        attended.resize(queries.len(), 0.0);
+        attend(kv, index, spans, queries, attended);
         half.resize(x.len(), 0.0);
-        layer.out.multiply(seen, half);
+        layer.out.multiply(attended, half);
         x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);
     }
 

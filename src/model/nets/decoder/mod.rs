@@ -1,4 +1,5 @@
-//! Networks that continue texts: Llama, Qwen2, Qwen3. The rows of a step are tokens of any sequences.
+//! Decoder networks, which generate text: Llama, Qwen2, Qwen3. The rows of a step are tokens of any sequences. Defines
+//! the names of their tensors; `host` and `on_device` compute.
 
 pub mod config;
 mod host;
@@ -15,17 +16,17 @@ use self::config::{DecoderConfig, Family};
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
-use crate::model::load::laid_out::LaidOut;
+use crate::model::load::packed_cache::PackedCache;
 use crate::model::load::weights::{Precision, Weights as Tensors};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, RowNumbers};
 
-/// A decoder with its sequences' keys and values.
+/// A decoder with the keys and values of its sequences.
 pub enum WithBlocks {
-    /// On the host, to the bit.
+    /// On the host, with results that are equal to the bit in any batch.
     Host(Box<Decoder>, KvBlocks),
-    /// By Candle's operations.
+    /// On any device, by candle's operations.
     Device(DeviceDecoder),
 }
 
@@ -33,7 +34,7 @@ impl WithBlocks {
     /// [`Decoder::forward`] or [`DeviceDecoder::forward`].
     ///
     /// # Errors
-    /// As the latter; the former has none.
+    /// Those of [`DeviceDecoder::forward`]; [`Decoder::forward`] has none.
     pub fn forward(
         &mut self,
         ids: &[u32],
@@ -50,7 +51,7 @@ impl WithBlocks {
         }
     }
 
-    /// Gives a block's memory back to the system. A device's memory stays for other sequences.
+    /// Returns a block's memory to the system. On a device the memory is kept for other sequences.
     pub fn release(&mut self, block: u32) {
         if let Self::Host(_, kv) = self {
             kv.release(block);
@@ -62,9 +63,9 @@ impl WithBlocks {
 pub struct Weights {
     files: Files,
     family: Family,
-    /// Matrices that were laid out before.
-    laid_out: Option<LaidOut>,
-    /// What rows become before they are multiplied with matrices of whole numbers.
+    /// The cache of packed matrices, if there is one.
+    packed_cache: Option<PackedCache>,
+    /// The type to which rows are converted before they are multiplied with matrices of whole numbers.
     rows: RowNumbers,
 }
 
@@ -73,9 +74,9 @@ enum Files {
     Gguf(Gguf),
 }
 
-/// The names of a layer's parts.
+/// The names of a layer's tensors.
 pub struct Parts {
-    /// Before attention.
+    /// The norm before attention.
     pub norm: &'static str,
     /// Queries, keys and values.
     pub qkv: [&'static str; 3],
@@ -85,7 +86,7 @@ pub struct Parts {
     pub head_norms: Option<[&'static str; 2]>,
     /// O.
     pub out: &'static str,
-    /// Before the feed-forward half.
+    /// The norm before the feed-forward half.
     pub inner_norm: &'static str,
     /// G.
     pub gate: &'static str,
@@ -95,11 +96,11 @@ pub struct Parts {
     pub down: &'static str,
 }
 
-/// The last layer in safetensors files; its name has no prefix.
+/// The name of the last layer in safetensors files. It has no prefix.
 const HEAD: &str = "lm_head.weight";
 
-/// The tokens' embeddings in GGUF files.
-pub const GGUF_WORDS: &str = "token_embd.weight";
+/// The name of the token embeddings in GGUF files.
+pub const GGUF_EMBEDDINGS: &str = "token_embd.weight";
 
 const SAFETENSORS: Parts = Parts {
     norm: "input_layernorm.weight",
@@ -136,22 +137,22 @@ impl Weights {
         Ok(Self {
             files: Files::Safetensors(tensors),
             family: config.family,
-            laid_out: None,
+            packed_cache: None,
             rows: RowNumbers::F32,
         })
     }
 
     /// The tensors of a GGUF file.
     pub fn of_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
-        Self { files: Files::Gguf(gguf), family: config.family, laid_out: None, rows: RowNumbers::F32 }
+        Self { files: Files::Gguf(gguf), family: config.family, packed_cache: None, rows: RowNumbers::F32 }
     }
 
-    /// Takes matrices from this file, as far as it has them.
-    pub fn take_from(&mut self, laid_out: LaidOut) {
-        self.laid_out = Some(laid_out);
+    /// Takes matrices from this cache if it has them.
+    pub fn use_cache(&mut self, packed_cache: PackedCache) {
+        self.packed_cache = Some(packed_cache);
     }
 
-    /// Has rows become such numbers before they are multiplied ([`Matrix::with_rows_as`]).
+    /// Sets the type to which rows are converted before they are multiplied ([`Matrix::with_rows_as`]).
     pub fn multiply_rows_as(&mut self, rows: RowNumbers) {
         self.rows = rows;
     }
@@ -163,7 +164,7 @@ impl Weights {
         }
     }
 
-    /// The names of a layer's parts.
+    /// The names of a layer's tensors.
     fn parts(&self) -> Parts {
         let parts = match self.files {
             Files::Safetensors(_) => SAFETENSORS,
@@ -192,8 +193,8 @@ impl Weights {
         self.whole_matrix(&self.layer(layer, part), shape, |column| column)
     }
 
-    /// The matrix of queries or keys, the pairs of whose `heads` are rotated. GGUF files have the two numbers of
-    /// a pair beside each other if the architecture is Llama's, and the others half a head apart.
+    /// The matrix of queries or keys, whose heads are rotated in pairs of numbers. In GGUF files of Llama the two
+    /// numbers of a pair are adjacent; in all other files they are half a head apart.
     fn rotated(
         &self,
         layer: usize,
@@ -216,7 +217,7 @@ impl Weights {
         [depth, width]: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let known = self.laid_out.as_ref().and_then(|file| file.matrix(name, [depth, width]));
+        let known = self.packed_cache.as_ref().and_then(|file| file.matrix(name, [depth, width]));
         let matrix = match (known, &self.files) {
             (Some(known), _) => known,
             (None, Files::Safetensors(tensors)) if name == HEAD => tensors.matrix_of(name, [depth, width])?,
@@ -226,7 +227,7 @@ impl Weights {
         Ok(matrix.with_rows_as(self.rows))
     }
 
-    /// The tokens' embeddings `[hidden, vocabulary]`.
+    /// The token embeddings `[hidden, vocabulary]`.
     fn token_embeddings(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
         self.whole_matrix(self.token_embeddings_name(), shape, |column| column)
     }
@@ -239,7 +240,7 @@ impl Weights {
     fn token_embeddings_name(&self) -> &'static str {
         match self.files {
             Files::Safetensors(_) => "embed_tokens.weight",
-            Files::Gguf(_) => GGUF_WORDS,
+            Files::Gguf(_) => GGUF_EMBEDDINGS,
         }
     }
 

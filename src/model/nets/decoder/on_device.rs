@@ -1,12 +1,12 @@
-//! A decoder by Candle's operations, for any device and precision: some tokens of any sequences in one pass, each row
-//! with its own place. Decides which rows share a product of attention. Owns the weights, and the keys and values of
-//! all blocks, on the device. Numbers between products of weights are f32; attention is computed in f32.
+//! A decoder by candle's operations, for any device and precision. One pass computes some tokens of any sequences; each
+//! row has its own position. Decides which rows share a product of attention. Owns the weights, and the keys and values
+//! of all blocks, on the device. Numbers between products of weights are f32; attention is computed in f32.
 //!
-//! A token's numbers are the same in any company but for the order of sums: products of another shape may sum in
-//! another order, so that nothing is promised to the bit.
+//! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
+//! may sum in another order, so equality to the bit is not guaranteed.
 //!
 //! Every operation here has a kernel in candle-kernels for f32 and, where weights or keys pass through it, for f16 and
-//! bf16. No operation counts more than [`MOST_NUMBERS`] numbers.
+//! bf16. No operation counts more than [`MAX_NUMBERS`] numbers.
 
 use std::ops::Range;
 
@@ -23,23 +23,24 @@ use crate::model::ops::{Matrix, Rotary, turns};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 /// Candle's kernels count the numbers of a tensor in 32 bits (candle-kernels, indexing.cu).
-const MOST_NUMBERS: usize = u32::MAX as usize;
-/// The most numbers of keys, and of scores, that are made at once, unless one token alone has more: 256 MiB.
-const MOST_AT_ONCE: usize = 1 << 26;
-/// Tokens of the prompt, and the layers, by which a device is compared with a CPU.
-const KNOWN: usize = 40;
-const PROVEN: usize = 2;
+const MAX_NUMBERS: usize = u32::MAX as usize;
+/// The most numbers of keys, and of scores, that are computed at once: 256 MiB in f32. A single token may have more.
+const MAX_AT_ONCE: usize = 1 << 26;
+/// Tokens of the known prompt by which a device is compared with a CPU.
+const KNOWN_TOKENS: usize = 40;
+/// The number of layers that are compared.
+const COMPARED_LAYERS: usize = 2;
 
 type Loaded<T> = std::result::Result<T, LoadError>;
 
-/// What is held for sequences.
+/// The sizes of the memory for keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct Held {
     /// The most tokens of a sequence.
     pub context: usize,
     /// Blocks of keys and values.
     pub blocks: usize,
-    /// How these are kept.
+    /// The type in which they are stored.
     pub numbers: KvNumbers,
 }
 
@@ -51,11 +52,11 @@ pub struct DeviceDecoder {
     token_embeddings: Tensor,
     layers: Vec<Layer>,
     norm: Tensor,
-    /// `[vocabulary, hidden]`; the tokens' embeddings where these are the last layer too.
+    /// `[vocabulary, hidden]`; the same tensor as the token embeddings if the two are tied.
     head: Tensor,
     rotary: Rotary,
-    /// The place that no token is written to, whose keys and values are zeros: what shorter sequences are padded with.
-    nowhere: u32,
+    /// The slot with which shorter sequences are padded. No token is written to it, and its keys and values are zeros.
+    padding_slot: u32,
 }
 
 /// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
@@ -70,16 +71,16 @@ struct Layer {
     gate: Tensor,
     up: Tensor,
     down: Tensor,
-    /// Keys and values: `[kv_heads, blocks·BLOCK + 1, head_width]`. The heads come first, so that what is selected for
-    /// some sequences is a batch of matrices as it lies.
+    /// Keys and values: `[kv_heads, blocks·BLOCK + 1, head_width]`. The heads come first, so that the slots that are
+    /// selected for some sequences are a batch of matrices without a copy.
     held: [Tensor; 2],
 }
 
-/// What all layers need of a step.
+/// The parts of a step that all layers share.
 struct Step {
-    /// Where the rows' keys and values are written: `[kv_heads, rows, head_width]`.
+    /// The slots to which the rows' keys and values are written: `[kv_heads, rows, head_width]`.
     slots: Tensor,
-    /// Cosines and sines of the rows' places.
+    /// Cosines and sines of the rotation at the rows' positions.
     turns: [Tensor; 2],
     groups: Vec<Group>,
 }
@@ -88,20 +89,20 @@ struct Step {
 struct Group {
     rows: Range<usize>,
     sequences: usize,
-    /// Keys of each sequence: those of the longest.
+    /// The number of keys of each sequence: that of the longest one.
     keys: usize,
-    /// Where they are: `[sequences·keys]`.
+    /// The slots of the keys: `[sequences·keys]`.
     slots: Tensor,
-    /// 0 for a key that a row sees and −∞ for others: `[1, sequences, rows of each, keys]`.
+    /// 0 for a key that a row attends to, −∞ for others: `[1, sequences, rows of each, keys]`.
     mask: Tensor,
 }
 
 impl DeviceDecoder {
-    /// Reads the weights, and takes the memory for all blocks.
+    /// Reads the weights, and allocates the memory for all blocks.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Device`] with the bytes
-    /// that were asked for if the device has no memory for them, [`LoadError::Unsupported`] for more blocks than can be
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Device`] with the
+    /// requested bytes if the device has not enough memory, [`LoadError::Unsupported`] for more blocks than can be
     /// counted.
     pub fn load(
         spec: &LoadSpec,
@@ -111,13 +112,13 @@ impl DeviceDecoder {
         held: Held,
     ) -> Loaded<Self> {
         let DecoderConfig { hidden, vocabulary, kv_heads, head_width, .. } = *config;
-        let places = held.blocks * BLOCK + 1;
-        if kv_heads * head_width * places > MOST_NUMBERS {
-            let most = MOST_NUMBERS / (kv_heads * head_width);
+        let slots = held.blocks * BLOCK + 1;
+        if kv_heads * head_width * slots > MAX_NUMBERS {
+            let most = MAX_NUMBERS / (kv_heads * head_width);
             return Err(LoadError::Unsupported {
                 model: spec.source.clone(),
                 reason: format!(
-                    "[pool.options]: kv_tokens make {places} places; on a device there are {most}"
+                    "[pool.options]: kv_tokens make {slots} slots for tokens; a device has at most {most}"
                 ),
             });
         }
@@ -128,23 +129,23 @@ impl DeviceDecoder {
             false => put.matrix(&weights.head([hidden, vocabulary])?)?,
         };
         let layer =
-            |index| put.layer(host::Layer::load(weights, config, index)?, config, places, held.numbers);
+            |index| put.layer(host::Layer::load(weights, config, index)?, config, slots, held.numbers);
         Ok(Self {
             layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
             norm: put.vector(weights.last_norm(hidden)?)?,
             token_embeddings,
             head,
-            rotary: Rotary::of(&config.frequencies, held.context.max(KNOWN)),
-            // Counted in 32 bits, by the check above.
-            nowhere: (places - 1) as u32,
+            rotary: Rotary::of(&config.frequencies, held.context.max(KNOWN_TOKENS)),
+            // Fits into 32 bits, by the check above.
+            padding_slot: (slots - 1) as u32,
             device: device.clone(),
             config: config.clone(),
         })
     }
 
-    /// The numbers of the next token, `[wanted, vocabulary]`, after the rows `wanted`, to `logits`. `ids` are the tokens
-    /// of all `spans`, in their order; their keys and values are put into the blocks, also where a later part of the step
-    /// fails. Ids are in the vocabulary.
+    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
+    /// the tokens of all `spans`, in their order; they must be in the vocabulary. Their keys and values are written to
+    /// the blocks, even if a later part of the step fails.
     ///
     /// # Errors
     /// The device has no memory for the step, or fails.
@@ -159,36 +160,38 @@ impl DeviceDecoder {
         Ok(())
     }
 
-    /// Compares what the first layers give for a known prompt with what a CPU computes in f32, with keys and values kept
-    /// as `numbers` too; on a CPU in f32 nothing is compared. The whole model would take as much memory on the host.
+    /// Compares the results of the first layers for a known prompt with those of a CPU in f32, which stores keys and
+    /// values as `numbers` too. On a CPU in f32 nothing is compared. Only the first layers are compared, since the
+    /// whole model would take as much memory on the host as on the device.
     ///
     /// # Errors
     /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
-    pub fn prove(&self, spec: &LoadSpec, weights: &Weights, numbers: KvNumbers) -> Loaded<()> {
+    pub fn compare_with_cpu(&self, spec: &LoadSpec, weights: &Weights, numbers: KvNumbers) -> Loaded<()> {
         let candle = |error: candle_core::Error| fitness::failed(spec, &ForwardError::from(&error));
         if !fitness::is_to_be_compared(&self.device, spec.dtype) {
             return Ok(());
         }
-        let config = DecoderConfig { layers: self.layers.len().min(PROVEN), ..self.config.clone() };
-        let held = Held { context: KNOWN, blocks: KNOWN.div_ceil(BLOCK), numbers };
-        let of_cpu = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
-        let reference = Self::load(&of_cpu, &Device::Cpu, weights, &config, held)?;
-        let (found, expected) = (self.known().map_err(candle)?, reference.known().map_err(candle)?);
+        let config = DecoderConfig { layers: self.layers.len().min(COMPARED_LAYERS), ..self.config.clone() };
+        let held = Held { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
+        let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
+        let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, held)?;
+        let (found, expected) =
+            (self.known_logits().map_err(candle)?, reference.known_logits().map_err(candle)?);
         let finite = |logits: &[f32]| logits.iter().all(|x| x.is_finite());
         let expected = Some(&*expected).filter(|logits| finite(logits));
-        fitness::compare(spec, &format!("prompt of {KNOWN} tokens"), Some(&found), expected)
+        fitness::compare(spec, &format!("prompt of {KNOWN_TOKENS} tokens"), Some(&found), expected)
     }
 
-    /// What the first layers give after a known prompt, whose last token is fed by itself.
-    fn known(&self) -> Result<Vec<f32>> {
-        // A prime, so that tokens differ.
-        let ids: Vec<u32> = (1..=KNOWN).map(|n| (n * 7_919 % self.config.vocabulary) as u32).collect();
-        let blocks: Vec<u32> = (0..KNOWN.div_ceil(BLOCK) as u32).collect();
-        let layers = &self.layers[..self.layers.len().min(PROVEN)];
-        let (first, last) = ids.split_at(KNOWN - 1);
+    /// The logits of the first layers after a known prompt, whose last token is fed by itself.
+    fn known_logits(&self) -> Result<Vec<f32>> {
+        // 7,919 is a prime, so that the tokens differ.
+        let ids: Vec<u32> = (1..=KNOWN_TOKENS).map(|n| (n * 7_919 % self.config.vocabulary) as u32).collect();
+        let blocks: Vec<u32> = (0..KNOWN_TOKENS.div_ceil(BLOCK) as u32).collect();
+        let layers = &self.layers[..self.layers.len().min(COMPARED_LAYERS)];
+        let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
         let span = |first, count| Span { blocks: &blocks, first, count };
-        self.computed(first, &[span(0, KNOWN - 1)], &[], layers)?;
-        self.computed(last, &[span(KNOWN - 1, 1)], &[0], layers)
+        self.computed(first, &[span(0, KNOWN_TOKENS - 1)], &[], layers)?;
+        self.computed(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers)
     }
 
     fn computed(
@@ -230,29 +233,29 @@ impl DeviceDecoder {
     /// Copies the plan of a step to the device.
     fn step(&self, packed: &Packed<'_>) -> Result<Step> {
         let DecoderConfig { kv_heads, head_width, .. } = self.config;
-        let slots = packed.rows.iter().map(|(span, place)| slot(span, *place)).collect();
-        let places: Vec<usize> = packed.rows.iter().map(|(_, place)| *place).collect();
-        let shape = (kv_heads, places.len(), head_width);
+        let slots = packed.rows.iter().map(|(span, position)| slot(span, *position)).collect();
+        let positions: Vec<usize> = packed.rows.iter().map(|(_, position)| *position).collect();
+        let shape = (kv_heads, positions.len(), head_width);
         Ok(Step {
             slots: self.indices(slots)?.reshape((1, (), 1))?.broadcast_as(shape)?.contiguous()?,
-            turns: turns(&self.rotary, &places, &self.device)?,
+            turns: turns(&self.rotary, &positions, &self.device)?,
             groups: packed.groups.iter().map(|group| self.group(packed, group)).collect::<Result<_>>()?,
         })
     }
 
     fn group(&self, packed: &Packed<'_>, (rows, sequences): &(Range<usize>, usize)) -> Result<Group> {
         let own = &packed.rows[rows.clone()];
-        let keys = own.iter().map(|(_, place)| place + 1).max().unwrap_or_default();
+        let keys = own.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
         let mut slots = Vec::with_capacity(sequences * keys);
-        for (span, place) in &own[own.len() - sequences..] {
-            slots.extend((0..=*place).map(|key| slot(span, key)));
-            slots.resize(slots.len().next_multiple_of(keys), self.nowhere);
+        for (span, position) in &own[own.len() - sequences..] {
+            slots.extend((0..=*position).map(|key| slot(span, key)));
+            slots.resize(slots.len().next_multiple_of(keys), self.padding_slot);
         }
-        let seen = |(_, place): &(&Span<'_>, usize)| {
-            let place = *place;
-            (0..keys).map(move |key| if key <= place { 0.0 } else { f32::NEG_INFINITY })
+        let mask = |(_, position): &(&Span<'_>, usize)| {
+            let position = *position;
+            (0..keys).map(move |key| if key <= position { 0.0 } else { f32::NEG_INFINITY })
         };
-        let mask: Vec<f32> = own.iter().flat_map(seen).collect();
+        let mask: Vec<f32> = own.iter().flat_map(mask).collect();
         let shape = (1, *sequences, own.len() / sequences, keys);
         let mask = Tensor::from_vec(mask, shape, &self.device)?;
         Ok(Group { rows: rows.clone(), sequences: *sequences, keys, slots: self.indices(slots)?, mask })
@@ -266,7 +269,7 @@ impl DeviceDecoder {
         if let Some(biases) = &layer.biases {
             qkv = qkv.broadcast_add(biases)?;
         }
-        // By heads: each of the three parts lies whole.
+        // Heads come first, so that queries, keys and values are contiguous.
         let parts = qkv.reshape((rows, heads + 2 * kv_heads, head_width))?.transpose(0, 1)?.contiguous()?;
         let [queries, keys] =
             [(0, heads), (heads, kv_heads)].map(|(first, count)| parts.narrow(0, first, count));
@@ -282,9 +285,9 @@ impl DeviceDecoder {
         }
         let queries = (turned(queries)? * (1.0 / (head_width as f64).sqrt()))?;
         let queries = queries.reshape((kv_heads, heads / kv_heads, rows, head_width))?;
-        let seen: Vec<Tensor> =
+        let attended: Vec<Tensor> =
             step.groups.iter().map(|group| group.attend(&queries, &layer.held)).collect::<Result<_>>()?;
-        linear(&Tensor::cat(&seen, 0)?.reshape((rows, heads * head_width))?, &layer.out)
+        linear(&Tensor::cat(&attended, 0)?.reshape((rows, heads * head_width))?, &layer.out)
     }
 }
 
@@ -295,7 +298,7 @@ impl Group {
         let (heads, shared, _, width) = queries.dims4()?;
         let rows = self.rows.len();
         let own = queries.narrow(2, self.rows.start, rows)?;
-        // The queries that see the same keys come together: the heads of a token, or the tokens of a sequence.
+        // Queries that attend to the same keys are made adjacent: the heads of a token, or the tokens of a sequence.
         let is_mixed = self.sequences > 1;
         let (own, [a, b]) = match is_mixed {
             true => (own.transpose(1, 2)?, [rows, shared]),
@@ -308,11 +311,11 @@ impl Group {
         };
         let own = own.contiguous()?.reshape((heads, self.sequences, each, width))?;
         let scores = own.matmul(&held(keys)?.t()?)?.reshape((heads, a, b, self.keys))?;
-        // Padding weighs exactly 0 and its values are 0, whatever the blocks hold.
+        // The weights and the values of padding are exactly 0, whatever the blocks hold.
         let weights = softmax_last_dim(&scores.broadcast_add(&self.mask)?)?;
         let weights = weights.reshape((heads, self.sequences, each, self.keys))?;
-        let seen = weights.matmul(&held(values)?)?.reshape((heads, a, b, width))?;
-        if is_mixed { seen.permute((1, 0, 2, 3)) } else { seen.permute((2, 0, 1, 3)) }
+        let attended = weights.matmul(&held(values)?)?.reshape((heads, a, b, width))?;
+        if is_mixed { attended.permute((1, 0, 2, 3)) } else { attended.permute((2, 0, 1, 3)) }
     }
 }
 
@@ -321,25 +324,26 @@ fn linear(x: &Tensor, matrix: &Tensor) -> Result<Tensor> {
     x.to_dtype(matrix.dtype())?.matmul(&matrix.t()?)?.to_dtype(DType::F32)
 }
 
-/// Where the token at `place` of a sequence lies among all places.
-fn slot(span: &Span<'_>, place: usize) -> u32 {
-    let HeldAt { block, offset } = span.held_at(place);
+/// The slot of the token at `position` of a sequence, among the slots of all blocks.
+fn slot(span: &Span<'_>, position: usize) -> u32 {
+    let HeldAt { block, offset } = span.held_at(position);
     block * BLOCK as u32 + offset as u32
 }
 
 /// The rows of a step in the order of their groups.
 struct Packed<'a> {
-    /// The row among all `spans`, for each packed row.
+    /// For each packed row, its row in the order of `spans`.
     order: Vec<usize>,
-    /// The span of each packed row, and its place in its sequence.
+    /// The span of each packed row, and its position in its sequence.
     rows: Vec<(&'a Span<'a>, usize)>,
-    /// Packed rows, and of how many sequences they are.
+    /// The packed rows of each group, and the number of their sequences.
     groups: Vec<(Range<usize>, usize)>,
 }
 
 impl<'a> Packed<'a> {
-    /// First the spans of one token, the shortest sequences first: those of similar lengths are padded to the longest
-    /// of them. Then the longer spans, in parts. `heads` are those of queries, and `narrow` the numbers of a key.
+    /// Groups the rows. Spans of one token come first, the shortest sequences first; sequences of similar lengths are
+    /// padded to the longest of them. The longer spans follow, in parts. `heads` is the number of heads of queries, and
+    /// `narrow` the number of numbers in a token's key.
     fn new(spans: &'a [Span<'a>], heads: usize, narrow: usize) -> Self {
         let starts = spans.iter().scan(0, |next, span| Some(std::mem::replace(next, *next + span.count)));
         let (mut singles, longer): (Vec<_>, Vec<_>) =
@@ -349,7 +353,7 @@ impl<'a> Packed<'a> {
         for (span, start) in singles {
             let at = packed.take(span, start, 0..1);
             let fits = |(rows, _): &&mut (Range<usize>, usize)| {
-                (rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MOST_AT_ONCE
+                (rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MAX_AT_ONCE
             };
             match packed.groups.last_mut().filter(fits) {
                 Some((rows, sequences)) => (rows.end, *sequences) = (at.end, *sequences + 1),
@@ -357,7 +361,7 @@ impl<'a> Packed<'a> {
             }
         }
         for (span, start) in longer {
-            let most = (MOST_AT_ONCE / ((span.first + span.count) * heads)).max(1);
+            let most = (MAX_AT_ONCE / ((span.first + span.count) * heads)).max(1);
             for first in (0..span.count).step_by(most) {
                 let at = packed.take(span, start, first..span.count.min(first + most));
                 packed.groups.push((at, 1));
@@ -375,7 +379,7 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// Puts weights onto a device.
+/// Copies weights to a device.
 struct Put<'a> {
     spec: &'a LoadSpec,
     device: &'a Device,
@@ -384,7 +388,7 @@ struct Put<'a> {
 
 impl Put<'_> {
     fn on_device(&self, numbers: Vec<f32>, shape: &[usize], dtype: DType) -> Loaded<Tensor> {
-        // Rounded on the host: the device never holds a matrix twice.
+        // Converted on the host, so that the device never holds a matrix twice.
         let put = || Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device);
         put().map_err(|error| self.spec.failed(format!("weights of the shape {shape:?}: {error}")))
     }
@@ -415,18 +419,18 @@ impl Put<'_> {
         &self,
         layer: host::Layer,
         DecoderConfig { layers, kv_heads, head_width, .. }: &DecoderConfig,
-        places: usize,
+        slots: usize,
         numbers: KvNumbers,
     ) -> Loaded<Layer> {
         let dtype = match numbers {
             KvNumbers::F32 => DType::F32,
             KvNumbers::Bf16 => DType::BF16,
         };
-        let none = || {
-            Tensor::zeros((*kv_heads, places, *head_width), dtype, self.device).map_err(|error| {
-                let bytes = 2 * layers * kv_heads * places * head_width * dtype.size_in_bytes();
+        let empty = || {
+            Tensor::zeros((*kv_heads, slots, *head_width), dtype, self.device).map_err(|error| {
+                let bytes = 2 * layers * kv_heads * slots * head_width * dtype.size_in_bytes();
                 self.spec.failed(format!(
-                    "keys and values of {places} tokens need {bytes} bytes of its memory: {error}; lower kv_tokens \
+                    "keys and values of {slots} tokens need {bytes} bytes of its memory: {error}; lower kv_tokens \
                      or sequences in [pool.options]"
                 ))
             })
@@ -445,7 +449,7 @@ impl Put<'_> {
             gate: self.matrix(&layer.gate)?,
             up: self.matrix(&layer.up)?,
             down: self.matrix(&layer.down)?,
-            held: [none()?, none()?],
+            held: [empty()?, empty()?],
         })
     }
 }
@@ -491,7 +495,7 @@ mod tests {
             DeviceDecoder::load(&spec, &Device::Cpu, &self.weights, &self.config, held).unwrap()
         }
 
-        /// What the host gives after each prompt.
+        /// The host's logits after each prompt.
         fn right(&self) -> Vec<Vec<f32>> {
             let mut decoder = Decoder::load(&self.weights, &self.config, 256).unwrap();
             let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = self.config;
@@ -513,8 +517,8 @@ mod tests {
             self.prompts.iter().map(|ids| free.split_off(free.len() - ids.len().div_ceil(BLOCK))).collect()
         }
 
-        /// Feeds all prompts together, each in chunks of its own size, from the `first` token on. Returns what follows
-        /// each.
+        /// Feeds all prompts together, each in chunks of its own size, from the `first` token on. Returns the logits
+        /// after each.
         fn fed(
             &self,
             decoder: &mut DeviceDecoder,
@@ -560,11 +564,11 @@ mod tests {
     }
 
     const WHOLE: [usize; 5] = [200; 5];
-    /// One token of each at a time for most, so that sequences of different lengths are padded.
+    /// Most prompts are fed one token at a time, so that sequences of different lengths are padded.
     const CUT: [usize; 5] = [1, 1, 1, 33, 1];
 
     #[test]
-    fn logits_are_the_hosts_in_any_company_and_however_prompts_are_cut() {
+    fn logits_equal_those_of_the_host_for_any_chunks_and_batches() {
         for name in TINY {
             let case = case(name);
             let (right, tables) = (case.right(), case.tables());
@@ -572,7 +576,7 @@ mod tests {
             for chunks in [WHOLE, CUT, [1; 5], [7, 5, 20, 64, 100]] {
                 let mut decoder = case.on_device(Dtype::F32, KvNumbers::F32);
                 most = most.max(off(&case.fed(&mut decoder, &tables, 0, chunks), &right));
-                // The beginnings are in the blocks by now.
+                // The beginnings of the prompts are in the blocks by now.
                 most = most.max(off(&case.fed(&mut decoder, &tables, 96, chunks), &right));
             }
             assert!(most < 1e-4, "{name}: {most}");
@@ -580,15 +584,15 @@ mod tests {
     }
 
     #[test]
-    fn what_other_blocks_hold_has_no_influence() {
+    fn the_contents_of_other_blocks_have_no_influence() {
         let case = case("generate-qwen3");
         let tables = case.tables();
         let mut found = Vec::new();
         for filled in [0.0, f32::NAN] {
             let mut decoder = case.on_device(Dtype::F32, KvNumbers::F32);
             for held in decoder.layers.iter().flat_map(|layer| &layer.held) {
-                let (heads, places, width) = held.dims3().unwrap();
-                let filling = Tensor::full(filled, (heads, places - 1, width), &Device::Cpu).unwrap();
+                let (heads, slots, width) = held.dims3().unwrap();
+                let filling = Tensor::full(filled, (heads, slots - 1, width), &Device::Cpu).unwrap();
                 held.slice_set(&filling, 1, 0).unwrap();
             }
             found.push(case.fed(&mut decoder, &tables, 0, CUT));
@@ -597,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn lower_precisions_are_near() {
+    fn lower_precisions_are_close_to_f32() {
         for name in TINY {
             let case = case(name);
             let (right, tables) = (case.right().concat(), case.tables());
@@ -614,11 +618,11 @@ mod tests {
     }
 
     #[test]
-    fn more_places_than_can_be_counted_are_refused_by_their_number() {
+    fn more_slots_than_32_bits_can_count_are_refused() {
         let case = case("generate-llama");
         let held = Held { context: 256, blocks: 1 << 23, numbers: KvNumbers::F32 };
         let refused = DeviceDecoder::load(&case.spec, &Device::Cpu, &case.weights, &case.config, held);
         let error = refused.err().unwrap().to_string();
-        assert!(error.contains("kv_tokens") && error.contains("268435457 places"), "{error}");
+        assert!(error.contains("kv_tokens") && error.contains("268435457 slots"), "{error}");
     }
 }

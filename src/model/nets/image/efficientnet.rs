@@ -1,5 +1,5 @@
 //! EfficientNet-Lite: inverted residual blocks with depthwise convolutions, without squeeze-and-excitation. The
-//! tensors have the names of the PyTorch weights; `scripts/fetch-efficientnet` writes `config.json`. Owns the
+//! tensors have the names of the PyTorch weights. `scripts/fetch-efficientnet` writes `config.json`. Owns the
 //! weights.
 
 use candle_core::{Result, Tensor};

@@ -1,4 +1,4 @@
-//! Networks that classify images of one size, with a number for each label. Owns the loaded network.
+//! Networks that classify images of one size: they compute a number for each label. Owns the loaded network.
 
 mod efficientnet;
 mod resnet;
@@ -61,8 +61,8 @@ struct Kind {
 }
 
 impl ImageNetwork {
-    /// Loads a network for images with these sides and so many labels, and compares what it computes on its
-    /// device with what a CPU computes.
+    /// Loads a network for images with these sides and so many labels, and compares its results on its device with
+    /// those of a CPU.
     ///
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, for a size the network cannot have, and for a device
@@ -75,7 +75,7 @@ impl ImageNetwork {
         labels: usize,
     ) -> Loaded<Self> {
         let Kind { model_type } = files.required_json("config.json")?;
-        // Of ViT, the linear layers take nearly all the time and memory; of the others, convolutions.
+        // In ViT the linear layers take nearly all the time and memory; in the other networks the convolutions do.
         let precision =
             if model_type == VIT { super::precision(spec, device)? } else { super::uniform(spec)? };
         let mut network = Self::on(device, precision, files, spec, &model_type, side, labels)?;
@@ -103,7 +103,7 @@ impl ImageNetwork {
         labels: usize,
     ) -> Loaded<Self> {
         let paths = files.weights()?;
-        let read = |base, shown_by| Weights::read(&paths, base, shown_by, device, precision);
+        let read = |base, marker| Weights::read(&paths, base, marker, device, precision);
         let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type {
             "efficientnet_lite" => {
@@ -163,7 +163,7 @@ impl From<LoadError> for NetError {
 }
 
 impl Sides {
-    /// An image with waves of several lengths in each colour.
+    /// A known image, with waves of several lengths in each colour.
     fn known(self) -> Pixels {
         let number = |index: usize| {
             let (pixel, colour) = (index / 3, index % 3);
@@ -202,7 +202,7 @@ impl Forward for ImageNetwork {
 }
 
 impl ImageNetwork {
-    /// The images' vectors, one after the other.
+    /// The vectors of the images, one after the other.
     fn vectors(&self, inputs: &[&Pixels]) -> Candle<Vec<f32>> {
         let Sides { height, width } = self.side;
         let numbers: Vec<f32> = inputs.iter().flat_map(|pixels| &pixels.0).copied().collect();
@@ -212,7 +212,7 @@ impl ImageNetwork {
     }
 }
 
-/// A convolution of the files, without a bias, and the batch norm after it.
+/// A convolution without a bias, and the batch norm after it, as published.
 struct Normed<'a> {
     convolution: String,
     norm: String,
@@ -227,7 +227,7 @@ struct Normed<'a> {
 }
 
 impl Normed<'_> {
-    /// One convolution that does both: the norm's constants go into the weights, in f64.
+    /// One convolution that does both: the norm's constants are multiplied into the weights, in f64.
     fn load(&self) -> Loaded<Convolution> {
         let (weights, out) = (self.weights, self.shape[0]);
         let full = |name: &str| format!("{}{name}", weights.prefix());

@@ -1,6 +1,6 @@
 //! ResNet as the transformers library publishes it (`microsoft/resnet-50` and its like). Owns the weights.
 //!
-//! candle-transformers has one too, with fixed widths and torchvision's names; this one takes any width.
+//! The ResNet of candle-transformers has fixed widths and torchvision's names; this one takes any width.
 
 use candle_core::{Result, Tensor};
 use serde::Deserialize;
@@ -9,9 +9,9 @@ use super::{Body, NetError, Normed};
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Clamp, Convolution, Padding, max_pool, mean_pool};
 
-/// PyTorch's default, which the transformers library leaves alone.
+/// Added to the variance in batch norm: PyTorch's default, which the transformers library does not change.
 const EPS: f64 = 1e-5;
-/// Of the widths of a bottleneck block, the inner ones are the outer one divided by this.
+/// The outer width of a bottleneck block divided by its inner widths.
 const REDUCTION: usize = 4;
 
 /// The sizes of `config.json`.
@@ -113,8 +113,8 @@ impl Body for ResNet {
             for layer in layers {
                 out = layer.forward(&out)?;
             }
-            let beside = shortcut.as_ref().map(|shortcut| shortcut.forward(&x)).transpose()?;
-            x = (out + beside.unwrap_or(x))?.relu()?;
+            let residual = shortcut.as_ref().map(|shortcut| shortcut.forward(&x)).transpose()?;
+            x = (out + residual.unwrap_or(x))?.relu()?;
         }
         mean_pool(&x)
     }

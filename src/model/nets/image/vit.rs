@@ -1,5 +1,5 @@
-//! ViT as the transformers library publishes it (`google/vit-base-patch16-224` and its like): patches are tokens
-//! of the same blocks that texts go through. Owns the weights.
+//! ViT as the transformers library publishes it (`google/vit-base-patch16-224` and its like): patches are tokens, in
+//! the same blocks as those of texts. Owns the weights.
 
 use candle_core::{DType, Result, Tensor};
 use serde::Deserialize;
@@ -31,9 +31,9 @@ pub(super) struct Config {
 /// The network.
 pub(super) struct Vit {
     patches: Convolution,
-    /// The token of the whole image with its position: `[1, 1, hidden]`.
-    whole: Tensor,
-    /// The positions of the patches: `[1, patches, hidden]`.
+    /// The embedding of the CLS token plus its position embedding: `[1, 1, hidden]`.
+    cls: Tensor,
+    /// The position embeddings of the patches: `[1, patches, hidden]`.
     positions: Tensor,
     blocks: Blocks,
     hidden: usize,
@@ -52,8 +52,9 @@ impl Vit {
         }
         let heads = config.num_attention_heads;
         if patch == 0 || heads == 0 || hidden % heads != 0 {
-            let reason =
-                format!("{heads} heads of {hidden} numbers, and patches of {patch} pixels, are no ViT");
+            let reason = format!(
+                "hidden_size {hidden} with {heads} heads and patches of {patch} pixels is no valid ViT"
+            );
             return Err(NetError::Refused(reason));
         }
         let activation = match config.hidden_act.as_str() {
@@ -77,14 +78,14 @@ impl Vit {
             is_depthwise: false,
         });
         let count = (image_size / patch).pow(2);
-        let whole = weights.get("embeddings.cls_token", &[1, 1, hidden])?;
+        let cls = weights.get("embeddings.cls_token", &[1, 1, hidden])?;
         let positions = weights.get("embeddings.position_embeddings", &[1, count + 1, hidden])?;
-        let placed = positions.narrow(1, 0, 1).and_then(|first| whole + first);
+        let cls = positions.narrow(1, 0, 1).and_then(|position| cls + position);
         let reader = Reader { weights, config, activation };
         let blocks = (0..config.num_hidden_layers).map(|index| reader.block(index)).collect::<Read<_>>()?;
         let network = Self {
             patches: weights.checked(name, patches)?,
-            whole: weights.checked("embeddings.cls_token", placed)?,
+            cls: weights.checked("embeddings.cls_token", cls)?,
             positions: weights.checked("embeddings", positions.narrow(1, 1, count))?,
             blocks: Blocks { blocks, last_norm: Some(reader.norm("layernorm")?) },
             hidden,
@@ -103,8 +104,8 @@ impl Reader<'_> {
     fn norm(&self, name: &str) -> Read<NormParams> {
         let hidden = self.config.hidden_size;
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[hidden]);
-        let none = self.weights.checked(name, self.weights.zeros(&[hidden]))?;
-        let norm = NormParams::new(&none, &get("weight")?, &get("bias")?, self.config.layer_norm_eps);
+        let no_bias = self.weights.checked(name, self.weights.zeros(&[hidden]))?;
+        let norm = NormParams::new(&no_bias, &get("weight")?, &get("bias")?, self.config.layer_norm_eps);
         Ok(self.weights.checked(name, norm)?)
     }
 
@@ -149,8 +150,8 @@ impl Body for Vit {
         let patches = self.patches.forward(x)?.flatten(1, 2)?;
         let (images, count, _) = patches.dims3()?;
         let patches = patches.broadcast_add(&self.positions)?;
-        let whole = self.whole.broadcast_as((images, 1, self.hidden))?;
-        let tokens = Tensor::cat(&[&whole, &patches], 1)?.flatten(0, 1)?;
+        let cls = self.cls.broadcast_as((images, 1, self.hidden))?;
+        let tokens = Tensor::cat(&[&cls, &patches], 1)?.flatten(0, 1)?;
         let lengths = vec![count + 1; images];
         let out = self.blocks.forward(tokens, |attention, x| attention.forward(x, &lengths))?;
         out.reshape((images, count + 1, self.hidden))?.narrow(1, 0, 1)?.squeeze(1)?.to_dtype(DType::F32)

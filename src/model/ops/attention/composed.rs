@@ -1,19 +1,19 @@
-//! Attention by candle's own operations, for any device and precision; the reference for the kernels. Decides
-//! which texts share a product, padded to the longest: texts of similar lengths, so that there is little
-//! padding.
+//! Attention by candle's operations, for any device and precision; the reference for the kernels. Decides which texts
+//! are computed together, padded to the longest of them: texts of similar lengths, so that there is little padding.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use sconce_kernels::{Distances, places};
 
 use super::super::distances::{added, rotated};
 
-/// The most scores of a head computed at once, unless one text alone has more: a text is never split.
-const MOST_SCORES: usize = 1 << 22;
-/// Less than one row in this many is padding.
-const PADDING: usize = 20;
+/// The most scores of a head that are computed at once (16 MiB in f32). A single text may have more, since a text is
+/// never split.
+const MAX_SCORES: usize = 1 << 22;
+/// Less than one row in 20 is padding.
+const ROWS_PER_PADDING: usize = 20;
 
-/// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side by side;
-/// `lengths` are the tokens of each text, with the sum `tokens`. Returns `[tokens, heads·d]`.
+/// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`: Q, K and V side by side. `lengths` are
+/// the tokens of each text; their sum is `tokens`. Returns `[tokens, heads·d]`.
 ///
 /// # Errors
 /// Shapes or types do not match: a bug of the caller.
@@ -23,27 +23,28 @@ pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize], distances: &Dist
     if of_texts != tokens || tokens == 0 {
         bail!("attention over texts of {of_texts} tokens in all got {tokens} rows");
     }
-    let turned = distances.rotary.as_ref().map(|rotary| {
+    let rotated_qkv = distances.rotary.as_ref().map(|rotary| {
         let parts = qkv.reshape((tokens, 3 * heads, width / 3 / heads))?;
-        let (turning, values) = (parts.narrow(1, 0, 2 * heads)?, parts.narrow(1, 2 * heads, heads)?);
-        let turned = rotated(rotary, &turning, &places(lengths))?;
-        Tensor::cat(&[turned, values], 1)?.reshape((tokens, width))
+        let (qk, values) = (parts.narrow(1, 0, 2 * heads)?, parts.narrow(1, 2 * heads, heads)?);
+        let qk = rotated(rotary, &qk, &places(lengths))?;
+        Tensor::cat(&[qk, values], 1)?.reshape((tokens, width))
     });
-    let turned = turned.transpose()?;
-    let qkv = turned.as_ref().unwrap_or(qkv);
-    let mut places = vec![0u32; tokens];
+    let rotated_qkv = rotated_qkv.transpose()?;
+    let qkv = rotated_qkv.as_ref().unwrap_or(qkv);
+    // The row of each token among the padded rows of all groups.
+    let mut rows = vec![0u32; tokens];
     let mut padded = 0;
-    let mut seen = Vec::new();
+    let mut attended = Vec::new();
     for group in groups(lengths) {
         for (text, start) in group.starts.iter().enumerate() {
             for token in 0..group.lengths[text] {
-                places[start + token] = (padded + text * group.longest + token) as u32;
+                rows[start + token] = (padded + text * group.longest + token) as u32;
             }
         }
         padded += group.starts.len() * group.longest;
-        seen.push(group.attend(qkv, heads, distances)?);
+        attended.push(group.attend(qkv, heads, distances)?);
     }
-    Tensor::cat(&seen, 0)?.index_select(&Tensor::from_vec(places, tokens, qkv.device())?, 0)
+    Tensor::cat(&attended, 0)?.index_select(&Tensor::from_vec(rows, tokens, qkv.device())?, 0)
 }
 
 /// Texts of similar lengths.
@@ -57,10 +58,10 @@ struct Group {
 }
 
 impl Group {
-    /// Whether a text may join that is at least as long as all others.
+    /// Whether a text of this length may join, which is at least the length of the others.
     fn takes(&self, length: usize) -> bool {
         let rows = (self.starts.len() + 1) * length;
-        PADDING * (rows - self.tokens - length) < rows && rows * length <= MOST_SCORES
+        ROWS_PER_PADDING * (rows - self.tokens - length) < rows && rows * length <= MAX_SCORES
     }
 }
 
@@ -98,7 +99,8 @@ impl Group {
         let d = qkv.dim(1)? / 3 / heads;
         let qkv = qkv.reshape((texts, n, 3, heads, d))?.permute((2, 0, 3, 1, 4))?;
         let part = |index| qkv.get(index)?.contiguous();
-        // Scaled before the product, and summed in f32: half precision has too little range and too few digits.
+        // Queries are scaled before the product, and scores are f32: half precision has too little range and too few
+        // digits.
         let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
         let mut scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
         if distances.bias.is_some() || distances.window.is_some() {
@@ -114,7 +116,7 @@ mod tests {
     use super::super::super::testing::{difference, noise};
     use super::*;
 
-    /// Text by text, as the formula says.
+    /// The formula, applied to each text by itself.
     fn one_by_one(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
         let d = qkv.dim(1)? / 3 / heads;
         let mut start = 0;
@@ -131,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_go_together_get_what_each_gets_alone() {
+    fn grouped_texts_have_the_results_of_single_texts() {
         let lengths = [5, 1, 40, 6, 31, 38, 7, 1, 300];
         let qkv = noise(&[lengths.iter().sum(), 3 * 24], 2.0, 1).unwrap();
         let right = one_by_one(&qkv, 3, &lengths).unwrap();
@@ -140,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_of_about_one_length_and_bounded() {
+    fn groups_have_similar_lengths_and_are_bounded() {
         let lengths = [40, 8, 10, 11, 42, 42, 45];
         let sizes: Vec<_> = groups(&lengths).into_iter().map(|group| (group.lengths, group.starts)).collect();
         let pair = (vec![10, 11], vec![48, 58]);

@@ -5,8 +5,8 @@ use super::{Argument, Launch, Matrix, Pointer, Source};
 
 /// Threads in a block; each handles four numbers at a time.
 const THREADS: u32 = 256;
-/// The most blocks; each continues with further numbers.
-const MOST: u32 = 1 << 14;
+/// The most blocks; each computes further numbers in a loop.
+const MAX_BLOCKS: u32 = 1 << 14;
 
 /// x ← activation(x + bias); `bias` has the numbers of one row, of x's type.
 pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
@@ -17,7 +17,7 @@ pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
         Activation::Silu | Activation::Identity => unreachable!("{activation:?} has no kernel"),
     };
     let fours = u64::from(x.rows) * u64::from(x.width / 4);
-    let blocks = fours.div_ceil(THREADS.into()).min(MOST.into()) as u32;
+    let blocks = fours.div_ceil(THREADS.into()).min(MAX_BLOCKS.into()) as u32;
     Launch {
         source: Source::Activation,
         kernel: format!("activate_{}", x.number.name()),

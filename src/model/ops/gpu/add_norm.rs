@@ -2,7 +2,7 @@
 
 use super::{Argument, Launch, Matrix, Pointer, Source, WARP};
 
-/// Rows in a block, one warp each; fewer if the shared memory has no room for them in f32.
+/// Rows in a block, one warp each. There are fewer if the shared memory cannot hold them in f32.
 const ROWS: u32 = 4;
 /// Bytes of shared memory that a block gets by default.
 const SHARED: u32 = 48 << 10;
@@ -23,7 +23,7 @@ pub fn add_norm(x: Matrix, residual: Pointer, norm: Norm) -> Launch {
     launch("add_norm", x, &[residual], norm)
 }
 
-/// x ← LayerNorm(word vectors of the ids + position vectors + bias). `plan` begins with the ids and then the
+/// x ← LayerNorm(token embeddings of the ids + position embeddings + bias). `plan` begins with the ids and then the
 /// positions, one number for each row of `x`.
 pub fn embed(x: Matrix, [tokens, positions]: [Pointer; 2], plan: Pointer, norm: Norm) -> Launch {
     launch("embed", x, &[tokens, positions, plan], norm)

@@ -1,7 +1,7 @@
 // softmax((Q + bias)·Kᵀ/√d)·V for texts that follow each other without padding. A block computes a tile: some
-// queries of one text and head, over all keys of that text, a stretch of keys at a time, updating the softmax's
-// maximum and sum. The caller handles the biases of keys and values: the former changes no weight, the latter
-// is added after the weighting.
+// queries of one text and head, over all keys of that text. It reads a stretch of keys at a time and updates the
+// softmax's maximum and sum (online softmax). The caller handles the biases of keys and values: the former changes
+// no weight, and the latter is added after the weighting.
 #include "warp.cuh"
 
 // `qkv` is [tokens, 3·heads·d], the three products side by side, `q_bias` [heads·d], `out` [tokens, heads·d]. A
@@ -10,7 +10,7 @@
 
 constexpr float NOTHING = -INFINITY;
 
-// One query per thread, computed in f32 for any type of numbers: exact, and for any device.
+// One query per thread, computed in f32 for any type of numbers. It works on any device.
 template <typename N, u32 d>
 __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u32* tiles, float scale, u32 heads) {
     constexpr u32 stretch = 32, step = 8;
@@ -130,7 +130,7 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
     for (u32 first = 0; first < length; first += stretch) {
         const u32 here = length - first < stretch ? length - first : stretch;
         __syncthreads();
-        // Rounded up to a multiple of 16; what is not a key becomes 0.
+        // The number of keys is rounded up to a multiple of 16; rows without a key become 0.
         for (u32 at = threadIdx.x; at < (here + 15) / 16 * 16 * (d / 8); at += blockDim.x) {
             const u32 key = at / (d / 8), i = at % (d / 8);
             const N* from = text + static_cast<size_t>(first + key) * 3 * hidden + hidden + 8 * i;
@@ -183,7 +183,7 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) o[n][i] *= shrink[i / 2];
         }
-        // The layout of the weights as a result is the layout that a factor must have.
+        // The layout of the weights as a result (c) is the layout that a factor (a) must have.
 #pragma unroll
         for (u32 at = 0; at < stretch / 16; ++at) {
             if (16 * at >= here) continue;

@@ -1,7 +1,7 @@
 //! Launches of `attention.cu`. Decides which of its two kernels computes: the one for matrix units if the
 //! numbers are f16 or bf16 and the cards that this program is built for have such units.
 
-use super::{Argument, COMPUTE_CAP, Launch, MOST_BLOCKS, Number, Plan, Pointer, Source, WARP};
+use super::{Argument, COMPUTE_CAP, Launch, MAX_BLOCKS, Number, Plan, Pointer, Source, WARP};
 
 /// The sizes of queries, keys and values; those of all heads are side by side.
 #[derive(Clone, Copy, Debug)]
@@ -17,16 +17,16 @@ pub struct Heads {
 impl Heads {
     /// Whether a kernel fits these heads.
     pub fn fit(self) -> bool {
-        matches!(self.size, 32 | 64) && self.count <= MOST_BLOCKS
+        matches!(self.size, 32 | 64) && self.count <= MAX_BLOCKS
     }
 
-    /// The queries that a warp computes.
+    /// Queries per warp.
     pub fn queries(self) -> u32 {
-        if self.go_by_matrices() { 16 } else { WARP }
+        if self.use_matrix_units() { 16 } else { WARP }
     }
 
-    fn go_by_matrices(self) -> bool {
-        // Three digits mean 10.0 or later; texts of two digits compare like their numbers.
+    fn use_matrix_units(self) -> bool {
+        // Three digits mean 10.0 or later. Strings of two digits compare like their numbers.
         let has_units = COMPUTE_CAP.len() > 2 || COMPUTE_CAP >= "80";
         self.number != Number::F32 && has_units
     }
@@ -35,7 +35,7 @@ impl Heads {
 /// `out` `[tokens, heads·size]` ← softmax((Q + `q_bias`)·Kᵀ/√size)·V, each text of `plan` (on the device at
 /// `planned`) over its own tokens. `qkv` is `[tokens, 3·heads·size]`; `q_bias` is f32.
 pub fn attend([out, qkv, q_bias]: [Pointer; 3], heads: Heads, plan: &Plan, planned: Pointer) -> Vec<Launch> {
-    let by = if heads.go_by_matrices() { "_by_matrices" } else { "" };
+    let by = if heads.use_matrix_units() { "_by_matrices" } else { "" };
     let kernel = format!("attend{by}_{}_{}", heads.number.name(), heads.size);
     let scale = std::f32::consts::LOG2_E / (heads.size as f32).sqrt();
     let launch = |tiles: &super::Tiles| Launch {

@@ -10,13 +10,13 @@ use super::super::Activation;
 use super::super::pooling::Mode;
 use super::{Argument, Heads, Launch, MOST_WIDTH, Matrix, Norm, Number, Plan, Pointer, Source};
 
-/// The plan of a batch, on the host and on the device.
+/// The plan of a batch, which is also on the device.
 pub struct Planned {
     /// On the host.
     pub plan: Plan,
-    /// The texts' tokens.
+    /// The number of tokens of each text.
     pub lengths: Vec<usize>,
-    /// The plan's words on the device.
+    /// [`Plan::words`] on the device.
     pub words: Tensor,
 }
 
@@ -26,7 +26,7 @@ impl Planned {
         self.words.narrow(0, 0, self.plan.tokens)
     }
 
-    /// The tokens' positions `[tokens]`.
+    /// The rows of the tokens in the table of positions, `[tokens]`.
     pub fn places(&self) -> Result<Tensor> {
         self.words.narrow(0, self.plan.tokens, self.plan.tokens)
     }
@@ -35,7 +35,7 @@ impl Planned {
 /// A norm's constants `[3, width]` in f32, and the number that is added to the variance.
 pub type Constants<'a> = (&'a Tensor, f32);
 
-/// LayerNorm(x + bias + residual) in `x`'s memory. False: no kernel fits, and nothing is done.
+/// LayerNorm(x + bias + residual) in `x`'s memory. Returns false, and does nothing, if no kernel fits.
 ///
 /// # Errors
 /// The driver's error.
@@ -45,8 +45,7 @@ pub fn add_norm(x: &Tensor, residual: &Tensor, constants: Constants<'_>) -> Resu
     Ok(true)
 }
 
-/// The vectors `[tokens, width]` of the tokens: words and positions from the tables, added and normed. None: no
-/// kernel fits.
+/// The normed sums `[tokens, width]` of the token and position embeddings from the two tables. None if no kernel fits.
 ///
 /// # Errors
 /// The driver's error.
@@ -59,7 +58,7 @@ pub fn embed(tables: [&Tensor; 2], planned: &Planned, constants: Constants<'_>) 
     Ok(Some(x))
 }
 
-/// activation(x + bias) in `x`'s memory. False: no kernel fits, and nothing is done.
+/// activation(x + bias) in `x`'s memory. Returns false, and does nothing, if no kernel fits.
 ///
 /// # Errors
 /// The driver's error.
@@ -69,13 +68,13 @@ pub fn activate(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<boo
     Ok(true)
 }
 
-/// The heads, if a kernel fits them.
+/// The sizes of the heads, if a kernel fits them.
 pub fn attends(dtype: DType, heads: usize, size: usize) -> Option<Heads> {
     let heads = Heads { number: Number::of(dtype)?, count: heads as u32, size: size as u32 };
     heads.fit().then_some(heads)
 }
 
-/// Attention of the products `qkv` `[tokens, 3·heads·size]`; returns `[tokens, heads·size]`. `q_bias` is f32.
+/// Attention over `qkv` `[tokens, 3·heads·size]`; returns `[tokens, heads·size]`. `q_bias` is f32.
 ///
 /// # Errors
 /// The driver's error.
@@ -86,8 +85,8 @@ pub fn attend(qkv: &Tensor, q_bias: &Tensor, heads: Heads, planned: &Planned) ->
         bail!("attention over {} tokens of {hidden} numbers got {:?}", planned.plan.tokens, qkv.dims());
     }
     let out = uninitialised((tokens, hidden), qkv.dtype(), qkv.device())?;
-    let places = [pointer(&out)?, pointer(qkv)?, pointer(q_bias)?];
-    for launch in super::attend(places, heads, &planned.plan, pointer(&planned.words)?) {
+    let pointers = [pointer(&out)?, pointer(qkv)?, pointer(q_bias)?];
+    for launch in super::attend(pointers, heads, &planned.plan, pointer(&planned.words)?) {
         run(&out, &launch)?;
     }
     Ok(out)
@@ -108,8 +107,8 @@ pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// `x` as a matrix for kernels. None if its type has no kernel, or its rows are longer than `most` or not a
-/// multiple of four numbers.
+/// `x` as a matrix for kernels. None if its type has no kernel, or if the length of its rows is above `most` or not a
+/// multiple of four.
 fn rows(x: &Tensor, most: u32) -> Result<Option<Matrix>> {
     let (rows, width) = x.dims2()?;
     let (rows, width) = (rows as u32, width as u32);
@@ -133,7 +132,7 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
         bail!("a GPU's kernel needs contiguous numbers")
     };
     let stream = storage.device().cuda_stream();
-    // This program orders streams itself (`arrange` in `device/cuda.rs`), so the returned guard is not needed.
+    // This program orders streams itself (`configure` in `device/cuda.rs`), so the returned guard is not needed.
     let (at, size) = match &storage.slice {
         CudaStorageSlice::F32(numbers) => (numbers.device_ptr(&stream).0, size_of::<f32>()),
         CudaStorageSlice::F16(numbers) => (numbers.device_ptr(&stream).0, size_of::<u16>()),
@@ -144,7 +143,7 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
     Ok(at + (first * size) as Pointer)
 }
 
-#[expect(unsafe_code, reason = "nothing is spent on zeros that are overwritten")]
+#[expect(unsafe_code, reason = "no time is spent on zeros that are overwritten")]
 fn uninitialised(shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
     // SAFETY: every kernel here writes every number of its result.
     unsafe { Tensor::empty(shape, dtype, device) }
@@ -174,8 +173,8 @@ fn run(on: &Tensor, launch: &Launch) -> Result<()> {
         block_dim: (launch.threads, 1, 1),
         shared_mem_bytes: launch.shared_bytes,
     };
-    // SAFETY: tests run the same launches. The pointers are of tensors that exist until the kernel has run,
-    // since memory is freed on the same stream.
+    // SAFETY: tests run the same launches on an emulated device. The pointers are of tensors that exist until the
+    // kernel has run, since memory is freed on the same stream.
     unsafe { call.launch(config) }.w()?;
     Ok(())
 }

@@ -1,14 +1,14 @@
-//! Steps of the network on a GPU that candle lacks, or for which it passes over memory too often: our own
-//! kernels (`*.cu`), and how each is launched over a batch. Decides grids, memory and arguments. Pure: `cuda`
-//! runs a launch in a build with CUDA, and tests run the same launch on a device emulated by the CPU.
+//! GPU kernels (`*.cu`) for steps that candle lacks, or for which it reads and writes memory too often, and how each is
+//! launched over a batch. Decides grids, memory and arguments. Pure: `cuda` runs a launch in a build with CUDA, and
+//! tests run the same launch on a device that the CPU emulates.
 //!
 //! | file | kernel |
 //! |---|---|
-//! | `add_norm` | LayerNorm(a + bias + b), and the same over the tables of words and positions |
-//! | `attention` | attention over texts without padding, and its launch |
+//! | `add_norm` | LayerNorm(a + bias + b), and the same over the tables of token and position embeddings |
+//! | `attention` | attention over texts without padding |
 //! | `activation` | activation(x + bias) |
 //! | `pooling` | from the tokens' vectors to a text's vector |
-//! | `plan` | what the kernels need of a batch: ids, positions, where texts begin, tiles |
+//! | `plan` | the description of a batch for the kernels: ids, positions, first rows of texts, tiles |
 
 mod activation;
 mod add_norm;
@@ -26,10 +26,10 @@ pub use pooling::pool;
 
 use candle_core::DType;
 
-/// Threads that run in step.
+/// Threads in a warp.
 const WARP: u32 = 32;
 /// The most blocks in a grid's second dimension.
-const MOST_BLOCKS: u32 = 65_535;
+const MAX_BLOCKS: u32 = 65_535;
 
 /// The oldest compute capability that this program's kernels are for, without the dot: 80 for 8.0.
 pub const COMPUTE_CAP: &str = match option_env!("CUDA_COMPUTE_CAP") {
@@ -50,7 +50,7 @@ pub enum Source {
     Pooling,
 }
 
-/// The type of numbers in memory.
+/// The type of the numbers in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Number {
     /// IEEE 754's binary32.

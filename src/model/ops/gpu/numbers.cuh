@@ -1,5 +1,5 @@
-// The numbers that kernels read and write: f32, f16 and bf16. Sums are always f32. NVIDIA's compiler compiles
-// this for the program, and the host's compiler for tests, with an emulation of the device
+// The numbers that kernels read and write: f32, f16 and bf16. Sums are always f32. This file is compiled by NVIDIA's
+// compiler for the program, and by the host's compiler for tests, with an emulation of the device
 // (tests/fixtures/emulator).
 #pragma once
 

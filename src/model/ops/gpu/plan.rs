@@ -1,14 +1,14 @@
-//! The plan of a batch for the kernels, one array that is copied to the device at once: the tokens' ids and
-//! positions, the texts' first rows, and the tiles of attention. Decides how texts are cut into tiles: with the
-//! smallest tile that takes the rest, so that short texts leave few threads idle, and long texts first, so that
-//! none begins when the others are done.
+//! The plan of a batch for the kernels: the tokens' ids and positions, the texts' first rows, and the tiles of
+//! attention, in one array that is copied to the device at once. Decides how texts are cut into tiles. The rest of a
+//! text gets the smallest tile that holds it, so that short texts leave few threads idle. Long texts come first, so
+//! that none starts when all others are done.
 
 use super::WARP;
 
 /// The queries of the largest tile.
-const LARGEST: u32 = 64;
+const MAX_TILE: u32 = 64;
 
-/// A batch.
+/// The plan of one batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// `ids`, `places`, `starts`, `tiles`, in this order.
@@ -17,7 +17,7 @@ pub struct Plan {
     pub tokens: usize,
     /// The number of texts. There is one more start, which is `tokens`.
     pub texts: usize,
-    /// The tiles, three numbers each, grouped by size, the largest first.
+    /// The groups of tiles of one size, the largest first. In `words` a tile has three numbers.
     pub tiles: Vec<Tiles>,
 }
 
@@ -33,8 +33,9 @@ pub struct Tiles {
 }
 
 impl Plan {
-    /// The plan of texts with `lengths` tokens, whose `ids` are at the positions `places`. `smallest` is the
-    /// number of queries in the smallest tile; the others have twice and four times as many, up to 64.
+    /// The plan of texts with `lengths` tokens. `places` are the rows of the tokens `ids` in the table of positions.
+    /// `smallest` is the number of queries in the smallest tile; larger tiles have twice and four times as many, up to
+    /// 64.
     pub fn new(ids: &[u32], places: &[u32], lengths: &[usize], smallest: u32) -> Self {
         let mut words = Vec::with_capacity(2 * ids.len() + 4 * lengths.len());
         words.extend(ids);
@@ -49,7 +50,7 @@ impl Plan {
         words.push(next);
         texts.sort_by_key(|[_, length]| std::cmp::Reverse(*length));
         let mut tiles = Vec::new();
-        let mut size = LARGEST;
+        let mut size = MAX_TILE;
         while size >= smallest {
             let at = words.len();
             for text in &texts {
@@ -70,16 +71,16 @@ impl Plan {
     }
 }
 
-/// The tiles of one text, each with its size: start, length, first query.
+/// The tiles of one text, each with its size: the text's first row, its length, the tile's first query.
 fn cuts([start, length]: [u32; 2], smallest: u32) -> impl Iterator<Item = (u32, [u32; 3])> {
-    (0..length).step_by(LARGEST as usize).map(move |first| {
-        let left = (length - first).min(LARGEST);
+    (0..length).step_by(MAX_TILE as usize).map(move |first| {
+        let left = (length - first).min(MAX_TILE);
         (left.next_power_of_two().max(smallest), [start, length, first])
     })
 }
 
 impl Tiles {
-    /// Threads of a block, if a warp computes `queries` queries.
+    /// Threads of a block in which each warp computes `queries` queries.
     pub(super) fn threads(self, queries: u32) -> u32 {
         self.size.div_ceil(queries) * WARP
     }
@@ -90,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_is_one_array_and_its_tiles_cover_every_query_once() {
+    fn a_plan_is_one_array_whose_tiles_cover_every_query_once() {
         let lengths = [70, 1, 17, 64, 130, 33];
         let tokens = lengths.iter().sum::<usize>();
         let ids: Vec<u32> = (100..).take(tokens).collect();

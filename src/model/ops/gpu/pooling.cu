@@ -1,4 +1,4 @@
-// From the vectors of a text's tokens to one vector of the text, in f32: only that goes to the host.
+// Computes one vector of a text from the vectors of its tokens, in f32, so that only that is copied to the host.
 #include "numbers.cuh"
 
 // The values of `Mode` in pooling.rs.

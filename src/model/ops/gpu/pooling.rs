@@ -6,9 +6,9 @@ use super::{Argument, Launch, Matrix, Pointer, Source};
 /// Threads in a block; each computes one number of the vector.
 const THREADS: u32 = 128;
 
-/// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from the tokens' vectors `x`.
-/// `starts` are the texts' first rows, then the number of all rows. Each mode takes four bits of an argument,
-/// which has room for eight; there are only four modes.
+/// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from the tokens' vectors `x`. `starts` are
+/// the texts' first rows, then the number of all rows. Each mode takes four bits of one 32-bit argument; that suffices
+/// for eight modes, and there are only four.
 pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]) -> Launch {
     let code = |mode: &Mode| match mode {
         Mode::Cls => 0,

@@ -1,5 +1,5 @@
-// What the 32 threads of a warp do together on its matrix units. Each function is one instruction, for which
-// CUDA has no function in this form; tests emulate it by its definition (tests/fixtures/emulator).
+// What the 32 threads of a warp compute together on its matrix units. Each function is one instruction, for which
+// CUDA has no function in this form. Tests emulate it by its definition (tests/fixtures/emulator).
 #pragma once
 #include "numbers.cuh"
 

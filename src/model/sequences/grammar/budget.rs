@@ -1,7 +1,7 @@
-//! Bounds the work of one operation on a requester's grammar, in a process that does nothing else. The work is counted
-//! in bytes that are allocated: the same operation allocates the same bytes on every machine, however busy it is.
-//! (llguidance's own limits do not cover all of the work of building: see `server`.) Processor
-//! time is only a backstop. Owns the counters of the process; a process without an armed budget is not counted.
+//! Limits the work of one operation on a requester's grammar, in a process that does nothing else. The work is measured
+//! in allocated bytes, since the same operation allocates the same bytes on every machine, however busy it is.
+//! (`server` says why llguidance's own limits do not suffice.) Processor time is only a backstop. Owns the counters of
+//! the process; a process without an armed budget is not counted.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::os::fd::{AsRawFd, RawFd};
@@ -15,15 +15,15 @@ use nix::libc;
 
 use super::wire::{self, FrameKind};
 
-/// What one operation may cost.
+/// The limits of one operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Budget {
     /// Bytes that the operation may allocate, freed ones included: its work.
     pub(super) allocated: i64,
     /// Bytes that the process may hold at once, counted from its first operation.
     pub(super) held: i64,
-    /// Processor time, after which the kernel ends the process. Far above what `allocated` takes, so that a slow machine
-    /// does not change a verdict.
+    /// Processor time, after which the kernel ends the process. It is far above the time that `allocated` takes, so
+    /// that a slow machine does not change a verdict.
     pub(super) time: Duration,
 }
 
@@ -35,12 +35,12 @@ static ALLOCATED_LEFT: AtomicI64 = AtomicI64::new(0);
 static HELD_LEFT: AtomicI64 = AtomicI64::new(0);
 /// Bytes held since the first operation.
 static HELD: AtomicI64 = AtomicI64::new(0);
-/// The socket that is told when the budget is exceeded.
+/// The socket to which an exceeded budget is reported.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 
-/// The program's allocator: mimalloc, which counts what a grammar may allocate. (mimalloc, because large model outputs cause page faults
-/// with the system's allocator.) A program with a model of its own installs it with `#[global_allocator]`. Without it, a
-/// grammar is bounded only by processor time and 1 GiB of address space.
+/// The program's allocator: mimalloc, with a count of what a grammar allocates. (With the system's allocator, large
+/// model outputs cause page faults.) A program with a model of its own installs it with `#[global_allocator]`. Without
+/// it, a grammar is limited only by processor time and 1 GiB of address space.
 pub struct Allocator;
 
 /// Whether [`Allocator`] is the allocator of this program.
@@ -54,7 +54,7 @@ pub(super) fn allocator_is_installed() -> bool {
     ALLOCATED_LEFT.load(Ordering::Relaxed) != before
 }
 
-/// Runs an operation within a budget. If it needs more, the process tells the socket so and ends.
+/// Runs an operation within a budget. If the operation needs more, the process reports this over the socket and ends.
 pub(super) fn run_within<T>(budget: Budget, socket: &UnixStream, operation: impl FnOnce() -> T) -> T {
     SOCKET.store(socket.as_raw_fd(), Ordering::Relaxed);
     ALLOCATED_LEFT.store(budget.allocated, Ordering::Relaxed);
@@ -68,7 +68,7 @@ pub(super) fn run_within<T>(budget: Budget, socket: &UnixStream, operation: impl
     result
 }
 
-/// The kernel ends the process after this processor time; zero: never.
+/// Makes the kernel end the process after this processor time, or never if it is zero.
 #[expect(unsafe_code, reason = "setitimer(2) has no safe form")]
 fn set_timer(time: Duration) {
     let none = libc::timeval { tv_sec: 0, tv_usec: 0 };
@@ -95,15 +95,15 @@ fn charge(bytes: usize, freed: usize) {
     }
 }
 
-/// Ends the process from inside an allocation: allocates nothing, and runs no destructors.
+/// Ends the process from inside an allocation. Allocates nothing, and runs no destructors.
 #[cold]
 #[expect(
     unsafe_code,
-    reason = "an allocator may neither unwind nor allocate; only the bare calls do neither"
+    reason = "an allocator may neither unwind nor allocate; only the system calls do neither"
 )]
 fn exceeded(socket: RawFd) -> ! {
     let frame = wire::header(FrameKind::TooCostly, 0);
-    // SAFETY: the frame outlives the call; a socket that is closed meanwhile makes the call fail, which changes nothing.
+    // SAFETY: the frame outlives the call. If the socket is closed meanwhile, the call fails, which has no effect.
     unsafe {
         libc::send(socket, frame.as_ptr().cast(), frame.len(), libc::MSG_NOSIGNAL);
         libc::_exit(0)

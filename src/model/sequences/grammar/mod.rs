@@ -1,12 +1,12 @@
-//! Which tokens may come next where the text must be JSON or match a regular expression. llguidance decides it, in
-//! processes of its own, because a grammar is a program of a stranger. This file is the worker's side: it starts the
-//! server process, has each grammar built once, and asks for the masks of each sequence.
+//! Decides which tokens may come next if the text must be JSON or match a regular expression. llguidance computes this
+//! in separate processes, because a grammar is untrusted input. This file is the worker's side: it starts the server
+//! process, has each grammar built once, and requests the masks of each sequence.
 //!
 //! | file | decides |
 //! |---|---|
-//! | `server` | what the processes do |
-//! | `budget` | what one operation of theirs may cost |
-//! | `wire` | what is written between them and the worker |
+//! | `server` | the work of the processes |
+//! | `budget` | the limits of one of their operations |
+//! | `wire` | the messages between them and the worker |
 
 mod budget;
 mod server;
@@ -38,27 +38,27 @@ use crate::protocol::generate::Format;
 
 /// The command with which this program runs as a grammar server.
 pub const COMMAND: &str = "grammar-server";
-/// Marks a token that is no text, for llguidance.
+/// The first byte of a token without text, for llguidance.
 const SPECIAL: u8 = 0xff;
-/// Grammars whose builders are kept after their last sequence, and whose refusals are remembered.
-const REMEMBERED: usize = 16;
+/// The number of grammars that are remembered: their builders are kept after the last sequence, as are refusals.
+const MAX_KNOWN: usize = 16;
 /// The longest regular expression, in bytes. The time to build one grows with the square of its length: optional letters
 /// of this length take about 0.3 s.
-const EXPRESSION: usize = 8 << 10;
+const MAX_EXPRESSION_BYTES: usize = 8 << 10;
 /// The most optional properties of one object. llguidance keeps about four items for each, and refuses an object with more
 /// than 2,000 of them at its first token, after a time that grows with the square of their number: 4,000 properties take
 /// 2 s.
-const OPTIONAL: usize = 490;
-/// How long the worker waits for a builder. Its processor time ends it far sooner, unless the machine is overloaded; then
-/// the task is tried again.
-const BUILDING: Duration = Duration::from_secs(20);
-/// The same for one mask. Meanwhile no other sequence advances.
-const MASKING: Duration = Duration::from_secs(3);
+const MAX_OPTIONAL: usize = 490;
+/// How long the worker waits for a builder. The limit of its processor time ends it far sooner, unless the machine is
+/// overloaded; in that case the task is tried again.
+const BUILD_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the worker waits for one mask. Meanwhile no other sequence advances.
+const MASK_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The program that serves grammars. Set by tests, whose own program does not.
+/// The program that serves grammars. Only tests set it, since a test program does not serve grammars itself.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// Names the program that serves grammars, for test programs; otherwise it is the running one.
+/// Sets the program that serves grammars, for test programs. By default it is the running program.
 pub fn set_program(program: impl Into<PathBuf>) {
     let _ = PROGRAM.set(program.into());
 }
@@ -66,13 +66,13 @@ pub fn set_program(program: impl Into<PathBuf>) {
 /// Builds grammars for one model's tokens.
 pub struct Grammars {
     vocabulary: Vec<u8>,
-    /// Started for the first grammar. Locked while a grammar is built: one is built at a time.
+    /// Started for the first grammar. Locked while a grammar is built, so that one is built at a time.
     server: Mutex<Option<Server>>,
     /// Locked for a few instructions.
     known: Mutex<Known>,
 }
 
-/// The grammars used last, and what became of each; the latest is first.
+/// The last grammars and the verdict on each; the latest is first.
 #[derive(Default)]
 struct Known(VecDeque<(Fingerprint, Verdict)>);
 
@@ -83,10 +83,10 @@ type Verdict = Result<Arc<Builder>, String>;
 type Fingerprint = [u8; 32];
 
 impl Known {
-    /// What became of a grammar, if that is known and its builder lives.
+    /// The verdict on a grammar, if it is known and the grammar's builder is running.
     fn find(&mut self, fingerprint: Fingerprint) -> Option<Verdict> {
         let (_, verdict) = self.0.remove(self.0.iter().position(|(of, _)| *of == fingerprint)?)?;
-        if verdict.as_ref().is_ok_and(|builder| !builder.lives()) {
+        if verdict.as_ref().is_ok_and(|builder| !builder.is_running()) {
             return None;
         }
         self.add(fingerprint, verdict.clone());
@@ -95,23 +95,23 @@ impl Known {
 
     fn add(&mut self, fingerprint: Fingerprint, verdict: Verdict) {
         self.0.push_front((fingerprint, verdict));
-        self.0.truncate(REMEMBERED);
+        self.0.truncate(MAX_KNOWN);
     }
 }
 
-/// A grammar that is not known.
+/// A grammar that was not built yet.
 pub struct Grammar {
     text: Vec<u8>,
     fingerprint: Fingerprint,
 }
 
-/// What is known of a format.
+/// The result of looking up a format.
 pub enum Found {
-    /// Any text has it.
+    /// The format allows any text.
     Any,
     /// Its grammar was built before.
     Known(Constraint),
-    /// Its grammar is to be built by [`Grammars::build`].
+    /// Its grammar must be built by [`Grammars::build`].
     Unknown(Grammar),
 }
 
@@ -125,8 +125,8 @@ struct Server {
 struct Builder(UnixStream);
 
 impl Builder {
-    /// A builder writes nothing after its verdict, so that its socket can only be silent or at its end.
-    fn lives(&self) -> bool {
+    /// Whether the process is running. It writes nothing after its verdict, so its socket is either silent or closed.
+    fn is_running(&self) -> bool {
         let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
         recv(self.0.as_raw_fd(), &mut [0], flags) == Err(Errno::EAGAIN)
     }
@@ -142,50 +142,50 @@ impl Drop for Server {
 impl Server {
     fn start(vocabulary: &[u8]) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
-        // Not by its path: the file may have been replaced by a new version.
+        // Not the program's path, since the file may have been replaced by a new version.
         let program = PROGRAM.get().cloned().unwrap_or_else(|| "/proc/self/exe".into());
         let process = Command::new(program)
             .arg(COMMAND)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            // Control lines and logs are the worker's, and their pipes must close when it ends.
+            // Control lines and logs belong to the worker, and their pipes must close when it ends.
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Memory that a builder has freed goes back at once.
+            // Memory that a builder has freed is returned to the system at once.
             .env("MIMALLOC_PURGE_DELAY", "0")
             .spawn()?;
         let server = Self { process, socket };
-        server.socket.set_write_timeout(Some(BUILDING))?;
+        server.socket.set_write_timeout(Some(BUILD_TIMEOUT))?;
         write_frame(&server.socket, FrameKind::Data, vocabulary)?;
         Ok(server)
     }
 }
 
 /// A socket to a new child of the process at the other end of `parent`.
-fn child_of(parent: &UnixStream, patience: Duration) -> io::Result<UnixStream> {
+fn child_of(parent: &UnixStream, timeout: Duration) -> io::Result<UnixStream> {
     let (socket, theirs) = UnixStream::pair()?;
-    socket.set_read_timeout(Some(patience))?;
-    socket.set_write_timeout(Some(patience))?;
+    socket.set_read_timeout(Some(timeout))?;
+    socket.set_write_timeout(Some(timeout))?;
     send_socket(parent, &theirs)?;
     Ok(socket)
 }
 
 impl Grammars {
-    /// For a vocabulary of `vocab_size` tokens. `ends` are the tokens that end an answer; at least one.
+    /// Prepares the vocabulary of `vocab_size` tokens. `ends` are the tokens that end an answer; there must be one.
     ///
     /// # Errors
     /// The reason why answers of this model cannot be constrained.
     pub fn new(texts: &TokenTexts, vocab_size: usize, ends: &BTreeSet<u32>) -> Result<Self, String> {
         let end = ends.first().copied().ok_or("the model has no token that ends an answer")?;
-        let word = |id: u32| match texts.get(id) {
+        let token = |id: u32| match texts.get(id) {
             [] => [&[SPECIAL][..], format!("<|{id}|>").as_bytes()].concat(),
             text => text.to_vec(),
         };
         let count = u32::try_from(vocab_size).map_err(|error| error.to_string())?;
-        let vocabulary = server::vocabulary_frame(end, (0..count).map(word));
+        let vocabulary = server::vocabulary_frame(end, (0..count).map(token));
         Ok(Self { vocabulary, server: Mutex::default(), known: Mutex::default() })
     }
 
-    /// What is known of a format. Takes no longer than usual.
+    /// Looks up a format. Takes no longer than [`Effort::Usual`](crate::model::Effort::Usual).
     ///
     /// # Errors
     /// `BadInput` for a schema or an expression that is known to be refused, or that is too long.
@@ -213,8 +213,8 @@ impl Grammars {
     /// Builds a grammar. Blocks until that is done.
     ///
     /// # Errors
-    /// `BadInput` for a schema or an expression that cannot be used or costs too much; `Fault` where its process ended
-    /// for another reason: the task is tried again.
+    /// `BadInput` for a schema or an expression that cannot be used or costs too much. `Fault` if its process ended for
+    /// another reason; the task is then tried again.
     pub fn build(&self, grammar: &Grammar) -> Result<Constraint, TaskError> {
         let Grammar { text, fingerprint } = grammar;
         let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
@@ -231,18 +231,18 @@ impl Grammars {
         Ok(Constraint(verdict.map_err(refused)?))
     }
 
-    /// Has a grammar built by the server. One that has ended is started again.
+    /// Has the server build a grammar. A server that has ended is started again.
     fn built(&self, server: &mut Option<Server>, grammar: &[u8]) -> Result<Verdict, TaskError> {
         let mut frame = Vec::new();
         let mut attempt = |server: &Server| {
-            let socket = child_of(&server.socket, BUILDING)?;
+            let socket = child_of(&server.socket, BUILD_TIMEOUT)?;
             write_frame(&socket, FrameKind::Data, grammar)?;
             Ok((read_frame(&socket, &mut frame)?, socket))
         };
         let running = server.take().map(|server| (attempt(&server), server));
         let (answer, running) = match running {
             Some((Ok(answer), running)) => (answer, running),
-            // Either the server or the builder has ended. A new server tells which: if its builder fails too, the task fails.
+            // Either the server or the builder has ended. If the builder fails with a new server too, the task fails.
             _ => {
                 let server = Server::start(&self.vocabulary).map_err(|error| fault(&error))?;
                 (attempt(&server).map_err(|error| fault(&error))?, server)
@@ -271,7 +271,7 @@ fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
     TopLevelGrammar::from_json_schema(schema)
 }
 
-/// What the time to build a grammar grows with the square of.
+/// The sizes with whose square the time to build a grammar grows.
 #[derive(Clone, Copy, Default)]
 struct Sizes {
     /// The bytes of the longest expression: values of `pattern`, and names in `patternProperties`.
@@ -283,10 +283,10 @@ struct Sizes {
 impl Sizes {
     fn of(schema: &serde_json::Value) -> Self {
         use serde_json::Value;
-        let mut most = Self::default();
+        let mut largest = Self::default();
         let mut include = |Self { expression, optional }| {
-            most.expression = most.expression.max(expression);
-            most.optional = most.optional.max(optional);
+            largest.expression = largest.expression.max(expression);
+            largest.optional = largest.optional.max(optional);
         };
         match schema {
             Value::Object(fields) => {
@@ -306,19 +306,19 @@ impl Sizes {
             Value::Array(items) => items.iter().map(Self::of).for_each(include),
             _ => {}
         }
-        most
+        largest
     }
 
     fn check(self) -> Result<(), TaskError> {
         let Self { expression, optional } = self;
-        if expression > EXPRESSION {
+        if expression > MAX_EXPRESSION_BYTES {
             return Err(refused(format!(
-                "an expression has {expression} bytes; at most {EXPRESSION} are taken"
+                "an expression has {expression} bytes; at most {MAX_EXPRESSION_BYTES} are taken"
             )));
         }
-        if optional > OPTIONAL {
+        if optional > MAX_OPTIONAL {
             return Err(refused(format!(
-                "an object has {optional} optional properties; at most {OPTIONAL} are taken"
+                "an object has {optional} optional properties; at most {MAX_OPTIONAL} are taken"
             )));
         }
         Ok(())
@@ -336,12 +336,12 @@ fn refused(reason: String) -> TaskError {
     TaskError::bad_input("response_format", format!("response_format cannot be used: {reason}"))
 }
 
-/// The processes of the grammar ended without a verdict.
+/// The error for a grammar whose process ended without a verdict.
 fn fault(error: &io::Error) -> TaskError {
     TaskError::new(TaskErrorKind::Fault, format!("the process that serves response_format: {error}"))
 }
 
-/// What the text of an answer must be. Clones share the grammar.
+/// The grammar that the text of an answer must match. Clones share the grammar's process.
 #[derive(Clone)]
 pub struct Constraint(Arc<Builder>);
 
@@ -352,19 +352,19 @@ impl fmt::Debug for Constraint {
 }
 
 impl Constraint {
-    /// Begins a sequence: has its matcher forked, which sends the first mask at once (the builder computed it with the
-    /// grammar).
+    /// Begins a sequence: has its matcher forked. The matcher sends the first mask at once, which the builder computed
+    /// together with the grammar.
     ///
     /// # Errors
     /// `Fault` if the grammar's process has ended.
     pub fn begin(&self) -> Result<Masks, TaskError> {
         let Builder(socket) = &*self.0;
-        let socket = child_of(socket, MASKING).map_err(|error| fault(&error))?;
+        let socket = child_of(socket, MASK_TIMEOUT).map_err(|error| fault(&error))?;
         Ok(Masks { socket, allowed: Vec::new(), is_read: false })
     }
 }
 
-/// What may come next in one sequence.
+/// The tokens that may come next in one sequence.
 pub struct Masks {
     socket: UnixStream,
     /// A bit for each token that may come next, in little-endian words.
@@ -374,10 +374,10 @@ pub struct Masks {
 }
 
 impl Masks {
-    /// Makes tokens that may not come next impossible.
+    /// Sets the logits of all tokens that may not come next to -∞.
     ///
     /// # Errors
-    /// `BadInput` if nothing may come next or the mask costs too much, `Fault` if its process has ended.
+    /// `BadInput` if no token may come next or the mask costs too much, `Fault` if the matcher has ended.
     pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), TaskError> {
         if !self.is_read {
             match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
@@ -399,8 +399,8 @@ impl Masks {
         Ok(())
     }
 
-    /// Records the token that was chosen. The next mask is computed meanwhile. If the sequence's process has ended,
-    /// [`Masks::apply`] says so.
+    /// Records the chosen token. The matcher then computes the next mask in the background. If the matcher has ended,
+    /// [`Masks::apply`] returns the error.
     pub fn take(&mut self, id: u32) {
         self.is_read = false;
         let _ = write_frame(&self.socket, FrameKind::Data, &id.to_le_bytes());

@@ -1,13 +1,14 @@
-//! The processes that run requesters' grammars. Requesters write the grammars, so they are untrusted: building one or
-//! computing one mask may take any time and memory, and llguidance's work limit ("fuel") does not cover `multipleOf` or
-//! intersections of patterns. So each runs in processes that hold nothing else and may end at any time:
+//! The processes that run requesters' grammars. Grammars are untrusted: building one or computing one mask may take any
+//! amount of time and memory, and llguidance's work limit ("fuel") does not cover `multipleOf` or intersections of
+//! patterns. So grammars run in processes that hold nothing else and may end at any time:
 //!
-//! - the *server*, one for a worker, holds the vocabulary. It forks
-//! - a *builder* for each grammar, which builds it within [`BUILD`] and says whether it can be used. It forks
-//! - a *matcher* for each sequence, which computes its masks, each within [`MASK`].
+//! - The *server* holds the vocabulary. A worker has one. It forks a builder for each grammar.
+//! - A *builder* builds its grammar within [`BUILD`] and reports whether it can be used. It forks a matcher for each
+//!   sequence.
+//! - A *matcher* computes the masks of its sequence, each within [`MASK`].
 //!
-//! Each has one socket to the worker, gets the sockets of its children over it, and ends when the worker closes it. Forking
-//! is safe here: these processes have one running thread and never touch a device.
+//! Each process has one socket to the worker. It receives the sockets of its children over it, and ends when the worker
+//! closes it. Forking is safe here, since these processes have one running thread and never touch a device.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -26,18 +27,18 @@ use super::budget::{Budget, allocator_is_installed, run_within};
 use super::wire::{FrameKind, read_frame, receive_socket, write_frame};
 use crate::protocol::shorten;
 
-/// What building a grammar and computing its first mask may cost. 192 MiB of allocations take 250 ms of a 2.6 GHz Xeon
-/// (`multipleOf`), up to three times as long for the longest expressions and schemas
-/// that are taken. An object of 150 texts takes 5 MiB, a list of 2,000
-/// names 6 MiB, a choice of 300 objects with ranges of numbers 113 MiB.
+/// The budget for building a grammar and computing its first mask. On a 2.6 GHz Xeon, 192 MiB of allocations take 250
+/// ms (`multipleOf`), and up to three times as long for the longest expressions and schemas that are accepted. An
+/// object of 150 strings takes 5 MiB, an enumeration of 2,000 names 6 MiB, a choice of 300 objects with ranges of
+/// numbers 113 MiB.
 pub(super) const BUILD: Budget =
     Budget { allocated: 192 << 20, held: 64 << 20, time: Duration::from_secs(4) };
-/// What one mask may cost. A mask of a usual schema allocates less than 100 KiB.
+/// The budget for one mask. A mask of a usual schema allocates less than 100 KiB.
 pub(super) const MASK: Budget = Budget { allocated: 12 << 20, held: 96 << 20, time: Duration::from_secs(1) };
-/// Bytes of address space of a process whose allocator does not count.
-const UNCOUNTED: u64 = 1 << 30;
+/// The limit of address space, in bytes, for a process whose allocator does not count.
+const UNCOUNTED_ADDRESS_SPACE: u64 = 1 << 30;
 /// The most characters of llguidance's reason in an error.
-const REASON: usize = 300;
+const MAX_REASON: usize = 300;
 
 /// Serves grammars to the worker at the other end of this socket, until the worker closes it.
 ///
@@ -52,12 +53,13 @@ pub fn serve(worker: UnixStream) -> io::Result<()> {
     fork_for_each(worker, |worker| build(&factory, worker))
 }
 
-/// The worker ends these processes by closing their sockets. A signal for its whole group, such as that of Ctrl-C, must
-/// not end them while it drains. Children that have ended are reaped by the kernel.
+/// Ignores the signals that end a process. The worker ends these processes by closing their sockets; a signal to its
+/// whole process group, as by Ctrl-C, must not end them while it drains. Ignoring SIGCHLD makes the kernel reap
+/// children.
 #[expect(unsafe_code, reason = "sigaction(2) is unsafe for the handlers that it could install")]
 fn ignore_signals() -> nix::Result<()> {
     for ignored in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD] {
-        // SAFETY: to ignore a signal installs no handler.
+        // SAFETY: ignoring a signal installs no handler.
         unsafe { signal(ignored, SigHandler::SigIgn) }?;
     }
     Ok(())
@@ -71,28 +73,30 @@ fn ignore_signals() -> nix::Result<()> {
 )]
 fn fork_for_each(sockets: UnixStream, mut run: impl FnMut(UnixStream) -> io::Result<()>) -> io::Result<()> {
     while let Some(socket) = receive_socket(&sockets)? {
-        // SAFETY: the only other thread, that of `main`, waits for this one and holds no lock.
+        // SAFETY: the only other thread, the main thread, waits for this one and holds no lock.
         if let ForkResult::Child = unsafe { fork() }? {
-            // With this copy open, the worker would not see that the parent has ended.
+            // While this copy is open, the worker would not notice the end of the parent.
             drop(sockets);
             let _ = run(socket);
-            // SAFETY: nothing of the parent's may be dropped here, where it was copied.
+            // SAFETY: the child must not drop the copies of the parent's values, so it ends without destructors.
             unsafe { libc::_exit(0) };
         }
     }
     Ok(())
 }
 
-/// A vocabulary as the server reads it: the number of the end token, then each token with its length.
-pub(super) fn vocabulary_frame(end: u32, words: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+/// A vocabulary in the form that the server reads: the id of the end token, then each token after its length.
+pub(super) fn vocabulary_frame(end: u32, tokens: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
     let mut frame = end.to_le_bytes().to_vec();
-    for word in words {
-        frame.extend_from_slice(&(word.len() as u32).to_le_bytes());
-        frame.extend_from_slice(&word);
+    for token in tokens {
+        frame.extend_from_slice(&(token.len() as u32).to_le_bytes());
+        frame.extend_from_slice(&token);
     }
     frame
 }
 
+/// Prepares llguidance for a vocabulary.
+///
 /// # Errors
 /// llguidance's reason.
 fn factory(vocabulary: &[u8]) -> Result<ParserFactory, String> {
@@ -113,7 +117,7 @@ fn factory(vocabulary: &[u8]) -> Result<ParserFactory, String> {
     let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(TokTrie::from(&TokRxInfo::new(count, end), &words)));
     let mut factory = ParserFactory::new_simple(&tokens).map_err(|error| error.to_string())?;
     factory.quiet();
-    // The state of a parser tells a requester nothing.
+    // The state of a parser is of no use to a requester.
     factory.limits_mut().verbose_errors = false;
     Ok(factory)
 }
@@ -123,7 +127,7 @@ fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
     let mut grammar = Vec::new();
     read_frame(&worker, &mut grammar)?;
     if !allocator_is_installed() {
-        setrlimit(Resource::RLIMIT_AS, UNCOUNTED, UNCOUNTED)?;
+        setrlimit(Resource::RLIMIT_AS, UNCOUNTED_ADDRESS_SPACE, UNCOUNTED_ADDRESS_SPACE)?;
     }
     let built = run_within(BUILD, &worker, || {
         let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| reason(&error))?;
@@ -159,9 +163,9 @@ fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Resul
     Ok(())
 }
 
-/// Which tokens may come next: a bit for each, in little-endian words of 32.
+/// The tokens that may come next: a bit for each, in little-endian words of 32 bits.
 fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
-    // Of a dead end only llguidance's text tells.
+    // Only the text of llguidance's error identifies a dead end.
     let dead_end = format!("{:?}", StopReason::NoExtensionBias);
     let allowed = match matcher.compute_mask_or_eos().map_err(|error| reason(&error)) {
         Ok(allowed) if !allowed.is_zero() => allowed,
@@ -171,12 +175,12 @@ fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
     Ok(allowed.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
-/// llguidance's reason, without the place in a grammar that it has made itself.
+/// llguidance's reason, without the position in a grammar that it has generated itself.
 fn reason(error: &impl std::fmt::Display) -> String {
     let reason = format!("{error:#}");
     let is_own = |line: &&str| !line.contains("| start:") && !line.contains("<non-verbose");
     let lines: Vec<&str> = reason.lines().take_while(is_own).collect();
-    shorten(lines.join("\n").trim_end(), REASON)
+    shorten(lines.join("\n").trim_end(), MAX_REASON)
 }
 
 fn refuse(worker: &UnixStream, reason: String) -> io::Result<()> {
@@ -190,16 +194,16 @@ mod tests {
     use super::super::json_grammar;
     use super::*;
 
-    const WORDS: [&str; 8] = ["\u{0}", "{", "}", "\"a\"", ": ", "12", "x", ", "];
+    const TOKENS: [&str; 8] = ["\u{0}", "{", "}", "\"a\"", ": ", "12", "x", ", "];
 
     fn matcher(grammar: TopLevelGrammar) -> Matcher {
-        let words = WORDS.iter().map(|word| word.as_bytes().to_vec());
-        Matcher::new(factory(&vocabulary_frame(0, words)).unwrap().create_parser(grammar))
+        let tokens = TOKENS.iter().map(|token| token.as_bytes().to_vec());
+        Matcher::new(factory(&vocabulary_frame(0, tokens)).unwrap().create_parser(grammar))
     }
 
     fn allowed(matcher: &mut Matcher) -> Vec<&'static str> {
         let mask = mask(matcher).unwrap();
-        (0..WORDS.len()).filter(|id| mask[id / 8] >> (id % 8) & 1 == 1).map(|id| WORDS[id]).collect()
+        (0..TOKENS.len()).filter(|id| mask[id / 8] >> (id % 8) & 1 == 1).map(|id| TOKENS[id]).collect()
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What a worker and its grammar processes write to each other: frames over Unix sockets, and sockets over sockets.
+//! The messages between a worker and its grammar processes: frames over Unix sockets, and sockets over sockets.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -7,54 +7,54 @@ use std::os::unix::net::UnixStream;
 use nix::cmsg_space;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
-/// What the payload of a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FrameKind {
-    /// Data: a request, or its result.
+    /// The payload is a request or its result.
     Data = 0,
-    /// The grammar cannot be used; the payload says why.
+    /// The grammar cannot be used. The payload says why.
     Refused = 1,
     /// The grammar needs more work or memory than its budget.
     TooCostly = 2,
 }
 
-/// The bytes before a payload: the status, and the payload's length as little-endian u32.
+/// The bytes before a payload: the frame's kind, and the payload's length as a little-endian u32.
 const HEADER: usize = 5;
-/// The largest payload, in bytes: a vocabulary of a million tokens has about 10 MiB.
-const MOST: usize = 64 << 20;
+/// The largest payload, in bytes. A vocabulary of a million tokens has about 10 MiB.
+const MAX_PAYLOAD: usize = 64 << 20;
 
-pub(super) fn header(status: FrameKind, length: u32) -> [u8; HEADER] {
+pub(super) fn header(kind: FrameKind, length: u32) -> [u8; HEADER] {
     let [a, b, c, d] = length.to_le_bytes();
-    [status as u8, a, b, c, d]
+    [kind as u8, a, b, c, d]
 }
 
-/// Writes a frame by one call, so that the reader wakes once.
-pub(super) fn write_frame(mut stream: &UnixStream, status: FrameKind, payload: &[u8]) -> io::Result<()> {
+/// Writes a frame in one call, so that the reader wakes only once.
+pub(super) fn write_frame(mut stream: &UnixStream, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len()).map_err(io::Error::other)?;
-    stream.write_all(&[&header(status, length)[..], payload].concat())
+    stream.write_all(&[&header(kind, length)[..], payload].concat())
 }
 
 /// Reads a frame's payload into `payload`.
 pub(super) fn read_frame(mut stream: &UnixStream, payload: &mut Vec<u8>) -> io::Result<FrameKind> {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header)?;
-    let [status, length @ ..] = header;
-    let status = match status {
+    let [kind, length @ ..] = header;
+    let kind = match kind {
         0 => FrameKind::Data,
         1 => FrameKind::Refused,
         2 => FrameKind::TooCostly,
-        other => return Err(io::Error::other(format!("{other} is no status of a frame"))),
+        other => return Err(io::Error::other(format!("{other} is no kind of a frame"))),
     };
     let length = u32::from_le_bytes(length) as usize;
-    if length > MOST {
-        return Err(io::Error::other(format!("a frame of {length} bytes; at most {MOST} are read")));
+    if length > MAX_PAYLOAD {
+        return Err(io::Error::other(format!("a frame of {length} bytes; at most {MAX_PAYLOAD} are read")));
     }
     payload.resize(length, 0);
     stream.read_exact(payload)?;
-    Ok(status)
+    Ok(kind)
 }
 
-/// Hands a socket to the process at the other end of `over`.
+/// Sends a socket to the process at the other end of `over`.
 pub(super) fn send_socket(over: &UnixStream, socket: &UnixStream) -> io::Result<()> {
     let files = [socket.as_raw_fd()];
     let (data, rights) = ([IoSlice::new(&[0])], [ControlMessage::ScmRights(&files)]);
@@ -62,7 +62,7 @@ pub(super) fn send_socket(over: &UnixStream, socket: &UnixStream) -> io::Result<
     Ok(())
 }
 
-/// Waits for a socket; none at the end of the stream.
+/// Waits for a socket. None at the end of the stream.
 pub(super) fn receive_socket(over: &UnixStream) -> io::Result<Option<UnixStream>> {
     let (mut byte, mut space) = ([0], cmsg_space!(i32));
     let mut data = [IoSliceMut::new(&mut byte)];
@@ -75,7 +75,7 @@ pub(super) fn receive_socket(over: &UnixStream) -> io::Result<Option<UnixStream>
         ControlMessageOwned::ScmRights(files) => files.first().copied(),
         _ => None,
     });
-    let file = files.ok_or_else(|| io::Error::other("a byte came without a socket"))?;
+    let file = files.ok_or_else(|| io::Error::other("a byte arrived without a socket"))?;
     #[expect(unsafe_code, reason = "nix returns received descriptors as numbers")]
     // SAFETY: the kernel made this descriptor for this message, and nothing else owns it.
     Ok(Some(UnixStream::from(unsafe { OwnedFd::from_raw_fd(file) })))

@@ -1,5 +1,5 @@
-//! What kind of file a recording is, by its first bytes, and which length its header states. Skips tags before the
-//! sound. Decodes nothing.
+//! Recognizes the format of a recording by its first bytes, and checks the length that its header states. Skips tags
+//! before the sound. Decodes nothing.
 
 use std::fmt;
 use std::io::{self, Read, SeekFrom};
@@ -8,19 +8,19 @@ use super::source::Source;
 use super::{refused, unreadable};
 use crate::model::TaskError;
 
-/// The list in errors and documents.
+/// The supported formats, as errors and documents list them.
 pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg Vorbis";
 
-/// Bytes that say what a file is.
+/// The first bytes of a file, by which its format is recognized.
 const MAGIC_BYTES: usize = 64;
-/// Tags of 10 bytes and more, one behind the other, before the sound of an MP3 file. Usually there is one.
-const MOST_TAGS: usize = 16;
-/// Chunks before the sound of a WAV file. Usually there are two or three.
-const MOST_CHUNKS: usize = 256;
-/// From this number of bytes on, a WAV header states no length: programs that write to a pipe put the largest number
-/// that they can think of (ffmpeg 2^32 - 1, sox 2^31 - 4096).
+/// The most ID3v2 tags before the sound of an MP3 file. Usually there is one.
+const MAX_TAGS: usize = 16;
+/// The most chunks before the sound of a WAV file. Usually there are two or three.
+const MAX_CHUNKS: usize = 256;
+/// From this number of bytes on, a WAV header states no length: programs that write to a pipe put a very large number
+/// there (ffmpeg 2^32 - 1, sox 2^31 - 4096).
 const UNKNOWN_LENGTH: u32 = 0x7fff_0000;
-/// The last page of an Ogg file begins within so many bytes of its end: a page has 65,307 bytes at most.
+/// The last page of an Ogg file begins at most this many bytes before its end. A page has 65,307 bytes at most.
 const OGG_TAIL: u64 = 2 * 65_307;
 
 /// A file format that can be decoded.
@@ -47,24 +47,24 @@ impl fmt::Display for Format {
     }
 }
 
-/// A file whose format is known. Its source stands at the first byte of that format.
+/// A file whose format is known. Its source is positioned at the first byte of that format.
 pub(super) struct Opened {
     pub(super) format: Format,
-    /// Whether its header may be asked for the recording's length. False for a WAV file that was written to a pipe.
+    /// Whether its header states the recording's length. False for a WAV file that was written to a pipe.
     pub(super) states_length: bool,
-    /// Of an Ogg file, the time at which its last page ends, in samples per channel.
+    /// For an Ogg file, the time at which its last page ends, in samples per channel.
     pub(super) ogg_end: Option<u64>,
 }
 
-/// Finds out what a file is.
+/// Recognizes a file's format.
 ///
 /// # Errors
-/// The file is of no format that can be decoded, or a WAV header states more bytes than there are.
+/// The format cannot be decoded, or a WAV header states more bytes than the file has.
 pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
     let length = source.seek(SeekFrom::End(0)).map_err(unreadable)?;
     let mut start = 0;
     let mut magic = first_bytes(source, start)?;
-    for _ in 0..MOST_TAGS {
+    for _ in 0..MAX_TAGS {
         let Some(tag) = tag_bytes(&magic) else { break };
         start += tag;
         magic = first_bytes(source, start)?;
@@ -83,7 +83,7 @@ pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
     Ok(opened)
 }
 
-/// The bytes from `start` on; fewer at the file's end.
+/// The [`MAGIC_BYTES`] from `start` on; fewer at the file's end.
 fn first_bytes(source: &mut dyn Source, start: u64) -> Result<Vec<u8>, TaskError> {
     source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
     read_up_to(source, MAGIC_BYTES as u64).map_err(unreadable)
@@ -95,7 +95,7 @@ fn read_up_to(source: &mut dyn Source, bytes: u64) -> io::Result<Vec<u8>> {
     Ok(read)
 }
 
-/// The length of the ID3v2 tag that begins here.
+/// The length of the ID3v2 tag that these bytes begin; none if they begin no tag.
 fn tag_bytes(magic: &[u8]) -> Option<u64> {
     let [b'I', b'D', b'3', _, _, flags, size @ ..] = magic else { return None };
     let size = size.first_chunk::<4>()?;
@@ -117,7 +117,7 @@ fn format(magic: &[u8]) -> Option<Format> {
     }
 }
 
-/// The error for a file of none of our formats. It names the file's own format where that is a common one.
+/// The error for a file whose format is not supported. It names the format if it is a common one.
 fn unknown(magic: &[u8], length: u64) -> TaskError {
     let name = match magic {
         [] => return refused("the recording is empty"),
@@ -139,9 +139,9 @@ fn unknown(magic: &[u8], length: u64) -> TaskError {
     refused(format!("the recording is {name}, which is not supported; supported are {SUPPORTED}"))
 }
 
-/// Refuses Ogg files by the name of what is in them.
+/// Refuses an Ogg file with an unsupported codec, which the error names.
 fn check_ogg_codec(magic: &[u8]) -> Result<(), TaskError> {
-    // A page has a header of 27 bytes and one for each segment. The first page holds one short packet.
+    // The header of a page has 27 bytes and one more for each segment. The first page holds one short packet.
     let packet = magic.get(26).and_then(|segments| magic.get(27 + usize::from(*segments)..)).unwrap_or(&[]);
     let name = match packet {
         [b'O', b'p', b'u', b's', b'H', ..] => "Opus",
@@ -152,14 +152,14 @@ fn check_ogg_codec(magic: &[u8]) -> Result<(), TaskError> {
     Err(refused(format!("the Ogg file holds {name}, which is not supported; supported are {SUPPORTED}")))
 }
 
-/// Whether a WAV header says how many bytes of samples follow.
+/// Whether a WAV header states how many bytes of samples follow.
 ///
 /// # Errors
-/// It says so, and they are not there; or there are no samples.
+/// It states more bytes than follow, or there are no samples.
 fn states_wav_length(source: &mut dyn Source, start: u64, length: u64) -> Result<bool, TaskError> {
-    // Behind "RIFF", its length and "WAVE".
+    // After "RIFF", its length and "WAVE".
     let mut at = start + 12;
-    for _ in 0..MOST_CHUNKS {
+    for _ in 0..MAX_CHUNKS {
         source.seek(SeekFrom::Start(at)).map_err(unreadable)?;
         let header = read_up_to(source, 8).map_err(unreadable)?;
         let [name @ .., a, b, c, d] = &*header else { break };
@@ -175,7 +175,7 @@ fn states_wav_length(source: &mut dyn Source, start: u64, length: u64) -> Result
             }
             return Ok(stated < UNKNOWN_LENGTH);
         }
-        // Chunks begin at even places.
+        // Chunks begin at even offsets.
         at += u64::from(stated) + u64::from(stated % 2);
         if at >= length {
             break;
@@ -184,7 +184,7 @@ fn states_wav_length(source: &mut dyn Source, start: u64, length: u64) -> Result
     Err(refused("the WAV file has no sound in it (no chunk named data)"))
 }
 
-/// The time in samples that the last page states, if that page belongs to the stream of the first.
+/// The time in samples that the last page states, if that page belongs to the same stream as the first.
 fn ogg_end(source: &mut dyn Source, magic: &[u8], length: u64) -> io::Result<Option<u64>> {
     source.seek(SeekFrom::Start(length.saturating_sub(OGG_TAIL)))?;
     let tail = read_up_to(source, OGG_TAIL)?;
@@ -195,6 +195,6 @@ fn ogg_end(source: &mut dyn Source, magic: &[u8], length: u64) -> io::Result<Opt
     }
     let granule =
         page.get(6..14).and_then(|bytes| bytes.first_chunk()).map(|bytes| i64::from_le_bytes(*bytes));
-    // -1 says that no packet ends on the page.
+    // -1 means that no packet ends on the page.
     Ok(granule.and_then(|granule| u64::try_from(granule).ok()))
 }

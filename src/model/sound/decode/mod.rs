@@ -1,6 +1,6 @@
-//! From a sound file to samples at 16 kHz, block by block, by `symphonia`. Decides what a recording may cost, which is
-//! checked by what its header states, and again by what it decodes to. A panic of a decoder is an error of the
-//! recording. Knows no requests.
+//! Decodes sound files to samples at 16 kHz, block by block, with `symphonia`. Limits the length of a recording: first
+//! by what its header states, and again by what it decodes to. A panic of a decoder is an error of the recording. Knows
+//! no requests.
 
 mod container;
 mod resample;
@@ -26,47 +26,48 @@ use self::resample::Resample;
 use self::source::{Allowance, Metered};
 use crate::model::{TaskError, TaskErrorKind};
 
-/// Rates of recordings, in Hz. Nothing is recorded outside of them.
+/// The range of accepted sample rates, in Hz. Recordings have no others.
 const LOWEST_RATE: u32 = 1_000;
 const HIGHEST_RATE: u32 = 192_000;
-/// Channels of a recording: for as many FLAC and Vorbis say which is which.
-const MOST_CHANNELS: usize = 8;
+/// The most channels of a recording. FLAC and Vorbis define the meaning of up to as many.
+const MAX_CHANNELS: usize = 8;
 
-/// Samples at 16 kHz of a block, for each stream: half a second, which takes a few milliseconds.
+/// Samples at 16 kHz of a block, for each stream: half a second, which is decoded in a few milliseconds.
 const BLOCK: usize = 8_000;
-/// Samples of all channels that are decoded for a block. At high rates or with many channels a block is shorter.
+/// The most samples of all channels that are decoded for a block. At high rates or with many channels a block is
+/// shorter.
 const BLOCK_SAMPLES: u64 = 1 << 18;
-/// Packets that are read for a block. Packets may hold no samples.
+/// The most packets that are read for a block, since packets may hold no samples.
 const BLOCK_PACKETS: usize = 256;
 
-/// Bytes of a file that are read to find its first sound. Pictures may come before it.
+/// The most bytes of a file that are read to find its first sound. Pictures may come before it.
 const HEADER_BYTES: u64 = 32 << 20;
-/// Bytes that are read for one packet. The largest is a FLAC frame: 65,535 samples of 8 channels in 32 bits.
+/// The most bytes that are read for one packet. The largest is a FLAC frame: 65,535 samples of 8 channels in 32 bits.
 const PACKET_BYTES: u64 = 4 << 20;
-/// Broken packets of an MP3 file that are taken for silence. Files that were cut out of a stream begin with some.
-const MOST_BROKEN: usize = 50;
-/// By so many samples an MP3 file may be shorter than it declares: encoders count their own first packet, and what
-/// they added at both ends, or not.
+/// The most broken packets of an MP3 file that become silence. Files that were cut out of a stream begin with some.
+const MAX_BROKEN: usize = 50;
+/// How many samples an MP3 file may be shorter than it declares. Some encoders count their own first packet and the
+/// padding at both ends, others do not.
 const MP3_SLACK: u64 = 4 * 1_152;
 
-/// What a recording may cost.
+/// The limits of a recording.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Seconds of sound.
     pub seconds: f64,
-    /// Samples of all channels, at the recording's own rate: they take time, and a file of a few kilobytes can hold
-    /// billions.
+    /// Samples of all channels, at the recording's own rate. Decoding them takes time, and a file of a few kilobytes
+    /// can hold billions.
     pub samples: u64,
 }
 
 impl Limits {
-    /// Recordings of so many seconds at 48 kHz in stereo, or as many samples in another form.
+    /// Recordings of up to so many seconds, with as many samples as that has at 48 kHz in stereo.
     pub fn of_seconds(seconds: f64) -> Self {
         Self { seconds, samples: (seconds * 2.0 * 48_000.0) as u64 }
     }
 }
 
-/// What becomes of a recording's channels.
+/// How a recording's channels are decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Channels {
     /// One stream: the mean of all channels.
@@ -87,15 +88,15 @@ pub struct Recording {
     channels: usize,
     mode: Channels,
     limits: Limits,
-    /// Samples per channel, by the header.
+    /// Samples per channel, according to the header.
     declared: Option<u64>,
     /// Samples per channel that were decoded.
     frames: u64,
     broken: usize,
-    /// Whether the last block was given, or an error.
+    /// Whether the last block or an error was returned.
     is_over: bool,
     resample: Resample,
-    /// The decoded packet, for each channel.
+    /// The samples of the last packet, for each channel.
     planes: Vec<Vec<f32>>,
 }
 
@@ -175,8 +176,8 @@ impl Recording {
         if self.mode == Channels::Split { self.channels } else { 1 }
     }
 
-    /// Seconds that the header declares, where it does. What is decoded may be less; more is refused if it is over
-    /// the limits.
+    /// Seconds that the header declares, if it does. Fewer may be decoded. If more are, the recording is refused only
+    /// above the limits.
     pub fn declared_seconds(&self) -> Option<f64> {
         self.declared.map(|frames| frames as f64 / f64::from(self.rate))
     }
@@ -186,8 +187,8 @@ impl Recording {
         self.frames as f64 / f64::from(self.rate)
     }
 
-    /// Decodes the next block: for each stream as many samples at 16 kHz, between -1 and 1. There may be none in it.
-    /// None: the recording has ended.
+    /// Decodes the next block: samples at 16 kHz between -1 and 1, equally many for each stream. A block may be empty.
+    /// None if the recording has ended.
     ///
     /// # Errors
     /// The file is broken or cut off, or has more sound than the limits allow. No block follows.
@@ -225,7 +226,7 @@ impl Recording {
         match self.reader.next_packet() {
             Ok(packet) => Ok(packet),
             Err(Error::IoError(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                // An Ogg file marks its last page. The other formats are held against the length that they declare.
+                // An Ogg file marks its last page. For other formats the declared length is checked in `finish`.
                 if self.format == Format::Ogg { Err(self.cut_off()) } else { Ok(None) }
             }
             Err(Error::ResetRequired) => Err(refused(format!(
@@ -241,7 +242,7 @@ impl Recording {
         }
     }
 
-    /// Decodes a packet into the planes: those of the channels, or their mean.
+    /// Decodes a packet into `planes`: the channels, or their mean.
     fn decode_packet(&mut self, packet: &Packet) -> Result<(), TaskError> {
         match self.decoder.decode(packet) {
             Ok(samples) => {
@@ -258,7 +259,7 @@ impl Recording {
                 }
                 samples.copy_to_vecs_planar::<f32>(&mut self.planes);
             }
-            Err(Error::DecodeError(_)) if self.format == Format::Mp3 && self.broken < MOST_BROKEN => {
+            Err(Error::DecodeError(_)) if self.format == Format::Mp3 && self.broken < MAX_BROKEN => {
                 self.broken += 1;
                 let frames = usize::try_from(packet.dur.get()).unwrap_or(0).min(BLOCK);
                 self.planes.iter_mut().for_each(Vec::clear);
@@ -273,7 +274,7 @@ impl Recording {
             mix(&mut self.planes);
         }
         for sample in self.planes.iter_mut().flatten() {
-            // Files of floating point numbers may hold anything.
+            // Files with floating-point samples may hold any number.
             *sample = if sample.is_nan() { 0.0 } else { sample.clamp(-1.0, 1.0) };
         }
         Ok(())
@@ -284,7 +285,7 @@ impl Recording {
         let slack = match self.format {
             Format::Wav | Format::Flac => 0,
             Format::Mp3 => MP3_SLACK,
-            // Its last page is marked, and was there.
+            // The marked last page was found, so the file is complete.
             Format::Ogg => u64::MAX,
         };
         if self.declared.is_some_and(|declared| self.frames < declared.saturating_sub(slack)) {
@@ -313,7 +314,7 @@ impl Recording {
     }
 }
 
-/// The first plane becomes the mean of all, and is the only one.
+/// Replaces the planes with one, the mean of all.
 fn mix(planes: &mut Vec<Vec<f32>>) {
     let channels = planes.len();
     let Some((mean, others)) = planes.split_first_mut() else { return };
@@ -326,7 +327,7 @@ fn mix(planes: &mut Vec<Vec<f32>>) {
     planes.truncate(1);
 }
 
-/// What a recording's length is held against.
+/// Checks a recording's length against the limits.
 struct Length {
     rate: u32,
     channels: usize,
@@ -334,7 +335,7 @@ struct Length {
 }
 
 impl Length {
-    /// Checks so many samples per channel, which the file `declares` or `holds`.
+    /// Checks `frames` samples per channel. `verb` says where they are from: the file `declares` or `holds` them.
     fn check(&self, frames: u64, verb: &str) -> Result<(), TaskError> {
         let Self { rate, channels, limits } = self;
         let seconds = frames as f64 / f64::from(*rate);
@@ -364,9 +365,9 @@ fn check_form(format: Format, rate: u32, channels: usize) -> Result<(), TaskErro
             "the {format} file has a sample rate of {rate} Hz; rates from {LOWEST_RATE} to {HIGHEST_RATE} Hz are taken"
         )));
     }
-    if !(1..=MOST_CHANNELS).contains(&channels) {
+    if !(1..=MAX_CHANNELS).contains(&channels) {
         return Err(refused(format!(
-            "the {format} file has {channels} channels; from 1 to {MOST_CHANNELS} channels are taken"
+            "the {format} file has {channels} channels; from 1 to {MAX_CHANNELS} channels are taken"
         )));
     }
     Ok(())

@@ -1,6 +1,6 @@
-//! From any sample rate to 16 kHz, block by block, by the Fourier transforms of `rubato`, which is maintained, filters
-//! steeply, and costs a small part of what decoding costs. Owns the samples that wait for a whole chunk. The delay of
-//! the filter is taken off, so that times stay as they are in the recording.
+//! Resamples any rate to 16 kHz, block by block, by the Fourier transforms of `rubato`. That library is maintained,
+//! filters steeply, and takes a small part of the time of decoding. Owns the samples that wait for a whole chunk. The
+//! filter's delay is removed, so that times stay as they are in the recording.
 
 use rubato::audioadapter_buffers::direct::SequentialSliceOfVecs;
 use rubato::{
@@ -9,26 +9,27 @@ use rubato::{
 
 use crate::model::sound::RATE;
 
-/// Frames that are resampled together, counted at the lower of both rates. The filter is as long.
+/// Frames that are resampled together, counted at the lower of both rates. The filter has the same length.
 const CHUNK: usize = 512;
-/// Frames in a period of both rates at most: transforms are at least two periods long. All usual rates have 441. The
-/// ratio of an odd rate (47,999 Hz) is rounded to one of such a period, by 61 in a million at most: clocks of sound
-/// cards are no better.
-const LONGEST_PERIOD: usize = 8_192;
+/// The most frames in a common period of both rates, since transforms are at least two periods long. All usual rates
+/// have 441 or fewer. The ratio of an odd rate (47,999 Hz) is rounded to one with a period of this length. The error is
+/// 61 in a million at most, and the clocks of sound cards are no better.
+const MAX_PERIOD: usize = 8_192;
 
 /// One or more streams of one rate, resampled together.
 pub(super) struct Resample {
-    /// None: the rate is right already.
+    /// None if the rate is 16 kHz already.
     resampler: Option<Fft<f32>>,
     rate: u32,
     /// Frames that do not fill a chunk yet, for each stream.
     waiting: Vec<Vec<f32>>,
-    /// Room for the resampled chunk, for each stream.
+    /// The buffer of the resampled chunk, for each stream.
     chunk: Vec<Vec<f32>>,
-    /// Frames of the filter's delay that are still to be left out.
+    /// Frames of the filter's delay that must still be dropped.
     delay: usize,
-    /// Frames that came in, and that went out.
+    /// Frames that were taken in.
     taken: u64,
+    /// Frames that were given out.
     given: u64,
 }
 
@@ -50,7 +51,7 @@ impl Resample {
         })
     }
 
-    /// Adds frames, and appends to `out` what can be given already.
+    /// Adds frames, and appends to `out` those that are resampled by now.
     ///
     /// # Errors
     /// The library fails.
@@ -71,14 +72,14 @@ impl Resample {
     pub(super) fn finish(&mut self, out: &mut [Vec<f32>]) -> Result<(), ResampleError> {
         let expected = (self.taken * u64::from(RATE)).div_ceil(u64::from(self.rate));
         while self.resampler.is_some() && self.given < expected {
-            // Silence behind the end brings out what is within the filter.
+            // Silence after the end flushes the filter.
             self.waiting.iter_mut().for_each(|waiting| waiting.resize(waiting.len() + CHUNK, 0.0));
             self.resample(out, expected)?;
         }
         Ok(())
     }
 
-    /// Resamples whole chunks, until `most` frames were given.
+    /// Resamples whole chunks, until `most` frames were given out.
     fn resample(&mut self, out: &mut [Vec<f32>], most: u64) -> Result<(), ResampleError> {
         let Some(resampler) = &mut self.resampler else { return Ok(()) };
         let streams = self.waiting.len();
@@ -87,16 +88,16 @@ impl Resample {
             let room = self.chunk[0].len();
             let input = SequentialSliceOfVecs::new(&self.waiting, streams, self.waiting[0].len());
             let output = SequentialSliceOfVecs::new_mut(&mut self.chunk, streams, room);
-            // The sizes are those of the vectors.
+            // These cannot fail, since the sizes are those of the vectors.
             let (Ok(input), Ok(mut output)) = (input, output) else { break };
             let from = Indexing::new().input_offset(used);
             let (read, written) = resampler.process_into_buffer(&input, &mut output, Some(&from))?;
             used += read;
-            let late = self.delay.min(written);
-            self.delay -= late;
-            let kept = usize::try_from(most - self.given).unwrap_or(usize::MAX).min(written - late);
+            let delayed = self.delay.min(written);
+            self.delay -= delayed;
+            let kept = usize::try_from(most - self.given).unwrap_or(usize::MAX).min(written - delayed);
             for (out, chunk) in out.iter_mut().zip(&self.chunk) {
-                out.extend_from_slice(&chunk[late..late + kept]);
+                out.extend_from_slice(&chunk[delayed..delayed + kept]);
             }
             self.given += kept as u64;
         }
@@ -107,20 +108,20 @@ impl Resample {
 
 fn resampler(rate: u32, streams: usize) -> Result<Fft<f32>, ResamplerConstructionError> {
     let (from, to) = ratio(rate);
-    // The filter's delay is half of a chunk. Where that is half a sample, the library leaves it out.
+    // The filter's delay is half of a chunk. The library drops half a sample of it, so the number of periods is even.
     let periods = (CHUNK * from.max(to)).div_ceil(to * from).next_multiple_of(2);
     let window = WindowFunction::BlackmanHarris2;
     Fft::new_custom(from, to, periods * from, 1, streams, window, FixedSync::Both)
 }
 
-/// The ratio of a rate and ours in the smallest numbers, or the nearest in numbers up to [`LONGEST_PERIOD`].
+/// The ratio of `rate` to 16 kHz in the smallest numbers, or the nearest ratio of numbers up to [`MAX_PERIOD`].
 fn ratio(rate: u32) -> (usize, usize) {
     let exact = f64::from(rate) / f64::from(RATE);
     let mut best = (f64::INFINITY, (1, 1));
-    for to in 1..=LONGEST_PERIOD {
+    for to in 1..=MAX_PERIOD {
         let from = (exact * to as f64).round() as usize;
         let error = (from as f64 / to as f64 - exact).abs();
-        if error < best.0 && (1..=LONGEST_PERIOD).contains(&from) {
+        if error < best.0 && (1..=MAX_PERIOD).contains(&from) {
             best = (error, (from, to));
         }
     }
@@ -153,7 +154,7 @@ mod tests {
         out
     }
 
-    /// The difference as a part of the sound, in dB, without the first and last 50 ms, where the filter meets silence.
+    /// The difference relative to the sound, in dB, without the first and last 50 ms, where the filter meets silence.
     fn noise(found: &[f32], expected: &[f32]) -> f64 {
         let inner = 800..expected.len() - 800;
         let power = |samples: &mut dyn Iterator<Item = f64>| samples.map(|it| it * it).sum::<f64>();
@@ -164,9 +165,9 @@ mod tests {
     }
 
     #[test]
-    fn tones_of_every_rate_keep_their_length_place_and_form() {
+    fn tones_of_every_rate_keep_their_length_phase_and_shape() {
         let rates = [8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000];
-        // Of odd rates a tone that is low enough for the rounded ratio.
+        // For odd rates, a tone that is low enough for the rounded ratio.
         let tones = [1_000, 4_001, 15_999, 44_056, 47_999, 191_999].map(|rate| (rate, 100.0, -20.0));
         let highest = |rate: u32| f64::from(rate.min(RATE)) * 0.4;
         let exact = rates
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_high_for_16_khz_is_silenced_and_not_mirrored() {
+    fn frequencies_above_8_khz_are_filtered_and_not_aliased() {
         for rate in [44_100, 48_000, 47_999, 192_000] {
             let loudest = |hertz: f64| {
                 let found = resampled(rate, &[tone(rate, hertz, 1.0)]);

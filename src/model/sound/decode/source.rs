@@ -1,5 +1,5 @@
-//! Where a sound file's bytes come from: memory or a file. Decides how many of them one call of a library may read,
-//! so that a file without any sound in it ends the call early. Never seeks while a library reads.
+//! The source of a sound file's bytes: memory or a file. Limits how many bytes one call of a library may read, so that
+//! a call ends early if the file has no sound. Never seeks while a library reads.
 
 use std::io::{self, Read, Seek, SeekFrom};
 use std::sync::Arc;
@@ -12,13 +12,13 @@ pub trait Source: Read + Seek + Send + Sync + 'static {}
 
 impl<T: Read + Seek + Send + Sync + 'static> Source for T {}
 
-/// How many bytes may still be read until the next [`Allowance::renew`]. Shared with the source, which lies within the
-/// library's reader; both are used by one thread at a time.
+/// How many bytes may still be read until the next [`Allowance::renew`]. Shared with the source, which the library's
+/// reader owns; one thread at a time uses both.
 #[derive(Clone, Default)]
 pub(super) struct Allowance(Arc<AtomicU64>);
 
 impl Allowance {
-    /// Lets the next call of the library read so many bytes.
+    /// Allows the next call of the library to read this many bytes.
     pub(super) fn renew(&self, bytes: u64) {
         self.0.store(bytes, Ordering::Relaxed);
     }
@@ -29,7 +29,7 @@ impl Allowance {
     }
 }
 
-/// A source that a library reads from its place on, in order.
+/// A source that a library reads in order, from the source's current position.
 pub(super) struct Metered {
     pub(super) source: Box<dyn Source>,
     pub(super) allowance: Allowance,
@@ -54,7 +54,7 @@ impl Seek for Metered {
     }
 }
 
-/// Not seekable: libraries then take a file as it comes, instead of guessing its length from a few of its bytes.
+/// Not seekable, so that libraries read a file in order instead of guessing its length from a few of its bytes.
 impl MediaSource for Metered {
     fn is_seekable(&self) -> bool {
         false

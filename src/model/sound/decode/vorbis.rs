@@ -1,17 +1,16 @@
-//! The size of a Vorbis stream's codebooks, from its setup header. A header of a few hundred bytes can ask for
-//! gigabytes: the decoder unpacks up to 256 codebooks of up to 16 MiB each. So they are measured here before the
-//! decoder sees them. Unpacks nothing.
+//! Measures a Vorbis stream's codebooks by its setup header, before the decoder sees them. A header of a few hundred
+//! bytes can make the decoder allocate gigabytes: it unpacks up to 256 codebooks of up to 16 MiB each. Unpacks nothing.
 
-/// Numbers in all codebooks together: 32 MiB as the decoder unpacks them. Encoders write some 100,000.
-const MOST_NUMBERS: u64 = 8 << 20;
-/// What an entry costs beside its vector, in numbers: its code word and its places in the decoder's tables.
+/// The most numbers in all codebooks together: 32 MiB once the decoder has unpacked them. Encoders write about 100,000.
+const MAX_NUMBERS: u64 = 8 << 20;
+/// The cost of an entry beside its vector, in numbers: its code word and its slots in the decoder's tables.
 const ENTRY_NUMBERS: u64 = 8;
 
-/// The length of the identification header, which the setup header follows in the codec's data.
+/// The length of the identification header. In the codec's data the setup header follows it.
 const IDENTIFICATION_BYTES: usize = 30;
-/// How a setup header begins.
+/// The first bytes of a setup header.
 const SETUP: &[u8] = b"\x05vorbis";
-/// How a codebook begins, in its bit order.
+/// The sync pattern of a codebook, in its bit order.
 const CODEBOOK: u32 = 0x56_4342;
 
 /// Why a stream's codebooks are refused.
@@ -19,7 +18,7 @@ const CODEBOOK: u32 = 0x56_4342;
 pub(super) enum Fault {
     #[error("broken or cut off")]
     Broken,
-    #[error("too large: more than {MOST_NUMBERS} numbers")]
+    #[error("too large: more than {MAX_NUMBERS} numbers")]
     TooLarge,
 }
 
@@ -31,7 +30,7 @@ pub(super) fn check(data: &[u8]) -> Result<(), Fault> {
     measured(data).unwrap_or(Err(Fault::Broken))
 }
 
-/// None: the header ends too early.
+/// The result of [`check`]; none if the header ends too early.
 fn measured(data: &[u8]) -> Option<Result<(), Fault>> {
     let setup = data.get(IDENTIFICATION_BYTES..)?.strip_prefix(SETUP)?;
     let mut bits = Bits { bytes: setup, at: 0 };
@@ -42,21 +41,21 @@ fn measured(data: &[u8]) -> Option<Result<(), Fault>> {
             Err(fault) => return Some(Err(fault)),
             Ok(more) => numbers += more,
         }
-        if numbers > MOST_NUMBERS {
+        if numbers > MAX_NUMBERS {
             return Some(Err(Fault::TooLarge));
         }
     }
     Some(Ok(()))
 }
 
-/// Reads past a codebook (section 3.2.1 of the Vorbis I specification), and says how many numbers it unpacks to.
+/// Skips a codebook (section 3.2.1 of the Vorbis I specification), and returns how many numbers it unpacks to.
 fn codebook(bits: &mut Bits<'_>) -> Option<Result<u64, Fault>> {
     if bits.read(24)? != CODEBOOK {
         return Some(Err(Fault::Broken));
     }
     let (dimensions, entries) = (bits.read(16)?, bits.read(24)?);
     let numbers = u64::from(entries) * (u64::from(dimensions) + ENTRY_NUMBERS);
-    if numbers > MOST_NUMBERS {
+    if numbers > MAX_NUMBERS {
         return Some(Err(Fault::TooLarge));
     }
     let is_ordered = bits.read(1)? == 1;
@@ -64,7 +63,7 @@ fn codebook(bits: &mut Bits<'_>) -> Option<Result<u64, Fault>> {
         bits.skip(5)?;
         let mut entry = 0;
         while entry < entries {
-            // As many bits as the number of remaining entries has.
+            // The field has as many bits as the number of remaining entries.
             entry += bits.read(32 - (entries - entry).leading_zeros())?;
         }
         if entry > entries {
@@ -95,11 +94,11 @@ fn codebook(bits: &mut Bits<'_>) -> Option<Result<u64, Fault>> {
     Some(Ok(numbers))
 }
 
-/// The largest number whose power of `dimensions` is at most `entries`.
+/// The largest integer whose `dimensions`-th power is at most `entries`.
 fn lookup_values(entries: u32, dimensions: u32) -> u64 {
     let entries = u64::from(entries);
     let fits = |value: u64| value.checked_pow(dimensions).is_some_and(|power| power <= entries);
-    // Entries have 24 bits, so that with two dimensions or more the value is small.
+    // `entries` has 24 bits, so the loop is short for two dimensions or more.
     if dimensions == 0 {
         0
     } else if dimensions == 1 {
@@ -109,7 +108,7 @@ fn lookup_values(entries: u32, dimensions: u32) -> u64 {
     }
 }
 
-/// Bits of bytes, from each byte's lowest on.
+/// Reads the bits of bytes, from the lowest bit of each byte.
 struct Bits<'a> {
     bytes: &'a [u8],
     /// The next bit.
@@ -117,7 +116,7 @@ struct Bits<'a> {
 }
 
 impl Bits<'_> {
-    /// The next `count` bits, 32 at most. None: the bytes end before.
+    /// The next `count` bits, 32 at most. None if the bytes end before.
     fn read(&mut self, count: u32) -> Option<u32> {
         let mut value = 0;
         for bit in 0..count {
@@ -128,7 +127,7 @@ impl Bits<'_> {
         Some(value)
     }
 
-    /// Leaves out `count` bits. None: the bytes end before.
+    /// Skips `count` bits. None if the bytes end before.
     fn skip(&mut self, count: u64) -> Option<()> {
         self.at += count;
         (self.at <= 8 * self.bytes.len() as u64).then_some(())

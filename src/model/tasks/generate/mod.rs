@@ -1,5 +1,5 @@
-//! Text generation: from `/v1/completions` and `/v1/chat/completions` bodies to prompts, and from answers to
-//! response bodies, whole and in parts. Never touches the device.
+//! Text generation: turns `/v1/completions` and `/v1/chat/completions` bodies into prompts, and answers into response
+//! bodies, whole and in parts. Never touches the device.
 
 mod network;
 mod options;
@@ -11,17 +11,17 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
-use self::options::{Computes, Options};
+use self::options::{Implementation, Options};
 use super::names::ServedNames;
 use super::{MANY_TEXTS, find_text_files, prepared};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::gguf::Gguf;
-use crate::model::load::laid_out::{self, LaidOut};
 use crate::model::load::long_text::{Side, TextIds};
+use crate::model::load::packed_cache::{self, PackedCache};
 use crate::model::load::vocabulary::{Reach, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
-use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_WORDS, Held, Weights, WithBlocks};
+use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_EMBEDDINGS, Held, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::sequences::blocks::Owner;
 use crate::model::sequences::grammar::{Found, Grammars};
@@ -35,20 +35,20 @@ use crate::protocol::generate::{
 };
 use crate::protocol::stats::{Generated, TokenCounts};
 
-/// Tokens of an answer where the request does not say, as OpenAI's for completions.
+/// The most tokens of a completion if the request does not set `max_tokens`. OpenAI has the same default.
 const COMPLETION_TOKENS: usize = 16;
-/// The same for conversations.
+/// The same for chat completions.
 const CHAT_TOKENS: usize = 512;
 /// Tokens of each answer in a sample.
 const SAMPLE_TOKENS: usize = 32;
-/// The most bytes of prompts that are repeated before a task's answers: a token has up to 128 bytes of text, and two in
-/// a body, and is repeated for each answer.
-const MOST_ECHOED: usize = 8 << 20;
-/// The most tokens that are listed with their probabilities for a task's answers: each takes about 100 bytes here and as
-/// many in the reply.
-const MOST_LISTED: usize = 1 << 19;
+/// The most bytes of prompts that are repeated before a task's answers. A token may have two bytes in a request body
+/// and 128 bytes of text, which are repeated for each answer.
+const MAX_ECHOED_BYTES: usize = 8 << 20;
+/// The most tokens that are listed with their probabilities for a task's answers. Each takes about 100 bytes of memory
+/// and as many in the reply.
+const MAX_LISTED_TOKENS: usize = 1 << 19;
 
-/// Models that continue texts.
+/// Models that generate text.
 pub static FAMILY: Family = Family {
     name: "generate",
     routes: &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)],
@@ -84,16 +84,15 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
     let gguf = Gguf::read(path)?;
     let config = DecoderConfig::of_gguf(&gguf)?;
-    gguf.check(GGUF_WORDS, [config.hidden, config.vocabulary])?;
+    gguf.check(GGUF_EMBEDDINGS, [config.hidden, config.vocabulary])?;
     Ok((gguf, config))
 }
 
-/// Loads a model that generates text: onto a CPU with weights as in the file, onto a GPU by
-/// [`load_onto`].
+/// Loads a model that generates text. On a CPU its weights are kept as in the file; a GPU is loaded by [`load_onto`].
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or invalid, an option that is not known, and a device or precision
-/// that is not done.
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
     if !device.is_cpu() {
         return load_onto(spec, device);
@@ -109,7 +108,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
     }
     let mut model = Model::read(spec)?;
     let options = Options::read(spec, model.config.context)?;
-    model.weights.multiply_rows_as(options.rows(spec, Computes::Host)?);
+    model.weights.multiply_rows_as(options.rows(spec, Implementation::Host)?);
     let decoder = decoder(&model.files, model.weights, &model.config, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
@@ -118,27 +117,27 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
     Ok(served((spec, options), &model.config, model.vocabulary, WithBlocks::Host(Box::new(decoder), kv)))
 }
 
-/// Loads the same onto any device, to be computed by Candle's operations with weights in the pool's `dtype`. On a CPU
-/// this is for tests.
+/// Loads a model that generates text onto any device, to be computed by candle's operations with weights in the pool's
+/// `dtype`. On a CPU this is for tests.
 ///
 /// # Errors
-/// As [`load`], [`LoadError::Device`] if the device has no memory for the weights or for the keys and values, and
-/// [`LoadError::Unfit`] if it computes wrongly.
+/// Those of [`load`], [`LoadError::Device`] if the device has not enough memory for the weights or for the keys and
+/// values, and [`LoadError::Unfit`] if it computes wrongly.
 pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
     let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
     let options = Options::read(spec, config.context)?;
-    options.rows(spec, Computes::Candle)?;
+    options.rows(spec, Implementation::Candle)?;
     let held = Held {
         context: options.context,
         blocks: TextGenerator::blocks(options.capacity()),
         numbers: options.kv_numbers,
     };
     let decoder = DeviceDecoder::load(spec, device, &weights, &config, held)?;
-    decoder.prove(spec, &weights, options.kv_numbers)?;
+    decoder.compare_with_cpu(spec, &weights, options.kv_numbers)?;
     Ok(served((spec, options), &config, vocabulary, WithBlocks::Device(decoder)))
 }
 
-/// What a model's files hold.
+/// The contents of a model's files.
 struct Model {
     files: ModelFiles,
     config: DecoderConfig,
@@ -175,35 +174,35 @@ fn served(
         vocabulary,
         names: ServedNames::new(spec),
         max_inputs: spec.max_inputs,
-        words: config.vocabulary,
+        vocab_size: config.vocabulary,
         options,
         grammars,
     };
     (processor, generator)
 }
 
-/// Loads a decoder whose matrices are shared with the other workers of this host, if they can be.
+/// Loads a decoder. Its matrices are shared with the other workers of this host if the cache can be used.
 fn decoder(
     files: &ModelFiles,
     mut weights: Weights,
     config: &DecoderConfig,
     context: usize,
 ) -> Result<Decoder, LoadError> {
-    let path = laid_out::path(&files.digest()?);
-    let known = |path: &Option<PathBuf>| path.as_deref().and_then(LaidOut::open);
+    let path = packed_cache::path(&files.digest()?);
+    let known = |path: &Option<PathBuf>| path.as_deref().and_then(PackedCache::open);
     if let Some(file) = known(&path) {
-        weights.take_from(file);
+        weights.use_cache(file);
         return Decoder::load(&weights, config, context);
     }
     let own = Decoder::load(&weights, config, context)?;
     let Some(to) = &path else { return Ok(own) };
-    if let Err(error) = laid_out::write(to, own.matrices(&weights).into_iter()) {
+    if let Err(error) = packed_cache::write(to, own.matrices(&weights).into_iter()) {
         let file = to.display();
-        tracing::warn!(%file, %error, "workers cannot share this model's memory: its matrices are not written");
+        tracing::warn!(%file, %error, "workers cannot share this model's memory: its matrices cannot be cached");
         return Ok(own);
     }
     match known(&path) {
-        Some(file) => weights.take_from(file),
+        Some(file) => weights.use_cache(file),
         None => return Ok(own),
     }
     drop(own);
@@ -215,10 +214,10 @@ pub struct GenerateProcessor {
     vocabulary: Vocabulary,
     names: ServedNames,
     max_inputs: usize,
-    /// Ids are below this number.
-    words: usize,
+    /// The number of token ids; ids are below it.
+    vocab_size: usize,
     options: Options,
-    /// Or why this model's answers cannot be constrained.
+    /// An error says why this model's answers cannot be constrained.
     grammars: Result<Arc<Grammars>, String>,
 }
 
@@ -230,22 +229,25 @@ pub struct GenerateContext {
     seed: u64,
     stream: bool,
     include_usage: bool,
-    /// Each token is listed with probabilities, whose text is far longer than the token's.
+    /// Whether each token is listed with probabilities, whose text is far longer than the token's.
     lists_tokens: bool,
     user: String,
-    /// Tokens of the prompts, and of what was told in parts.
+    /// Tokens of the prompts, and of the parts that were written.
     usage: Usage,
-    /// Answers whose end was not told in parts.
-    answering: usize,
-    /// What each answer's text begins with; answers to one prompt share it. Empty where prompts are not repeated.
+    /// The number of answers whose end no part has reported yet.
+    unfinished: usize,
+    /// The prompt with which each answer's text begins; answers to one prompt share it. Empty if prompts are not
+    /// repeated.
     echoed: Vec<Arc<str>>,
-    /// What was told of each answer in parts.
-    told: Vec<Told>,
+    /// The state of each answer's parts.
+    streamed: Vec<Streamed>,
 }
 
+/// What the parts of one answer have reported so far.
 #[derive(Clone, Copy, Default)]
-struct Told {
+struct Streamed {
     is_begun: bool,
+    /// Characters of the tokens that were listed with probabilities.
     characters: usize,
 }
 
@@ -323,9 +325,9 @@ impl Processor for GenerateProcessor {
             lists_tokens: request.logprobs.is_some(),
             user: request.user.clone().unwrap_or_default(),
             usage: Usage { prompt_tokens, ..Usage::default() },
-            answering: inputs.len(),
+            unfinished: inputs.len(),
             echoed,
-            told: vec![Told::default(); inputs.len()],
+            streamed: vec![Streamed::default(); inputs.len()],
         };
         Ok((context, self.inputs(found, inputs)))
     }
@@ -339,10 +341,10 @@ impl Processor for GenerateProcessor {
     }
 
     fn parts(&self, context: &mut GenerateContext, input: usize, pieces: Vec<Piece>) -> Vec<Body> {
-        let GenerateContext { api, id, created, echoed, told, usage, answering, .. } = context;
-        let Some(told) = told.get_mut(input) else { return Vec::new() };
+        let GenerateContext { api, id, created, echoed, streamed, usage, unfinished, .. } = context;
+        let Some(streamed) = streamed.get_mut(input) else { return Vec::new() };
         usage.completion_tokens += pieces.len();
-        let echoed = echoed.get(input).filter(|_| !told.is_begun);
+        let echoed = echoed.get(input).filter(|_| !streamed.is_begun);
         let mut text = echoed.map_or_else(String::new, |text| (**text).to_owned());
         pieces.iter().for_each(|piece| text.push_str(&piece.text));
         let scores: Vec<_> = pieces.iter().filter_map(|piece| piece.score.clone()).collect();
@@ -352,18 +354,18 @@ impl Processor for GenerateProcessor {
         }
         let finish = end.map(|(finish, cached)| {
             usage.cached_tokens += cached;
-            *answering -= 1;
+            *unfinished -= 1;
             finish
         });
         let logprobs = (!scores.is_empty()).then_some(&*scores);
-        let (first, offset) = (!told.is_begun, told.characters);
-        told.is_begun = true;
-        told.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
+        let (first, offset) = (!streamed.is_begun, streamed.characters);
+        streamed.is_begun = true;
+        streamed.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
         let reply = Reply { api: *api, id, created: *created, model: self.names.own() };
         let chunk = reply.chunk(&Chunk { choice: input, text: &text, first, logprobs, offset, finish });
-        let is_last = context.include_usage && finish.is_some() && *answering == 0;
+        let is_last = context.include_usage && finish.is_some() && *unfinished == 0;
         let usage = is_last.then(|| reply.usage_chunk(*usage));
-        // Both can be written whenever the reply can.
+        // Both can be serialized whenever the reply can, so an error is left to `finish`.
         [Some(chunk), usage].into_iter().flatten().flatten().map(Body::json).collect()
     }
 
@@ -391,7 +393,7 @@ impl Processor for GenerateProcessor {
 }
 
 impl GenerateProcessor {
-    /// What is known of the grammar that the text must match.
+    /// Looks up the grammar that the text must match.
     fn grammar(&self, format: &Format) -> Result<Found, TaskError> {
         match &self.grammars {
             _ if *format == Format::Text => Ok(Found::Any),
@@ -400,7 +402,7 @@ impl GenerateProcessor {
         }
     }
 
-    /// The inputs, with their constraint. A grammar that is not known is built later.
+    /// The inputs, with their constraint. An unknown grammar is built later.
     fn inputs(&self, found: Found, mut inputs: Vec<SizedInput<Prompt>>) -> Inputs<Prompt> {
         let (Found::Unknown(grammar), Ok(grammars)) = (found, &self.grammars) else { return inputs.into() };
         let grammars = grammars.clone();
@@ -432,10 +434,10 @@ impl GenerateProcessor {
             })?,
             Prompts::Tokens(lists) => {
                 for (index, list) in lists.iter().enumerate() {
-                    if let Some(id) = list.iter().find(|id| **id as usize >= self.words) {
-                        let words = self.words;
+                    if let Some(id) = list.iter().find(|id| **id as usize >= self.vocab_size) {
+                        let vocab_size = self.vocab_size;
                         let message =
-                            format!("{id} is no token id of this model, whose ids are below {words}");
+                            format!("{id} is no token id of this model, whose ids are below {vocab_size}");
                         return Err(TaskError::bad_input(request.path(index), message));
                     }
                 }
@@ -452,19 +454,20 @@ impl GenerateProcessor {
         }
     }
 
-    /// What of a text's tokens can be of use.
+    /// Which tokens of a prompt are needed if it is too long.
     fn reach(&self) -> Reach {
         let side = if self.options.truncate_prompts { Side::End } else { Side::Beginning };
-        Reach { most: self.most(), side }
+        Reach { most: self.max_tokens(), side }
     }
 
-    /// The tokens of a prompt, unless it is so much too long that they are not all known.
+    /// The tokens of a prompt. Refuses a prompt so long that only a part of it was tokenised, unless it may be
+    /// truncated.
     fn taken(&self, prompt: TextIds, path: &str) -> Result<Vec<u32>, TaskError> {
         let TextIds { ids, is_whole } = prompt;
         if is_whole || self.options.truncate_prompts {
             return Ok(ids);
         }
-        let (known, most) = (ids.len(), self.most());
+        let (known, most) = (ids.len(), self.max_tokens());
         let message = format!(
             "{path} has more than {known} tokens; this pool holds {most} of a prompt and its answer together"
         );
@@ -472,25 +475,25 @@ impl GenerateProcessor {
     }
 
     /// The most tokens of a prompt and its answer.
-    fn most(&self) -> usize {
+    fn max_tokens(&self) -> usize {
         self.options.context.min(self.options.kv_tokens)
     }
 
-    /// A prompt and its answer's most tokens, if both together fit.
+    /// The tokens of a prompt and the most tokens of its answer, if both together fit.
     fn bounded(
         &self,
         request: &GenerateRequest,
         index: usize,
         mut ids: Vec<u32>,
     ) -> Result<(Vec<u32>, usize), TaskError> {
-        let most = self.most();
+        let most = self.max_tokens();
         let default = match request.api {
             Api::Completions => COMPLETION_TOKENS,
             Api::Chat => CHAT_TOKENS,
         };
         let wanted = request.max_tokens.unwrap_or(1);
         if ids.len().saturating_add(wanted) > most && self.options.truncate_prompts && wanted < most {
-            // What was said last is what is to be continued.
+            // The end of the prompt is kept, since the answer continues it.
             ids.drain(..ids.len() + wanted - most);
         }
         let room = most.saturating_sub(ids.len());
@@ -504,7 +507,7 @@ impl GenerateProcessor {
         Ok((ids, request.max_tokens.unwrap_or(default).min(room)))
     }
 
-    /// What each answer's text begins with, if the prompts are to be repeated.
+    /// The prompt with which each answer's text begins; empty unless prompts are repeated.
     fn echoed(
         &self,
         request: &GenerateRequest,
@@ -536,28 +539,28 @@ impl GenerateProcessor {
     }
 }
 
-/// Refuses more bytes of prompts than a worker should hold, and a reply.
+/// Refuses to repeat more bytes of prompts than a worker and a reply should hold.
 fn check_echoed(bytes: usize) -> Result<(), TaskError> {
-    if bytes <= MOST_ECHOED {
+    if bytes <= MAX_ECHOED_BYTES {
         return Ok(());
     }
     let message = format!(
-        "echo repeats {bytes} bytes of prompts before the answers; at most {MOST_ECHOED} are repeated"
+        "echo repeats {bytes} bytes of prompts before the answers; at most {MAX_ECHOED_BYTES} are repeated"
     );
     Err(TaskError::new(TaskErrorKind::TooLarge, message).at("echo"))
 }
 
-/// Refuses answers with more listed tokens than a worker should hold, and a reply.
+/// Refuses answers with more listed tokens than a worker and a reply should hold.
 fn check_listed(request: &GenerateRequest, inputs: &[SizedInput<Prompt>]) -> Result<(), TaskError> {
     let Some(count) = request.logprobs else { return Ok(()) };
     let tokens: usize = inputs.iter().map(|sized| sized.answer_tokens).sum();
     let listed = tokens.saturating_mul(count + 1);
-    if listed <= MOST_LISTED {
+    if listed <= MAX_LISTED_TOKENS {
         return Ok(());
     }
     let message = format!(
         "logprobs lists {} tokens for each of the {tokens} that the answers may have, {listed} together; at most \
-         {MOST_LISTED} are listed: set max_tokens, or ask for fewer",
+         {MAX_LISTED_TOKENS} are listed: set max_tokens, or ask for fewer",
         count + 1
     );
     Err(TaskError::new(TaskErrorKind::TooLarge, message).at("logprobs"))
@@ -569,12 +572,13 @@ fn unix_seconds() -> u64 {
 }
 
 impl Options {
-    /// What these options hold at once.
+    /// The capacity of a network with these options.
     fn capacity(&self) -> Capacity {
         Capacity { sequences: self.sequences, tokens: self.kv_tokens, context: self.context }
     }
 
-    /// The seed of a task that names none: the same for the same task of the same pool.
+    /// The seed of a task that sets none: a hash of the pool's `seed` and of the task's id. A task without an id gets a
+    /// random seed.
     fn seed_of(&self, properties: &Properties) -> u64 {
         let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());
         let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
@@ -588,9 +592,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prompts_are_repeated_up_to_a_bound() {
-        assert!(check_echoed(MOST_ECHOED).is_ok());
-        let error = check_echoed(MOST_ECHOED + 1).unwrap_err();
+    fn prompts_are_repeated_up_to_a_limit() {
+        assert!(check_echoed(MAX_ECHOED_BYTES).is_ok());
+        let error = check_echoed(MAX_ECHOED_BYTES + 1).unwrap_err();
         assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("echo")));
     }
 }

@@ -1,4 +1,4 @@
-//! The sequences of a decoder: what each has been fed, its blocks, its sampler and its text. Decides when an
+//! The sequences of a decoder: the tokens that each was fed, its blocks, its sampler and its text. Decides when an
 //! answer ends. A step changes a sequence only when its result is known (`Generate::step`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,26 +24,26 @@ pub struct Prompt {
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// What keys the choice.
+    /// The seed of the random choices.
     pub seed: Seed,
     /// Strings before which the answer ends; shared by all answers of a task.
     pub stop: Arc<[String]>,
     /// Whether the model's end token does not end the answer.
     pub ignore_eos: bool,
-    /// How many of the likeliest tokens are listed for each token; None: not even the chosen one.
+    /// How many of the likeliest tokens are listed for each token. If none, not even the chosen one is listed.
     pub logprobs: Option<usize>,
-    /// What the text must be.
+    /// The grammar that the text must match.
     pub constraint: Option<Constraint>,
-    /// Whose prompts may share computed beginnings.
+    /// The owner of the prompt: only prompts of one owner share computed prefixes.
     pub owner: Owner,
 }
 
 /// What a step adds to an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Piece {
-    /// Text that can be shown now.
+    /// Text that can be sent now.
     pub text: String,
-    /// The token's probability, if it was asked for.
+    /// The token's probability, if it was requested.
     pub score: Option<TokenScore>,
     /// Why the answer ends with this piece, and the tokens of the prompt that were reused.
     pub end: Option<(Finish, usize)>,
@@ -58,9 +58,9 @@ pub struct Answer {
     pub finish: Finish,
     /// Its tokens, the model's end token included.
     pub tokens: usize,
-    /// Tokens of the prompt that were not computed, but reused.
+    /// Tokens of the prompt that were reused instead of computed.
     pub cached: usize,
-    /// The tokens' probabilities, if they were asked for.
+    /// The tokens' probabilities, if they were requested.
     pub scores: Option<Vec<TokenScore>>,
 }
 
@@ -78,10 +78,11 @@ pub struct TextGenerator {
 
 struct Sequence {
     prompt: Prompt,
-    /// Tokens of the prompt that the scheduler has fed; the first of them may have been reused.
+    /// Tokens of the prompt that the scheduler has fed, including those that were reused.
     fed: usize,
     /// Tokens whose keys and values are in the blocks.
     held: usize,
+    /// Tokens of the prompt that were reused.
     cached: usize,
     table: Table,
     /// The answer's tokens so far.
@@ -92,18 +93,19 @@ struct Sequence {
     scores: Vec<TokenScore>,
 }
 
-/// What a row computes in a step.
+/// The tokens that a row computes in a step.
 struct Chunk {
     slot: Slot,
-    /// Tokens of the prompt that the scheduler counts.
+    /// Tokens of the prompt by which `Sequence::fed` advances.
     take: usize,
     ids: Vec<u32>,
+    /// The position of the first token in the sequence.
     first: usize,
-    /// The sequence has a next token after this.
+    /// Whether the sequence has a next token after this chunk.
     is_last: bool,
 }
 
-/// The next token of an answer, with its probability if it is asked for.
+/// The next token of an answer, with its probability if it was requested.
 struct Chosen {
     id: u32,
     score: Option<TokenScore>,
@@ -116,13 +118,14 @@ impl TextGenerator {
         Self { decoder, blocks, capacity, texts, ends, open: BTreeMap::new(), logits: Vec::new() }
     }
 
-    /// Blocks for so many tokens: each sequence's last block may be nearly empty. The options' bounds keep their number
-    /// within 32 bits.
+    /// The number of blocks for this capacity. There is one more for each sequence, whose last block may be nearly
+    /// empty. The bounds of the options keep the number within 32 bits.
     pub fn blocks(capacity: Capacity) -> usize {
         capacity.tokens.div_ceil(BLOCK) + capacity.sequences
     }
 
-    /// What a row computes: tokens of the prompt that are neither computed nor reused, or the answer's last token.
+    /// The tokens that a row computes: those of the prompt that are neither computed nor reused, or the answer's last
+    /// one.
     fn feed(&mut self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
         let Feed::Tokens(take) = feed else {
             return Err(TaskError::internal("a text generator has no encoder"));
@@ -133,8 +136,7 @@ impl TextGenerator {
             let last = sequence.answer.last().copied();
             let ids: Vec<u32> = last.into_iter().collect();
             let first = sequence.held;
-            let room = self.blocks.grow(&mut sequence.table, first + 1);
-            room.ok_or_else(no_room)?;
+            self.blocks.grow(&mut sequence.table, first + 1).ok_or_else(no_block)?;
             return Ok(Chunk { slot, take: 0, ids, first, is_last: true });
         }
         if sequence.held == sequence.table.blocks.len() * BLOCK {
@@ -145,11 +147,12 @@ impl TextGenerator {
         let end = (sequence.fed + take).min(prompt.len());
         let first = sequence.held;
         let ids = prompt.get(first..end).unwrap_or_default().to_vec();
-        self.blocks.grow(&mut sequence.table, end).ok_or_else(no_room)?;
+        self.blocks.grow(&mut sequence.table, end).ok_or_else(no_block)?;
         Ok(Chunk { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
     }
 
-    /// The next token after a row, if the sequence has one then. `logits` are those of the row's last token. Repeatable.
+    /// The next token after a row, if the sequence has one then. `logits` are those of the row's last token. May be
+    /// called again for the same row.
     fn choose(&mut self, chunk: &Chunk, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
         if !chunk.is_last {
             return Ok(None);
@@ -170,31 +173,33 @@ impl TextGenerator {
         sequence.fed += chunk.take;
         sequence.held += chunk.ids.len();
         if sequence.held / BLOCK > (sequence.held - chunk.ids.len()) / BLOCK {
-            let known = sequence.prompt.ids.iter().chain(&sequence.answer).copied();
-            let known: Vec<u32> = known.take(sequence.held).collect();
-            self.blocks.publish(&mut sequence.table, &known);
+            let tokens = sequence.prompt.ids.iter().chain(&sequence.answer).copied();
+            let tokens: Vec<u32> = tokens.take(sequence.held).collect();
+            self.blocks.publish(&mut sequence.table, &tokens);
         }
         let Some(chosen) = chosen else { return Ok(Advance::Fed) };
         Ok(sequence.take(chosen, &self.texts, &self.ends))
     }
 }
 
-fn no_room() -> TaskError {
+fn no_block() -> TaskError {
     TaskError::internal("there is no block left for its keys and values")
 }
 
 impl Sequence {
-    /// The next token. Until it is taken, it may be chosen again.
+    /// The next token. It may be chosen again until it is taken.
     fn choose(&mut self, logits: &mut [f32], texts: &TokenTexts) -> Result<Chosen, TaskError> {
         #[cfg(test)]
         assert_ne!(self.prompt.seed.sequence, tests::BROKEN, "a test breaks this row");
         let raw = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
-        let place = self.answer.len();
+        let position = self.answer.len();
         if let Some(masks) = &mut self.masks {
             masks.apply(logits)?;
         }
-        let id = self.sampler.choose(logits, place).ok_or_else(|| {
-            TaskError::internal(format!("the model gave no finite numbers for token {place} of the answer"))
+        let id = self.sampler.choose(logits, position).ok_or_else(|| {
+            TaskError::internal(format!(
+                "the model gave no finite numbers for token {position} of the answer"
+            ))
         })?;
         let score = raw.map(|(count, raw)| {
             let (logprob, top) = log_probabilities(&raw, id, count);
@@ -217,7 +222,7 @@ impl Sequence {
         if let Some(masks) = &mut self.masks {
             masks.take(id);
         }
-        // A text that must be JSON ends with it.
+        // A text with a grammar ends at the end token, even with `ignore_eos`.
         let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.masks.is_some());
         let is_stopped = !is_end && self.text.push(texts.get(id));
         let score = score.filter(|_| !is_end);
@@ -285,12 +290,12 @@ impl Generate for TextGenerator {
         computed.map_err(|error| ForwardError::from(&error))?;
         let width = all.len() / wanted.len().max(1);
         let mut logits = all.chunks_exact_mut(width.max(1));
-        // What may fail comes first for all rows. If it panics at one of them, no sequence has advanced, and the others
-        // are not fed a second time when the step is computed again without that one.
+        // All choices, which may fail, come before all advances. If a choice panics, no sequence has advanced yet. The
+        // step is then computed again without that row, and the other rows are not fed a second time.
         let choose = |chunk: Result<Chunk, TaskError>| {
             let chunk = chunk?;
-            let own = if chunk.is_last { logits.next() } else { None };
-            let chosen = self.choose(&chunk, own.unwrap_or_default())?;
+            let row_logits = if chunk.is_last { logits.next() } else { None };
+            let chosen = self.choose(&chunk, row_logits.unwrap_or_default())?;
             Ok((chunk, chosen))
         };
         let chosen: Vec<Result<_, TaskError>> = chunks.into_iter().map(choose).collect();
@@ -303,7 +308,7 @@ impl Generate for TextGenerator {
 
     fn close(&mut self, slot: Slot) {
         if let Some(sequence) = self.open.remove(&slot) {
-            for block in self.blocks.leave(sequence.table) {
+            for block in self.blocks.release(sequence.table) {
                 self.decoder.release(block);
             }
         }
@@ -318,7 +323,7 @@ mod tests {
     use crate::model::tasks::generate::load;
     use crate::model::{Device, LoadSpec};
 
-    /// The number of a sequence whose rows panic.
+    /// The seed's sequence number of a sequence whose rows panic.
     pub(super) const BROKEN: u64 = u64::MAX;
 
     fn prompt() -> Prompt {
@@ -353,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_at_a_later_row_neither_feeds_an_earlier_one_twice_nor_loses_its_token() {
+    fn after_a_panic_at_one_row_the_other_rows_repeat_their_step() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/generate-llama");
         let (_, mut generator) =
             load(&LoadSpec::new(path), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));

@@ -1,5 +1,5 @@
-//! The settings of a pool that generates text: `[pool.options]`. Decides what holds where one is not set, and which the
-//! model or what computes it cannot have.
+//! The settings of a pool that generates text: `[pool.options]`. Decides their defaults, and which values the model or
+//! its device cannot have.
 
 use serde::Deserialize;
 
@@ -9,64 +9,65 @@ use crate::model::ops::kv::KvNumbers;
 use crate::model::ops::{RowNumbers, multiplies_bytes};
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
-/// Tokens of a sequence where the settings do not say; less if the model has less.
-const CONTEXT: usize = 4_096;
-/// How many times the context all sequences hold together where the settings do not say.
-const CONTEXTS: usize = 4;
-/// Bounds that keep tables and reservations within any host's memory.
-const MOST_TOKENS: usize = 1 << 24;
-const MOST_SEQUENCES: u64 = 4_096;
+/// The default of `context`, in tokens; a model with a shorter context has its own.
+const DEFAULT_CONTEXT: usize = 4_096;
+/// The default of `kv_tokens`, as a multiple of `context`.
+const DEFAULT_CONTEXTS: usize = 4;
+/// Upper bounds, which keep tables and reservations within any host's memory.
+const MAX_TOKENS: usize = 1 << 24;
+const MAX_SEQUENCES: u64 = 4_096;
 
 /// The options.
 pub static OPTIONS: [OptionSpec; 7] = [
     OptionSpec {
         name: "context",
-        takes: Takes::Whole(2..=MOST_TOKENS as u64),
+        takes: Takes::Whole(2..=MAX_TOKENS as u64),
         default: OptionDefault::Derived("4,096, or the model's"),
         help: "the most tokens of a prompt with its answer; at most the model's",
     },
     OptionSpec {
         name: "sequences",
-        takes: Takes::Whole(1..=MOST_SEQUENCES),
+        takes: Takes::Whole(1..=MAX_SEQUENCES),
         default: OptionDefault::Value("16"),
         help: "the most sequences at once; `batch.max_requests` bounds them too",
     },
     OptionSpec {
         name: "kv_tokens",
-        takes: Takes::Whole(2..=MOST_TOKENS as u64),
+        takes: Takes::Whole(2..=MAX_TOKENS as u64),
         default: OptionDefault::Derived("4 × `context`"),
         help: "tokens whose keys and values are held at once. A sequence begins when its prompt and its longest answer \
-               fit, so that none runs out of room half way; while others wait, each requester has \
+               fit, so that none runs out of memory half way; while others wait, each requester has \
                [its share](scaling.md#shares-of-requesters). For SmolLM2-135M a token takes 46 KB in f32; memory is \
-               taken when it is used, on a GPU when the model is loaded",
+               allocated when it is used, on a GPU when the model is loaded",
     },
     OptionSpec {
         name: "kv_numbers",
         takes: Takes::Choice(&["f32", "bf16"]),
         default: OptionDefault::Value("\"f32\""),
-        help: "`bf16` halves that. The perplexity of a real text changes by less than 0.5 %",
+        help: "the type of these keys and values. `bf16` halves their memory. The perplexity of a real text changes by \
+               less than 0.5 %",
     },
     OptionSpec {
         name: "activations",
         takes: Takes::Choice(&["auto", "f32", "int16", "int8"]),
         default: OptionDefault::Value("\"auto\""),
-        help: "what the numbers between layers become before they are multiplied with quantised weights: `f32`; `int16` \
-               (15 bits and a scale for each 32); `int8` (8 bits, the fastest). Perplexity of a real text against f32: \
-               `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI and `f32` on \
-               others and on GPUs, where the whole numbers are refused",
+        help: "the type to which the numbers between layers are converted before they are multiplied with quantised \
+               weights: `f32`; `int16` (15 bits and a scale for each 32); `int8` (8 bits, the fastest). Perplexity of \
+               a real text against f32: `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with \
+               AVX512-VNNI and `f32` on others and on GPUs, where the whole numbers are refused",
     },
     OptionSpec {
         name: "seed",
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
-        help: "keys the random numbers of tasks that bring no seed. Nothing else is drawn at random in a worker but \
-               delays between retries, which change no result",
+        help: "with a task's id, the seed of the random numbers of tasks that set none. The only other random numbers \
+               in a worker are delays between retries, which change no result",
     },
     OptionSpec {
         name: "truncate_prompts",
         takes: Takes::Switch,
         default: OptionDefault::Value("false"),
-        help: "a prompt that is too long loses its beginning, and is not refused",
+        help: "whether the beginning of a prompt that is too long is dropped. Otherwise the prompt is refused",
     },
 ];
 
@@ -79,11 +80,11 @@ pub struct Options {
     pub sequences: usize,
     /// Tokens whose keys and values are held at once.
     pub kv_tokens: usize,
-    /// How these are kept.
+    /// The type in which these are stored.
     pub kv_numbers: KvNumbers,
-    /// Keys the random numbers of tasks without a seed of their own, with the task's id.
+    /// Together with a task's id, the seed of tasks that set none.
     pub seed: u64,
-    /// Whether a prompt that is too long loses its beginning; else it is refused.
+    /// Whether the beginning of a prompt that is too long is dropped. Otherwise the prompt is refused.
     pub truncate_prompts: bool,
     activations: Activations,
 }
@@ -107,20 +108,20 @@ enum KvName {
     Bf16,
 }
 
-/// What the numbers between layers are when they are multiplied with weights of whole numbers.
+/// The type of the numbers between layers when they are multiplied with quantised weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Activations {
-    /// 16 bits where the CPU multiplies whole numbers, else 32.
+    /// `Int16` if the CPU multiplies whole numbers, else `F32`.
     Auto,
     F32,
     Int16,
     Int8,
 }
 
-/// What computes.
+/// The implementation that computes the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Computes {
+pub enum Implementation {
     /// This program's own products, on a CPU.
     Host,
     /// Candle's operations, on any device.
@@ -128,22 +129,22 @@ pub enum Computes {
 }
 
 impl Options {
-    /// Reads the pool's options for a model of this context.
+    /// Reads the pool's options, for a model with this context.
     ///
     /// # Errors
     /// [`LoadError::Option`] for an option that is not known or out of its bounds.
     pub fn read(spec: &LoadSpec, model_context: usize) -> Result<Self, LoadError> {
         let written: Written = FAMILY.read_options(spec)?;
-        let context = written.context.unwrap_or(CONTEXT.min(model_context));
+        let context = written.context.unwrap_or(DEFAULT_CONTEXT.min(model_context));
         if context > model_context {
             let expected = format!("at most {model_context}, which is the model's");
             return Err(spec.refused_option(OptionProblem::expected("context", context, expected)));
         }
-        let all = CONTEXTS.saturating_mul(context).min(MOST_TOKENS);
+        let default_kv_tokens = DEFAULT_CONTEXTS.saturating_mul(context).min(MAX_TOKENS);
         Ok(Self {
             context,
             sequences: written.sequences,
-            kv_tokens: written.kv_tokens.unwrap_or(all),
+            kv_tokens: written.kv_tokens.unwrap_or(default_kv_tokens),
             kv_numbers: match written.kv_numbers {
                 KvName::F32 => KvNumbers::F32,
                 KvName::Bf16 => KvNumbers::Bf16,
@@ -154,12 +155,12 @@ impl Options {
         })
     }
 
-    /// What the numbers between layers become before they are multiplied with weights of whole numbers.
+    /// The type to which the numbers between layers are converted before they are multiplied with quantised weights.
     ///
     /// # Errors
-    /// [`LoadError::Option`] if what computes cannot do so.
-    pub fn rows(&self, spec: &LoadSpec, computes: Computes) -> Result<RowNumbers, LoadError> {
-        let on_host = computes == Computes::Host;
+    /// [`LoadError::Option`] if the implementation cannot use the type that the options set.
+    pub fn rows(&self, spec: &LoadSpec, implementation: Implementation) -> Result<RowNumbers, LoadError> {
+        let on_host = implementation == Implementation::Host;
         let (rows, name) = match self.activations {
             Activations::Auto if on_host && multiplies_bytes() => (RowNumbers::Int16, "auto"),
             Activations::Auto => (RowNumbers::F32, "auto"),
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_set_fits_a_small_host() {
+    fn defaults_fit_a_small_host() {
         let options = read(json!({})).unwrap();
         assert_eq!((options.context, options.sequences, options.kv_tokens), (4_096, 16, 16_384));
         assert_eq!((options.activations, options.seed), (Activations::Auto, 0));
@@ -200,26 +201,26 @@ mod tests {
 
     #[test]
     fn an_option_that_is_unknown_or_out_of_bounds_is_named() {
-        for (options, words) in [
+        for (options, message) in [
             (json!({"contxt": 1}), "pool.options.contxt: unknown key; did you mean `context`?"),
             (json!({"context": 9_000}), "context = 9000: expected at most 8192, which is the model's"),
             (json!({"sequences": 0}), "sequences = 0: expected a whole number from 1 to 4096"),
             (json!({"kv_numbers": "f8"}), "kv_numbers = \"f8\": expected \"f32\" or \"bf16\""),
         ] {
             let error = read(options).unwrap_err();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(message), "{error}");
         }
     }
 
     #[test]
-    fn whole_numbers_between_layers_are_for_cpus() {
+    fn integer_activations_are_refused_on_gpus() {
         let spec = LoadSpec::new("org/name");
         for activations in ["int16", "int8"] {
             let options = read(json!({ "activations": activations })).unwrap();
-            let error = options.rows(&spec, Computes::Candle).unwrap_err().to_string();
+            let error = options.rows(&spec, Implementation::Candle).unwrap_err().to_string();
             assert!(error.contains(&format!("activations = \"{activations}\"")), "{error}");
         }
         let options = read(json!({})).unwrap();
-        assert_eq!(options.rows(&spec, Computes::Candle).unwrap(), RowNumbers::F32);
+        assert_eq!(options.rows(&spec, Implementation::Candle).unwrap(), RowNumbers::F32);
     }
 }

@@ -1,4 +1,4 @@
-//! From an image file to upright 8-bit RGB pixels, as transformers' pipelines load an image with Pillow. Pure.
+//! Decodes an image file to upright 8-bit RGB pixels, as transformers' pipelines load it with Pillow. Pure.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,9 +12,9 @@ use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader};
 pub enum Format {
     /// `image/jpeg`, baseline or progressive; gray, YCbCr, RGB, CMYK or YCCK.
     Jpeg,
-    /// `image/png`; of an animated one the first picture.
+    /// `image/png`; of an animation, the first picture.
     Png,
-    /// `image/webp`; of an animated one the first picture.
+    /// `image/webp`; of an animation, the first picture.
     WebP,
 }
 
@@ -29,7 +29,7 @@ impl Format {
         }
     }
 
-    /// The format that the first bytes of a file tell.
+    /// The format that the first bytes of a file indicate.
     pub fn guess(bytes: &[u8]) -> Option<Self> {
         match bytes {
             [0xff, 0xd8, 0xff, ..] => Some(Self::Jpeg),
@@ -54,7 +54,8 @@ impl fmt::Display for Format {
     }
 }
 
-/// What an image may cost. A small file can ask for much: each is checked against the header, before decoding.
+/// The limits of an image. A small file can declare a large image, so each limit is checked against the header, before
+/// decoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Width times height.
@@ -79,13 +80,13 @@ impl Limits {
     }
 }
 
-/// Bytes of metadata (a colour profile, comments) that may be unpacked beside the samples: they are not used.
+/// Bytes of metadata (a colour profile, comments) that may be unpacked beside the samples. The metadata is not used.
 const METADATA: u64 = 4 << 20;
-/// Fewer scans of a JPEG are taken for ordinary: encoders make about a dozen, and the decoder takes 100. At 40 million
-/// pixels each takes 80 ms, beside 650 ms for the image.
+/// The number of scans from which on a JPEG counts as more pixels. Encoders write about a dozen, and the decoder
+/// accepts 100. At 40 million pixels each scan takes 80 ms, beside 650 ms for the image.
 const SCANS: u64 = 20;
-/// Bytes of the samples of a pixel at most: red, green, blue and alpha of 16 bits.
-const LARGEST_PIXEL: u64 = 8;
+/// The most bytes of a pixel's samples: red, green, blue and alpha of 16 bits.
+const MAX_BYTES_PER_PIXEL: u64 = 8;
 
 /// What a file declares before its samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,8 +95,8 @@ pub struct Header {
     pub width: u32,
     /// Rows of the image.
     pub height: u32,
-    /// Pixels that are decoded: those of the image, or of the largest picture within the file if that is larger. A
-    /// JPEG of many scans counts several times: each of them goes through the whole image.
+    /// Pixels that are decoded: those of the image, or of the largest picture in the file if that is larger. The pixels
+    /// of a JPEG with many scans count several times, since each scan covers the whole image.
     pub pixels: u64,
 }
 
@@ -116,13 +117,13 @@ pub struct Rgb8 {
     pub pixels: Vec<u8>,
 }
 
-/// Why an image cannot be had.
+/// Why an image cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The bytes are of no format that can be decoded.
     #[error("the image is said to be {0}, but its first bytes are of no known format")]
     Unknown(Format),
-    /// The bytes are of another format than was said.
+    /// The bytes are of another format than the media type says.
     #[error("the image is said to be {said}, but it is {found}")]
     Other {
         /// The media type that came with the bytes.
@@ -130,7 +131,7 @@ pub enum Error {
         /// What the bytes are.
         found: Format,
     },
-    /// The header tells more pixels than are allowed.
+    /// The header declares more pixels than are allowed.
     #[error("the image has {width}x{height} pixels, and {limit} pixels are allowed")]
     TooManyPixels {
         /// Pixels in a row.
@@ -140,7 +141,7 @@ pub enum Error {
         /// Pixels that are allowed.
         limit: u64,
     },
-    /// The file holds more than its header tells: a larger picture, or very many scans.
+    /// The file has more to decode than its header declares: a larger picture, or very many scans.
     #[error(
         "the image has {width}x{height} pixels, but its file holds as much as {pixels} to decode, and {limit} pixels \
          are allowed"
@@ -180,13 +181,13 @@ pub enum Error {
     Broken {
         /// The file's format.
         format: Format,
-        /// What the decoder says.
+        /// The decoder's message.
         reason: String,
     },
 }
 
-/// What the file `bytes`, said to be of `format`, declares. Decodes no samples: the work is proportional to the
-/// file's length.
+/// Reads the header of the file `bytes`, whose media type says `format`. Decodes no samples: the work is proportional
+/// to the file's length.
 ///
 /// # Errors
 /// The file is of another format, is cut off in its header, or its header does not keep to the format.
@@ -211,18 +212,19 @@ pub fn header(bytes: &[u8], format: Format) -> Result<Header, Error> {
     header.ok_or(Error::CutOff { format, bytes: bytes.len() })
 }
 
-/// Decodes the file `bytes`, said to be of `format`.
+/// Decodes the file `bytes`, whose media type says `format`.
 ///
-/// The pixels are Pillow's: turned upright by the EXIF orientation; alpha dropped, not blended; gray repeated; of
-/// an animation the first picture. 16-bit samples lose their lower half, gray ones too (Pillow clips those at 255).
+/// The pixels are those of Pillow. They are turned upright by the EXIF orientation; alpha is dropped, not blended; gray
+/// is repeated for each colour; of an animation the first picture is decoded. 16-bit samples lose their lower 8 bits,
+/// gray ones too (Pillow clips those at 255).
 ///
 /// # Errors
-/// What is wrong with the file, or which limit it is over.
+/// What is wrong with the file, or which limit it exceeds.
 pub fn decode(bytes: &[u8], format: Format, limits: Limits) -> Result<Rgb8, Error> {
     let header = header(bytes, format)?;
     limits.check(header)?;
     let Header { width, height, pixels } = header;
-    let limit = limits.bytes.min(pixels * LARGEST_PIXEL + METADATA);
+    let limit = limits.bytes.min(pixels * MAX_BYTES_PER_PIXEL + METADATA);
     let failed = |error| match error {
         ImageError::Limits(_) => Error::TooMuchMemory { width, height, limit },
         error => failed(error, bytes, format),
@@ -240,7 +242,7 @@ pub fn decode(bytes: &[u8], format: Format, limits: Limits) -> Result<Rgb8, Erro
     if !whole(bytes, format) {
         return Err(Error::CutOff { format, bytes: bytes.len() });
     }
-    // An EXIF segment that cannot be read tells no orientation; the image may be good all the same.
+    // If the EXIF segment cannot be read, the orientation is unknown, but the image may be valid.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let mut image = DynamicImage::from_decoder(decoder).map_err(failed)?;
     image.apply_orientation(orientation);
@@ -248,7 +250,8 @@ pub fn decode(bytes: &[u8], format: Format, limits: Limits) -> Result<Rgb8, Erro
     Ok(Rgb8 { width, height, pixels: rgb(image) })
 }
 
-/// A decoder that has read the file's header, and allocates `most` bytes at most where it obeys.
+/// A decoder that has read the file's header. It is told to allocate `most` bytes at most, which not every decoder
+/// obeys.
 fn opened(bytes: &[u8], format: Format, most: u64) -> Result<impl ImageDecoder + '_, ImageError> {
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format.decoder());
     let mut allowed = image::Limits::no_limits();
@@ -266,8 +269,9 @@ fn failed(error: ImageError, bytes: &[u8], format: Format) -> Error {
     }
 }
 
-/// The file as its decoder may read it. That of JPEG sorts and compares all segments of extended XMP anew at each
-/// marker: a file of 8 MiB with nothing else keeps it for minutes. They are blanked, since nobody reads them.
+/// The file in a form that is safe for its decoder. The JPEG decoder sorts and compares all segments of extended XMP
+/// again at each marker, so that a file of 8 MiB with nothing else keeps it busy for minutes. These segments are
+/// blanked, since nothing reads them.
 fn readable(bytes: &[u8], format: Format) -> Cow<'_, [u8]> {
     const EXTENDED_XMP: &[u8] = b"http://ns.adobe.com/xmp/extension/\0";
     let next = |bytes: &[u8]| bytes.windows(EXTENDED_XMP.len()).position(|window| window == EXTENDED_XMP);
@@ -286,14 +290,14 @@ fn readable(bytes: &[u8], format: Format) -> Cow<'_, [u8]> {
     Cow::Owned(blanked)
 }
 
-/// The first chunk is the header. None: the file ends before.
+/// The header of a PNG file, which is its first chunk. None if the file ends before.
 fn png_header(bytes: &[u8]) -> Option<Header> {
     let side = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     Some(Header::new(side(16)?, side(20)?))
 }
 
-/// The size that the file's first chunk gives, and the largest picture in any of its chunks: the decoder compares
-/// them only when it has decoded the picture. None: the file is cut off.
+/// The header of a WebP file: the size in its first chunk, and the pixels of the largest picture in any chunk. The
+/// decoder compares these only after it has decoded the picture. None if the file is cut off.
 fn webp_header(bytes: &[u8]) -> Option<Header> {
     let (first, _) = chunk(bytes.get(12..)?)?;
     let mut header = match first.name {
@@ -313,12 +317,12 @@ fn webp_header(bytes: &[u8]) -> Option<Header> {
 /// A chunk of a WebP file.
 struct Chunk<'a> {
     name: &'a [u8; 4],
-    /// As much of it as the file holds.
+    /// Its data, as far as the file has it.
     data: &'a [u8],
     is_whole: bool,
 }
 
-/// The first chunk of `bytes`, and what follows it. None: there is none.
+/// The first chunk of `bytes`, and the bytes after it. None if there is no chunk.
 fn chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
     let (name, rest) = bytes.split_first_chunk::<4>()?;
     let (length, rest) = rest.split_first_chunk::<4>()?;
@@ -328,14 +332,14 @@ fn chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
     Some((chunk, rest.get(length + length % 2..).unwrap_or_default()))
 }
 
-/// Pixels of the largest picture in these chunks. None: one that is read whole is cut off.
+/// The pixels of the largest picture in these chunks. None if a chunk that is read whole is cut off.
 fn largest_picture(mut bytes: &[u8]) -> Option<u64> {
     let mut largest = 0;
     while let Some((chunk, rest)) = chunk(bytes) {
         largest = largest.max(match chunk.name {
-            // Its decoder allocates what the chunk's header tells.
+            // The decoder allocates as much as the chunk's header declares.
             b"EXIF" if !chunk.is_whole => return None,
-            // Pictures of an animation: their chunks stand behind 16 bytes of position and duration.
+            // Pictures of an animation: their chunks follow 16 bytes of position and duration.
             b"ANMF" => largest_picture(chunk.data.get(16..).unwrap_or_default())?,
             _ => picture(&chunk).map_or(0, |(width, height)| u64::from(width) * u64::from(height)),
         });
@@ -344,7 +348,7 @@ fn largest_picture(mut bytes: &[u8]) -> Option<u64> {
     Some(largest)
 }
 
-/// The sides of the picture that a chunk is, if it is one.
+/// The sides of the picture in a chunk, if it has one.
 fn picture(chunk: &Chunk<'_>) -> Option<(u32, u32)> {
     match (chunk.name, chunk.data) {
         (b"VP8 ", [_, _, _, _, _, _, a, b, c, d, ..]) => {
@@ -359,11 +363,12 @@ fn picture(chunk: &Chunk<'_>) -> Option<(u32, u32)> {
     }
 }
 
-/// False when the file is cut off and its decoder may not tell: that of JPEG fills what is missing with gray.
+/// Whether the file is complete, as far as its decoder does not check that. The JPEG decoder fills what is missing with
+/// gray.
 fn whole(bytes: &[u8], format: Format) -> bool {
     match format {
         Format::Jpeg => jpeg_ends(bytes),
-        // The container tells the length of what follows its first eight bytes.
+        // The container declares how many bytes follow its first eight.
         Format::WebP => match bytes {
             [_, _, _, _, a, b, c, d, rest @ ..] => {
                 rest.len() as u64 >= u32::from_le_bytes([*a, *b, *c, *d]).into()
@@ -374,7 +379,7 @@ fn whole(bytes: &[u8], format: Format) -> bool {
     }
 }
 
-/// True when an end marker follows the first scan. A thumbnail's own end comes before: it is in a segment.
+/// Whether an end marker follows the first scan. The end marker of a thumbnail comes before it, in a segment.
 fn jpeg_ends(bytes: &[u8]) -> bool {
     let mut rest = bytes.get(2..).unwrap_or_default();
     while let [0xff, marker, high, low, ..] = rest {
@@ -385,18 +390,18 @@ fn jpeg_ends(bytes: &[u8]) -> bool {
         };
         rest = rest.get(length..).unwrap_or_default();
         if *marker == 0xda {
-            // Within a scan every 0xff of the data is followed by 0.
+            // Within a scan, each 0xff of the data is followed by 0.
             return rest.windows(2).rev().any(|pair| pair == [0xff, 0xd9]);
         }
     }
     false
 }
 
-/// The scans of a JPEG file, as far as its segments can be followed.
+/// The number of scans in a JPEG file, as far as its segments can be followed.
 fn jpeg_scans(bytes: &[u8]) -> u64 {
     let mut rest = bytes.get(2..).unwrap_or_default();
     let mut scans = 0;
-    // Within a scan every 0xff of the data is followed by 0, or is a restart marker.
+    // Within a scan, each 0xff of the data is followed by 0 or begins a restart marker.
     let is_marker = |pair: &[u8]| pair[0] == 0xff && !matches!(pair[1], 0 | 1 | 0xd0..=0xd8 | 0xff);
     while let Some(at) = rest.windows(2).position(is_marker) {
         let [_, marker, high, low, ..] = rest[at..] else { break };
@@ -425,7 +430,7 @@ fn rgb(image: DynamicImage) -> Vec<u8> {
     }
 }
 
-/// Red, green and blue of pixels of 1 to 4 samples; with 1 or 2, the first is gray.
+/// Red, green and blue of pixels with 1 to 4 samples. With 1 or 2 samples, the first is gray.
 fn colours<T: Copy>(samples: &[T], each: usize, to_8_bits: fn(T) -> u8) -> Vec<u8> {
     let (green, blue) = if each < 3 { (0, 0) } else { (1, 2) };
     samples
@@ -472,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_cut_off_is_refused_wherever_it_is_cut() {
+    fn a_truncated_file_is_refused_wherever_it_is_cut() {
         for file in [
             "rgb.jpg",
             "progressive.jpg",
@@ -484,7 +489,7 @@ mod tests {
         ] {
             let bytes = read(file);
             for end in 0..bytes.len() {
-                // A PNG's pixels are whole without its last chunk and the checksum before it.
+                // A PNG's pixels are complete without its last chunk and the checksum before it.
                 let spare = if file.ends_with("png") { 16 } else { 0 };
                 let result = decode(&bytes[..end], format(file), LIMITS);
                 assert!(
@@ -497,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_is_refused_by_its_header() {
+    fn an_image_over_the_limits_is_refused_by_its_header() {
         let error = decode(&read("huge.png"), Format::Png, LIMITS).unwrap_err();
         assert_eq!(error.to_string(), "the image has 50000x50000 pixels, and 10000000 pixels are allowed");
         let few = Limits { pixels: 10_000_000, bytes: 1000 };
@@ -508,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_tell_the_size_that_is_decoded() {
+    fn headers_declare_the_size_that_is_decoded() {
         for row in expected()["decoded"].as_array().unwrap() {
             let file = row["file"].as_str().unwrap();
             let (declared, image) = (header(&read(file), format(file)).unwrap(), decoded(file));
@@ -540,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_larger_than_its_header_tells_is_refused_before_it_is_decoded() {
+    fn a_picture_larger_than_its_header_declares_is_refused_undecoded() {
         // A key frame of 16,383 × 16,383 pixels.
         let frame = [0, 0, 0, 0x9d, 0x01, 0x2a, 0xff, 0x3f, 0xff, 0x3f];
         let animated = [&[0; 16][..], b"VP8 \x0a\0\0\0", &frame].concat();
@@ -557,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn each_scan_of_a_jpeg_counts_once_there_are_very_many() {
+    fn a_jpeg_with_very_many_scans_counts_as_more_pixels() {
         assert_eq!(["rgb.jpg", "progressive.jpg"].map(|file| jpeg_scans(&read(file))), [1, 10]);
         let plain = read("progressive.jpg");
         let last = plain.windows(2).rposition(|pair| pair == [0xff, 0xda]).unwrap();
@@ -580,7 +585,7 @@ mod tests {
             data.extend(0_u32.to_be_bytes());
             data
         };
-        // Two megabytes of them: their decoder alone would take longer than a test may.
+        // Two megabytes of such segments. The decoder would take longer over them than a test may.
         let file = [&plain[..2], &segment.repeat(30_000), &plain[2..]].concat();
         assert_eq!(decode(&file, Format::Jpeg, LIMITS), decode(&plain, Format::Jpeg, LIMITS));
     }

@@ -1,5 +1,6 @@
-//! Classification of images: from files to pixels, and from the labels' numbers to response bodies. Decides which
-//! files are decoded, bounded by their headers before any of them is, and in which slices. Never touches the device.
+//! Classification of images: turns files into pixels, and the labels' numbers into response bodies. Decides which files
+//! are decoded and in which slices. The headers of all files are checked before any of them is decoded. Never touches
+//! the device.
 
 mod decode;
 mod preprocessing;
@@ -26,20 +27,21 @@ use crate::model::{
 use crate::protocol::JSON;
 use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
 
-/// So many of the largest images make the pixels of one task, unless the pool's options say otherwise.
-const LARGEST_OF_TASK: u64 = 4;
+/// The default of `max_task_pixels`, as a multiple of `max_pixels`.
+const DEFAULT_TASK_IMAGES: u64 = 4;
 /// Bytes of decoded samples for each allowed pixel: red, green, blue and alpha.
-const BYTES_OF_PIXEL: u64 = 4;
+const BYTES_PER_PIXEL: u64 = 4;
 /// The side of a patch that counts as a token, in pixels.
 const PATCH: usize = 16;
 /// The fewest images that are divided among threads.
-const MANY: usize = 2;
-/// Pixels of the images in a slice, for each thread: decoding them takes about 10 ms. A larger image is a slice.
+const MANY_IMAGES: usize = 2;
+/// Pixels of the images in a slice, for each thread: decoding them takes about 10 ms. A larger image is a slice by
+/// itself.
 const SLICE_PIXELS: u64 = 1 << 20;
-/// The most images in a slice, for each thread: each has a cost beside its pixels.
+/// The most images in a slice, for each thread, since each image has a cost beside its pixels.
 const SLICE_IMAGES: usize = 16;
 
-/// One pixel.
+/// A PNG file of one pixel, for the probe.
 const PROBE: [u8; 69] = [
     137, 80, 78, 71, 13, 10, 26, 10, 0, 0, 0, 13, 73, 72, 68, 82, 0, 0, 0, 1, 0, 0, 0, 1, 8, 2, 0, 0, 0, 144,
     119, 83, 222, 0, 0, 0, 12, 73, 68, 65, 84, 120, 218, 99, 216, 82, 97, 3, 0, 3, 76, 1, 105, 234, 19, 15,
@@ -121,12 +123,12 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     Ok((processor, network))
 }
 
-/// How many pixels are decoded.
+/// How many pixels may be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PixelLimits {
-    /// Of one image.
+    /// Pixels of one image.
     image: u64,
-    /// Of all images of a task. Few bytes can declare many pixels, each of which takes time and memory.
+    /// Pixels of all images of a task. Few bytes can declare many pixels, each of which takes time and memory.
     task: u64,
 }
 
@@ -134,7 +136,7 @@ impl PixelLimits {
     /// The limits in the pool's options.
     ///
     /// # Errors
-    /// [`LoadError::Option`] for an option that is unknown, or is no positive number.
+    /// [`LoadError::Option`] for an option that is unknown or not a positive number.
     fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
         #[derive(Deserialize)]
         struct Options {
@@ -142,12 +144,12 @@ impl PixelLimits {
             max_task_pixels: Option<u64>,
         }
         let Options { max_pixels: image, max_task_pixels } = FAMILY.read_options(spec)?;
-        let task = max_task_pixels.unwrap_or(image.saturating_mul(LARGEST_OF_TASK));
+        let task = max_task_pixels.unwrap_or(image.saturating_mul(DEFAULT_TASK_IMAGES));
         Ok(Self { image, task })
     }
 
-    fn of_image(self) -> Limits {
-        Limits { pixels: self.image, bytes: self.image.saturating_mul(BYTES_OF_PIXEL) }
+    fn image_limits(self) -> Limits {
+        Limits { pixels: self.image, bytes: self.image.saturating_mul(BYTES_PER_PIXEL) }
     }
 }
 
@@ -163,11 +165,11 @@ pub struct ImageProcessor {
 struct Decoder {
     preprocessing: Preprocessing,
     limits: PixelLimits,
-    /// The size of each input.
+    /// The size of each input, in tokens.
     tokens: usize,
 }
 
-/// What the response needs of its request.
+/// The parts of a request that its response needs.
 pub struct ImageOptions {
     top_k: usize,
     listed: bool,
@@ -210,14 +212,14 @@ impl Processor for ImageProcessor {
     }
 }
 
-/// An image that was not decoded yet.
+/// An image whose header was read, but which was not decoded yet.
 struct Declared {
     file: ImageFile,
     format: Format,
     header: Header,
 }
 
-/// Decodes the images of a task slice by slice: as many as take about ten milliseconds by their headers.
+/// Decodes the images of a task slice by slice. By the images' headers, a slice takes about ten milliseconds.
 struct Slicer {
     decoder: Arc<Decoder>,
     images: IntoIter<Declared>,
@@ -233,7 +235,7 @@ impl Iterator for Slicer {
         if slice.is_empty() {
             return None;
         }
-        Some(prepared(slice, MANY, |_, image| self.decoder.pixels(&image)))
+        Some(prepared(slice, MANY_IMAGES, |_, image| self.decoder.pixels(&image)))
     }
 
     /// A slice has at least one image.
@@ -242,7 +244,7 @@ impl Iterator for Slicer {
     }
 }
 
-/// How many of the next images are decoded together by so many threads.
+/// How many of the next images so many threads decode together.
 fn slice(images: &[Declared], threads: usize) -> usize {
     let mut left = SLICE_PIXELS.saturating_mul(threads as u64);
     let fits = |image: &&Declared| match left.checked_sub(image.header.pixels) {
@@ -256,14 +258,14 @@ fn slice(images: &[Declared], threads: usize) -> usize {
 }
 
 impl Decoder {
-    /// Reads the headers of all images of a task, and refuses it if it would be too much to decode.
+    /// Reads the headers of all images of a task, and refuses the task if they declare too many pixels.
     fn declared(&self, files: Vec<ImageFile>) -> Result<Vec<Declared>, TaskError> {
         let mut pixels: u64 = 0;
         let mut declared = |file: ImageFile| {
             let format = format(&file)?;
             let refused = |error| refused(&file, &error);
             let header = header(&file.bytes, format).map_err(refused)?;
-            self.limits.of_image().check(header).map_err(refused)?;
+            self.limits.image_limits().check(header).map_err(refused)?;
             pixels = pixels.saturating_add(header.pixels);
             if pixels > self.limits.task {
                 let most = self.limits.task;
@@ -278,13 +280,13 @@ impl Decoder {
     }
 
     fn pixels(&self, Declared { file, format, .. }: &Declared) -> Result<SizedInput<Pixels>, TaskError> {
-        let image = decode(&file.bytes, *format, self.limits.of_image());
+        let image = decode(&file.bytes, *format, self.limits.image_limits());
         let image = image.map_err(|error| refused(file, &error))?;
         Ok(SizedInput::new(Pixels(self.preprocessing.apply(&image)), self.tokens))
     }
 }
 
-/// The format of a file: as the request says, or else as its first bytes say.
+/// The format of a file: by the media type in the request, or else by the file's first bytes.
 fn format(file: &ImageFile) -> Result<Format, TaskError> {
     let found = match file.media_type.as_deref() {
         Some(media_type) => Format::from_media_type(media_type).ok_or_else(|| {
@@ -303,7 +305,7 @@ fn refused(file: &ImageFile, error: &Error) -> TaskError {
         Error::TooManyPixels { .. } | Error::TooLargePicture { .. } | Error::TooMuchMemory { .. } => {
             TaskErrorKind::TooLarge
         }
-        // A body that is not what its media type says.
+        // The image is the body itself, and is not what its media type says.
         _ if file.path.is_none() => TaskErrorKind::Undecodable,
         _ => TaskErrorKind::BadInput,
     };
@@ -331,7 +333,7 @@ pub(crate) mod test_files {
         serde_json::from_slice(&read("expected.json")).unwrap()
     }
 
-    /// A lossless WebP file whose pixels are all the same, and take no bits.
+    /// A lossless WebP file whose pixels are all the same, and are encoded in no bits.
     pub(crate) fn one_colour_webp(width: u32, height: u32) -> Vec<u8> {
         let mut bits: u64 = 0;
         let mut length = 0;
@@ -370,7 +372,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slice_is_what_about_ten_milliseconds_decode_or_one_image() {
+    fn a_slice_takes_about_ten_milliseconds_or_is_one_image() {
         let declared = |pixels: u64| Declared {
             file: ImageFile { bytes: Vec::new().into(), media_type: None, path: None },
             format: Format::WebP,
@@ -392,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_may_have_the_pixels_of_four_of_the_largest_images_unless_the_options_say_otherwise() {
+    fn by_default_a_task_may_have_four_times_max_pixels() {
         assert_eq!(limits(&[]), Ok(PixelLimits { image: 40_000_000, task: 160_000_000 }));
         assert_eq!(limits(&[("max_pixels", json!(10))]), Ok(PixelLimits { image: 10, task: 40 }));
         let both = [("max_pixels", json!(10)), ("max_task_pixels", json!(15))];

@@ -1,7 +1,7 @@
-//! From pixels to what a model takes, by a `preprocessor_config.json` as transformers writes it. Pure.
+//! Turns pixels into a model's input, as a `preprocessor_config.json` of the transformers library describes. Pure.
 //!
-//! The numbers are those of transformers' processors on Pillow, bit for bit where `resize` equals it. Those on torchvision ("Fast") resize by
-//! other roundings and differ by a count here and there.
+//! The results equal those of transformers' processors on Pillow bit for bit, as far as `resize` equals Pillow. The
+//! processors on torchvision ("Fast") round differently when they resize, and some samples differ by 1.
 
 use std::collections::BTreeMap;
 
@@ -25,14 +25,14 @@ pub struct Preprocessing {
     pub height: usize,
     /// Columns of the model's input.
     pub width: usize,
-    /// The model's number for each sample of each colour: 256 are all there are.
+    /// The model's number for each of the 256 sample values of each colour.
     table: [[f32; 256]; 3],
 }
 
-/// The size before the crop.
+/// The size of the image after resizing, before the crop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Resized {
-    AsItIs,
+    Unchanged,
     To { height: usize, width: usize },
     ShortestEdge(usize),
 }
@@ -59,7 +59,7 @@ struct Written {
     others: BTreeMap<String, Value>,
 }
 
-/// Keys that change nothing of the numbers; an image is RGB before it comes here.
+/// Keys that do not affect the numbers. (`do_convert_rgb` does not, since images are RGB by now.)
 const HARMLESS: [&str; 9] = [
     "_valid_processor_keys",
     "auto_map",
@@ -72,10 +72,10 @@ const HARMLESS: [&str; 9] = [
     "return_tensors",
 ];
 
-/// The longest side of an input that is taken for no mistake.
-const LONGEST: u64 = 8192;
+/// The longest side of an input, in pixels. A longer one is taken for a mistake.
+const MAX_SIDE: u64 = 8192;
 
-/// transformers' classes, as far as they differ in what a config means.
+/// The classes of transformers that give a config different meanings.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Vit,
@@ -86,7 +86,7 @@ enum Class {
 }
 
 impl Class {
-    /// By the name of the class; `Fast` and `Pil` are the same class on another library.
+    /// The class of this name. The suffixes `Fast` and `Pil` denote the same class on another library.
     fn of(name: &str) -> Option<Self> {
         let name = name.strip_suffix("Fast").or(name.strip_suffix("Pil")).unwrap_or(name);
         match name.strip_suffix("ImageProcessor").or(name.strip_suffix("FeatureExtractor"))? {
@@ -99,12 +99,12 @@ impl Class {
         }
     }
 
-    /// Whether a bare number as `size` is both sides, not the shorter one.
+    /// Whether a bare number in `size` means both sides instead of the shorter one.
     fn square(self) -> bool {
         !matches!(self, Self::Clip | Self::ConvNext)
     }
 
-    /// Whether a config that doesn't say crops.
+    /// Whether images are cropped if the config does not say.
     fn crops(self) -> bool {
         matches!(self, Self::Deit | Self::Clip)
     }
@@ -114,8 +114,8 @@ impl Preprocessing {
     /// Reads the text of a `preprocessor_config.json`.
     ///
     /// # Errors
-    /// A key that would change the numbers and is not known, unless it is null or false; or images would differ in
-    /// size.
+    /// The config has an unknown key that may affect the numbers and is neither null nor false, a value is not
+    /// supported, or images would differ in size.
     pub fn read(text: &str) -> Result<Self, ConfigError> {
         let written: Written = serde_json::from_str(text).map_err(|error| ConfigError(error.to_string()))?;
         let class = class(&written)?;
@@ -147,7 +147,7 @@ impl Preprocessing {
         let filter = match written.resample {
             Some(number) => Filter::from_pillow(number)
                 .ok_or_else(|| ConfigError(format!("`resample` = {number} is not one of 0 to 5")))?,
-            None if resized == Resized::AsItIs => Filter::Nearest,
+            None if resized == Resized::Unchanged => Filter::Nearest,
             None => return refused("`resample` is missing"),
         };
         if filter == Filter::Nearest && matches!(resized, Resized::ShortestEdge(_)) {
@@ -160,7 +160,7 @@ impl Preprocessing {
     /// The model's input `[height, width, 3]` of one image.
     pub fn apply(&self, image: &Rgb8) -> Vec<f32> {
         let (height, width) = match self.resized {
-            Resized::AsItIs => (image.height, image.width),
+            Resized::Unchanged => (image.height, image.width),
             Resized::To { height, width } => (height, width),
             Resized::ShortestEdge(edge) if image.width <= image.height => {
                 (scaled(edge, image.height, image.width), edge)
@@ -170,7 +170,7 @@ impl Preprocessing {
         let (rows, above) = middle(height, self.height);
         let (columns, before) = middle(width, self.width);
         let pixels = resize(image, width, height, self.filter, &Window { columns, rows });
-        // Where the crop is larger than the image, black is around it, from before the numbers are scaled.
+        // If the crop is larger than the image, the image is surrounded by black: samples of 0, scaled like all others.
         let mut input: Vec<f32> = self.table.map(|numbers| numbers[0]).repeat(self.height * self.width);
         let lines = input.chunks_exact_mut(self.width * 3).skip(above);
         for (line, samples) in lines.zip(pixels.pixels.chunks_exact(pixels.width * 3)) {
@@ -189,8 +189,8 @@ fn scaled(edge: usize, long: usize, short: usize) -> usize {
     edge * long / short
 }
 
-/// The middle `wanted` of `length` places, and how many empty ones come before them. What is over on an odd count
-/// is after the crop, and before the image.
+/// The middle `wanted` of `length` pixels, and how many empty pixels come before them. If the difference is odd, a crop
+/// leaves the extra pixel after it, and padding adds the extra pixel before the image.
 fn middle(length: usize, wanted: usize) -> (std::ops::Range<usize>, usize) {
     if wanted <= length {
         let first = (length - wanted) / 2;
@@ -224,12 +224,13 @@ fn shapes(written: &Written, class: Class) -> Result<(Resized, Crop), ConfigErro
         _ => None,
     };
     if !written.do_resize.unwrap_or(true) {
-        return Ok((Resized::AsItIs, crop));
+        return Ok((Resized::Unchanged, crop));
     }
     let value = written.size.as_ref().ok_or_else(|| ConfigError("`size` is missing".into()))?;
     let mut resized = size("size", value, written.default_to_square.unwrap_or(class.square()))?;
     if class == Class::ConvNext {
-        // Its images below 384 are resized to more than asked, and cropped to it; others are squeezed.
+        // Below 384 pixels, images are resized to more than `shortest_edge` and then cropped. From 384 on they are
+        // resized to a square.
         let Resized::ShortestEdge(edge) = resized else {
             return refused(format!(
                 "`size` = {value} has no `shortest_edge`, which ConvNextImageProcessor needs"
@@ -256,8 +257,8 @@ fn shapes(written: &Written, class: Class) -> Result<(Resized, Crop), ConfigErro
 /// A size as transformers writes it: a number, `shortest_edge`, or `height` and `width`.
 fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> {
     let side = |value: &Value| match value.as_u64() {
-        Some(side @ 1..=LONGEST) => Ok(side as usize),
-        _ => refused(format!("`{key}` has a side of {value}, not of 1 to {LONGEST}")),
+        Some(side @ 1..=MAX_SIDE) => Ok(side as usize),
+        _ => refused(format!("`{key}` has a side of {value}, not of 1 to {MAX_SIDE}")),
     };
     let Some(sides) = value.as_object() else {
         let side = side(value)?;
@@ -279,7 +280,7 @@ fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> 
     }
 }
 
-/// The number for each sample, with transformers' roundings: scaled in f64, the rest in f32.
+/// The number for each sample value, rounded as transformers does: scaled in f64, the rest in f32.
 fn table(written: &Written, class: Class) -> Result<[[f32; 256]; 3], ConfigError> {
     let normalizes = written.do_normalize.unwrap_or(true);
     let divides_again = class == Class::EfficientNet && written.include_top.unwrap_or(true);
@@ -325,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn inputs_are_bit_for_bit_those_of_transformers() {
+    fn inputs_equal_those_of_transformers_bit_for_bit() {
         let (expected, file) = (expected(), read("preprocessed.safetensors"));
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
         for row in expected["preprocessed"].as_array().unwrap() {
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_change_the_numbers_is_refused_by_name() {
+    fn unsupported_keys_are_refused_by_name() {
         let cases = [
             ("do_pad", Value::from(true), "`do_pad` = true is not supported"),
             ("reducing_gap", Value::from(2), "`reducing_gap` = 2 is not supported"),
@@ -389,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_nothing_is_taken() {
+    fn keys_without_effect_are_accepted() {
         for (key, value) in [
             ("do_pad", Value::from(false)),
             ("pad_size", Value::Null),

@@ -1,22 +1,22 @@
-//! Resizing of 8-bit RGB pixels, count for count as Pillow's `Image.resize` before version 13, which exchanges the
-//! two directions for some sizes: its samples differ by one count at most. Pure.
+//! Resizes 8-bit RGB pixels exactly as Pillow's `Image.resize` before version 13. From version 13 on Pillow exchanges
+//! the two directions for some sizes, and its samples differ by 1 at most. Pure.
 //!
-//! A filter is stretched to cover the pixels that become one, so that shrinking blurs instead of skipping. The two
-//! directions follow one another, across and then down, each with whole-number weights and a rounding to 8 bits.
+//! When an image shrinks, the filter is stretched over all source pixels of a target pixel, so that pixels are averaged
+//! instead of skipped. Rows are resized first, then columns. Each pass has integer weights and rounds to 8 bits.
 
 use std::f64::consts::PI;
 use std::ops::Range;
 
 use super::decode::Rgb8;
 
-/// How a pixel is made of those around its place.
+/// How a target pixel is computed from the source pixels around its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
-    /// The pixel at the place.
+    /// The nearest source pixel.
     Nearest,
-    /// The mean of the pixels that become one.
+    /// The mean of the covered source pixels.
     Box,
-    /// Falling straight to both sides.
+    /// A triangle: weights fall linearly to both sides.
     Bilinear,
     /// Between box and bilinear.
     Hamming,
@@ -33,7 +33,7 @@ impl Filter {
         filters.get(usize::try_from(number).ok()?).copied()
     }
 
-    /// How far it reaches to each side of a place, in pixels of the smaller image.
+    /// How far it reaches to each side of a position, in pixels of the smaller image.
     fn reach(self) -> f64 {
         match self {
             Self::Nearest | Self::Box => 0.5,
@@ -43,7 +43,7 @@ impl Filter {
         }
     }
 
-    /// The weight of a pixel `x` pixels away.
+    /// The weight of a pixel at the distance `x`, in pixels.
     fn weight(self, x: f64) -> f64 {
         let far = x.abs();
         match self {
@@ -64,7 +64,7 @@ fn sinc(x: f64) -> f64 {
     if x == 0.0 { 1.0 } else { (x * PI).sin() / (x * PI) }
 }
 
-/// The part of the resized image that is wanted, not empty; the rest is not computed.
+/// The part of the resized image that is computed. It is not empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Columns of the resized image.
@@ -84,24 +84,24 @@ pub fn resize(image: &Rgb8, width: usize, height: usize, filter: Filter, window:
     Rgb8 { width: columns.len(), height: rows.len(), pixels }
 }
 
-/// Weights are whole numbers of 2^-22: 8 bits of a sample and 2 to spare fit beside them in an i32.
+/// Weights are multiples of 2^-22. The 8 bits of a sample and 2 spare bits fit beside them in an i32.
 const FRACTION: u32 = 32 - 8 - 2;
 const ONE: i32 = 1 << FRACTION;
 
-/// The samples that one sample of the result is made of.
+/// The source samples of one target sample, with their weights.
 struct Tap {
     first: usize,
     weights: Vec<i32>,
 }
 
-/// What each of the `wanted` places takes, where `from` samples become `to`.
+/// The taps of the `wanted` target samples, if `from` samples are resized to `to`.
 fn taps(from: usize, to: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Tap> {
     let step = from as f64 / to as f64;
     if from == to {
         return wanted.clone().map(|place| Tap { first: place, weights: vec![ONE] }).collect();
     }
     if filter == Filter::Nearest {
-        // Pillow adds step upon step, and the sum of roundings can decide which pixel is the nearest.
+        // Pillow adds up the steps, and the accumulated rounding can decide which pixel is the nearest.
         let places = std::iter::successors(Some(step * 0.5), |place| Some(place + step));
         let nearest = places.map(|place| Tap { first: (place as usize).min(from - 1), weights: vec![ONE] });
         return nearest.skip(wanted.start).take(wanted.len()).collect();
@@ -109,7 +109,7 @@ fn taps(from: usize, to: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Ta
     wanted.clone().map(|place| tap(from, (place as f64 + 0.5) * step, step.max(1.0), filter)).collect()
 }
 
-/// What the place `centre` takes of `from` samples, the filter being `stretch` times as wide as for growing.
+/// The tap at the source position `centre` of `from` samples. The filter is `stretch` times as wide as for enlarging.
 fn tap(from: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
     let reach = filter.reach() * stretch;
     // A cast of a negative number gives 0.
@@ -125,7 +125,7 @@ fn tap(from: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
     Tap { first, weights: weights.iter().map(whole).collect() }
 }
 
-/// The rows `rows` of the image, each made as wide as there are `columns`.
+/// The rows `rows` of the image, each resized to the width of `columns`.
 fn across(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
     let stride = image.width * 3;
     let mut out = Vec::with_capacity(rows.len() * columns.len() * 3);
@@ -143,7 +143,7 @@ fn across(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
     out
 }
 
-/// One row for each of `rows`; the first of the given `lines` (of `stride` samples) has the number `first`.
+/// Computes a row for each of `rows` from `lines` of `stride` samples. The first line has the index `first`.
 fn down(lines: &[u8], stride: usize, rows: &[Tap], first: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(rows.len() * stride);
     let mut sums = vec![0; stride];
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_a_part_of_the_whole() {
+    fn a_window_equals_that_part_of_the_whole() {
         let source = png("rgb.png");
         for filter in (0..6).filter_map(Filter::from_pillow) {
             let all = resize(&source, 50, 31, filter, &whole(50, 31));
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn the_strangest_shapes_are_resized() {
+    fn extreme_shapes_are_resized() {
         let line = Rgb8 { width: 1, height: 5000, pixels: vec![7; 15_000] };
         for filter in (0..6).filter_map(Filter::from_pillow) {
             let window = Window { columns: 100..104, rows: 900_000..900_003 };

@@ -1,5 +1,5 @@
-//! Images for measurements: made of a text, so that the same text gives the same file. Not photographs, but as costly to
-//! decode as one of their size.
+//! Generates images for measurements from texts; the same text gives the same file. They are not photographs, but as
+//! costly to decode as a photograph of the same size.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
@@ -18,7 +18,7 @@ const SIDES: [u32; 2] = [480, 360];
 /// The side of the squares that an image consists of.
 const SQUARE: u32 = 12;
 
-/// A task with an image for each text: one is the body itself, several are data URLs.
+/// A task with an image for each text. A single image is the body itself; several are data URLs.
 pub(super) fn images(texts: &[String]) -> Sample {
     if let [alone] = texts {
         let body = RequestBody { bytes: jpeg(alone).into(), media_type: Some("image/jpeg".to_owned()) };
@@ -29,7 +29,7 @@ pub(super) fn images(texts: &[String]) -> Sample {
     Sample::json(URL, &json!({ "image_url": urls }), texts.len())
 }
 
-/// Squares whose colours follow from the text, each with a gradient.
+/// A JPEG of squares, each with a gradient. The text determines their colours.
 fn jpeg(text: &str) -> Vec<u8> {
     let colour = |x: u32, y: u32| {
         let mut hash = DefaultHasher::new();
@@ -41,6 +41,6 @@ fn jpeg(text: &str) -> Vec<u8> {
     let [width, height] = SIDES;
     let mut file = Vec::new();
     let written = RgbImage::from_fn(width, height, colour).write_with_encoder(JpegEncoder::new(&mut file));
-    debug_assert!(written.is_ok(), "memory takes any file: {written:?}");
+    debug_assert!(written.is_ok(), "writing to memory cannot fail: {written:?}");
     file
 }

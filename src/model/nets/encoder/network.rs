@@ -1,6 +1,6 @@
-//! The network: from the token ids of a batch, whose texts follow each other, to a vector for each token. There
-//! is no padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a text ends.
-//! Owns the weights.
+//! The network: it computes a vector for each token from the token ids of a batch. Texts follow each other without
+//! padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a text ends. Owns the
+//! weights.
 
 use std::sync::Arc;
 
@@ -22,24 +22,24 @@ use crate::model::ops::{
 
 type Loaded<T> = std::result::Result<T, LoadError>;
 
-/// Token types that a batch can have: those of the two texts of a pair.
-const TYPES: usize = 2;
+/// The number of token types in a batch: one for each text of a pair.
+const TOKEN_TYPES: usize = 2;
 
 /// The network's weights on one device.
 pub struct Encoder {
     /// `[vocabulary, hidden]`.
     token_embeddings: Table,
-    /// The sums of the vectors of a position and a token type: `[types·positions, hidden]`, where the positions
-    /// of type 0 come first. The second text of a pair has type 1. Without positions, one row for each type.
+    /// The sums of a position embedding and a token type embedding: `[types·positions, hidden]`, where the positions
+    /// of type 0 come first. The second text of a pair has type 1. Without position embeddings, one row for each type.
     positions: Tensor,
     /// How the positions of a text's tokens are counted.
     counting: Counting,
-    /// Positions of one type; 0 if there is only one type.
+    /// Rows of `positions` for one type; 0 if there is only one type.
     positions_of_type: usize,
     norm: NormParams,
     blocks: Blocks,
     width: usize,
-    /// The number of queries in attention's smallest tile.
+    /// The number of queries in the smallest tile of attention.
     #[cfg(feature = "cuda")]
     smallest_tile: u32,
 }
@@ -47,15 +47,15 @@ pub struct Encoder {
 /// How the positions of a text's tokens are counted.
 #[derive(Clone, Copy)]
 enum Counting {
-    /// All are at 0: there are no vectors of positions.
-    Not,
+    /// All are 0, since there are no position embeddings.
+    None,
     /// From 0.
     FromZero,
-    /// From after this padding id; tokens with that id, which a text can contain, do not count.
+    /// From the number after this padding id. Tokens with that id, which a text can contain, are not counted.
     AfterPadding(u32),
 }
 
-/// The names of a block's parts.
+/// The names of a block's tensors.
 struct Names {
     layer: &'static str,
     qkv: Qkv,
@@ -69,16 +69,16 @@ struct Names {
 /// The matrices of queries, keys and values.
 enum Qkv {
     Apart([&'static str; 3]),
-    /// One above the other.
+    /// One matrix: queries, then keys, then values.
     Joined(&'static str),
 }
 
 /// The first matrix of a feed-forward half, and its gate.
 enum Halves {
     Plain(&'static str),
-    /// The one with the activation, then the other.
+    /// Two matrices: the one with the activation, and the gate.
     Gated([&'static str; 2]),
-    /// The same, one above the other.
+    /// Both in one matrix, in the same order.
     Joined(&'static str),
 }
 
@@ -141,11 +141,11 @@ fn embeddings_norm(family: Family) -> &'static str {
     }
 }
 
-/// Reads the tensors of a network.
+/// Reads a network's tensors.
 struct Reader<'a> {
     weights: &'a Weights,
     config: &'a NetworkConfig,
-    /// `[hidden]`, where the files have no bias.
+    /// `[hidden]`: replaces a bias that the files do not have.
     zeros: Tensor,
 }
 
@@ -234,7 +234,7 @@ impl Reader<'_> {
         })
     }
 
-    /// What each layer knows of the distance between two tokens; layers share their tables.
+    /// The positional terms of each layer. Layers share their tables.
     fn distances(&self) -> Loaded<Vec<Distances>> {
         let NetworkConfig { heads, hidden, family, .. } = *self.config;
         let longest = self.config.max_tokens();
@@ -248,29 +248,30 @@ impl Reader<'_> {
             }
             _ => None,
         };
-        let mut turns: Vec<(f64, Arc<Rotary>)> = Vec::new();
-        let mut turn = |base: f64| match turns.iter().find(|(known, _)| *known == base) {
+        let mut rotaries: Vec<(f64, Arc<Rotary>)> = Vec::new();
+        let mut rotary_of = |base: f64| match rotaries.iter().find(|(known, _)| *known == base) {
             Some((_, rotary)) => rotary.clone(),
             None => {
                 let rotary = Arc::new(Rotary::new(base, hidden / heads, longest));
-                turns.push((base, rotary.clone()));
+                rotaries.push((base, rotary.clone()));
                 rotary
             }
         };
         let layer = |layer: &LayerDistances| Distances {
             bias: bias.clone(),
-            rotary: layer.rotary.map(&mut turn),
+            rotary: layer.rotary.map(&mut rotary_of),
             window: layer.window,
         };
         Ok(self.config.distances.iter().map(layer).collect())
     }
 }
 
-/// MPNet's buckets of distances.
+/// The number of MPNet's buckets of distances.
 const BUCKETS: usize = 32;
 
-/// The bucket of the key's place minus the query's: near distances have one each, farther ones share one, up to
-/// 128. The second half of the buckets is of keys after the query.
+/// The bucket of a distance, which is the key's position minus the query's. Distances below 8 have a bucket each,
+/// larger ones share buckets, and those from 91 on share the last. The second half of the buckets is for keys after the
+/// query.
 fn bucket(distance: isize) -> usize {
     /// The first distance of each shared bucket.
     const FIRST: [usize; 8] = [8, 12, 16, 23, 32, 46, 64, 91];
@@ -280,7 +281,7 @@ fn bucket(distance: isize) -> usize {
 }
 
 impl Encoder {
-    /// Arranges the weights for the forward pass.
+    /// Reads the weights and prepares them for the forward pass.
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
@@ -294,7 +295,8 @@ impl Encoder {
         if config.token_types > 0 {
             let name = "embeddings.token_type_embeddings.weight";
             let types = weights.get(name, &[config.token_types, hidden])?;
-            let sums = (0..config.token_types.min(TYPES)).map(|of| positions.broadcast_add(&types.get(of)?));
+            let sums =
+                (0..config.token_types.min(TOKEN_TYPES)).map(|of| positions.broadcast_add(&types.get(of)?));
             let sums = sums.collect::<Result<Vec<_>>>().and_then(|sums| Tensor::cat(&sums, 0));
             positions = weights.checked(name, sums)?;
         }
@@ -310,9 +312,9 @@ impl Encoder {
             counting: match config.padding {
                 Some(id) => Counting::AfterPadding(id),
                 None if family.has_positions() => Counting::FromZero,
-                None => Counting::Not,
+                None => Counting::None,
             },
-            positions_of_type: match (config.token_types >= TYPES, family.has_positions()) {
+            positions_of_type: match (config.token_types >= TOKEN_TYPES, family.has_positions()) {
                 (false, _) => 0,
                 (true, true) => places,
                 (true, false) => 1,
@@ -340,7 +342,7 @@ impl Encoder {
         Plan::new(&ids(texts), &self.places(texts), lengths, self.smallest_tile)
     }
 
-    /// As [`Encoder::forward`], for a batch whose plan is on the device.
+    /// The same as [`Encoder::forward`], for a batch whose plan is on the device.
     ///
     /// # Errors
     /// The error of candle or the device.
@@ -359,8 +361,8 @@ impl Encoder {
         self.blocks.forward(x, |attention, x| attention.forward_planned(x, planned))
     }
 
-    /// The last layer's vectors `[tokens, hidden]` of texts with `lengths` tokens. Ids must be in the
-    /// vocabulary, and lengths within the table of positions.
+    /// The last layer's vectors `[tokens, hidden]` of texts with `lengths` tokens. Ids must be in the vocabulary, and
+    /// lengths must not exceed the positions of the model.
     ///
     /// # Errors
     /// The error of candle or the device.
@@ -372,10 +374,8 @@ impl Encoder {
         let x = add_norm(token_embeddings, &self.positions.index_select(&places, 0)?, &self.norm)?;
         self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
     }
-}
 
-impl Encoder {
-    /// The row of each token in the table of positions.
+    /// The row of each token in `positions`.
     fn places(&self, texts: &[&Tokens]) -> Vec<u32> {
         let mut places = Vec::with_capacity(texts.iter().map(|text| text.ids.len()).sum());
         for text in texts {
@@ -390,7 +390,7 @@ impl Encoder {
     }
 }
 
-/// The ids of all texts in a row.
+/// The ids of all texts, one text after the other.
 fn ids(texts: &[&Tokens]) -> Vec<u32> {
     texts.iter().flat_map(|text| &text.ids).copied().collect()
 }
@@ -398,7 +398,7 @@ fn ids(texts: &[&Tokens]) -> Vec<u32> {
 /// Adds the position of each token of a text.
 fn add_positions(text: &[u32], counting: Counting, places: &mut Vec<u32>) {
     match counting {
-        Counting::Not => places.extend(text.iter().map(|_| 0)),
+        Counting::None => places.extend(text.iter().map(|_| 0)),
         Counting::FromZero => places.extend(0..text.len() as u32),
         Counting::AfterPadding(padding) => {
             let mut last = padding;
@@ -418,7 +418,7 @@ mod tests {
     use super::{Counting, add_positions, bucket};
 
     #[test]
-    fn each_text_has_positions_of_its_own() {
+    fn positions_start_anew_for_each_text() {
         let positions = |counting| {
             let mut places = Vec::new();
             add_positions(&[7, 1, 9], counting, &mut places);
@@ -427,11 +427,11 @@ mod tests {
         };
         assert_eq!(positions(Counting::FromZero), [0, 1, 2, 0, 1]);
         assert_eq!(positions(Counting::AfterPadding(1)), [2, 1, 3, 2, 3]);
-        assert_eq!(positions(Counting::Not), [0; 5]);
+        assert_eq!(positions(Counting::None), [0; 5]);
     }
 
     #[test]
-    fn distances_share_buckets_as_they_grow() {
+    fn larger_distances_share_buckets() {
         for (distance, of) in
             [(0, 0), (-7, 7), (-8, 8), (-11, 8), (-12, 9), (-91, 15), (-500, 15), (1, 17), (128, 31)]
         {

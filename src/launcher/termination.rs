@@ -1,5 +1,5 @@
-//! How one worker is ended: told to finish, then to drain, then to abort, then killed, each after a time limit.
-//! Owns how far this has gone.
+//! How one worker is ended: it is told to finish, then to drain, then to abort, and then killed, each after a time
+//! limit. Owns how far this has gone.
 
 use std::time::{Duration, Instant};
 
@@ -10,23 +10,24 @@ use crate::config::Drain;
 use crate::protocol::control::Command;
 use crate::shutdown::{Phase, Stop};
 
-/// The time from the abort command to the kill.
-const LAST_LINES: Duration = Duration::from_secs(1);
+/// The time from the abort command to the kill, in which the worker can write its last lines.
+const KILL_DELAY: Duration = Duration::from_secs(1);
 
 /// The next step in ending a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The end has not been requested. Tell the worker to drain when the launcher stops.
+    /// The end has not been requested. The worker is told to drain when the launcher stops.
     Drain,
-    /// It was told to finish. Tell it to drain at this time, or when the launcher stops.
+    /// The worker was told to finish. It is told to drain at this time, or when the launcher stops.
     DrainAt(Instant),
-    /// It was told to finish because the launcher stops. Tell it to drain at this time.
+    /// The worker was told to finish because the launcher stops. It is told to drain at this time, or when the stop
+    /// becomes an abort.
     HandBackAt(Instant),
-    /// Tell it to abort when the grace is over, or when the launcher's stop becomes an abort.
+    /// The worker is told to abort at this time, or when the launcher's stop becomes an abort.
     Abort(Instant),
-    /// Kill it at this time.
+    /// The worker is killed at this time.
     Kill(Instant),
-    /// It was killed: wait for its end.
+    /// The worker was killed, and its end is awaited.
     Wait,
 }
 
@@ -44,12 +45,13 @@ impl Step {
     /// Tells the worker to finish what it has taken and to end.
     pub(super) async fn finish(&mut self, worker: &mut Worker, grace: Duration) {
         if !self.is_begun() {
-            worker.tell(&Command::Finish).await;
+            worker.send(&Command::Finish).await;
             *self = Self::DrainAt(Instant::now() + grace);
         }
     }
 
-    pub(super) async fn is_due(self, stop: &Stop) {
+    /// Waits until the step is due.
+    pub(super) async fn due(self, stop: &Stop) {
         match self {
             Self::Drain => stop.reached(Phase::Returning).await,
             Self::DrainAt(deadline) => tokio::select! {
@@ -65,24 +67,24 @@ impl Step {
         }
     }
 
-    /// Carries out the step of a worker whose pool drains like `drain`; returns the next.
+    /// Carries out the step; returns the next one. `drain` is the setting of the worker's pool.
     pub(super) async fn take(self, worker: &mut Worker, grace: Duration, drain: Drain) -> Self {
         match self {
             Self::Drain if drain == Drain::Finish => {
-                worker.tell(&Command::Finish).await;
+                worker.send(&Command::Finish).await;
                 Self::HandBackAt(Instant::now() + grace - grace / 4)
             }
             Self::Drain | Self::DrainAt(_) => {
-                worker.tell(&Command::Drain).await;
+                worker.send(&Command::Drain).await;
                 Self::Abort(Instant::now() + grace)
             }
             Self::HandBackAt(_) => {
-                worker.tell(&Command::Drain).await;
+                worker.send(&Command::Drain).await;
                 Self::Abort(Instant::now() + grace / 4)
             }
             Self::Abort(_) => {
-                worker.tell(&Command::Abort).await;
-                Self::Kill(Instant::now() + LAST_LINES)
+                worker.send(&Command::Abort).await;
+                Self::Kill(Instant::now() + KILL_DELAY)
             }
             Self::Kill(_) | Self::Wait => {
                 worker.kill();

@@ -1,8 +1,8 @@
-//! A decoder's matrices as products read them, in a file of this host's cache: made when a model is loaded for the
-//! first time, then mapped by every worker, so that all share its pages. A file that cannot be made or read is no
-//! error: the worker keeps its own memory.
+//! A file with a decoder's matrices, packed in the layout that the kernels read. It is written to the user's cache
+//! folder when a model is loaded for the first time, and then mapped by every worker, so that all share its pages. If
+//! the file cannot be written or read, that is no error: the worker keeps the matrices in its own memory.
 //!
-//! The file is the length of an index (8 bytes, little-endian), the index (JSON), and the matrices, each at a
+//! The file consists of the length of an index (8 bytes, little-endian), the index (JSON), and the matrices, each at a
 //! multiple of `ALIGNMENT`.
 
 use std::collections::BTreeMap;
@@ -17,16 +17,16 @@ use serde::{Deserialize, Serialize};
 use super::weights::map;
 use crate::model::ops::{Matrix, Numbers, Words};
 
-/// Raised when the layout of matrices changes.
+/// The version of the layout. It is raised when the layout of matrices changes.
 const VERSION: u32 = 1;
-/// A cache line, in bytes.
+/// The alignment of matrices in bytes: a cache line.
 const ALIGNMENT: usize = 64;
 
-/// The matrices of a file.
-pub struct LaidOut {
+/// The mapped matrices of a file.
+pub struct PackedCache {
     file: Arc<Mmap>,
     index: BTreeMap<String, Entry>,
-    /// Where the matrices begin.
+    /// The offset of the first matrix.
     start: usize,
 }
 
@@ -35,22 +35,22 @@ struct Entry {
     numbers: Numbers,
     depth: usize,
     width: usize,
-    /// From the first matrix on, in bytes.
+    /// Bytes from the first matrix.
     offset: usize,
     bytes: usize,
 }
 
-/// The file for the model with this digest; none: this user has no cache.
+/// The path of the file for the model with this digest. None if this user has no cache folder.
 pub fn path(digest: &str) -> Option<PathBuf> {
     let own = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let folder = own.or_else(|| Some(std::env::home_dir()?.join(".cache")))?;
     Some(folder.join("sconce").join(format!("{digest}-{VERSION}.matrices")))
 }
 
-/// Writes a file, which appears whole or not at all.
+/// Writes a file atomically.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn write<'a>(path: &Path, matrices: impl Iterator<Item = (String, &'a Matrix)>) -> io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
@@ -88,8 +88,8 @@ fn pad(out: &mut impl Write, written: usize) -> io::Result<()> {
     out.write_all(&[0; ALIGNMENT][..written.next_multiple_of(ALIGNMENT) - written])
 }
 
-impl LaidOut {
-    /// Maps a file. None: there is none, or it is not whole.
+impl PackedCache {
+    /// Maps a file. None if it does not exist or is not complete.
     pub fn open(path: &Path) -> Option<Self> {
         let file = Arc::new(map(path).ok()?);
         let length = usize::try_from(u64::from_le_bytes(*file.first_chunk()?)).ok()?;
@@ -119,14 +119,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn matrices_come_back_as_they_were_and_a_broken_file_is_none() {
+    fn matrices_are_read_back_and_a_broken_file_is_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("sconce/a.matrices");
-        assert!(LaidOut::open(&path).is_none());
+        assert!(PackedCache::open(&path).is_none());
         let columns: Vec<f32> = (0..12).map(|x| x as f32).collect();
         let (first, second) = (Matrix::of_f32(&columns, 4), Matrix::of_bf16(&columns, 2));
         write(&path, [("b".to_owned(), &first), ("a".to_owned(), &second)].into_iter()).unwrap();
-        let file = LaidOut::open(&path).unwrap();
+        let file = PackedCache::open(&path).unwrap();
         let column = |matrix: &Matrix, column| {
             let mut out = vec![0.0; matrix.depth()];
             matrix.column(column, &mut out);
@@ -135,11 +135,11 @@ mod tests {
         assert_eq!(column(&file.matrix("b", [4, 3]).unwrap(), 2), [8.0, 9.0, 10.0, 11.0]);
         assert_eq!(column(&file.matrix("a", [2, 6]).unwrap(), 1), [2.0, 3.0]);
         assert!(file.matrix("b", [4, 2]).is_none() && file.matrix("c", [4, 3]).is_none());
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no scratch is left");
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no scratch file remains");
         let bytes = fs::read(&path).unwrap();
         for broken in [&bytes[..bytes.len() - 64], &bytes[..20], b"", &[0xff; 64]] {
             fs::write(&path, broken).unwrap();
-            assert!(LaidOut::open(&path).is_none(), "{} bytes", broken.len());
+            assert!(PackedCache::open(&path).is_none(), "{} bytes", broken.len());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Records what made an output (model, input, settings) in `OUTPUT.run.json` beside it, and decides whether a
+//! Records the provenance of an output (model, input, settings) in `OUTPUT.run.json` beside it, and decides whether a
 //! run may continue the output. Owns that file; the caller holds the output's lock, so there is one writer.
 //! Never reads or changes the output itself.
 
@@ -11,30 +11,30 @@ use crate::client::batch_file::{InputDigest, beside, read_record, write_record};
 use crate::config::{Dtype, Pool};
 use crate::model::model_name;
 
-/// Version of the file's format; other versions are refused.
+/// The version of the record's format; other versions are refused.
 const FORMAT: u32 = 2;
 
-/// What made an output.
+/// What made the lines of an output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MadeBy {
+pub struct Provenance {
     format: u32,
     input: InputDigest,
     /// In the order of the settings.
-    pools: Vec<MadeInPool>,
+    pools: Vec<PoolProvenance>,
 }
 
 /// What made the replies of one pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct MadeInPool {
+struct PoolProvenance {
     /// The model's name as in replies: for a folder, its last component, wherever the folder is.
     model: String,
-    /// The digest of its files; none for a registered model, of which only the name is known.
+    /// The digest of the model's files; none for a registered model, of which only the name is known.
     weights: Option<String>,
     settings: ReplySettings,
 }
 
-/// The pool's settings that decide the content of replies. Other settings decide only when tasks are computed,
-/// or how often a failed one is tried again; different devices give different last digits.
+/// The pool's settings that decide the content of replies. Other settings decide only when tasks are computed, or how
+/// often a failed one is tried again. The device is left out, because it changes only the last digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ReplySettings {
     dtype: Dtype,
@@ -44,19 +44,25 @@ struct ReplySettings {
     served_names: Vec<String>,
 }
 
-/// One criterion: whether it is equal, and how it is shown.
-type Part = (bool, fn(&MadeInPool) -> String);
+/// One property of a pool that must not change between runs.
+struct Criterion {
+    is_equal: bool,
+    show: fn(&PoolProvenance) -> String,
+}
 
-impl MadeBy {
+impl Provenance {
     /// The record of a run of `input` in these pools, each with the digest of its model's files.
     pub fn new(pools: &[(Pool, Option<String>)], input: InputDigest) -> Self {
-        let pools = pools.iter().map(|(pool, weights)| MadeInPool::new(pool, weights.clone())).collect();
+        let pools = pools.iter().map(|(pool, weights)| PoolProvenance::new(pool, weights.clone())).collect();
         Self { format: FORMAT, input, pools }
     }
 
-    /// Compares this run with the record of the `done` whole lines of the output, and writes the record of the
-    /// next lines where there is none yet. Returns the number of lines whose maker is not known then.
-    /// An error is for the operator, who has to name another output; then nothing is changed.
+    /// Compares this run with the record of the output, which has `done` whole lines. If there is no record, writes
+    /// this run's. Returns the number of lines of unknown origin: all that exist, if there was no record.
+    ///
+    /// # Errors
+    /// The output was made with something else, or its record cannot be read. The operator has to name another output;
+    /// nothing is changed.
     pub fn continue_output(self, output: &Path, done: usize) -> anyhow::Result<usize> {
         let path = beside(output);
         let earlier = if done > 0 { Self::read(&path, output)? } else { None };
@@ -74,27 +80,27 @@ impl MadeBy {
         Ok(0)
     }
 
-    /// The differences, as they are in `self` and in `now`.
+    /// The properties that differ, first as they are in `self`, then as they are in `now`. None if all are equal.
     fn differences(&self, now: &Self) -> Option<(String, String)> {
-        let (mut then, mut other) = (Vec::new(), Vec::new());
+        let (mut then, mut changed) = (Vec::new(), Vec::new());
         if self.pools.len() != now.pools.len() {
             then.push(format!("{} pools", self.pools.len()));
-            other.push(format!("{} pools", now.pools.len()));
+            changed.push(format!("{} pools", now.pools.len()));
         }
         for (old, new) in self.pools.iter().zip(&now.pools) {
-            for (_, show) in old.parts(new).iter().filter(|(same, _)| !*same) {
+            for Criterion { show, .. } in old.criteria(new).iter().filter(|it| !it.is_equal) {
                 then.push(show(old));
-                other.push(show(new));
+                changed.push(show(new));
             }
         }
         if self.input != now.input {
             then.push(format!("an input of {}", self.input));
-            other.push(format!("an input of {}", now.input));
+            changed.push(format!("an input of {}", now.input));
         }
-        (!then.is_empty()).then(|| (then.join(", "), other.join(", ")))
+        (!then.is_empty()).then(|| (then.join(", "), changed.join(", ")))
     }
 
-    /// Reads the record; none where there is no file.
+    /// Reads the record; none if there is no file.
     fn read(path: &Path, output: &Path) -> anyhow::Result<Option<Self>> {
         let problem = match read_record::<Self>(path) {
             Ok(None) => return Ok(None),
@@ -109,7 +115,7 @@ impl MadeBy {
     }
 }
 
-impl MadeInPool {
+impl PoolProvenance {
     fn new(pool: &Pool, weights: Option<String>) -> Self {
         let mut served_names = pool.served_names.clone();
         served_names.sort_unstable();
@@ -119,17 +125,30 @@ impl MadeInPool {
         Self { model: model_name(&pool.model).to_owned(), weights, settings }
     }
 
-    /// What is compared with another run.
-    fn parts(&self, other: &Self) -> [Part; 5] {
+    /// The criteria by which the pool of another run is compared with this one.
+    fn criteria(&self, other: &Self) -> [Criterion; 5] {
         let (old, new) = (&self.settings, &other.settings);
         [
-            ((&self.model, &self.weights) == (&other.model, &other.weights), Self::shown_model),
-            (old.dtype == new.dtype, |made| format!("dtype {}", made.settings.dtype.name())),
-            (old.max_inputs == new.max_inputs, |made| format!("max_inputs {}", made.settings.max_inputs)),
-            (old.max_body == new.max_body, |made| format!("max_body {} bytes", made.settings.max_body)),
-            (old.served_names == new.served_names, |made| {
-                format!("served_names {:?}", made.settings.served_names)
-            }),
+            Criterion {
+                is_equal: (&self.model, &self.weights) == (&other.model, &other.weights),
+                show: Self::shown_model,
+            },
+            Criterion {
+                is_equal: old.dtype == new.dtype,
+                show: |pool| format!("dtype {}", pool.settings.dtype.name()),
+            },
+            Criterion {
+                is_equal: old.max_inputs == new.max_inputs,
+                show: |pool| format!("max_inputs {}", pool.settings.max_inputs),
+            },
+            Criterion {
+                is_equal: old.max_body == new.max_body,
+                show: |pool| format!("max_body {} bytes", pool.settings.max_body),
+            },
+            Criterion {
+                is_equal: old.served_names == new.served_names,
+                show: |pool| format!("served_names {:?}", pool.settings.served_names),
+            },
         ]
     }
 
@@ -148,13 +167,13 @@ mod tests {
 
     use super::*;
 
-    fn run() -> MadeBy {
+    fn run() -> Provenance {
         let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
         let settings =
             ReplySettings { dtype: Dtype::F32, max_inputs: 8, max_body: 1_024, served_names: vec![] };
         let weights = Some("fedcba9876543210".repeat(4));
-        let pools = vec![MadeInPool { model: "a".into(), weights, settings }];
-        MadeBy { format: FORMAT, input, pools }
+        let pools = vec![PoolProvenance { model: "a".into(), weights, settings }];
+        Provenance { format: FORMAT, input, pools }
     }
 
     struct Output {
@@ -169,26 +188,26 @@ mod tests {
             Self { _folder: folder, path }
         }
 
-        fn told(&self) -> String {
+        fn record(&self) -> String {
             fs::read_to_string(beside(&self.path)).unwrap()
         }
     }
 
     #[test]
-    fn the_same_run_goes_on_and_nothing_else_is_left_in_the_folder() {
+    fn the_same_run_resumes_and_leaves_only_its_record() {
         let output = Output::new();
         assert_eq!(run().continue_output(&output.path, 0).unwrap(), 0);
-        let told = output.told();
+        let record = output.record();
         assert_eq!(run().continue_output(&output.path, 2).unwrap(), 0);
-        assert_eq!(output.told(), told);
+        assert_eq!(output.record(), record);
         let names = fs::read_dir(output.path.parent().unwrap()).unwrap();
         let names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(names, ["out.jsonl.run.json"]);
     }
 
     #[test]
-    fn whatever_differs_is_refused_and_named_as_it_was_and_as_it_is() {
-        type Alter = fn(&mut MadeBy);
+    fn any_difference_is_refused_with_the_old_and_the_new_value() {
+        type Alter = fn(&mut Provenance);
         let cases: [(Alter, &str, &str); 8] = [
             (
                 |it| it.pools[0].model = "b".into(),
@@ -214,19 +233,19 @@ mod tests {
         for (alter, then, now) in cases {
             let output = Output::new();
             run().continue_output(&output.path, 0).unwrap();
-            let told = output.told();
+            let record = output.record();
             let mut other = run();
             alter(&mut other);
             let error = other.continue_output(&output.path, 1).unwrap_err().to_string();
             let expected = format!("the output was made with {then}; this run has {now}: give another");
             assert!(error.starts_with(&expected), "{error}");
             assert!(error.ends_with("out.jsonl.run.json"), "{error}");
-            assert_eq!(output.told(), told);
+            assert_eq!(output.record(), record);
         }
     }
 
     #[test]
-    fn digests_that_begin_alike_are_told_apart() {
+    fn digests_with_a_common_prefix_are_distinguished() {
         let output = Output::new();
         run().continue_output(&output.path, 0).unwrap();
         let mut other = run();
@@ -235,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_differs_is_named_in_one_error() {
+    fn all_differences_are_named_in_one_error() {
         let mut other = run();
         other.pools[0].model = "b".into();
         other.input.lines = 4;
@@ -249,27 +268,27 @@ mod tests {
     }
 
     #[test]
-    fn an_output_without_whole_lines_is_made_by_whoever_comes() {
+    fn an_output_without_whole_lines_takes_the_record_of_the_next_run() {
         let output = Output::new();
         fs::write(beside(&output.path), "not JSON").unwrap();
-        let other = MadeBy { pools: Vec::new(), ..run() };
+        let other = Provenance { pools: Vec::new(), ..run() };
         assert_eq!(other.continue_output(&output.path, 0).unwrap(), 0);
         assert_eq!(run().continue_output(&output.path, 0).unwrap(), 0);
-        assert_eq!(serde_json::from_str::<MadeBy>(&output.told()).unwrap(), run());
+        assert_eq!(serde_json::from_str::<Provenance>(&output.record()).unwrap(), run());
     }
 
     #[test]
-    fn of_lines_that_were_there_before_nothing_tells_the_maker() {
+    fn lines_of_unknown_origin_are_reported_once() {
         let output = Output::new();
         assert_eq!(run().continue_output(&output.path, 2).unwrap(), 2);
-        assert_eq!(run().continue_output(&output.path, 3).unwrap(), 0, "said once");
-        let other = MadeBy { pools: Vec::new(), ..run() };
+        assert_eq!(run().continue_output(&output.path, 3).unwrap(), 0, "reported once");
+        let other = Provenance { pools: Vec::new(), ..run() };
         assert!(other.continue_output(&output.path, 3).is_err());
     }
 
     #[test]
-    fn a_file_that_does_not_tell_is_named_and_left_alone() {
-        let other_format = serde_json::to_string(&MadeBy { format: 1, ..run() }).unwrap();
+    fn an_unreadable_record_is_named_and_left_unchanged() {
+        let other_format = serde_json::to_string(&Provenance { format: 1, ..run() }).unwrap();
         for content in ["", "{}", "null", other_format.as_str()] {
             let output = Output::new();
             fs::write(beside(&output.path), content).unwrap();
@@ -277,7 +296,7 @@ mod tests {
             let named = error.to_string();
             assert!(named.contains("does not say what made"), "{named}");
             assert!(named.contains(beside(&output.path).to_str().unwrap()), "{named}");
-            assert_eq!(output.told(), content);
+            assert_eq!(output.record(), content);
         }
     }
 }

@@ -13,10 +13,10 @@ use pulp::bytemuck;
 use rayon::prelude::*;
 
 use super::super::dispatch;
-use super::super::kv::upper;
+use super::super::kv::bf16_bits;
 #[cfg(target_arch = "x86_64")]
 use super::bytes::ByteRows;
-use super::few::{Few, MOST_ROWS, Unpack, multiply_few};
+use super::gemv::{FewRows, MOST_ROWS, Unpack, multiply_few_rows};
 use super::in_parallel;
 use super::layout::{Panels, Rows};
 use super::numbers::{Numbers, PANEL};
@@ -109,7 +109,7 @@ impl Matrix {
     pub fn of_bf16(columns: &[f32], depth: usize) -> Self {
         Self::laid(Numbers::Bf16, [depth, columns.len() / depth], |column, group, _| {
             let at = column * depth + 2 * group;
-            upper(columns[at]) >> 16 | upper(columns[at + 1])
+            bf16_bits(columns[at]) >> 16 | bf16_bits(columns[at + 1])
         })
     }
 
@@ -275,7 +275,7 @@ fn multiply_each(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     }
 }
 
-/// Few rows: each thread computes some of the columns, of one matrix or of several.
+/// FewRows rows: each thread computes some of the columns, of one matrix or of several.
 fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     let count = rows.len() / matrices[0].depth;
     let laid = Laid::of(matrices[0], rows);
@@ -349,7 +349,7 @@ impl<'a> Laid<'a> {
         match self {
             Self::Plain(rows) => {
                 let (numbers, depth) = (matrix.numbers, matrix.depth);
-                multiply_few(Few { numbers, depth, rows, panels, out, stride });
+                multiply_few_rows(FewRows { numbers, depth, rows, panels, out, stride });
             }
             #[cfg(target_arch = "x86_64")]
             Self::Bytes(laid) => laid.multiply(panels, out, stride),

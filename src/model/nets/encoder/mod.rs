@@ -1,21 +1,21 @@
-//! Encoders of BERT's family, with a vector or a row of labels for each text. Owns the loaded network; does not
-//! know where texts come from or how they are batched.
+//! Encoders of BERT's family, which compute a vector or a number for each label from each text. Owns the loaded
+//! network; does not know where texts come from or how they are batched.
 //!
-//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any lengths go
-//! together, and each costs only its own tokens.
+//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any lengths can be in
+//! one batch, and each costs only its own tokens.
 
 pub mod config;
-mod encoder;
 mod fitness;
 mod head;
+mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
 
 use candle_core::{DType, Device, Tensor};
 
 use self::config::NetworkConfig;
-use self::encoder::Encoder;
 use self::head::Head;
+use self::network::Encoder;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::{Precision, Weights};
@@ -32,17 +32,17 @@ pub struct TextNetwork {
     gpu: Option<on_gpu::OnGpu>,
 }
 
-/// What a text's output is.
+/// The kind of a text's output.
 #[derive(Clone, Debug)]
 pub enum Output {
-    /// One vector of its tokens' vectors.
+    /// One vector, pooled from its tokens' vectors.
     Pooled(Pooling),
-    /// A number for each of so many labels.
+    /// One number for each label; the field is the number of labels.
     Labels(usize),
 }
 
 impl TextNetwork {
-    /// Loads the network onto its device, and compares what it computes there with what a CPU computes.
+    /// Loads the network onto its device, and compares its results with those of a CPU.
     ///
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
@@ -62,8 +62,8 @@ impl TextNetwork {
                 (Pooling { modes: vec![mode], normalize: false }, Some(*labels))
             }
         };
-        let (base, shown_by) = (config.family.base(), config.family.token_embeddings());
-        let read = |device: &Device, precision| Weights::read(&paths, base, shown_by, device, precision);
+        let (base, marker) = (config.family.base(), config.family.token_embeddings());
+        let read = |device: &Device, precision| Weights::read(&paths, base, marker, device, precision);
         let on = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
@@ -84,7 +84,7 @@ impl TextNetwork {
         Ok(network)
     }
 
-    /// The outputs of texts with these vectors and numbers of tokens.
+    /// The outputs of texts with these pooled vectors. `lengths` are their numbers of tokens.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
         let outputs = match &self.head {
             None => vectors,
@@ -100,7 +100,7 @@ pub enum Pending {
     Outputs(Vec<Result<Vec<f32>, TaskError>>),
     /// Submitted to the device, with the tokens of each text.
     #[cfg(feature = "cuda")]
-    OnGpu(on_gpu::Begun, Vec<usize>),
+    OnGpu(on_gpu::Submitted, Vec<usize>),
 }
 
 impl Forward for TextNetwork {
@@ -115,9 +115,9 @@ impl Forward for TextNetwork {
         let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &mut self.gpu {
-            let begun = gpu.begin(&self.encoder, &self.pooling, inputs, lengths.clone());
-            let begun = begun.map_err(|error| device::forward_error(&error))?;
-            return Ok(Pending::OnGpu(begun, lengths));
+            let submitted = gpu.submit(&self.encoder, &self.pooling, inputs, lengths.clone());
+            let submitted = submitted.map_err(|error| device::forward_error(&error))?;
+            return Ok(Pending::OnGpu(submitted, lengths));
         }
         let rows = self.encoder.forward(inputs, &lengths).and_then(|rows| host(&rows));
         let rows = rows.map_err(|error| device::forward_error(&error))?;
@@ -135,9 +135,9 @@ impl Forward for TextNetwork {
         match pending {
             Pending::Outputs(outputs) => Ok(outputs),
             #[cfg(feature = "cuda")]
-            Pending::OnGpu(begun, lengths) => {
+            Pending::OnGpu(submitted, lengths) => {
                 let Some(gpu) = &mut self.gpu else { return Ok(Vec::new()) };
-                let vectors = gpu.finish(begun, &self.pooling);
+                let vectors = gpu.finish(submitted, &self.pooling);
                 let vectors = vectors.map_err(|error| device::forward_error(&error))?;
                 Ok(self.outputs(vectors, &lengths))
             }

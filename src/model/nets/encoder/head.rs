@@ -1,5 +1,5 @@
-//! The classification heads of `…ForSequenceClassification`: from the first token's vector to one number for
-//! each label, before softmax or sigmoid. Computed on the host in f32: a head costs a thousandth of its network.
+//! The classification heads of `…ForSequenceClassification`: they compute one number for each label, before softmax or
+//! sigmoid, from a text's pooled vector. They run on the host in f32, since a head costs a thousandth of its network.
 //! Owns the head's weights.
 
 use candle_core::cpu::erf::erf_f64;
@@ -36,7 +36,7 @@ impl Head {
         let hidden = config.hidden;
         let pooler = format!("{}pooler.dense", weights.prefix());
         let (dense, between, out): (_, fn(f32) -> f32, _) = match config.family {
-            // A Nomic model with a head has not been published.
+            // No Nomic model with a head has been published.
             Family::Bert | Family::Nomic => (pooler.as_str(), f32::tanh, "classifier"),
             Family::Roberta | Family::MpNet => ("classifier.dense", f32::tanh, "classifier.out_proj"),
             Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
@@ -56,7 +56,7 @@ impl Head {
         Ok(Self { dense: linear(dense, hidden)?, between, norm, out: linear(out, labels)? })
     }
 
-    /// The labels' numbers for each of `vectors`.
+    /// The numbers of the labels, for each of `vectors`.
     pub fn apply(&self, vectors: &[Vec<f32>]) -> Vec<Vec<f32>> {
         let mut inner = self.dense.apply(&vectors.concat(), self.between);
         if let Some(norm) = &self.norm {

@@ -1,18 +1,21 @@
-//! A model that computes nothing and answers each task with its own input: to try out a deployment, and to
+//! A model that computes nothing and answers each task with its own input. It serves to try out a deployment, and to
 //! measure the queue alone. The `model` setting is `echo`.
 //!
 //! Each item of a body's `input` list is an input of one token; any other body is one input. The integer
-//! `sleep_ms` in a body is the least duration of the forward pass with this task. `reply`, a data URL, is what the
-//! task is answered with instead of JSON: its bytes, with its media type. With `stream`, each input is a part of the reply.
+//! `sleep_ms` in a body is the least duration of the forward pass with this task. `reply` is a data URL: the task is
+//! answered with its bytes and media type instead of JSON. With `stream`, each input is a part of the reply.
 //!
-//! Only with the setting `echo?faults`, the field `fail` makes the forward pass fail: `error`
-//! ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`, `panic`, `exit`
-//! (the process aborts), or `prepare` (it aborts already while preprocessing). The integer `fits` makes a pass
-//! with more inputs than this run out of memory. With `echo?faults=/a/file` the device is broken, and every
-//! pass fails, while that file exists; if the file contains `wrong_result` or `too_slow`, the device fails its
-//! check at the start. If `[pool.options]` names a folder as `gates`, the pass of a task with `hold = "NAME"`
-//! creates the file `NAME.held`, and goes on once a file `NAME` exists. Without `?faults` all of these are
-//! ignored, so that no message can stop the workers of a production pool.
+//! The following works only with the setting `echo?faults`, so that no message can stop the workers of a production
+//! pool; a plain `echo` ignores these fields and options.
+//!
+//! - The field `fail` makes the forward pass fail: `error` ([`ForwardError::Failed`]), `once` (the same, but only at
+//!   the task's first attempt), `oom`, `device`, `panic`, `exit` (the process aborts), or `prepare` (the process aborts
+//!   during preprocessing).
+//! - The integer `fits` is the largest number of inputs in a pass with this task; a larger pass runs out of memory.
+//! - With `echo?faults=/a/file` the device counts as broken, and every pass fails, while that file exists. If the file
+//!   contains `wrong_result` or `too_slow`, the device fails its check at the start.
+//! - If `[pool.options]` names a folder as `gates`, the pass of a task with `hold = "NAME"` creates the file
+//!   `NAME.held` in it, and continues once a file `NAME` exists.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,8 +25,8 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::family::{Example, Family, OptionDefault, OptionSpec, Sample, Serves, Takes};
-use super::{
+use crate::model::family::{Example, Family, OptionDefault, OptionSpec, Sample, Serves, Takes};
+use crate::model::{
     Body, Device, Effort, Forward, ForwardError, Inputs, LoadError, LoadSpec, Message, Preprocessed,
     Processor, Route, SizedInput, Streaming, TaskError, TaskErrorKind, Unfit, clock,
 };
@@ -50,12 +53,12 @@ pub static FAMILY: Family = Family {
     example: Example { model: ECHO_WITH_FAULTS, options: &[] },
 };
 
-/// The largest body that counts as brief: reading it takes some microseconds.
+/// The largest body that counts as brief, in bytes: it takes a few microseconds to read.
 pub(super) const BRIEF_BODY: usize = 2 << 10;
 /// The largest `sleep_ms`.
 const MAX_SLEEP_MS: u64 = 600_000;
 /// The time between two checks of a closed gate.
-const LOOK: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A model whose outputs are its inputs.
 #[derive(Debug)]
@@ -67,6 +70,7 @@ pub struct Echo {
 /// Decodes and writes echo bodies.
 #[derive(Debug)]
 pub struct EchoProcessor {
+    /// Whether the `model` setting is `echo?faults`.
     faults: bool,
     /// The folder with the gates of forward passes.
     gates: Option<PathBuf>,
@@ -87,14 +91,14 @@ pub struct EchoInput {
 /// How a task is answered.
 #[derive(Clone, Debug)]
 pub struct EchoContext {
-    /// The input is a list.
+    /// Whether the input is a list.
     listed: bool,
     stream: bool,
-    /// The reply that the task asks for in the place of its input.
+    /// The reply that the task requests instead of its input.
     reply: Option<Body>,
 }
 
-/// How a forward pass must fail, see above.
+/// The values of the field `fail`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Fault {
@@ -148,26 +152,26 @@ impl Forward for Echo {
     type Output = Box<RawValue>;
     type Pending = Vec<Box<RawValue>>;
 
-    /// Lasts as long as the longest `sleep_ms` of `inputs`, then fails if one of them says so.
+    /// Sleeps for the longest `sleep_ms` of `inputs`, then fails if one of them requests it.
     fn submit(&mut self, inputs: &[&EchoInput]) -> Result<Vec<Box<RawValue>>, ForwardError> {
         if let Some(sleep) = inputs.iter().map(|input| input.sleep).max().filter(|sleep| !sleep.is_zero()) {
             tracing::debug!(inputs = inputs.len(), sleep_ms = sleep.as_millis() as u64, "forward pass begun");
             clock::pass(sleep);
         }
         inputs.iter().filter_map(|input| input.hold.as_deref()).for_each(wait_at);
-        let said = "as the task asked for".to_owned();
+        let message = "as the task asked for".to_owned();
         if self.broken.as_ref().is_some_and(|file| file.exists()) {
             return Err(ForwardError::Failed("the device is broken".into()));
         }
         if inputs.iter().any(|input| input.fits.is_some_and(|most| inputs.len() > most)) {
-            return Err(ForwardError::OutOfMemory(said));
+            return Err(ForwardError::OutOfMemory(message));
         }
         match inputs.iter().find_map(|input| input.fault) {
             None => Ok(inputs.iter().map(|input| input.value.clone()).collect()),
-            Some(Fault::Error | Fault::Once) => Err(ForwardError::Failed(said)),
-            Some(Fault::Device) => Err(ForwardError::Device(said)),
-            Some(Fault::Oom) => Err(ForwardError::OutOfMemory(said)),
-            Some(Fault::Panic) => panic!("{said}"),
+            Some(Fault::Error | Fault::Once) => Err(ForwardError::Failed(message)),
+            Some(Fault::Device) => Err(ForwardError::Device(message)),
+            Some(Fault::Oom) => Err(ForwardError::OutOfMemory(message)),
+            Some(Fault::Panic) => panic!("{message}"),
             Some(Fault::Exit | Fault::Prepare) => std::process::abort(),
         }
     }
@@ -250,11 +254,11 @@ impl Processor for EchoProcessor {
     }
 }
 
-/// Creates the gate's `.held` file, and waits for the gate. If the file cannot be created, does not wait.
+/// Creates the gate's `.held` file and waits until the gate exists. Returns at once if the file cannot be created.
 fn wait_at(gate: &Path) {
-    let here = fs::write(gate.with_extension("held"), "");
-    while here.is_ok() && !gate.exists() {
-        thread::sleep(LOOK);
+    let held = fs::write(gate.with_extension("held"), "");
+    while held.is_ok() && !gate.exists() {
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -368,14 +372,14 @@ mod tests {
     fn a_production_pool_ignores_faults() {
         assert!(answer(ECHO, r#"{"input":"a","fail":"exit"}"#).is_ok());
         assert!(answer(ECHO_WITH_FAULTS, r#"{"input":"a","fail":"sometimes"}"#).is_err());
-        for (fault, words) in [("error", "as the task"), ("oom", "memory"), ("device", "fault")] {
+        for (fault, message) in [("error", "as the task"), ("oom", "memory"), ("device", "fault")] {
             let body = format!(r#"{{"input":"a","fail":"{fault}"}}"#);
-            assert!(answer(ECHO_WITH_FAULTS, &body).is_err_and(|error| error.contains(words)));
+            assert!(answer(ECHO_WITH_FAULTS, &body).is_err_and(|error| error.contains(message)));
         }
     }
 
     #[test]
-    fn the_pass_lasts_as_long_as_asked() {
+    fn a_pass_lasts_for_its_sleep_ms() {
         let start = std::time::Instant::now();
         assert!(answer(ECHO, r#"{"sleep_ms":30}"#).is_ok());
         assert!(start.elapsed() >= Duration::from_millis(30));

@@ -1,10 +1,9 @@
-//! A forward pass on a GPU, which computes asynchronously: the copy of the batch's plan, the network, and the
-//! copy of the texts' vectors are all submitted before anything is waited for. Owns the streams and memory of
-//! the copies.
+//! An asynchronous forward pass on a GPU: the copy of the batch's plan, the network, and the copy of the texts' vectors
+//! are all submitted before the host waits for any of them. Owns the streams and memory of the copies.
 
 use candle_core::{Device, Result};
 
-use super::encoder::Encoder;
+use super::network::Encoder;
 use crate::model::device::{Copies, DeviceToHost};
 use crate::model::load::tokenizer::Tokens;
 use crate::model::ops::gpu::cuda::{Planned, pool};
@@ -14,14 +13,14 @@ use crate::model::ops::pooling::{Pooling, normalize};
 pub struct OnGpu(Copies);
 
 /// A submitted pass.
-pub struct Begun {
+pub struct Submitted {
     fetched: DeviceToHost,
     /// The width of a text's vector.
     width: usize,
 }
 
 impl OnGpu {
-    /// For this device; none if it is a CPU.
+    /// Prepares copies for this device; none if it is a CPU.
     ///
     /// # Errors
     /// The driver's error.
@@ -33,29 +32,29 @@ impl OnGpu {
     ///
     /// # Errors
     /// The error of candle or the device.
-    pub fn begin(
+    pub fn submit(
         &mut self,
         encoder: &Encoder,
         pooling: &Pooling,
         texts: &[&Tokens],
         lengths: Vec<usize>,
-    ) -> Result<Begun> {
+    ) -> Result<Submitted> {
         let plan = encoder.plan(texts, &lengths);
         let uploaded = self.0.upload(&plan.words)?;
         let planned = Planned { plan, lengths, words: uploaded.tensor.clone() };
         let rows = encoder.forward_planned(&planned);
         let computed = rows.and_then(|rows| pool(&rows, &planned, &pooling.modes));
         let fetched = self.0.fetch(uploaded, computed)?;
-        Ok(Begun { fetched, width: pooling.width(encoder.width()) })
+        Ok(Submitted { fetched, width: pooling.width(encoder.width()) })
     }
 
     /// Waits for the texts' vectors.
     ///
     /// # Errors
     /// The device's error.
-    pub fn finish(&mut self, begun: Begun, pooling: &Pooling) -> Result<Vec<Vec<f32>>> {
-        let numbers = self.0.wait(begun.fetched)?;
-        let mut vectors: Vec<Vec<f32>> = numbers.chunks_exact(begun.width).map(<[f32]>::to_vec).collect();
+    pub fn finish(&mut self, submitted: Submitted, pooling: &Pooling) -> Result<Vec<Vec<f32>>> {
+        let numbers = self.0.wait(submitted.fetched)?;
+        let mut vectors: Vec<Vec<f32>> = numbers.chunks_exact(submitted.width).map(<[f32]>::to_vec).collect();
         if pooling.normalize {
             vectors.iter_mut().for_each(|vector| normalize(vector));
         }

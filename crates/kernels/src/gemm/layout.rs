@@ -1,6 +1,6 @@
 //! The memory layout of a product's matrices. Owns the packed matrices.
 
-use super::lines::Lines;
+use super::aligned::AlignedVec;
 use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 
 /// The left matrix of a product, `[count, depth]`, tile by tile.
@@ -8,7 +8,7 @@ use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 pub struct Rows {
     /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros after the
     /// depth, any numbers after the count.
-    pub(super) tiles: Lines,
+    pub(super) tiles: AlignedVec,
     pub(super) depth: usize,
 }
 
@@ -17,7 +17,7 @@ pub struct Rows {
 pub struct Panels {
     /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`; zeros after the
     /// width and the depth.
-    panels: Lines,
+    panels: AlignedVec,
     pub(super) depth: usize,
     pub(super) width: usize,
 }
@@ -100,7 +100,7 @@ impl Panels {
 }
 
 /// Puts `ROWS` rows side by side, run by run; rows that the last tile lacks become zeros.
-fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut Lines) {
+fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut AlignedVec) {
     let tile = ROWS * depth.next_multiple_of(RUN);
     to.set_len((rows.len() / depth).div_ceil(ROWS) * tile);
     for (rows, to) in rows.chunks(ROWS * depth).zip(to.chunks_exact_mut(tile)) {
@@ -122,7 +122,7 @@ fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut Lines) {
 }
 
 /// Puts `SIDE` columns side by side, number by number; columns that the last panel lacks become zeros.
-fn lay_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut Lines) {
+fn lay_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut AlignedVec) {
     let panel = SIDE * depth.next_multiple_of(RUN);
     to.set_len((columns.len() / depth).div_ceil(SIDE) * panel);
     for (columns, to) in columns.chunks(SIDE * depth).zip(to.chunks_exact_mut(panel)) {

@@ -9,20 +9,20 @@ use crate::model::load::ModelFiles;
 use crate::model::nets::names;
 use crate::model::ops::Activation;
 
-/// The architectures; they differ in the names of tensors and in how a token's position counts.
+/// The architectures. They differ in the names of tensors and in how positions enter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
-    /// `bert`: a vector for each position.
+    /// `bert`: with position embeddings.
     Bert,
-    /// `roberta`, `xlm-roberta`, `camembert`: positions start after that of the padding.
+    /// `roberta`, `xlm-roberta`, `camembert`: positions start after the padding id.
     Roberta,
     /// `distilbert`: as BERT, without token types.
     DistilBert,
-    /// `mpnet`: as RoBERTa, and scores depend on the distance of two tokens.
+    /// `mpnet`: as RoBERTa, with a relative attention bias.
     MpNet,
     /// `nomic_bert`: rotated queries and keys, gated feed-forward, no biases.
     Nomic,
-    /// `modernbert`: the same, and norms come before their halves; most layers see near tokens only.
+    /// `modernbert`: as Nomic, but norms come before their halves, and most layers attend only to near tokens.
     ModernBert,
 }
 
@@ -52,7 +52,7 @@ impl Family {
         }
     }
 
-    /// The name of the table of word vectors.
+    /// The name of the token embeddings.
     pub fn token_embeddings(self) -> &'static str {
         match self {
             Self::ModernBert => "embeddings.tok_embeddings.weight",
@@ -60,17 +60,17 @@ impl Family {
         }
     }
 
-    /// Whether there is a vector for each position.
+    /// Whether there are position embeddings.
     pub fn has_positions(self) -> bool {
         !matches!(self, Self::Nomic | Self::ModernBert)
     }
 }
 
-/// The largest sizes that are read: far above any model's. Not all of them are those of a tensor, and tables are made of
-/// some.
-const MOST_LAYERS: usize = 1 << 12;
-const MOST_WIDTH: usize = 1 << 20;
-const MOST_POSITIONS: usize = 1 << 17;
+/// The largest sizes that are accepted, far above those of any model. The shapes of tensors do not check all of them,
+/// and memory is allocated for some.
+const MAX_LAYERS: usize = 1 << 12;
+const MAX_WIDTH: usize = 1 << 20;
+const MAX_POSITIONS: usize = 1 << 17;
 
 /// A network's sizes.
 #[derive(Clone, Debug)]
@@ -87,28 +87,28 @@ pub struct NetworkConfig {
     pub inner: usize,
     /// Number of token ids.
     pub vocabulary: usize,
-    /// Rows of the table of positions; without one, the most tokens of a text.
+    /// The number of position embeddings; without them, the most tokens of a text.
     pub positions: usize,
     /// RoBERTa's padding id; its positions start after this number.
     pub padding: Option<u32>,
-    /// Rows of the table of token types; 0 where there is none.
+    /// The number of token type embeddings; 0 if there are none.
     pub token_types: usize,
     /// Added to the variance in LayerNorm.
     pub eps: f32,
     /// The function between the two halves of a feed-forward block.
     pub activation: Activation,
-    /// What each layer knows of the distance between two tokens.
+    /// The positional terms of each layer.
     pub distances: Vec<LayerDistances>,
     /// Whether a head for labels takes the mean of the tokens' vectors instead of the first.
     pub head_of_mean: bool,
 }
 
-/// What a layer knows of the distance between two tokens.
+/// The positional terms of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LayerDistances {
-    /// The base of the angles by which queries and keys are rotated.
+    /// The base (theta) of the rotary embedding.
     pub rotary: Option<f64>,
-    /// The farthest token that is seen.
+    /// The sliding window: the largest distance of a token that is attended to.
     pub window: Option<usize>,
 }
 
@@ -120,7 +120,7 @@ struct Written<'a> {
 }
 
 impl Written<'_> {
-    /// The first of these fields that is there.
+    /// The first of these fields that is present.
     fn optional<T: DeserializeOwned>(&self, names: &[&str]) -> Result<Option<T>, LoadError> {
         let found =
             names.iter().find_map(|name| Some((name, self.fields.get(*name).filter(|it| !it.is_null())?)));
@@ -134,7 +134,7 @@ impl Written<'_> {
         self.optional(names)?.ok_or_else(|| self.fault(format!("{} is missing", names[0])))
     }
 
-    /// Refuses a field with another value than `supported`; absent, it counts as that.
+    /// Refuses a field with another value than `supported`. An absent field counts as `supported`.
     fn only(&self, name: &str, supported: &Value) -> Result<(), LoadError> {
         match self.fields.get(name) {
             Some(value) if value != supported && !value.is_null() => {
@@ -169,11 +169,11 @@ impl NetworkConfig {
             return Err(written.refused(format!("model_type is {kind:?}; supported are {known}")));
         };
         written.only("is_decoder", &false.into())?;
-        // The config of Nomic has the names of GPT-2, and the usual ones with other meanings.
-        // A list with an entry for each is made at once.
+        // Nomic's config has the names of GPT-2, and the usual names with other meanings. The number of layers is
+        // checked first, since a list with an entry for each layer is made at once.
         let layers: Option<usize> = written.optional(&["num_hidden_layers", "n_layers", "n_layer"])?;
-        if let Some(layers) = layers.filter(|layers| *layers > MOST_LAYERS) {
-            return Err(written.fault(format!("it has {layers} layers; at most {MOST_LAYERS} are read")));
+        if let Some(layers) = layers.filter(|layers| *layers > MAX_LAYERS) {
+            return Err(written.fault(format!("it has {layers} layers; at most {MAX_LAYERS} are read")));
         }
         let config = if family == Family::Nomic { nomic(&written) } else { usual(&written, family) }?;
         config.check().map_err(|reason| written.fault(reason))?;
@@ -188,9 +188,9 @@ impl NetworkConfig {
     fn check(&self) -> Result<(), String> {
         let Self { hidden, heads, positions, .. } = *self;
         for (name, size, most) in [
-            ("the width", hidden, MOST_WIDTH),
-            ("the width of the feed-forward half", self.inner, MOST_WIDTH),
-            ("max_position_embeddings", positions, MOST_POSITIONS),
+            ("the width", hidden, MAX_WIDTH),
+            ("the width of the feed-forward half", self.inner, MAX_WIDTH),
+            ("max_position_embeddings", positions, MAX_POSITIONS),
         ] {
             if size > most {
                 return Err(format!("{name} is {size}; at most {most} is read"));
@@ -214,7 +214,7 @@ fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadErr
     let layers = written.required(&["num_hidden_layers", "n_layers"])?;
     let padding = match family {
         Family::Roberta => Some(written.optional(&["pad_token_id"])?.unwrap_or(1)),
-        // The reference has this number in its code.
+        // The reference implementation has this number in its code.
         Family::MpNet => Some(1),
         _ => None,
     };
@@ -257,8 +257,8 @@ fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadErr
     })
 }
 
-/// ModernBERT's layers, in the form of transformers 4 or 5: every so many layers see the whole text, the others
-/// a window.
+/// ModernBERT's layers, from a configuration of transformers 4 or 5. One layer of every `global_attn_every_n_layers`
+/// attends to the whole text, the others to a window.
 fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerDistances>, LoadError> {
     let every = written.optional(&["global_attn_every_n_layers"])?.unwrap_or(3_usize).max(1);
     let kinds: Option<Vec<String>> = written.optional(&["layer_types"])?;
@@ -320,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_size_that_no_model_has_is_refused_before_memory_is_asked_for() {
+    fn an_impossible_size_is_refused_before_memory_is_allocated() {
         let folder = tempfile::tempdir().unwrap();
         let source = folder.path().to_str().unwrap();
         let read = |config: &Value| {

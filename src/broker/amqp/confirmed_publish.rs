@@ -18,19 +18,19 @@ use crate::broker::{BrokerError, Published};
 use crate::protocol::Message;
 
 /// Prefix of RabbitMQ's direct reply-to addresses. These are not queues: a message is delivered at most once,
-/// the publisher cannot know whether anybody still consumes, and no address holds up another.
+/// the publisher cannot know whether anybody still consumes, and no address delays another.
 pub(super) const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 
 /// The outcome of one publish.
-pub(super) type Answer = Result<Published, BrokerError>;
+pub(super) type PublishResult = Result<Published, BrokerError>;
 
-/// A message to be published, and the sender that brings the broker's answer to the caller.
+/// A message to be published, and the sender that returns the broker's answer to the caller.
 pub(super) struct Request {
     pub(super) queue: Arc<str>,
     pub(super) message: Arc<Message>,
-    /// How many connections have ended, perhaps because of this message, while it was under way.
+    /// Number of connections that ended, perhaps because of this message, while it was under way.
     pub(super) suspicions: u32,
-    pub(super) answer: oneshot::Sender<Answer>,
+    pub(super) answer: oneshot::Sender<PublishResult>,
 }
 
 impl Publishable for Request {
@@ -47,16 +47,17 @@ impl Publishable for Request {
     }
 }
 
-/// The broker's answer to a message, and the channel it was sent on.
+/// The broker's answer to a message.
 pub(super) struct Sent {
     pub(super) id: u64,
+    /// The channel that it was sent on; none if no channel could be opened.
     pub(super) channel: Option<Channel>,
     pub(super) result: Result<Confirmation, Error>,
 }
 
 /// Tests whether the broker answers: sends `confirm.select`, which changes nothing, on this channel or on a
 /// new one.
-pub(super) fn pulse(
+pub(super) fn send_probe(
     channel: Option<Channel>,
     connection: Arc<OpenConnection>,
 ) -> BoxFuture<'static, Result<Channel, Error>> {
@@ -73,21 +74,24 @@ async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
     Ok(channel)
 }
 
-/// Publishes a message on a channel, or on a new one of the connection, and waits for the answer.
-pub(super) fn exchange(
+/// Publishes a message on this channel, or on a new one of the connection, and waits for the answer.
+pub(super) fn publish_confirmed(
     id: u64,
-    way: Result<Channel, Arc<OpenConnection>>,
+    channel: Option<Channel>,
+    connection: Arc<OpenConnection>,
     queue: Arc<str>,
     message: Arc<Message>,
 ) -> BoxFuture<'static, Sent> {
     Box::pin(async move {
-        let channel = match way {
-            Ok(channel) => channel,
-            Err(connection) => match confirming_channel(&connection).await {
+        let channel = match channel {
+            Some(channel) => channel,
+            None => match confirming_channel(&connection).await {
                 Ok(channel) => channel,
                 Err(error) => return Sent { id, channel: None, result: Err(error) },
             },
         };
+        // A confirm may take long, and must not keep a closed connection alive meanwhile.
+        drop(connection);
         let result = publish_and_confirm(&channel, &queue, message).await;
         Sent { id, channel: Some(channel), result }
     })
@@ -111,13 +115,14 @@ async fn publish_and_confirm(
     confirm.await
 }
 
-/// Removes the returned message of this request from `strays`; false when there is none.
-pub(super) fn take_return(strays: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
-    let found = strays.iter().position(|(message, _)| is_return_of(message, request));
-    found.map(|at| strays.swap_remove(at)).is_some()
+/// Removes the returned message of this request from `returns`; false when there is none.
+pub(super) fn take_return(returns: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
+    let found = returns.iter().position(|(message, _)| is_return_of(message, request));
+    found.map(|at| returns.swap_remove(at)).is_some()
 }
 
-/// Messages that are equal in all of this have the same queue, and therefore the same outcome.
+/// Whether a returned message may be this request's. Two requests that are equal in all of this have the same queue,
+/// and therefore the same outcome, so it does not matter which of them it is.
 fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
     let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
     let same = |theirs: &Option<ShortString>, ours: &Option<String>| {

@@ -1,4 +1,4 @@
-//! The texts by which a network on its device is compared with a CPU. Owns no state.
+//! Compares a network on its device with the same network on a CPU, over known texts. Owns no state.
 
 use super::TextNetwork;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
@@ -41,7 +41,7 @@ fn known_texts(tokenizer: &TextTokenizer) -> Vec<Tokens> {
     LENGTHS.iter().enumerate().filter_map(text).collect()
 }
 
-/// Each text's vector; none if the model gave no numbers.
+/// Each text's vector; none if not all its numbers are finite.
 fn vectors(model: &mut TextNetwork, texts: &[Tokens]) -> Result<Vec<Option<Vec<f32>>>, ForwardError> {
     let texts: Vec<&Tokens> = texts.iter().collect();
     Ok(model.forward(&texts)?.into_iter().map(Result::ok).collect())
@@ -85,7 +85,7 @@ mod tests {
         load(&spec(folder, dtype), &Device::Cpu).unwrap()
     }
 
-    /// The largest error of a model's texts in a precision.
+    /// The largest error of the known texts in this precision.
     fn off(folder: &Path, dtype: Dtype) -> f64 {
         let (processor, mut reference) = loaded(folder, Dtype::F32);
         let texts = known_texts(&processor.tokenizer);
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn every_model_is_well_within_the_tolerance_of_its_precision() {
+    fn every_model_stays_within_half_the_tolerance_of_its_precision() {
         for name in FIXTURES {
             for dtype in [Dtype::F16, Dtype::Bf16, Dtype::Int8] {
                 let off = off(&fixture(name), dtype);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_computes_with_other_weights_is_refused_with_numbers() {
+    fn a_device_that_computes_with_corrupted_weights_is_refused() {
         let (processor, _) = loaded(&fixture(NAME), Dtype::F32);
         // One bit of one exponent is wrong.
         let one_bit = |index, number| if index == 5 { number * 65_536.0 } else { number };
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_give_no_numbers_anywhere_are_no_devices_fault() {
+    fn weights_whose_results_are_nan_everywhere_do_not_blame_the_device() {
         let folder = corrupted(|_, _| f32::NAN);
         let (processor, mut model) = loaded(folder.path(), Dtype::F32);
         let (_, reference) = loaded(folder.path(), Dtype::F32);

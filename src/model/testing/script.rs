@@ -1,17 +1,26 @@
-//! A generator that computes nothing: each task says how its sequence goes. To try out a deployment that
-//! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined
-//! by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `encode_interval=8`, `encode_batch=4` (what the
-//! model says of its windows), `faults` (for tests).
+//! A generator that computes nothing: each task describes how its sequence runs. It serves to try out a deployment that
+//! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined by `&`:
+//! `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `encode_interval=8`, `encode_batch=4` (how encode rows
+//! are spread among steps), `faults` (for tests).
 //!
-//! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2
-//! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence; `encode_ms`, how long its
-//! window is encoded, before its prompt, which then may be 0 (windows that are encoded together take the sum);
-//! `content_type`, the media type of the parts and of the reply, which then are the numbers alone, and not JSON;
-//! `sequences`, a list in the place of `max_tokens`: as many sequences with these tokens, whose answers are joined, and each
-//! of which is one part of the reply. Only with `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the step
-//! fails), `row` (the sequence fails), `panic`, `oom` (if the step has more than `fits` tokens), `device`, `exit` (the
-//! process aborts), `stall` (the step takes `stall_ms`). `fail_encode` makes the step fail that encodes the window: the
-//! same words, and `oom` if it has more than `fits` windows.
+//! A body is `{"prompt": 12, "max_tokens": 20}`: the number of tokens of the prompt and of the answer. The answer is
+//! `0 1 2 …`. Further fields:
+//!
+//! - `stream`: the reply is sent in parts.
+//! - `step_ms`: the least duration of a step with this sequence.
+//! - `encode_ms`: how long its window is encoded before its prompt. The prompt may then be 0. Windows that are encoded
+//!   together take the sum of their times.
+//! - `content_type`: the media type of the parts and of the reply. Their bodies are then the numbers alone, not JSON.
+//! - `sequences`: a list that replaces `max_tokens`. There is one sequence for each of its numbers, with so many
+//!   tokens. The reply joins their answers, and each answer is one part.
+//!
+//! Only with `faults`:
+//!
+//! - `fail`: the step fails in which the sequence has produced `at` pieces (default 0). `error`: the step fails. `row`:
+//!   the sequence fails. `panic`. `oom`: if the step has more than `fits` tokens. `device`. `exit`: the process aborts.
+//!   `stall`: the step takes `stall_ms`.
+//! - `fail_encode`: the step fails that encodes the window. The values are the same, but `oom` fails if the step has
+//!   more than `fits` windows.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -20,17 +29,18 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::family::{Example, Family, Sample, Serves};
-use super::{
+use super::echo;
+use crate::model::family::{Example, Family, Sample, Serves};
+use crate::model::{
     Advance, Advances, Body, Capacity, Device, Effort, Encoding, Feed, ForwardError, Generate, LoadError,
     LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError,
-    TaskErrorKind, clock, echo,
+    TaskErrorKind, clock,
 };
 
 /// The `model` setting of a script pool.
 pub const SCRIPT: &str = "script";
 
-/// Gives each task the tokens that it asks for.
+/// Generates as many tokens as each task requests.
 pub static FAMILY: Family = Family {
     name: SCRIPT,
     routes: echo::ANY_JSON,
@@ -38,7 +48,7 @@ pub static FAMILY: Family = Family {
     options: &[],
     sample: |texts| {
         let words: usize = texts.iter().map(|text| text.split_whitespace().count()).sum();
-        let body = json!({"prompt": words.clamp(1, MOST), "max_tokens": SAMPLE_TOKENS});
+        let body = json!({"prompt": words.clamp(1, MAX_TOKENS), "max_tokens": SAMPLE_TOKENS});
         Sample { url: None, ..Sample::json(Route::ANY, &body, 1) }
     },
     example: Example { model: SCRIPT, options: &[] },
@@ -47,11 +57,11 @@ pub static FAMILY: Family = Family {
 /// Tokens of the answer in a sample.
 const SAMPLE_TOKENS: usize = 32;
 /// The most tokens of a prompt or an answer.
-const MOST: usize = 1_000_000;
+const MAX_TOKENS: usize = 1_000_000;
 /// The largest `encode_ms`.
-const MOST_ENCODE_MS: u64 = 600_000;
+const MAX_ENCODE_MS: u64 = 600_000;
 
-/// Decodes scripts, and writes replies.
+/// Decodes scripts and writes replies.
 #[derive(Debug)]
 pub struct ScriptProcessor {
     faults: bool,
@@ -70,7 +80,9 @@ pub struct ScriptNetwork {
 struct Sequence {
     script: Script,
     is_encoded: bool,
+    /// Tokens of the prompt that were fed.
     fed: usize,
+    /// Pieces that were produced.
     given: usize,
 }
 
@@ -173,20 +185,20 @@ impl Processor for ScriptProcessor {
         let answers = script.sequences.iter().map(|count| ("sequences", *count, 1));
         let counts = [("prompt", script.prompt, usize::from(!encodes)), ("max_tokens", script.max_tokens, 1)];
         for (name, count, least) in counts.into_iter().chain(answers) {
-            if !(least..=MOST).contains(&count) {
-                let message = format!("{name} must be {least} to {MOST}, got {count}");
+            if !(least..=MAX_TOKENS).contains(&count) {
+                let message = format!("{name} must be {least} to {MAX_TOKENS}, got {count}");
                 return Err(TaskError::bad_input(name, message));
             }
         }
-        if script.encode_ms > MOST_ENCODE_MS {
-            let message = format!("encode_ms must be at most {MOST_ENCODE_MS}, got {}", script.encode_ms);
+        if script.encode_ms > MAX_ENCODE_MS {
+            let message = format!("encode_ms must be at most {MAX_ENCODE_MS}, got {}", script.encode_ms);
             return Err(TaskError::bad_input("encode_ms", message));
         }
         if !self.faults {
             (script.fail, script.fail_encode) = (None, None);
         }
         let context = script.clone();
-        // Each input is a copy, without what may be long.
+        // Each input has a copy of the script without its fields of unbounded length.
         script.content_type = None;
         let mut lengths = mem::take(&mut script.sequences);
         if lengths.is_empty() {
@@ -234,7 +246,7 @@ impl Processor for ScriptProcessor {
     }
 }
 
-/// The body with these `fields`, of the media type that the script asks for.
+/// The body with these `fields`, in the media type that the script requests.
 fn body(script: &Script, fields: serde_json::Value) -> Body {
     match &script.content_type {
         Some(content_type) => {
@@ -253,7 +265,7 @@ fn text(pieces: &[usize]) -> String {
 }
 
 impl Sequence {
-    /// The fault of a step that feeds this.
+    /// The fault that a step with this feed has.
     fn fault(&self, feed: Feed) -> Option<Fault> {
         match feed {
             Feed::Encode => self.script.fail_encode,
@@ -261,7 +273,7 @@ impl Sequence {
         }
     }
 
-    /// The least duration of a step that feeds this.
+    /// The least duration of a step with this feed.
     fn time(&self, feed: Feed) -> Duration {
         Duration::from_millis(if feed == Feed::Encode { self.script.encode_ms } else { self.script.step_ms })
     }
@@ -317,11 +329,11 @@ impl Generate for ScriptNetwork {
     }
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
-        let said = || "as the task asked for".to_owned();
+        let message = || "as the task asked for".to_owned();
         let tokens: usize = rows.iter().map(|row| row.feed.tokens()).sum();
         let windows = rows.iter().filter(|row| row.feed == Feed::Encode).count();
         if windows != 0 && windows != rows.len() {
-            return Err(ForwardError::Failed("windows beside other rows".into()));
+            return Err(ForwardError::Failed("a step has encode rows beside other rows".into()));
         }
         let mut time = Duration::ZERO;
         for row in rows {
@@ -331,13 +343,13 @@ impl Generate for ScriptNetwork {
             time = if windows > 0 { time + own } else { time.max(own) };
             match sequence.fault(row.feed) {
                 None | Some(Fault::Row) => {}
-                Some(Fault::Error) => return Err(ForwardError::Failed(said())),
+                Some(Fault::Error) => return Err(ForwardError::Failed(message())),
                 Some(Fault::Oom) if tokens.max(windows) > script.fits => {
-                    return Err(ForwardError::OutOfMemory(said()));
+                    return Err(ForwardError::OutOfMemory(message()));
                 }
                 Some(Fault::Oom) => {}
-                Some(Fault::Device) => return Err(ForwardError::Device(said())),
-                Some(Fault::Panic) => panic!("{}", said()),
+                Some(Fault::Device) => return Err(ForwardError::Device(message())),
+                Some(Fault::Panic) => panic!("{}", message()),
                 Some(Fault::Exit) => std::process::abort(),
                 Some(Fault::Stall) => time = time.max(Duration::from_millis(script.stall_ms)),
             }
@@ -348,7 +360,7 @@ impl Generate for ScriptNetwork {
         let held: usize = self.open.values().map(|it| it.fed + it.given).sum();
         if held + tokens > self.capacity.tokens {
             return Err(ForwardError::Failed(format!(
-                "{held} tokens are held, and {tokens} more find no room"
+                "{held} tokens are held, and {tokens} more exceed the capacity"
             )));
         }
         let advance = |row: &Row| match self.open.get_mut(&row.slot) {
@@ -368,7 +380,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_window_comes_first_and_once_and_a_prompt_may_be_empty_behind_it() {
+    fn a_window_is_encoded_once_and_first_and_its_prompt_may_be_empty() {
         let (processor, mut network) = load(&LoadSpec::new(SCRIPT), &Device::Cpu).unwrap();
         let message =
             Message { body: r#"{"prompt":0,"max_tokens":1,"encode_ms":1}"#.into(), ..Message::default() };
@@ -384,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_read_and_others_named() {
+    fn options_are_read_and_unknown_ones_are_named_in_the_error() {
         let (_, network) = load(&LoadSpec::new("script?sequences=2&context=9&faults"), &Device::Cpu).unwrap();
         assert_eq!((network.capacity.sequences, network.capacity.context), (2, 9));
         for bad in ["script?slots=2", "script?tokens=many", "scripted"] {
@@ -394,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_goes_as_its_script_says_and_not_before_its_prompt_is_fed() {
+    fn a_sequence_follows_its_script_after_its_prompt_is_fed() {
         let (processor, mut network) = load(&LoadSpec::new(SCRIPT), &Device::Cpu).unwrap();
         let message = Message { body: r#"{"prompt":3,"max_tokens":2}"#.into(), ..Message::default() };
         let (context, inputs) = processor.preprocess(&message).unwrap();

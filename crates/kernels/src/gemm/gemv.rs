@@ -16,7 +16,7 @@ pub const MOST_ROWS: usize = 16;
 const SOME_ROWS: usize = 4;
 
 /// Rows times some panels.
-pub struct Few<'a> {
+pub struct FewRows<'a> {
     pub numbers: Numbers,
     pub depth: usize,
     /// `[count, depth]`.
@@ -40,8 +40,8 @@ thread_local! {
 }
 
 /// Computes in tiles of 16, 4 and 1 rows.
-pub fn multiply_few(few: Few<'_>) {
-    let Few { numbers, depth, rows, panels, out, stride } = few;
+pub fn multiply_few_rows(few: FewRows<'_>) {
+    let FewRows { numbers, depth, rows, panels, out, stride } = few;
     let mut tile = TILE.take();
     let mut first = 0;
     let count = rows.len() / depth;

@@ -6,10 +6,10 @@
 
 #[cfg(target_arch = "x86_64")]
 mod bytes;
-mod few;
+mod gemv;
 mod layout;
 mod linear;
-mod lines;
+mod aligned;
 mod matrix;
 mod numbers;
 mod size;
@@ -129,7 +129,7 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::super::activation::Activation;
-    use super::super::testing::{difference, linear, noise, on_every_cpu, wide};
+    use super::super::testing::{difference, linear, noise, on_every_cpu, to_f64};
     use super::*;
 
     #[test]
@@ -142,7 +142,7 @@ mod tests {
             [(1, 1, 1), (5, 3, 7), (6, 16, 16), (7, 33, 15), (12, 8, 32), (13, 40, 95), (150, 384, 401)]
         {
             let (a, published) = (noise(&[rows, depth], 1.0, 1), noise(&[width, depth], 1.0, 2));
-            let right = linear(&wide(&a), &published, &vec![0.0; width]);
+            let right = linear(&to_f64(&a), &published, &vec![0.0; width]);
             let mut out = vec![f32::NAN; rows * width];
             multiply_rows(&a, &Panels::new(&published, depth), &mut out, |_, _| {});
             let off = difference(&out, &right);

@@ -9,13 +9,13 @@ const SKIPPED: usize = LINE / size_of::<f32>() - 1;
 
 /// A buffer of numbers, aligned to a cache line. Derefs to the numbers.
 #[derive(Default)]
-pub struct Lines {
+pub struct AlignedVec {
     /// The largest length so far, plus the numbers that may be skipped.
     room: Vec<f32>,
     len: usize,
 }
 
-impl Lines {
+impl AlignedVec {
     /// Sets the length to `len` numbers, of any value.
     pub fn set_len(&mut self, len: usize) {
         self.len = len;
@@ -29,7 +29,7 @@ impl Lines {
     }
 }
 
-impl Deref for Lines {
+impl Deref for AlignedVec {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
@@ -37,7 +37,7 @@ impl Deref for Lines {
     }
 }
 
-impl DerefMut for Lines {
+impl DerefMut for AlignedVec {
     fn deref_mut(&mut self) -> &mut [f32] {
         let start = self.start();
         &mut self.room[start..][..self.len]
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn they_begin_with_a_line_whatever_their_number() {
-        let mut lines = Lines::default();
+        let mut lines = AlignedVec::default();
         assert!(lines.is_empty());
         for len in [1, 16, 1_000, 3] {
             lines.set_len(len);
