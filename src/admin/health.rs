@@ -69,18 +69,16 @@ fn stuck(status: &SlotStatus) -> Vec<String> {
         let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
         match entry.computing_since {
             Some(since) => format!("{slot}: a forward pass has lasted {} s", since.elapsed().as_secs()),
-            None => format!("{slot}: the worker has made no progress, and exceeded its time limit {seconds} s ago"),
+            None => format!(
+                "{slot}: the worker has made no progress, and exceeded its time limit {seconds} s ago"
+            ),
         }
     });
     lines.collect()
 }
 
 /// One line for each pool without a slot that satisfies `condition`; it ends with `description`.
-fn pools_without(
-    status: &SlotStatus,
-    condition: impl Fn(&Entry) -> bool,
-    description: &str,
-) -> Vec<String> {
+fn pools_without(status: &SlotStatus, condition: impl Fn(&Entry) -> bool, description: &str) -> Vec<String> {
     let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
     for entry in status.slots.values() {
         *pools.entry(&entry.report.pool).or_default() |= condition(entry);

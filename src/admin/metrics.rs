@@ -185,7 +185,11 @@ fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
     out.counter("inputs", "Inputs computed", sums(status, |stats| stats.inputs as f64))?;
     out.counter("tokens", "Tokens computed", sums(status, |stats| stats.tokens as f64))?;
-    out.counter("redelivered", "Deliveries that are not the first of their message", sums(status, |stats| stats.redelivered as f64))?;
+    out.counter(
+        "redelivered",
+        "Deliveries that are not the first of their message",
+        sums(status, |stats| stats.redelivered as f64),
+    )?;
     out.counter("retried", "Tasks put off to be tried again", sums(status, |stats| stats.retried as f64))?;
     out.counter("requeued", "Deliveries handed back", sums(status, |stats| stats.requeued as f64))?;
     out.counter("sentinels", "Sentinels that stopped a worker", sums(status, |it| it.sentinels as f64))?;
@@ -229,7 +233,10 @@ fn batch_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
 fn generation_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let by_user = |of: fn(&TokenCounts) -> u64| {
         slots_with_stats(status).flat_map(move |(entry, stats)| {
-            stats.users.iter().map(move |(user, tokens)| (slot_labels_and(entry, "user", user), of(tokens) as f64))
+            stats
+                .users
+                .iter()
+                .map(move |(user, tokens)| (slot_labels_and(entry, "user", user), of(tokens) as f64))
         })
     };
     let help = "Tokens of prompts, by the request's user";
@@ -263,8 +270,10 @@ fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
         })
     });
     out.counter("worker_restarts", "Workers started to replace another", restarts)?;
-    let stuck =
-        status.slots.values().map(|entry| (slot_labels(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
+    let stuck = status
+        .slots
+        .values()
+        .map(|entry| (slot_labels(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
     out.gauge("worker_stuck", "1 while the worker is past its time limit, and /livez fails", stuck)?;
     let resident = sums(status, |stats| stats.now.resident as f64);
     out.gauge("worker_resident_memory_bytes", "Resident memory that only the worker uses", resident)?;
@@ -277,8 +286,9 @@ fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
     let lost = sums(status, |stats| stats.lost_sessions as f64);
     out.counter("broker_reconnects", "Sessions with the broker that were lost", lost)?;
-    let prefetched = slots_with_stats(status)
-        .map(|(entry, stats)| (slot_labels(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64));
+    let prefetched = slots_with_stats(status).map(|(entry, stats)| {
+        (slot_labels(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64)
+    });
     out.gauge("prefetched_tasks", "Tasks that the worker holds and that are not on the device", prefetched)?;
     let in_flight = status.slots.values().map(|entry| (slot_labels(entry), entry.report.in_flight as f64));
     out.gauge("in_flight_tasks", "Tasks on the device", in_flight)
@@ -298,7 +308,11 @@ fn device_metrics(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
     let use_of = gpus.gpus.iter().filter_map(|gpu| {
         Some((vec![("device", gpu.uuid.as_str())], f64::from(gpu.utilization_percent?) / 100.0))
     });
-    out.gauge("device_utilization_ratio", "Share of the driver's last sample period in which the device computed", use_of)
+    out.gauge(
+        "device_utilization_ratio",
+        "Share of the driver's last sample period in which the device computed",
+        use_of,
+    )
 }
 
 #[cfg(test)]

@@ -98,9 +98,10 @@ impl Place {
         }
         let body = &delivery.message.body;
         if body.len() > MAX_REQUEST_BYTES {
-            return Some(
-                self.refusal(format!("the request has {} bytes; at most {MAX_REQUEST_BYTES} are allowed", body.len())),
-            );
+            return Some(self.refusal(format!(
+                "the request has {} bytes; at most {MAX_REQUEST_BYTES} are allowed",
+                body.len()
+            )));
         }
         let of_requester = Request::of_requester(&delivery.message.properties);
         if target == Target::Cancel && of_requester.is_none() {
@@ -124,7 +125,11 @@ impl Place {
     }
 
     /// Has the slots carry out the order; does nothing for a query.
-    async fn carry_out(&self, request: &Request, target: &Target) -> Result<BTreeMap<String, Outcome>, String> {
+    async fn carry_out(
+        &self,
+        request: &Request,
+        target: &Target,
+    ) -> Result<BTreeMap<String, Outcome>, String> {
         match request {
             _ if request.only_asks() => return Ok(BTreeMap::new()),
             Request::SetBatch(change) => change.problem().map_or(Ok(()), Err)?,
@@ -136,8 +141,10 @@ impl Place {
             }
             _ => {}
         }
-        let ordered = tokio::time::timeout(ORDER_TIMEOUT, self.handle.order(target.clone(), request.clone())).await;
-        let outcomes = ordered.map_err(|_| format!("not every slot has carried out the order within {ORDER_TIMEOUT:?}"))?;
+        let ordered =
+            tokio::time::timeout(ORDER_TIMEOUT, self.handle.order(target.clone(), request.clone())).await;
+        let outcomes = ordered
+            .map_err(|_| format!("not every slot has carried out the order within {ORDER_TIMEOUT:?}"))?;
         Ok(outcomes.into_iter().collect())
     }
 

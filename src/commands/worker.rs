@@ -131,7 +131,8 @@ fn read_assignment(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::R
     }
 }
 
-/// The assignment of a worker that is started by hand, on the device of `--device`. Uses all cores if the pool sets no threads.
+/// The assignment of a worker that is started by hand, on the device of `--device`. Uses all cores if the pool sets no
+/// threads.
 fn manual_assignment(arguments: &Worker, registry: &Registry) -> anyhow::Result<Assignment> {
     let settings = registry.load(&arguments.settings, &[])?.settings;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;

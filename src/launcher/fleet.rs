@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::Launch;
-use super::order::{LauncherRequest, SlotCommand, Outcome};
+use super::order::{LauncherRequest, Outcome, SlotCommand};
 use super::slot_state::{Slot, SlotEnd};
 use super::status_board::{Entry, SlotStatus};
 use crate::config::{Assignment, Launcher};
@@ -165,7 +165,9 @@ impl Fleet {
                     outcomes.push((name.clone(), Err("too many orders wait before this one".to_owned())))
                 }
                 None if matches!(order, Request::Restart | Request::Resume) => to_start.push(assignment),
-                None => outcomes.push((name.clone(), Err("it has ended; `restart` starts it again".to_owned()))),
+                None => {
+                    outcomes.push((name.clone(), Err("it has ended; `restart` starts it again".to_owned())))
+                }
             }
         }
         let mut started: Vec<(String, Outcome)> =
@@ -180,10 +182,12 @@ impl Fleet {
             let answered = outcomes.into_iter().map(|(name, outcome)| async {
                 let outcome = match outcome {
                     Ok(outcome) => match timeout(ANSWER_TIMEOUT, outcome).await {
-                        Ok(answered) => {
-                            answered.unwrap_or_else(|_| Err("it ended before it could carry out the order".to_owned()))
-                        }
-                        Err(_) => Err(format!("it has not carried out the order within {ANSWER_TIMEOUT:?}; it may still do so")),
+                        Ok(answered) => answered.unwrap_or_else(|_| {
+                            Err("it ended before it could carry out the order".to_owned())
+                        }),
+                        Err(_) => Err(format!(
+                            "it has not carried out the order within {ANSWER_TIMEOUT:?}; it may still do so"
+                        )),
                     },
                     Err(message) => Err(message),
                 };

@@ -86,11 +86,12 @@ impl Gpus {
     /// The UUIDs of all devices that can be used: GPUs, or their MIG devices.
     pub fn usable(&self) -> Vec<&str> {
         let working = self.gpus.iter().filter(|gpu| gpu.fault.is_none());
-        working.flat_map(|gpu| match &gpu.parts {
-            None => vec![gpu.uuid.as_str()],
-            Some(parts) => parts.iter().map(|part| part.uuid.as_str()).collect(),
-        })
-        .collect()
+        working
+            .flat_map(|gpu| match &gpu.parts {
+                None => vec![gpu.uuid.as_str()],
+                Some(parts) => parts.iter().map(|part| part.uuid.as_str()).collect(),
+            })
+            .collect()
     }
 
     /// The UUID of a `devices` entry: `cuda:1`, a UUID, or the beginning of one.
@@ -100,7 +101,8 @@ impl Gpus {
     pub fn resolve(&self, entry: &str) -> Result<&str, String> {
         let known = || self.unknown.as_ref().map_or(Ok(()), |reason| Err(reason.clone()));
         let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
-            let index: usize = index.parse().map_err(|_| "`cuda:` must be followed by a number, counted from 0")?;
+            let index: usize =
+                index.parse().map_err(|_| "`cuda:` must be followed by a number, counted from 0")?;
             known()?;
             let gpu = self.gpus.get(index).ok_or_else(|| format!("there are {} GPUs", self.gpus.len()))?;
             gpu.uuid.as_str()

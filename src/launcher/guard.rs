@@ -101,7 +101,10 @@ impl Guard {
     pub(super) fn watch_over(self: &Arc<Self>, worker: Option<u32>) -> Option<Guarded> {
         self.program.as_ref()?;
         let Some(worker) = worker.and_then(|pid| Process::of(i32::try_from(pid).ok()?)) else {
-            tracing::warn!(pid = worker, "the guard cannot watch this worker: /proc does not show when it was started");
+            tracing::warn!(
+                pid = worker,
+                "the guard cannot watch this worker: /proc does not show when it was started"
+            );
             return None;
         };
         let grace = self.grace();

@@ -167,8 +167,8 @@ mod tests {
     fn a_created_queue_is_logged_once_for_all_workers() {
         let (logged, now) = (RecentlyLogged::default(), Instant::now());
         let made = |queue: &str| format!("{QUEUE_MADE} queue={queue:?}");
-        let has =
-            [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| logged.check_and_record(&it, now));
+        let has = [made("a"), made("b"), made("a"), "ready".into(), "ready".into()]
+            .map(|it| logged.check_and_record(&it, now));
         assert_eq!(has, [false, false, true, false, false]);
         assert!(!logged.check_and_record(&made("a"), now + REPEAT_WINDOW), "it was deleted, and made again");
     }
@@ -203,7 +203,10 @@ mod tests {
         tail.push(&"x".repeat(100_000));
         let message = tail.into_crash_tail(Some(ExitStatus::from_raw(9)));
         assert_eq!(message.exit, "signal: 9 (SIGKILL)");
-        assert!(message.log.starts_with("line 5\nline 6\n") && message.log.len() < TAIL_LINES * (MAX_LINE_BYTES + 40));
+        assert!(
+            message.log.starts_with("line 5\nline 6\n")
+                && message.log.len() < TAIL_LINES * (MAX_LINE_BYTES + 40)
+        );
         let message = LogTail::default().into_crash_tail(Some(ExitStatus::from_raw(83 << 8)));
         assert_eq!(message.exit, "exit status: 83 (the device failed)");
     }

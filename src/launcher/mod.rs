@@ -53,7 +53,7 @@ use crate::protocol::admin::State;
 use crate::shutdown::{Exit, Phase, Stop};
 use fleet::Fleet;
 use guard::Guard;
-use order::{LauncherRequest, Handle};
+use order::{Handle, LauncherRequest};
 use status_board::{Entry, StatusBoard};
 
 pub use child::environment;

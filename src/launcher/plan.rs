@@ -196,7 +196,9 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)>
         return Ok(cpus());
     }
     if let Some(visible) = &host.visible {
-        return host.visible_devices(visible).map(|devices| if devices.is_empty() { cpus() } else { devices });
+        return host
+            .visible_devices(visible)
+            .map(|devices| if devices.is_empty() { cpus() } else { devices });
     }
     match &host.gpus.unknown {
         Some(failure) if host.gpus.installed => return Err(("auto".to_owned(), failure.clone())),

@@ -29,7 +29,11 @@ pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) 
 
 impl Slot {
     /// The replacement to make now, if the current worker is due for recycling and no other slot is replacing its worker.
-    pub(super) fn due_replacement(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<Replacement> {
+    pub(super) fn due_replacement(
+        &mut self,
+        current: &WorkerHandle,
+        has_successor: bool,
+    ) -> Option<Replacement> {
         let too_soon = self.next_replacement.is_some_and(|at| Instant::now() < at);
         if has_successor || current.is_ending() || self.overrides.paused || too_soon {
             return None;

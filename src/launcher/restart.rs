@@ -29,7 +29,8 @@ impl Death {
     /// device that fails at its first work counts as a quick failure, however long the worker had waited for that work.
     pub fn is_quick_failure(&self, policy: &Launcher) -> bool {
         let failed_at_first_work = self.exit == Some(Exit::DeviceFailed) && !self.worked;
-        self.exit != Some(Exit::Done) && (!self.was_ready || self.lived < policy.quick_failure || failed_at_first_work)
+        self.exit != Some(Exit::Done)
+            && (!self.was_ready || self.lived < policy.quick_failure || failed_at_first_work)
     }
 }
 
@@ -269,6 +270,9 @@ mod tests {
         let failed = death(Some(Exit::DeviceFailed), true, 600);
         assert!(failed.is_quick_failure(&policy()), "at its first work");
         assert!(!Death { worked: true, ..failed }.is_quick_failure(&policy()));
-        assert!(!death(Some(Exit::Done), true, 1).is_quick_failure(&policy()), "a drained worker has not failed");
+        assert!(
+            !death(Some(Exit::Done), true, 1).is_quick_failure(&policy()),
+            "a drained worker has not failed"
+        );
     }
 }

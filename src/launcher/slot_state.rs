@@ -61,7 +61,11 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    pub(super) fn new(launch: Arc<Launch>, assignment: Assignment, orders: mpsc::Receiver<SlotCommand>) -> Self {
+    pub(super) fn new(
+        launch: Arc<Launch>,
+        assignment: Assignment,
+        orders: mpsc::Receiver<SlotCommand>,
+    ) -> Self {
         Self {
             launch,
             assignment,

@@ -229,7 +229,11 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
         Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks } | Event::Preprocessing { tasks }) => {
-            tracing::trace!(slot, tasks = tasks.len(), "the worker reports its preprocessing, computing or isolated tasks");
+            tracing::trace!(
+                slot,
+                tasks = tasks.len(),
+                "the worker reports its preprocessing, computing or isolated tasks"
+            );
         }
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),

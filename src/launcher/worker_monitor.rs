@@ -194,8 +194,8 @@ impl WorkerMonitor {
         let computing =
             self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
         let silent = self.ready.map(|_| (self.last_event + MAX_SILENCE, Fault::Silent));
-        let loading =
-            (self.on_probation && self.ready.is_none()).then(|| (self.spawned_at + MAX_LOADING, Fault::Silent));
+        let loading = (self.on_probation && self.ready.is_none())
+            .then(|| (self.spawned_at + MAX_LOADING, Fault::Silent));
         computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
     }
 

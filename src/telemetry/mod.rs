@@ -136,8 +136,11 @@ static INITIAL_FILTER: OnceLock<String> = OnceLock::new();
 /// # Errors
 /// What is wrong with the filter; the previous one stays in force.
 pub fn set_filter(filter: &str) -> Result<(), String> {
-    let filter =
-        if filter == "default" { INITIAL_FILTER.get().map_or(DEFAULT_FILTER, String::as_str) } else { filter };
+    let filter = if filter == "default" {
+        INITIAL_FILTER.get().map_or(DEFAULT_FILTER, String::as_str)
+    } else {
+        filter
+    };
     let parsed = parsed(filter)?;
     match FILTER.get() {
         Some(replace) if replace(parsed) => Ok(()),

@@ -1,16 +1,16 @@
-//! activation(x + bias). Decides how the error function is approximated.
+//! Activation functions: activation(x + bias), and gating. Decides how the error function is approximated.
 
 use pulp::{Simd, WithSimd};
 
 use super::dispatch;
 use super::exp::exp;
 
-/// The function between the two halves of a feed-forward block.
+/// The function between the two products of a feed-forward block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// x·Φ(x), by the error function (`gelu`).
+    /// x·Φ(x), with the error function (`gelu`).
     Gelu,
-    /// The same, approximated by tanh (`gelu_new`, `gelu_pytorch_tanh`).
+    /// x·Φ(x), approximated with tanh (`gelu_new`, `gelu_pytorch_tanh`).
     GeluTanh,
     /// max(x, 0).
     Relu,
@@ -20,28 +20,28 @@ pub enum Activation {
     Identity,
 }
 
-/// A function of each lane of a register. Not a closure: a closure that is not inlined is compiled without
-/// vector instructions, and is forty times slower.
+/// A function of each lane of a register. It is a trait and not a closure, because a closure that is not inlined is
+/// compiled without vector instructions, and is forty times slower.
 pub trait Lanes {
-    /// The function's value; within 1e-6 of the exact one.
+    /// The function's value, within 1e-6 of the exact one.
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
 }
 
-/// x·Φ(x), by the error function.
+/// x·Φ(x), with the error function.
 pub struct Gelu;
-/// The same, approximated by a hyperbolic tangent.
+/// x·Φ(x), approximated with tanh.
 pub struct GeluTanh;
-/// The larger of x and 0.
+/// max(x, 0).
 pub struct Relu;
 /// x / (1 + e^-x).
 pub struct Silu;
 /// x.
 pub struct Identity;
 
-/// max(x, 0) - ½|x|·erfc(|x|/√2): the form without cancellation on either side of zero.
+/// max(x, 0) - ½|x|·erfc(|x|/√2). This form has no cancellation on either side of zero.
 ///
-/// erfc(z) = poly(t)·e^(-z²) with t = 1/(1 + 0.3275911·z), Abramowitz and Stegun 7.1.26, whose error
-/// of 1.5e-7 is multiplied by at most ½|x| where e^(-x²/2) has not yet made it nothing.
+/// erfc(z) = poly(t)·e^(-z²) with t = 1/(1 + 0.3275911·z): Abramowitz and Stegun 7.1.26. Its error of 1.5e-7 is
+/// multiplied by ½|x|, which is small wherever e^(-x²/2) does not make the product negligible.
 impl Lanes for Gelu {
     #[inline(always)]
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
@@ -72,7 +72,7 @@ impl Lanes for GeluTanh {
     }
 }
 
-/// max(x, 0) plus x - x, which is 0 for a number and keeps NaN.
+/// max(x, 0) + (x - x). The second term is 0 for a finite number, and keeps NaN.
 impl Lanes for Relu {
     #[inline(always)]
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
@@ -193,7 +193,7 @@ mod tests {
                     let right: Vec<f64> = sums.map(|x| right(activation, x)).collect();
                     activate(&mut x, &bias, activation);
                     let off = difference(&x, &right);
-                    // The last place of large values is worth more.
+                    // The last place of large values is larger.
                     assert!(off <= 1e-6_f64.max(f64::from(range) * 1.2e-7), "{activation:?} ±{range}: {off}");
                 }
             }
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_stays_so_on_every_cpu() {
+    fn nan_stays_nan_on_every_cpu() {
         on_every_cpu(|| {
             for activation in ALL {
                 let mut row = [f32::NAN];

@@ -1,4 +1,4 @@
-//! x ← LayerNorm(x + bias + residual), row by row, in place.
+//! Row-wise norms: x ← LayerNorm(x + bias + residual) in place, and RMSNorm.
 
 use pulp::{Simd, WithSimd};
 
@@ -20,19 +20,19 @@ impl Norm {
         self.rows.len() / 3
     }
 
-    /// rows ← LayerNorm(rows + bias + residual), both `[n, width]`, in parallel if there are several threads.
+    /// `rows` ← LayerNorm(`rows` + bias + `residual`), both `[n, width]`. In parallel if there are several threads.
     pub fn add(&self, rows: &mut [f32], residual: &[f32]) {
         let width = self.width();
         by_blocks(rows, width, |first, rows| self.add_alone(rows, &residual[first * width..][..rows.len()]));
     }
 
-    /// The same on this thread alone.
+    /// As [`add`](Self::add), but on this thread alone.
     fn add_alone(&self, rows: &mut [f32], residual: &[f32]) {
         dispatch(Rows { rows, residual, params: &self.rows, eps: self.eps });
     }
 }
 
-/// What ends a half of a block.
+/// The last step of a half of a transformer block (attention or feed-forward), after its last product.
 #[derive(Clone, Copy)]
 pub enum End<'a> {
     /// x ← LayerNorm(x + bias + half).
@@ -42,7 +42,7 @@ pub enum End<'a> {
 }
 
 impl End<'_> {
-    /// `rows` hold x, and then the result. On this thread alone.
+    /// `rows` hold x on entry and the result on return. Runs on this thread alone.
     pub(crate) fn rows(self, rows: &mut [f32], half: &[f32]) {
         match self {
             Self::Norm(norm) => norm.add_alone(rows, half),
@@ -77,14 +77,14 @@ impl WithSimd for Rows<'_> {
         for (row, residual) in rows.zip(self.residual.chunks_exact(width)) {
             let sum = add(simd, row, residual, bias);
             let mean = sum / width as f32;
-            let variance = squares(simd, row, mean) / width as f32;
+            let variance = squared_deviations(simd, row, mean) / width as f32;
             let scale = 1.0 / (variance + self.eps).sqrt();
             affine(simd, row, mean, scale, weight, shift);
         }
     }
 }
 
-/// row += residual + bias; returns the row's sum.
+/// `row` += `residual` + `bias`. Returns the sum of the row.
 #[inline(always)]
 fn add<S: Simd>(simd: S, row: &mut [f32], residual: &[f32], bias: &[f32]) -> f32 {
     let (head, tail) = S::as_mut_simd_f32s(row);
@@ -104,7 +104,7 @@ fn add<S: Simd>(simd: S, row: &mut [f32], residual: &[f32], bias: &[f32]) -> f32
 
 /// The sum of (x - mean)².
 #[inline(always)]
-fn squares<S: Simd>(simd: S, row: &[f32], mean: f32) -> f32 {
+fn squared_deviations<S: Simd>(simd: S, row: &[f32], mean: f32) -> f32 {
     let (head, tail) = S::as_simd_f32s(row);
     let means = simd.splat_f32s(mean);
     let mut sum = simd.splat_f32s(0.0);
@@ -115,7 +115,7 @@ fn squares<S: Simd>(simd: S, row: &[f32], mean: f32) -> f32 {
     simd.reduce_sum_f32s(sum) + tail.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>()
 }
 
-/// row ← (row - mean)·scale·weight + shift.
+/// `row` ← (`row` - mean)·scale·weight + shift.
 #[inline(always)]
 fn affine<S: Simd>(simd: S, row: &mut [f32], mean: f32, scale: f32, weight: &[f32], shift: &[f32]) {
     let (head, tail) = S::as_mut_simd_f32s(row);
@@ -130,19 +130,19 @@ fn affine<S: Simd>(simd: S, row: &mut [f32], mean: f32, scale: f32, weight: &[f3
     }
 }
 
-/// `out` ← `rows` `[n, width]`, each divided by the root of its mean square and multiplied by `weight`.
+/// RMSNorm: `out` ← `rows` `[n, width]`, each row divided by the root of its mean square and multiplied by `weight`.
 pub fn norm_by_squares(rows: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
-    dispatch(Squares { rows, weight, eps, out });
+    dispatch(RmsNorm { rows, weight, eps, out });
 }
 
-struct Squares<'a> {
+struct RmsNorm<'a> {
     rows: &'a [f32],
     weight: &'a [f32],
     eps: f32,
     out: &'a mut [f32],
 }
 
-impl WithSimd for Squares<'_> {
+impl WithSimd for RmsNorm<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -150,7 +150,7 @@ impl WithSimd for Squares<'_> {
         let Self { rows, weight, eps, out } = self;
         let (weights, weights_tail) = S::as_simd_f32s(weight);
         for (row, out) in rows.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
-            let scale = 1.0 / (squares(simd, row, 0.0) / weight.len() as f32 + eps).sqrt();
+            let scale = 1.0 / (squared_deviations(simd, row, 0.0) / weight.len() as f32 + eps).sqrt();
             let ((head, tail), (out, out_tail)) = (S::as_simd_f32s(row), S::as_mut_simd_f32s(out));
             let scales = simd.splat_f32s(scale);
             for ((out, x), weight) in out.iter_mut().zip(head).zip(weights) {
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_equals_adding_and_norming_step_by_step_on_every_cpu() {
+    fn add_norm_equals_its_formula_on_every_cpu() {
         on_every_cpu(|| {
             for width in [1, 7, 32, 384, 401] {
                 let (mut x, residual) = (noise(&[67, width], 3.0, 1), noise(&[67, width], 2.0, 2));
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_norm_by_squares_is_the_formula_for_any_width() {
+    fn the_rms_norm_equals_its_formula_for_any_width() {
         for width in [1, 7, 64, 401] {
             let (rows, weight) = (noise(&[5, width], 2.0, 1), noise(&[width], 2.0, 2));
             let mut out = vec![f32::NAN; rows.len()];

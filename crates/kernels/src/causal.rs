@@ -1,6 +1,6 @@
-//! Causal attention of some tokens over the keys and values of their sequences. Sums are computed in a fixed order, so a
-//! token's result does not depend on the other tokens that are computed with it, nor on how its sequence was split into
-//! steps.
+//! Causal attention of some tokens over the keys and values of their sequences. Sums are computed in a fixed order, so
+//! a token's result does not depend on the other tokens that are computed with it, nor on how its sequence was split
+//! into steps.
 
 use std::cell::RefCell;
 
@@ -8,8 +8,8 @@ use pulp::{Simd, WithSimd};
 
 use super::dispatch;
 use super::exp::exp;
-use super::kv::{BLOCK, HeadBlock, HeldAt, KEYS, KvBlocks, KvNumbers};
 use super::gemm::{in_parallel, store};
+use super::kv::{BLOCK, HeadBlock, HeldAt, KEYS, KvBlocks, KvNumbers};
 
 /// The most queries whose scores are computed together.
 const MAX_QUERIES: usize = 8;
@@ -179,12 +179,15 @@ impl Chunk<'_> {
             }
         }
         let mut sums = [1.0; COUNT];
-        for ((scores, position), sum) in scores.chunks_exact_mut(keys).zip(positions).zip(&mut sums).take(count) {
+        for ((scores, position), sum) in
+            scores.chunks_exact_mut(keys).zip(positions).zip(&mut sums).take(count)
+        {
             *sum = weights(simd, scores, *position);
         }
         for first in (0..width).step_by(VALUE_REGISTERS * S::F32_LANES) {
             let seen = positions[count - 1] + 1;
-            let sums_of_values = weighted_values::<S, N, COUNT>(simd, held, &scores[..count * keys], stride, first, seen);
+            let sums_of_values =
+                weighted_values::<S, N, COUNT>(simd, held, &scores[..count * keys], stride, first, seen);
             for ((out, values), sum) in out.chunks_exact_mut(width).zip(sums_of_values).zip(sums) {
                 let last = width.min(first + VALUE_REGISTERS * S::F32_LANES);
                 let scale = simd.splat_f32s(1.0 / sum);
@@ -228,8 +231,8 @@ fn products<S: Simd, N: Format, const COUNT: usize>(
     sums
 }
 
-/// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet, and returns
-/// the sum. The weights of later keys are 0.
+/// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet, and
+/// returns the sum. The weights of later keys are 0.
 #[inline(always)]
 fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
     scores[position + 1..].fill(f32::NEG_INFINITY);
@@ -252,8 +255,8 @@ fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
     simd.reduce_sum_f32s(sum)
 }
 
-/// The sums of the values of the first `seen` keys, weighted by `scores` `[count, keys]`, for [`VALUE_REGISTERS`] registers
-/// from number `first` on.
+/// The sums of the values of the first `seen` keys, weighted by `scores` `[count, keys]`, for [`VALUE_REGISTERS`]
+/// registers from number `first` on.
 #[inline(always)]
 fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
     simd: S,
@@ -293,8 +296,8 @@ fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
 trait Format {
     /// The words for so many numbers.
     fn words(numbers: usize) -> usize;
-    /// Unpacks two registers: the first and the second number of each pair. In memory `line` registers separate the two, or
-    /// they share a word.
+    /// Unpacks two registers: the first and the second number of each pair. In memory `line` registers separate the
+    /// two, or they share a word.
     fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2];
 }
 

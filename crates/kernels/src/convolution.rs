@@ -1,7 +1,6 @@
-//! Convolution of images whose pixels follow each other with all their channels (`[images, height, width,
-//! channels]`). A pixel is a row of a matrix, so that a convolution is the product of its patches with the weights,
-//! and one of 1 × 1 the product of the pixels themselves. Depthwise convolutions have a kernel of their own. Owns the
-//! packed weights.
+//! Convolution of images in channels-last layout, `[images, height, width, channels]`. A convolution is the matrix
+//! product of its patches with the weights; a 1 × 1 convolution is the product of the pixels themselves, each of which
+//! is a row. Depthwise convolutions have a separate kernel. Owns the packed weights.
 
 use std::cell::RefCell;
 
@@ -10,21 +9,21 @@ use pulp::{Simd, WithSimd};
 use super::dispatch;
 use super::gemm::{Panels, Rows, by_blocks, multiply_rows};
 
-/// What is put around an image.
+/// The zeros around an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
     /// So many pixels on each side.
     Each(usize),
-    /// As many as give a result of the image's size divided by the stride, the odd one to the right and below.
+    /// As many as give a result of the image's size divided by the stride. An odd one is to the right and below.
     Same,
 }
 
-/// The least and the largest number of a result, after the bias.
+/// The least and the largest number of a result, applied after the bias.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Clamp(pub f32, pub f32);
 
 impl Clamp {
-    /// Any number.
+    /// No bounds.
     pub const NONE: Self = Self(f32::NEG_INFINITY, f32::INFINITY);
     /// max(x, 0).
     pub const RELU: Self = Self(0.0, f32::INFINITY);
@@ -35,18 +34,18 @@ impl Clamp {
 /// How the patches of a convolution lie in an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Patches {
-    /// Pixels of a patch's side.
+    /// The side of a patch, in pixels.
     pub size: usize,
     /// Pixels from one patch to the next.
     pub stride: usize,
-    /// What is put around an image; zeros.
+    /// The zeros around an image.
     pub padding: Padding,
 }
 
-/// A convolution as published, but for the order of its weights.
+/// The parameters of a convolution, as published except for the order of the weights.
 pub struct Filters<'a> {
-    /// `[out, size, size, in]`, or for a depthwise convolution `[channels, size, size]`: each patch has its pixels one
-    /// after the other, each with all its channels.
+    /// `[out, size, size, in]`, or for a depthwise convolution `[channels, size, size]`: the pixels of a patch follow
+    /// each other, each with all its channels.
     pub weights: &'a [f32],
     /// `[out]`.
     pub bias: Vec<f32>,
@@ -54,7 +53,7 @@ pub struct Filters<'a> {
     pub patches: Patches,
     /// The bounds of the result.
     pub clamp: Clamp,
-    /// Whether each channel is convolved by itself.
+    /// Whether this is a depthwise convolution: each channel is convolved separately.
     pub is_depthwise: bool,
 }
 
@@ -87,7 +86,7 @@ impl Convolution {
         Self { weights, bias, patches, clamp }
     }
 
-    /// The channels of the images that it takes.
+    /// The channels of the input images.
     pub fn channels(&self) -> usize {
         match &self.weights {
             Weights::Packed(matrix) => matrix.depth() / (self.patches.size * self.patches.size),
@@ -95,13 +94,13 @@ impl Convolution {
         }
     }
 
-    /// Channels of the result.
+    /// The channels of the result.
     fn width(&self) -> usize {
         self.bias.len()
     }
 
-    /// Convolves `x` `[images, height, width, channels]`, whose first three are given. Returns the result with its
-    /// four.
+    /// Convolves `x` `[images, height, width, channels]`, whose first three dimensions are given. Returns the result
+    /// and its four dimensions.
     pub fn forward(&self, x: &[f32], [images, height, width]: [usize; 3]) -> (Vec<f32>, [usize; 4]) {
         let (rows, columns, channels) =
             (self.patches.side(height), self.patches.side(width), self.channels());
@@ -110,9 +109,9 @@ impl Convolution {
         match &self.weights {
             Weights::Packed(matrix) => self.product(&image, matrix, &mut out),
             Weights::Depthwise(taps) => {
-                let line = columns.out * channels;
-                by_blocks(&mut out, line, |first, lines| {
-                    for (index, line) in lines.chunks_exact_mut(line).enumerate() {
+                let width = columns.out * channels;
+                by_blocks(&mut out, width, |first, lines| {
+                    for (index, line) in lines.chunks_exact_mut(width).enumerate() {
                         dispatch(DepthwiseLine {
                             of: self,
                             image: &image,
@@ -130,7 +129,7 @@ impl Convolution {
 }
 
 impl Patches {
-    /// Zeros before and after `length` pixels.
+    /// The number of zeros before and after `length` pixels.
     pub fn around(self, length: usize) -> (usize, usize) {
         match self.padding {
             Padding::Each(count) => (count, count),
@@ -148,18 +147,19 @@ impl Patches {
     }
 }
 
-/// One direction of an image.
+/// One dimension of an image, height or width.
 #[derive(Clone, Copy)]
 struct Side {
-    /// Pixels of the image and of the result.
+    /// Pixels of the image.
     length: usize,
+    /// Pixels of the result.
     out: usize,
     /// Zeros before the image.
     before: usize,
 }
 
 impl Side {
-    /// The taps of the patch `place` that are within the image, and the pixel of the first.
+    /// The taps of the patch number `place` that are within the image, and the pixel of the first one.
     fn taps(self, place: usize, size: usize, stride: usize) -> (std::ops::Range<usize>, usize) {
         let start = place * stride;
         let first = self.before.saturating_sub(start).min(size);
@@ -169,8 +169,8 @@ impl Side {
 }
 
 thread_local! {
-    /// The patches of a block of results, and their layout for the product.
-    static FILLED: RefCell<(Vec<f32>, Rows)> = RefCell::default();
+    /// The patches of a block of results, and the same packed for the product. Reused by the next block.
+    static PATCHES: RefCell<(Vec<f32>, Rows)> = RefCell::default();
 }
 
 struct Images<'a> {
@@ -181,6 +181,7 @@ struct Images<'a> {
 }
 
 impl Convolution {
+    /// Computes the convolution as a matrix product.
     fn product(&self, image: &Images<'_>, matrix: &Panels, out: &mut [f32]) {
         let end = |_: usize, block: &mut [f32]| {
             let Clamp(least, most) = self.clamp;
@@ -193,20 +194,20 @@ impl Convolution {
         }
         let depth = matrix.depth();
         by_blocks(out, self.width(), |first, block| {
-            let (mut patches, mut left) = FILLED.take();
+            let (mut patches, mut left) = PATCHES.take();
             patches.clear();
             patches.resize(block.len() / self.width() * depth, 0.0);
             for (index, patch) in patches.chunks_exact_mut(depth).enumerate() {
                 self.fill(image, first + index, patch);
             }
-            left.lay(&patches, depth);
+            left.pack(&patches, depth);
             left.multiply(0, matrix, block, self.width());
-            FILLED.set((patches, left));
+            PATCHES.set((patches, left));
             end(first, block);
         });
     }
 
-    /// Copies the pixels of the patch of result `index`; what is outside the image stays as it is.
+    /// Copies the pixels of the patch of result number `index`. Leaves the pixels outside the image unchanged.
     fn fill(&self, image: &Images<'_>, index: usize, patch: &mut [f32]) {
         let Images { x, rows, columns, channels } = *image;
         let Patches { size, stride, .. } = self.patches;
@@ -221,13 +222,13 @@ impl Convolution {
     }
 }
 
-/// One line of a depthwise convolution's result.
+/// Computes one line of a depthwise convolution's result.
 struct DepthwiseLine<'a> {
     of: &'a Convolution,
     image: &'a Images<'a>,
     taps: &'a [f32],
     bias: &'a [f32],
-    /// Counts the lines of all images.
+    /// The index of the line among the lines of all images.
     index: usize,
     /// `[columns, channels]`.
     line: &'a mut [f32],
@@ -248,11 +249,11 @@ impl WithSimd for DepthwiseLine<'_> {
         let (least, most) = (simd.splat_f32s(of.clamp.0), simd.splat_f32s(of.clamp.1));
         for (column, out) in line.chunks_exact_mut(channels).enumerate() {
             let (of_columns, first) = columns.taps(column, of.patches.size, of.patches.stride);
-            // Many channels at a time, so that their sums stay in registers for all taps.
-            let wide = REGISTERS * S::F32_LANES;
+            // As many channels at a time as have their sums in registers for all taps.
+            let at_once = REGISTERS * S::F32_LANES;
             let mut channel = 0;
             while channel < channels {
-                let count = (channels - channel).min(wide);
+                let count = (channels - channel).min(at_once);
                 let mut sums = [simd.splat_f32s(0.0); REGISTERS];
                 load(simd, &bias[channel..][..count], &mut sums);
                 for (tap, row) in of_rows.clone().zip(start..) {
@@ -288,7 +289,7 @@ fn load<S: Simd>(simd: S, from: &[f32], to: &mut [S::f32s; REGISTERS]) {
     }
 }
 
-/// sums += pixel · weight, channel by channel.
+/// `sums` += `pixel` · `weight`, channel by channel.
 #[inline(always)]
 fn add_product<S: Simd>(simd: S, pixel: &[f32], weight: &[f32], sums: &mut [S::f32s; REGISTERS]) {
     if pixel.len() == REGISTERS * S::F32_LANES {
@@ -309,7 +310,7 @@ mod tests {
     use super::super::testing::{difference, noise, on_every_cpu, to_f64};
     use super::*;
 
-    /// The formula, in f64, of `x` `[images, height, width, channels]`.
+    /// The convolution of `x` `[images, height, width, channels]` by the formula, in f64.
     fn right(filters: &Filters<'_>, x: &[f64], [images, height, width]: [usize; 3]) -> Vec<f64> {
         let Filters { weights, bias, patches, clamp, is_depthwise } = filters;
         let Patches { size, stride, .. } = *patches;
@@ -320,7 +321,7 @@ mod tests {
         for at in 0..images * rows.out * columns.out {
             let (line, column) = (at / columns.out, at % columns.out);
             let (image, line) = (line / rows.out, line % rows.out);
-            // A pixel of the patch; nothing outside of the image.
+            // A pixel of the patch; none outside the image.
             let pixel = |tap: usize| {
                 let row =
                     (line * stride + tap / size).checked_sub(rows.before).filter(|row| *row < height)?;
@@ -378,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_stays_so() {
+    fn nan_stays_nan() {
         on_every_cpu(|| {
             for is_depthwise in [false, true] {
                 let weights = noise(&[5, 3, 3, if is_depthwise { 1 } else { 5 }], 0.5, 1);

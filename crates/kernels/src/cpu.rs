@@ -51,8 +51,8 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether rows may be quantized before they are multiplied ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI, and the
-/// vector units that were set allow it.
+/// Whether rows may be quantized before they are multiplied ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI, and
+/// the vector units that were set allow it.
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn multiplies_bytes() -> bool {
@@ -73,8 +73,8 @@ pub(crate) fn has_vnni() -> bool {
         && is_x86_feature_detected!("avx512vnni")
 }
 
-/// Runs the variant of a kernel that is compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for those
-/// that were set.
+/// Runs the variant of a kernel that is compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for
+/// those that were set.
 pub(crate) fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
     #[cfg(test)]
     match super::testing::LANES.get() {

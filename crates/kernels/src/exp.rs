@@ -1,4 +1,5 @@
-//! Exponentials: e^x on vector registers, for the other kernels, and of a whole row, for probabilities. Never allocates.
+//! Exponentials: e^x on vector registers, for the other kernels, and of a whole row, for probabilities. Never
+//! allocates.
 
 use pulp::{Simd, WithSimd};
 
@@ -9,8 +10,8 @@ const LIMIT: f32 = 87.0;
 
 /// e^x for each lane, to about 2 units in the last place; x is limited to ±87.
 ///
-/// With x = n·ln 2 + r and |r| ≤ ln 2 / 2, e^x = 2^n · e^r: a polynomial approximates e^r, and n is added to the exponent
-/// bits.
+/// With x = n·ln 2 + r and |r| ≤ ln 2 / 2, e^x = 2^n · e^r: a polynomial approximates e^r, and n is added to the
+/// exponent bits.
 #[inline(always)]
 pub fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     /// Adding 1.5·2^23 leaves round(x) in the low bits of the sum's mantissa.
@@ -83,9 +84,9 @@ impl WithSimd for Exponentials<'_> {
 #[inline(always)]
 fn power<S: Simd>(simd: S, x: S::f32s, most: S::f32s, scale: S::f32s) -> S::f32s {
     // `exp` limits x, so its smallest result is 1e-38 instead of 0.
-    let is_finite = simd.greater_than_f32s(x, simd.splat_f32s(f32::NEG_INFINITY));
+    let is_unmasked = simd.greater_than_f32s(x, simd.splat_f32s(f32::NEG_INFINITY));
     let power = exp(simd, simd.mul_f32s(simd.sub_f32s(x, most), scale));
-    simd.select_f32s(is_finite, power, simd.splat_f32s(0.0))
+    simd.select_f32s(is_unmasked, power, simd.splat_f32s(0.0))
 }
 
 struct Largest<'a>(&'a [f32]);

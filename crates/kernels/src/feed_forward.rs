@@ -1,7 +1,6 @@
-//! The feed-forward half of a block: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G it is
-//! (activation(x·U) * x·G)·D in the place of the product; without the norm, x is not added. Decides the layout of its
-//! weights, and owns them. Computed in blocks of rows, so that the numbers between the two products are still in a near
-//! cache.
+//! The feed-forward half of a transformer block: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G,
+//! (activation(x·U) * x·G)·D replaces the products; without the norm, x is not added. Decides the layout of its
+//! weights, and owns them. Computes in blocks of rows, so that the intermediate numbers stay in a near cache.
 
 use std::cell::RefCell;
 
@@ -16,23 +15,23 @@ pub struct FeedForward {
 }
 
 enum Weights {
-    /// f32. The bias has zeros after its last number, up to a whole run.
+    /// In f32. The bias is padded with zeros to a whole run.
     Whole { up: Panels, up_bias: Vec<f32>, gate: Option<Panels>, down: Panels },
-    /// 16 bits or 8.
+    /// In 16 or 8 bits.
     Narrow { up: Matrix, up_bias: Vec<f32>, gate: Option<Matrix>, down: Matrix },
 }
 
-/// The weights as published: one row for each output.
+/// The weights as published, with one row for each output.
 pub struct Published<'a> {
     /// U `[inner, hidden]`.
     pub up: &'a [f32],
     /// U's bias `[inner]`.
     pub up_bias: Vec<f32>,
-    /// G `[inner, hidden]`. With it U's bias is 0.
+    /// The gate G `[inner, hidden]`. If there is one, U's bias must be 0.
     pub gate: Option<&'a [f32]>,
     /// D `[hidden, inner]`.
     pub down: &'a [f32],
-    /// What the matrices are kept as.
+    /// The format in which the matrices are kept.
     pub numbers: Numbers,
 }
 
@@ -40,7 +39,7 @@ impl FeedForward {
     /// Lays out the weights.
     ///
     /// # Errors
-    /// A row is no whole number of groups of `numbers`.
+    /// The length of a row is not a multiple of the group size of `numbers`.
     pub fn new(published: Published<'_>, activation: Activation) -> Result<Self, NotWholeGroups> {
         let Published { up, mut up_bias, gate, down, numbers } = published;
         let (hidden, inner) = (up.len() / up_bias.len(), up_bias.len());
@@ -57,7 +56,7 @@ impl FeedForward {
         Ok(Self { weights, activation })
     }
 
-    /// Numbers of a row.
+    /// The width of a row of `x`.
     pub fn hidden(&self) -> usize {
         match &self.weights {
             Weights::Whole { up, .. } => up.depth(),
@@ -65,7 +64,7 @@ impl FeedForward {
         }
     }
 
-    /// Computes `x` `[rows, hidden]` and ends with `end`, in `x`'s memory.
+    /// Computes the half in place on `x` `[rows, hidden]`, and ends with `end`.
     pub fn forward(&self, x: &mut [f32], end: End<'_>) {
         let activation = self.activation;
         match &self.weights {
@@ -107,7 +106,7 @@ impl Whole<'_> {
         by_blocks(x, hidden, |_, x| {
             let mut scratch = SCRATCH.take();
             scratch.out.resize(x.len(), 0.0);
-            scratch.rows.lay(x, hidden);
+            scratch.rows.pack(x, hidden);
             scratch.rows.multiply_activated(self.up, self.up_bias, self.activation, &mut scratch.inner);
             if let Some(gate) = self.gate {
                 // A gate has no bias; U's is then 0 too.
@@ -130,15 +129,15 @@ struct Narrow<'a> {
 }
 
 thread_local! {
-    /// As `SCRATCH`: the numbers between the two products, those of the gate, and the result.
-    static BETWEEN: RefCell<[Vec<f32>; 3]> = RefCell::default();
+    /// As `SCRATCH`: the intermediate numbers, those of the gate, and the result.
+    static NARROW_SCRATCH: RefCell<[Vec<f32>; 3]> = RefCell::default();
 }
 
 impl Narrow<'_> {
     fn forward(&self, x: &mut [f32], end: End<'_>) {
         let (hidden, width) = (self.up.depth(), self.up.width());
         by_blocks(x, hidden, |_, x| {
-            let [mut inner, mut gates, mut out] = BETWEEN.take();
+            let [mut inner, mut gates, mut out] = NARROW_SCRATCH.take();
             let count = x.len() / hidden * width;
             inner.resize(count, 0.0);
             self.up.multiply_alone(x, &mut inner);
@@ -151,7 +150,7 @@ impl Narrow<'_> {
             out.resize(x.len(), 0.0);
             self.down.multiply_alone(&inner, &mut out);
             end.rows(x, &out);
-            BETWEEN.set([inner, gates, out]);
+            NARROW_SCRATCH.set([inner, gates, out]);
         });
     }
 }

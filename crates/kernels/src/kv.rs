@@ -1,6 +1,6 @@
-//! The paged cache of keys and values: blocks of memory, which a sequence refers to by a table of block numbers. Owns the
-//! memory, which the system provides page by page when it is written for the first time. Knows no sequences: the caller
-//! decides which block belongs to which one.
+//! The paged cache of keys and values: blocks of memory, which a sequence refers to by a table of block numbers. Owns
+//! the memory, which the system provides page by page when it is written for the first time. Knows no sequences: the
+//! caller decides which block belongs to which one.
 
 use std::io;
 use std::ops::Range;
@@ -145,15 +145,17 @@ impl KvBlocks {
                 let values = &mut values[offset * stride..];
                 values.iter_mut().zip(value).for_each(|(to, x)| *to = x.to_bits());
                 if offset.is_multiple_of(2) {
-                    // The kernel reads the values of two tokens at a time. It multiplies the second by 0 if it is not written yet,
-                    // which must not be NaN.
+                    // The kernel reads the values of two tokens at a time, and multiplies the second by 0 if it is not
+                    // written yet. So it must not be NaN.
                     values[stride..2 * stride].fill(0);
                 }
             }
             KvNumbers::Bf16 => {
                 let lanes =
                     keys[offset / KEYS * width / 2 * KEYS..].iter_mut().skip(offset % KEYS).step_by(KEYS);
-                lanes.zip(key.as_chunks::<2>().0).for_each(|(to, [a, b])| *to = bf16_bits(*a) | bf16_bits(*b) >> 16);
+                lanes
+                    .zip(key.as_chunks::<2>().0)
+                    .for_each(|(to, [a, b])| *to = bf16_bits(*a) | bf16_bits(*b) >> 16);
                 let values = values[offset / 2 * stride..].iter_mut().zip(value);
                 if offset.is_multiple_of(2) {
                     values.for_each(|(to, x)| *to = bf16_bits(*x));
@@ -203,7 +205,12 @@ mod tests {
             assert_eq!((number(keys[3], 0), number(keys[two * KEYS + 3], 0)), (3.0, 23.0));
             assert_eq!(number(values[2 * two * 16], 0), 4.0);
             assert!(
-                blocks.head_block(1, 1, 1).keys.iter().chain(blocks.head_block(0, 1, 2).values).all(|word| *word == 0)
+                blocks
+                    .head_block(1, 1, 1)
+                    .keys
+                    .iter()
+                    .chain(blocks.head_block(0, 1, 2).values)
+                    .all(|word| *word == 0)
             );
             blocks.release(1);
             assert!(blocks.head_block(1, 1, 2).values.iter().all(|word| *word == 0));

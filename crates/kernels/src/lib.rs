@@ -1,6 +1,6 @@
 //! The operations of networks on a CPU in f32, on slices, written for the CPU's vector units (detected at run time) and
-//! caches. The types own packed weights, and no state between calls. A bug of the caller, such as slices of sizes that do
-//! not match, panics.
+//! caches. The types own packed weights, and no state between calls. A bug of the caller, such as slices of sizes that
+//! do not match, panics.
 //!
 //! | file | decides |
 //! |---|---|
@@ -19,21 +19,21 @@ pub mod attention;
 pub mod causal;
 pub mod convolution;
 mod cpu;
-mod positions;
 mod exp;
 pub mod feed_forward;
+mod gemm;
 pub mod kv;
 pub mod pooling;
-mod gemm;
+mod positions;
 
 pub use activation::{Activation, activate, gate};
 pub use add_norm::{End, Norm, norm_by_squares};
 pub use cpu::{CpuFeatures, multiplies_bytes, use_features};
-pub use positions::{Bias, Distances, Rotary, places};
 pub use exp::{exponentials, largest};
 pub use gemm::{
     Group, Matrix, NotWholeGroups, Numbers, Panels, RowNumbers, Words, multiply_rows, multiply_together,
 };
+pub use positions::{Bias, Distances, Rotary, places};
 
 use cpu::dispatch;
 

@@ -1,22 +1,22 @@
-//! From a text's token vectors to its one vector, in f32 on the host. Pure.
+//! Pooling: makes one vector out of a text's token vectors, in f32 on the CPU. Pure.
 
 /// One way to pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The first token's vector.
     Cls,
-    /// The maximum of each number.
+    /// The maximum of each component.
     Max,
-    /// The mean of each number.
+    /// The mean of each component.
     Mean,
-    /// The sum divided by the square root of the number of tokens.
+    /// The sum of each component, divided by the square root of the number of tokens.
     MeanSqrtLen,
 }
 
 /// How a text's vector is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pooling {
-    /// The results of these modes are joined, in order; at least one.
+    /// The results of these modes are concatenated in this order. At least one.
     pub modes: Vec<Mode>,
     /// Whether the vector is scaled to length 1.
     pub normalize: bool,
@@ -53,7 +53,7 @@ fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
     let divisor = match mode {
         Mode::Cls => return vector,
         Mode::Max => {
-            // f32::max would drop NaN, and a wrong answer would look right.
+            // `f32::max` would drop NaN, and a wrong result would look right.
             each(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
             return vector;
         }
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_are_joined_in_order() {
+    fn modes_are_concatenated_in_order() {
         let modes = vec![Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen];
         let pooling = Pooling { modes, normalize: false };
         let rows = [1.0, -1.0, 3.0, -3.0, 2.0, -5.0, 4.0, 1.0];
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_normalised_vector_has_length_1_and_nothing_stays_nothing() {
+    fn a_normalised_vector_has_length_1_and_zeros_stay_zeros() {
         let pooling = Pooling { modes: vec![Mode::Cls], normalize: true };
         assert_eq!(pooling.pool(&[3.0, 4.0], 2), [0.6, 0.8]);
         assert_eq!(pooling.pool(&[0.0, 0.0], 2), [0.0, 0.0]);

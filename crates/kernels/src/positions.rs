@@ -19,8 +19,8 @@ impl Distances {
         self.bias.is_none() && self.rotary.is_none() && self.window.is_none()
     }
 
-    /// Applies bias and window to the scores of one head, before the softmax. The scores are those of the query at `position`
-    /// in its text, for all keys of the text.
+    /// Applies bias and window to the scores of one head, before the softmax. The scores are those of the query at
+    /// `position` in its text, for all keys of the text.
     pub fn apply(&self, head: usize, position: usize, scores: &mut [f32]) {
         if let Some(bias) = &self.bias {
             let row = bias.row(head, position, scores.len());
@@ -60,8 +60,8 @@ impl Bias {
     }
 }
 
-/// Rotary embedding: the angles of each position. Number `i` of the first half of a head and number `i` of the second half
-/// are rotated together by `position / base^(2i/d)`.
+/// Rotary embedding: the angles of each position. Number `i` of the first half of a head and number `i` of the second
+/// half are rotated together by `position / base^(2i/d)`.
 #[derive(Debug)]
 pub struct Rotary {
     /// Half of a head's numbers.
@@ -108,7 +108,8 @@ impl Rotary {
         }
     }
 
-    /// Rotates one head of all tokens, which is given transposed: `[d, stride]`. The tokens are in the first columns, at
+    /// Rotates one head of all tokens, which is given transposed: `[d, stride]`. The tokens are in the first columns,
+    /// at
     /// `positions` in their texts.
     pub fn rotate_transposed(&self, positions: &[usize], head: &mut [f32], stride: usize) {
         let (first, second) = head.split_at_mut(self.half * stride);
@@ -164,6 +165,10 @@ mod tests {
         rotary.rotate_transposed(&[0, 3], &mut head, 3);
         let column: Vec<f32> = head.iter().skip(1).step_by(3).copied().collect();
         assert_eq!(column, token);
-        assert_eq!((head[0], head[2]), (9.0, 9.0), "position 0 is not rotated, and a column without a token is unchanged");
+        assert_eq!(
+            (head[0], head[2]),
+            (9.0, 9.0),
+            "position 0 is not rotated, and a column without a token is unchanged"
+        );
     }
 }

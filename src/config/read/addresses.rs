@@ -266,7 +266,9 @@ mod tests {
     #[test]
     fn a_collectors_address_that_already_has_the_traces_path_is_refused() {
         for address in ["http://c:4318/v1/traces", "http://c/v1/traces/", "https://c/otlp/v1/traces"] {
-            assert!(endpoint(&Value::from(address)).is_err_and(|error| error.contains("/v1/traces is appended")));
+            assert!(
+                endpoint(&Value::from(address)).is_err_and(|error| error.contains("/v1/traces is appended"))
+            );
         }
         assert!(endpoint(&Value::from("http://c:4318/v1")).is_ok());
     }

@@ -22,7 +22,8 @@ pub(super) struct MigPlace {
 impl MigPlace {
     /// Whether an event at this place affects the device at the other place.
     pub(super) fn includes(self, device: Self) -> bool {
-        let same_compute_instance = self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
+        let same_compute_instance =
+            self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
         self.gpu_instance == device.gpu_instance && same_compute_instance
     }
 }

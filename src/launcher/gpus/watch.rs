@@ -60,7 +60,8 @@ pub(crate) fn listen(mut report: impl FnMut(DriverReport) -> bool) {
             Err(error) => {
                 let gone = DeviceFault { kind: Kind::OffTheBus, message: describe(&error) };
                 let all = cards.iter().flat_map(|(uuid, card)| card.parts.keys().chain([uuid]));
-                if !report(DriverReport::State(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
+                if !report(DriverReport::State(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect()))
+                {
                     return;
                 }
             }
@@ -77,7 +78,11 @@ enum Over {
     Changed,
 }
 
-fn session(nvml: &Nvml, cards: &mut Cards, report: &mut impl FnMut(DriverReport) -> bool) -> Result<Over, NvmlError> {
+fn session(
+    nvml: &Nvml,
+    cards: &mut Cards,
+    report: &mut impl FnMut(DriverReport) -> bool,
+) -> Result<Over, NvmlError> {
     discover(nvml, cards)?;
     let set = register(nvml, cards)
         .inspect_err(|error| tracing::info!(%error, "the driver reports no events; polling it instead"))

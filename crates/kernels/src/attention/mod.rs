@@ -1,9 +1,10 @@
-//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), or without the norm and x, each text over its
-//! own tokens. The texts of a batch follow each other without padding. Decides the layout of its weights: attention
-//! reads queries, values and transposed keys as their products left them, and copies nothing.
+//! The attention half of a transformer block: LayerNorm(attention(x)·O + bias + x), or without the norm and without
+//! adding x. Each text attends to its own tokens. The texts of a batch follow each other without padding. Decides the
+//! layout of the weights: attention reads queries, values and transposed keys as the projections wrote them, and copies
+//! nothing.
 //!
-//! The keys' bias adds the same number to all scores of a query, which the softmax removes. The values' bias is
-//! weighted by weights with the sum one, so it is a constant after O.
+//! There is no bias of the keys: it would add the same number to all scores of a query, which the softmax removes. The
+//! bias of the values is a constant after O, because the softmax weights sum to one; so it is part of the bias.
 
 use std::cell::RefCell;
 use std::mem;
@@ -13,44 +14,45 @@ mod text;
 
 use crate::add_norm::End;
 use crate::dispatch;
-use crate::positions::{Distances, places};
 use crate::gemm::{
     Linear, Matrix, NotWholeGroups, Numbers, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
     narrow,
 };
+use crate::positions::{Distances, places};
 use text::{Heads, Text};
 
-/// The queries of one text that are computed together.
+/// The most queries of one text that are computed together.
 const QUERIES: usize = 64;
 
-/// One layer's attention weights, laid out for a CPU.
+/// One layer's attention weights, packed for a CPU.
 pub struct Attention {
-    /// Queries, scaled by 1/√d, then values: `[hidden, hidden + heads·d_values]`.
+    /// The projections to queries, scaled by 1/√d, and to values: `[hidden, hidden + heads·d_values]`.
     qv: Linear,
-    /// The queries' bias, scaled.
+    /// The bias of the queries, scaled by 1/√d.
     q_bias: Vec<f32>,
-    /// `[hidden, hidden]`.
+    /// The projection to keys: `[hidden, hidden]`.
     k: Keys,
-    /// `[heads·d_values, hidden]`.
+    /// The output projection O: `[heads·d_values, hidden]`.
     out: Linear,
     heads: Heads,
     hidden: usize,
 }
 
-/// The matrix of the keys.
+/// The projection to keys.
 enum Keys {
-    /// f32, as the left matrix: the product gives transposed keys.
+    /// In f32, as the left matrix of the product, which so gives transposed keys.
     Left(Rows),
-    /// Fewer bits: keys are transposed after the product.
+    /// With fewer bits, as the right matrix. The keys are transposed after the product.
     Right(Matrix),
 }
 
 impl Attention {
-    /// Takes the matrices of queries, keys and values, and O, as published: `[hidden, hidden]` each, one row for each
-    /// output; `q_bias` is the queries' bias. They are to be kept as `numbers`. `heads` divide `hidden`.
+    /// Packs the projections to queries, keys and values, and O, as published: `[hidden, hidden]` each, one row for
+    /// each output. `q_bias` is the bias of the queries, `numbers` the format in which the weights are kept. `heads`
+    /// must divide `hidden`.
     ///
     /// # Errors
-    /// `hidden` is no multiple of the numbers in a group.
+    /// `hidden` is not a multiple of the group size of `numbers`.
     pub fn new(
         [q, k, v]: [Vec<f32>; 3],
         q_bias: Vec<f32>,
@@ -68,10 +70,10 @@ impl Attention {
             qv.extend_from_slice(head);
             qv.resize(qv.len() + (d_values - d) * hidden, 0.0);
         }
-        let mut wide = Vec::with_capacity(hidden * heads * d_values);
+        let mut padded_out = Vec::with_capacity(hidden * heads * d_values);
         for head in out.chunks_exact(d) {
-            wide.extend_from_slice(head);
-            wide.resize(wide.len() + d_values - d, 0.0);
+            padded_out.extend_from_slice(head);
+            padded_out.resize(padded_out.len() + d_values - d, 0.0);
         }
         Ok(Self {
             qv: Linear::new(&qv, hidden, numbers)?,
@@ -80,32 +82,34 @@ impl Attention {
                 Numbers::F32 => Keys::Left(Rows::new(&k, hidden)),
                 _ => Keys::Right(narrow(&k, hidden, numbers)?),
             },
-            out: Linear::new(&wide, heads * d_values, numbers)?,
+            out: Linear::new(&padded_out, heads * d_values, numbers)?,
             heads: Heads { count: heads, d, d_values },
             hidden,
         })
     }
 
-    /// Numbers of a token.
+    /// The width of a token's vector.
     pub fn hidden(&self) -> usize {
         self.hidden
     }
 
-    /// Attends over `x` `[tokens, hidden]`, whose texts have these lengths, with the sum `tokens`, and ends with `end`,
-    /// in `x`'s memory.
+    /// Computes the half in place on `x` `[tokens, hidden]`, and ends with `end`. `lengths` are the lengths of the
+    /// texts; their sum is `tokens`.
     pub fn attend(&self, x: &mut [f32], lengths: &[usize], distances: &Distances, end: End<'_>) {
-        Over { weights: self, lengths, distances }.attend(x, end);
+        Batch { weights: self, lengths, distances }.attend(x, end);
     }
 }
 
-/// `vector` multiplied by a linear layer's weights `[width, vector's length]`: what the values' bias adds after O.
+/// The product of a linear layer's weights `[width, vector's length]` with `vector`. With O and the bias of the values
+/// it is the constant that this bias adds after O.
 pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
     let rows = weights.chunks_exact(vector.len());
     let sum = |row: &[f32]| row.iter().zip(vector).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
     rows.map(|row| sum(row) as f32).collect()
 }
 
-struct Over<'a> {
+/// The attention of one batch.
+struct Batch<'a> {
     weights: &'a Attention,
     lengths: &'a [usize],
     distances: &'a Distances,
@@ -116,12 +120,12 @@ struct Over<'a> {
 struct Scratch {
     /// `[tokens, hidden + heads·d_values]`.
     qv: Vec<f32>,
-    /// The tokens' vectors as the right matrix of a product.
+    /// The tokens' vectors, packed as the right matrix of a product.
     x: Panels,
     /// Keys, transposed: `[hidden, stride]`.
     keys: Vec<f32>,
-    /// `[tokens, heads·d_values]`.
-    seen: Vec<f32>,
+    /// The output of the heads: `[tokens, heads·d_values]`.
+    context: Vec<f32>,
     /// `[tokens, hidden]`.
     out: Vec<f32>,
 }
@@ -131,16 +135,16 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-impl Over<'_> {
+impl Batch<'_> {
     fn attend(&self, x: &mut [f32], end: End<'_>) {
         let hidden = self.weights.hidden;
         let mut scratch = SCRATCH.take();
         let stride = self.project(x, &mut scratch);
         self.rotate(&mut scratch, stride);
-        self.see(&mut scratch, stride);
-        let Scratch { seen, out, .. } = &mut scratch;
+        self.attend_heads(&mut scratch, stride);
+        let Scratch { context, out, .. } = &mut scratch;
         out.resize(x.len(), 0.0);
-        self.weights.out.multiply(seen, out, |_, _| {});
+        self.weights.out.multiply(context, out, |_, _| {});
         let out = &*out;
         by_blocks(x, hidden, |first, x| end.rows(x, &out[first * hidden..][..x.len()]));
         SCRATCH.set(scratch);
@@ -161,7 +165,7 @@ impl Over<'_> {
         scratch.keys.resize(hidden * stride, 0.0);
         match k {
             Keys::Left(k) => {
-                scratch.x.lay(x, *hidden);
+                scratch.x.pack(x, *hidden);
                 let right = &scratch.x;
                 by_blocks(&mut scratch.keys, stride, |first, keys| k.multiply(first, right, keys, stride));
             }
@@ -177,7 +181,7 @@ impl Over<'_> {
         stride
     }
 
-    /// Rotates queries and keys, if the layer does so.
+    /// Rotates queries and keys, if the layer has a rotary embedding.
     fn rotate(&self, scratch: &mut Scratch, stride: usize) {
         let Some(rotary) = &self.distances.rotary else { return };
         let Attention { qv, heads, hidden, .. } = self.weights;
@@ -191,11 +195,11 @@ impl Over<'_> {
         in_parallel(heads, |head| rotary.rotate_transposed(&places, head, stride));
     }
 
-    /// What each token sees: softmax(Q·Kᵀ)·V of its text.
-    fn see(&self, scratch: &mut Scratch, stride: usize) {
+    /// Computes softmax(Q·Kᵀ)·V for the tokens of each text.
+    fn attend_heads(&self, scratch: &mut Scratch, stride: usize) {
         let Attention { qv, heads, .. } = self.weights;
         let width = heads.count * heads.d_values;
-        scratch.seen.resize(scratch.qv.len() / qv.width() * width, 0.0);
+        scratch.context.resize(scratch.qv.len() / qv.width() * width, 0.0);
         let text = |rows: Range<usize>| Text {
             qv: &scratch.qv,
             qv_width: qv.width(),
@@ -205,7 +209,7 @@ impl Over<'_> {
             heads: *heads,
             distances: self.distances,
         };
-        let mut rest = &mut scratch.seen[..];
+        let mut rest = &mut scratch.context[..];
         let parts = parts(self.lengths).map(|(rows, queries)| {
             let (out, others) = mem::take(&mut rest).split_at_mut(queries.len() * width);
             rest = others;
@@ -215,8 +219,8 @@ impl Over<'_> {
     }
 }
 
-/// `to` `[columns, stride]` ← the first columns of `rows`, which are `width` apart. Some rows at a time, so that their
-/// lines stay in the near cache while column after column is read.
+/// `to` `[columns, stride]` ← the transpose of the first columns of `rows`, which are `width` apart. Transposes some
+/// rows at a time, so that their cache lines stay in the first-level cache while column after column is read.
 fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
     const ROWS: usize = 16;
     for (index, rows) in rows.chunks(ROWS * width).enumerate() {
@@ -227,7 +231,7 @@ fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
     }
 }
 
-/// The rows of each text, with each block of its queries.
+/// For each block of queries the rows of its text and the rows of the queries.
 fn parts(lengths: &[usize]) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
     let mut start = 0;
     lengths.iter().flat_map(move |n| {
@@ -256,7 +260,7 @@ mod tests {
         );
     }
 
-    /// The matrices `[hidden, hidden]` of queries, keys, values and O, and the queries' bias.
+    /// The projections `[hidden, hidden]` to queries, keys and values, O, and the bias of the queries.
     struct Published {
         matrices: [Vec<f32>; 4],
         q_bias: Vec<f32>,
@@ -276,7 +280,7 @@ mod tests {
             Attention::new([q, k, v], self.q_bias.clone(), &out, self.heads, Numbers::F32).unwrap()
         }
 
-        /// attention(x)·O by the formula, in f64.
+        /// attention(x)·O, computed by the formula in f64.
         fn right(&self, x: &[f32], lengths: &[usize], distances: &Distances) -> Vec<f64> {
             let hidden = self.q_bias.len();
             let [q, k, v, out] = &self.matrices;
@@ -293,22 +297,22 @@ mod tests {
                     }
                 }
             }
-            let mut seen = Vec::new();
+            let mut context = Vec::new();
             let mut start = 0;
             for length in lengths {
                 let text = start * hidden..(start + length) * hidden;
                 let rows = [&q[text.clone()], &k[text.clone()], &v[text]];
-                seen.extend(self.text(rows, distances));
+                context.extend(self.text(rows, distances));
                 start += length;
             }
-            linear(&seen, out, &none)
+            linear(&context, out, &none)
         }
 
         /// softmax(Q·Kᵀ/√d)·V of one text.
         fn text(&self, [q, k, v]: [&[f64]; 3], distances: &Distances) -> Vec<f64> {
             let hidden = self.q_bias.len();
             let d = hidden / self.heads;
-            let mut seen = vec![0.0; q.len()];
+            let mut context = vec![0.0; q.len()];
             for (place, head) in (0..q.len() / hidden).flat_map(|at| (0..self.heads).map(move |it| (at, it)))
             {
                 let of = |row: usize| row * hidden + head * d..row * hidden + (head + 1) * d;
@@ -322,15 +326,15 @@ mod tests {
                 let weights: Vec<f64> = scores.iter().map(|score| f64::from(score - most).exp()).collect();
                 let sum: f64 = weights.iter().sum();
                 for (key, weight) in weights.iter().enumerate() {
-                    for (seen, v) in seen[of(place)].iter_mut().zip(&v[of(key)]) {
-                        *seen += weight / sum * v;
+                    for (context, v) in context[of(place)].iter_mut().zip(&v[of(key)]) {
+                        *context += weight / sum * v;
                     }
                 }
             }
-            seen
+            context
         }
 
-        /// The largest difference of what is computed from the formula.
+        /// The largest difference between the kernel and the formula.
         fn off(&self, lengths: &[usize], distances: &Distances) -> f64 {
             let hidden = self.q_bias.len();
             let mut x = noise(&[lengths.iter().sum(), hidden], 1.0, 7);
@@ -356,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn with_known_distances_it_equals_its_formula_on_every_cpu() {
+    fn with_positional_terms_it_equals_its_formula_on_every_cpu() {
         on_every_cpu(|| {
             let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
             let cases = [
@@ -377,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_gets_the_same_bits_alone_and_among_others_on_every_cpu() {
+    fn a_text_gets_the_same_bits_alone_and_in_a_batch_on_every_cpu() {
         on_every_cpu(|| {
             let attention = Published::new(4, 8, 0.5).packed();
             let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5 };

@@ -1,17 +1,17 @@
-//! Attention for some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. A register holds
-//! one number of several keys, later several numbers of one value. Four queries are computed at a time, over
-//! two registers of columns: eight sums stay in registers during each inner loop.
+//! Attention for some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. For the scores a
+//! register holds one number of several keys, for the values several numbers of one value. Four queries are computed at
+//! a time, over two registers of columns, so that eight sums stay in registers during each inner loop.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use crate::positions::Distances;
 use crate::exp::exp;
 use crate::gemm::COLUMNS;
+use crate::positions::Distances;
 
-/// Queries that are computed together.
+/// Queries that are computed together, in one tile.
 const ROWS: usize = 4;
 
 /// The sizes of the heads.
@@ -20,7 +20,7 @@ pub struct Heads {
     pub count: usize,
     /// The width of a query or key.
     pub d: usize,
-    /// The width of a value: `d`, rounded up to a block.
+    /// The padded width of a value: `d`, rounded up to a block of columns.
     pub d_values: usize,
 }
 
@@ -29,18 +29,18 @@ pub struct Text<'a> {
     /// `[tokens of the batch, qv_width]`: scaled queries, then values.
     pub qv: &'a [f32],
     pub qv_width: usize,
-    /// `[heads·d, stride]`, with room for at least one block after the tokens.
+    /// Transposed keys: `[heads·d, stride]`, with room for at least one block of columns after the tokens.
     pub keys: &'a [f32],
     pub stride: usize,
-    /// The text's tokens in the batch.
+    /// The rows of the text's tokens in the batch.
     pub rows: Range<usize>,
     pub heads: Heads,
-    /// Keys and queries are rotated already.
+    /// The positional terms. Queries and keys are rotated already.
     pub distances: &'a Distances,
 }
 
 impl<'a> Text<'a> {
-    /// Computes these queries into `out` `[queries, heads·d_values]`.
+    /// The kernel that computes these queries into `out` `[queries, heads·d_values]`.
     pub fn queries(self, queries: Range<usize>, out: &'a mut [f32]) -> impl WithSimd<Output = ()> + 'a {
         Attend { text: self, queries, out }
     }
@@ -53,7 +53,7 @@ struct Attend<'a> {
 }
 
 thread_local! {
-    /// `[ROWS, keys, rounded up to a block]`.
+    /// `[ROWS, keys]`, with the keys rounded up to a block of columns. Reused by the next call.
     static SCORES: RefCell<Vec<f32>> = RefCell::default();
 }
 
@@ -84,8 +84,8 @@ impl WithSimd for Attend<'_> {
                     }
                 });
                 for (index, row) in scores.chunks_exact_mut(n_keys).enumerate() {
-                    let place = (query + index).min(queries.end - 1) - rows.start;
-                    distances.apply(head, place, &mut row[..n]);
+                    let position = (query + index).min(queries.end - 1) - rows.start;
+                    distances.apply(head, position, &mut row[..n]);
                 }
                 let factors = softmax(simd, &mut scores, n);
                 let weights = |row: usize| &scores[row * n_keys..][..n];
@@ -110,7 +110,7 @@ impl WithSimd for Attend<'_> {
     }
 }
 
-/// Some columns of a matrix, from the column `first` on.
+/// The columns of a matrix from the column `first` on.
 struct Columns<'a> {
     rows: &'a [f32],
     stride: usize,
@@ -131,7 +131,7 @@ impl Columns<'_> {
         let block = COLUMNS * S::F32_LANES;
         for column in (0..width).step_by(block) {
             let mut sums = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
-            // Zipped: indices would be checked in each step.
+            // Zipped iterators, because the bounds of indices would be checked in each step.
             for ((((row, a), b), c), d) in self.rows.chunks_exact(self.stride).zip(a).zip(b).zip(c).zip(d) {
                 let row = S::as_simd_f32s(&row[self.first + column..][..block]).0;
                 for (sums, x) in sums.iter_mut().zip([a, b, c, d]) {
@@ -146,8 +146,8 @@ impl Columns<'_> {
     }
 }
 
-/// Turns each of the ROWS rows into e^(score - largest), and returns 1 / sum of each. Scores from `n` on belong
-/// to no key of this text and become 0.
+/// Turns each of the [`ROWS`] rows into e^(score - largest), and returns 1 / sum of each. Scores from `n` on do not
+/// belong to a key of this text, and become 0.
 #[inline(always)]
 fn softmax<S: Simd>(simd: S, scores: &mut [f32], n: usize) -> [f32; ROWS] {
     let n_keys = scores.len() / ROWS;

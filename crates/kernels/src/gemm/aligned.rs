@@ -1,11 +1,11 @@
-//! Numbers that begin at a cache line.
+//! A buffer of numbers that begins at a cache line.
 
 use std::ops::{Deref, DerefMut};
 
-/// Bytes of a cache line and of the widest register: reading a register across two lines costs twice.
+/// Bytes of a cache line and of the widest register. Reading a register across two lines takes twice as long.
 const LINE: usize = 64;
 /// The most numbers that are skipped to reach a cache line.
-const SKIPPED: usize = LINE / size_of::<f32>() - 1;
+const MAX_SKIPPED: usize = LINE / size_of::<f32>() - 1;
 
 /// A buffer of numbers, aligned to a cache line. Derefs to the numbers.
 #[derive(Default)]
@@ -16,11 +16,11 @@ pub struct AlignedVec {
 }
 
 impl AlignedVec {
-    /// Sets the length to `len` numbers, of any value.
+    /// Sets the length to `len` numbers. Their values are unspecified.
     pub fn set_len(&mut self, len: usize) {
         self.len = len;
-        if self.room.len() < len + SKIPPED {
-            self.room.resize(len + SKIPPED, 0.0);
+        if self.room.len() < len + MAX_SKIPPED {
+            self.room.resize(len + MAX_SKIPPED, 0.0);
         }
     }
 
@@ -49,14 +49,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn they_begin_with_a_line_whatever_their_number() {
-        let mut lines = AlignedVec::default();
-        assert!(lines.is_empty());
+    fn a_buffer_of_any_length_begins_at_a_cache_line() {
+        let mut buffer = AlignedVec::default();
+        assert!(buffer.is_empty());
         for len in [1, 16, 1_000, 3] {
-            lines.set_len(len);
-            assert_eq!(lines.len(), len);
-            assert_eq!(lines.as_ptr().align_offset(LINE), 0, "{len} numbers");
-            lines[len - 1] = 1.0;
+            buffer.set_len(len);
+            assert_eq!(buffer.len(), len);
+            assert_eq!(buffer.as_ptr().align_offset(LINE), 0, "{len} numbers");
+            buffer[len - 1] = 1.0;
         }
     }
 }

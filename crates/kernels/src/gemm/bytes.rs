@@ -1,8 +1,9 @@
-//! The product of rows with a [`Matrix`](super::matrix::Matrix) of whole numbers, where the rows become whole numbers
-//! too, with a scale for 32 of them: of 8 bits, or of 15 in two parts of 8. For CPUs with AVX512-VNNI, which multiply
-//! and add four pairs of bytes in each lane at once. Exact but for the rounding of the rows.
+//! The product of rows with a quantised [`Matrix`](super::matrix::Matrix), where the rows are quantised too, with a
+//! scale for each 32 numbers: to 8 bits, or to 15 bits in two parts of 8. For CPUs with AVX512-VNNI, which multiply and
+//! add four pairs of bytes in each lane at once. The sum of a group is exact except for the rounding of the rows; the
+//! sums of groups are added in f32.
 //!
-//! A result is the sum over the groups of the depth in order: the same for one row and for a thousand.
+//! A result is the sum over the groups of the depth in order, so it is the same for one row and for a thousand.
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_extract_epi32, _mm_prefetch, _mm_set_epi64x, _mm_shuffle_epi8,
@@ -19,56 +20,63 @@ use crate::cpu::has_vnni;
 /// Numbers in a register.
 const LANES: usize = 16;
 /// Registers across a panel.
-const ACROSS: usize = PANEL / LANES;
+const PANEL_REGISTERS: usize = PANEL / LANES;
 /// Numbers of a row that share a scale.
 const GROUP: usize = 32;
 /// Words of four numbers in a group.
 const STEPS: usize = GROUP / 4;
-/// The largest number of a part.
-const MOST: i32 = 127;
-/// Bits by which the first of two parts is shifted.
+/// The largest number in a part.
+const MAX_PART: i32 = 127;
+/// Bits by which the first of two parts is shifted left.
 const SHIFT: u32 = 7;
-/// The rows of the highest tile. Higher ones would need more than 32 registers.
-const HIGH: usize = 8;
-/// The rows of the tile between one and the highest.
-const SOME: usize = 4;
+/// The rows of the highest tile. A higher one would need more than 32 registers.
+const MAX_HEIGHT: usize = 8;
+/// The rows of the tile between 1 and [`MAX_HEIGHT`].
+const MID_HEIGHT: usize = 4;
 
-/// Rows as whole numbers, tile by tile. Where there are fewer rows than a tile is high, the others are 0.
+/// Quantised rows, tile by tile. If there are fewer rows than a tile is high, the missing ones are 0.
 #[derive(Default)]
 pub struct ByteRows {
     depth: usize,
-    /// The matrix's numbers that they can be multiplied with, and the parts of theirs.
+    /// The format of the matrices that these rows can be multiplied with, and the parts of each number of the rows.
     kind: Option<(Numbers, usize)>,
-    /// Of each: its height, and the rows that there are.
-    tiles: Vec<(usize, usize)>,
-    /// `[groups of the depth, STEPS, parts, height]` for each tile: four numbers in each.
+    tiles: Vec<TileSize>,
+    /// `[groups of the depth, STEPS, parts, height]` for each tile: words of four numbers.
     numbers: Vec<i32>,
     /// `[groups, height]` for each tile.
     scales: Vec<f32>,
-    /// `[groups of the matrix, height]` for each tile: the sums of a group's numbers, times their scale.
+    /// `[groups of the matrix, height]` for each tile: the sum of a group's numbers, times their scale.
     sums: Vec<f32>,
 }
 
+struct TileSize {
+    /// The rows of the tile, including missing ones.
+    height: usize,
+    /// The rows that exist.
+    rows: usize,
+}
+
 impl ByteRows {
-    /// Rounds `rows` `[count, depth]` to one part or two, for matrices of these numbers. `depth` is a multiple of 32.
-    #[expect(unsafe_code, reason = "functions for some CPUs alone are unsafe to call on any other")]
-    pub fn lay(&mut self, rows: &[f32], depth: usize, numbers: Numbers, parts: usize) {
+    /// Quantises `rows` `[count, depth]` to one or two parts, for matrices of this format. `depth` must be a multiple
+    /// of 32.
+    #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
+    pub fn pack(&mut self, rows: &[f32], depth: usize, numbers: Numbers, parts: usize) {
         assert!(has_vnni() && numbers.is_scaled() && depth.is_multiple_of(GROUP));
         (self.depth, self.kind) = (depth, Some((numbers, parts)));
-        // SAFETY: the CPU has the instructions.
+        // SAFETY: the CPU has the instructions, as asserted above.
         unsafe {
             match parts {
-                1 => lay::<1>(rows, depth, numbers, self),
-                _ => lay::<2>(rows, depth, numbers, self),
+                1 => pack::<1>(rows, depth, numbers, self),
+                _ => pack::<2>(rows, depth, numbers, self),
             }
         }
     }
 
-    /// `out` `[count, stride]` ← these rows times some panels; the panels' columns, as far as the stride goes.
-    #[expect(unsafe_code, reason = "functions for some CPUs alone are unsafe to call on any other")]
+    /// `out` `[count, stride]` ← these rows times some panels. Columns of the panels beyond the stride are dropped.
+    #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
     pub fn multiply(&self, panels: &[u32], out: &mut [f32], stride: usize) {
         let Some((numbers, parts)) = self.kind else { return };
-        // SAFETY: the CPU has the instructions, since `lay` has been called.
+        // SAFETY: the CPU has the instructions, because `pack` has asserted it.
         unsafe {
             match (numbers, parts) {
                 (Numbers::Bits4, 1) => multiply::<true, 4, 1>(self, numbers, panels, out, stride),
@@ -82,35 +90,35 @@ impl ByteRows {
     }
 }
 
-/// The height of the next tile, of as many rows as are left.
+/// The height of the next tile if so many rows are left.
 fn height(left: usize) -> usize {
     match left {
         1 => 1,
-        2..=SOME => SOME,
-        _ => HIGH,
+        2..=MID_HEIGHT => MID_HEIGHT,
+        _ => MAX_HEIGHT,
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn lay<const PARTS: usize>(rows: &[f32], depth: usize, numbers: Numbers, laid: &mut ByteRows) {
+fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: Numbers, packed: &mut ByteRows) {
     let (groups, by_group) = (depth / GROUP, numbers.group());
     let mut rows = rows.chunks_exact(depth);
-    laid.tiles.clear();
-    laid.numbers.clear();
-    laid.scales.clear();
-    laid.sums.clear();
+    packed.tiles.clear();
+    packed.numbers.clear();
+    packed.scales.clear();
+    packed.sums.clear();
     while rows.len() > 0 {
         let height = height(rows.len());
         let taken = rows.len().min(height);
-        laid.tiles.push((height, taken));
-        let (first, scale, sum) = (laid.numbers.len(), laid.scales.len(), laid.sums.len());
-        laid.numbers.resize(first + groups * STEPS * PARTS * height, 0);
-        laid.scales.resize(scale + groups * height, 0.0);
-        laid.sums.resize(sum + depth / by_group * height, 0.0);
+        packed.tiles.push(TileSize { height, rows: taken });
+        let (first, scale, sum) = (packed.numbers.len(), packed.scales.len(), packed.sums.len());
+        packed.numbers.resize(first + groups * STEPS * PARTS * height, 0);
+        packed.scales.resize(scale + groups * height, 0.0);
+        packed.sums.resize(sum + depth / by_group * height, 0.0);
         for (at, row) in rows.by_ref().take(taken).enumerate() {
-            let places = laid.numbers[first..].chunks_exact_mut(STEPS * PARTS * height);
-            let scales = laid.scales[scale..].chunks_exact_mut(height);
-            let sums = laid.sums[sum..].chunks_exact_mut(GROUP / by_group * height);
+            let places = packed.numbers[first..].chunks_exact_mut(STEPS * PARTS * height);
+            let scales = packed.scales[scale..].chunks_exact_mut(height);
+            let sums = packed.sums[sum..].chunks_exact_mut(GROUP / by_group * height);
             for (((group, steps), scale), sums) in
                 row.as_chunks::<GROUP>().0.iter().zip(places).zip(scales).zip(sums)
             {
@@ -130,33 +138,33 @@ fn lay<const PARTS: usize>(rows: &[f32], depth: usize, numbers: Numbers, laid: &
     }
 }
 
-/// A group of a row.
+/// A quantised group of a row.
 struct Rounded<const PARTS: usize> {
-    /// In the order in which the matrix has those that they are multiplied with: four in each word. Of a word of eight
-    /// numbers of 4 bits, the even ones come first.
+    /// Four numbers in each word, in the order of the matrix's numbers that they are multiplied with. For a matrix of 4
+    /// bits, which has eight numbers in a word, the even ones of each eight come first.
     words: [[i32; PARTS]; STEPS],
-    /// The size of 1. Not a number where one of the group's is not finite.
+    /// The factor of the whole numbers. NaN if a number of the group is not finite.
     scale: f32,
-    /// The sums of both halves.
+    /// The sums of both halves of the group.
     totals: [i32; 2],
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounded<PARTS> {
-    /// Of each 8 bytes the even ones, then the odd ones.
+    /// A shuffle: of each 8 bytes the even ones, then the odd ones.
     const EVEN_FIRST: [i64; 2] = [0x0705_0301_0604_0200, 0x0f0d_0b09_0e0c_0a08];
-    /// Classes of numbers that are not finite: both infinities, and what is not a number.
+    /// The classes of numbers that are not finite: both infinities, quiet and signalling NaN.
     const NOT_FINITE: i32 = 0x99;
-    /// Smaller ones cannot be divided by.
+    /// Groups whose largest magnitude is not above this become 0, because dividing by a smaller one could overflow.
     const LEAST: f32 = 1e-30;
     let ([a, b], _) = numbers.as_chunks::<LANES>() else { unreachable!() };
-    let (a, b) = (of(a), of(b));
+    let (a, b) = (load_f32(a), load_f32(b));
     let is_finite = _mm512_fpclass_ps_mask::<NOT_FINITE>(a) | _mm512_fpclass_ps_mask::<NOT_FINITE>(b) == 0;
     let most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    let largest = if PARTS == 2 { MOST << SHIFT } else { MOST } as f32;
+    let largest = if PARTS == 2 { MAX_PART << SHIFT } else { MAX_PART } as f32;
     let by = _mm512_set1_ps(if most > LEAST { largest / most } else { 0.0 });
-    // To the nearest, and to the even one of two.
+    // Rounded to the nearest, ties to even.
     let whole = [_mm512_cvtps_epi32(_mm512_mul_ps(a, by)), _mm512_cvtps_epi32(_mm512_mul_ps(b, by))];
     let totals = whole.map(|half| _mm512_reduce_add_epi32(half));
     let even_first = _mm_set_epi64x(EVEN_FIRST[1], EVEN_FIRST[0]);
@@ -164,7 +172,7 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
     for (words, half) in words.as_chunks_mut::<4>().0.iter_mut().zip(whole) {
         let mut pieces = [half; PARTS];
         if let [first, second] = &mut pieces[..] {
-            // Rounded, so that what is left has 7 bits with its sign.
+            // The first part is rounded, so that the remainder fits into 7 bits with its sign.
             let raised = _mm512_add_epi32(half, _mm512_set1_epi32(1 << (SHIFT - 1)));
             *first = _mm512_srai_epi32::<SHIFT>(raised);
             *second = _mm512_sub_epi32(half, _mm512_slli_epi32::<SHIFT>(*first));
@@ -181,41 +189,44 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
     Rounded { words, scale: if is_finite { most / largest } else { f32::NAN }, totals }
 }
 
-/// `WORDS` of a group's numbers lie in the matrix, of 4 bits each or of 8.
+/// Multiplies all tiles by some panels. The matrix has `WORDS` words for the numbers of a group, which are of 4 or 8
+/// bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
-    laid: &ByteRows,
+    packed: &ByteRows,
     numbers: Numbers,
     panels: &[u32],
     out: &mut [f32],
     stride: usize,
 ) {
-    let depth = laid.depth;
+    let depth = packed.depth;
     let panel_words = depth / numbers.group() * (WORDS + 2) * PANEL;
     for (index, panel) in panels.chunks_exact(panel_words).enumerate() {
         let lines = panel.as_chunks::<LANES>().0;
         let (mut number, mut scale, mut sum, mut row) = (0, 0, 0, 0);
-        for (height, taken) in &laid.tiles {
+        for TileSize { height, rows } in &packed.tiles {
             let tile = Tile {
-                numbers: &laid.numbers[number..],
-                scales: &laid.scales[scale..],
-                sums: &laid.sums[sum..],
+                numbers: &packed.numbers[number..],
+                scales: &packed.scales[scale..],
+                sums: &packed.sums[sum..],
             };
-            let out = &mut out[row * stride..][..taken * stride];
+            let out = &mut out[row * stride..][..rows * stride];
             match *height {
                 1 => across::<1, 4, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
-                SOME => across::<SOME, 2, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
-                _ => across::<HIGH, 1, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
+                MID_HEIGHT => {
+                    across::<MID_HEIGHT, 2, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL)
+                }
+                _ => across::<MAX_HEIGHT, 1, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
             }
             number += depth / 4 * PARTS * height;
             scale += depth / GROUP * height;
             sum += depth / numbers.group() * height;
-            row += taken;
+            row += rows;
         }
     }
 }
 
-/// The numbers of a tile and of those after it.
+/// The quantised rows from a tile on.
 #[derive(Clone, Copy)]
 struct Tile<'a> {
     numbers: &'a [i32],
@@ -223,7 +234,7 @@ struct Tile<'a> {
     sums: &'a [f32],
 }
 
-/// A tile of rows times a panel, `WIDTH` registers at a time.
+/// Multiplies a tile of rows by a panel, `WIDTH` registers at a time.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
 fn across<
@@ -239,7 +250,7 @@ fn across<
     stride: usize,
     column: usize,
 ) {
-    for part in (0..ACROSS).step_by(WIDTH) {
+    for part in (0..PANEL_REGISTERS).step_by(WIDTH) {
         let first = column + part * LANES;
         if first >= stride {
             break;
@@ -272,11 +283,11 @@ fn sums<
 ) -> [[__m512; WIDTH]; HEIGHT] {
     let low = _mm512_set1_epi32(0x0f0f_0f0f);
     let mut results = [[_mm512_setzero_ps(); WIDTH]; HEIGHT];
-    // Groups of 16 numbers are two to a scale of the rows.
+    // Two groups of 16 numbers of the matrix share one scale of the rows.
     let steps = if BITS4 { 2 * WORDS } else { WORDS };
-    let to_a_scale = STEPS / steps;
+    let groups_per_scale = STEPS / steps;
     let own = tile.numbers.chunks_exact(steps * PARTS * HEIGHT);
-    let groups = panel.chunks_exact((WORDS + 2) * ACROSS).zip(own);
+    let groups = panel.chunks_exact((WORDS + 2) * PANEL_REGISTERS).zip(own);
     let groups = groups.zip(tile.sums.as_chunks::<HEIGHT>().0).enumerate();
     for (index, ((group, numbers), row_sums)) in groups {
         if part == 0 {
@@ -284,9 +295,9 @@ fn sums<
         }
         let numbers = numbers.as_chunks::<HEIGHT>().0;
         let mut whole = [[[_mm512_setzero_si512(); WIDTH]; HEIGHT]; PARTS];
-        for (word, lines) in group[2 * ACROSS..].chunks_exact(ACROSS).enumerate() {
+        for (word, lines) in group[2 * PANEL_REGISTERS..].chunks_exact(PANEL_REGISTERS).enumerate() {
             for at in 0..WIDTH {
-                let words = load(&lines[part + at]);
+                let words = load_words(&lines[part + at]);
                 if BITS4 {
                     let even = _mm512_and_si512(words, low);
                     let odd = _mm512_and_si512(_mm512_srli_epi32::<4>(words), low);
@@ -310,10 +321,10 @@ fn sums<
                 }
             }
         }
-        let row_scales = &tile.scales.as_chunks::<HEIGHT>().0[index / to_a_scale];
+        let row_scales = &tile.scales.as_chunks::<HEIGHT>().0[index / groups_per_scale];
         for at in 0..WIDTH {
-            let scale = _mm512_castsi512_ps(load(&group[part + at]));
-            let offset = _mm512_castsi512_ps(load(&group[ACROSS + part + at]));
+            let scale = _mm512_castsi512_ps(load_words(&group[part + at]));
+            let offset = _mm512_castsi512_ps(load_words(&group[PANEL_REGISTERS + part + at]));
             for row in 0..HEIGHT {
                 let result = &mut results[row][at];
                 let mut whole_sum = whole[0][row][at];
@@ -333,16 +344,16 @@ fn sums<
 #[target_feature(enable = "avx512f")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn load(words: &[u32; LANES]) -> __m512i {
-    // SAFETY: there are 64 bytes, of any alignment.
+fn load_words(words: &[u32; LANES]) -> __m512i {
+    // SAFETY: the array has 64 bytes; the instruction takes any alignment.
     unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
 }
 
 #[target_feature(enable = "avx512f")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn of(numbers: &[f32; LANES]) -> __m512 {
-    // SAFETY: there are 64 bytes, of any alignment.
+fn load_f32(numbers: &[f32; LANES]) -> __m512 {
+    // SAFETY: the array has 64 bytes; the instruction takes any alignment.
     unsafe { _mm512_loadu_ps(numbers.as_ptr()) }
 }
 
@@ -351,18 +362,18 @@ fn of(numbers: &[f32; LANES]) -> __m512 {
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
 fn store(numbers: __m512) -> [f32; LANES] {
     let mut to = [0.0; LANES];
-    // SAFETY: there are 64 bytes, of any alignment.
+    // SAFETY: the array has 64 bytes; the instruction takes any alignment.
     unsafe { _mm512_storeu_ps(to.as_mut_ptr(), numbers) }
     to
 }
 
-/// Asks the CPU for the words that lie a page behind these, as for the products in f32.
+/// Prefetches the words one page after these, for the reason given at `gemv::fetch_ahead`.
 #[inline(always)]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
 fn fetch_ahead(lines: &[[u32; LANES]]) {
     for line in lines {
         let ahead = line.as_ptr().cast::<i8>().wrapping_add(4096);
-        // SAFETY: it has no effect but on time, whatever the address.
+        // SAFETY: prefetching has no effect but on time, at any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead) };
     }
 }

@@ -1,5 +1,5 @@
-//! The product of a few rows with a [`Matrix`](super::matrix::Matrix), whose numbers become f32 in registers:
-//! reading the weights takes most of the time, and they are smaller than f32.
+//! The product of one row (GEMV) or a few rows with a [`Matrix`](super::matrix::Matrix), whose numbers are unpacked to
+//! f32 in registers. Reading the weights takes most of the time, and they are smaller than f32.
 
 use std::cell::RefCell;
 
@@ -12,22 +12,22 @@ use super::tile::store;
 
 /// The rows of the highest tile; it needs 32 registers.
 pub const MOST_ROWS: usize = 16;
-/// The rows of the tile between one and the most.
+/// The rows of the tile between 1 and [`MOST_ROWS`].
 const SOME_ROWS: usize = 4;
 
-/// Rows times some panels.
+/// A product of a few rows with some panels of a matrix.
 pub struct FewRows<'a> {
     pub numbers: Numbers,
     pub depth: usize,
     /// `[count, depth]`.
     pub rows: &'a [f32],
     pub panels: &'a [u32],
-    /// `[count, stride]`; the panels' columns, as far as the stride goes.
+    /// `[count, stride]`. Columns of the panels beyond the stride are dropped.
     pub out: &'a mut [f32],
     pub stride: usize,
 }
 
-/// The numbers of a panel as f32: `[depth, PANEL]`.
+/// The kernel that unpacks the numbers of a panel to f32: `[depth, PANEL]`.
 pub struct Unpack<'a> {
     pub numbers: Numbers,
     pub panel: &'a [u32],
@@ -35,11 +35,11 @@ pub struct Unpack<'a> {
 }
 
 thread_local! {
-    /// A tile of rows, number by number.
+    /// A tile of rows, transposed. Reused by the next product.
     static TILE: RefCell<Vec<f32>> = RefCell::default();
 }
 
-/// Computes in tiles of 16, 4 and 1 rows.
+/// Computes the product in tiles of 16, 4 and 1 rows.
 pub fn multiply_few_rows(few: FewRows<'_>) {
     let FewRows { numbers, depth, rows, panels, out, stride } = few;
     let mut tile = TILE.take();
@@ -47,7 +47,7 @@ pub fn multiply_few_rows(few: FewRows<'_>) {
     let count = rows.len() / depth;
     while first < count {
         let left = count - first;
-        // 16 rows take the time of 12 in tiles of 4.
+        // A tile of 16 rows takes as long as 12 rows in tiles of 4, so it pays from 9 rows on.
         let height = match left {
             1 => 1,
             9.. if Height::of_this_cpu().rows == ROWS_OF_32 => MOST_ROWS,
@@ -62,7 +62,7 @@ pub fn multiply_few_rows(few: FewRows<'_>) {
     TILE.set(tile);
 }
 
-/// `to` `[depth, height]` ← `rows` `[count, depth]`, with zeros for rows that are lacking.
+/// `to` `[depth, height]` ← the transpose of `rows` `[count, depth]`, with zeros for missing rows.
 fn transpose(rows: &[f32], depth: usize, height: usize, to: &mut Vec<f32>) {
     to.clear();
     to.resize(depth * height, 0.0);
@@ -174,8 +174,8 @@ fn sums<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(
     sums
 }
 
-/// Asks the CPU for the words that lie a page behind these: it foresees no reading beyond a page of 4 KiB, and
-/// waiting there takes twice as long as computing.
+/// Prefetches the words one page after these. The CPU's own prefetcher stops at the end of a page of 4 KiB, and waiting
+/// there would take twice as long as computing.
 #[inline(always)]
 #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "no safe interface has the instruction"))]
 fn fetch_ahead<S: Simd>(words: &[S::u32s]) {
@@ -183,7 +183,7 @@ fn fetch_ahead<S: Simd>(words: &[S::u32s]) {
     for line in (0..size_of_val(words)).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let ahead = words.as_ptr().cast::<i8>().wrapping_add(4096 + line);
-        // SAFETY: it has no effect but on time, whatever the address.
+        // SAFETY: prefetching has no effect but on time, at any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead) };
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -226,24 +226,25 @@ fn unpack<S: Simd, C: Coding>(simd: S, panel: &[u32], to: &mut Vec<f32>) {
     }
 }
 
-/// How numbers lie in words. Not closures: see [`Lanes`](super::super::activation::Lanes).
+/// How numbers are packed in words. A trait and not closures, for the reason given at
+/// [`Lanes`](super::super::activation::Lanes).
 trait Coding {
     /// Numbers in a word.
     const IN_WORD: usize;
     /// Words of numbers in a group.
     const WORDS: usize;
-    /// Words of a group, with those of the scale and the offset.
+    /// Words of a group, including those of the scale and the offset.
     const SIZE: usize;
-    /// The next number of a word, which [`Coding::next`] has brought to its place.
+    /// Unpacks the number in the low bits of a word.
     fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s;
-    /// Brings the next number to its place.
+    /// Shifts a word, so that the next number is in its low bits.
     fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s;
 }
 
 struct F32;
 struct Bf16;
 struct Bits4;
-/// With so many words in a group.
+/// 8 bits, with `WORDS` words of numbers in a group.
 struct Bits8<const WORDS: usize>;
 
 impl Coding for F32 {
@@ -285,7 +286,7 @@ impl Coding for Bits4 {
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
-        quantised(simd, word, 15, [scale, offset])
+        dequantise(simd, word, 15, scale, offset)
     }
 
     #[inline(always)]
@@ -301,7 +302,7 @@ impl<const COUNT: usize> Coding for Bits8<COUNT> {
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
-        quantised(simd, word, 255, [scale, offset])
+        dequantise(simd, word, 255, scale, offset)
     }
 
     #[inline(always)]
@@ -320,14 +321,14 @@ fn shifted_right<S: Simd>(simd: S, word: S::u32s, bits: u32) -> S::u32s {
     simd.wrapping_dyn_shr_u32s(word, simd.splat_u32s(bits))
 }
 
-/// q·scale + offset, where `mask` is q's bits.
+/// q·scale + offset, where q are the bits of `word` in `mask`.
 #[inline(always)]
-fn quantised<S: Simd>(simd: S, word: S::u32s, mask: u32, group: [S::u32s; 2]) -> S::f32s {
-    /// 2^23: a whole number in the low bits of its fraction is added to it.
+fn dequantise<S: Simd>(simd: S, word: S::u32s, mask: u32, scale: S::u32s, offset: S::u32s) -> S::f32s {
+    /// 2^23. Setting a whole number in the low bits of its mantissa adds that number to it.
     const POWER: f32 = 8_388_608.0;
     let power = simd.splat_f32s(POWER);
     let q = simd.or_u32s(simd.and_u32s(word, simd.splat_u32s(mask)), simd.transmute_u32s_f32s(power));
     let q = simd.sub_f32s(simd.transmute_f32s_u32s(q), power);
-    let [scale, offset] = group.map(|bits| simd.transmute_f32s_u32s(bits));
+    let (scale, offset) = (simd.transmute_f32s_u32s(scale), simd.transmute_f32s_u32s(offset));
     simd.mul_add_e_f32s(q, scale, offset)
 }

@@ -1,4 +1,4 @@
-//! The memory layout of a product's matrices. Owns the packed matrices.
+//! The memory layout of the f32 matrices of a product. Owns the packed matrices.
 
 use super::aligned::AlignedVec;
 use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
@@ -6,8 +6,8 @@ use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 /// The left matrix of a product, `[count, depth]`, tile by tile.
 #[derive(Default)]
 pub struct Rows {
-    /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros after the
-    /// depth, any numbers after the count.
+    /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`. There are zeros after the
+    /// depth, and unspecified numbers after the count.
     pub(super) tiles: AlignedVec,
     pub(super) depth: usize,
 }
@@ -15,7 +15,7 @@ pub struct Rows {
 /// The right matrix of a product, `[depth, width]`, panel by panel.
 #[derive(Default)]
 pub struct Panels {
-    /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`; zeros after the
+    /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`. There are zeros after the
     /// width and the depth.
     panels: AlignedVec,
     pub(super) depth: usize,
@@ -23,46 +23,46 @@ pub struct Panels {
 }
 
 impl Rows {
-    /// Lays out `rows` `[count, depth]`.
+    /// Packs `rows` `[count, depth]`.
     pub fn new(rows: &[f32], depth: usize) -> Self {
         let mut packed = Self::default();
-        packed.lay(rows, depth);
+        packed.pack(rows, depth);
         packed
     }
 
-    /// Lays out `rows` `[count, depth]` in this buffer.
-    pub fn lay(&mut self, rows: &[f32], depth: usize) {
+    /// Packs `rows` `[count, depth]` into this buffer.
+    pub fn pack(&mut self, rows: &[f32], depth: usize) {
         self.depth = depth;
         match Tile::of_this_cpu().rows {
-            ROWS_OF_16 => lay_tiles::<ROWS_OF_16>(rows, depth, &mut self.tiles),
-            ROWS_OF_32 => lay_tiles::<ROWS_OF_32>(rows, depth, &mut self.tiles),
+            ROWS_OF_16 => pack_tiles::<ROWS_OF_16>(rows, depth, &mut self.tiles),
+            ROWS_OF_32 => pack_tiles::<ROWS_OF_32>(rows, depth, &mut self.tiles),
             other => unreachable!("tiles of {other} rows"),
         }
     }
 }
 
 impl Panels {
-    /// Lays out a matrix that is given by its columns, `[width, depth]`: linear layers are published so.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, as linear layers are published.
     pub fn new(columns: &[f32], depth: usize) -> Self {
         let mut packed = Self::default();
-        packed.lay(columns, depth);
+        packed.pack(columns, depth);
         packed
     }
 
-    /// Lays out a matrix that is given by its columns, `[width, depth]`, in this buffer.
-    pub fn lay(&mut self, columns: &[f32], depth: usize) {
+    /// Packs a matrix that is given by its columns, `[width, depth]`, into this buffer.
+    pub fn pack(&mut self, columns: &[f32], depth: usize) {
         (self.depth, self.width) = (depth, columns.len() / depth);
         match Tile::of_this_cpu().columns {
-            8 => lay_panels::<8>(columns, depth, &mut self.panels),
-            16 => lay_panels::<16>(columns, depth, &mut self.panels),
-            32 => lay_panels::<32>(columns, depth, &mut self.panels),
-            COLUMNS => lay_panels::<COLUMNS>(columns, depth, &mut self.panels),
+            8 => pack_panels::<8>(columns, depth, &mut self.panels),
+            16 => pack_panels::<16>(columns, depth, &mut self.panels),
+            32 => pack_panels::<32>(columns, depth, &mut self.panels),
+            COLUMNS => pack_panels::<COLUMNS>(columns, depth, &mut self.panels),
             other => unreachable!("registers of {} numbers", other / COLUMNS),
         }
     }
 
-    /// Lays out a matrix that is given by its rows, `[depth, width]`, in this buffer.
-    pub fn lay_rows(&mut self, rows: &[f32], width: usize) {
+    /// Packs a matrix that is given by its rows, `[depth, width]`, into this buffer.
+    pub fn pack_rows(&mut self, rows: &[f32], width: usize) {
         (self.depth, self.width) = (rows.len() / width, width);
         let side = Tile::of_this_cpu().columns;
         let panel = side * self.depth.next_multiple_of(RUN);
@@ -93,14 +93,14 @@ impl Panels {
         &self.panels
     }
 
-    /// The runs in a column.
+    /// The number of runs in a column.
     pub(super) fn runs(&self) -> usize {
         self.depth.div_ceil(RUN)
     }
 }
 
-/// Puts `ROWS` rows side by side, run by run; rows that the last tile lacks become zeros.
-fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut AlignedVec) {
+/// Interleaves `ROWS` rows, run by run. Missing rows of the last tile become zeros.
+fn pack_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut AlignedVec) {
     let tile = ROWS * depth.next_multiple_of(RUN);
     to.set_len((rows.len() / depth).div_ceil(ROWS) * tile);
     for (rows, to) in rows.chunks(ROWS * depth).zip(to.chunks_exact_mut(tile)) {
@@ -121,15 +121,15 @@ fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut AlignedVec)
     }
 }
 
-/// Puts `SIDE` columns side by side, number by number; columns that the last panel lacks become zeros.
-fn lay_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut AlignedVec) {
+/// Interleaves `SIDE` columns, number by number. Missing columns of the last panel become zeros.
+fn pack_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut AlignedVec) {
     let panel = SIDE * depth.next_multiple_of(RUN);
     to.set_len((columns.len() / depth).div_ceil(SIDE) * panel);
     for (columns, to) in columns.chunks(SIDE * depth).zip(to.chunks_exact_mut(panel)) {
         if columns.len() < panel {
             to.fill(0.0);
         }
-        // A few cache lines at a time, which are complete before the next ones begin.
+        // Writes a few cache lines at a time, and completes them before the next ones.
         for (index, to) in to.as_chunks_mut::<SIDE>().0.chunks_exact_mut(RUN).enumerate() {
             for (place, column) in columns.chunks_exact(depth).enumerate() {
                 for (to, x) in to.iter_mut().zip(&column[index * RUN..]) {

@@ -1,16 +1,16 @@
-//! The weights of a linear layer on a CPU, in the numbers that they are to be kept in. Decides which layout and
-//! which product that means. Owns the weights.
+//! The weights of a linear layer on a CPU, in any number format. Decides which layout and which product a format gets.
+//! Owns the weights.
 
 use super::matrix::{Group, Matrix, RowNumbers};
 use super::numbers::Numbers;
 use super::{Panels, by_blocks, multiply_rows};
 use crate::multiplies_bytes;
 
-/// The depth of a matrix is no whole number of groups.
+/// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{numbers:?} needs a multiple of {} numbers in each row, and there are {depth}", numbers.group())]
 pub struct NotWholeGroups {
-    /// How its numbers were to be kept.
+    /// The requested number format.
     pub numbers: Numbers,
     /// The numbers in each row.
     pub depth: usize,
@@ -18,17 +18,17 @@ pub struct NotWholeGroups {
 
 /// The right matrix of a linear layer's product, `[depth, width]`.
 pub enum Linear {
-    /// f32.
+    /// In f32.
     Panels(Panels),
-    /// Fewer bits.
+    /// With fewer bits.
     Narrow(Matrix),
 }
 
 impl Linear {
-    /// Lays out a matrix that is given by its columns, `[width, depth]`: linear layers are published so.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, as linear layers are published.
     ///
     /// # Errors
-    /// The columns cannot be cut into whole groups of `numbers`.
+    /// `depth` is not a multiple of the group size of `numbers`.
     pub fn new(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Self, NotWholeGroups> {
         match numbers {
             Numbers::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
@@ -58,11 +58,11 @@ impl Linear {
     }
 }
 
-/// Lays out a matrix that is given by its columns, `[width, depth]`, in 16 bits or 8. Where the CPU multiplies bytes,
-/// rows become 8 bits too before they are multiplied with 8.
+/// Packs a matrix that is given by its columns, `[width, depth]`, in this format. If the format is quantised and the
+/// CPU can multiply bytes, rows are quantised to 8 bits too before they are multiplied.
 ///
 /// # Errors
-/// The columns cannot be cut into whole groups of `numbers`.
+/// `depth` is not a multiple of the group size of `numbers`.
 pub fn narrow(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Matrix, NotWholeGroups> {
     let group = numbers.group();
     if !depth.is_multiple_of(group) {
@@ -81,7 +81,8 @@ pub fn narrow(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Matrix,
     })
 }
 
-/// A group of numbers as whole ones from 0 to `most`, to the nearest; the ends are exact.
+/// Quantises a group of numbers to whole numbers from 0 to `most`, rounded to the nearest. The smallest and the largest
+/// number of the group are exact.
 fn quantised(numbers: &[f32], most: u8) -> Group {
     let low = numbers.iter().copied().fold(f32::INFINITY, f32::min);
     let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -92,7 +93,7 @@ fn quantised(numbers: &[f32], most: u8) -> Group {
             *q = ((number - low) / scale).round() as u8;
         }
     }
-    // What is not a number stays so, and is found out by the check of the outputs.
+    // A group with a number that is not finite becomes NaN, which the check of the outputs finds.
     let offset = if numbers.iter().all(|number| number.is_finite()) { low } else { f32::NAN };
     Group { scale, offset, q }
 }
@@ -107,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_numbers_gives_the_plain_product_within_its_rounding_on_every_cpu() {
+    fn every_format_gives_the_plain_product_within_its_rounding() {
         on_every_cpu(|| {
             for (numbers, within) in [(Numbers::F32, 1e-6), (Numbers::Bf16, 3e-3), (Numbers::Bits8, 1e-2)] {
                 for (rows, width) in [(1, 7), (30, 64), (70, 130)] {
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_keeps_its_ends_and_what_is_no_number() {
+    fn a_group_keeps_its_extremes_and_numbers_that_are_not_finite() {
         let numbers: Vec<f32> = (0..32).map(|n| n as f32 - 9.5).collect();
         let Group { scale, offset, q } = quantised(&numbers, 255);
         for (q, number) in q.iter().zip(&numbers) {
@@ -142,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_no_whole_groups_are_refused_with_numbers() {
+    fn a_depth_that_is_not_a_multiple_of_the_group_is_refused() {
         let error = narrow(&[0.0; 80], 40, Numbers::Bits8).err().unwrap().to_string();
         assert!(error.contains("multiple of 32") && error.contains("40"), "{error}");
     }

@@ -1,8 +1,8 @@
-//! The right matrix of a product in the number type of its file: f32, bf16, or whole numbers of 4 or 8 bits
-//! with a scale and an offset for each group. Owns the laid-out numbers, which can be a part of a mapped file.
+//! The right matrix of a product in the number format of its file: f32, bf16, or quantised numbers of 4 or 8 bits with
+//! a scale and an offset for each group. Owns the packed numbers, which can be a part of a mapped file.
 //!
-//! A result is the sum over the depth in order, of each number as f32: it is the same for one row and for a
-//! thousand, and however many threads share the work.
+//! A result is the sum over the depth in order, of each number as f32. So it is the same for one row and for a
+//! thousand, and for any number of threads that share the work.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -26,16 +26,16 @@ use super::numbers::{Numbers, PANEL};
 pub struct Group {
     /// The step between two numbers.
     pub scale: f32,
-    /// The number of q = 0.
+    /// The number that q = 0 stands for.
     pub offset: f32,
-    /// q; as many as the group has.
+    /// The values of q. A group of 16 numbers uses the first 16.
     pub q: [u8; 32],
 }
 
-/// What rows become before they are multiplied with a matrix of whole numbers.
+/// The format to which rows are converted before they are multiplied with a quantised matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RowNumbers {
-    /// They stay as they are.
+    /// Rows are not converted.
     #[default]
     F32,
     /// Whole numbers of 15 bits, with a scale for each 32: nearly as exact as f32, and faster.
@@ -45,7 +45,7 @@ pub enum RowNumbers {
 }
 
 impl RowNumbers {
-    /// The bytes of a number; none for those that are not whole.
+    /// The parts of 8 bits of a number; none for f32.
     fn parts(self) -> Option<usize> {
         match self {
             Self::F32 => None,
@@ -64,13 +64,13 @@ pub struct Matrix {
     rows: RowNumbers,
 }
 
-/// The laid-out numbers: `[width rounded up / PANEL, groups of the depth, words of a group, PANEL]`. Of a group
-/// come first the scales, then the offsets, then the numbers.
+/// The packed numbers: `[width rounded up / PANEL, groups of the depth, words of a group, PANEL]`. In a group the
+/// scales come first, then the offsets, then the numbers.
 #[derive(Clone)]
 pub enum Words {
     /// In memory of this process.
     Own(Arc<[u32]>),
-    /// The bytes of a mapped file; aligned to a word.
+    /// A range of bytes of a mapped file, aligned to a word.
     Mapped(Arc<Mmap>, Range<usize>),
 }
 
@@ -98,29 +98,31 @@ struct Scratch {
 }
 
 impl Matrix {
-    /// Lays out a matrix that is given by its columns, `[width, depth]`, in f32.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, in f32.
     pub fn of_f32(columns: &[f32], depth: usize) -> Self {
-        Self::laid(Numbers::F32, [depth, columns.len() / depth], |column, k, _| {
+        Self::pack(Numbers::F32, [depth, columns.len() / depth], |column, k, _| {
             columns[column * depth + k].to_bits()
         })
     }
 
-    /// The same in bf16, to the nearest. `depth` is even.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, in bf16, rounded to the nearest. `depth` must be
+    /// even.
     pub fn of_bf16(columns: &[f32], depth: usize) -> Self {
-        Self::laid(Numbers::Bf16, [depth, columns.len() / depth], |column, group, _| {
+        Self::pack(Numbers::Bf16, [depth, columns.len() / depth], |column, group, _| {
             let at = column * depth + 2 * group;
             bf16_bits(columns[at]) >> 16 | bf16_bits(columns[at + 1])
         })
     }
 
-    /// Lays out quantised numbers. `group` gives a group of a column: the column, then the group's index.
+    /// Packs quantised numbers. `group` returns a group of a column; its arguments are the column and the group's
+    /// index.
     pub fn of_groups(
         numbers: Numbers,
         [depth, width]: [usize; 2],
         group: impl Fn(usize, usize) -> Group,
     ) -> Self {
         let bits = if numbers == Numbers::Bits4 { 4 } else { 8 };
-        Self::laid(numbers, [depth, width], |column, index, word| {
+        Self::pack(numbers, [depth, width], |column, index, word| {
             let Group { scale, offset, q } = group(column, index);
             match word {
                 0 => scale.to_bits(),
@@ -134,27 +136,29 @@ impl Matrix {
         })
     }
 
-    /// `word` gives a word of a column: the column, the group's index, the word's index in the group.
-    fn laid(numbers: Numbers, [depth, width]: [usize; 2], word: impl Fn(usize, usize, usize) -> u32) -> Self {
+    /// `word` returns a word of a column; its arguments are the column, the group's index, and the word's index in the
+    /// group.
+    fn pack(numbers: Numbers, [depth, width]: [usize; 2], word: impl Fn(usize, usize, usize) -> u32) -> Self {
         let (groups, words) = (depth / numbers.group(), numbers.words());
         let count = width.div_ceil(PANEL) * groups * words * PANEL;
-        let laid = (0..count).map(|at| {
+        let packed = (0..count).map(|at| {
             let (row, lane) = (at / PANEL, at % PANEL);
             let column = row / (groups * words) * PANEL + lane;
             if column < width { word(column, row / words % groups, row % words) } else { 0 }
         });
-        Self { numbers, depth, width, words: Words::Own(laid.collect()), rows: RowNumbers::F32 }
+        Self { numbers, depth, width, words: Words::Own(packed.collect()), rows: RowNumbers::F32 }
     }
 
-    /// A matrix whose words were laid out before. None: it has another number of words.
+    /// A matrix whose words were packed before. None if the number of words does not fit.
     pub fn of_words(numbers: Numbers, [depth, width]: [usize; 2], words: Words) -> Option<Self> {
         let count = width.div_ceil(PANEL) * (depth / numbers.group()) * numbers.words() * PANEL;
         let whole = words.get().len() == count;
         whole.then_some(Self { numbers, depth, width, words, rows: RowNumbers::F32 })
     }
 
-    /// From now on rows become such numbers before they are multiplied. No effect on a matrix whose own numbers are
-    /// not whole. For whole numbers the CPU must be one that [`multiplies_bytes`](crate::multiplies_bytes).
+    /// From now on converts rows to this format before they are multiplied. Has no effect on a matrix that is not
+    /// quantised, or whose depth is not a multiple of 32. Formats other than f32 require that the CPU
+    /// [`multiplies_bytes`](crate::multiplies_bytes).
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowNumbers) -> Self {
         if self.numbers.is_scaled() && self.depth.is_multiple_of(32) {
@@ -163,12 +167,12 @@ impl Matrix {
         self
     }
 
-    /// The laid-out words.
+    /// The packed words.
     pub fn words(&self) -> &[u32] {
         self.words.get()
     }
 
-    /// How its numbers are kept.
+    /// Its number format.
     pub fn numbers(&self) -> Numbers {
         self.numbers
     }
@@ -185,7 +189,8 @@ impl Matrix {
         self.width
     }
 
-    /// Writes a column's numbers to `out`, `depth` long: the row of an embedding.
+    /// Writes a column's numbers to `out`, which is `depth` long. The columns of an embedding matrix are its tokens'
+    /// vectors.
     pub fn column(&self, column: usize, out: &mut [f32]) {
         let (panel, lane) = (self.panels(column / PANEL..column / PANEL + 1), column % PANEL);
         let words = self.numbers.words();
@@ -206,21 +211,21 @@ impl Matrix {
         multiply_together([self], rows, [out]);
     }
 
-    /// Many rows: each thread takes a share of them.
+    /// Multiplies many rows: each thread takes a share of them.
     fn multiply_many(&self, rows: &[f32], out: &mut [f32]) {
         let share = (rows.len() / self.depth).div_ceil(rayon::current_num_threads()).max(MANY / 2);
         let blocks = rows.chunks(share * self.depth).zip(out.chunks_mut(share * self.width));
         in_parallel(blocks, |(rows, out)| self.multiply_alone(rows, out));
     }
 
-    /// As [`multiply`](Self::multiply), on this thread alone.
+    /// As [`multiply`](Self::multiply), but on this thread alone.
     pub fn multiply_alone(&self, rows: &[f32], out: &mut [f32]) {
         if self.rows == RowNumbers::F32 && rows.len() > MANY * self.depth {
             return self.multiply_unpacked(rows, out);
         }
-        let laid = Laid::of(self, rows);
-        laid.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
-        laid.give_back();
+        let left = Left::of(self, rows);
+        left.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
+        left.release();
     }
 
     /// The words of some panels.
@@ -230,18 +235,18 @@ impl Matrix {
         &words[panels.start * each..panels.end * each]
     }
 
-    /// Each panel is unpacked to f32 once, and multiplied with tiles of rows.
+    /// Unpacks each panel to f32 once, and multiplies it with tiles of rows.
     fn multiply_unpacked(&self, rows: &[f32], out: &mut [f32]) {
         let mut scratch = SCRATCH.take();
-        let Scratch { rows: laid, panels, columns, out: part } = &mut scratch;
-        laid.lay(rows, self.depth);
+        let Scratch { rows: packed, panels, columns, out: part } = &mut scratch;
+        packed.pack(rows, self.depth);
         for panel in 0..self.width.div_ceil(PANEL) {
             let first = panel * PANEL;
             let width = PANEL.min(self.width - first);
             dispatch(Unpack { numbers: self.numbers, panel: self.panels(panel..panel + 1), to: columns });
-            panels.lay_rows(columns, PANEL);
+            panels.pack_rows(columns, PANEL);
             part.resize(rows.len() / self.depth * PANEL, 0.0);
-            laid.multiply(0, panels, part, PANEL);
+            packed.multiply(0, panels, part, PANEL);
             for (out, part) in out.chunks_exact_mut(self.width).zip(part.chunks_exact(PANEL)) {
                 out[first..first + width].copy_from_slice(&part[..width]);
             }
@@ -250,10 +255,10 @@ impl Matrix {
     }
 }
 
-/// `outs` `[rows, width]` ← `rows` `[rows, depth]` times each of the matrices, which have one depth. Several products
-/// together are shared among threads at once.
+/// `outs` `[rows, width]` ← `rows` `[rows, depth]` times each of the matrices, which all have the same depth. The
+/// products are shared among threads together.
 pub fn multiply_together<const N: usize>(matrices: [&Matrix; N], rows: &[f32], mut outs: [&mut [f32]; N]) {
-    // What depends on N is compiled in the crate that calls it; what computes is compiled once, here.
+    // Only this generic function is compiled in the calling crate; the computation is compiled once, in this crate.
     multiply_each(&matrices, rows, &mut outs);
 }
 
@@ -275,25 +280,29 @@ fn multiply_each(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     }
 }
 
-/// FewRows rows: each thread computes some of the columns, of one matrix or of several.
+/// Multiplies few rows: each thread computes some of the columns, of one matrix or of several.
 fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     let count = rows.len() / matrices[0].depth;
-    let laid = Laid::of(matrices[0], rows);
+    let left = Left::of(matrices[0], rows);
     let threads = rayon::current_num_threads();
     let words: usize = matrices.iter().map(|matrix| matrix.words.get().len()).sum();
     if threads == 1 || words * count < WORTH_SHARING {
         for (matrix, out) in matrices.iter().zip(outs) {
-            laid.multiply(matrix, 0..matrix.width.div_ceil(PANEL), out, matrix.width);
+            left.multiply(matrix, 0..matrix.width.div_ceil(PANEL), out, matrix.width);
         }
-        return laid.give_back();
+        return left.release();
     }
     let all: Vec<(usize, usize)> = matrices
         .iter()
         .enumerate()
         .flat_map(|(index, matrix)| (0..matrix.width.div_ceil(PANEL)).map(move |panel| (index, panel)))
         .collect();
-    // Of each thread: the matrix, its columns, and what is computed.
-    type Part = (usize, Range<usize>, Vec<f32>);
+    // The result of a thread in one matrix.
+    struct Part {
+        matrix: usize,
+        columns: Range<usize>,
+        numbers: Vec<f32>,
+    }
     let parts: Vec<Vec<Part>> = all
         .par_chunks(all.len().div_ceil(threads))
         .map(|share| {
@@ -302,24 +311,24 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
                 let ((index, first), last) = (panels[0], panels[panels.len() - 1].1);
                 let matrix = matrices[index];
                 let columns = first * PANEL..((last + 1) * PANEL).min(matrix.width);
-                let mut own = vec![0.0; count * columns.len()];
-                laid.multiply(matrix, first..last + 1, &mut own, columns.len());
-                (index, columns, own)
+                let mut numbers = vec![0.0; count * columns.len()];
+                left.multiply(matrix, first..last + 1, &mut numbers, columns.len());
+                Part { matrix: index, columns, numbers }
             };
             of_matrix.map(compute).collect()
         })
         .collect();
-    for (index, columns, own) in parts.iter().flatten() {
-        let out = outs[*index].chunks_exact_mut(matrices[*index].width);
-        for (out, own) in out.zip(own.chunks_exact(columns.len())) {
-            out[columns.clone()].copy_from_slice(own);
+    for Part { matrix, columns, numbers } in parts.iter().flatten() {
+        let out = outs[*matrix].chunks_exact_mut(matrices[*matrix].width);
+        for (out, numbers) in out.zip(numbers.chunks_exact(columns.len())) {
+            out[columns.clone()].copy_from_slice(numbers);
         }
     }
-    laid.give_back();
+    left.release();
 }
 
-/// Rows, as they are multiplied with matrices of one kind.
-enum Laid<'a> {
+/// The left matrix of a product: rows in the format in which they are multiplied.
+enum Left<'a> {
     Plain(&'a [f32]),
     #[cfg(target_arch = "x86_64")]
     Bytes(ByteRows),
@@ -331,19 +340,19 @@ thread_local! {
     static BYTE_ROWS: RefCell<ByteRows> = RefCell::default();
 }
 
-impl<'a> Laid<'a> {
+impl<'a> Left<'a> {
     fn of(matrix: &Matrix, rows: &'a [f32]) -> Self {
         #[cfg(target_arch = "x86_64")]
         if let Some(parts) = matrix.rows.parts() {
-            let mut laid = BYTE_ROWS.take();
-            laid.lay(rows, matrix.depth, matrix.numbers, parts);
-            return Self::Bytes(laid);
+            let mut packed = BYTE_ROWS.take();
+            packed.pack(rows, matrix.depth, matrix.numbers, parts);
+            return Self::Bytes(packed);
         }
         let _ = matrix;
         Self::Plain(rows)
     }
 
-    /// The columns of some panels, to `out` `[rows, stride]`.
+    /// Writes the product with some panels to `out` `[rows, stride]`.
     fn multiply(&self, matrix: &Matrix, panels: Range<usize>, out: &mut [f32], stride: usize) {
         let panels = matrix.panels(panels);
         match self {
@@ -352,25 +361,25 @@ impl<'a> Laid<'a> {
                 multiply_few_rows(FewRows { numbers, depth, rows, panels, out, stride });
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Bytes(laid) => laid.multiply(panels, out, stride),
+            Self::Bytes(packed) => packed.multiply(panels, out, stride),
         }
     }
 
-    /// Gives back memory for the next product.
-    fn give_back(self) {
+    /// Keeps the memory for the next product.
+    fn release(self) {
         #[cfg(target_arch = "x86_64")]
-        if let Self::Bytes(laid) = self {
-            BYTE_ROWS.set(laid);
+        if let Self::Bytes(packed) = self {
+            BYTE_ROWS.set(packed);
         }
     }
 }
 
-/// Words times rows from which on several threads are faster than one: some 5 µs of work.
+/// From this product of words and rows on, several threads are faster than one: about 5 µs of work.
 const WORTH_SHARING: usize = 1 << 15;
-/// Above so many rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
+/// Above this number of rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
 const MANY: usize = 2 * MOST_ROWS;
 
-/// The number at a place of a word.
+/// Unpacks the number at an index in a word.
 fn number(numbers: Numbers, word: u32, place: usize, scale: f32, offset: f32) -> f32 {
     let quantised = |bits: u32| {
         let q = word >> (bits * place as u32) & ((1 << bits) - 1);
@@ -396,7 +405,7 @@ mod tests {
         noise(shape, 1.0, seed)
     }
 
-    /// A matrix with its columns as f32.
+    /// A matrix, and its columns as f32.
     fn matrix(numbers: Numbers, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
         let columns = flat(&[width, depth], 5);
         let most = if numbers == Numbers::Bits4 { 15.0 } else { 255.0 };
@@ -428,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn the_numbers_of_a_column_are_those_it_was_made_of() {
+    fn a_column_has_the_numbers_it_was_packed_from() {
         for numbers in ALL {
             let (made, right) = matrix(numbers, [96, 70]);
             for column in [0, 1, 63, 64, 69] {
@@ -442,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_product_is_the_sum_of_the_products_on_every_cpu() {
+    fn a_product_equals_the_plain_sum_on_every_cpu() {
         on_every_cpu(|| {
             for numbers in ALL {
                 for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
@@ -461,15 +470,15 @@ mod tests {
         });
     }
 
-    /// Matrices of whole numbers, with what rows may become and the largest number of that.
-    fn whole() -> impl Iterator<Item = (Numbers, (RowNumbers, f32))> {
+    /// The formats of quantised matrices, each with the formats of rows and the largest number of these.
+    fn quantised_formats() -> impl Iterator<Item = (Numbers, (RowNumbers, f32))> {
         let rows = [(RowNumbers::Int8, 127.0), (RowNumbers::Int16, 127.0 * 128.0)];
         [Numbers::Bits4, Numbers::Bits8, Numbers::Bits8By16]
             .into_iter()
             .flat_map(move |it| rows.map(|kind| (it, kind)))
     }
 
-    /// What `ByteRows` makes of a row: whole numbers, times their scales.
+    /// A row after `ByteRows` has quantised it: whole numbers, times their scales.
     fn rounded(row: &[f32], largest: f32) -> Vec<f64> {
         let groups = row.chunks(32).flat_map(|group| {
             let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
@@ -481,11 +490,11 @@ mod tests {
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn rounded_rows_give_the_products_of_what_they_were_rounded_to() {
+    fn quantised_rows_give_the_exact_products_of_their_rounded_numbers() {
         if !crate::multiplies_bytes() {
             return;
         }
-        for (numbers, (kind, largest)) in whole() {
+        for (numbers, (kind, largest)) in quantised_formats() {
             for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
                 let (made, right) = matrix(numbers, [96, width]);
                 let made = made.with_rows_as(kind);
@@ -509,11 +518,11 @@ mod tests {
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn a_rounded_row_gives_the_same_bits_among_any_others_and_what_is_not_finite_stays_so() {
+    fn a_quantised_row_gives_the_same_bits_in_any_batch_and_keeps_nan() {
         if !crate::multiplies_bytes() {
             return;
         }
-        for (numbers, (kind, _)) in whole() {
+        for (numbers, (kind, _)) in quantised_formats() {
             let (made, other) = (matrix(numbers, [96, 2_000]).0, matrix(numbers, [96, 70]).0);
             let (made, other) = (made.with_rows_as(kind), other.with_rows_as(kind));
             let x = flat(&[70, 96], 9);
@@ -542,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_gives_the_same_bits_among_any_others_and_with_any_threads() {
+    fn a_row_gives_the_same_bits_in_any_batch_and_with_any_threads() {
         on_every_cpu(|| {
             for numbers in ALL {
                 let (made, _) = matrix(numbers, [96, 200]);
@@ -573,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn laid_out_words_are_taken_again_if_they_are_as_many() {
+    fn packed_words_are_reused_if_their_number_fits() {
         let (made, _) = matrix(Numbers::Bits4, [64, 10]);
         let words = Words::Own(made.words().into());
         let again = Matrix::of_words(Numbers::Bits4, [64, 10], words.clone()).unwrap();

@@ -1,15 +1,15 @@
-//! The product of two matrices. Decides their layout in memory, so that the inner loop reads both from front to
-//! back. Weights are laid out once, when the model is loaded.
+//! Matrix products. Decides the layout of matrices in memory, so that the inner loop reads both from front to back.
+//! Weights are packed once, when the model is loaded.
 //!
-//! The inner loop keeps a tile of results in registers: two registers wide, and as many rows high as there are
-//! registers for.
+//! The inner loop keeps a tile of results in registers. The tile is two registers wide, and has as many rows as there
+//! are registers for.
 
+mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod bytes;
 mod gemv;
 mod layout;
 mod linear;
-mod aligned;
 mod matrix;
 mod numbers;
 mod size;
@@ -30,9 +30,9 @@ pub use size::{COLUMNS, RUN};
 pub use tile::store;
 use tile::{Multiply, RowByRow, activated};
 
-/// The most tiles of rows in one block: enough that reading the weights again for each block costs little, few
-/// enough that the caches hold the block for the next step. CPUs with more registers, hence higher tiles, also
-/// have larger caches.
+/// The most tiles of rows in one block. They are enough that reading the weights again for each block costs little, and
+/// few enough that the caches hold the block for the next step. CPUs with more registers have higher tiles, but also
+/// larger caches.
 const TILES: usize = 32;
 
 /// The columns of a tile on this CPU.
@@ -53,7 +53,7 @@ pub fn multiply_rows(
     out: &mut [f32],
     then: impl Fn(usize, &mut [f32]) + Send + Sync,
 ) {
-    // What depends on `then` is compiled in the crate that calls it; what computes is compiled once, here.
+    // Only this generic function is compiled in the calling crate; the computation is compiled once, in this crate.
     multiply_in_blocks(rows, right, out, &then);
 }
 
@@ -67,15 +67,15 @@ fn multiply_in_blocks(
     by_blocks(out, width, |first, out| {
         let count = out.len() / width;
         let mut left = LEFT.take();
-        left.lay(&rows[first * depth..][..count * depth], depth);
+        left.pack(&rows[first * depth..][..count * depth], depth);
         left.multiply(0, right, out, width);
         LEFT.set(left);
         then(first, out);
     });
 }
 
-/// Runs `work` on blocks of rows of `out`, `width` wide, with the index of each block's first row; in parallel
-/// if there are several threads.
+/// Runs `work` on blocks of rows of `out`, which are `width` wide, with the index of each block's first row. In
+/// parallel if there are several threads.
 pub fn by_blocks(out: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Send + Sync) {
     let threads = rayon::current_num_threads();
     let share = (out.len() / width.max(1)).div_ceil(threads);
@@ -95,7 +95,7 @@ pub fn in_parallel<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) + S
 }
 
 impl Rows {
-    /// The first `width` columns of `out` `[count, stride]` ← these rows, from row `first` on, times `right`.
+    /// The first `right.width()` columns of `out` `[count, stride]` ← these rows, from row `first` on, times `right`.
     /// `first` must be the first row of a tile.
     pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
         let row = self.depth.next_multiple_of(RUN);
@@ -105,8 +105,8 @@ impl Rows {
         dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
     }
 
-    /// `to` ← activation(these rows times `right` + `bias`), laid out for the next product. `bias` has zeros
-    /// after its last number, up to a whole run.
+    /// `to` ← activation(these rows times `right` + `bias`), packed for the next product. `bias` is padded with zeros
+    /// to a whole run.
     pub fn multiply_activated(&self, right: &Panels, bias: &[f32], activation: Activation, to: &mut Rows) {
         let rows = self.tiles.len() / self.depth.next_multiple_of(RUN);
         to.depth = right.width;
@@ -117,10 +117,8 @@ impl Rows {
         }
         activated(&self.tiles, right, bias, activation, &mut to.tiles);
     }
-}
 
-impl Rows {
-    /// Multiplies each number by that of `by`, which is laid out alike.
+    /// Multiplies each number by the corresponding one of `by`, which has the same shape.
     pub fn gate(&mut self, by: &Self) {
         self.tiles.iter_mut().zip(by.tiles.iter()).for_each(|(x, gate)| *x *= gate);
     }
@@ -151,17 +149,17 @@ mod tests {
     }
 
     #[test]
-    fn what_was_laid_out_before_leaves_no_trace() {
+    fn a_reused_buffer_keeps_nothing_of_its_former_contents() {
         let (mut rows, mut panels) = (Rows::new(&[f32::NAN; 40], 2), Panels::new(&[f32::NAN; 90], 3));
-        rows.lay(&[1.0, 2.0], 2);
-        panels.lay(&[3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2);
+        rows.pack(&[1.0, 2.0], 2);
+        panels.pack(&[3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2);
         let mut out = [f32::NAN; 3];
         rows.multiply(0, &panels, &mut out, 3);
         assert_eq!(out, [11.0, 17.0, 23.0]);
     }
 
     #[test]
-    fn activated_rows_are_those_of_the_next_product_whatever_was_there_before() {
+    fn activated_rows_are_packed_for_the_next_product_in_a_reused_buffer() {
         on_every_cpu(|| {
             for width in [5, 16, 40, 100] {
                 let (rows, bias) = (Rows::new(&[1.0, 2.0, 3.0, 4.0], 2), vec![-0.5; 112]);
@@ -177,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_multiplied_and_no_row_behind_it() {
+    fn a_block_is_multiplied_without_the_rows_after_it() {
         let rows = Rows::new(&[2.0; 100], 1);
         let mut out = [0.0; 7];
         rows.multiply(24, &Panels::new(&[3.0], 1), &mut out, 1);
@@ -185,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_product_leaves_what_lies_beyond_its_columns() {
+    fn a_product_leaves_the_columns_beyond_its_own_unchanged() {
         let (rows, panels) = (Rows::new(&[1.0, 2.0], 1), Panels::new(&[3.0, 4.0], 1));
         let mut out = [-1.0; 6];
         rows.multiply(0, &panels, &mut out, 3);
@@ -193,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_gives_the_same_numbers_among_any_others() {
+    fn a_row_gives_the_same_numbers_in_any_batch() {
         let (depth, width) = (64, 48);
         let panels = Panels::new(&noise(&[width, depth], 1.0, 2), depth);
         let rows = noise(&[29, depth], 1.0, 3);

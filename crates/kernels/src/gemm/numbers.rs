@@ -1,25 +1,25 @@
-//! How the numbers of a [`Matrix`](super::Matrix) are kept. Owns no state.
+//! The number formats of a [`Matrix`](super::Matrix). Owns no state.
 
-/// Columns that lie side by side.
+/// The columns of a panel, whose words are interleaved.
 pub const PANEL: usize = 64;
 
-/// How the numbers of a matrix are kept.
+/// The number format of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Numbers {
     /// 32 bits.
     F32,
-    /// The upper half of an f32.
+    /// bf16, the upper half of an f32.
     Bf16,
-    /// 0 to 15, with a scale and an offset for 32 numbers.
+    /// Whole numbers from 0 to 15, with a scale and an offset for each 32 of them.
     Bits4,
-    /// 0 to 255, with a scale and an offset for 32 numbers.
+    /// Whole numbers from 0 to 255, with a scale and an offset for each 32 of them.
     Bits8,
-    /// 0 to 255, with a scale and an offset for 16 numbers.
+    /// Whole numbers from 0 to 255, with a scale and an offset for each 16 of them.
     Bits8By16,
 }
 
 impl Numbers {
-    /// Numbers of a column that share a scale and an offset, or that lie in one word.
+    /// Numbers of a column in a group: those that share a scale and an offset, or one word.
     pub fn group(self) -> usize {
         match self {
             Self::F32 => 1,
@@ -39,16 +39,17 @@ impl Numbers {
         }
     }
 
-    /// The largest whole number.
+    /// The largest quantised number.
     pub(super) fn most(self) -> u8 {
         if self == Self::Bits4 { 15 } else { 255 }
     }
 
+    /// Whether the numbers are quantised: whole numbers with a scale and an offset for each group.
     pub(super) fn is_scaled(self) -> bool {
         matches!(self, Self::Bits4 | Self::Bits8 | Self::Bits8By16)
     }
 
-    /// The words of a group of one column.
+    /// The words of a group of one column, including scale and offset.
     pub(super) fn words(self) -> usize {
         self.group() / self.in_word() + if self.is_scaled() { 2 } else { 0 }
     }

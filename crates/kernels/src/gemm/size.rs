@@ -1,10 +1,10 @@
-//! The size of a tile of results, by this CPU's registers. Owns no state.
+//! The size of a tile of results, which depends on this CPU's registers. Owns no state.
 
 use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
 
-/// Adjacent numbers of a row in a tile: one cache line, copied as a whole.
+/// The adjacent numbers of a row in a tile: a run. It is one cache line, and is copied as a whole.
 pub const RUN: usize = 16;
 
 /// Registers for one row of a tile.
@@ -22,11 +22,12 @@ pub struct Tile {
 }
 
 impl Tile {
+    /// The tile of this CPU.
     pub fn of_this_cpu() -> Self {
         dispatch(TileOf)
     }
 
-    /// The same if the registers are already known.
+    /// The tile of CPUs with the registers of `S`.
     pub fn of<S: Simd>() -> Self {
         // CPUs with registers of 16 numbers have 32 of them.
         let many = S::REGISTER_COUNT >= 32 || S::F32_LANES >= 16;

@@ -1,4 +1,4 @@
-//! The inner loop of a product: computes a tile of results, and stores it.
+//! The inner loop of an f32 product: computes a tile of results, and stores it.
 
 use std::marker::PhantomData;
 
@@ -9,16 +9,16 @@ use super::super::dispatch;
 use super::layout::Panels;
 use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 
-/// `tiles` times `right`, tile by tile, stored by a [`Target`].
+/// The kernel that multiplies `tiles` by `right`, tile by tile. A [`Target`] stores the results.
 pub struct Multiply<'a, T> {
     pub tiles: &'a [f32],
     pub right: &'a Panels,
     pub to: T,
 }
 
-/// Stores the results of a product.
+/// Where the results of a product are stored.
 pub trait Target {
-    /// Takes the sums of a tile.
+    /// Stores the sums of a tile.
     fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]);
 }
 
@@ -27,7 +27,7 @@ pub trait Target {
 pub struct At {
     /// The index among the tiles of rows.
     tile: usize,
-    /// Its first column.
+    /// The first column of the results.
     column: usize,
 }
 
@@ -78,7 +78,7 @@ fn sums<S: Simd, const ROWS: usize>(
     sums
 }
 
-/// Stores into `[count, stride]`, in the first `width` columns.
+/// Stores the results in the first `width` columns of `out` `[count, stride]`.
 pub struct RowByRow<'a> {
     pub out: &'a mut [f32],
     pub stride: usize,
@@ -96,7 +96,7 @@ impl Target for RowByRow<'_> {
     }
 }
 
-/// Stores registers in `out`, which may end before them.
+/// Stores registers in `out`, which may be shorter than they are.
 #[inline(always)]
 pub fn store<S: Simd>(simd: S, sums: &[S::f32s], out: &mut [f32]) {
     let (whole, rest) = S::as_mut_simd_f32s(out);
@@ -107,10 +107,10 @@ pub fn store<S: Simd>(simd: S, sums: &[S::f32s], out: &mut [f32]) {
     }
 }
 
-/// Stores the tiles of the next product's left matrix: each number is `F(sum + bias)`.
+/// Stores `F(sum + bias)` in the layout of the left matrix of the next product.
 struct TileByTile<'a, F> {
     tiles: &'a mut [f32],
-    /// Zeros after the last column, up to a whole run.
+    /// Padded with zeros to a whole run.
     bias: &'a [f32],
     function: PhantomData<F>,
 }
@@ -128,7 +128,7 @@ impl<F: Lanes> Target for TileByTile<'_, F> {
             for (row, sums) in tile.as_chunks_mut::<RUN>().0[run * ROWS..].iter_mut().zip(&sums) {
                 S::as_mut_simd_f32s(&mut row[number..][..S::F32_LANES]).0[0] = sums[index];
             }
-            // The sums are stored first, since the function needs their registers.
+            // All sums are stored before the function is applied, because it needs their registers.
             for row in &mut tile.as_chunks_mut::<RUN>().0[run * ROWS..][..ROWS] {
                 let x = &mut S::as_mut_simd_f32s(&mut row[number..][..S::F32_LANES]).0[0];
                 *x = F::apply(simd, simd.add_f32s(*x, bias));
@@ -137,7 +137,7 @@ impl<F: Lanes> Target for TileByTile<'_, F> {
     }
 }
 
-/// `to` ← activation(`tiles` times `right` + `bias`), laid out as `tiles` are.
+/// `to` ← activation(`tiles` times `right` + `bias`), in the layout of `tiles`.
 pub fn activated(tiles: &[f32], right: &Panels, bias: &[f32], activation: Activation, to: &mut [f32]) {
     match activation {
         Activation::Gelu => through::<Gelu>(tiles, right, bias, to),
