@@ -296,7 +296,7 @@ fn the_file_of_three_pools_is_valid() {
     let loaded = load(&[path], Vec::new(), &[]).expect("a valid file");
     let names: Vec<&str> = loaded.settings.pools.iter().map(|pool| pool.name.as_str()).collect();
     assert_eq!(names, ["embed", "rerank", "images"]);
-    // Wherever it is used from.
+    // The folders do not depend on the current folder.
     for (pool, folder) in [(0, "all-MiniLM-L6-v2"), (2, "efficientnet-lite0")] {
         let found = loaded.model_folder(pool).expect("a pool");
         assert_eq!(found, PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models").join(folder));
