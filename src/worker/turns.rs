@@ -156,7 +156,9 @@ impl Lane {
         Some(task)
     }
 
-    /// Sends tasks to a retry queue while too many wait: the latest task of the requester that has the most.
+    /// Sends tasks to a retry queue while too many wait: the latest task of the requester that has the most. Chance
+    /// decides between requesters that have as many, because a task that came back later would otherwise be the latest
+    /// again each time.
     fn review(&mut self, now: Instant) {
         self.forget();
         let elapsed = |current: &Current| now.saturating_duration_since(current.began);
@@ -166,8 +168,11 @@ impl Lane {
             for task in &self.waiting {
                 *counts.entry(task.requester).or_default() += 1;
             }
+            let keys: HashMap<u64, (usize, u32)> =
+                counts.into_iter().map(|(requester, count)| (requester, (count, rand::random()))).collect();
             let leaving = self.waiting.iter().enumerate().filter(|(_, task)| task.may_leave);
-            let Some((index, _)) = leaving.max_by_key(|(_, task)| counts.get(&task.requester)) else {
+            // The last of those with the same key is the latest task of its requester.
+            let Some((index, _)) = leaving.max_by_key(|(_, task)| keys.get(&task.requester)) else {
                 return;
             };
             let _ = self.waiting.remove(index).call.send(Call::PutOff);
@@ -252,6 +257,25 @@ mod tests {
         assert_eq!(left, [false, false, false, false, true, true, true], "the latest of requester 1");
         let late = waits(&turns, 3, true).await;
         assert!(waiting[3].is_finished() && !late.is_finished(), "there is room for another requester");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_newcomer_sometimes_stays_where_each_requester_has_one_task() {
+        let turns = Turns::new(GRANTED);
+        let _turn = turns.take(0, true).await.unwrap();
+        let mut waiting = Vec::new();
+        for requester in 1..=4 {
+            waiting.push(waits(&turns, requester, true).await);
+        }
+        tokio::time::sleep(SOON).await;
+        let mut stayed = 0;
+        for newcomer in 5..105 {
+            let task = waits(&turns, newcomer, true).await;
+            stayed += u32::from(!task.is_finished());
+            waiting.push(task);
+        }
+        // Each has a chance of four in five.
+        assert!((40..100).contains(&stayed), "{stayed}");
     }
 
     #[tokio::test(start_paused = true)]

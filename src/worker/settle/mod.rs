@@ -50,6 +50,8 @@ pub(super) use self::stalled::Stalled;
 const STALLED_AFTER: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
 const MIN_PUBLISH_TIME: Duration = Duration::from_secs(1);
+/// How long a task with no time left may wait for the probe of its reply queue.
+const PROBE_TIME: Duration = Duration::from_secs(5);
 /// How long finished results are still published once the worker hands tasks back.
 const PUBLISH_GRACE: Duration = Duration::from_secs(4);
 /// How often a waiting publish checks whether the broker accepts messages.
@@ -180,15 +182,18 @@ impl Settlement {
         if accepted.delivery.source == Source::Background {
             return Ok(None);
         }
-        let held = |is_refused| {
+        let held = |is_probed: bool| {
             let left = self.time_to_wait(accepted);
-            Held { queue: queue.to_owned(), left, is_refused }
+            // The header that says since when it waits is the requester's: without a limit, a task with an old time would
+            // circle for as long as the probe takes.
+            let may_wait_for_probe = is_probed && self.waited(accepted) < self.waits.requesters + PROBE_TIME;
+            Held { queue: queue.to_owned(), left, may_wait_for_probe }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
             Admission::Compute => Ok(None),
             Admission::Probe(probe) => Ok(Some(probe)),
-            Admission::Probed => Err(held(false)),
-            Admission::Refused => Err(held(true)),
+            Admission::Probed => Err(held(true)),
+            Admission::Refused => Err(held(false)),
         }
     }
 
@@ -469,10 +474,14 @@ impl Settlement {
     /// How long the task may still wait for its reply queue: for `pool.reply_timeout` since it was first put off, and
     /// until its deadline.
     fn time_to_wait(&self, accepted: &Accepted) -> Duration {
-        let now = SystemTime::now();
-        let waited = now.duration_since(accepted.task.put_off_since(now)).unwrap_or_default();
-        let left = self.waits.requesters.saturating_sub(waited);
+        let left = self.waits.requesters.saturating_sub(self.waited(accepted));
         accepted.time_left().map_or(left, |until| until.min(left))
+    }
+
+    /// How long ago the task was first put off because of its reply queue.
+    fn waited(&self, accepted: &Accepted) -> Duration {
+        let now = SystemTime::now();
+        now.duration_since(accepted.task.put_off_since(now)).unwrap_or_default()
     }
 
     fn is_own(&self, queue: &str) -> bool {

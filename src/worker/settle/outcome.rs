@@ -39,8 +39,9 @@ pub(in crate::worker) struct Held {
     pub(in crate::worker) queue: String,
     /// How long the task may still wait for the queue.
     pub(in crate::worker) left: Duration,
-    /// The queue is known to accept nothing now. Otherwise another task is being computed in order to try it.
-    pub(in crate::worker) is_refused: bool,
+    /// The task may wait once more although it has no time left: another task is being computed in order to try the
+    /// queue.
+    pub(in crate::worker) may_wait_for_probe: bool,
 }
 
 impl From<TaskError> for Outcome {
@@ -140,20 +141,19 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
     }
 }
 
-/// Puts the task off to a retry queue while it has time to wait. With no time left, the task becomes a dead letter if
-/// the reply queue is known to accept nothing. If a probe is under way, it is put off with the shortest delay, because
-/// the result of the probe may let it be computed.
+/// Puts the task off to a retry queue while it has time to wait. With no time left, the task becomes a dead letter,
+/// unless it may wait for a probe whose result may let it be computed: then it is put off with the shortest delay.
 fn hold(held: Held, tries: Tries<'_>) -> Disposition {
-    let Held { queue, left, is_refused } = held;
+    let Held { queue, left, may_wait_for_probe } = held;
     match wait(tries.retry, left, tries.jitter) {
         Some(delay) => Disposition::PutOff(delay, WaitsFor::ReplyQueue),
-        None if is_refused => {
+        None if may_wait_for_probe => Disposition::PutOff(shortest(tries), WaitsFor::ReplyQueue),
+        None => {
             let message = format!(
                 "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
             );
             Disposition::Park(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
         }
-        None => Disposition::PutOff(shortest(tries), WaitsFor::ReplyQueue),
     }
 }
 
@@ -231,22 +231,22 @@ mod tests {
         }
     }
 
-    fn held(left: u64, is_refused: bool) -> Disposition {
+    fn held(left: u64, may_wait_for_probe: bool) -> Disposition {
         let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
-        let held = Held { queue: "q".into(), left: Duration::from_secs(left), is_refused };
+        let held = Held { queue: "q".into(), left: Duration::from_secs(left), may_wait_for_probe };
         disposition(Outcome::Held(held), tries)
     }
 
     #[test]
     fn a_held_task_is_put_off_while_time_remains_and_then_dead_lettered() {
         for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
-            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, true) else {
+            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, false) else {
                 panic!("{left} s are left")
             };
             assert_eq!((delay.ceiling.as_secs(), delay.after), (waits, delay.ceiling), "{left}");
         }
-        assert!(matches!(held(1, true), Disposition::Park(Reason::Unconfirmed, _)));
-        let Disposition::PutOff(delay, _) = held(0, false) else { panic!("the queue may take it again") };
+        assert!(matches!(held(1, false), Disposition::Park(Reason::Unconfirmed, _)));
+        let Disposition::PutOff(delay, _) = held(0, true) else { panic!("the queue may take it again") };
         assert_eq!(delay.ceiling.as_secs(), 1);
     }
 

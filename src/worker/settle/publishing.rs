@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
 use super::follow::Sent;
@@ -45,6 +46,8 @@ struct Attempts {
     is_out: AtomicBool,
     /// The broker has refused it at least once.
     was_refused: AtomicBool,
+    /// Tells the first refusal to who waits for the message.
+    refusal: Notify,
 }
 
 impl Settlement {
@@ -94,8 +97,9 @@ impl Settlement {
     }
 
     /// Waits until the time for this queue is over, or until too many tasks wait for such queues. Returns the result
-    /// that then counts for the message of `bytes` bytes. A requester's queue is entered into `breakers` and `stalled`
-    /// after [`STALLED_AFTER`].
+    /// that then counts for the message of `bytes` bytes. The message is entered into `stalled` at its first refusal, and
+    /// its queue into `breakers` after [`STALLED_AFTER`], until which it may be full or slow for a moment. Without a refusal,
+    /// both are entered then.
     async fn wait_until_given_up(
         &self,
         to: To<'_>,
@@ -110,16 +114,31 @@ impl Settlement {
             self.broker_takes_messages_for(limit).await;
             return in_vain();
         }
-        self.broker_takes_messages_for(STALLED_AFTER).await;
+        let began = Instant::now();
+        tokio::select! {
+            () = self.broker_takes_messages_for(STALLED_AFTER) => {}
+            () = attempts.refusal.notified() => {}
+        }
+        let mut evicted = self.stalled.enter(bytes);
+        let rest = STALLED_AFTER.saturating_sub(began.elapsed());
+        let is_evicted = tokio::select! {
+            biased;
+            _ = &mut evicted => true,
+            () = self.broker_takes_messages_for(rest) => false,
+        };
         let was_refused = attempts.was_refused.load(Ordering::Relaxed);
         let _waiting = self.breakers.wait(queue, was_refused, Instant::now());
-        let evicted = self.stalled.enter(bytes);
-        tokio::select! {
-            () = self.broker_takes_messages_for(limit - STALLED_AFTER) => in_vain(),
-            _ = evicted => Sent::Evicted(format!(
-                "queue {queue:?} takes no message now, and too many tasks wait for such queues"
-            )),
+        let is_evicted = is_evicted
+            || tokio::select! {
+                () = self.broker_takes_messages_for(limit - STALLED_AFTER) => false,
+                _ = evicted => true,
+            };
+        if !is_evicted {
+            return in_vain();
         }
+        Sent::Evicted(format!(
+            "queue {queue:?} takes no message now, and too many tasks wait for such queues"
+        ))
     }
 
     /// Returns once the broker has accepted messages for `time` in all. Time during a lost connection or an alarm does
@@ -160,6 +179,7 @@ impl Settlement {
             attempts.was_refused.store(true, Ordering::Relaxed);
             failures += 1;
             if failures == 1 {
+                attempts.refusal.notify_one();
                 tracing::warn!(queue, why = failure, "the queue takes no message now; trying again");
             }
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;

@@ -244,6 +244,49 @@ async fn a_full_queue_without_waiting_replies_is_probed_by_one_task_at_a_time() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn refusals_of_many_queues_free_their_places_within_a_second() {
+    here(async {
+        let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
+        rig.memory.grant(8);
+        let queues: Vec<String> = (0..20).map(|n| format!("full {n}")).collect();
+        for queue in &queues {
+            rig.memory.queue(queue, Does::Answer(Published::Nacked));
+        }
+        rig.memory.deliver(queues.iter().map(|queue| to(queue, queue)));
+        let begun = tokio::time::Instant::now();
+        rig.memory.publishes("tasks, later", 16).await;
+        assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+        assert_eq!(rig.memory.published(DEAD), []);
+        // The worker remembers the queues: their next tasks are not computed.
+        rig.memory.deliver([to(&queues[0], "again")]);
+        assert_eq!(ids(&rig.memory.publishes("tasks, later", 17).await).last(), Some(&"again"));
+        assert_eq!(
+            rig.memory.published(&queues[0]).iter().filter(|it| ids(&[(*it).clone()]) == ["again"]).count(),
+            0
+        );
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_claims_to_have_waited_for_years_does_not_circle_beside_a_probe() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        rig.memory.deliver([to("full", "first")]);
+        rig.memory.publishes(DEAD, 1).await;
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        rig.memory.deliver([task("probe", "full", &json!({"input": 1, "sleep_ms": 500}))]);
+        rig.computes("probe").await;
+        let since = [("sconce_put_off_since", "2020-01-01T00:00:00Z")];
+        rig.memory.deliver([with_headers(to("full", "late"), &since)]);
+        assert_eq!(ids(&rig.memory.publishes(DEAD, 2).await), ["first", "late"]);
+        assert_eq!(rig.memory.published("tasks, later"), []);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_task_whose_waiting_time_is_over_becomes_a_dead_letter_uncomputed() {
     here(async {
         let rig = Rig::start("echo", |_| ());
