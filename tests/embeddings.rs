@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use sconce::model::load::tokenizer::Tokens;
-use sconce::model::nets::text::TextNetwork;
+use sconce::model::nets::encoder::TextNetwork;
 use sconce::model::tasks::embed::{self, EmbeddingProcessor};
 use sconce::model::{Device, Dtype, Forward, LoadError, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Message, TaskError, TaskErrorKind};

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use sconce::model::load::tokenizer::Tokens;
-use sconce::model::nets::text::TextNetwork;
+use sconce::model::nets::encoder::TextNetwork;
 use sconce::model::tasks::{labels, pairs};
 use sconce::model::{Device, Forward, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};

@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Tensor};
 use sconce::batching::{self, Batcher, Policy};
 use sconce::config::{self, Assignment};
 use sconce::model::load::tokenizer::Tokens;
-use sconce::model::nets::text::TextNetwork;
+use sconce::model::nets::encoder::TextNetwork;
 use sconce::model::tasks::embed::{self, EmbeddingProcessor};
 use sconce::model::{Forward as _, LoadSpec, Processor as _};
 use sconce::protocol::Message;
