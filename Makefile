@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo demo-images demo-generate test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build cuda gpu-check models demo demo-images demo-generate unit test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,10 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/setup-tests
 	$(MAKE) lint
 	$(MAKE) test-without-lint
+
+UNIT = architecture bench_device check_config deploy devices embedded_broker kernels launcher request_memory scores settings sound
+unit: ## the tests that need no broker, no network and no weights: about two minutes, once compiled
+	$(CARGO) test --locked --workspace --lib $(UNIT:%=--test %)
 
 test-without-lint: ## the tests of `make test` alone
 	scripts/setup-tests

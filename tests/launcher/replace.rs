@@ -178,7 +178,7 @@ async fn a_worker_is_recycled_for_its_age_and_for_the_memory_that_it_has_gained(
 #[tokio::test]
 async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_are_taken_back() {
     let script = format!(
-        "{SHARED}\nsay born; case $start in *missing*) exit 82;; esac; {READY}\n\
+        "{SHARED}\nsay born; case $start in *'\"missing\"'*) exit 82;; esac; {READY}\n\
          while read -r line; do case $line in *finish*|*drain*) say gone; exit 0;; esac; done"
     );
     let mut stage = Stage::new(2, &script);
