@@ -220,7 +220,7 @@ async fn nothing_is_deleted_without_a_yes_and_nothing_changes_without_being_name
         dead_says(&settings, words, 64, &["--all"]).await;
     }
     let told = format!("would delete from {}: 1 dead letter: 1 poison", settings.dead);
-    dead_says(&settings, "purge 1", 0, &[&told, "--yes deletes"]).await;
+    dead_says(&settings, "purge 1", 0, &[&told, "give --yes to delete"]).await;
     assert_eq!(listed(&settings, "").await, ["0", "1", "2"]);
     dead_says(&settings, "purge 1 4 --yes", 1, &["matches 4"]).await;
     assert_eq!(listed(&settings, "").await, ["0", "2"]);
