@@ -223,7 +223,8 @@ fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Resul
     Ok(receiver)
 }
 
-/// The requests of the command line's texts: files for a pool that takes files, else what the pool answers.
+/// Makes requests of the arguments: they name files if the pool takes a media type other than JSON, and otherwise they
+/// are texts, which are put into bodies that the pool answers.
 ///
 /// # Errors
 /// A file cannot be read, or the pool does not take its type.

@@ -16,11 +16,11 @@ use crate::shutdown::Exit;
 /// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// How long a line is not repeated that several workers write at the same time.
+/// The time in which a line about a created queue is logged once, although several workers write it.
 const REPEAT_WINDOW: Duration = Duration::from_secs(10);
 
-/// How long the same reason for which a model cannot be loaded is not logged again. A pool's slots fail together, and
-/// each fails several times.
+/// The time in which a reason for which a model cannot be loaded is logged once. A pool's slots fail together, and each
+/// fails several times.
 const REASON_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The reasons for which models could not be loaded, and when each was logged. Written and read when a worker that
@@ -136,7 +136,7 @@ impl LogTail {
         if self.0.len() >= TAIL_LINES {
             self.0.pop_front();
         }
-        // In a control line each control character would take six bytes.
+        // The tail is sent as JSON, in which a control character takes six bytes, such as `\u0000`.
         let plain: String = line.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
         self.0.push_back(shorten(&plain, MAX_LINE_BYTES));
     }

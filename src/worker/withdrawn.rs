@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long each is remembered: an hour. Each run of `sconce submit` is a job of its own.
+/// How long each is remembered. A long time does no harm, because each run of `sconce submit` is a job of its own.
 const REMEMBERED_FOR: Duration = Duration::from_secs(60 * 60);
 /// The most that are remembered; the oldest are forgotten first.
 const MAX_REMEMBERED: usize = 1_000;

@@ -303,12 +303,13 @@ impl Supervisor {
     }
 }
 
-/// Cancels the consumer, so that a new one with another prefetch can be made. False: not possible now.
+/// Cancels the consumer, so that a new one with another prefetch can be made. Acks are held back meanwhile. False: that
+/// is not safe now.
 ///
-/// It is possible only while a full prefetch is unsettled, all of it from this consumer, and no ack is being
-/// sent. Then the broker has no further delivery on its way to us; otherwise RabbitMQ would requeue that one,
-/// count it as a failed delivery and deliver it again. Also, the unsettled messages then never belong to more than
-/// two consumers. A prefetch that never fills limits nothing, so it need not change.
+/// It is safe only while no delivery is in transit: RabbitMQ would requeue it, count it as a failed delivery and deliver
+/// it again. None is in transit while as many messages of this consumer are unsettled as its prefetch, and no ack is
+/// being sent. So the unsettled messages never belong to more than two consumers. A prefetch that never fills limits
+/// nothing, so it need not change.
 async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {
     let full = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
     if full {

@@ -1,5 +1,5 @@
 //! Decides which queues are declared, and with which arguments. An existing queue is used as it is, whatever its
-//! arguments; no queue is ever deleted.
+//! arguments. Nothing here deletes a queue; the broker deletes a job's reply queue that nobody uses.
 
 use std::time::Duration;
 
@@ -29,9 +29,10 @@ pub struct Topology {
 }
 
 /// Name of a retry queue, where a task waits for its next attempt until the broker moves it into the task
-/// queue. There is one queue for each ceiling, because RabbitMQ expires messages only at the head of a queue: a
-/// delay is at least half of its ceiling, so a message waits behind another for at most that half. The queue's
-/// TTL equals the ceiling: without it, a message without an expiration would hold up all messages after it.
+/// queue. RabbitMQ expires messages only at the head of a queue, so messages with very different delays must not share
+/// one. Each ceiling has its queue, and delays there are between half of the ceiling and the ceiling: a message waits
+/// for one before it for at most half of the ceiling. The queue's TTL equals the ceiling: without it, a message without
+/// an expiration would hold up all messages after it.
 pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
     format!("{task_queue}.retry-{}ms", ceiling.as_millis())
 }
@@ -96,8 +97,9 @@ impl Topology {
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let none = FieldTable::default();
         channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, none).await?;
-        // The first death of a retried task is the expiration in its retry queue. Afterwards the task has no
-        // expiration, so its second death can only be by the delivery limit.
+        // Two kinds of messages are bound. One has died for the first time, by the delivery limit. The other was
+        // retried: its headers still name the retry queue of its first death, so the reason of the later one cannot be
+        // matched. RabbitMQ removed its expiration in the retry queue, so only the delivery limit can have sent it here.
         let waited = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
         for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {

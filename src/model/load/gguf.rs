@@ -218,7 +218,8 @@ fn f16_of(bytes: &[u8]) -> f32 {
 fn half(bits: u16) -> f32 {
     let (sign, size) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
     let value = match size >> 10 {
-        // The exponents differ by 112, also for subnormal numbers.
+        // Shifted by 13, the number is an f32 that is too small by 2^112, the difference of the biases 127 and 15. The
+        // multiplication also makes subnormal numbers normal.
         0..31 => (f32::from_bits(size << 13) * f32::from_bits((112 + 127) << 23)).to_bits(),
         _ => 0x7f80_0000 | size << 13,
     };

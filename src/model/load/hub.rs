@@ -102,7 +102,7 @@ impl Hub {
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {
-        // hf-hub looks into `refs`, where a commit has no entry.
+        // A revision may be a commit. hf-hub finds revisions through `refs` only, which has branches and tags.
         let snapshots = self.cache.path().join(self.repo().folder_name()).join("snapshots");
         let path = snapshots.join(&self.revision).join(name);
         if path.is_file() { Some(path) } else { self.cache.repo(self.repo()).get(name) }
@@ -112,8 +112,8 @@ impl Hub {
         Repo::with_revision(self.name.clone(), RepoType::Model, self.revision.clone())
     }
 
-    /// Downloads a file. hf-hub's requests have no timeout, so they run on a separate thread. After an error that
-    /// thread keeps running, since the process ends.
+    /// Downloads a file. hf-hub's requests have no timeout, so they run on a separate thread. After a stall the thread
+    /// is left alone, because the process ends soon.
     fn fetch(&self, file: &str) -> Result<Option<PathBuf>, LoadError> {
         let (sender, events) = mpsc::sync_channel(1);
         let (repo, cache, wanted) = (self.repo(), self.cache.clone(), file.to_owned());
