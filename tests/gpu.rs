@@ -318,7 +318,7 @@ fn a_device_that_computes_a_decoder_wrongly_takes_no_work() {
 #[test]
 fn a_step_that_finds_no_memory_is_halved_and_no_text_is_lost() {
     let cpu = generate("cpu", &[], &[]);
-    let halved = generate("cuda:0", &[], &[("EMULATED_MEMORY", "2000000")]);
+    let halved = generate("cuda:0", &[], &[("EMULATED_MEMORY", "1600000")]);
     let said = String::from_utf8_lossy(&halved.output.stderr);
     assert!(said.contains("trying its halves") && said.contains("OUT_OF_MEMORY"), "{said}");
     assert_eq!(halved.texts, cpu.texts);
