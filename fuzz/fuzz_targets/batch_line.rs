@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sconce::protocol::batch_line::{error_line, is_torn_output, output_custom_id, parse, response_line};
+use sconce::protocol::batch_line::{error_line, is_torn_output, parse, read_output, response_line};
 use sconce_fuzz::LONGEST_ERROR;
 use serde_json::value::RawValue;
 
@@ -27,18 +27,22 @@ fuzz_target!(|data: &[u8]| {
             assert_eq!(written["response"]["body"], body);
         }
         Err(invalid) => {
-            assert!(!invalid.problem.is_empty() && invalid.problem.len() <= LONGEST_ERROR, "{}", invalid.problem.len());
+            assert!(
+                !invalid.problem.is_empty() && invalid.problem.len() <= LONGEST_ERROR,
+                "{}",
+                invalid.problem.len()
+            );
             check_output(&error_line(7, &invalid), invalid.custom_id.as_deref());
         }
     }
     if let Ok(raw) = serde_json::from_slice::<&RawValue>(data) {
         check_output(&response_line("a", 200, "r", raw), Some("a"));
     }
-    let _ = (is_torn_output(data), output_custom_id(data));
+    let _ = (is_torn_output(data), read_output(data).is_ok());
 });
 
 fn check_output(line: &[u8], custom_id: Option<&str>) {
     assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
-    assert_eq!(output_custom_id(line).expect("ours").as_deref(), custom_id);
+    assert_eq!(read_output(line).expect("ours").custom_id.as_deref(), custom_id);
     assert!(is_torn_output(&line[..line.len() / 2]));
 }

@@ -18,7 +18,9 @@ fuzz_target!(|data: &[u8]| {
             Ok(assignment) => {
                 let shown = format!("{assignment:?}");
                 let addresses = assignment.broker.url.iter();
-                assert!(!shown.contains(SECRET) || !addresses.clone().any(|url| url.expose().contains(SECRET)));
+                assert!(
+                    !shown.contains(SECRET) || !addresses.clone().any(|url| url.expose().contains(SECRET))
+                );
                 let again = serde_json::to_value(&assignment).expect("an assignment is JSON");
                 assert_eq!(serde_json::from_value::<Assignment>(again).expect("as it was"), assignment);
             }

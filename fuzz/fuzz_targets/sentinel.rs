@@ -22,7 +22,9 @@ fuzz_target!(|data: &[u8]| {
             // Once expired, always expired.
             let later = now + Duration::from_secs(1);
             let expires = sentinel.properties.expiration.is_none();
-            assert!(!expires || !sentinel_is_expired(&sentinel, now) || sentinel_is_expired(&sentinel, later));
+            assert!(
+                !expires || !sentinel_is_expired(&sentinel, now) || sentinel_is_expired(&sentinel, later)
+            );
         }
         Incoming::UnknownControl(task, named) => {
             assert!(unknown_control && named == kind);

@@ -29,7 +29,8 @@ fuzz_target!(|data: &[u8]| {
         if let Some(flag) = line.strip_prefix("--set ") {
             flags.extend(flag.split_once('=').map(|(path, value)| (path.to_owned(), value.to_owned())));
         } else if let Some(variable) = line.strip_prefix('$') {
-            environment.extend(variable.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned())));
+            environment
+                .extend(variable.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned())));
         } else if let Some(rest) = line.strip_prefix('@') {
             around = rest.split_once('@').map(|(place, rest)| (place.to_owned(), rest.to_owned()));
         } else {
@@ -78,7 +79,8 @@ fn check_rendering(loaded: &Loaded) {
     }
     let file = FILE.with_extension("again");
     std::fs::write(&file, &loaded.effective).expect("a file in memory");
-    let again = load(&[file], Vec::new(), &[]).unwrap_or_else(|error| panic!("{error}\n{}", loaded.effective));
+    let again =
+        load(&[file], Vec::new(), &[]).unwrap_or_else(|error| panic!("{error}\n{}", loaded.effective));
     // Masked passwords apart.
     let (mut first, mut second) = (loaded.settings.clone(), again.settings);
     first.broker.url.clear();
