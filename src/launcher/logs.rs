@@ -16,45 +16,35 @@ use crate::shutdown::Exit;
 /// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// The time in which a line about a created queue is logged once, although several workers write it.
-const REPEAT_WINDOW: Duration = Duration::from_secs(10);
+/// A line about a created queue is logged once in this time. Workers that start together declare the same queues at the
+/// same moment, and AMQP does not report which of them created a queue.
+pub(super) const QUEUE_MADE_WINDOW: Duration = Duration::from_secs(10);
 
-/// The time in which a reason for which a model cannot be loaded is logged once. A pool's slots fail together, and each
-/// fails several times.
-const REASON_INTERVAL: Duration = Duration::from_secs(60);
+/// A reason for which a model cannot be loaded is logged once in this time. A pool's slots fail together, and each fails
+/// several times.
+pub(super) const REASON_WINDOW: Duration = Duration::from_secs(60);
 
-/// The reasons for which models could not be loaded, and when each was logged. Written and read when a worker that
-/// could not load its model has ended. Bound: the reasons of the last [`REASON_INTERVAL`].
-#[derive(Default)]
-pub(super) struct LoggedReasons(Mutex<HashMap<String, Instant>>);
-
-impl LoggedReasons {
-    /// Whether this reason was logged within the last [`REASON_INTERVAL`]. Records it otherwise.
-    pub(super) fn check_and_record(&self, reason: &str, now: Instant) -> bool {
-        let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        logged.retain(|_, at| now.saturating_duration_since(*at) < REASON_INTERVAL);
-        if logged.contains_key(reason) {
-            return true;
-        }
-        logged.insert(reason.to_owned(), now);
-        false
-    }
+/// Texts that several workers report and that are logged once in a window of time. Written and read by the slots and by
+/// whoever forwards their lines. Bound: the texts of the last window.
+pub(super) struct RecentlyLogged {
+    window: Duration,
+    logged_at: Mutex<HashMap<String, Instant>>,
 }
 
-/// The latest lines about created queues, and when they were logged. Workers that start together declare the same queues
-/// at the same moment, and AMQP does not report which of them created a queue. Written and read for each such line.
-#[derive(Default)]
-pub(super) struct RecentlyLogged(Mutex<HashMap<String, Instant>>);
-
 impl RecentlyLogged {
-    /// Whether this line about a created queue was logged just before. Records it.
-    fn check_and_record(&self, message: &str, now: Instant) -> bool {
-        if !message.starts_with(QUEUE_MADE) {
-            return false;
+    pub(super) fn new(window: Duration) -> Self {
+        Self { window, logged_at: Mutex::default() }
+    }
+
+    /// Whether this text was logged within the window. Records it otherwise.
+    pub(super) fn check_and_record(&self, text: &str, now: Instant) -> bool {
+        let mut logged_at = self.logged_at.lock().unwrap_or_else(PoisonError::into_inner);
+        logged_at.retain(|_, at| now.saturating_duration_since(*at) < self.window);
+        let is_known = logged_at.contains_key(text);
+        if !is_known {
+            logged_at.insert(text.to_owned(), now);
         }
-        let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        logged.retain(|_, at| now.saturating_duration_since(*at) < REPEAT_WINDOW);
-        logged.insert(message.to_owned(), now).is_some()
+        is_known
     }
 }
 
@@ -64,7 +54,7 @@ pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &Re
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
     let message = parsed.as_ref().map_or_else(|| line.to_owned(), message);
-    if logged.check_and_record(&message, Instant::now()) {
+    if message.starts_with(QUEUE_MADE) && logged.check_and_record(&message, Instant::now()) {
         return message;
     }
     if let (Some(_), Some(raw)) = (parsed, raw) {
@@ -164,21 +154,24 @@ mod tests {
     }
 
     #[test]
-    fn a_created_queue_is_logged_once_for_all_workers() {
-        let (logged, now) = (RecentlyLogged::default(), Instant::now());
-        let made = |queue: &str| format!("{QUEUE_MADE} queue={queue:?}");
-        let has = [made("a"), made("b"), made("a"), "ready".into(), "ready".into()]
-            .map(|it| logged.check_and_record(&it, now));
-        assert_eq!(has, [false, false, true, false, false]);
-        assert!(!logged.check_and_record(&made("a"), now + REPEAT_WINDOW), "it was deleted, and made again");
+    fn a_text_that_several_workers_report_is_logged_once_in_a_window() {
+        let (logged, now) = (RecentlyLogged::new(REASON_WINDOW), Instant::now());
+        let known = ["no folder a", "no folder a", "no folder b"].map(|it| logged.check_and_record(it, now));
+        assert_eq!(known, [false, true, false]);
+        assert!(!logged.check_and_record("no folder a", now + REASON_WINDOW));
     }
 
     #[test]
-    fn a_reason_not_to_load_a_model_is_logged_once_a_minute_for_all_slots() {
-        let (reasons, now) = (LoggedReasons::default(), Instant::now());
-        let known = ["no folder a", "no folder a", "no folder b"].map(|it| reasons.check_and_record(it, now));
-        assert_eq!(known, [false, true, false]);
-        assert!(!reasons.check_and_record("no folder a", now + REASON_INTERVAL));
+    fn of_repeated_lines_only_those_about_created_queues_are_dropped() {
+        static FORWARDED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+        let logged = RecentlyLogged::new(QUEUE_MADE_WINDOW);
+        for text in [&format!("{QUEUE_MADE} a"), "ready", &format!("{QUEUE_MADE} a"), "ready"] {
+            let line = format!(r#"{{"level":"INFO","fields":{{"message":"{text}"}}}}"#);
+            let raw: RawLines = |line| FORWARDED.lock().unwrap().push(line.to_owned());
+            assert_eq!(re_emit("e/0", &line, Some(raw), &logged), text);
+        }
+        let forwarded = FORWARDED.lock().unwrap().join("\n");
+        assert_eq!((forwarded.matches(QUEUE_MADE).count(), forwarded.matches("ready").count()), (1, 2));
     }
 
     #[test]

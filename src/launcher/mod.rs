@@ -114,7 +114,7 @@ struct Launch {
     /// Lines that other workers have just logged, and that are not repeated.
     recently_logged: logs::RecentlyLogged,
     /// Why models could not be loaded, so that each reason is logged once for all slots.
-    logged_reasons: logs::LoggedReasons,
+    logged_reasons: logs::RecentlyLogged,
     /// Kills workers that outlive the launcher.
     guard: Arc<Guard>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
@@ -170,8 +170,8 @@ impl Launching {
             board,
             turn,
             raw_lines,
-            recently_logged: logs::RecentlyLogged::default(),
-            logged_reasons: logs::LoggedReasons::default(),
+            recently_logged: logs::RecentlyLogged::new(logs::QUEUE_MADE_WINDOW),
+            logged_reasons: logs::RecentlyLogged::new(logs::REASON_WINDOW),
             guard,
             reached: Mutex::default(),
         };

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::{JoinSet, block_in_place};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 
 use books::{Answer, Answers, Books};
 use plan::{Manners, Pool, REQUESTS, Scale, Trouble, Way};
@@ -31,7 +31,7 @@ use crate::support::sconce::{Sconce, Settings};
 
 /// How many times as long an innocent requester may wait, at the 99th percentile.
 const MOST: f64 = 3.0;
-/// After the last task is published: the longest time in which no task gets its verdict.
+/// After the last task is published: the longest time without a reply or a dead letter.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Findings that are printed; the evidence has all.
 const SHOWN: usize = 40;
@@ -119,14 +119,7 @@ impl Storm {
         desk.publish(plan::phase(self.seed, &self.scale, &self.only), &mut under_way).await;
         eprintln!("soak: {:?}: all is published, {} tasks are open", desk.manners, desk.books().open());
         desk.read_full(&mut readers).await;
-        let (mut open, mut since) = (usize::MAX, Instant::now());
-        while desk.books().open() > 0 && since.elapsed() < PATIENCE {
-            let now = desk.books().open();
-            if now < open {
-                (open, since) = (now, Instant::now());
-            }
-            sleep(Duration::from_millis(100)).await;
-        }
+        while desk.books().open() > 0 && timeout(PATIENCE, desk.entered()).await.is_ok() {}
         let ended = async {
             while let Some(ended) = under_way.join_next().await {
                 if let Err(error) = ended {

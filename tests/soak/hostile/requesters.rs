@@ -9,6 +9,7 @@ use std::time::Duration;
 use lapin::options::{BasicGetOptions, BasicPublishOptions, QueueDeleteOptions};
 use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -51,6 +52,8 @@ pub struct Desk {
     control: Channel,
     /// Locked for map operations only.
     books: Mutex<Books>,
+    /// Told of each reply and each dead letter, once it is in the books.
+    entered: Notify,
 }
 
 impl Queues {
@@ -99,7 +102,7 @@ impl Desk {
         }
         let control = other.channel().await;
         let (begun, books) = (Instant::now(), Mutex::new(books));
-        Self { manners, queues, requests, begun, innocent, other, control, books }
+        Self { manners, queues, requests, begun, innocent, other, control, books, entered: Notify::new() }
     }
 
     pub fn books(&self) -> MutexGuard<'_, Books> {
@@ -138,6 +141,12 @@ impl Desk {
             let code = message.status_code().to_string();
             self.books().reply(id, &code, &message.body, at);
         }
+        self.entered.notify_one();
+    }
+
+    /// Returns when a reply or a dead letter has come since the last call. For one caller.
+    pub async fn entered(&self) {
+        self.entered.notified().await;
     }
 
     /// Publishes what is planned, each at its time. The set ends once the broker has everything, and every queue of a
