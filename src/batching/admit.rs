@@ -8,6 +8,10 @@
 //!   share, and sequences that run beyond one are preempted for them: they wait again, and restart from the beginning.
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
+//! - **Large sequences.** A sequence is large if it has more tokens than a share, or than an equal part for each slot.
+//!   It is within the share of its requester only as long as all large ones together have at most half of the tokens,
+//!   or it is the only one. So a few requesters whose sequences are as long as the context cannot hold all room until
+//!   these end.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
 //!   waiting. Between requesters, the first waiting sequences of each compete by the same rule, except that a
 //!   requester's arrival time is reset whenever one of its sequences is admitted or ends. So each other requester has
@@ -30,7 +34,7 @@
 //!   whose windows they are. They do not count as tokens of a step. A preempted sequence encodes its window again.
 
 use std::cell::LazyCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::prompts::{self, Prompt};
@@ -217,10 +221,31 @@ impl Held {
     fn is_within(self, most: Self) -> bool {
         self.sequences <= most.sequences && self.tokens <= most.tokens
     }
+}
 
-    /// Whether this is within the share. One sequence always is.
-    fn is_within_share(self, share: Self) -> bool {
-        self.sequences <= 1 || self.is_within(share)
+/// What each party may hold while others wait.
+#[derive(Clone, Copy)]
+struct Share {
+    held: Held,
+    /// A sequence with more tokens is large.
+    one: usize,
+    /// The tokens that large sequences may hold, each of which is the first of its party.
+    large: usize,
+}
+
+impl Share {
+    /// Whether a sequence is large if it is its party's first.
+    fn is_large(self, request: &Request) -> bool {
+        request.tokens() > self.one
+    }
+
+    /// Whether a party that holds `held` is within its share with one more sequence. `large` is what the large sequences
+    /// of the other parties hold.
+    fn allows(self, request: &Request, held: Held, large: Held) -> bool {
+        if held.sequences > 0 {
+            return held.with(request).is_within(self.held);
+        }
+        !self.is_large(request) || large.sequences == 0 || large.with(request).tokens <= self.large
     }
 }
 
@@ -434,6 +459,7 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// The first waiting sequence of each party, in the order in which they are considered.
     fn next_of_each(&self, isolated: bool, now: Instant) -> Vec<Next<K>> {
         let share = self.share();
+        let large = LazyCell::new(|| self.large(share));
         let next = |(party, queue): (&Party, &Queue<K>)| {
             let (_, sequence) = queue.waiting.first_key_value()?;
             let Sequence { request, arrival, order, turn, .. } = sequence;
@@ -441,7 +467,7 @@ impl<K: Copy + Ord> Scheduler<K> {
                 Rank::WithinShare
             } else if party.background && *arrival > now {
                 Rank::Background
-            } else if queue.held.with(request).is_within_share(share) {
+            } else if share.allows(request, queue.held, *large) {
                 Rank::WithinShare
             } else {
                 Rank::BeyondShare
@@ -456,24 +482,40 @@ impl<K: Copy + Ord> Scheduler<K> {
         next_of_each
     }
 
-    /// What each party may hold while others wait.
-    fn share(&self) -> Held {
+    fn share(&self) -> Share {
         let parties = self.queues.len().max(1);
         let Limits { sequences, reserved_tokens, .. } = self.limits;
-        Held { sequences: sequences / parties, tokens: reserved_tokens / parties }
+        let held = Held { sequences: sequences / parties, tokens: reserved_tokens / parties };
+        // No more parties run at once than there are slots.
+        let one = reserved_tokens / parties.min(sequences.max(1));
+        Share { held, one, large: reserved_tokens / 2 }
+    }
+
+    /// What the running large sequences hold.
+    fn large(&self, share: Share) -> Held {
+        let (mut parties, mut large) = (BTreeSet::new(), Held::default());
+        for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(false) {
+            if parties.insert(request.party()) && share.is_large(request) {
+                large = large.with(request);
+            }
+        }
+        large
     }
 
     /// The running sequences that waiting ones may preempt, in reverse order of admission. A party's earliest sequences
     /// that together are within its share do not count as beyond it.
     fn preemptible(&self, isolated: bool) -> Vec<Preemptible<'_, K>> {
         let share = self.share();
-        let mut held: BTreeMap<Party, Held> = BTreeMap::new();
+        let (mut held, mut large): (BTreeMap<Party, Held>, _) = (BTreeMap::new(), Held::default());
         let mut preemptible = Vec::new();
         for (slot, running) in self.in_order(false) {
             let request = &running.sequence.request;
             let held = held.entry(request.party()).or_default();
+            let beyond_share = !share.allows(request, *held, large);
+            if held.sequences == 0 && share.is_large(request) {
+                large = large.with(request);
+            }
             *held = held.with(request);
-            let beyond_share = !held.is_within_share(share);
             if isolated || beyond_share || request.background || running.overtook {
                 preemptible.push(Preemptible { slot, running, beyond_share });
             }
@@ -539,12 +581,14 @@ impl<K: Copy + Ord> Scheduler<K> {
         Some(Change::Admitted { key, slot })
     }
 
-    /// Preempts the sequence in this slot. If it had overtaken another, it keeps its turn among all parties, so that
-    /// later arrivals cannot go before it.
+    /// Preempts the sequence in this slot. If it had overtaken another, or was the only one of its party, it keeps its
+    /// turn among all parties, so that later arrivals cannot go before it.
     fn preempt(&mut self, slot: usize) -> Option<Change<K>> {
         let Running { sequence, overtook, .. } = self.vacate(slot)?;
         self.serial += 1;
-        let turn = sequence.turn.filter(|_| overtook);
+        let runs = |queue: &Queue<K>| queue.held.sequences > 0;
+        let has_others = self.queues.get(&sequence.request.party()).is_some_and(runs);
+        let turn = sequence.turn.filter(|_| overtook || !has_others);
         self.wait(Sequence { turn, number: self.serial, ..sequence });
         Some(Change::Preempted { key: sequence.key, slot })
     }
@@ -802,19 +846,19 @@ mod tests {
         /// Checks that no sequence within its share waits, unless it or a running one is alone larger than a share.
         fn check_shares(&self, isolated: bool) {
             let scheduler = &self.scheduler;
-            let share = scheduler.share();
-            let is_large = |request: &Request| request.tokens() > share.tokens;
-            let mut running = scheduler.running.iter().flatten();
-            if isolated || share.sequences == 0 || running.any(|it| is_large(&it.sequence.request)) {
+            if isolated || scheduler.share().held.sequences == 0 {
                 return;
             }
+            let beyond = scheduler.preemptible(false).into_iter().filter(|it| it.beyond_share);
+            let held = beyond.fold(scheduler.held, |held, it| held.without(&it.running.sequence.request));
             let next = scheduler.next_of_each(false, self.now);
-            let mut within = next.iter().filter(|next| next.rank == Rank::WithinShare);
-            let waits =
-                within.find(|next| !next.sequence.request.background && !is_large(&next.sequence.request));
+            let mut within = next
+                .iter()
+                .filter(|next| next.rank == Rank::WithinShare && !next.sequence.request.background);
+            let waits = within.find(|next| scheduler.fits(&next.sequence.request, held));
             assert!(
                 waits.is_none(),
-                "a sequence within its share waits: {:?}",
+                "a sequence within its share waits for ones beyond theirs: {:?}",
                 waits.map(|it| it.sequence.request)
             );
         }
@@ -942,7 +986,7 @@ mod tests {
     #[test]
     fn a_small_sequence_runs_before_a_large_one_until_that_finds_room() {
         let mut run = Run::new(LIMITS);
-        run.enqueue(1, of(1, 10, 40));
+        run.enqueue(1, of(1, 10, 20));
         run.step(false);
         run.enqueue(2, of(2, 10, 80));
         run.step(false);
@@ -992,6 +1036,51 @@ mod tests {
         assert!((0..12).all(|key| run.ended.contains_key(&key)), "{:?}", run.ended);
         assert!((0..79).all(|n| run.ended.contains_key(&(100 + 5 * n))));
         assert!((5..60).contains(&run.preempted), "{}", run.preempted);
+    }
+
+    #[test]
+    fn large_sequences_of_several_requesters_leave_half_of_the_room() {
+        let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
+        for key in 0..4 {
+            run.enqueue(key, of(key.into(), 5, 20));
+        }
+        assert_eq!(run.admit(false).len(), 4, "each has a quarter of the tokens");
+        run.enqueue(4, of(4, 1, 1));
+        assert_eq!(run.admit(false), [preempted(3, 3), admitted(4, 3)]);
+        run.enqueue(5, of(5, 5, 20));
+        run.enqueue(6, of(6, 1, 1));
+        assert_eq!(run.admit(false), [admitted(6, 4)]);
+        for (key, slot) in [(7, 5), (8, 6)] {
+            run.enqueue(key, of(key.into(), 5, 5));
+            assert_eq!(run.admit(false), [admitted(key, slot)]);
+        }
+        run.enqueue(9, of(9, 1, 4));
+        assert_eq!(run.admit(false), [preempted(2, 2), admitted(9, 2)]);
+        run.enqueue(10, of(10, 5, 5));
+        run.enqueue(11, of(11, 5, 5));
+        assert_eq!(run.admit(false), [admitted(10, 7)], "no slot is left, and two large ones may run");
+        let order = [0, 1, 4].map(|key| {
+            run.scheduler.leave(key, run.now);
+            run.admit(false)
+        });
+        let expected = [[admitted(2, 0)], [admitted(3, 1)], [admitted(11, 3)]].map(Vec::from);
+        assert_eq!(order, expected, "those that were preempted keep their turns");
+    }
+
+    #[test]
+    fn large_sequences_end_though_small_ones_preempt_them_all_the_time() {
+        let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
+        for key in 0..8 {
+            run.enqueue(key, of(key.into(), 5, 45));
+        }
+        for step in 0..1_200_u32 {
+            // There are gaps, in which a third and a fourth large sequence begins.
+            if step % 5 == 0 {
+                run.enqueue(100 + step, of((100 + step).into(), 1, 2));
+            }
+            run.step(false);
+        }
+        assert!((0..8).all(|key| run.ended.contains_key(&key)), "{:?}", run.ended);
     }
 
     #[test]
@@ -1290,6 +1379,26 @@ mod tests {
                 run.step(false);
             }
             prop_assert!(run.ended.contains_key(&1_000));
+        }
+
+        /// Whatever large sequences others have, a small one does not wait for their ends.
+        #[test]
+        fn a_small_sequence_waits_for_no_large_one(
+            sizes in prop::collection::vec(prop_oneof![2_usize..50, 101_usize..650], 12),
+            arrival_step in 0_u64..60,
+        ) {
+            // A share is 100 tokens. The small sequences of the others have less than half of the tokens.
+            let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
+            for (key, tokens) in (0_u32..).zip(&sizes) {
+                run.enqueue(key, of(key.into(), 1, tokens - 1));
+            }
+            for steps in 0..arrival_step + 2 {
+                if steps == arrival_step { run.enqueue(1_000, of(99, 1, 1)) }
+                run.step(false);
+            }
+            prop_assert!(run.ended.contains_key(&1_000));
+            for _ in 0..20_000 { run.step(false); }
+            prop_assert!(run.is_idle(), "the large ones end, too");
         }
 
         /// Whatever others do, a requester's first window waits for at most one window of each other requester.

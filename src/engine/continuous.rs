@@ -219,7 +219,7 @@ struct Sequence<R: Processor> {
 
 /// What becomes of a sequence whose output is no longer wanted.
 enum Unwanted {
-    /// It is dropped: the task is withdrawn, abandoned or done.
+    /// It is dropped: the task is withdrawn or done, or its job was dropped.
     Dropped,
     /// Its task is answered with this error.
     Failed(TaskError),
@@ -229,7 +229,7 @@ impl<R: Processor> Sequence<R> {
     /// None: its output is wanted.
     fn unwanted(&self, time: Instant) -> Option<Unwanted> {
         let task = self.item.task();
-        let is_over = task.is_over() || self.item.outputs.is_complete();
+        let is_over = self.item.outputs.is_over();
         if is_over { Some(Unwanted::Dropped) } else { task.unwanted(time).map(Unwanted::Failed) }
     }
 }

@@ -257,7 +257,7 @@ impl<R: Processor> InputSource for Feed<R> {
 
     fn pull(&self) -> Result<(), TaskError> {
         let Outputs { task, .. } = &*self.outputs;
-        if task.is_over() || self.outputs.is_complete() {
+        if self.outputs.is_over() {
             return Ok(());
         }
         if let Some(error) = task.unwanted(now()) {
@@ -271,12 +271,12 @@ impl<R: Processor> InputSource for Feed<R> {
     }
 }
 
-/// The job's reference to its outputs. Dropping it abandons the task.
+/// The job's reference to its outputs. Once it is dropped, they are not needed any more.
 struct Waiting<R: Processor>(Arc<Outputs<R>>);
 
 impl<R: Processor> Drop for Waiting<R> {
     fn drop(&mut self) {
-        self.0.task.abandon();
+        self.0.lock().is_complete = true;
     }
 }
 
@@ -568,9 +568,9 @@ impl<R: Processor> Outputs<R> {
         is_complete && !mem::replace(&mut gathered.is_complete, true)
     }
 
-    /// Whether the task is done, so that its other inputs need not be computed.
-    pub(super) fn is_complete(&self) -> bool {
-        self.lock().is_complete
+    /// Whether the inputs that are left need not be computed: the task is withdrawn or done, or its job was dropped.
+    pub(super) fn is_over(&self) -> bool {
+        self.task.is_withdrawn() || self.lock().is_complete
     }
 
     /// Whether further inputs may follow those that were enqueued.
@@ -998,8 +998,8 @@ mod tests {
     #[test]
     fn a_job_that_is_dropped_is_over() {
         let (job, outputs) = enqueued(&[5]);
-        assert!(!outputs.task.is_over());
+        assert!(!outputs.is_over());
         drop(job);
-        assert!(outputs.task.is_over());
+        assert!(outputs.is_over());
     }
 }

@@ -95,7 +95,7 @@ pub enum Expect {
     Less,
 }
 
-/// One task in the engine: preprocessed, then enqueued, then done. Dropping the job abandons the task.
+/// One task in the engine: preprocessed, then enqueued, then done. Once the job is dropped, the task is not computed any further.
 pub trait Job: Send {
     /// The number of inputs that are prepared so far.
     fn inputs(&self) -> usize;

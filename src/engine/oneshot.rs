@@ -326,7 +326,7 @@ where
         let now = now();
         batch.inputs.retain(|item| {
             let task = item.task();
-            if task.is_over() || item.outputs.is_complete() {
+            if item.outputs.is_over() {
                 return false;
             }
             // A task may take long until all its inputs are known; until then it can be handed back.

@@ -30,8 +30,6 @@ pub struct TaskState {
     stage: AtomicU8,
     /// Set by the worker, read by the model thread between steps.
     cancelled: AtomicBool,
-    /// The job was dropped, so its outputs are not needed.
-    abandoned: AtomicBool,
 }
 
 impl TaskState {
@@ -46,7 +44,6 @@ impl TaskState {
             link: None,
             stage: AtomicU8::new(ENQUEUED),
             cancelled: AtomicBool::new(false),
-            abandoned: AtomicBool::new(false),
         }
     }
 
@@ -88,13 +85,9 @@ impl TaskState {
         is_cancelled.then(|| TaskError::new(TaskErrorKind::Cancelled, "the task was cancelled"))
     }
 
-    pub(super) fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Release);
-    }
-
-    /// Whether the outputs are not needed, because the task is withdrawn or its job was dropped.
-    pub(super) fn is_over(&self) -> bool {
-        self.stage.load(Ordering::Acquire) == WITHDRAWN || self.abandoned.load(Ordering::Acquire)
+    /// Whether the task goes back to the broker.
+    pub(super) fn is_withdrawn(&self) -> bool {
+        self.stage.load(Ordering::Acquire) == WITHDRAWN
     }
 }
 
@@ -109,8 +102,6 @@ mod tests {
         assert!(committed.commit() && committed.commit() && !committed.withdraw());
         let withdrawn = state();
         assert!(withdrawn.withdraw() && !withdrawn.withdraw() && !withdrawn.commit());
-        assert!(withdrawn.is_over() && !committed.is_over());
-        committed.abandon();
-        assert!(committed.is_over());
+        assert!(withdrawn.is_withdrawn() && !committed.is_withdrawn());
     }
 }

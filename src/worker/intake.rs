@@ -25,6 +25,8 @@ use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often the places of tasks are reviewed while nearly all are held.
+const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// How a worker ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,6 +155,11 @@ impl<'a> Intake<'a> {
                     return Err(error.unwrap_or_else(ended));
                 }
                 Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation),
+                () = tokio::time::sleep(REVIEW_INTERVAL),
+                    if self.phase == Phase::Running && self.shared.places.may_be_crowded() =>
+                {
+                    self.shared.places.review();
+                }
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("launcher").await;
@@ -201,6 +208,7 @@ impl<'a> Intake<'a> {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
             self.shared.turns.set_granted(granted);
+            self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
         }
         match classify(delivery.message, now, self.shared.sentinels, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries, counted)),
@@ -227,7 +235,11 @@ impl<'a> Intake<'a> {
         // Counted from here, so that the first of several tasks that arrive together waits for the others.
         let expected = Expected::new(&self.shared.engine);
         let (shared, own) = (self.shared.clone(), state.clone());
-        let abort = self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected).await) });
+        // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue.
+        let place =
+            (delivery_tag.source == Source::Main).then(|| shared.places.enter(delivery_tag, state.requester));
+        let abort =
+            self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected, place).await) });
         self.in_flight.insert(delivery_tag, InFlight { task, state: Some(state), abort });
     }
 

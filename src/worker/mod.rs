@@ -10,6 +10,7 @@
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
+//! | `places` | whose tasks are put off because they hold too many of the granted messages |
 //! | `turns` | whose task is next on the thread for long preparation |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
@@ -20,6 +21,7 @@ mod cpu_pool;
 mod intake;
 mod isolation;
 mod live_settings;
+mod places;
 mod prefetch;
 mod report;
 mod requester;

@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, watch};
 use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
+use super::places::Places;
 use super::prefetch::{Limits, Live, Prefetch};
 use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
@@ -101,6 +102,7 @@ impl Worker {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
             turns: Turns::new(self.assignment.first_prefetch()),
+            places: Places::new(self.assignment.first_prefetch()),
             settlement,
             isolation: self.isolation.clone(),
             reporter: self.control.reporter.clone(),

@@ -12,8 +12,9 @@ use tokio::time::timeout;
 
 use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Stay, suspicion};
+use super::places::{Place, Places};
 use super::prefetch::Live;
-use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement};
+use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
 use super::turns::{Crowded, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::broker::{PerSource, Source};
@@ -37,6 +38,8 @@ pub(super) struct Shared {
     pub(super) pools: Pools,
     /// Turns on the thread for preparation that takes long.
     pub(super) turns: Turns,
+    /// The accepted tasks of the main queue.
+    pub(super) places: Places,
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
     pub(super) reporter: Reporter,
@@ -75,7 +78,7 @@ struct Admitted<'a> {
 }
 
 impl Shared {
-    /// Runs one task to its end.
+    /// Runs one task to its end. Without a `place` it is not put off for the sake of others.
     ///
     /// # Errors
     /// As [`Settlement::settle`].
@@ -84,11 +87,13 @@ impl Shared {
         mut accepted: Accepted,
         state: Arc<TaskState>,
         mut expected: Expected,
+        place: Option<Place>,
     ) -> Result<(), WorkerError> {
         let mut timings =
             Timings { queue_us: micros(accepted.task.queued(SystemTime::now())), ..Timings::default() };
         let isolated;
         (isolated, expected) = self.isolate(&mut accepted, &state, expected).await;
+        let place = place.filter(|_| isolated.is_none());
         let mut probe = None;
         let outcome = if let Some(refused) = self.refused(&accepted) {
             drop(expected);
@@ -96,7 +101,7 @@ impl Shared {
         } else {
             let Some(admitted) = self.admit(&accepted, &state, expected).await? else { return Ok(()) };
             probe = admitted.probe;
-            let mut may_leave = isolated.is_none() && accepted.delivery.source == Source::Main;
+            let mut may_leave = place.is_some();
             let mut expected = admitted.expected;
             loop {
                 let mut parts = None;
@@ -107,24 +112,24 @@ impl Shared {
                     task: &task,
                     state: &state,
                     isolated: isolated.is_some(),
-                    may_leave,
+                    place: place.as_ref().filter(|_| may_leave),
                 };
                 let computed = tokio::select! {
                     biased;
                     computed = run.compute(expected, &mut timings, &mut parts) => computed,
                     error = self.expired(&state) => Err(error.into()),
+                    () = run.called() => Err(Outcome::PutOff(WaitsFor::Place)),
                 };
                 // Kept however the computation ended, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
                 match computed {
-                    Err(Outcome::Crowded) => {
+                    Err(Outcome::PutOff(waits_for)) => {
                         // From here the task cannot be handed back, because it may soon be in a retry queue.
                         if !state.commit() {
                             return Ok(());
                         }
-                        if self.settlement.settle(&accepted, Outcome::Crowded, &timings).await?
-                            == Settled::Yes
-                        {
+                        let outcome = Outcome::PutOff(waits_for);
+                        if self.settlement.settle(&accepted, outcome, &timings).await? == Settled::Yes {
                             return Ok(());
                         }
                         (may_leave, expected) = (false, Expected::new(&self.engine));
@@ -297,11 +302,25 @@ struct Run<'a> {
     task: &'a Arc<Task>,
     state: &'a Arc<TaskState>,
     isolated: bool,
-    /// Whether it may be put off if too many tasks wait for preparation that takes long.
-    may_leave: bool,
+    /// Its place, if it may be put off for the sake of others.
+    place: Option<&'a Place>,
 }
 
 impl Run<'_> {
+    /// Returns when the task is to be put off because its requester holds too many places.
+    async fn called(&self) {
+        match self.place {
+            Some(place) => place.called().await,
+            None => pending().await,
+        }
+    }
+
+    fn stay(&self) {
+        if let Some(place) = self.place {
+            place.stay();
+        }
+    }
+
     /// Computes the task's answer. The parts of its reply that are under way are left in `parts`.
     async fn compute(
         &self,
@@ -311,6 +330,9 @@ impl Run<'_> {
     ) -> Result<Body, Outcome> {
         let Self { shared, task, state, isolated, .. } = *self;
         let accepted_at = now();
+        if self.place.is_some_and(Place::is_called) {
+            return Err(Outcome::PutOff(WaitsFor::Place));
+        }
         task.deadline()?;
         shared.check(task, state)?;
         let began = Instant::now();
@@ -333,6 +355,7 @@ impl Run<'_> {
         drop(expected);
         *parts = Parts::of(&shared.settlement, task, &*job);
         let Ended { computed, has_left } = self.computed(&mut *job, parts.as_mut()).await?;
+        self.stay();
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
@@ -399,14 +422,14 @@ impl Run<'_> {
             if self.isolated {
                 return Ok(None);
             }
-            shared.turns.take(state.requester, self.may_leave).await.map(Some)
+            shared.turns.take(state.requester, self.place.is_some()).await.map(Some)
         };
         let turn = tokio::select! {
             biased;
             turn = turn => turn,
             error = self.ceases_to_be_wanted() => return Err(error.into()),
         };
-        let turn = turn.map_err(|Crowded| Outcome::Crowded)?;
+        let turn = turn.map_err(|Crowded| Outcome::PutOff(WaitsFor::Turn))?;
         let work = move || {
             // The turn ends with the work, even if the task has stopped waiting for it.
             let _turn = turn;
@@ -505,7 +528,11 @@ impl Run<'_> {
             };
             match (event, parts.as_deref_mut()) {
                 (JobEvent::Done(computed), _) => return Ended { computed, has_left },
-                (JobEvent::Parts(unwritten), Some(parts)) => parts.send(self.written(unwritten).await),
+                (JobEvent::Parts(unwritten), Some(parts)) => {
+                    // Put off now, the task would send these parts again.
+                    self.stay();
+                    parts.send(self.written(unwritten).await);
+                }
                 (JobEvent::Parts(_), None) => {}
             }
         }

@@ -29,7 +29,7 @@ use tokio::time::timeout;
 use self::breaker::Admission;
 use self::counting::Answered;
 use self::follow::{Next, Parked, Publication, Reply, Sent, follow};
-use self::outcome::{Disposition, Tries, WaitsFor, disposition, wait};
+use self::outcome::{Disposition, Tries, disposition, wait};
 use self::publishing::{Owner, To};
 use super::WorkerError;
 use super::report::{Counters, Traced};
@@ -42,7 +42,7 @@ use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, Wo
 use crate::shutdown::{Phase, Stop};
 
 pub(super) use self::breaker::{Breakers, Probe};
-pub(super) use self::outcome::{Held, Outcome};
+pub(super) use self::outcome::{Held, Outcome, WaitsFor};
 pub(super) use self::parts::{Parts, PartsAnswered};
 pub(super) use self::stalled::Stalled;
 

@@ -27,8 +27,8 @@ pub(in crate::worker) enum Outcome {
     UnknownControl(String),
     /// The reply queue accepts nothing, so the task was not computed.
     Held(Held),
-    /// Too many tasks of its requester wait to be prepared, so it was not computed.
-    Crowded,
+    /// Its requester has too many tasks here, so it was not computed.
+    PutOff(WaitsFor),
     /// The task was not computed to its end, because this queue, its `reply_to`, does not exist any more.
     RequesterLeft(String),
 }
@@ -69,6 +69,8 @@ pub(in crate::worker) enum WaitsFor {
     ReplyQueue,
     /// Its turn to be prepared, for as long as that takes.
     Turn,
+    /// A place, of which its requester holds too many. It may return soon: few tasks wait for this.
+    Place,
 }
 
 /// What becomes of the task's message.
@@ -127,10 +129,10 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }
         Outcome::Held(held) => hold(held, tries),
-        Outcome::Crowded => {
+        Outcome::PutOff(waits_for) => {
             let time = tries.time_left.unwrap_or(Duration::MAX);
-            let delay = wait(tries.retry, time, tries.jitter);
-            Disposition::PutOff(delay.unwrap_or_else(|| shortest(tries)), WaitsFor::Turn)
+            let longest = wait(tries.retry, time, tries.jitter).filter(|_| waits_for != WaitsFor::Place);
+            Disposition::PutOff(longest.unwrap_or_else(|| shortest(tries)), waits_for)
         }
         Outcome::RequesterLeft(queue) => {
             let message = format!(
@@ -255,10 +257,12 @@ mod tests {
         for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
             let time_left = left.map(Duration::from_secs);
             let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };
-            let Disposition::PutOff(delay, WaitsFor::Turn) = disposition(Outcome::Crowded, tries) else {
-                panic!("{left:?} s are left");
-            };
-            assert_eq!(delay.ceiling.as_secs(), waits, "{left:?}");
+            for (waits_for, waits) in [(WaitsFor::Turn, waits), (WaitsFor::Place, 1)] {
+                let Disposition::PutOff(delay, same) = disposition(Outcome::PutOff(waits_for), tries) else {
+                    panic!("{left:?} s are left");
+                };
+                assert_eq!((delay.ceiling.as_secs(), same), (waits, waits_for), "{left:?}");
+            }
         }
     }
 

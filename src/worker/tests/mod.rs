@@ -5,6 +5,7 @@ mod memory;
 mod on_demand;
 mod one_pass;
 mod parts;
+mod places;
 mod sequences;
 
 use std::io::Write;

@@ -13,7 +13,7 @@ use crate::worker::tests::memory::Does;
 
 /// The record of what a model has done.
 #[derive(Clone, Default)]
-struct Record {
+pub(super) struct Record {
     /// What was made and computed, in order.
     log: Arc<Mutex<Vec<String>>>,
     /// Bytes of the windows that exist now, and the most that existed at once.
@@ -118,7 +118,7 @@ impl Forward for Network {
 }
 
 /// A worker whose batches have two windows.
-fn start(change: impl FnOnce(&mut Assignment)) -> (Rig, Record) {
+pub(super) fn start(change: impl FnOnce(&mut Assignment)) -> (Rig, Record) {
     let record = Record::default();
     let own = record.clone();
     let starter = oneshot(move |_: &LoadSpec, _: &Device| Ok((Windows(own.clone()), Network(own.clone()))));
@@ -129,7 +129,7 @@ fn start(change: impl FnOnce(&mut Assignment)) -> (Rig, Record) {
     (rig, record)
 }
 
-fn windows(id: &str, count: usize) -> Message {
+pub(super) fn windows(id: &str, count: usize) -> Message {
     task(id, "mine", &json!({ "windows": count }))
 }
 

@@ -1,0 +1,123 @@
+//! Tests of a requester whose slow tasks would hold all messages that the broker grants.
+
+use std::collections::VecDeque;
+
+use tokio::time::{Instant, sleep};
+
+use super::on_demand::{start, windows};
+use super::*;
+use crate::broker::Published;
+use crate::worker::tests::memory::Does;
+
+/// The unsettled messages that the broker grants.
+const GRANTED: usize = 8;
+/// The name under which [`Memory`] records what is published to a retry queue.
+const LATER: &str = "tasks, later";
+
+/// A broker that delivers as many messages as it grants, and those that are put off a second later.
+struct Broker {
+    rig: Rig,
+    ready: VecDeque<Message>,
+    delivered: usize,
+    returning: VecDeque<(Instant, Message)>,
+    put_off: usize,
+}
+
+impl Broker {
+    fn new(rig: Rig) -> Self {
+        rig.memory.grant(GRANTED as u16);
+        Self { rig, ready: VecDeque::new(), delivered: 0, returning: VecDeque::new(), put_off: 0 }
+    }
+
+    fn publish(&mut self, messages: impl IntoIterator<Item = Message>) {
+        self.ready.extend(messages);
+    }
+
+    /// Delivers messages until a reply is in this queue. Returns how long that took.
+    async fn replies(&mut self, queue: &str, count: usize) -> Duration {
+        let begun = Instant::now();
+        while self.rig.memory.published(queue).len() < count {
+            let now = Instant::now();
+            for message in self.rig.memory.published(LATER).into_iter().skip(self.put_off) {
+                self.put_off += 1;
+                self.returning.push_back((now + Duration::from_secs(1), message));
+            }
+            while self.returning.front().is_some_and(|(at, _)| *at <= now) {
+                self.ready.extend(self.returning.pop_front().map(|(_, message)| message));
+            }
+            while self.delivered - self.rig.memory.settled().len() < GRANTED
+                && let Some(message) = self.ready.pop_front()
+            {
+                self.delivered += 1;
+                self.rig.memory.deliver([message]);
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+        begun.elapsed()
+    }
+
+    /// Publishes 40 of these slow tasks, and then a quick one. Returns the time until the quick one is answered and the
+    /// one until all are.
+    async fn crowd(&mut self, slow: impl Fn(&str) -> Message, quick: Message) -> (Duration, Duration) {
+        self.publish((0..40).map(|number| slow(&format!("slow {number}"))));
+        self.publish([quick]);
+        let quick = self.replies("quick", 1).await;
+        let all = quick + self.replies("slow", 40).await;
+        let replies = self.rig.memory.published("slow");
+        let ids: std::collections::BTreeSet<_> =
+            replies.iter().map(|reply| reply.properties.correlation_id.clone()).collect();
+        assert_eq!((replies.len(), ids.len()), (40, 40), "each is answered once");
+        assert!(replies.iter().all(|reply| status(reply) == 200));
+        (quick, all)
+    }
+}
+
+/// A task with windows made on demand, two of which take 10 ms.
+fn made(id: &str, to: &str, count: usize) -> Message {
+    let mut task = windows(id, count);
+    task.properties.reply_to = Some(to.to_owned());
+    task
+}
+
+#[tokio::test(start_paused = true)]
+async fn tasks_of_a_thousand_inputs_let_the_tasks_behind_them_be_delivered() {
+    here(async {
+        let mut broker = Broker::new(start(|_| ()).0);
+        let (quick, all) = broker.crowd(|id| made(id, "slow", 1_000), made("quick", "quick", 1)).await;
+        assert!(quick < Duration::from_secs(3), "{quick:?}: the quick task is delivered after the slow ones");
+        // Two windows take 10 ms, so that the tasks take 200 s in all.
+        assert!(all < Duration::from_secs(215), "{all:?}: too much is computed twice");
+        assert!(broker.put_off < 1_000, "{}", broker.put_off);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn tasks_with_many_sequences_let_the_tasks_behind_them_be_delivered() {
+    here(async {
+        let mut broker = Broker::new(Rig::start("script", |_| ()));
+        let sequences = vec![100; 8];
+        let slow = |id: &str| task(id, "slow", &json!({"prompt": 1, "sequences": sequences, "step_ms": 10}));
+        let quick = task("quick", "quick", &json!({"prompt": 1, "max_tokens": 1, "step_ms": 10}));
+        let (quick, all) = broker.crowd(slow, quick).await;
+        assert!(quick < Duration::from_secs(3), "{quick:?}");
+        // Sixteen sequences run at once.
+        assert!(all < Duration::from_secs(25), "{all:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_retry_queue_the_tasks_of_a_crowd_are_all_computed() {
+    here(async {
+        let mut broker = Broker::new(start(|_| ()).0);
+        broker.rig.memory.queue(LATER, Does::Answer(Published::Unroutable));
+        broker.crowd(|id| made(id, "slow", 1_000), made("quick", "quick", 1)).await;
+        let mut broker = Broker::new(Rig::start("script", |_| ()));
+        broker.rig.memory.queue(LATER, Does::Answer(Published::Unroutable));
+        let slow = |id: &str| task(id, "slow", &json!({"prompt": 1, "max_tokens": 300, "step_ms": 10}));
+        let quick = task("quick", "quick", &json!({"prompt": 1, "max_tokens": 1, "step_ms": 10}));
+        broker.crowd(slow, quick).await;
+    })
+    .await;
+}
