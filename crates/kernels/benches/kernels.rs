@@ -10,7 +10,7 @@ use criterion::{
 };
 use sconce_kernels::attention::Attention;
 use sconce_kernels::feed_forward::{FeedForward, Published};
-use sconce_kernels::{Activation, Distances, End, Norm, Numbers, Panels, multiply_rows};
+use sconce_kernels::{Activation, End, Norm, NumberFormat, Panels, PositionTerms, multiply_rows};
 
 // As in the program. With the system's allocator, large outputs cost page faults.
 #[global_allocator]
@@ -63,12 +63,13 @@ fn attention(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(TOKENS as u64));
     let matrix = || noise(HIDDEN * HIDDEN);
     let qkv = [matrix(), matrix(), matrix()];
-    let half = Attention::new(qkv, noise(HIDDEN), &matrix(), HEADS, Numbers::F32).expect("whole groups");
+    let half = Attention::new(qkv, noise(HIDDEN), &matrix(), HEADS, NumberFormat::F32).expect("whole groups");
     let (norm, x) = (norm(), noise(TOKENS * HIDDEN));
     for length in [8, 32, 128, 512] {
         let lengths = vec![length; TOKENS / length];
         group.bench_function(BenchmarkId::new("half", length), |bencher| {
-            let run = |x: &mut Vec<f32>| half.attend(x, &lengths, &Distances::default(), End::Norm(&norm));
+            let run =
+                |x: &mut Vec<f32>| half.attend(x, &lengths, &PositionTerms::default(), End::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });
     }
@@ -82,7 +83,7 @@ fn feed_forward(criterion: &mut Criterion) {
     let (up, down) = (noise(INNER * HIDDEN), noise(HIDDEN * INNER));
     for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
         let up_bias = noise(INNER);
-        let published = Published { up: &up, up_bias, gate: None, down: &down, numbers: Numbers::F32 };
+        let published = Published { up: &up, up_bias, gate: None, down: &down, numbers: NumberFormat::F32 };
         let half = FeedForward::new(published, activation).expect("whole groups");
         group.bench_function(BenchmarkId::new("half", format!("{activation:?}")), |bencher| {
             let run = |x: &mut Vec<f32>| half.forward(x, End::Norm(&norm));

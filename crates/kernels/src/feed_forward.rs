@@ -6,7 +6,7 @@ use std::cell::RefCell;
 
 use super::activation::{Activation, activate};
 use super::add_norm::End;
-use super::gemm::{Matrix, NotWholeGroups, Numbers, Panels, RUN, Rows, by_blocks, narrow};
+use super::gemm::{Matrix, NotWholeGroups, NumberFormat, Panels, RUN, Rows, by_blocks, narrow};
 
 /// One feed-forward half.
 pub struct FeedForward {
@@ -32,7 +32,7 @@ pub struct Published<'a> {
     /// D `[hidden, inner]`.
     pub down: &'a [f32],
     /// The format in which the matrices are kept.
-    pub numbers: Numbers,
+    pub numbers: NumberFormat,
 }
 
 impl FeedForward {
@@ -43,7 +43,7 @@ impl FeedForward {
     pub fn new(published: Published<'_>, activation: Activation) -> Result<Self, NotWholeGroups> {
         let Published { up, mut up_bias, gate, down, numbers } = published;
         let (hidden, inner) = (up.len() / up_bias.len(), up_bias.len());
-        let weights = if numbers == Numbers::F32 {
+        let weights = if numbers == NumberFormat::F32 {
             up_bias.resize(inner.next_multiple_of(RUN), 0.0);
             let gate = gate.map(|gate| Panels::new(gate, hidden));
             let (up, down) = (Panels::new(up, hidden), Panels::new(down, inner));
@@ -164,14 +164,14 @@ mod tests {
     fn it_equals_its_formula_on_every_cpu() {
         on_every_cpu(|| {
             for (rows, hidden, inner) in [(1, 32, 64), (50, 24, 40), (131, 96, 384)] {
-                for numbers in [Numbers::F32, Numbers::Bf16] {
+                for numbers in [NumberFormat::F32, NumberFormat::Bf16] {
                     equals_its_formula([rows, hidden, inner], numbers);
                 }
             }
         });
     }
 
-    fn equals_its_formula([rows, hidden, inner]: [usize; 3], numbers: Numbers) {
+    fn equals_its_formula([rows, hidden, inner]: [usize; 3], numbers: NumberFormat) {
         let (up, down) = (noise(&[inner, hidden], 0.1, 1), noise(&[hidden, inner], 0.1, 2));
         let (gate, bias) = (noise(&[inner, hidden], 0.1, 8), noise(&[hidden], 0.5, 9));
         let given = noise(&[rows, hidden], 1.0, 7);
@@ -190,7 +190,7 @@ mod tests {
             assert_eq!(half.hidden(), hidden);
             let mut x = given.clone();
             half.forward(&mut x, End::Bias(&bias));
-            let within = if numbers == Numbers::F32 { 2e-5 } else { 2e-2 };
+            let within = if numbers == NumberFormat::F32 { 2e-5 } else { 2e-2 };
             let off = difference(&x, &right);
             assert!(off < within, "{rows}×{hidden}×{inner} {numbers:?}, gate: {}: {off}", gate.is_some());
         }

@@ -31,9 +31,10 @@ pub use add_norm::{End, Norm, norm_by_squares};
 pub use cpu::{CpuFeatures, multiplies_bytes, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
-    Group, Matrix, NotWholeGroups, Numbers, Panels, RowNumbers, Words, multiply_rows, multiply_together,
+    Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowNumbers, multiply_rows,
+    multiply_together,
 };
-pub use positions::{Bias, Distances, Rotary, places};
+pub use positions::{Bias, PositionTerms, Rotary, places};
 
 use cpu::dispatch;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 /// The positional terms of one layer; by default none.
 #[derive(Clone, Debug, Default)]
-pub struct Distances {
+pub struct PositionTerms {
     /// Relative bias, which is added to the scores.
     pub bias: Option<Arc<Bias>>,
     /// Rotary embedding of queries and keys.
@@ -13,9 +13,9 @@ pub struct Distances {
     pub window: Option<usize>,
 }
 
-impl Distances {
+impl PositionTerms {
     /// Whether there are no positional terms: scores depend on the tokens' vectors alone.
-    pub fn are_unknown(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.bias.is_none() && self.rotary.is_none() && self.window.is_none()
     }
 
@@ -136,12 +136,12 @@ mod tests {
     #[test]
     fn the_bias_depends_on_distance_and_the_window_masks_far_tokens() {
         let bias = Bias::new(2, 4, |head, distance| head as f32 * 100.0 + distance as f32);
-        let distances = Distances { bias: Some(Arc::new(bias)), rotary: None, window: Some(1) };
+        let position_terms = PositionTerms { bias: Some(Arc::new(bias)), rotary: None, window: Some(1) };
         let mut scores = [0.5; 4];
-        distances.apply(1, 2, &mut scores);
+        position_terms.apply(1, 2, &mut scores);
         assert_eq!(scores, [f32::NEG_INFINITY, 99.5, 100.5, 101.5]);
         let mut short = [0.0; 2];
-        distances.apply(0, 0, &mut short);
+        position_terms.apply(0, 0, &mut short);
         assert_eq!(short, [0.0, 1.0]);
     }
 

@@ -13,7 +13,7 @@ use memmap2::Mmap;
 
 use super::weights::map;
 use crate::model::LoadError;
-use crate::model::ops::{Group, Matrix, Numbers};
+use crate::model::ops::{Group, Matrix, NumberFormat};
 
 /// A GGUF file.
 pub struct Gguf {
@@ -142,11 +142,11 @@ impl Gguf {
             GgmlDType::F32 => Matrix::of_f32(&floats(f32_of), depth),
             GgmlDType::F16 => Matrix::of_f32(&floats(f16_of), depth),
             GgmlDType::BF16 => Matrix::of_bf16(&floats(bf16_of), depth),
-            GgmlDType::Q4_0 => groups(Numbers::Bits4, q4_0),
-            GgmlDType::Q4_1 => groups(Numbers::Bits4, q4_1),
-            GgmlDType::Q8_0 => groups(Numbers::Bits8, q8_0),
-            GgmlDType::Q4K => groups(Numbers::Bits4, q4_k),
-            GgmlDType::Q6K => groups(Numbers::Bits8By16, q6_k),
+            GgmlDType::Q4_0 => groups(NumberFormat::Bits4, q4_0),
+            GgmlDType::Q4_1 => groups(NumberFormat::Bits4, q4_1),
+            GgmlDType::Q8_0 => groups(NumberFormat::Bits8, q8_0),
+            GgmlDType::Q4K => groups(NumberFormat::Bits4, q4_k),
+            GgmlDType::Q6K => groups(NumberFormat::Bits8By16, q6_k),
             other => {
                 let known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K and Q6_K";
                 return Err(self.fault(format!("tensor {name} is {other:?}; read are {known}")));

@@ -15,7 +15,7 @@ use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
 
 use super::weights::map;
-use crate::model::ops::{Matrix, Numbers, Words};
+use crate::model::ops::{Matrix, NumberFormat, PackedWords};
 
 /// The version of the layout. It is raised when the layout of matrices changes.
 const VERSION: u32 = 1;
@@ -32,7 +32,7 @@ pub struct PackedCache {
 
 #[derive(Serialize, Deserialize)]
 struct Entry {
-    numbers: Numbers,
+    numbers: NumberFormat,
     depth: usize,
     width: usize,
     /// Bytes from the first matrix.
@@ -110,7 +110,7 @@ impl PackedCache {
     pub fn matrix(&self, name: &str, [depth, width]: [usize; 2]) -> Option<Matrix> {
         let entry = self.index.get(name).filter(|entry| (entry.depth, entry.width) == (depth, width))?;
         let place = self.start + entry.offset..self.start + entry.offset + entry.bytes;
-        Matrix::of_words(entry.numbers, [depth, width], Words::Mapped(self.file.clone(), place))
+        Matrix::of_words(entry.numbers, [depth, width], PackedWords::Mapped(self.file.clone(), place))
     }
 }
 

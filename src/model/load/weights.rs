@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::model::LoadError;
-use crate::model::ops::{Matrix, Numbers};
+use crate::model::ops::{Matrix, NumberFormat};
 
 /// The types of the numbers with which a network computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,12 +22,12 @@ pub struct Precision {
     /// The type of its tensors.
     pub tensors: DType,
     /// The type in which the matrices of linear layers are kept if tensors are f32 on a CPU.
-    pub matrices: Numbers,
+    pub matrices: NumberFormat,
 }
 
 impl Precision {
     /// 32 bits throughout.
-    pub const F32: Self = Self { tensors: DType::F32, matrices: Numbers::F32 };
+    pub const F32: Self = Self { tensors: DType::F32, matrices: NumberFormat::F32 };
 }
 
 /// All tensors of a model.
@@ -37,7 +37,7 @@ pub struct Weights {
     prefix: String,
     device: Device,
     dtype: DType,
-    numbers: Numbers,
+    numbers: NumberFormat,
 }
 
 impl Weights {
@@ -120,7 +120,7 @@ impl Weights {
     }
 
     /// The type in which the matrices of linear layers are kept if their tensors are f32 on a CPU.
-    pub fn numbers(&self) -> Numbers {
+    pub fn numbers(&self) -> NumberFormat {
         self.numbers
     }
 

@@ -10,7 +10,7 @@ use candle_core::{DType, Device};
 
 use self::fitness::is_to_be_compared;
 use super::load::weights::Precision;
-use super::ops::Numbers;
+use super::ops::NumberFormat;
 use super::{Dtype, LoadError, LoadSpec};
 
 /// The names of a table of architectures.
@@ -32,8 +32,8 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
 fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
     let on_cpu = |matrices| Precision { matrices, ..Precision::F32 };
     match spec.dtype {
-        Dtype::Bf16 if device.is_cpu() => Ok(on_cpu(Numbers::Bf16)),
-        Dtype::Int8 if device.is_cpu() => Ok(on_cpu(Numbers::Bits8)),
+        Dtype::Bf16 if device.is_cpu() => Ok(on_cpu(NumberFormat::Bf16)),
+        Dtype::Int8 if device.is_cpu() => Ok(on_cpu(NumberFormat::Bits8)),
         _ => uniform(spec),
     }
 }

@@ -3,7 +3,7 @@
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, bail};
 use sconce_kernels::attention::{Attention, through};
-use sconce_kernels::{Distances, Numbers};
+use sconce_kernels::{NumberFormat, PositionTerms};
 
 use super::add_norm::After;
 use super::{host_values, rows_of};
@@ -16,7 +16,7 @@ use composed::attention;
 pub struct SelfAttention {
     weights: Weights,
     heads: usize,
-    distances: Distances,
+    position_terms: PositionTerms,
     /// What follows the half, with the bias of O.
     after: After,
 }
@@ -42,9 +42,9 @@ pub struct Published {
     pub heads: usize,
     /// The positional terms: relative bias, rotary embedding, sliding window. If keys are rotated, their bias must be
     /// 0.
-    pub distances: Distances,
+    pub position_terms: PositionTerms,
     /// The type in which the matrices are kept if they are f32 on a CPU.
-    pub numbers: Numbers,
+    pub numbers: NumberFormat,
 }
 
 impl SelfAttention {
@@ -53,7 +53,7 @@ impl SelfAttention {
     /// # Errors
     /// Shapes or types do not match, or the device fails.
     pub fn new(published: Published, mut after: After) -> Result<Self> {
-        let Published { qkv: [q, k, v], out, heads, distances, numbers } = published;
+        let Published { qkv: [q, k, v], out, heads, position_terms, numbers } = published;
         let matrices = [&q.0, &k.0, &v.0];
         let biases = [&q.1, &k.1, &v.1];
         let weights = if let Some(out) = host_values(&out)? {
@@ -65,14 +65,14 @@ impl SelfAttention {
             Weights::Packed(packed.map_err(Error::msg)?)
         } else {
             #[cfg(feature = "cuda")]
-            if distances.are_unknown()
+            if position_terms.is_empty()
                 && let Some(weights) = for_kernel(&matrices, &biases, &out, heads)?
             {
                 let host =
                     |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
                 let by = through(&host(&out)?, &host(biases[2])?);
                 after = after.with_added_bias(&by)?;
-                return Ok(Self { weights, heads, distances, after });
+                return Ok(Self { weights, heads, position_terms, after });
             }
             Weights::Plain {
                 qkv: Tensor::cat(&matrices, 0)?.t()?.contiguous()?,
@@ -80,7 +80,7 @@ impl SelfAttention {
                 out: out.t()?.contiguous()?,
             }
         };
-        Ok(Self { weights, heads, distances, after })
+        Ok(Self { weights, heads, position_terms, after })
     }
 
     /// Computes the half on `x` `[tokens, hidden]`, in `x`'s memory. `lengths` are the tokens of each text; their sum
@@ -91,12 +91,17 @@ impl SelfAttention {
     pub fn forward(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
         match &self.weights {
             Weights::Packed(weights) => {
-                x.inplace_op1(&Attend { weights, lengths, distances: &self.distances, after: &self.after })?;
+                x.inplace_op1(&Attend {
+                    weights,
+                    lengths,
+                    position_terms: &self.position_terms,
+                    after: &self.after,
+                })?;
                 Ok(x)
             }
             Weights::Plain { qkv, qkv_bias, out } => {
                 let qkv = x.matmul(qkv)?.broadcast_add(qkv_bias)?;
-                let attended = attention(&qkv, self.heads, lengths, &self.distances)?;
+                let attended = attention(&qkv, self.heads, lengths, &self.position_terms)?;
                 self.after.end(x, &attended.matmul(out)?)
             }
             #[cfg(feature = "cuda")]
@@ -129,7 +134,7 @@ impl SelfAttention {
 struct Attend<'a> {
     weights: &'a Attention,
     lengths: &'a [usize],
-    distances: &'a Distances,
+    position_terms: &'a PositionTerms,
     after: &'a After,
 }
 
@@ -145,7 +150,7 @@ impl InplaceOp1 for Attend<'_> {
         if rows != tokens {
             bail!("attention over texts of {tokens} tokens in all got {rows} rows");
         }
-        self.weights.attend(x, self.lengths, self.distances, self.after.on_host());
+        self.weights.attend(x, self.lengths, self.position_terms, self.after.on_host());
         Ok(())
     }
 }
@@ -182,16 +187,16 @@ mod tests {
         let part = |seed| (noise(&[hidden, hidden], range, seed), noise(&[hidden], 0.5, seed + 10));
         let part = |seed| (part(seed).0.unwrap(), part(seed).1.unwrap());
         let out = noise(&[hidden, hidden], 0.2, 4).unwrap();
-        let distances = Distances::default();
-        Published { qkv: [part(1), part(2), part(3)], out, heads, distances, numbers: Numbers::F32 }
+        let position_terms = PositionTerms::default();
+        Published { qkv: [part(1), part(2), part(3)], out, heads, position_terms, numbers: NumberFormat::F32 }
     }
 
     fn plain(published: Published, after: After) -> SelfAttention {
-        let Published { qkv: [q, k, v], out, heads, distances, .. } = published;
+        let Published { qkv: [q, k, v], out, heads, position_terms, .. } = published;
         let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
         let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
         let out = out.t().unwrap().contiguous().unwrap();
-        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, distances, after }
+        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, position_terms, after }
     }
 
     /// The largest difference between the kernel's result and that of candle's operations.
@@ -220,16 +225,16 @@ mod tests {
         let lengths = [1, 2, 17, 33, 70];
         let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
         let cases = [
-            Distances { bias: Some(Arc::new(bias)), ..Distances::default() },
-            Distances { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..Distances::default() },
-            Distances { window: Some(5), ..Distances::default() },
+            PositionTerms { bias: Some(Arc::new(bias)), ..PositionTerms::default() },
+            PositionTerms { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..PositionTerms::default() },
+            PositionTerms { window: Some(5), ..PositionTerms::default() },
         ];
-        for distances in cases {
+        for position_terms in cases {
             let published = || {
                 let mut published = published(4, 32, 0.3);
                 // Rotated keys have no bias.
                 published.qkv[1].1 = published.qkv[1].1.zeros_like().unwrap();
-                Published { distances: distances.clone(), ..published }
+                Published { position_terms: position_terms.clone(), ..published }
             };
             let x = noise(&[lengths.iter().sum(), 32], 1.0, 1).unwrap();
             let bias = || After::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
@@ -238,7 +243,7 @@ mod tests {
                 assert!(matches!(ours.weights, Weights::Packed(_)));
                 let right = plain(published(), after()).forward(x.copy().unwrap(), &lengths).unwrap();
                 let off = difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &right).unwrap();
-                assert!(off < 2e-5, "{distances:?}: {off}");
+                assert!(off < 2e-5, "{position_terms:?}: {off}");
             }
         }
     }

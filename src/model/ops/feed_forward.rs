@@ -3,7 +3,7 @@
 //! weights are kept, and owns them.
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor};
-use sconce_kernels::{Activation, Numbers, feed_forward};
+use sconce_kernels::{Activation, NumberFormat, feed_forward};
 
 use super::activation::bias_activation;
 use super::add_norm::After;
@@ -33,7 +33,7 @@ pub struct Up {
     /// G.
     pub gate: Option<Tensor>,
     /// The type in which U, G and D are kept if they are f32 on a CPU.
-    pub numbers: Numbers,
+    pub numbers: NumberFormat,
 }
 
 impl FeedForward {
@@ -128,7 +128,8 @@ mod tests {
                     activation,
                     after: after(),
                 };
-                let published = Up { matrix: up.clone(), bias, gate: gate.cloned(), numbers: Numbers::F32 };
+                let published =
+                    Up { matrix: up.clone(), bias, gate: gate.cloned(), numbers: NumberFormat::F32 };
                 let fused = FeedForward::new(published, &down, after(), activation).unwrap();
                 assert!(matches!(fused.weights, Weights::Packed(_)));
                 let x = noise(&[rows, hidden], 1.0, 7).unwrap();
@@ -143,7 +144,7 @@ mod tests {
     fn rows_of_another_width_are_refused() {
         let matrix = noise(&[16, 16], 1.0, 1).unwrap();
         let norm = After::Norm(norm_params(16, 3).unwrap());
-        let (bias, numbers) = (noise(&[16], 1.0, 2).unwrap(), Numbers::F32);
+        let (bias, numbers) = (noise(&[16], 1.0, 2).unwrap(), NumberFormat::F32);
         let published = Up { matrix: matrix.clone(), bias, gate: None, numbers };
         let half = FeedForward::new(published, &matrix, norm, Activation::Relu).unwrap();
         let error = half.forward(noise(&[3, 17], 1.0, 2).unwrap()).unwrap_err().to_string();

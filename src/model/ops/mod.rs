@@ -6,20 +6,20 @@ mod activation;
 mod add_norm;
 mod attention;
 mod convolution;
-mod distances;
 mod feed_forward;
 pub mod gpu;
+mod position_terms;
 
 pub use add_norm::{After, NormParams, add_norm};
 pub use attention::{Published, SelfAttention};
 pub use convolution::{Convolution, Filters, max_pool, mean_pool};
-pub use distances::turns;
 pub use feed_forward::{FeedForward, Up};
+pub use position_terms::turns;
 pub use sconce_kernels::convolution::{Clamp, Padding};
 pub use sconce_kernels::{
-    Activation, Bias, Distances, Group, Matrix, Numbers, Panels, Rotary, RowNumbers, Words, causal,
-    exponentials, gate, kv, largest, multiplies_bytes, multiply_rows, multiply_together, norm_by_squares,
-    pooling, use_features,
+    Activation, Bias, Group, Matrix, NumberFormat, PackedWords, Panels, PositionTerms, Rotary, RowNumbers,
+    causal, exponentials, gate, kv, largest, multiplies_bytes, multiply_rows, multiply_together,
+    norm_by_squares, pooling, use_features,
 };
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};

@@ -15,10 +15,10 @@ mod text;
 use crate::add_norm::End;
 use crate::dispatch;
 use crate::gemm::{
-    Linear, Matrix, NotWholeGroups, Numbers, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
+    Linear, Matrix, NotWholeGroups, NumberFormat, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
     narrow,
 };
-use crate::positions::{Distances, places};
+use crate::positions::{PositionTerms, places};
 use text::{Heads, Text};
 
 /// The most queries of one text that are computed together.
@@ -58,7 +58,7 @@ impl Attention {
         q_bias: Vec<f32>,
         out: &[f32],
         heads: usize,
-        numbers: Numbers,
+        numbers: NumberFormat,
     ) -> Result<Self, NotWholeGroups> {
         let hidden = q_bias.len();
         let d = hidden / heads;
@@ -79,7 +79,7 @@ impl Attention {
             qv: Linear::new(&qv, hidden, numbers)?,
             q_bias: scaled(q_bias).collect(),
             k: match numbers {
-                Numbers::F32 => Keys::Left(Rows::new(&k, hidden)),
+                NumberFormat::F32 => Keys::Left(Rows::new(&k, hidden)),
                 _ => Keys::Right(narrow(&k, hidden, numbers)?),
             },
             out: Linear::new(&padded_out, heads * d_values, numbers)?,
@@ -95,8 +95,8 @@ impl Attention {
 
     /// Computes the half in place on `x` `[tokens, hidden]`, and ends with `end`. `lengths` are the lengths of the
     /// texts; their sum is `tokens`.
-    pub fn attend(&self, x: &mut [f32], lengths: &[usize], distances: &Distances, end: End<'_>) {
-        Batch { weights: self, lengths, distances }.attend(x, end);
+    pub fn attend(&self, x: &mut [f32], lengths: &[usize], position_terms: &PositionTerms, end: End<'_>) {
+        Batch { weights: self, lengths, position_terms }.attend(x, end);
     }
 }
 
@@ -112,7 +112,7 @@ pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
 struct Batch<'a> {
     weights: &'a Attention,
     lengths: &'a [usize],
-    distances: &'a Distances,
+    position_terms: &'a PositionTerms,
 }
 
 /// The buffers of one batch.
@@ -183,7 +183,7 @@ impl Batch<'_> {
 
     /// Rotates queries and keys, if the layer has a rotary embedding.
     fn rotate(&self, scratch: &mut Scratch, stride: usize) {
-        let Some(rotary) = &self.distances.rotary else { return };
+        let Some(rotary) = &self.position_terms.rotary else { return };
         let Attention { qv, heads, hidden, .. } = self.weights;
         let places = places(self.lengths);
         by_blocks(&mut scratch.qv, qv.width(), |first, rows| {
@@ -207,7 +207,7 @@ impl Batch<'_> {
             stride,
             rows,
             heads: *heads,
-            distances: self.distances,
+            position_terms: self.position_terms,
         };
         let mut rest = &mut scratch.context[..];
         let parts = parts(self.lengths).map(|(rows, queries)| {
@@ -277,17 +277,17 @@ mod tests {
 
         fn packed(&self) -> Attention {
             let [q, k, v, out] = self.matrices.clone();
-            Attention::new([q, k, v], self.q_bias.clone(), &out, self.heads, Numbers::F32).unwrap()
+            Attention::new([q, k, v], self.q_bias.clone(), &out, self.heads, NumberFormat::F32).unwrap()
         }
 
         /// attention(x)·O, computed by the formula in f64.
-        fn right(&self, x: &[f32], lengths: &[usize], distances: &Distances) -> Vec<f64> {
+        fn right(&self, x: &[f32], lengths: &[usize], position_terms: &PositionTerms) -> Vec<f64> {
             let hidden = self.q_bias.len();
             let [q, k, v, out] = &self.matrices;
             let none = vec![0.0; hidden];
             let x = to_f64(x);
             let (mut q, mut k, v) = (linear(&x, q, &self.q_bias), linear(&x, k, &none), linear(&x, v, &none));
-            if let Some(rotary) = &distances.rotary {
+            if let Some(rotary) = &position_terms.rotary {
                 for (row, place) in places(lengths).into_iter().enumerate() {
                     for rows in [&mut q, &mut k] {
                         let row = &mut rows[row * hidden..][..hidden];
@@ -302,14 +302,14 @@ mod tests {
             for length in lengths {
                 let text = start * hidden..(start + length) * hidden;
                 let rows = [&q[text.clone()], &k[text.clone()], &v[text]];
-                context.extend(self.text(rows, distances));
+                context.extend(self.text(rows, position_terms));
                 start += length;
             }
             linear(&context, out, &none)
         }
 
         /// softmax(Q·Kᵀ/√d)·V of one text.
-        fn text(&self, [q, k, v]: [&[f64]; 3], distances: &Distances) -> Vec<f64> {
+        fn text(&self, [q, k, v]: [&[f64]; 3], position_terms: &PositionTerms) -> Vec<f64> {
             let hidden = self.q_bias.len();
             let d = hidden / self.heads;
             let mut context = vec![0.0; q.len()];
@@ -321,7 +321,7 @@ mod tests {
                     (sum / (d as f64).sqrt()) as f32
                 };
                 let mut scores: Vec<f32> = (0..k.len() / hidden).map(product).collect();
-                distances.apply(head, place, &mut scores);
+                position_terms.apply(head, place, &mut scores);
                 let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 let weights: Vec<f64> = scores.iter().map(|score| f64::from(score - most).exp()).collect();
                 let sum: f64 = weights.iter().sum();
@@ -335,13 +335,13 @@ mod tests {
         }
 
         /// The largest difference between the kernel and the formula.
-        fn off(&self, lengths: &[usize], distances: &Distances) -> f64 {
+        fn off(&self, lengths: &[usize], position_terms: &PositionTerms) -> f64 {
             let hidden = self.q_bias.len();
             let mut x = noise(&[lengths.iter().sum(), hidden], 1.0, 7);
             let bias = noise(&[hidden], 0.5, 9);
-            let mut right = self.right(&x, lengths, distances);
+            let mut right = self.right(&x, lengths, position_terms);
             right.iter_mut().zip(bias.iter().cycle()).for_each(|(x, bias)| *x += f64::from(*bias));
-            self.packed().attend(&mut x, lengths, distances, End::Bias(&bias));
+            self.packed().attend(&mut x, lengths, position_terms, End::Bias(&bias));
             difference(&x, &right)
         }
     }
@@ -351,10 +351,10 @@ mod tests {
         on_every_cpu(|| {
             for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
                 let lengths = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65];
-                let off = Published::new(heads, d, 0.2).off(&lengths, &Distances::default());
+                let off = Published::new(heads, d, 0.2).off(&lengths, &PositionTerms::default());
                 assert!(off < 2e-5, "{heads} heads of {d}: {off}");
             }
-            let off = Published::new(2, 32, 0.2).off(&[512], &Distances::default());
+            let off = Published::new(2, 32, 0.2).off(&[512], &PositionTerms::default());
             assert!(off < 1e-5, "{off}");
         });
     }
@@ -364,20 +364,23 @@ mod tests {
         on_every_cpu(|| {
             let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
             let cases = [
-                Distances { bias: Some(Arc::new(bias)), ..Distances::default() },
-                Distances { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..Distances::default() },
-                Distances { window: Some(5), ..Distances::default() },
+                PositionTerms { bias: Some(Arc::new(bias)), ..PositionTerms::default() },
+                PositionTerms {
+                    rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))),
+                    ..PositionTerms::default()
+                },
+                PositionTerms { window: Some(5), ..PositionTerms::default() },
             ];
-            for distances in cases {
-                let off = Published::new(4, 8, 0.3).off(&[1, 2, 17, 33, 70], &distances);
-                assert!(off < 2e-5, "{distances:?}: {off}");
+            for position_terms in cases {
+                let off = Published::new(4, 8, 0.3).off(&[1, 2, 17, 33, 70], &position_terms);
+                assert!(off < 2e-5, "{position_terms:?}: {off}");
             }
         });
     }
 
     #[test]
     fn large_scores_do_not_overflow() {
-        on_every_cpu(|| assert!(Published::new(2, 32, 4.0).off(&[9, 40], &Distances::default()) < 1e-3));
+        on_every_cpu(|| assert!(Published::new(2, 32, 4.0).off(&[9, 40], &PositionTerms::default()) < 1e-3));
     }
 
     #[test]
@@ -387,8 +390,8 @@ mod tests {
             let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5 };
             let x = noise(&[30, 32], 1.0, 1);
             let (mut together, mut alone) = (x.clone(), x[11 * 32..].to_vec());
-            attention.attend(&mut together, &[11, 19], &Distances::default(), End::Norm(&norm));
-            attention.attend(&mut alone, &[19], &Distances::default(), End::Norm(&norm));
+            attention.attend(&mut together, &[11, 19], &PositionTerms::default(), End::Norm(&norm));
+            attention.attend(&mut alone, &[19], &PositionTerms::default(), End::Norm(&norm));
             assert_eq!(together[11 * 32..], alone);
         });
     }

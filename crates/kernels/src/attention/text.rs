@@ -9,7 +9,7 @@ use pulp::{Simd, WithSimd};
 
 use crate::exp::exp;
 use crate::gemm::COLUMNS;
-use crate::positions::Distances;
+use crate::positions::PositionTerms;
 
 /// Queries that are computed together, in one tile.
 const ROWS: usize = 4;
@@ -36,7 +36,7 @@ pub struct Text<'a> {
     pub rows: Range<usize>,
     pub heads: Heads,
     /// The positional terms. Queries and keys are rotated already.
-    pub distances: &'a Distances,
+    pub position_terms: &'a PositionTerms,
 }
 
 impl<'a> Text<'a> {
@@ -63,7 +63,7 @@ impl WithSimd for Attend<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { text, queries, out } = self;
-        let Text { qv, qv_width, keys, stride, rows, heads, distances } = text;
+        let Text { qv, qv_width, keys, stride, rows, heads, position_terms } = text;
         let Heads { count, d, d_values } = heads;
         let (n, width) = (rows.len(), count * d_values);
         let n_keys = n.next_multiple_of(COLUMNS * S::F32_LANES);
@@ -85,7 +85,7 @@ impl WithSimd for Attend<'_> {
                 });
                 for (index, row) in scores.chunks_exact_mut(n_keys).enumerate() {
                     let position = (query + index).min(queries.end - 1) - rows.start;
-                    distances.apply(head, position, &mut row[..n]);
+                    position_terms.apply(head, position, &mut row[..n]);
                 }
                 let factors = softmax(simd, &mut scores, n);
                 let weights = |row: usize| &scores[row * n_keys..][..n];

@@ -14,7 +14,7 @@ use std::arch::x86_64::{
     _mm512_slli_epi32, _mm512_srai_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
 
-use super::numbers::{Numbers, PANEL};
+use super::number_format::{NumberFormat, PANEL};
 use crate::cpu::has_vnni;
 
 /// Numbers in a register.
@@ -39,7 +39,7 @@ const MID_HEIGHT: usize = 4;
 pub struct ByteRows {
     depth: usize,
     /// The format of the matrices that these rows can be multiplied with, and the parts of each number of the rows.
-    kind: Option<(Numbers, usize)>,
+    kind: Option<(NumberFormat, usize)>,
     tiles: Vec<TileSize>,
     /// `[groups of the depth, STEPS, parts, height]` for each tile: words of four numbers.
     numbers: Vec<i32>,
@@ -60,7 +60,7 @@ impl ByteRows {
     /// Quantises `rows` `[count, depth]` to one or two parts, for matrices of this format. `depth` must be a multiple
     /// of 32.
     #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
-    pub fn pack(&mut self, rows: &[f32], depth: usize, numbers: Numbers, parts: usize) {
+    pub fn pack(&mut self, rows: &[f32], depth: usize, numbers: NumberFormat, parts: usize) {
         assert!(has_vnni() && numbers.is_scaled() && depth.is_multiple_of(GROUP));
         (self.depth, self.kind) = (depth, Some((numbers, parts)));
         // SAFETY: the CPU has the instructions, as asserted above.
@@ -79,10 +79,10 @@ impl ByteRows {
         // SAFETY: the CPU has the instructions, because `pack` has asserted it.
         unsafe {
             match (numbers, parts) {
-                (Numbers::Bits4, 1) => multiply::<true, 4, 1>(self, numbers, panels, out, stride),
-                (Numbers::Bits4, _) => multiply::<true, 4, 2>(self, numbers, panels, out, stride),
-                (Numbers::Bits8By16, 1) => multiply::<false, 4, 1>(self, numbers, panels, out, stride),
-                (Numbers::Bits8By16, _) => multiply::<false, 4, 2>(self, numbers, panels, out, stride),
+                (NumberFormat::Bits4, 1) => multiply::<true, 4, 1>(self, numbers, panels, out, stride),
+                (NumberFormat::Bits4, _) => multiply::<true, 4, 2>(self, numbers, panels, out, stride),
+                (NumberFormat::Bits8By16, 1) => multiply::<false, 4, 1>(self, numbers, panels, out, stride),
+                (NumberFormat::Bits8By16, _) => multiply::<false, 4, 2>(self, numbers, panels, out, stride),
                 (_, 1) => multiply::<false, 8, 1>(self, numbers, panels, out, stride),
                 _ => multiply::<false, 8, 2>(self, numbers, panels, out, stride),
             }
@@ -100,7 +100,7 @@ fn height(left: usize) -> usize {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: Numbers, packed: &mut ByteRows) {
+fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: NumberFormat, packed: &mut ByteRows) {
     let (groups, by_group) = (depth / GROUP, numbers.group());
     let mut rows = rows.chunks_exact(depth);
     packed.tiles.clear();
@@ -122,7 +122,7 @@ fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: Numbers, packed
             for (((group, steps), scale), sums) in
                 row.as_chunks::<GROUP>().0.iter().zip(places).zip(scales).zip(sums)
             {
-                let made = rounded::<PARTS>(group, numbers == Numbers::Bits4);
+                let made = rounded::<PARTS>(group, numbers == NumberFormat::Bits4);
                 let Rounded { words, scale: own, totals: [a, b] } = made;
                 for (word, step) in words.as_flattened().iter().zip(steps.chunks_exact_mut(height)) {
                     step[at] = *word;
@@ -194,7 +194,7 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
     packed: &ByteRows,
-    numbers: Numbers,
+    numbers: NumberFormat,
     panels: &[u32],
     out: &mut [f32],
     stride: usize,

@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
-use super::numbers::{Numbers, PANEL};
+use super::number_format::{NumberFormat, PANEL};
 use super::size::{ROWS_OF_32, Tile as Height};
 use super::tile::store;
 
@@ -17,7 +17,7 @@ const SOME_ROWS: usize = 4;
 
 /// A product of a few rows with some panels of a matrix.
 pub struct FewRows<'a> {
-    pub numbers: Numbers,
+    pub numbers: NumberFormat,
     pub depth: usize,
     /// `[count, depth]`.
     pub rows: &'a [f32],
@@ -29,7 +29,7 @@ pub struct FewRows<'a> {
 
 /// The kernel that unpacks the numbers of a panel to f32: `[depth, PANEL]`.
 pub struct Unpack<'a> {
-    pub numbers: Numbers,
+    pub numbers: NumberFormat,
     pub panel: &'a [u32],
     pub to: &'a mut Vec<f32>,
 }
@@ -74,7 +74,7 @@ fn transpose(rows: &[f32], depth: usize, height: usize, to: &mut Vec<f32>) {
 }
 
 struct Tile<'a> {
-    numbers: Numbers,
+    numbers: NumberFormat,
     height: usize,
     /// `[depth, height]`.
     rows: &'a [f32],
@@ -89,11 +89,11 @@ impl WithSimd for Tile<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         match self.numbers {
-            Numbers::F32 => self.coded::<S, F32>(simd),
-            Numbers::Bf16 => self.coded::<S, Bf16>(simd),
-            Numbers::Bits4 => self.coded::<S, Bits4>(simd),
-            Numbers::Bits8 => self.coded::<S, Bits8<8>>(simd),
-            Numbers::Bits8By16 => self.coded::<S, Bits8<4>>(simd),
+            NumberFormat::F32 => self.coded::<S, F32>(simd),
+            NumberFormat::Bf16 => self.coded::<S, Bf16>(simd),
+            NumberFormat::Bits4 => self.coded::<S, Bits4>(simd),
+            NumberFormat::Bits8 => self.coded::<S, Bits8<8>>(simd),
+            NumberFormat::Bits8By16 => self.coded::<S, Bits8<4>>(simd),
         }
     }
 }
@@ -196,11 +196,11 @@ impl WithSimd for Unpack<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         match self.numbers {
-            Numbers::F32 => unpack::<S, F32>(simd, self.panel, self.to),
-            Numbers::Bf16 => unpack::<S, Bf16>(simd, self.panel, self.to),
-            Numbers::Bits4 => unpack::<S, Bits4>(simd, self.panel, self.to),
-            Numbers::Bits8 => unpack::<S, Bits8<8>>(simd, self.panel, self.to),
-            Numbers::Bits8By16 => unpack::<S, Bits8<4>>(simd, self.panel, self.to),
+            NumberFormat::F32 => unpack::<S, F32>(simd, self.panel, self.to),
+            NumberFormat::Bf16 => unpack::<S, Bf16>(simd, self.panel, self.to),
+            NumberFormat::Bits4 => unpack::<S, Bits4>(simd, self.panel, self.to),
+            NumberFormat::Bits8 => unpack::<S, Bits8<8>>(simd, self.panel, self.to),
+            NumberFormat::Bits8By16 => unpack::<S, Bits8<4>>(simd, self.panel, self.to),
         }
     }
 }

@@ -2,7 +2,7 @@
 //! Owns the weights.
 
 use super::matrix::{Group, Matrix, RowNumbers};
-use super::numbers::Numbers;
+use super::number_format::NumberFormat;
 use super::{Panels, by_blocks, multiply_rows};
 use crate::multiplies_bytes;
 
@@ -11,7 +11,7 @@ use crate::multiplies_bytes;
 #[error("{numbers:?} needs a multiple of {} numbers in each row, and there are {depth}", numbers.group())]
 pub struct NotWholeGroups {
     /// The requested number format.
-    pub numbers: Numbers,
+    pub numbers: NumberFormat,
     /// The numbers in each row.
     pub depth: usize,
 }
@@ -29,9 +29,9 @@ impl Linear {
     ///
     /// # Errors
     /// `depth` is not a multiple of the group size of `numbers`.
-    pub fn new(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Self, NotWholeGroups> {
+    pub fn new(columns: &[f32], depth: usize, numbers: NumberFormat) -> Result<Self, NotWholeGroups> {
         match numbers {
-            Numbers::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
+            NumberFormat::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
             _ => narrow(columns, depth, numbers).map(Self::Narrow),
         }
     }
@@ -63,14 +63,14 @@ impl Linear {
 ///
 /// # Errors
 /// `depth` is not a multiple of the group size of `numbers`.
-pub fn narrow(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Matrix, NotWholeGroups> {
+pub fn narrow(columns: &[f32], depth: usize, numbers: NumberFormat) -> Result<Matrix, NotWholeGroups> {
     let group = numbers.group();
     if !depth.is_multiple_of(group) {
         return Err(NotWholeGroups { numbers, depth });
     }
     Ok(match numbers {
-        Numbers::F32 => Matrix::of_f32(columns, depth),
-        Numbers::Bf16 => Matrix::of_bf16(columns, depth),
+        NumberFormat::F32 => Matrix::of_f32(columns, depth),
+        NumberFormat::Bf16 => Matrix::of_bf16(columns, depth),
         _ => {
             let of = |column: usize, index: usize| {
                 quantised(&columns[column * depth + index * group..][..group], numbers.most())
@@ -110,7 +110,9 @@ mod tests {
     #[test]
     fn every_format_gives_the_plain_product_within_its_rounding() {
         on_every_cpu(|| {
-            for (numbers, within) in [(Numbers::F32, 1e-6), (Numbers::Bf16, 3e-3), (Numbers::Bits8, 1e-2)] {
+            for (numbers, within) in
+                [(NumberFormat::F32, 1e-6), (NumberFormat::Bf16, 3e-3), (NumberFormat::Bits8, 1e-2)]
+            {
                 for (rows, width) in [(1, 7), (30, 64), (70, 130)] {
                     let (x, columns) = (flat(&[rows, 96], 3), flat(&[width, 96], 4));
                     let layer = Linear::new(&columns, 96, numbers).unwrap();
@@ -144,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_depth_that_is_not_a_multiple_of_the_group_is_refused() {
-        let error = narrow(&[0.0; 80], 40, Numbers::Bits8).err().unwrap().to_string();
+        let error = narrow(&[0.0; 80], 40, NumberFormat::Bits8).err().unwrap().to_string();
         assert!(error.contains("multiple of 32") && error.contains("40"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ use super::bytes::ByteRows;
 use super::gemv::{FewRows, MOST_ROWS, Unpack, multiply_few_rows};
 use super::in_parallel;
 use super::layout::{Panels, Rows};
-use super::numbers::{Numbers, PANEL};
+use super::number_format::{NumberFormat, PANEL};
 
 /// A group of quantised numbers: each is `q·scale + offset`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,24 +57,24 @@ impl RowNumbers {
 
 /// The right matrix of a product, `[depth, width]`.
 pub struct Matrix {
-    numbers: Numbers,
+    numbers: NumberFormat,
     depth: usize,
     width: usize,
-    words: Words,
+    words: PackedWords,
     rows: RowNumbers,
 }
 
 /// The packed numbers: `[width rounded up / PANEL, groups of the depth, words of a group, PANEL]`. In a group the
 /// scales come first, then the offsets, then the numbers.
 #[derive(Clone)]
-pub enum Words {
+pub enum PackedWords {
     /// In memory of this process.
     Own(Arc<[u32]>),
     /// A range of bytes of a mapped file, aligned to a word.
     Mapped(Arc<Mmap>, Range<usize>),
 }
 
-impl Words {
+impl PackedWords {
     /// The words.
     pub fn get(&self) -> &[u32] {
         match self {
@@ -100,7 +100,7 @@ struct Scratch {
 impl Matrix {
     /// Packs a matrix that is given by its columns, `[width, depth]`, in f32.
     pub fn of_f32(columns: &[f32], depth: usize) -> Self {
-        Self::pack(Numbers::F32, [depth, columns.len() / depth], |column, k, _| {
+        Self::pack(NumberFormat::F32, [depth, columns.len() / depth], |column, k, _| {
             columns[column * depth + k].to_bits()
         })
     }
@@ -108,7 +108,7 @@ impl Matrix {
     /// Packs a matrix that is given by its columns, `[width, depth]`, in bf16, rounded to the nearest. `depth` must be
     /// even.
     pub fn of_bf16(columns: &[f32], depth: usize) -> Self {
-        Self::pack(Numbers::Bf16, [depth, columns.len() / depth], |column, group, _| {
+        Self::pack(NumberFormat::Bf16, [depth, columns.len() / depth], |column, group, _| {
             let at = column * depth + 2 * group;
             bf16_bits(columns[at]) >> 16 | bf16_bits(columns[at + 1])
         })
@@ -117,11 +117,11 @@ impl Matrix {
     /// Packs quantised numbers. `group` returns a group of a column; its arguments are the column and the group's
     /// index.
     pub fn of_groups(
-        numbers: Numbers,
+        numbers: NumberFormat,
         [depth, width]: [usize; 2],
         group: impl Fn(usize, usize) -> Group,
     ) -> Self {
-        let bits = if numbers == Numbers::Bits4 { 4 } else { 8 };
+        let bits = if numbers == NumberFormat::Bits4 { 4 } else { 8 };
         Self::pack(numbers, [depth, width], |column, index, word| {
             let Group { scale, offset, q } = group(column, index);
             match word {
@@ -138,7 +138,11 @@ impl Matrix {
 
     /// `word` returns a word of a column; its arguments are the column, the group's index, and the word's index in the
     /// group.
-    fn pack(numbers: Numbers, [depth, width]: [usize; 2], word: impl Fn(usize, usize, usize) -> u32) -> Self {
+    fn pack(
+        numbers: NumberFormat,
+        [depth, width]: [usize; 2],
+        word: impl Fn(usize, usize, usize) -> u32,
+    ) -> Self {
         let (groups, words) = (depth / numbers.group(), numbers.words());
         let count = width.div_ceil(PANEL) * groups * words * PANEL;
         let packed = (0..count).map(|at| {
@@ -146,11 +150,11 @@ impl Matrix {
             let column = row / (groups * words) * PANEL + lane;
             if column < width { word(column, row / words % groups, row % words) } else { 0 }
         });
-        Self { numbers, depth, width, words: Words::Own(packed.collect()), rows: RowNumbers::F32 }
+        Self { numbers, depth, width, words: PackedWords::Own(packed.collect()), rows: RowNumbers::F32 }
     }
 
     /// A matrix whose words were packed before. None if the number of words does not fit.
-    pub fn of_words(numbers: Numbers, [depth, width]: [usize; 2], words: Words) -> Option<Self> {
+    pub fn of_words(numbers: NumberFormat, [depth, width]: [usize; 2], words: PackedWords) -> Option<Self> {
         let count = width.div_ceil(PANEL) * (depth / numbers.group()) * numbers.words() * PANEL;
         let whole = words.get().len() == count;
         whole.then_some(Self { numbers, depth, width, words, rows: RowNumbers::F32 })
@@ -173,7 +177,7 @@ impl Matrix {
     }
 
     /// Its number format.
-    pub fn numbers(&self) -> Numbers {
+    pub fn numbers(&self) -> NumberFormat {
         self.numbers
     }
 
@@ -380,16 +384,16 @@ const WORTH_SHARING: usize = 1 << 15;
 const MANY: usize = 2 * MOST_ROWS;
 
 /// Unpacks the number at an index in a word.
-fn number(numbers: Numbers, word: u32, place: usize, scale: f32, offset: f32) -> f32 {
+fn number(numbers: NumberFormat, word: u32, place: usize, scale: f32, offset: f32) -> f32 {
     let quantised = |bits: u32| {
         let q = word >> (bits * place as u32) & ((1 << bits) - 1);
         (q as f32).mul_add(scale, offset)
     };
     match numbers {
-        Numbers::F32 => f32::from_bits(word),
-        Numbers::Bf16 => f32::from_bits(word >> (16 * place) << 16),
-        Numbers::Bits4 => quantised(4),
-        Numbers::Bits8 | Numbers::Bits8By16 => quantised(8),
+        NumberFormat::F32 => f32::from_bits(word),
+        NumberFormat::Bf16 => f32::from_bits(word >> (16 * place) << 16),
+        NumberFormat::Bits4 => quantised(4),
+        NumberFormat::Bits8 | NumberFormat::Bits8By16 => quantised(8),
     }
 }
 
@@ -398,17 +402,22 @@ mod tests {
     use super::super::super::testing::{noise, on_every_cpu};
     use super::*;
 
-    const ALL: [Numbers; 5] =
-        [Numbers::F32, Numbers::Bf16, Numbers::Bits4, Numbers::Bits8, Numbers::Bits8By16];
+    const ALL: [NumberFormat; 5] = [
+        NumberFormat::F32,
+        NumberFormat::Bf16,
+        NumberFormat::Bits4,
+        NumberFormat::Bits8,
+        NumberFormat::Bits8By16,
+    ];
 
     fn flat(shape: &[usize], seed: u32) -> Vec<f32> {
         noise(shape, 1.0, seed)
     }
 
     /// A matrix, and its columns as f32.
-    fn matrix(numbers: Numbers, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
+    fn matrix(numbers: NumberFormat, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
         let columns = flat(&[width, depth], 5);
-        let most = if numbers == Numbers::Bits4 { 15.0 } else { 255.0 };
+        let most = if numbers == NumberFormat::Bits4 { 15.0 } else { 255.0 };
         let group = |column: usize, index: usize| {
             let first = column * depth + index * numbers.group();
             let mut q = [0; 32];
@@ -418,13 +427,13 @@ mod tests {
             Group { scale: 0.125 + column as f32 / 1024.0, offset: -0.75 - index as f32 / 8.0, q }
         };
         let made = match numbers {
-            Numbers::F32 => Matrix::of_f32(&columns, depth),
-            Numbers::Bf16 => Matrix::of_bf16(&columns, depth),
+            NumberFormat::F32 => Matrix::of_f32(&columns, depth),
+            NumberFormat::Bf16 => Matrix::of_bf16(&columns, depth),
             _ => Matrix::of_groups(numbers, [depth, width], group),
         };
         let right = match numbers {
-            Numbers::F32 => columns.clone(),
-            Numbers::Bf16 => columns.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect(),
+            NumberFormat::F32 => columns.clone(),
+            NumberFormat::Bf16 => columns.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect(),
             _ => (0..width * depth)
                 .map(|at| {
                     let (column, k) = (at / depth, at % depth);
@@ -471,9 +480,9 @@ mod tests {
     }
 
     /// The formats of quantised matrices, each with the formats of rows and the largest number of these.
-    fn quantised_formats() -> impl Iterator<Item = (Numbers, (RowNumbers, f32))> {
+    fn quantised_formats() -> impl Iterator<Item = (NumberFormat, (RowNumbers, f32))> {
         let rows = [(RowNumbers::Int8, 127.0), (RowNumbers::Int16, 127.0 * 128.0)];
-        [Numbers::Bits4, Numbers::Bits8, Numbers::Bits8By16]
+        [NumberFormat::Bits4, NumberFormat::Bits8, NumberFormat::Bits8By16]
             .into_iter()
             .flat_map(move |it| rows.map(|kind| (it, kind)))
     }
@@ -568,7 +577,7 @@ mod tests {
             }
         });
         const WIDTH: usize = 6_000;
-        let (made, _) = matrix(Numbers::Bits4, [96, WIDTH]);
+        let (made, _) = matrix(NumberFormat::Bits4, [96, WIDTH]);
         let x = flat(&[70, 96], 9);
         let with = |threads: usize, rows: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -583,13 +592,13 @@ mod tests {
 
     #[test]
     fn packed_words_are_reused_if_their_number_fits() {
-        let (made, _) = matrix(Numbers::Bits4, [64, 10]);
-        let words = Words::Own(made.words().into());
-        let again = Matrix::of_words(Numbers::Bits4, [64, 10], words.clone()).unwrap();
+        let (made, _) = matrix(NumberFormat::Bits4, [64, 10]);
+        let words = PackedWords::Own(made.words().into());
+        let again = Matrix::of_words(NumberFormat::Bits4, [64, 10], words.clone()).unwrap();
         let (x, mut a, mut b) = (flat(&[2, 64], 1), [0.0; 20], [1.0; 20]);
         made.multiply(&x, &mut a);
         again.multiply(&x, &mut b);
         assert_eq!(a, b);
-        assert!(Matrix::of_words(Numbers::Bits8, [64, 10], words).is_none());
+        assert!(Matrix::of_words(NumberFormat::Bits8, [64, 10], words).is_none());
     }
 }

@@ -98,14 +98,14 @@ pub struct NetworkConfig {
     /// The function between the two halves of a feed-forward block.
     pub activation: Activation,
     /// The positional terms of each layer.
-    pub distances: Vec<LayerDistances>,
+    pub position_terms: Vec<LayerPositionTerms>,
     /// Whether a head for labels takes the mean of the tokens' vectors instead of the first.
     pub head_of_mean: bool,
 }
 
 /// The positional terms of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct LayerDistances {
+pub struct LayerPositionTerms {
     /// The base (theta) of the rotary embedding.
     pub rotary: Option<f64>,
     /// The sliding window: the largest distance of a token that is attended to.
@@ -199,7 +199,7 @@ impl NetworkConfig {
         if hidden == 0 || heads == 0 || hidden % heads != 0 {
             return Err(format!("hidden_size {hidden} does not divide into {heads} heads"));
         }
-        if self.distances.iter().any(|it| it.rotary.is_some()) && hidden / heads % 2 != 0 {
+        if self.position_terms.iter().any(|it| it.rotary.is_some()) && hidden / heads % 2 != 0 {
             return Err(format!("heads of {} numbers cannot be rotated in pairs", hidden / heads));
         }
         if self.max_tokens() == 0 {
@@ -223,13 +223,13 @@ fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadErr
         _ => 0,
     };
     let activation: Option<String> = written.optional(&["hidden_act", "activation", "hidden_activation"])?;
-    let (eps, distances) = if family == Family::ModernBert {
+    let (eps, position_terms) = if family == Family::ModernBert {
         for bias in ["attention_bias", "mlp_bias", "norm_bias", "classifier_bias"] {
             written.only(bias, &false.into())?;
         }
         (written.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(written, layers)?)
     } else {
-        (written.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerDistances::default(); layers])
+        (written.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerPositionTerms::default(); layers])
     };
     let pooling: Option<String> = written.optional(&["classifier_pooling"])?;
     Ok(NetworkConfig {
@@ -252,14 +252,14 @@ fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadErr
                 return Err(written.refused(format!("hidden_act is {other:?}; {known}")));
             }
         },
-        distances,
+        position_terms,
         head_of_mean: pooling.as_deref() == Some("mean"),
     })
 }
 
 /// ModernBERT's layers, from a configuration of transformers 4 or 5. One layer of every `global_attn_every_n_layers`
 /// attends to the whole text, the others to a window.
-fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerDistances>, LoadError> {
+fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerPositionTerms>, LoadError> {
     let every = written.optional(&["global_attn_every_n_layers"])?.unwrap_or(3_usize).max(1);
     let kinds: Option<Vec<String>> = written.optional(&["layer_types"])?;
     let window = written.optional(&["local_attention"])?.unwrap_or(128_usize) / 2;
@@ -268,11 +268,11 @@ fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerDistan
         let newer = parameters[kind]["rope_theta"].as_f64();
         Ok::<_, LoadError>(newer.or(written.optional(&[older])?).unwrap_or(default))
     };
-    let whole = LayerDistances {
+    let whole = LayerPositionTerms {
         rotary: Some(theta("full_attention", "global_rope_theta", 160_000.0)?),
         window: None,
     };
-    let near = LayerDistances {
+    let near = LayerPositionTerms {
         rotary: Some(theta("sliding_attention", "local_rope_theta", 10_000.0)?),
         window: Some(window),
     };
@@ -308,7 +308,7 @@ fn nomic(written: &Written<'_>) -> Result<NetworkConfig, LoadError> {
         token_types: written.optional(&["type_vocab_size"])?.unwrap_or(0),
         eps: written.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-12),
         activation: Activation::Silu,
-        distances: vec![LayerDistances { rotary, window: None }; layers],
+        position_terms: vec![LayerPositionTerms { rotary, window: None }; layers],
         head_of_mean: false,
     })
 }

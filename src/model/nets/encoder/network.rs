@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 
-use super::config::{Family, LayerDistances, NetworkConfig};
+use super::config::{Family, LayerPositionTerms, NetworkConfig};
 use crate::model::LoadError;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{Table, Weights};
@@ -17,7 +17,7 @@ use crate::model::ops::gpu::{
     cuda::{Planned, attends, embed},
 };
 use crate::model::ops::{
-    After, Bias, Distances, FeedForward, NormParams, Published, Rotary, SelfAttention, Up, add_norm,
+    After, Bias, FeedForward, NormParams, PositionTerms, Published, Rotary, SelfAttention, Up, add_norm,
 };
 
 type Loaded<T> = std::result::Result<T, LoadError>;
@@ -181,7 +181,7 @@ impl Reader<'_> {
         self.weights.checked(name, rows)
     }
 
-    fn layer(&self, index: usize, distances: Distances) -> Loaded<Block> {
+    fn layer(&self, index: usize, position_terms: PositionTerms) -> Loaded<Block> {
         let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
         let (names, numbers) = (names(family), self.weights.numbers());
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
@@ -224,7 +224,7 @@ impl Reader<'_> {
         } else {
             (None, [After::Norm(out_norm()?), After::Norm(down_norm)])
         };
-        let attention = SelfAttention::new(Published { qkv, out, heads, distances, numbers }, after_out);
+        let attention = SelfAttention::new(Published { qkv, out, heads, position_terms, numbers }, after_out);
         let up = Up { matrix: up, bias: up_bias, gate, numbers };
         let feed_forward = FeedForward::new(up, &down, after_down, activation);
         Ok(Block {
@@ -235,7 +235,7 @@ impl Reader<'_> {
     }
 
     /// The positional terms of each layer. Layers share their tables.
-    fn distances(&self) -> Loaded<Vec<Distances>> {
+    fn position_terms(&self) -> Loaded<Vec<PositionTerms>> {
         let NetworkConfig { heads, hidden, family, .. } = *self.config;
         let longest = self.config.max_tokens();
         let bias = match family {
@@ -257,12 +257,12 @@ impl Reader<'_> {
                 rotary
             }
         };
-        let layer = |layer: &LayerDistances| Distances {
+        let layer = |layer: &LayerPositionTerms| PositionTerms {
             bias: bias.clone(),
             rotary: layer.rotary.map(&mut rotary_of),
             window: layer.window,
         };
-        Ok(self.config.distances.iter().map(layer).collect())
+        Ok(self.config.position_terms.iter().map(layer).collect())
     }
 }
 
@@ -302,7 +302,7 @@ impl Encoder {
         }
         let zeros = weights.checked("embeddings", weights.zeros(&[hidden]))?;
         let reader = Reader { weights, config, zeros };
-        let layers = reader.distances()?.into_iter().enumerate();
+        let layers = reader.position_terms()?.into_iter().enumerate();
         let last_norm = (family == Family::ModernBert).then(|| reader.norm("final_norm", &reader.zeros));
         Ok(Self {
             #[cfg(feature = "cuda")]
@@ -324,7 +324,7 @@ impl Encoder {
             norm: reader.norm(embeddings_norm(family), &reader.zeros)?,
             blocks: Blocks {
                 blocks: layers
-                    .map(|(index, distances)| reader.layer(index, distances))
+                    .map(|(index, position_terms)| reader.layer(index, position_terms))
                     .collect::<Loaded<_>>()?,
                 last_norm: last_norm.transpose()?,
             },

@@ -8,8 +8,8 @@ use super::{Body, NetError, Sides};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::{Block, Blocks};
 use crate::model::ops::{
-    Activation, After, Clamp, Convolution, Distances, FeedForward, Filters, NormParams, Padding, Published,
-    SelfAttention, Up,
+    Activation, After, Clamp, Convolution, FeedForward, Filters, NormParams, Padding, PositionTerms,
+    Published, SelfAttention, Up,
 };
 
 type Read<T> = std::result::Result<T, NetError>;
@@ -126,8 +126,8 @@ impl Reader<'_> {
         };
         let (out, up, down) = ("attention.output.dense", "intermediate.dense", "output.dense");
         let qkv = [part("query")?, part("key")?, part("value")?];
-        let (distances, numbers) = (Distances::default(), self.weights.numbers());
-        let published = Published { qkv, out: matrix(out, hidden, hidden)?, heads, distances, numbers };
+        let (position_terms, numbers) = (PositionTerms::default(), self.weights.numbers());
+        let published = Published { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, numbers };
         let after =
             |name: &str| Ok::<_, NetError>(self.weights.checked(name, After::bias(&bias(name, hidden)?))?);
         let attention = SelfAttention::new(published, after(out)?);

@@ -2,9 +2,9 @@
 //! are computed together, padded to the longest of them: texts of similar lengths, so that there is little padding.
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use sconce_kernels::{Distances, places};
+use sconce_kernels::{PositionTerms, places};
 
-use super::super::distances::{added, rotated};
+use super::super::position_terms::{added, rotated};
 
 /// The most scores of a head that are computed at once (16 MiB in f32). A single text may have more, since a text is
 /// never split.
@@ -17,13 +17,18 @@ const ROWS_PER_PADDING: usize = 20;
 ///
 /// # Errors
 /// Shapes or types do not match: a bug of the caller.
-pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize], distances: &Distances) -> Result<Tensor> {
+pub fn attention(
+    qkv: &Tensor,
+    heads: usize,
+    lengths: &[usize],
+    position_terms: &PositionTerms,
+) -> Result<Tensor> {
     let (tokens, width) = qkv.dims2()?;
     let of_texts: usize = lengths.iter().sum();
     if of_texts != tokens || tokens == 0 {
         bail!("attention over texts of {of_texts} tokens in all got {tokens} rows");
     }
-    let rotated_qkv = distances.rotary.as_ref().map(|rotary| {
+    let rotated_qkv = position_terms.rotary.as_ref().map(|rotary| {
         let parts = qkv.reshape((tokens, 3 * heads, width / 3 / heads))?;
         let (qk, values) = (parts.narrow(1, 0, 2 * heads)?, parts.narrow(1, 2 * heads, heads)?);
         let qk = rotated(rotary, &qk, &places(lengths))?;
@@ -42,7 +47,7 @@ pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize], distances: &Dist
             }
         }
         padded += group.starts.len() * group.longest;
-        attended.push(group.attend(qkv, heads, distances)?);
+        attended.push(group.attend(qkv, heads, position_terms)?);
     }
     Tensor::cat(&attended, 0)?.index_select(&Tensor::from_vec(rows, tokens, qkv.device())?, 0)
 }
@@ -87,7 +92,7 @@ fn groups(lengths: &[usize]) -> Vec<Group> {
 
 impl Group {
     /// Returns `[texts·longest, heads·d]`.
-    fn attend(&self, qkv: &Tensor, heads: usize, distances: &Distances) -> Result<Tensor> {
+    fn attend(&self, qkv: &Tensor, heads: usize, position_terms: &PositionTerms) -> Result<Tensor> {
         let (texts, n, device) = (self.starts.len(), self.longest, qkv.device());
         let mut rows = Vec::with_capacity(texts * n);
         let mut mask = Vec::with_capacity(texts * n);
@@ -103,8 +108,8 @@ impl Group {
         // digits.
         let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
         let mut scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
-        if distances.bias.is_some() || distances.window.is_some() {
-            scores = scores.broadcast_add(&added(distances, heads, n, device)?)?;
+        if position_terms.bias.is_some() || position_terms.window.is_some() {
+            scores = scores.broadcast_add(&added(position_terms, heads, n, device)?)?;
         }
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;
         weights.matmul(&part(2)?)?.transpose(1, 2)?.reshape((texts * n, heads * d))
@@ -137,7 +142,8 @@ mod tests {
         let lengths = [5, 1, 40, 6, 31, 38, 7, 1, 300];
         let qkv = noise(&[lengths.iter().sum(), 3 * 24], 2.0, 1).unwrap();
         let right = one_by_one(&qkv, 3, &lengths).unwrap();
-        let off = difference(&attention(&qkv, 3, &lengths, &Distances::default()).unwrap(), &right).unwrap();
+        let off =
+            difference(&attention(&qkv, 3, &lengths, &PositionTerms::default()).unwrap(), &right).unwrap();
         assert!(off < 2e-6, "{off}");
     }
 

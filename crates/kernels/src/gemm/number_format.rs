@@ -5,7 +5,7 @@ pub const PANEL: usize = 64;
 
 /// The number format of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Numbers {
+pub enum NumberFormat {
     /// 32 bits.
     F32,
     /// bf16, the upper half of an f32.
@@ -18,7 +18,7 @@ pub enum Numbers {
     Bits8By16,
 }
 
-impl Numbers {
+impl NumberFormat {
     /// Numbers of a column in a group: those that share a scale and an offset, or one word.
     pub fn group(self) -> usize {
         match self {

@@ -2,16 +2,16 @@
 //! operations.
 
 use candle_core::{Device, Result, Tensor};
-use sconce_kernels::{Distances, Rotary};
+use sconce_kernels::{PositionTerms, Rotary};
 
-/// The terms that [`Distances::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
+/// The terms that [`PositionTerms::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
 ///
 /// # Errors
 /// The device fails.
-pub fn added(distances: &Distances, heads: usize, n: usize, device: &Device) -> Result<Tensor> {
+pub fn added(position_terms: &PositionTerms, heads: usize, n: usize, device: &Device) -> Result<Tensor> {
     let mut added = vec![0.0; heads * n * n];
     for (index, scores) in added.chunks_exact_mut(n).enumerate() {
-        distances.apply(index / n, index % n, scores);
+        position_terms.apply(index / n, index % n, scores);
     }
     Tensor::from_vec(added, (heads, n, n), device)
 }
