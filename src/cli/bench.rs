@@ -17,27 +17,26 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce bench --rate 200 --tasks 10000          how long does a task take at 200 a second?
   sconce bench --input requests.jsonl --json > report.json
 
-Workers must be running: `sconce launch`. The load goes through the pool's task queue, behind and
-among the tasks of others; mind which other producers and consumers use that queue.
+Workers must be running: `sconce launch`. The load goes through the pool's task queue, behind and among \
+the tasks of others; mind which other producers and consumers use that queue.
 
-The load. In a closed loop (--in-flight F), a task is published for each reply, so that F tasks are
-always in flight: this measures the most that the pool can do. Another F-1 tasks follow the measured
-ones and are not counted, so that the loop stays full to the end. In an open loop (--rate), tasks are
-published at random times (a Poisson process), whether the pool keeps up or not. The latency of a task
+The load. In a closed loop (--in-flight F), a task is published for each reply, so that F tasks are \
+always in flight: this measures the most that the pool can do. Another F-1 tasks follow the measured ones \
+and are not counted, so that the loop stays full to the end. In an open loop (--rate), tasks are \
+published at random times (a Poisson process), whether the pool keeps up or not. The latency of a task \
 counts from the moment at which it was due, even if it was published late.
 
-Tasks that are not from a file are generated for the kind of the pool's model, if its files are on
-this host; otherwise they are texts to embed.
+Tasks that are not from a file are generated for the kind of the pool's model, if its files are on this \
+host; otherwise they are texts to embed.
 
-The report, for N tasks after W to warm up. Rates and busy shares cover N replies in the order of
-arrival, after the first W. All else covers the N tasks after the first W, so that no straggler is
-left out; latencies, stages and batches cover only those that succeeded. A batch counts once, however
-many tasks it held. A device's busy share covers only this load: a task of k inputs in a batch of n
-counts for k/n of its compute_us. With several inputs per task it is an upper bound: a task that spans
-batches reports the time of all of them, and the size of the last. If no reply arrives for --timeout,
-the report has what was measured until then, and how many replies are missing; the exit code is 84.
-Tasks expire in their queue after ten times --timeout, so that a run that ends early leaves none there
-for ever.";
+The report, for N tasks after W to warm up. Rates and busy shares cover N replies in the order of \
+arrival, after the first W. All else covers the N tasks after the first W, so that no straggler is left \
+out; latencies, stages and batches cover only those that succeeded. A batch counts once, however many \
+tasks it held. A device's busy share covers only this load: a task of k inputs in a batch of n counts for \
+k/n of its compute_us. With several inputs per task it is an upper bound: a task that spans batches \
+reports the time of all of them, and the size of the last. If no reply arrives for --timeout, the report \
+has what was measured until then, and how many replies are missing; the exit code is 84. Tasks expire in \
+their queue after ten times --timeout, so that a run that ends early leaves none there for ever.";
 
 /// `sconce bench`.
 #[derive(Debug, Args)]
@@ -99,13 +98,13 @@ pub(super) const DEVICE_EXAMPLES: &str = "Examples:
   sconce bench-device --device cuda:0 --set pool[0].dtype=bf16 --set pool[0].batch.max_tokens=65536
   sconce bench-device --device cpu --input requests.jsonl --json
 
-Runs one process with the device, threads, dtype and batch bounds of a worker of the pool; no queue, no
-broker, no launcher. First all tasks are preprocessed on one thread, which is measured separately. Then
-batches go through a worker's engine, over and over, for --time, after a warm-up of a quarter of it.
-Only the batches are timed, not the preprocessing and the replies between the rounds.
+Runs one process with the device, threads, dtype and batch bounds of a worker of the pool; no queue, no \
+broker, no launcher. First all tasks are preprocessed on one thread, which is measured separately. Then \
+batches go through a worker's engine, over and over, for --time, after a warm-up of a quarter of it. Only \
+the batches are timed, not the preprocessing and the replies between the rounds.
 
-So this is the most that a worker can reach; `sconce bench` measures what one does reach. The default
-of --device is the first of the pool's devices.";
+So this is the most that a worker can reach; `sconce bench` measures what one does reach. The default of \
+--device is the first of the pool's devices.";
 
 /// `sconce bench-device`.
 #[derive(Debug, Args)]

@@ -19,9 +19,10 @@ pub(super) const CTL_EXAMPLES: &str = "Examples:
   sconce ctl --host gpu1 log-level debug
   sconce ctl cancel 7f3e…                         a task that a worker holds, by its id
 
-Requests go through the broker's exchange admin.control_exchange to every launcher that listens there.
-Answers are gathered until no more arrive. Whoever may publish to that exchange may control the launchers;
-docs/operating.md says how to restrict it. The exit code is 1 if nobody answered, or a slot refused.";
+Requests go through the broker's exchange admin.control_exchange to every launcher that listens there. \
+Answers are gathered until no more arrive. Whoever may publish to that exchange may control the \
+launchers; docs/operating.md says how to restrict it. The exit code is 1 if nobody answered, or a slot \
+refused.";
 
 /// Examples for the help of `healthcheck`.
 pub(super) const HEALTH_EXAMPLES: &str = "Examples:
@@ -29,7 +30,7 @@ pub(super) const HEALTH_EXAMPLES: &str = "Examples:
   sconce healthcheck --live                       alive: no worker is stuck
   sconce healthcheck --url http://gpu1:9464
 
-Asks the launcher at admin.listen, as a probe of a container runtime would. The exit code is 0 or 1, or
+Asks the launcher at admin.listen, as a probe of a container runtime would. The exit code is 0 or 1, or \
 78 if the settings are wrong.";
 
 /// `sconce ctl`.

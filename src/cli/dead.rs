@@ -17,20 +17,20 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce dead requeue 6f1c…
   sconce dead purge --older-than 30d                        shows what `--yes` would delete
 
-While a command reads the queue, nobody else sees its messages. Afterwards a quorum queue has them in
-another order, and has counted one delivery of each. If sconce did not declare the queue, it assumes the
-delivery limit of RabbitMQ 4, which is 20: set no lower one, neither by x-delivery-limit nor by a policy.
+While a command reads the queue, nobody else sees its messages. Afterwards a quorum queue has them in \
+another order, and has counted one delivery of each. If sconce did not declare the queue, it assumes the \
+delivery limit of RabbitMQ 4, which is 20: set no lower one, neither by x-delivery-limit nor by a policy. \
 A dead letter near the limit is published to the end of the queue again, because RabbitMQ would drop it.
 
 Dead letters of other pools in the same queue are counted on stderr and left alone, unless given by id.";
 
-const REQUEUED: &str =
-    "A task is published to the pool's task queue as its producer sent it, and is removed from the \
-dead-letter queue once the broker has confirmed it there. A crash in between leaves it in both.
+const REQUEUED: &str = "\
+A task is published to the pool's task queue as its producer sent it, and is removed from the dead-letter \
+queue once the broker has confirmed it there. A crash in between leaves it in both.
 
-Not restored are: the task's expiration, because the task would expire at once, and an `expires` that may
-be derived from it (an `expires` of the producer alone is kept: a task past it is answered with 408);
-user_id; CC. A control message is requeued only by its id. What cannot be requeued stays in the
+Not restored are: the task's expiration, because the task would expire at once, and an `expires` that may \
+be derived from it (an `expires` of the producer alone is kept: a task past it is answered with 408); \
+user_id; CC. A control message is requeued only by its id. What cannot be requeued stays in the \
 dead-letter queue, with the reason on stderr, and the exit code is 1.";
 
 /// `sconce dead`.

@@ -42,7 +42,7 @@ pub enum Command {
   SCONCE_BROKER__URL=amqps://user:pw@rabbit/%2f sconce launch
   sconce launch --set 'pool[0].devices=[\"cpu\", \"cpu\"]'
 
-SIGTERM or Ctrl-C drains: batches on devices are finished; all other tasks, sequences included, are
+SIGTERM or Ctrl-C drains: batches on devices are finished; all other tasks, sequences included, are \
 requeued. A second signal aborts. `sconce stop` stops workers after the work queued before it.")]
     Launch(Settings),
     /// Run one worker. `launch` starts workers itself; start one by hand only to debug
@@ -66,9 +66,9 @@ Events go to stdout as JSON lines, logs to stderr.")]
   sconce publish --input requests.jsonl            replies go to the pool's reply queue
   cat requests.jsonl | sconce publish --input - --wait > replies.jsonl
 
-A text becomes a request that the pool answers, if its model's files are on this host. Otherwise it
-becomes a request of --url, or a text to embed. Each line of a file is a request body ({\"input\": …}),
-a batch line ({\"custom_id\", \"body\"}), or a JSON string: a text to embed. Replies are printed in the
+A text becomes a request that the pool answers, if its model's files are on this host. Otherwise it \
+becomes a request of --url, or a text to embed. Each line of a file is a request body ({\"input\": …}), a \
+batch line ({\"custom_id\", \"body\"}), or a JSON string: a text to embed. Replies are printed in the \
 order of the tasks.")]
     Publish(Publish),
     /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
@@ -104,8 +104,8 @@ The data comes over the broker, as for `sconce ctl stats`."
     #[command(after_help = "Example:
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2
 
-Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": \"/v1/embeddings\", \"body\"}.
-Responses are written in the order of the requests; an error is a line of its own. After an
+Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": \"/v1/embeddings\", \
+\"body\"}. Responses are written in the order of the requests; an error is a line of its own. After an \
 interruption, the same command continues after the last finished line.")]
     RunBatch(RunBatch),
     /// Have files of tasks answered by a running pool, on all hosts
@@ -123,8 +123,8 @@ Secrets are masked. All problems are reported together; the exit code is then 78
   sconce devices
   sconce devices --config production.toml --json
 
-GPUs are shown as the setting `devices` of a pool names them: by number (cuda:0, in the order of their
-PCI bus ids) or by UUID. The command queries the driver through NVML and opens no device. The exit code
+GPUs are shown as the setting `devices` of a pool names them: by number (cuda:0, in the order of their \
+PCI bus ids) or by UUID. The command queries the driver through NVML and opens no device. The exit code \
 is 78 if the settings name a device that is not present or that this build cannot compute on.")]
     Devices(Devices),
 }

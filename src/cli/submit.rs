@@ -13,9 +13,9 @@ pub(super) const EXAMPLES: &str = "Examples:
   produce-rows | sconce submit -i - -o answers.jsonl       not resumed: standard input cannot be read again
   sconce submit --cancel 3f6c1a2b9d04                       cancel what a job has published
 
-Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all
-hosts. Answers are written in the order of the rows; an error is a line of its own. After an
-interruption, the same command continues after the last finished line. Ctrl-C waits for the tasks in
+Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all \
+hosts. Answers are written in the order of the rows; an error is a line of its own. After an \
+interruption, the same command continues after the last finished line. Ctrl-C waits for the tasks in \
 flight, at most for --grace; a second Ctrl-C ends at once.";
 
 /// `sconce submit`.
