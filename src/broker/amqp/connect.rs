@@ -336,6 +336,11 @@ impl ReconnectPolicy {
         self.failures = self.failures.min(MAX_FAILURES_KEPT);
     }
 
+    /// The delay before the next attempt after a session that ended without a failure: as after a first failure.
+    pub(super) fn first_delay() -> Duration {
+        BACKOFF.delay(1, rand::random())
+    }
+
     /// Forgets all failures, because a session has worked for a while.
     pub(super) fn reset(&mut self) {
         *self = Self { was_connected: true, ..Self::default() };

@@ -128,24 +128,40 @@ struct Supervisor {
     current: CurrentSession,
 }
 
-/// Why a session ended without our request.
-struct Lost {
+/// Why a session ended before the consumer's owner closed it.
+struct Ended {
     reason: String,
-    /// Lapin could not parse what the broker sent, most likely a message with a property that is not UTF-8. The
-    /// broker will deliver that message again.
-    unreadable: bool,
+    cause: EndCause,
 }
 
-impl From<&Error> for Lost {
-    fn from(error: &Error) -> Self {
-        let unreadable = matches!(error.kind(), ErrorKind::ParsingError(_));
-        Self { reason: message(error), unreadable }
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum EndCause {
+    /// The connection, the channel or the consumer was lost.
+    Lost,
+    /// Lapin could not parse what the broker sent, most likely a message with a property that is not UTF-8. The
+    /// broker will deliver that message again.
+    Unreadable,
+    /// A session with a prefetch of 1 has lasted for [`ONE_BY_ONE_PERIOD`]. The supervisor ended it.
+    OneByOneOver,
+}
+
+impl Ended {
+    fn one_by_one_over() -> Self {
+        Self { reason: "connecting again with the full prefetch".to_owned(), cause: EndCause::OneByOneOver }
     }
 }
 
-impl From<&str> for Lost {
+impl From<&Error> for Ended {
+    fn from(error: &Error) -> Self {
+        let unreadable = matches!(error.kind(), ErrorKind::ParsingError(_));
+        let cause = if unreadable { EndCause::Unreadable } else { EndCause::Lost };
+        Self { reason: message(error), cause }
+    }
+}
+
+impl From<&str> for Ended {
     fn from(reason: &str) -> Self {
-        Self { reason: reason.to_owned(), unreadable: false }
+        Self { reason: reason.to_owned(), cause: EndCause::Lost }
     }
 }
 
@@ -162,27 +178,39 @@ impl Supervisor {
                 // Without a session there is nothing to cancel: the supervisor ends.
                 () = self.cancel.cancelled() => return,
             };
-            let failure = match opened {
+            let delay = match opened {
                 Ok((session, broker)) => {
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
-                    let Some(lost) = self.run_session(number, session, one_by_one).await else { return };
-                    let reason = lost.reason;
-                    tracing::warn!(session = number, reason, "lost the broker");
+                    let Some(ended) = self.run_session(number, session, one_by_one).await else { return };
+                    let Ended { reason, cause } = ended;
+                    match cause {
+                        EndCause::Lost | EndCause::Unreadable => {
+                            tracing::warn!(session = number, reason, "lost the broker");
+                        }
+                        EndCause::OneByOneOver => tracing::info!(session = number, "{reason}"),
+                    }
                     if self.events.send(Ok(Event::Lost { source, session: number })).await.is_err() {
                         return;
                     }
-                    one_by_one = lost.unreadable;
+                    one_by_one = cause == EndCause::Unreadable;
                     if began.elapsed() >= STABLE_AFTER {
                         reconnect.reset();
                     }
-                    Failure::without_answer(broker, reason)
+                    let failure = Failure::without_answer(broker, reason);
+                    self.current.fail(&failure);
+                    match cause {
+                        EndCause::Lost | EndCause::Unreadable => reconnect.failed(failure, &self.connector),
+                        EndCause::OneByOneOver => Ok(ReconnectPolicy::first_delay()),
+                    }
                 }
-                Err(failure) => failure,
+                Err(failure) => {
+                    self.current.fail(&failure);
+                    reconnect.failed(failure, &self.connector)
+                }
             };
-            self.current.fail(&failure);
-            match reconnect.failed(failure, &self.connector) {
+            match delay {
                 Ok(delay) => tokio::select! {
                     () = tokio::time::sleep(if one_by_one { delay.min(MAX_UNREADABLE_DELAY) } else { delay }) => {}
                     () = self.cancel.cancelled() => return,
@@ -195,20 +223,20 @@ impl Supervisor {
         }
     }
 
-    /// Passes on the deliveries of one session until it ends. None: we closed it.
-    async fn run_session(&mut self, number: u64, mut session: Session, one_by_one: bool) -> Option<Lost> {
+    /// Passes on the deliveries of one session until it ends. None: the consumer's owner closed it.
+    async fn run_session(&mut self, number: u64, mut session: Session, one_by_one: bool) -> Option<Ended> {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
         let open = OpenSession { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
         self.granted.store(session.prefetch, Ordering::Relaxed);
         self.let_acks_gather(&open, session.prefetch);
         self.current.set(Some(open.clone()));
-        let lost = tokio::select! {
-            lost = self.pump(&open, &mut session, one_by_one) => lost,
-            () = tokio::time::sleep(ONE_BY_ONE_PERIOD), if one_by_one => Some("back to the full prefetch".into()),
+        let ended = tokio::select! {
+            ended = self.pump(&open, &mut session, one_by_one) => ended,
+            () = tokio::time::sleep(ONE_BY_ONE_PERIOD), if one_by_one => Some(Ended::one_by_one_over()),
         };
         self.current.set(None);
-        if lost.is_none() {
+        if ended.is_none() {
             // Waiting for the broker's answer to the close ensures that it has read every ack written before.
             let close = async {
                 let _ = session.channel.close(200, "done".into()).await;
@@ -216,11 +244,11 @@ impl Supervisor {
             };
             let _ = tokio::time::timeout(CLOSE_TIMEOUT, close).await;
         }
-        lost
+        ended
     }
 
     /// Forwards the deliveries of a session until it ends, and handles cancel, close and prefetch changes meanwhile.
-    async fn pump(&mut self, open: &OpenSession, session: &mut Session, one_by_one: bool) -> Option<Lost> {
+    async fn pump(&mut self, open: &OpenSession, session: &mut Session, one_by_one: bool) -> Option<Ended> {
         let mut failures = session.connection.events_listener();
         let mut cancelling = self.cancel.is_cancelled();
         let (mut ended, mut resizing) = (false, false);
@@ -274,7 +302,7 @@ impl Supervisor {
         open: &OpenSession,
         session: &mut Session,
         resizing: bool,
-    ) -> Result<bool, Lost> {
+    ) -> Result<bool, Ended> {
         // The lock is held from reading the flag until the broker has the new consumer, so that a cancel in between
         // waits for the new consumer's tag. The flag is up to date, because `cancel` sets it before it sends the
         // command.
@@ -286,7 +314,7 @@ impl Supervisor {
             return Err("the broker cancelled the consumer; was the queue deleted?".into());
         }
         let prefetch = *self.prefetch.borrow_and_update();
-        session.consume_again(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
+        session.consume_again(prefetch, &self.connector).await.map_err(|error| Ended::from(&error))?;
         *consumer_tag = session.consumer.tag();
         self.granted.store(prefetch, Ordering::Relaxed);
         self.let_acks_gather(open, prefetch);
