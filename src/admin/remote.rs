@@ -92,7 +92,7 @@ impl Place {
             )));
         };
         let target = target.within(&self.host, &self.launcher)?;
-        let is_addressed = |report: &SlotReport| target.means(&report.pool, &report.worker);
+        let is_addressed = |report: &SlotReport| target.matches(&report.pool, &report.worker);
         if !self.board.read(|status| status.slots.values().any(|entry| is_addressed(&entry.report))) {
             return None;
         }
@@ -151,7 +151,7 @@ impl Place {
     fn answer(&self, request: &Request, target: &Target, outcomes: &BTreeMap<String, Outcome>) -> Answer {
         let slots = self.board.read(|status| {
             let reports = status.slots.values().map(|entry| entry.report());
-            reports.filter(|it| target.means(&it.pool, &it.worker)).collect::<Vec<_>>()
+            reports.filter(|it| target.matches(&it.pool, &it.worker)).collect::<Vec<_>>()
         });
         let reports = slots.into_iter().map(|mut report| {
             if *request != Request::Stats {

@@ -139,9 +139,9 @@ mod tests {
     fn an_error_prints_its_message_and_not_its_exit_code() {
         // A message that is also the text of an exit code.
         let message = Exit::Aborted.to_string();
-        let error = anyhow!(message.clone()).exits_with(Exit::Usage).context("one").exits_with(Exit::No);
+        let error = anyhow!(message.clone()).exits_with(Exit::Usage).context("one").exits_with(Exit::Refused);
         assert_eq!(format!("{error:#}"), format!("one: {message}"));
-        assert_eq!(exit_of(&error), Exit::No, "the outermost code");
+        assert_eq!(exit_of(&error), Exit::Refused, "the outermost code");
         let read = std::fs::read("/nowhere/at/all").context("two").exits_with(Exit::Config).unwrap_err();
         assert!(format!("{read:#}").starts_with("two: No such file"), "{read:#}");
         assert_eq!(exit_of(&read.context("three")), Exit::Config);

@@ -150,15 +150,15 @@ pub enum Published {
 
 /// The state of a queue, as the broker reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seen {
+pub enum QueueState {
     /// It does not exist.
-    Gone,
-    /// It exists, and cannot be reached now: the node that holds it is down.
-    Away,
-    /// It is exclusive to another connection.
-    Private,
-    /// It exists.
-    There {
+    Missing,
+    /// It exists, but cannot be reached now, because the node that holds it is down.
+    Unavailable,
+    /// It exists, and is exclusive to another connection.
+    Exclusive,
+    /// It exists, and can be inspected.
+    Exists {
         /// Its consumers now, on all hosts.
         consumers: u32,
         /// Number of its ready messages: not yet delivered to a consumer.
@@ -204,8 +204,8 @@ pub trait Publisher: Send + Sync {
         Box::pin(std::future::ready(Ok(false)))
     }
 
-    /// The state of a queue; none if it cannot be inspected now. Nothing is declared.
-    fn look<'a>(&'a self, _queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
+    /// Inspects a queue and returns its state; none if it cannot be inspected now. Nothing is declared.
+    fn queue_state<'a>(&'a self, _queue: &'a str) -> BoxFuture<'a, Option<QueueState>> {
         Box::pin(std::future::ready(None))
     }
 

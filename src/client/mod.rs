@@ -29,7 +29,8 @@ use crate::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
 };
 use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher, Seen,
+    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher,
+    QueueState,
 };
 use crate::config::Broker;
 use crate::protocol::batch_line::RequestBody;
@@ -276,9 +277,9 @@ impl Client {
                     }
                 }
                 _ = poll.tick(), if run.resends.is_some() && polling.is_empty() => {
-                    polling.push(publisher.look(task_queue));
+                    polling.push(publisher.queue_state(task_queue));
                 }
-                Some(seen) = polling.next() => under_way.extend(run.polled(seen, sink)),
+                Some(state) = polling.next() => under_way.extend(run.polled(state, sink)),
                 () = tokio::time::sleep_until(deadline.unwrap_or(run.last_reply)), if deadline.is_some() => {
                     return Err(run.gather.late(bounds.timeout.unwrap_or_default()).into());
                 }
@@ -397,13 +398,13 @@ impl<'a, M> Run<'a, M> {
     }
 
     /// Handles the state of the task queue. Returns the publishes of the tasks that are late.
-    fn polled<E>(&mut self, seen: Option<Seen>, sink: &mut impl Sink<M, E>) -> Vec<Publishing<'a>> {
+    fn polled<E>(&mut self, state: Option<QueueState>, sink: &mut impl Sink<M, E>) -> Vec<Publishing<'a>> {
         let Some(resends) = &mut self.resends else { return Vec::new() };
-        let consumed = match seen {
-            Some(Seen::There { consumers, .. }) => consumers > 0,
-            Some(Seen::Gone) => false,
+        let consumed = match state {
+            Some(QueueState::Exists { consumers, .. }) => consumers > 0,
+            Some(QueueState::Missing) => false,
             // The queue cannot be inspected: workers may be consuming.
-            Some(Seen::Private | Seen::Away) | None => self.publisher.takes_messages(),
+            Some(QueueState::Exclusive | QueueState::Unavailable) | None => self.publisher.takes_messages(),
         };
         let now = Instant::now();
         resends.consumed(consumed, now);

@@ -46,8 +46,8 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             _ => None,
         });
         let answers = match (arguments.timeout, expected) {
-            (None, None) => control.ask_until_quiet(&target, &request, until).await,
-            _ => control.ask(&target, &request, until, expected).await,
+            (None, None) => control.request_until_quiet(&target, &request, until).await,
+            _ => control.request(&target, &request, until, expected).await,
         };
         let answers = answers.map_err(with_exit)?;
         print(&answers, arguments)?;
@@ -70,13 +70,13 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
                 format!("{some} of {expected} launchers have answered, {},", names.join(", "))
             }
         };
-        return Err(anyhow!("{message} for {key:?} within {timeout:?}").exits_with(Exit::No));
+        return Err(anyhow!("{message} for {key:?} within {timeout:?}").exits_with(Exit::Refused));
     }
     if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled(&answers), refused) {
         let hint = "a task that still waits in a queue cannot be cancelled by its id";
-        return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::No));
+        return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::Refused));
     }
-    Ok(if refused { Exit::No } else { Exit::Done })
+    Ok(if refused { Exit::Refused } else { Exit::Done })
 }
 
 /// How many tasks were cancelled; none if no launcher reports it, as those of older versions do not.
@@ -102,7 +102,7 @@ async fn wait_for(
         answers.iter().flat_map(|answer| &answer.slots).filter(accepted).collect();
     loop {
         let next = until.min(Instant::now() + PING_INTERVAL);
-        let pinged = control.ask(target, &Request::Ping, next, Some(answers.len()));
+        let pinged = control.request(target, &Request::Ping, next, Some(answers.len()));
         let now = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
@@ -116,7 +116,7 @@ async fn wait_for(
         }
         if Instant::now() >= until {
             let message = format!("not carried out after {limit:?} by {}", pending.join(", "));
-            return Err(anyhow!(message).exits_with(Exit::No));
+            return Err(anyhow!(message).exits_with(Exit::Refused));
         }
         tokio::time::sleep_until(next).await;
     }
@@ -149,7 +149,7 @@ pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
     match error {
         FleetError::Broker(error) => error.into(),
         FleetError::NoExchange => anyhow::Error::new(error).exits_with(Exit::Config),
-        FleetError::Nobody(_) => anyhow::Error::new(error).exits_with(Exit::No),
+        FleetError::Nobody(_) => anyhow::Error::new(error).exits_with(Exit::Refused),
         FleetError::Lost => error.into(),
     }
 }

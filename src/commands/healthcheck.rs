@@ -33,19 +33,21 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     let agent = ureq::AgentBuilder::new().timeout(arguments.timeout).build();
     let (answer, exit) = match agent.get(&url).call() {
         Ok(answer) => (answer, Exit::Done),
-        Err(ureq::Error::Status(_, answer)) => (answer, Exit::No),
-        Err(error) => return Err(anyhow!("{error}; is a launcher running there?").exits_with(Exit::No)),
+        Err(ureq::Error::Status(_, answer)) => (answer, Exit::Refused),
+        Err(error) => return Err(anyhow!("{error}; is a launcher running there?").exits_with(Exit::Refused)),
     };
     // Another process may listen at this address; it may be another launcher.
     match (answer.header(LAUNCHER), own) {
-        (None, _) => return Err(anyhow!("{base} is not a launcher").exits_with(Exit::No)),
+        (None, _) => return Err(anyhow!("{base} is not a launcher").exits_with(Exit::Refused)),
         (Some(name), Some(own)) if name != own => {
-            return Err(anyhow!("{base} is the launcher {name:?}, not {own:?}").exits_with(Exit::No));
+            return Err(anyhow!("{base} is the launcher {name:?}, not {own:?}").exits_with(Exit::Refused));
         }
         _ => {}
     }
-    let text =
-        answer.into_string().with_context(|| format!("{url}: unreadable answer")).exits_with(Exit::No)?;
+    let text = answer
+        .into_string()
+        .with_context(|| format!("{url}: unreadable answer"))
+        .exits_with(Exit::Refused)?;
     tolerate_broken_pipe(write!(std::io::stdout(), "{text}"))?;
     Ok(exit)
 }

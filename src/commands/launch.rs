@@ -12,7 +12,7 @@ use tokio::sync::{Notify, Semaphore};
 use super::{Registry, log_format, start_logging};
 use crate::admin::{self, Place};
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, retry_queue, subscribe};
-use crate::broker::{BrokerError, BrokerSession, Publisher as _, Seen};
+use crate::broker::{BrokerError, BrokerSession, Publisher as _, QueueState};
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
@@ -158,7 +158,7 @@ async fn watch_queues(settings: &Settings, place: &Place) {
         }
         let mut waiting = BTreeMap::new();
         for (queue, kind) in &queues {
-            if let Some(Seen::There { ready, .. }) = publisher.look(queue).await {
+            if let Some(QueueState::Exists { ready, .. }) = publisher.queue_state(queue).await {
                 waiting.insert((queue.clone(), *kind), ready);
             }
         }

@@ -15,11 +15,12 @@ pub(super) struct Show<W> {
     /// The text written of that line so far.
     written: String,
     /// The lines under way, by number. Bound: the window of lines that are published at a time.
-    waiting: BTreeMap<u64, Waiting>,
+    pending: BTreeMap<u64, PendingLine>,
 }
 
+/// A line whose answer is not written in full yet.
 #[derive(Default)]
-struct Waiting {
+struct PendingLine {
     custom_id: String,
     /// The text that has arrived and is not written yet.
     text: String,
@@ -27,18 +28,18 @@ struct Waiting {
 
 impl<W: Write> Show<W> {
     pub(super) fn new(out: W) -> Self {
-        Self { out, turn: None, written: String::new(), waiting: BTreeMap::new() }
+        Self { out, turn: None, written: String::new(), pending: BTreeMap::new() }
     }
 
     /// Registers a line that is about to be published.
     pub(super) fn begun(&mut self, number: u64, custom_id: &str) {
-        self.waiting.insert(number, Waiting { custom_id: custom_id.to_owned(), text: String::new() });
+        self.pending.insert(number, PendingLine { custom_id: custom_id.to_owned(), text: String::new() });
     }
 
     /// Adds a part of an answer.
     pub(super) fn part(&mut self, number: u64, part: &Message) -> io::Result<()> {
-        if let (Some(text), Some(waiting)) = (text_of(part), self.waiting.get_mut(&number)) {
-            waiting.text.push_str(&text);
+        if let (Some(text), Some(line)) = (text_of(part), self.pending.get_mut(&number)) {
+            line.text.push_str(&text);
         }
         self.write_on()
     }
@@ -46,7 +47,7 @@ impl<W: Write> Show<W> {
     /// Writes the rest of an answer. The caller passes answers in the order of the lines, so it is this one's turn.
     pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
         self.write_on()?;
-        if self.waiting.remove(&number).is_some() {
+        if self.pending.remove(&number).is_some() {
             let whole = text_of(reply).unwrap_or_default();
             // Parts may be lost, but the reply holds the whole text.
             let rest = whole.strip_prefix(&self.written).unwrap_or(&whole);
@@ -58,7 +59,7 @@ impl<W: Write> Show<W> {
 
     /// Writes the text that has arrived for the first line under way.
     fn write_on(&mut self) -> io::Result<()> {
-        let Some(mut first) = self.waiting.first_entry() else { return Ok(()) };
+        let Some(mut first) = self.pending.first_entry() else { return Ok(()) };
         if self.turn != Some(*first.key()) {
             self.turn = Some(*first.key());
             self.written.clear();

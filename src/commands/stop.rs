@@ -91,7 +91,7 @@ pub(super) async fn broadcast_cancellation(
     let mut control = Control::open(settings).await.map_err(with_exit)?;
     let (target, request) = (Target::All, Request::Cancel(cancellation));
     let until = Instant::now() + CONFIRM_TIMEOUT;
-    let answers = control.ask(&target, &request, until, None).await.map_err(with_exit);
+    let answers = control.request(&target, &request, until, None).await.map_err(with_exit);
     control.close().await;
     let (refusals, confirmed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());
@@ -101,7 +101,7 @@ pub(super) async fn broadcast_cancellation(
     }
     if confirmed.is_empty() || !refusals.is_empty() {
         let message = format!("{} launchers have confirmed within {CONFIRM_TIMEOUT:?}", confirmed.len());
-        return Err(anyhow!(message).exits_with(Exit::No));
+        return Err(anyhow!(message).exits_with(Exit::Refused));
     }
     Ok(confirmed.len())
 }

@@ -13,7 +13,9 @@ use futures_util::task::AtomicWaker;
 
 use super::memory::Held;
 use super::reply::{BRIEF_PARTS, PIECES_AT_ONCE, Reply};
-use super::{Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Told, Unwritten, now};
+use super::{
+    Completion, Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Unwritten, now,
+};
 use crate::batching::Policy;
 use crate::model::{
     Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, Streaming, TaskError,
@@ -234,7 +236,7 @@ struct Task<R: Processor> {
     are_parts_brief: bool,
     first: First<R>,
     /// None until the job is enqueued.
-    outputs: Option<Waiting<R>>,
+    outputs: Option<WantedOutputs<R>>,
     /// None if all inputs were in the first slice.
     feed: Option<Arc<Feed<R>>>,
 }
@@ -272,9 +274,9 @@ impl<R: Processor> InputSource for Feed<R> {
 }
 
 /// The job's reference to its outputs. Once it is dropped, they are not needed any more.
-struct Waiting<R: Processor>(Arc<Outputs<R>>);
+struct WantedOutputs<R: Processor>(Arc<Outputs<R>>);
 
-impl<R: Processor> Drop for Waiting<R> {
+impl<R: Processor> Drop for WantedOutputs<R> {
     fn drop(&mut self) {
         self.0.lock().is_complete = true;
     }
@@ -317,7 +319,7 @@ impl<R: Processor> Job for Task<R> {
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool) {
         let First::Made(first) = mem::replace(&mut self.first, First::Enqueued) else { return };
         let outputs = Arc::new(Outputs::new(task, self.streaming));
-        self.outputs = Some(Waiting(outputs.clone()));
+        self.outputs = Some(WantedOutputs(outputs.clone()));
         if let Some(rest) = self.model.enqueue(first, &outputs, isolated) {
             let (model, rest) = (self.model.clone(), Mutex::new(Some(rest)));
             self.feed = Some(Arc::new(Feed { model, outputs, isolated, rest }));
@@ -329,10 +331,10 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent> {
-        let Some(Waiting(outputs)) = &self.outputs else { return Poll::Pending };
+        let Some(WantedOutputs(outputs)) = &self.outputs else { return Poll::Pending };
         // Registered before the state is read, so that a change after the read wakes this task.
         outputs.waker.register(context.waker());
-        if outputs.told.load(Ordering::Acquire) {
+        if outputs.notified.load(Ordering::Acquire) {
             return Poll::Ready(JobEvent::Done(outputs.lock().computed));
         }
         if parts && let Some(unwritten) = self.unwritten() {
@@ -348,7 +350,7 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn unwritten(&self) -> Option<Unwritten> {
-        let Waiting(outputs) = self.outputs.as_ref()?;
+        let WantedOutputs(outputs) = self.outputs.as_ref()?;
         let mut gathered = outputs.lock();
         if self.streaming == Streaming::Outputs && gathered.error.is_some() {
             return None;
@@ -370,7 +372,7 @@ impl<R: Processor> Job for Task<R> {
 
     fn finish(self: Box<Self>) -> Result<Body, TaskError> {
         let Self { model, reply, outputs, .. } = *self;
-        let Some(Waiting(outputs)) = &outputs else {
+        let Some(WantedOutputs(outputs)) = &outputs else {
             return Err(TaskError::internal("the task was never enqueued"));
         };
         let outputs = outputs.lock().take()?;
@@ -386,12 +388,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<R: Processor> Task<R> {
     fn sizes(&self) -> Sizes {
-        let waiting = self.outputs.as_ref().map(|Waiting(outputs)| outputs.lock().sizes);
+        let enqueued = self.outputs.as_ref().map(|WantedOutputs(outputs)| outputs.lock().sizes);
         let first = match &self.first {
             First::Made(slice) => Some(slice.sizes()),
             First::Later(_) | First::Enqueued => None,
         };
-        waiting.or(first).unwrap_or_default()
+        enqueued.or(first).unwrap_or_default()
     }
 }
 
@@ -400,11 +402,11 @@ pub(super) struct Outputs<R: Processor> {
     pub(super) task: Arc<TaskState>,
     streaming: Streaming,
     /// Whether the job may report that it is done. Set by the worker when it receives the notice of a whole batch.
-    told: AtomicBool,
+    notified: AtomicBool,
     /// Whether the job waits for pieces or outputs from which a part can be written. Set by the job, cleared by the
     /// model thread when they arrive.
     part_wanted: AtomicBool,
-    /// Wakes the job when `told` is set, or when it waits for a part and can write one.
+    /// Wakes the job when `notified` is set, or when it waits for a part and can write one.
     waker: AtomicWaker,
     /// Wakes the worker when it waits to prepare more inputs and few are left.
     feed_waker: AtomicWaker,
@@ -447,9 +449,9 @@ impl<R: Processor> Outputs<R> {
             pieces: Vec::new(),
             is_complete: false,
         };
-        let (told, part_wanted) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (notified, part_wanted) = (AtomicBool::new(false), AtomicBool::new(false));
         let (waker, feed_waker) = (AtomicWaker::new(), AtomicWaker::new());
-        Self { task, streaming, told, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
+        Self { task, streaming, notified, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
     }
 
     /// Makes room for the outputs of further inputs, and returns the index of the first. `is_open`: more may follow. If
@@ -467,7 +469,7 @@ impl<R: Processor> Outputs<R> {
         drop(gathered);
         if is_done {
             // No pass will end that would wake the job.
-            self.tell();
+            self.notify();
         }
         first
     }
@@ -583,9 +585,9 @@ impl<R: Processor> Outputs<R> {
     }
 }
 
-impl<R: Processor> Told for Outputs<R> {
-    fn tell(&self) {
-        self.told.store(true, Ordering::Release);
+impl<R: Processor> Completion for Outputs<R> {
+    fn notify(&self) {
+        self.notified.store(true, Ordering::Release);
         self.waker.wake();
     }
 }
@@ -772,8 +774,8 @@ mod tests {
         }
         outputs.passed(Instant::now(), Duration::from_millis(4), pass(2, 1));
         assert!(outputs.deliver(1, Ok(1)));
-        assert!(poll(&mut job, true).is_none(), "not before it is told");
-        outputs.tell();
+        assert!(poll(&mut job, true).is_none(), "not before it is notified");
+        outputs.notify();
         let Some(JobEvent::Done(computed)) = poll(&mut job, true) else { panic!("it is done") };
         assert_eq!((computed.compute, computed.last), (Duration::from_millis(7), pass(2, 1)));
         assert_eq!(job.finish().unwrap().bytes, "[0, 1, 2]");
@@ -800,7 +802,7 @@ mod tests {
         assert!(poll(&mut job, true).is_none());
         piece(1, 4);
         assert!(!outputs.deliver(0, Ok(5)) && outputs.deliver(1, Ok(6)));
-        outputs.tell();
+        outputs.notify();
         assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(_))));
         assert_eq!(texts(job.unwritten()), ["1: [4]"]);
         assert!(job.unwritten().is_none());
@@ -860,7 +862,7 @@ mod tests {
         assert_eq!(parts(poll(&mut job, true)), ["0: 10", "1: 11", "2: 12"]);
         assert!(poll(&mut job, true).is_none());
         assert!(deliver(3));
-        outputs.tell();
+        outputs.notify();
         assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(_))));
         assert_eq!(texts(job.unwritten()), ["3: 13"]);
         assert!(job.unwritten().is_none());
@@ -908,7 +910,7 @@ mod tests {
         assert!(job.unwritten().is_some(), "it is not written");
         assert!(outputs.deliver(1, Err(TaskError::internal("no"))));
         assert!(job.unwritten().is_none());
-        outputs.tell();
+        outputs.notify();
         assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(computed)) if computed.failed));
         assert_eq!(job.finish().unwrap_err().message, "no");
     }

@@ -15,7 +15,7 @@
 //! | `reply` | how much of a reply's parts is written at a time, and on which thread |
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
-//! | `turns` | how a loop runs turn by turn, and how it is woken |
+//! | `run_loop` | how the model thread runs a loop, when the loop sleeps, and how it is woken |
 //! | `panics` | the one boundary where a panic of a model is caught |
 
 mod batch;
@@ -27,12 +27,12 @@ mod pace;
 mod panics;
 mod probe;
 mod reply;
+mod run_loop;
 mod sizing;
 mod start;
 mod task_state;
 #[cfg(test)]
 mod tests;
-mod turns;
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -210,15 +210,15 @@ pub struct Pass {
 pub enum Notice {
     /// These jobs are done. One notice wakes them together: if each were woken alone, the worker would take the model
     /// thread's core for the first and answer it alone.
-    Done(Vec<Arc<dyn Told>>),
+    Done(Vec<Arc<dyn Completion>>),
     /// The device has failed, for this reason. Unanswered jobs stay unanswered. This is the thread's last notice.
     Fault(String),
 }
 
-/// A job that can be woken when it is done.
-pub trait Told: Send + Sync {
+/// The completion of a job. It is reported to whoever waits for the job.
+pub trait Completion: Send + Sync {
     /// Marks the job as done, and wakes whoever waits for it.
-    fn tell(&self);
+    fn notify(&self);
 }
 
 /// Called by the model thread about its work. Each call delays the device.
@@ -280,10 +280,10 @@ pub type Loading = tokio::sync::oneshot::Receiver<Result<Loaded, LoadError>>;
 /// The most notices that may wait for the worker.
 const NOTICES: usize = 64;
 
-/// The model thread's end of the channel of notices, with the done jobs that were not sent yet.
+/// The model thread's end of the channel of notices, with the completions that were not sent yet.
 struct Notices {
     sender: mpsc::Sender<Notice>,
-    done: Vec<Arc<dyn Told>>,
+    done: Vec<Arc<dyn Completion>>,
 }
 
 impl Notices {

@@ -7,14 +7,14 @@ use std::time::{Instant, SystemTime};
 
 use super::batch::{Network, Outcome};
 use super::job::{Ahead, Item, Queue};
+use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Pass, Passed, TaskState, now};
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
 /// The queue of inputs that wait for a batch.
-pub(super) struct Waiting<R: Processor> {
+pub(super) struct WaitingInputs<R: Processor> {
     state: Mutex<State<R>>,
     waker: Waker,
     /// Batches that may be submitted, plus the one being formed.
@@ -50,7 +50,7 @@ enum Take<R: Processor> {
     Closed,
 }
 
-impl<R: Processor> Waiting<R> {
+impl<R: Processor> WaitingInputs<R> {
     pub(super) fn new(policy: Policy, asynchronous: bool, waker: Waker) -> Self {
         let state = State {
             ordinary: Batcher::new(policy, |item| item.tokens),
@@ -152,7 +152,7 @@ impl<R: Processor> State<R> {
     }
 }
 
-impl<R: Processor> Queue<R> for Waiting<R> {
+impl<R: Processor> Queue<R> for WaitingInputs<R> {
     fn enqueue(&self, items: Vec<Item<R>>, isolated: bool) {
         let now = now();
         self.change(|state| {
@@ -218,7 +218,7 @@ impl<R: Processor> Queue<R> for Waiting<R> {
 
 pub(super) struct OneShot<R: Processor, F: Forward> {
     network: Network<R, F>,
-    waiting: Arc<Waiting<R>>,
+    waiting: Arc<WaitingInputs<R>>,
     /// The number of batches so far.
     number: u64,
     /// The batch that was submitted last, and that is not waited for yet.
@@ -248,7 +248,7 @@ where
     R: Processor,
     F: Forward<Input = R::Input, Output = R::Output>,
 {
-    pub(super) fn new(network: Network<R, F>, waiting: Arc<Waiting<R>>) -> Self {
+    pub(super) fn new(network: Network<R, F>, waiting: Arc<WaitingInputs<R>>) -> Self {
         Self { network, waiting, number: 0, submitted: None, freed: now(), idle: Idle::default() }
     }
 

@@ -10,8 +10,8 @@ use tokio::sync::oneshot as answer;
 use super::batch::Network;
 use super::continuous::{Continuous, Probe, Sequences};
 use super::job::Handle;
-use super::oneshot::{OneShot, Waiting};
-use super::turns::{Loop, Waker, run};
+use super::oneshot::{OneShot, WaitingInputs};
+use super::run_loop::{Loop, Waker, run};
 use super::{Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
@@ -38,7 +38,7 @@ where
         let (notices, received) = Notices::new();
         let mut network = Network::new(network, observer, notices);
         network.try_probe(&processor).map_err(|error| error.load_error(&spec, &name))?;
-        let waiting = Arc::new(Waiting::new(policy, network.is_asynchronous(), waker));
+        let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
         let work = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
         Ok((Loaded { engine, notices: received, device: name }, Box::new(work)))
@@ -125,7 +125,7 @@ pub(crate) mod paused {
     use tokio::sync::Notify;
 
     use super::*;
-    use crate::engine::turns::Next;
+    use crate::engine::run_loop::Next;
     use crate::model::clock;
 
     impl Starter {

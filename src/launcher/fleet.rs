@@ -152,7 +152,7 @@ impl Fleet {
         let (mut outcomes, mut to_start, mut in_turn) = (Vec::new(), Vec::new(), Vec::new());
         for (name, member) in &self.slots {
             let Some(assignment) = self.launch.board.assignment(name) else { continue };
-            if !target.means(&assignment.pool.name, &assignment.worker) {
+            if !target.matches(&assignment.pool.name, &assignment.worker) {
                 continue;
             }
             let (reply, outcome) = oneshot::channel();

@@ -173,7 +173,7 @@ impl WorkerMonitor {
                 self.announced =
                     exit.and_then(Exit::from_code).map(|exit| (exit, shorten(cause, CAUSE_BYTES)));
             }
-            Event::Unfit { why, words } => self.circumstances.unfit = Some((*why, words.clone())),
+            Event::Unfit { why, message } => self.circumstances.unfit = Some((*why, message.clone())),
             _ => {}
         }
         launch.board.change(slot, |entry| update_entry(entry, event, shown));

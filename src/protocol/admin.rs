@@ -117,7 +117,7 @@ impl Target {
     }
 
     /// Whether a target that [`Target::within`] has resolved includes the slot of this pool and worker.
-    pub fn means(&self, pool: &str, worker: &str) -> bool {
+    pub fn matches(&self, pool: &str, worker: &str) -> bool {
         match self {
             Self::All | Self::Cancel => true,
             Self::Host(_) | Self::Launcher(_) => false,
@@ -256,7 +256,7 @@ mod tests {
     #[test]
     fn a_target_is_read_back_from_its_routing_key_and_selects_its_slots() {
         let worker = "gpu1.example.com/embed/0";
-        for (target, means) in [
+        for (target, is_selected) in [
             (Target::All, true),
             (Target::Host("gpu1.example.com".into()), true),
             (Target::Host("gpu1".into()), false),
@@ -268,7 +268,7 @@ mod tests {
         ] {
             assert_eq!(Target::of_routing_key(&target.routing_key()), Some(target.clone()));
             let within = target.clone().within("gpu1.example.com", "gpu1-2");
-            assert_eq!(within.is_some_and(|it| it.means("embed", worker)), means, "{target:?}");
+            assert_eq!(within.is_some_and(|it| it.matches("embed", worker)), is_selected, "{target:?}");
         }
         for none in ["", "host.", "host", "everything", "all.of.it"] {
             assert_eq!(Target::of_routing_key(none), None, "{none}");

@@ -123,7 +123,7 @@ impl Cancellation {
     }
 
     /// Whether it cancels this task.
-    pub fn means(&self, task: &Task) -> bool {
+    pub fn matches(&self, task: &Task) -> bool {
         match (&self.task, &self.job) {
             _ if self.stop.is_some() => false,
             (Some(id), _) => task.id == *id,
@@ -196,7 +196,8 @@ pub enum Event {
         /// What is wrong with the device.
         why: Unfit,
         /// A sentence for people, with numbers and what to do.
-        words: String,
+        #[serde(rename = "words")]
+        message: String,
     },
     /// The last line before the exit.
     Stopped {
@@ -321,7 +322,7 @@ mod tests {
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Preprocessing { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
-            Event::Unfit { why: Unfit::TooSlow, words: "a\nb".into() },
+            Event::Unfit { why: Unfit::TooSlow, message: "a\nb".into() },
             Event::Stopped { cause: "x".into(), exit: Some(80) },
         ];
         for event in events {
@@ -352,15 +353,15 @@ mod tests {
         };
         let own = cancel(Some("1"), Some("mine"));
         assert_eq!(own.problem(), None);
-        assert!(own.means(&task(Some("1"), Some("mine"))));
-        assert!(!own.means(&task(Some("1"), Some("other"))) && !own.means(&task(Some("1"), None)));
+        assert!(own.matches(&task(Some("1"), Some("mine"))));
+        assert!(!own.matches(&task(Some("1"), Some("other"))) && !own.matches(&task(Some("1"), None)));
         for guessed in [cancel(Some("1"), None), cancel(None, Some("mine")), cancel(None, None)] {
             assert!(guessed.problem().is_some(), "{guessed:?}");
-            assert!(!guessed.means(&task(Some("1"), None)) && !guessed.means(&task(None, Some("mine"))));
-            assert!(!guessed.means(&task(None, None)), "{guessed:?}");
+            assert!(!guessed.matches(&task(Some("1"), None)) && !guessed.matches(&task(None, Some("mine"))));
+            assert!(!guessed.matches(&task(None, None)), "{guessed:?}");
         }
         let empty = cancel(Some("1"), Some(""));
-        assert!(!empty.means(&task(Some("1"), None)) && !empty.means(&task(Some("1"), Some(""))));
+        assert!(!empty.matches(&task(Some("1"), None)) && !empty.matches(&task(Some("1"), Some(""))));
     }
 
     #[test]

@@ -231,7 +231,7 @@ impl<'a> DeadLetter<'a> {
     }
 
     /// Why it may not be requeued: it is a control message, and was not selected by its id.
-    pub fn stays(&self, by_id: bool) -> Option<String> {
+    pub fn refusal(&self, by_id: bool) -> Option<String> {
         let kind = self.message.properties.kind.as_deref().unwrap_or("null");
         (is_control(self.message) && !by_id)
             .then(|| format!("it is a control message ({kind}): to requeue it, give its id"))
@@ -394,7 +394,7 @@ mod tests {
             (read.age(at(130)), read.age(at(1))),
             (Some(Duration::from_secs(30)), Some(Duration::ZERO))
         );
-        assert_eq!(read.stays(false), None);
+        assert_eq!(read.refusal(false), None);
         let back = restored(message);
         assert_eq!((back.properties, &back.body[..]), (sent, &br#"{"input":"a"}"#[..]));
     }
@@ -418,8 +418,8 @@ mod tests {
             (Message { properties: Properties::default(), body: " null".into() }, "null"),
         ] {
             let read = DeadLetter::of(&message);
-            assert!(read.stays(false).is_some_and(|error| error.contains(reason)), "{reason}");
-            assert_eq!(read.stays(true), None);
+            assert!(read.refusal(false).is_some_and(|error| error.contains(reason)), "{reason}");
+            assert_eq!(read.refusal(true), None);
         }
     }
 

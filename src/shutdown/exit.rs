@@ -10,7 +10,7 @@ pub enum Exit {
     Done = 0,
     /// Refused: unhealthy, nobody answered, or an order or dead letter could not be handled. Workers never exit
     /// with it.
-    No = 1,
+    Refused = 1,
     /// The command line is wrong.
     Usage = 64,
     /// A bug: a panic or a broken invariant.
@@ -39,7 +39,7 @@ impl Exit {
     /// Every code, for `--help` and the docs.
     pub const ALL: [(Exit, &'static str); 13] = [
         (Exit::Done, "done"),
-        (Exit::No, "refused: unhealthy, nobody answered, or an order or dead letter not handled"),
+        (Exit::Refused, "refused: unhealthy, nobody answered, or an order or dead letter not handled"),
         (Exit::Usage, "wrong command line"),
         (Exit::Internal, "a bug in sconce"),
         (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),
@@ -66,7 +66,7 @@ impl Exit {
     /// The exit that a worker's status means; none for an unknown status, and for 1, which any library may exit
     /// with.
     pub fn from_code(code: i32) -> Option<Self> {
-        let mut exits = Self::ALL.into_iter().map(|(exit, _)| exit).filter(|exit| *exit != Exit::No);
+        let mut exits = Self::ALL.into_iter().map(|(exit, _)| exit).filter(|exit| *exit != Exit::Refused);
         exits.find(|exit| i32::from(exit.code()) == code)
     }
 }
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn every_code_is_distinct_and_read_back() {
-        for (exit, _) in Exit::ALL.into_iter().filter(|(exit, _)| *exit != Exit::No) {
+        for (exit, _) in Exit::ALL.into_iter().filter(|(exit, _)| *exit != Exit::Refused) {
             assert_eq!(Exit::from_code(exit.code().into()), Some(exit));
         }
         assert_eq!(Exit::from_code(1), None);

@@ -55,7 +55,7 @@ impl TaskSpan {
         match self.0 {}
     }
 
-    pub fn tell<T>(&self, _: &'static str, _: T) {
+    pub fn set_attribute<T>(&self, _: &'static str, _: T) {
         match self.0 {}
     }
 

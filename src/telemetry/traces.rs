@@ -271,8 +271,8 @@ mod tests {
         let own = span.traceparent();
         assert!(span.is_continued() && own.starts_with(&format!("00-{TRACE}-")) && own.ends_with("-01"));
         assert!(!own.contains(PARENT), "{own}");
-        span.tell("sconce.status", "succeeded");
-        span.tell("sconce.status", "failed");
+        span.set_attribute("sconce.status", "succeeded");
+        span.set_attribute("sconce.status", "failed");
         span.fail("no".into());
         drop(span);
         let span = kept.take();

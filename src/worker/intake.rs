@@ -280,7 +280,7 @@ impl<'a> Intake<'a> {
         let mut tasks = 0;
         for InFlight { task, state, .. } in self.in_flight.values() {
             if let Some(state) = state
-                && cancellation.means(task)
+                && cancellation.matches(task)
             {
                 tracing::info!(task.id = task.id, "cancelled on request");
                 state.cancel();

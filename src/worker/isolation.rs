@@ -72,17 +72,17 @@ struct Candidate {
     task: TaskName,
     /// The most tasks in its group, itself included.
     most: usize,
-    admit: oneshot::Sender<Stay>,
+    admit: oneshot::Sender<Membership>,
 }
 
 /// One task's membership in its group. The group ends when all its members are dropped.
-pub(super) struct Stay {
+pub(super) struct Membership {
     task: TaskName,
     /// Receives the tasks that were finished. Read by the group runner. Bound: the size of the group.
     through: mpsc::Sender<TaskName>,
 }
 
-impl Stay {
+impl Membership {
     /// Records that the task was finished, and that this process survived it.
     pub(super) fn end(self) {
         let Self { task, through } = self;
@@ -107,7 +107,7 @@ impl Isolation {
 
     /// Waits until the task may run in a group of at most `most` tasks, which it leaves when the returned value is
     /// dropped. Work that is already on the device stays there; the launcher knows of it.
-    pub(super) async fn enter(&self, task: TaskName, most: usize) -> Option<Stay> {
+    pub(super) async fn enter(&self, task: TaskName, most: usize) -> Option<Membership> {
         let (admit, admitted) = oneshot::channel();
         self.candidates.send(Candidate { task, most, admit }).await.ok()?;
         admitted.await.ok()
@@ -132,7 +132,7 @@ impl Isolation {
         self.reporter.flush().await;
         let (ends, mut ended) = mpsc::channel(group.len());
         for Candidate { task, admit, .. } in group {
-            let _ = admit.send(Stay { task, through: ends.clone() });
+            let _ = admit.send(Membership { task, through: ends.clone() });
         }
         drop(ends);
         let mut through = Vec::new();

@@ -11,7 +11,7 @@
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
 //! | `places` | whose tasks are put off because they hold too many of the granted messages |
-//! | `turns` | whose task is next on the thread for long preparation |
+//! | `preparation_turns` | whose task is next on the thread for long preparation |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
 //! | `live_settings` | which settings can be changed while it runs |
@@ -23,6 +23,7 @@ mod isolation;
 mod live_settings;
 mod places;
 mod prefetch;
+mod preparation_turns;
 mod report;
 mod requester;
 mod session;
@@ -30,7 +31,6 @@ mod settle;
 mod task_run;
 #[cfg(test)]
 mod tests;
-mod turns;
 mod withdrawn;
 
 use std::io;
@@ -171,7 +171,7 @@ pub async fn run(
     };
     let loaded = loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))?;
     if let Err(LoadError::Unfit { why, reason, .. }) = &loaded {
-        control.reporter.send(&Event::Unfit { why: *why, words: reason.clone() }).await;
+        control.reporter.send(&Event::Unfit { why: *why, message: reason.clone() }).await;
     }
     let loaded = loaded.map_err(|error| error.without_folder(assignment.pool.missing_folder.as_deref()))?;
     let load_ms = begun.elapsed().as_millis() as u64;
@@ -305,7 +305,7 @@ async fn dispatch(
 ) {
     let error = loop {
         match notices.recv().await {
-            Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| task.tell()),
+            Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| task.notify()),
             Some(Notice::Fault(error)) => break error,
             None => break "the model thread ended".to_owned(),
         }

@@ -1,6 +1,6 @@
 //! Decides the prefetch, the number of messages that a worker holds ahead, unless the user has set it. It is large
 //! enough for the batches that may be submitted, given the average message. It is small enough to leave messages for
-//! other workers, and to bound the bytes of the bodies. `Prefetch` is pure; `Live` adds a lock and the clock.
+//! other workers, and to bound the bytes of the bodies. `Prefetch` is pure; `SharedPrefetch` adds a lock and the clock.
 //!
 //! A fixed prefetch does not do: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and the
 //! prefetch that the largest bodies allow (8) makes small messages slow. With 8, two workers on two cores reached 4,309
@@ -119,9 +119,9 @@ impl Prefetch {
 /// The prefetch, shared by the intake and the task runs, which report the sizes of messages to it; none if the user has
 /// set one. Locked for arithmetic only.
 #[derive(Clone)]
-pub(super) struct Live(Option<Arc<Mutex<Prefetch>>>);
+pub(super) struct SharedPrefetch(Option<Arc<Mutex<Prefetch>>>);
 
-impl Live {
+impl SharedPrefetch {
     pub(super) fn new(prefetch: Option<Prefetch>) -> Self {
         Self(prefetch.map(|prefetch| Arc::new(Mutex::new(prefetch))))
     }

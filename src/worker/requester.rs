@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
-use crate::broker::{Publisher, Seen};
+use crate::broker::{Publisher, QueueState};
 
 /// How often the broker is asked whether a requester's queue still exists while its sequences wait or run.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
@@ -49,9 +49,9 @@ pub(super) async fn leaves(publisher: &dyn Publisher, queue: &str, mut unroutabl
             () = sleep(if is_in_doubt { DOUBT_INTERVAL } else { POLL_INTERVAL }) => {}
             Ok(()) = unroutable.changed(), if !is_in_doubt => {}
         }
-        let is_missing = match publisher.look(queue).await {
-            Some(Seen::Gone) => true,
-            Some(Seen::There { .. } | Seen::Private | Seen::Away) => false,
+        let is_missing = match publisher.queue_state(queue).await {
+            Some(QueueState::Missing) => true,
+            Some(QueueState::Exists { .. } | QueueState::Exclusive | QueueState::Unavailable) => false,
             None if *unroutable.borrow_and_update() => true,
             // Nothing is known.
             None => continue,

@@ -11,11 +11,11 @@ use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::places::Places;
-use super::prefetch::{Limits, Live, Prefetch};
+use super::prefetch::{Limits, Prefetch, SharedPrefetch};
+use super::preparation_turns::Turns;
 use super::report::{Counters, watch_connection};
 use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
-use super::turns::Turns;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
 use crate::broker::{BrokerSession, PerSource};
@@ -108,7 +108,7 @@ impl Worker {
             reporter: self.control.reporter.clone(),
             crashes: self.control.crashes.clone(),
             withdrawn: self.control.withdrawn.clone(),
-            prefetch: PerSource { main: self.live_prefetch(), background: self.live_prefetch() },
+            prefetch: PerSource { main: self.shared_prefetch(), background: self.shared_prefetch() },
             traces: self.control.traces.clone(),
             sentinels: protocol::Sentinels {
                 by_type: pool.sentinels != config::Sentinels::None,
@@ -127,12 +127,12 @@ impl Worker {
     }
 
     /// A prefetch that adapts to the size of messages, unless the user has set one.
-    fn live_prefetch(&self) -> Live {
+    fn shared_prefetch(&self) -> SharedPrefetch {
         let pool = &self.assignment.pool;
         let limits = self.limits()(*self.control.settings.batch().borrow());
         let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
         let first = Prefetch::new(limits, first, usual, Instant::now());
-        Live::new(pool.prefetch.is_none().then_some(first))
+        SharedPrefetch::new(pool.prefetch.is_none().then_some(first))
     }
 
     /// The bounds of the prefetch, given the overrides for batches.
@@ -153,7 +153,7 @@ impl Worker {
 /// Applies changed bounds of batches to the prefetch: with too few messages, a larger batch could never be full.
 async fn apply_limits(
     mut changes: watch::Receiver<BatchChange>,
-    prefetch: PerSource<Live>,
+    prefetch: PerSource<SharedPrefetch>,
     limits: impl Fn(BatchChange) -> Limits + Send,
 ) {
     while changes.changed().await.is_ok() {

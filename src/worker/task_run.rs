@@ -11,11 +11,11 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::cpu_pool::{CpuPool, Pools};
-use super::isolation::{CrashRecords, Isolation, Stay, suspicion};
+use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::places::{Place, Places};
-use super::prefetch::Live;
+use super::prefetch::SharedPrefetch;
+use super::preparation_turns::{Crowded, Turns};
 use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
-use super::turns::{Crowded, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::broker::{PerSource, Source};
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
@@ -45,7 +45,7 @@ pub(super) struct Shared {
     pub(super) reporter: Reporter,
     pub(super) crashes: CrashRecords,
     pub(super) withdrawn: Withdrawn,
-    pub(super) prefetch: PerSource<Live>,
+    pub(super) prefetch: PerSource<SharedPrefetch>,
     pub(super) traces: Traces,
     pub(super) sentinels: Sentinels,
     pub(super) max_body: u64,
@@ -139,8 +139,8 @@ impl Shared {
                 }
             }
         };
-        if let Some(stay) = isolated {
-            stay.end();
+        if let Some(membership) = isolated {
+            membership.end();
         }
         if !state.commit() {
             return Ok(());
@@ -158,7 +158,7 @@ impl Shared {
         accepted: &mut Accepted,
         state: &TaskState,
         expected: Expected,
-    ) -> (Option<Stay>, Expected) {
+    ) -> (Option<Membership>, Expected) {
         if accepted.redeliveries == 0 {
             return (None, expected);
         }
@@ -167,13 +167,13 @@ impl Shared {
         // The launcher learns of a worker's death at about the same time as the broker.
         tokio::time::sleep(NEWS).await;
         let known = self.crashes.of(&state.name.fingerprint);
-        let stay = match suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
+        let membership = match suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
             Some(most) => self.isolation.enter(state.name.clone(), most).await,
             None => None,
         };
         // Read after the wait for a group: another worker may have died of the task meanwhile.
         accepted.deaths = self.crashes.of(&state.name.fingerprint);
-        (stay, Expected::new(&self.engine))
+        (membership, Expected::new(&self.engine))
     }
 
     /// The outcome of a task that is not computed whatever its content is; none: it may be computed.

@@ -19,7 +19,7 @@ use super::confirmed_publish::{PublishResult, Request};
 use super::connect::{Connector, OpenConnection};
 use super::sending::{MAX_REQUESTS, Sending};
 use super::topology::{Topology, inspect, retry_queue};
-use crate::broker::{BrokerError, Delay, Publisher, Seen};
+use crate::broker::{BrokerError, Delay, Publisher, QueueState};
 use crate::protocol::Message;
 
 /// How long queues that were just declared are assumed to exist.
@@ -57,7 +57,7 @@ struct Inspector {
 }
 
 impl Inspector {
-    async fn inspect(&mut self, connector: &Connector, queue: &str) -> Option<Seen> {
+    async fn inspect(&mut self, connector: &Connector, queue: &str) -> Option<QueueState> {
         let now = Instant::now();
         while self.refused.front().is_some_and(|(_, since)| now >= *since + REFUSAL_TTL) {
             self.refused.pop_front();
@@ -71,14 +71,14 @@ impl Inspector {
         let error = match inspect(self.connection.as_ref()?, queue).await {
             Ok(queue) => {
                 let (consumers, ready) = (queue.consumer_count(), queue.message_count());
-                return Some(Seen::There { consumers, ready });
+                return Some(QueueState::Exists { consumers, ready });
             }
             Err(error) => error,
         };
         match Cause::of(&error) {
-            Cause::Missing => Some(Seen::Gone),
-            Cause::Away => Some(Seen::Away),
-            Cause::Exclusive => Some(Seen::Private),
+            Cause::Missing => Some(QueueState::Missing),
+            Cause::Away => Some(QueueState::Unavailable),
+            Cause::Exclusive => Some(QueueState::Exclusive),
             // RabbitMQ 4.3 requires the permission `configure` to inspect a queue.
             Cause::AccessRefused => {
                 if self.refused.len() == MAX_REFUSED {
@@ -189,7 +189,7 @@ impl Publisher for AmqpPublisher {
         })
     }
 
-    fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
+    fn queue_state<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<QueueState>> {
         let inspection = async move { self.inspector.lock().await.inspect(&self.connector, queue).await };
         let limit = self.connector.settings.connect_timeout;
         Box::pin(async move { timeout(limit, inspection).await.ok().flatten() })

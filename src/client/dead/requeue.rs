@@ -21,15 +21,15 @@ pub(crate) struct Requeued {
     pub(crate) stayed: usize,
 }
 
-/// Requeues all selected dead letters. Calls `stays` with each one that cannot be requeued, and the reason. After an
-/// error, `requeued` counts what was done before it.
+/// Requeues all selected dead letters. Calls `report_stayed` with each one that cannot be requeued, and the reason.
+/// After an error, `requeued` counts what was done before it.
 ///
 /// # Errors
 /// The broker is lost, or refuses.
 pub(crate) async fn requeue(
     session: &mut BrowserSession,
     requeued: &mut Requeued,
-    mut stays: impl FnMut(&Delivery, &str),
+    mut report_stayed: impl FnMut(&Delivery, &str),
 ) -> Result<(), BrokerError> {
     loop {
         let window = window(session).await?;
@@ -45,7 +45,7 @@ pub(crate) async fn requeue(
                     session.browser.ack(delivery.delivery_tag).await
                 }
                 Ok(Some(why)) => {
-                    stays(&delivery, &why);
+                    report_stayed(&delivery, &why);
                     requeued.stayed += 1;
                     session.browser.leave(delivery).await
                 }
@@ -73,7 +73,7 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
 
 /// Publishes a dead letter to its task queue. Returns the reason why it stays; none: the task queue has confirmed it.
 async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
-    if let Some(why) = session.selection.stays(delivery) {
+    if let Some(why) = session.selection.refusal(delivery) {
         return Ok(Some(why));
     }
     let queue = session.selection.task_queue.as_str();

@@ -71,8 +71,8 @@ impl Selection {
     }
 
     /// Why a matching dead letter may not be requeued; none: it may.
-    pub(crate) fn stays(&self, delivery: &Delivery) -> Option<String> {
-        DeadLetter::of(&delivery.message).stays(!self.ids.is_empty())
+    pub(crate) fn refusal(&self, delivery: &Delivery) -> Option<String> {
+        DeadLetter::of(&delivery.message).refusal(!self.ids.is_empty())
     }
 
     /// A dead letter that names no pool counts as ours.

@@ -58,8 +58,8 @@ impl Control {
     /// took.
     ///
     /// # Errors
-    /// As [`Control::ask`].
-    pub(crate) async fn ask_until_quiet(
+    /// As [`Control::request`].
+    pub(crate) async fn request_until_quiet(
         &mut self,
         target: &Target,
         request: &Request,
@@ -72,7 +72,7 @@ impl Control {
     ///
     /// # Errors
     /// Nobody can answer, or the broker is lost.
-    pub(crate) async fn ask(
+    pub(crate) async fn request(
         &mut self,
         target: &Target,
         request: &Request,
@@ -90,7 +90,7 @@ impl Control {
         expected: Option<usize>,
         until_quiet: bool,
     ) -> Result<Vec<Answer>, FleetError> {
-        let asked_at = Instant::now();
+        let requested_at = Instant::now();
         let (mut first_took, mut quiet_at) = (None, until);
         let id = uuid::Uuid::new_v4().to_string();
         let expires = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -112,7 +112,7 @@ impl Control {
             // Late answers to earlier requests are ignored.
             if message.properties.correlation_id.as_ref() == Some(&id) {
                 if until_quiet {
-                    let took = *first_took.get_or_insert_with(|| asked_at.elapsed());
+                    let took = *first_took.get_or_insert_with(|| requested_at.elapsed());
                     quiet_at = until.min(Instant::now() + quiet_timeout(took));
                 }
                 // An unreadable answer, from a launcher of another version, must not hide the others.

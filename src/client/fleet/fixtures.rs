@@ -1,9 +1,9 @@
-//! Fixtures of the fleet's tests and of those that show it: slots in two looks.
+//! Fixtures of the fleet's tests and of those that show it: slots in two snapshots.
 
 use std::time::{Duration, Instant};
 
 use super::PoolQueues;
-use super::history::Look;
+use super::history::Snapshot;
 use crate::broker::amqp::QueueDepth;
 use crate::protocol::admin::{Answer, SlotReport, State};
 use crate::protocol::control::BatchChange;
@@ -45,14 +45,14 @@ pub(crate) fn answer(host: &str, uptime: u64, slots: Vec<SlotReport>) -> Answer 
     Answer { launcher: host.clone(), host, pid: 7, uptime_ms, slots, ..Answer::default() }
 }
 
-/// What was seen `at` seconds after `start`.
-pub(crate) fn look(start: Instant, at: u64, answers: Vec<Answer>) -> Look {
+/// The snapshot taken `at` seconds after `start`.
+pub(crate) fn snapshot(start: Instant, at: u64, answers: Vec<Answer>) -> Snapshot {
     let queues = [("embed.tasks", 12, 2), ("embed.dead", 2, 0), ("embed.retry-1000ms", 5, 0)];
     let depth =
         |(name, ready, consumers): (&str, _, _)| (name.to_owned(), Some(QueueDepth { ready, consumers }));
     let queues = queues.map(depth).into();
     let at_instant = start + Duration::from_secs(at);
-    Look { at: at_instant, wall_ms: 61_000 + 1_000 * at, answers, queues }
+    Snapshot { at: at_instant, wall_ms: 61_000 + 1_000 * at, answers, queues }
 }
 
 /// The queues of a pool, as the settings name them.
@@ -67,7 +67,7 @@ pub(crate) fn pool() -> PoolQueues {
 }
 
 /// Two launchers with two pools. One slot fails, and one is quarantined.
-pub(crate) fn two_hosts(start: Instant, at: u64) -> Look {
+pub(crate) fn two_hosts(start: Instant, at: u64) -> Snapshot {
     let mut failing = slot("gpu1/embed/1", "GPU-66660000", 2 * at);
     failing.stats.as_mut().expect("counts").answered("failed", "invalid_request", at);
     failing.restarts = [("crashed".to_owned(), 2)].into();
@@ -81,5 +81,5 @@ pub(crate) fn two_hosts(start: Instant, at: u64) -> Look {
         failing,
         slot("gpu1/embed/2", "cpu", 9 * at),
     ];
-    look(start, at, vec![answer("gpu1", at, first), answer("gpu2.example.com", at, vec![gone])])
+    snapshot(start, at, vec![answer("gpu1", at, first), answer("gpu2.example.com", at, vec![gone])])
 }

@@ -21,7 +21,7 @@ const MINUTE: usize = 60;
 
 /// The answers of all launchers, and the queues of their pools, at one time.
 #[derive(Clone, Debug)]
-pub(crate) struct Look {
+pub(crate) struct Snapshot {
     pub(crate) at: Instant,
     /// The same time, in milliseconds since 1970.
     pub(crate) wall_ms: u64,
@@ -62,14 +62,14 @@ pub(crate) struct History {
     pub(crate) queues: Queues,
     pub(crate) launchers: usize,
     /// When launchers were last queried successfully.
-    pub(crate) looked: Option<Instant>,
+    pub(crate) polled_at: Option<Instant>,
     /// The message of a launcher that answered with an error.
     pub(crate) refused: Option<String>,
 }
 
 impl History {
-    pub(crate) fn learn(&mut self, look: Look) {
-        let Look { at, wall_ms, answers, queues } = look;
+    pub(crate) fn learn(&mut self, snapshot: Snapshot) {
+        let Snapshot { at, wall_ms, answers, queues } = snapshot;
         let (mut live, mut names, mut launchers) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         self.refused = answers.iter().find_map(|answer| answer.error.clone());
         self.launchers = answers.len();
@@ -93,7 +93,7 @@ impl History {
                 !is_gone && at.saturating_duration_since(since) < REMEMBERED
             }
         });
-        (self.queues, self.looked) = (queues, Some(at));
+        (self.queues, self.polled_at) = (queues, Some(at));
     }
 }
 

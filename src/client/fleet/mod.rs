@@ -22,4 +22,4 @@ pub(crate) use history::{History, Key, Slot};
 #[cfg(feature = "top")]
 pub(crate) use pools::{Depth, PoolQueues, Total, totals};
 #[cfg(feature = "top")]
-pub(crate) use watch::{News, Order, Watch};
+pub(crate) use watch::{Order, Update, Watch};

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::fixtures::{answer, look, pool, slot, two_hosts};
+use super::fixtures::{answer, pool, slot, snapshot, two_hosts};
 use super::*;
 use crate::protocol::admin::Answer;
 
@@ -16,7 +16,7 @@ fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
     let (mut history, start) = (History::default(), Instant::now());
     for (at, tasks) in [(1, 5), (2, 5), (3, 45), (4, 65), (5, 65)] {
         let one = answer("h", at, vec![slot("h/embed/0", "cpu", tasks)]);
-        history.learn(look(start, at, vec![one]));
+        history.learn(snapshot(start, at, vec![one]));
         let rates = &history.slots.values().next().unwrap().rates;
         match at {
             1 => assert_eq!((rates.tasks, rates.fill), (0.0, None)),
@@ -26,7 +26,7 @@ fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
         }
     }
     let again = answer("h", 1, vec![slot("h/embed/0", "cpu", 3)]);
-    history.learn(look(start, 6, vec![again]));
+    history.learn(snapshot(start, 6, vec![again]));
     let slot = history.slots.values().next().unwrap();
     assert_eq!((slot.rates.tasks, slot.minute.len(), slot.age_ms), (0.0, 1, Some(66_000)));
 }
@@ -35,7 +35,7 @@ fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
 fn exactly_one_minute_is_kept_even_if_rounds_were_missed() {
     let (mut history, start) = (History::default(), Instant::now());
     for at in (0..200).step_by(2).chain([900]) {
-        history.learn(look(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]));
+        history.learn(snapshot(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]));
     }
     let minute = &history.slots.values().next().unwrap().minute;
     assert!(minute.len() == 60 && minute.iter().all(|rate| *rate == Some(1.0)), "{minute:?}");
@@ -45,7 +45,7 @@ fn exactly_one_minute_is_kept_even_if_rounds_were_missed() {
 fn slots_of_a_silent_launcher_are_marked_and_removed_after_30_s() {
     let (mut history, start) = (History::default(), Instant::now());
     history.learn(two_hosts(start, 1));
-    let one = |at| look(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
+    let one = |at| snapshot(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
     history.learn(one(2));
     // Its launcher has answered without the other two.
     let silent = [("gpu1/embed/0".to_owned(), "busy"), ("gpu2.example.com/generate/0".to_owned(), "silent")];
@@ -64,8 +64,8 @@ fn slots_of_a_silent_launcher_are_marked_and_removed_after_30_s() {
 fn slots_of_a_restarted_launcher_replace_its_silent_slots() {
     let (mut history, start) = (History::default(), Instant::now());
     let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
-    history.learn(look(start, 1, vec![with(7, 100)]));
-    history.learn(look(start, 2, vec![with(8, 1)]));
+    history.learn(snapshot(start, 1, vec![with(7, 100)]));
+    history.learn(snapshot(start, 2, vec![with(8, 1)]));
     assert_eq!(shown(&history), [("h/embed/0".to_owned(), "busy")]);
 }
 

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::control::{Control, FleetError};
-use super::history::{Look, Queues, REMEMBERED};
+use super::history::{Queues, REMEMBERED, Snapshot};
 use super::pools::PoolQueues;
 use crate::config::Settings;
 use crate::protocol::admin::{Request, Target};
@@ -24,8 +24,8 @@ const RETRY_DELAY: Duration = Duration::from_secs(2);
 const OTHER_QUEUES_INTERVAL: Duration = Duration::from_secs(5);
 
 /// What a watch reports.
-pub(crate) enum News {
-    Look(Box<Look>),
+pub(crate) enum Update {
+    Snapshot(Box<Snapshot>),
     /// The result of an order.
     Done(String),
     /// Why no data could be read.
@@ -69,36 +69,37 @@ impl Watch {
         }
     }
 
-    /// Looks at this interval, until nobody receives the news any more.
+    /// Takes a snapshot at this interval, until nobody receives the updates any more.
     pub(crate) async fn run(
         mut self,
         every: Duration,
-        news: mpsc::Sender<News>,
+        updates: mpsc::Sender<Update>,
         mut orders: mpsc::Receiver<Order>,
     ) {
         loop {
             let began = Instant::now();
-            let (latest, pause) = match self.look().await {
-                Ok(look) => (News::Look(Box::new(look)), every),
+            let (latest, pause) = match self.snapshot().await {
+                Ok(snapshot) => (Update::Snapshot(Box::new(snapshot)), every),
                 Err(error) => {
                     (self.control, self.other_queues_at) = (None, None);
-                    (News::Trouble(error.to_string()), RETRY_DELAY)
+                    (Update::Trouble(error.to_string()), RETRY_DELAY)
                 }
             };
-            if news.send(latest).await.is_err() {
+            if updates.send(latest).await.is_err() {
                 return;
             }
             tokio::select! {
                 () = tokio::time::sleep_until(began + pause) => {}
                 Some(order) = orders.recv() => {
                     let done = self.order(&order).await.unwrap_or_else(|error| error.to_string());
-                    let _ = news.send(News::Done(done)).await;
+                    let _ = updates.send(Update::Done(done)).await;
                 }
             }
         }
     }
 
-    async fn look(&mut self) -> Result<Look, FleetError> {
+    /// Queries all launchers once, and inspects the queues of their pools.
+    async fn snapshot(&mut self) -> Result<Snapshot, FleetError> {
         let expected = Some(self.heard.len())
             .filter(|heard| *heard > 0 && !self.rounds.is_multiple_of(DISCOVERY_ROUNDS));
         self.rounds += 1;
@@ -107,7 +108,7 @@ impl Watch {
             None => self.control.insert(Control::open(&self.settings).await?),
         };
         let until = Instant::now() + PATIENCE;
-        let answers = control.ask(&Target::All, &Request::Stats, until, expected).await?;
+        let answers = control.request(&Target::All, &Request::Stats, until, expected).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // A launcher that missed a round is still expected in the next ones. Otherwise the answers of the others would
@@ -118,7 +119,7 @@ impl Watch {
         self.pools_heard.extend(slots.map(|slot| ((slot.pool.clone(), slot.queue.clone()), at)));
         self.pools_heard.retain(|_, heard| at - *heard < REMEMBERED);
         let queues = self.depths().await?;
-        Ok(Look { at: at.into_std(), wall_ms, answers, queues })
+        Ok(Snapshot { at: at.into_std(), wall_ms, answers, queues })
     }
 
     /// The depths of all queues of the pools that launchers run.
@@ -147,7 +148,7 @@ impl Watch {
         let Some(control) = self.control.as_mut() else {
             return Ok("the broker is not connected now".to_owned());
         };
-        let answers = control.ask(target, request, Instant::now() + 2 * PATIENCE, Some(1)).await?;
+        let answers = control.request(target, request, Instant::now() + 2 * PATIENCE, Some(1)).await?;
         let key = target.routing_key();
         let Some(answer) = answers.into_iter().next() else {
             return Ok(format!("nobody has answered for {key:?}"));

@@ -141,7 +141,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
         match loaded.notices.blocking_recv() {
             Some(Notice::Done(tasks)) => {
                 left -= tasks.len();
-                tasks.iter().for_each(|task| task.tell());
+                tasks.iter().for_each(|task| task.notify());
             }
             Some(Notice::Fault(error)) => return Err(WorkerError::Device(error).into()),
             None => return Err(WorkerError::Device("the model thread ended".into()).into()),

@@ -73,7 +73,9 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
     let (now, queue) = (session.selection.now, session.queue().to_owned());
     let exit = close(session).await?;
     if found.is_empty() {
-        return Err(anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).exits_with(Exit::No));
+        return Err(
+            anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).exits_with(Exit::Refused)
+        );
     }
     if more > 0 {
         let hidden = view::dead_letters(more);
@@ -162,7 +164,7 @@ async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
     if !missing.is_empty() {
         print_note(&format!("no dead letter in {queue} matches {}", missing.join(", ")))?;
     }
-    Ok(if near_limit > 0 || !missing.is_empty() { Exit::No } else { Exit::Done })
+    Ok(if near_limit > 0 || !missing.is_empty() { Exit::Refused } else { Exit::Done })
 }
 
 /// Prints a line to stderr, beside the result. Removes control characters, because the line may quote a dead letter.

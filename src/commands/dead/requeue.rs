@@ -17,7 +17,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let ended = match arguments.dry_run {
         true => {
             let preview = |delivery: &Delivery, selection: &Selection| {
-                let to = match selection.stays(delivery) {
+                let to = match selection.refusal(delivery) {
                     None => {
                         requeued.went += 1;
                         selection.task_queue.clone()
@@ -58,5 +58,5 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     tolerate_broken_pipe(io::stdout().write_all(&out))?;
     ended?;
     let exit = closed?;
-    Ok(if requeued.stayed > 0 { Exit::No } else { exit })
+    Ok(if requeued.stayed > 0 { Exit::Refused } else { exit })
 }

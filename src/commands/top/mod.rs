@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 
 use super::load;
 use crate::cli::Top;
-use crate::client::fleet::{Control, News, Order, PoolQueues, Watch};
+use crate::client::fleet::{Control, Order, PoolQueues, Update, Watch};
 use crate::commands::ctl::with_exit;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::redact_url;
@@ -45,15 +45,15 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     let broker = settings.broker.url.first().map(|url| redact_url(url.expose())).unwrap_or_default();
     let pools = settings.pools.iter().map(PoolQueues::of).collect();
     let screen = Screen::new(broker, pools, every * 2 + STALE_MARGIN);
-    // `news` goes from the polling task to the drawing one, `orders` back. If `news` is full, the polling task waits;
-    // if `orders` is full, an order is refused.
-    let (news_sender, news) = mpsc::channel(8);
+    // `updates` goes from the polling task to the drawing one, `orders` back. If `updates` is full, the polling task
+    // waits; if `orders` is full, an order is refused.
+    let (updates_sender, updates) = mpsc::channel(8);
     let (orders, orders_receiver) = mpsc::channel(8);
     // Connects before taking over the screen, so that a failure is printed as an error.
     let first = runtime.block_on(Control::open(&settings)).map_err(with_exit)?;
-    runtime.spawn(Watch::new(first, settings).run(every, news_sender, orders_receiver));
+    runtime.spawn(Watch::new(first, settings).run(every, updates_sender, orders_receiver));
     let terminal = ratatui::try_init().context("the terminal cannot be used")?;
-    let shown = runtime.block_on(show(terminal, screen, news, orders));
+    let shown = runtime.block_on(show(terminal, screen, updates, orders));
     ratatui::restore();
     runtime.shutdown_background();
     shown.map(|()| Exit::Done)
@@ -63,7 +63,7 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
 async fn show(
     mut terminal: DefaultTerminal,
     mut screen: Screen,
-    mut news: mpsc::Receiver<News>,
+    mut updates: mpsc::Receiver<Update>,
     orders: mpsc::Sender<Order>,
 ) -> anyhow::Result<()> {
     let (mut keys, mut offset) = (keys(), 0);
@@ -72,7 +72,7 @@ async fn show(
     loop {
         terminal.draw(|frame| draw(frame, &screen, &mut offset, Instant::now()))?;
         tokio::select! {
-            received = news.recv() => {
+            received = updates.recv() => {
                 screen.update(received.context("the task that polls the launchers has ended")?, Instant::now());
             }
             key = keys.recv() => {

@@ -1,12 +1,12 @@
-//! The state of the screen, and how keys and news change it: which panes are open, which order waits for confirmation,
-//! whether the data are stale. Pure: the time is passed in.
+//! The state of the screen, and how keys and updates change it: which panes are open, which order waits for
+//! confirmation, whether the data are stale. Pure: the time is passed in.
 
 use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{Event, KeyCode, KeyEventKind, KeyModifiers};
 
 use super::list::List;
-use crate::client::fleet::{History, News, Order, PoolQueues};
+use crate::client::fleet::{History, Order, PoolQueues, Update};
 use crate::protocol::admin::{Request, State, Target};
 
 /// How long the result of an order is shown, unless a key is pressed.
@@ -45,15 +45,15 @@ impl Screen {
         Self { broker, pools, patience, ..Self::default() }
     }
 
-    pub(super) fn update(&mut self, news: News, now: Instant) {
-        match news {
-            News::Look(look) => {
-                self.history.learn(*look);
+    pub(super) fn update(&mut self, update: Update, now: Instant) {
+        match update {
+            Update::Snapshot(snapshot) => {
+                self.history.learn(*snapshot);
                 self.trouble = None;
                 self.list.follow(&self.history);
             }
-            News::Done(text) => self.show_notice(text, now),
-            News::Trouble(text) => self.trouble = Some(text),
+            Update::Done(text) => self.show_notice(text, now),
+            Update::Trouble(text) => self.trouble = Some(text),
         }
     }
 
@@ -64,7 +64,7 @@ impl Screen {
 
     /// The age of the data, if they are stale.
     pub(super) fn stale(&self, now: Instant) -> Option<Duration> {
-        let age = now.saturating_duration_since(self.history.looked?);
+        let age = now.saturating_duration_since(self.history.polled_at?);
         (self.trouble.is_some() || age > self.patience).then_some(age)
     }
 

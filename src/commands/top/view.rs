@@ -95,7 +95,7 @@ fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line
     let failing = sum(|it| it.errors);
     let stale = screen.stale(now).map(|age| format!(" stale for {} ", span(age.as_millis() as u64)));
     let slots = format!(" {} of {} slots work", count(|it| it.work), count(|it| it.slots));
-    let (was_polled, is_stale) = (screen.history.looked.is_some(), stale.is_some());
+    let (was_polled, is_stale) = (screen.history.polled_at.is_some(), stale.is_some());
     let (rank, launchers) = match screen.history.launchers {
         0 if was_polled => (2, " no launcher answers".yellow().bold()),
         0 => (2, " waiting for answers".into()),

@@ -47,7 +47,7 @@ impl Rig {
         tokio::task::spawn_local(async move {
             while let Some(notice) = notices.recv().await {
                 match notice {
-                    Notice::Done(tasks) => tasks.iter().for_each(|task| task.tell()),
+                    Notice::Done(tasks) => tasks.iter().for_each(|task| task.notify()),
                     Notice::Fault(error) => *noted.lock().unwrap() = Some(error),
                 }
             }

@@ -5,8 +5,8 @@ use std::task::{Context, Poll, Waker as StdWaker};
 
 use super::super::batch::Network;
 use super::super::job::Handle;
-use super::super::oneshot::{OneShot, Waiting};
-use super::super::turns::{Loop as _, Next};
+use super::super::oneshot::{OneShot, WaitingInputs};
+use super::super::run_loop::{Loop as _, Next};
 use super::*;
 use crate::model::{Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
@@ -77,7 +77,7 @@ impl Forward for Scripted {
 /// An engine whose loop is run turn by turn. A batch holds four inputs.
 struct Rig {
     engine: Arc<dyn Engine>,
-    waiting: Arc<Waiting<Numbers>>,
+    waiting: Arc<WaitingInputs<Numbers>>,
     work: OneShot<Numbers, Scripted>,
     notices: mpsc::Receiver<Notice>,
     calls: Arc<Mutex<Vec<String>>>,
@@ -95,7 +95,7 @@ impl Rig {
         let (notices_in, notices) = Notices::new();
         let wake = woken.clone();
         let waker = Box::new(move || wake.store(true, Ordering::SeqCst));
-        let waiting = Arc::new(Waiting::new(policy(4), asynchronous, waker));
+        let waiting = Arc::new(WaitingInputs::new(policy(4), asynchronous, waker));
         let scripted = Scripted { log: Arc::clone(&calls), asynchronous };
         let network = Network::new(scripted, Box::new(log.clone()), notices_in);
         let work = OneShot::new(network, waiting.clone());
@@ -118,7 +118,7 @@ impl Rig {
             match notice {
                 Notice::Done(tasks) => {
                     self.together.push(tasks.len());
-                    tasks.iter().for_each(|task| task.tell());
+                    tasks.iter().for_each(|task| task.notify());
                 }
                 Notice::Fault(fault) => self.fault = Some(fault),
             }

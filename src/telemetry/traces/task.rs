@@ -59,7 +59,7 @@ impl TaskSpan {
     }
 
     /// Notes an attribute; replaces an earlier one of that name.
-    pub fn tell(&self, name: &'static str, value: impl Into<Value>) {
+    pub fn set_attribute(&self, name: &'static str, value: impl Into<Value>) {
         if self.context.is_sampled() {
             self.lock().attributes.insert(name, value.into());
         }

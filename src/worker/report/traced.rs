@@ -29,9 +29,9 @@ struct Begun {
 impl Drop for Begun {
     fn drop(&mut self) {
         if !*self.settled.get_mut() {
-            self.span.tell("sconce.status", "returned");
+            self.span.set_attribute("sconce.status", "returned");
         } else if let Some(since) = self.settling {
-            self.span.tell("sconce.publish_us", micros(since.elapsed()));
+            self.span.set_attribute("sconce.publish_us", micros(since.elapsed()));
         }
     }
 }
@@ -52,7 +52,7 @@ impl Traced {
             at: task.received,
         });
         let begun = span.map(|span| {
-            span.tell("sconce.redeliveries", redeliveries);
+            span.set_attribute("sconce.redeliveries", redeliveries);
             Box::new(Begun { span, settling: None, settled: AtomicBool::new(false) })
         });
         Self(begun)
@@ -67,13 +67,13 @@ impl Traced {
     pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = &mut self.0 else { return };
         begun.settling = Some(Instant::now());
-        begun.span.tell("sconce.attempt", attempt);
-        begun.span.tell("sconce.queue_us", timings.queue_us);
-        begun.span.tell("sconce.prepare_us", timings.prepare_us);
-        begun.span.tell("sconce.wait_us", timings.wait_us);
-        begun.span.tell("sconce.compute_us", timings.compute_us);
-        begun.span.tell("sconce.batch.size", timings.batch_size);
-        begun.span.tell("sconce.batch.tokens", timings.batch_tokens);
+        begun.span.set_attribute("sconce.attempt", attempt);
+        begun.span.set_attribute("sconce.queue_us", timings.queue_us);
+        begun.span.set_attribute("sconce.prepare_us", timings.prepare_us);
+        begun.span.set_attribute("sconce.wait_us", timings.wait_us);
+        begun.span.set_attribute("sconce.compute_us", timings.compute_us);
+        begun.span.set_attribute("sconce.batch.size", timings.batch_size);
+        begun.span.set_attribute("sconce.batch.tokens", timings.batch_tokens);
     }
 
     /// Records that the task is answered: with a result, or with this error.
@@ -83,8 +83,8 @@ impl Traced {
             let (status, code, ..) = error.kind.wire();
             (status, code)
         });
-        span.tell("sconce.status", status);
-        span.tell("sconce.status_code", code);
+        span.set_attribute("sconce.status", status);
+        span.set_attribute("sconce.status_code", code);
         if let Some(error) = error {
             fail(span, error);
         }
@@ -92,14 +92,14 @@ impl Traced {
 
     pub(in crate::worker) fn retried(&self, error: &TaskError) {
         let Some(span) = self.span() else { return };
-        span.tell("sconce.status", "retried");
+        span.set_attribute("sconce.status", "retried");
         fail(span, error);
     }
 
     /// Records that the task is put off, and will be delivered again.
     pub(in crate::worker) fn put_off(&self) {
         if let Some(span) = self.span() {
-            span.tell("sconce.status", "put_off");
+            span.set_attribute("sconce.status", "put_off");
         }
     }
 
@@ -114,7 +114,7 @@ impl Traced {
     /// Records that the task becomes a dead letter; an error reply may follow.
     pub(in crate::worker) fn dead_lettered(&self, reason: Reason) {
         if let Some(span) = self.span() {
-            span.tell("sconce.dead_letter.reason", reason.as_str());
+            span.set_attribute("sconce.dead_letter.reason", reason.as_str());
         }
     }
 
@@ -147,7 +147,7 @@ impl Traced {
 
 fn fail(span: &TaskSpan, error: &TaskError) {
     let (.., code) = error.kind.wire();
-    span.tell("error.type", code);
+    span.set_attribute("error.type", code);
     span.fail(shorten(&error.message, MAX_ERROR_CHARS));
 }
 

@@ -82,13 +82,13 @@ impl Drop for Probe<'_> {
 }
 
 /// While this exists, a computed reply waits for the queue.
-pub(super) struct Waiting<'a> {
+pub(super) struct WaitingReply<'a> {
     breakers: &'a Breakers,
     queue: &'a str,
     was_refused: bool,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingReply<'_> {
     fn drop(&mut self) {
         if let Some(breaker) = self.breakers.lock().get_mut(self.queue) {
             let count = if self.was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
@@ -117,7 +117,7 @@ impl Breakers {
 
     /// Records that a computed reply waits, because the queue accepts nothing now. `was_refused`: the broker has
     /// refused the reply.
-    pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> Waiting<'a> {
+    pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> WaitingReply<'a> {
         let mut all = self.lock();
         if !all.contains_key(queue) {
             all.retain(|_, breaker| !breaker.is_idle() || now < breaker.waited_at + REMEMBERED_FOR);
@@ -137,7 +137,7 @@ impl Breakers {
                 tracing::warn!(queue, "a reply queue takes no message now; its tasks are put off");
             }
         }
-        Waiting { breakers: self, queue, was_refused }
+        WaitingReply { breakers: self, queue, was_refused }
     }
 
     /// Records that the queue has accepted a message, or no longer exists. Once no reply waits for it, its tasks are

@@ -7,10 +7,11 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::sync::oneshot;
 
-/// The tasks whose replies wait. Shared by all tasks of a worker; locked for a few instructions.
-pub(in crate::worker) struct Stalled(Mutex<Waiting>);
+/// Decides which tasks may keep waiting. Shared by all tasks of a worker; locked for a few instructions.
+pub(in crate::worker) struct Stalled(Mutex<StalledTasks>);
 
-struct Waiting {
+/// The tasks whose replies wait, and the bounds of the list.
+struct StalledTasks {
     /// The bytes of each task's reply, and the channel that tells the task to stop waiting. The one that has waited
     /// longest is first. A task that no longer waits has dropped its receiver.
     tasks: VecDeque<(usize, oneshot::Sender<()>)>,
@@ -24,7 +25,7 @@ impl Stalled {
     /// `granted` as in [`Stalled::set_granted`].
     pub(in crate::worker) fn new(granted: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
-        let stalled = Self(Mutex::new(Waiting { tasks: VecDeque::new(), most: 0, most_bytes }));
+        let stalled = Self(Mutex::new(StalledTasks { tasks: VecDeque::new(), most: 0, most_bytes }));
         stalled.set_granted(granted);
         stalled
     }
@@ -43,7 +44,7 @@ impl Stalled {
         evicted
     }
 
-    fn change(&self, change: impl FnOnce(&mut Waiting)) {
+    fn change(&self, change: impl FnOnce(&mut StalledTasks)) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.tasks.retain(|(_, evict)| !evict.is_closed());
         change(&mut waiting);

@@ -11,7 +11,7 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::broker::{
     Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, Published, Publisher,
-    Seen, Source,
+    QueueState, Source,
 };
 use crate::protocol::Message;
 
@@ -52,8 +52,8 @@ struct State {
     settled: Vec<Settled>,
     published: Vec<(String, Message)>,
     queues: HashMap<String, Does>,
-    /// What `look` returns for a queue, where that does not follow from how the queue reacts.
-    seen: HashMap<String, Option<Seen>>,
+    /// What `queue_state` returns for a queue, where it does not follow from how the queue reacts.
+    queue_states: HashMap<String, Option<QueueState>>,
     prefetch: Vec<u16>,
     /// How many unsettled messages the consumer reports as granted; none: the prefetch that was set last.
     granted: Option<u16>,
@@ -102,9 +102,9 @@ impl Memory {
         self.lock().queues.insert(name.to_owned(), does);
     }
 
-    /// Sets what `look` returns for the queue.
-    pub(super) fn sees(&self, name: &str, seen: Option<Seen>) {
-        self.lock().seen.insert(name.to_owned(), seen);
+    /// Sets what `queue_state` returns for the queue.
+    pub(super) fn set_queue_state(&self, name: &str, state: Option<QueueState>) {
+        self.lock().queue_states.insert(name.to_owned(), state);
     }
 
     pub(super) fn grant(&self, granted: u16) {
@@ -252,11 +252,15 @@ impl Publisher for Memory {
         Box::pin(async move { Ok(self.arrive(&format!("{queue}, later"), &message).await) })
     }
 
-    fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
+    fn queue_state<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<QueueState>> {
         let state = self.lock();
-        let is_gone = matches!(state.queues.get(queue), Some(Does::Answer(Published::Unroutable)));
-        let usual = Some(if is_gone { Seen::Gone } else { Seen::There { consumers: 0, ready: 0 } });
-        Box::pin(ready(state.seen.get(queue).copied().unwrap_or(usual)))
+        let is_missing = matches!(state.queues.get(queue), Some(Does::Answer(Published::Unroutable)));
+        let usual = Some(if is_missing {
+            QueueState::Missing
+        } else {
+            QueueState::Exists { consumers: 0, ready: 0 }
+        });
+        Box::pin(ready(state.queue_states.get(queue).copied().unwrap_or(usual)))
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

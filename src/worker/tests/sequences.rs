@@ -1,7 +1,7 @@
 //! Tests of tasks whose sequences take many steps: they are streamed, cancelled, or handed back.
 
 use super::*;
-use crate::broker::{Published, Seen};
+use crate::broker::{Published, QueueState};
 use crate::protocol::control::Cancellation;
 use crate::worker::tests::memory::Does;
 
@@ -103,14 +103,14 @@ async fn ten_seconds_of_unroutable_parts_end_the_sequence_and_keep_its_task() {
 #[tokio::test(start_paused = true)]
 async fn unroutable_parts_end_a_task_only_if_the_queue_state_is_unknown() {
     here(async {
-        for (seen, settled) in [(None, 10..13), (Some(Seen::Away), 30..31)] {
+        for (state, settled) in [(None, 10..13), (Some(QueueState::Unavailable), 30..31)] {
             let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
             rig.memory.queue("own", Does::Answer(Published::Unroutable));
-            rig.memory.sees("own", seen);
+            rig.memory.set_queue_state("own", state);
             rig.memory.deliver([generate("a", "own", 3_000, true)]);
             let begun = tokio::time::Instant::now();
             rig.memory.settles(1).await;
-            assert!(settled.contains(&begun.elapsed().as_secs()), "{seen:?}: {:?}", begun.elapsed());
+            assert!(settled.contains(&begun.elapsed().as_secs()), "{state:?}: {:?}", begun.elapsed());
             let letters = rig.memory.published(DEAD);
             assert_eq!(letters[0].properties.headers["reason"].as_str(), Some("unroutable"));
         }

@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use self::consumer::SocketConsumer;
-use self::socket::{Waiting, read_all, write_all};
+use self::socket::{UnconfirmedPublishes, read_all, write_all};
 use super::wire::{Frame, Request, too_long};
 use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
 use crate::protocol::Message;
@@ -45,13 +45,13 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
     // The reader task writes, the consumer reads. Bound: the largest prefetch, and the four answers that are not
     // deliveries. So the reader never waits, and confirms never wait until deliveries are taken.
     let (answers, incoming) = mpsc::channel(usize::from(u16::MAX) + 4);
-    let waiting = Arc::new(Waiting::default());
+    let unconfirmed = Arc::new(UnconfirmedPublishes::default());
     tokio::spawn(write_all(write, queued));
-    tokio::spawn(read_all(read, answers, waiting.clone()));
+    tokio::spawn(read_all(read, answers, unconfirmed.clone()));
     let wire = Arc::new(Wire {
         at,
         requests,
-        waiting,
+        unconfirmed,
         next_id: AtomicU64::new(0),
         consumer_closed: CancellationToken::new(),
     });
@@ -67,7 +67,7 @@ fn unreachable_queue(at: &str, reason: &str) -> BrokerError {
 struct Wire {
     at: String,
     requests: mpsc::Sender<Frame>,
-    waiting: Arc<Waiting>,
+    unconfirmed: Arc<UnconfirmedPublishes>,
     next_id: AtomicU64,
     /// Cancelled when the consumer closes: its deliveries can no longer be settled.
     consumer_closed: CancellationToken,
@@ -84,7 +84,7 @@ impl Wire {
 
     async fn send(&self, request: &Request) -> Result<(), BrokerError> {
         let frame = self.frame(request, Bytes::new())?;
-        if self.waiting.over.is_cancelled() {
+        if self.unconfirmed.over.is_cancelled() {
             return Err(self.closed_error());
         }
         self.requests.send(frame).await.map_err(|_| self.closed_error())
@@ -135,7 +135,7 @@ impl Wire {
         // The place in the channel is reserved first, so that this future cannot be dropped between `add` and `send`.
         let place = self.requests.reserve().await.map_err(|_| self.closed_error())?;
         let (answer, answered) = oneshot::channel();
-        if !self.waiting.add(id, answer) {
+        if !self.unconfirmed.add(id, answer) {
             return Err(self.closed_error());
         }
         place.send(frame);
@@ -164,7 +164,7 @@ impl Publisher for Wire {
     fn close(&self) -> BoxFuture<'_, ()> {
         async move {
             if self.send(&Request::Close).await.is_ok() {
-                self.waiting.over.cancelled().await;
+                self.unconfirmed.over.cancelled().await;
             }
         }
         .boxed()

@@ -18,13 +18,13 @@ use crate::broker::embedded::wire::{FLUSH_AT, Frame, FrameCodec, Response, appen
 /// The publishes that wait for their confirms. Publishers add, the reader task removes and closes. The lock is
 /// held for map operations only. Bound: the publishes that callers wait for.
 #[derive(Default)]
-pub(super) struct Waiting {
+pub(super) struct UnconfirmedPublishes {
     confirms: Mutex<HashMap<u64, oneshot::Sender<Published>>>,
     /// Cancelled by the reader task, under the lock, when the connection ends.
     pub over: CancellationToken,
 }
 
-impl Waiting {
+impl UnconfirmedPublishes {
     fn confirms(&self) -> MutexGuard<'_, HashMap<u64, oneshot::Sender<Published>>> {
         self.confirms.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -76,16 +76,20 @@ pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Recei
 }
 
 /// Reads answers until the socket ends; then fails all waiting publishes.
-pub(super) async fn read_all(read: OwnedReadHalf, answers: mpsc::Sender<Incoming>, waiting: Arc<Waiting>) {
+pub(super) async fn read_all(
+    read: OwnedReadHalf,
+    answers: mpsc::Sender<Incoming>,
+    unconfirmed: Arc<UnconfirmedPublishes>,
+) {
     let mut frames = FramedRead::new(read, FrameCodec);
     while let Some(frame) = frames.next().await {
         let answer = match frame.and_then(|frame| Ok((frame.head()?, frame.body))) {
             Ok((Response::Confirmed { id }, _)) => {
-                waiting.answer(id, Published::Confirmed);
+                unconfirmed.answer(id, Published::Confirmed);
                 continue;
             }
             Ok((Response::Unroutable { id }, _)) => {
-                waiting.answer(id, Published::Unroutable);
+                unconfirmed.answer(id, Published::Unroutable);
                 continue;
             }
             Ok((Response::Closed { reason: Some(reason) }, _)) => Err(reason),
@@ -99,5 +103,5 @@ pub(super) async fn read_all(read: OwnedReadHalf, answers: mpsc::Sender<Incoming
             break;
         }
     }
-    waiting.close();
+    unconfirmed.close();
 }

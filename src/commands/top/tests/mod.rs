@@ -6,16 +6,16 @@ mod state;
 use std::time::{Duration, Instant};
 
 use super::screen::Screen;
-use crate::client::fleet::News;
+use crate::client::fleet::Update;
 use crate::client::fleet::fixtures::{self, GPU, answer, pool, slot};
 use crate::protocol::admin::Answer;
 
-fn look(start: Instant, at: u64, answers: Vec<Answer>) -> News {
-    News::Look(Box::new(fixtures::look(start, at, answers)))
+fn snapshot(start: Instant, at: u64, answers: Vec<Answer>) -> Update {
+    Update::Snapshot(Box::new(fixtures::snapshot(start, at, answers)))
 }
 
-fn two_hosts(start: Instant, at: u64) -> News {
-    News::Look(Box::new(fixtures::two_hosts(start, at)))
+fn two_hosts(start: Instant, at: u64) -> Update {
+    Update::Snapshot(Box::new(fixtures::two_hosts(start, at)))
 }
 
 fn screen() -> Screen {

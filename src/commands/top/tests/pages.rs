@@ -75,7 +75,7 @@ fn pages_have_whole_columns_and_errors_at_every_width() {
 fn a_name_that_is_too_long_is_cut_with_an_ellipsis() {
     let (mut screen, now) = at_work();
     let long = format!("{}/embed/0", "gpu1.a-long-name.".repeat(9));
-    screen.update(look(now, 1, vec![answer(&long, 9, vec![slot(&long, GPU, 9)])]), now);
+    screen.update(snapshot(now, 1, vec![answer(&long, 9, vec![slot(&long, GPU, 9)])]), now);
     for size in SIZES {
         let (lines, _) = page(&screen, size, now);
         let row = &lines[row(&lines, "gpu1.a-lo")];
@@ -94,7 +94,7 @@ fn stale_and_silent_rows_are_dim_and_say_so() {
     for size in SIZES {
         assert!(!is_dim(&screen, size, now, "gpu1/embed/0"));
     }
-    screen.update(News::Trouble("the broker refuses: ".repeat(20)), now);
+    screen.update(Update::Trouble("the broker refuses: ".repeat(20)), now);
     for size in SIZES {
         let later = now + Duration::from_secs(12);
         assert!(is_dim(&screen, size, later, "gpu1/embed/0") && is_dim(&screen, size, later, "3/3"));
@@ -103,13 +103,13 @@ fn stale_and_silent_rows_are_dim_and_say_so() {
         assert!(lines[1].starts_with("the broker refuses") && lines[2].chars().count() <= size.0.into());
     }
     let one = answer("gpu1", 61, vec![slot("gpu1/embed/0", "cpu", 9)]);
-    screen.update(look(now, 1, vec![one]), now);
+    screen.update(snapshot(now, 1, vec![one]), now);
     for size in SIZES {
         assert!(is_dim(&screen, size, now, "silent") && !is_dim(&screen, size, now, "gpu1/embed/0"));
         let (lines, _) = page(&screen, size, now);
         assert!(!lines.join("").contains("stale") && !lines.join("").contains("refuses"), "{lines:#?}");
     }
-    screen.update(look(now, 2, Vec::new()), now);
+    screen.update(snapshot(now, 2, Vec::new()), now);
     assert!(page(&screen, SIZES[0], now).0[0].contains("no launcher answers"));
 }
 
@@ -144,7 +144,7 @@ fn help_fits_the_smallest_page_and_questions_are_at_the_bottom() {
         row(&lines, "? -          a queue that cannot be inspected; unknown, or none");
     }
     press(&mut screen, "?r");
-    screen.update(News::Trouble("lost".into()), now);
+    screen.update(Update::Trouble("lost".into()), now);
     assert_eq!(page(&screen, SIZES[0], now).0[23], "restart gpu1/embed/0? y/n");
     press(&mut screen, "n/embed/2");
     let (lines, _) = page(&screen, SIZES[0], now);
@@ -155,7 +155,7 @@ fn help_fits_the_smallest_page_and_questions_are_at_the_bottom() {
 fn tiny_terminals_are_drawn_and_hidden_rows_are_counted() {
     let (mut screen, now) = at_work();
     let slots = (0..40).map(|index| slot(&format!("gpu1/pool-{index}/{index}"), "cpu", 9)).collect();
-    screen.update(look(now, 1, vec![answer("gpu1", 99, slots)]), now);
+    screen.update(snapshot(now, 1, vec![answer("gpu1", 99, slots)]), now);
     for open in ["", "\n", "?"] {
         press(&mut screen, open);
         for size in [(1, 1), (3, 2), (10, 5), (30, 9), (60, 16)] {

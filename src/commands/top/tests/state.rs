@@ -41,9 +41,9 @@ fn the_first_answer_after_an_outage_clears_every_sign_of_it() {
         Some(Duration::from_secs(8)),
         "data are stale even if no trouble is known"
     );
-    screen.update(News::Trouble("lost the broker".into()), at(3));
+    screen.update(Update::Trouble("lost the broker".into()), at(3));
     assert_eq!(screen.stale(at(3)), Some(Duration::from_secs(2)));
-    screen.update(look(start, 4, Vec::new()), at(4));
+    screen.update(snapshot(start, 4, Vec::new()), at(4));
     screen.update(two_hosts(start, 5), at(5));
     assert_eq!((screen.stale(at(5)), &screen.trouble, screen.foot(at(5))), (None, &None, None));
     assert!(screen.history.launchers == 2 && shown(&screen).iter().all(|(_, state)| *state != "silent"));
@@ -70,7 +70,7 @@ fn the_selection_follows_its_slot_when_the_order_changes() {
     assert_eq!(screen.list.mark("worker"), "▲", "after the last column comes the first");
     // If the selected slot is gone, the slot in its place is selected.
     let only = answer("gpu1", 3, vec![slot("gpu1/embed/0", "cpu", 3), slot("gpu1/embed/10", "cpu", 3)]);
-    screen.update(look(start, 3, vec![only]), start);
+    screen.update(snapshot(start, 3, vec![only]), start);
     assert_eq!(selected(&screen), "gpu1/embed/10");
 }
 
@@ -107,7 +107,7 @@ fn an_order_is_sent_only_after_y() {
     write(&mut screen, "p");
     let order = Order { target: Target::Slot("gpu1/embed/0".into()), request: Request::Pause };
     assert_eq!(press(&mut screen, KeyCode::Char('y')), Some(Action::Order(order)));
-    screen.update(News::Done("paused".into()), start);
+    screen.update(Update::Done("paused".into()), start);
     assert_eq!(screen.foot(start).as_deref(), Some("paused"));
     assert_eq!(screen.foot(start + Duration::from_secs(60)), None);
 }

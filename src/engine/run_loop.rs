@@ -1,12 +1,12 @@
-//! Runs a loop turn by turn on its thread. Between turns the loop may sleep. Decides when the launcher is told that the
-//! device is idle.
+//! Runs a model's loop on the model thread, turn by turn. Between turns the loop may sleep. Decides when the launcher
+//! is told that the device is idle.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::{Observer, now};
 
-/// A loop that runs on its thread, turn by turn.
+/// A loop that runs on the model thread, turn by turn.
 pub(super) trait Loop {
     fn turn(&mut self) -> Next;
 }

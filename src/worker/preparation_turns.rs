@@ -28,7 +28,7 @@ struct Lane {
     /// How long turns take, on average.
     average: Duration,
     /// The waiting tasks, in the order of arrival. A task that no longer waits has dropped its receiver.
-    waiting: Vec<Waiting>,
+    waiting: Vec<WaitingTask>,
     /// The rank of each requester that waits or has the turn; the lowest rank is next. After n turns in all, a
     /// requester that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes
     /// after the requesters that were waiting when it arrived, and before the one of the latest turn.
@@ -44,7 +44,8 @@ struct Current {
     began: Instant,
 }
 
-struct Waiting {
+/// A task that waits for its turn.
+struct WaitingTask {
     requester: u64,
     /// It may be sent to wait in a retry queue.
     may_leave: bool,
@@ -100,7 +101,7 @@ impl Turns {
         self.call({
             let mut lane = self.lock();
             let now = Instant::now();
-            lane.enter(Waiting { requester, may_leave, call });
+            lane.enter(WaitingTask { requester, may_leave, call });
             lane.review(now);
             lane.next(now)
         });
@@ -115,8 +116,8 @@ impl Turns {
     }
 
     /// Gives a task its turn. If it no longer waits, its turn is dropped, which gives the next task a turn.
-    fn call(&self, next: Option<Waiting>) {
-        if let Some(Waiting { call, .. }) = next {
+    fn call(&self, next: Option<WaitingTask>) {
+        if let Some(WaitingTask { call, .. }) = next {
             let _ = call.send(Call::Turn(Turn(self.clone())));
         }
     }
@@ -127,7 +128,7 @@ impl Turns {
 }
 
 impl Lane {
-    fn enter(&mut self, task: Waiting) {
+    fn enter(&mut self, task: WaitingTask) {
         self.ranks.entry(task.requester).or_insert(2 * self.turns);
         self.waiting.push(task);
     }
@@ -141,12 +142,12 @@ impl Lane {
     }
 
     /// Begins the turn of the next task, if nobody has one, and returns that task.
-    fn next(&mut self, now: Instant) -> Option<Waiting> {
+    fn next(&mut self, now: Instant) -> Option<WaitingTask> {
         self.forget();
         if self.current.is_some() {
             return None;
         }
-        let rank = |(_, task): &(usize, &Waiting)| self.ranks.get(&task.requester);
+        let rank = |(_, task): &(usize, &WaitingTask)| self.ranks.get(&task.requester);
         // The first of those with the same rank is the one that came first.
         let (index, _) = self.waiting.iter().enumerate().min_by_key(rank)?;
         let task = self.waiting.remove(index);
