@@ -43,9 +43,12 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     start_logging(None)?;
     let mut host = Host::here();
     let host_name = host.name.clone();
-    let launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
+    let mut launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
         .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
         .exits_with(Exit::Config)?;
+    if let Some(address) = settings.admin.listen {
+        launcher.publish_health_port(address.port());
+    }
     host.name.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;
