@@ -9,6 +9,7 @@ use super::{load, tolerate_broken_pipe};
 use crate::admin::{Check, LAUNCHER};
 use crate::cli::Healthcheck;
 use crate::commands::exits::ExitsWith as _;
+use crate::launcher::launchers_at;
 use crate::shutdown::Exit;
 
 /// Prints the launcher's answer, and returns its verdict as the exit code.
@@ -21,7 +22,8 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
                 .admin
                 .listen
                 .context("admin.listen = \"\": the launcher does not serve its health over HTTP");
-            (format!("http://{}", reachable(address.exits_with(Exit::Config)?)), settings.launcher.name)
+            let address = address.exits_with(Exit::Config)?;
+            (format!("http://{}", reachable(address)), Some(own_name(settings.launcher.name, address)?))
         }
     };
     let check = match (arguments.live, arguments.startup) {
@@ -50,6 +52,33 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         .exits_with(Exit::Refused)?;
     tolerate_broken_pipe(write!(std::io::stdout(), "{text}"))?;
     Ok(exit)
+}
+
+/// The name of the launcher whose health is asked: the one of the settings, else that of the only running launcher of
+/// this host that is set to this address.
+fn own_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<String> {
+    if let Some(name) = configured {
+        return Ok(name);
+    }
+    let names =
+        launchers_at(address.port()).context("/proc/net/unix cannot be read").exits_with(Exit::Refused)?;
+    match &names[..] {
+        [name] => Ok(name.clone()),
+        [] => {
+            let message = format!(
+                "no launcher of this host is set to admin.listen = \"{address}\"; --url asks one elsewhere"
+            );
+            Err(anyhow!(message).exits_with(Exit::Refused))
+        }
+        several => {
+            let message = format!(
+                "the launchers {several:?} of this host are all set to port {}: set admin.listen to an own port for \
+                 each, or launcher.name",
+                address.port()
+            );
+            Err(anyhow!(message).exits_with(Exit::Refused))
+        }
+    }
 }
 
 /// Replaces the address of all interfaces by that of the loopback interface, which can be connected to.

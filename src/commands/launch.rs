@@ -4,20 +4,23 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, anyhow};
 use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, log_format, start_logging};
 use crate::admin::{self, Place};
-use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, retry_queue, subscribe};
+use crate::broker::amqp::{
+    AmqpPublisher, Connector, RefusalPolicy, Subscription, read_withdrawals, retry_queue, subscribe,
+};
 use crate::broker::{BrokerError, BrokerSession, Publisher as _, QueueState};
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
-use crate::launcher::{Host, LauncherName, Launching, RawLines, plan};
+use crate::launcher::{Host, LauncherName, Launching, RawLines, Withdrawals, plan};
+use crate::protocol::control::WITHDRAWN_FOR;
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 
@@ -27,6 +30,8 @@ const CONTROL_PREFETCH: u16 = 1;
 const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The least time between two polls of the pools' queues.
 const QUEUE_POLL_INTERVAL: Duration = Duration::from_secs(15);
+/// How long reading what was withdrawn before may delay the start.
+const WITHDRAWALS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often to check whether the metrics were read since the last poll of the queues.
 const SCRAPE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before the control exchange is opened again after it was refused or lost.
@@ -43,9 +48,12 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     start_logging(None)?;
     let mut host = Host::here();
     let host_name = host.name.clone();
-    let launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
+    let mut launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
         .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
         .exits_with(Exit::Config)?;
+    if let Some(address) = settings.admin.listen {
+        launcher.publish_health_port(address.port());
+    }
     host.name.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;
@@ -111,6 +119,7 @@ async fn serve(
         }
     };
     let beside = async { tokio::join!(listening, reloading) };
+    load_withdrawals(settings, &host.name, &launching.withdrawals()).await;
     let exit = tokio::select! {
         exit = launching.run(assignments) => exit,
         never = async { beside.await; std::future::pending().await } => never,
@@ -203,6 +212,22 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         }
         tokio::time::sleep(CONTROL_RETRY_DELAY).await;
     }
+}
+
+/// Reads what was withdrawn in the last hour, so that no worker obeys a sentinel or computes a job that was withdrawn
+/// while no launcher was running.
+async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Withdrawals) {
+    let Some(exchange) = settings.admin.control_exchange.as_ref().filter(|_| settings.broker.declare) else {
+        return;
+    };
+    let connector = Connector::new(settings.broker.clone(), format!("sconce {launcher} (withdrawals)"));
+    let reading = read_withdrawals(&connector, exchange, WITHDRAWN_FOR);
+    let reason = match tokio::time::timeout(WITHDRAWALS_TIMEOUT, reading).await {
+        Ok(Ok(entries)) => return withdrawals.load(&entries, SystemTime::now()),
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("no end of the stream within {WITHDRAWALS_TIMEOUT:?}"),
+    };
+    tracing::warn!(exchange, reason, "not known what was withdrawn before; starting without");
 }
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.

@@ -31,9 +31,8 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     if let Some(stop) = &arguments.withdraw {
         let of_stop = Cancellation { stop: Some(stop.clone()), ..Cancellation::default() };
-        let launchers = runtime.block_on(broadcast_cancellation(&settings, of_stop))?;
-        let effect = "for one hour, their workers ignore the sentinels of stop";
-        writeln!(io::stdout(), "{launchers} launchers have confirmed: {effect} {stop}")?;
+        let known = runtime.block_on(withdraw(&settings, of_stop))?;
+        writeln!(io::stdout(), "{known}: for one hour, workers ignore the sentinels of stop {stop}")?;
         return Ok(Exit::Done);
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
@@ -80,15 +79,17 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     Ok(Exit::Done)
 }
 
-/// Sends a cancellation to all launchers, and returns how many have confirmed it. Prints the refusals to stderr.
+/// Sends a withdrawal to all launchers, and keeps it for those that start later. Returns who knows it. Prints refusals to
+/// stderr.
 ///
 /// # Errors
-/// No launcher has confirmed it, or one has refused it.
-pub(super) async fn broadcast_cancellation(
-    settings: &Settings,
-    cancellation: Cancellation,
-) -> anyhow::Result<usize> {
+/// A launcher has refused it; or it could not be kept, and no launcher has confirmed it.
+pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) -> anyhow::Result<String> {
     let mut control = Control::open(settings).await.map_err(with_exit)?;
+    let kept = control.keep_withdrawal(&cancellation).await;
+    if let Err(error) = &kept {
+        writeln!(io::stderr(), "launchers that start later will not know it: {error}")?;
+    }
     let (target, request) = (Target::All, Request::Cancel(cancellation));
     let until = Instant::now() + CONFIRM_TIMEOUT;
     let answers = control.request(&target, &request, until, None).await.map_err(with_exit);
@@ -99,9 +100,11 @@ pub(super) async fn broadcast_cancellation(
         let error = refusal.error.as_deref().unwrap_or_default();
         writeln!(io::stderr(), "{} refuses: {error}", refusal.host)?;
     }
-    if confirmed.is_empty() || !refusals.is_empty() {
-        let message = format!("{} launchers have confirmed within {CONFIRM_TIMEOUT:?}", confirmed.len());
+    let confirmed_by = format!("{} launchers have confirmed", confirmed.len());
+    if kept.is_err() && confirmed.is_empty() || !refusals.is_empty() {
+        let message = format!("{confirmed_by} within {CONFIRM_TIMEOUT:?}");
         return Err(anyhow!(message).exits_with(Exit::Refused));
     }
-    Ok(confirmed.len())
+    let later = if kept.is_ok() { ", and those that start later will know" } else { "" };
+    Ok(format!("{confirmed_by}{later}"))
 }

@@ -11,7 +11,7 @@ use indicatif::ProgressBar;
 use serde_json::Value as Json;
 use tokio::time::Instant;
 
-use super::stop::broadcast_cancellation;
+use super::stop::withdraw;
 use super::{batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::cli::Submit;
 use crate::client::Resend;
@@ -235,9 +235,8 @@ fn conclude(
 /// Withdraws a job: all workers shall answer its tasks with 499.
 async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let cancellation = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
-    let launchers = broadcast_cancellation(settings, cancellation).await?;
-    let effect = "for one hour, their workers answer tasks of job";
-    writeln!(io::stdout(), "{launchers} launchers have confirmed: {effect} {job} with 499")?;
+    let known = withdraw(settings, cancellation).await?;
+    writeln!(io::stdout(), "{known}: for one hour, workers answer tasks of job {job} with 499")?;
     Ok(Exit::Done)
 }
 

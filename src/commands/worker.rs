@@ -17,11 +17,13 @@ use crate::cli::Worker;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::launcher::Host;
-use crate::protocol::control::{Command, Event, MAX_LINE, decode, job_queue};
+use crate::protocol::control::{Command, Event, MAX_LINE, decode};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
-use crate::worker::{self, Control, CrashRecords, Ended, LiveSettings, Reporter, WorkerError, load_spec};
+use crate::worker::{
+    self, Control, CrashRecords, Ended, LiveSettings, Reporter, Withdrawn, WorkerError, load_spec,
+};
 
 /// The variable that lists the GPUs visible to a process.
 const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
@@ -36,13 +38,14 @@ const TRACES_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
     let (crashes, settings) = (CrashRecords::default(), LiveSettings::default());
+    let withdrawn = Withdrawn::default();
     let (assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
             let filter = std::env::var("SCONCE_LOG").ok();
             let started = telemetry::start(filter.as_deref(), Format::Json);
             started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config))?;
             bind_to_launcher(launcher)?;
-            (read_assignment(&crashes, &settings)?, Patience::Drain)
+            (read_assignment(&crashes, &withdrawn, &settings)?, Patience::Drain)
         }
         None => {
             start_logging(None)?;
@@ -56,7 +59,6 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let reporter = Reporter::start(io::stdout())?;
     let traces = start_traces(&assignment);
     let cancellations = worker::cancellations();
-    let withdrawn = worker::Withdrawn::default();
     let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, withdrawn, traces };
     let starter = registry.starter(&assignment.pool);
     let work = async move {
@@ -112,16 +114,22 @@ fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the assignment from the first control line. Applies the crash records and the pause that come with it.
-fn read_assignment(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<Assignment> {
+/// Reads the assignment from the first control line. Applies the crash records, the withdrawals and the pause that come
+/// with it.
+fn read_assignment(
+    crashes: &CrashRecords,
+    withdrawn: &Withdrawn,
+    settings: &LiveSettings,
+) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
     if line.len() == MAX_LINE {
         bail!("the assignment is longer than a control line may be ({MAX_LINE} bytes)");
     }
     match decode(line.trim_end())? {
-        Command::Start { assignment, crashes: records, paused } => {
+        Command::Start { assignment, crashes: records, paused, withdrawn: before } => {
             crashes.learn(records);
+            before.iter().for_each(|it| withdrawn.add_cancelled(it, Instant::now()));
             settings.pause(paused);
             // The error's text is dropped: it would quote the value, which holds a password.
             serde_json::from_value(assignment)
@@ -205,12 +213,7 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
         },
         // Sending fails if nobody receives: there is no session then, and so no task.
         Command::Cancel(cancellation) => {
-            if let Some(job) = &cancellation.job {
-                control.withdrawn.add(job_queue(job), Instant::now());
-            }
-            if let Some(stop) = &cancellation.stop {
-                control.withdrawn.add_stop(stop.clone(), Instant::now());
-            }
+            control.withdrawn.add_cancelled(&cancellation, Instant::now());
             if let Err(SendError(cancellation)) = control.cancellations.send(cancellation)
                 && cancellation.task.is_some()
             {

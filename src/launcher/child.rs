@@ -46,7 +46,7 @@ pub(super) enum ChildEvent {
 }
 
 impl Worker {
-    /// Spawns `program worker …`, tells the guard, and sends the worker its assignment and the crash records.
+    /// Spawns `program worker …`, tells the guard, and sends the worker its assignment, the crash records and the withdrawals.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -55,6 +55,7 @@ impl Worker {
         guard: &Arc<Guard>,
         assignment: &Assignment,
         deaths: Vec<control::CrashRecord>,
+        withdrawn: Vec<control::Cancellation>,
         paused: bool,
     ) -> io::Result<Self> {
         guard.start_if_missing();
@@ -77,7 +78,7 @@ impl Worker {
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
-        worker.send(&control::Command::Start { assignment, crashes: deaths, paused }).await;
+        worker.send(&control::Command::Start { assignment, crashes: deaths, paused, withdrawn }).await;
         Ok(worker)
     }
 

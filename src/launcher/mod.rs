@@ -18,6 +18,7 @@
 //! | `guard` | which workers are killed once the launcher is gone |
 //! | `status_board` | what is known of every slot |
 //! | `name` | a launcher's name, unique on its host |
+//! | `withdrawals` | which withdrawn jobs and stops later workers must know |
 //! | `order` | which requests a running launcher takes |
 //! | `crash_records` | which tasks kill workers |
 //! | `restart` | what follows a worker's end |
@@ -40,6 +41,7 @@ mod slot;
 mod slot_state;
 pub mod status_board;
 mod termination;
+mod withdrawals;
 mod worker_handle;
 mod worker_monitor;
 
@@ -59,9 +61,10 @@ use status_board::{Entry, StatusBoard};
 pub use child::environment;
 pub use guard::guard_workers;
 pub use logs::RawLines;
-pub use name::LauncherName;
+pub use name::{LauncherName, launchers_at};
 pub use plan::{Cuda, Host, fit, plan};
 pub use restart::{Death, RestartReason, Verdict, judge};
+pub use withdrawals::Withdrawals;
 
 /// Why nothing was launched.
 #[derive(Debug, thiserror::Error)]
@@ -117,6 +120,8 @@ struct Launch {
     logged_reasons: logs::RecentlyLogged,
     /// Kills workers that outlive the launcher.
     guard: Arc<Guard>,
+    /// What was withdrawn, for workers that start later.
+    withdrawals: Arc<Withdrawals>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
     reached: Mutex<Option<Broker>>,
 }
@@ -173,6 +178,7 @@ impl Launching {
             recently_logged: logs::RecentlyLogged::new(logs::QUEUE_MADE_WINDOW),
             logged_reasons: logs::RecentlyLogged::new(logs::REASON_WINDOW),
             guard,
+            withdrawals: Arc::default(),
             reached: Mutex::default(),
         };
         Self { launch: Arc::new(launch), policy: sender, requests, handle }
@@ -181,6 +187,11 @@ impl Launching {
     /// The board with the state of its slots.
     pub fn board(&self) -> Arc<StatusBoard> {
         self.launch.board.clone()
+    }
+
+    /// What was withdrawn before it runs.
+    pub fn withdrawals(&self) -> Arc<Withdrawals> {
+        self.launch.withdrawals.clone()
     }
 
     /// The handle by which it takes orders.

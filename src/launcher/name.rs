@@ -1,6 +1,7 @@
 //! Gives a launcher a name that no other launcher of this host has. The name is used in slots, replies, metrics and
 //! orders. It is claimed by a socket that nobody connects to: the kernel releases it when the process ends, however it
-//! ends.
+//! ends. Another such socket says at which port the launcher answers `sconce healthcheck`, or would if another process
+//! had not taken the port.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
@@ -16,6 +17,7 @@ pub struct LauncherName {
     pub name: String,
     /// None if the system does not let this process claim names.
     _claim: Option<UnixListener>,
+    _health_port: Option<UnixListener>,
 }
 
 impl LauncherName {
@@ -34,16 +36,49 @@ impl LauncherName {
         for name in &names {
             let address = SocketAddr::from_abstract_name(format!("sconce-launcher-{name}"));
             match address.and_then(|address| UnixListener::bind_addr(&address)) {
-                Ok(claim) => return Ok(Self { name: name.clone(), _claim: Some(claim) }),
+                Ok(claim) => {
+                    return Ok(Self { name: name.clone(), _claim: Some(claim), _health_port: None });
+                }
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
                 Err(error) => {
                     tracing::warn!(name, %error, "cannot check whether another launcher has this name");
-                    return Ok(Self { name: name.clone(), _claim: None });
+                    return Ok(Self { name: name.clone(), _claim: None, _health_port: None });
                 }
             }
         }
         Err(names.into_iter().next().unwrap_or_default())
     }
+
+    /// Publishes that this launcher is set to answer at `port`, as long as this exists.
+    pub fn publish_health_port(&mut self, port: u16) {
+        let address = SocketAddr::from_abstract_name(format!("{}{}", health_prefix(port), self.name));
+        match address.and_then(|address| UnixListener::bind_addr(&address)) {
+            Ok(socket) => self._health_port = Some(socket),
+            Err(error) => {
+                tracing::warn!(name = self.name, %error, "`sconce healthcheck` will not find this launcher without --url");
+            }
+        }
+    }
+}
+
+/// The names of the running launchers of this host that are set to answer at `port`.
+///
+/// # Errors
+/// The kernel's list of sockets cannot be read.
+pub fn launchers_at(port: u16) -> io::Result<Vec<String>> {
+    let prefix = format!("@{}", health_prefix(port));
+    let sockets = std::fs::read_to_string("/proc/net/unix")?;
+    let mut names: Vec<String> = sockets
+        .lines()
+        .filter_map(|line| line.split_once(&prefix))
+        .map(|(_, name)| name.to_owned())
+        .collect();
+    names.sort_unstable();
+    Ok(names)
+}
+
+fn health_prefix(port: u16) -> String {
+    format!("sconce-health-{port}=")
 }
 
 #[cfg(test)]
@@ -59,5 +94,17 @@ mod tests {
         assert_eq!(claim(Some(&host)).unwrap_err(), host);
         drop(first);
         assert_eq!(claim(None).unwrap().name, host);
+    }
+
+    #[test]
+    fn the_launchers_that_are_set_to_a_port_are_found_while_they_live() {
+        let name = |number| format!("test of ports {}-{number}", std::process::id());
+        let mut claims = [1, 2].map(|number| LauncherName::claim(Some(&name(number)), "").unwrap());
+        // No launcher can be set to this port.
+        claims.iter_mut().for_each(|claim| claim.publish_health_port(0));
+        assert_eq!(launchers_at(0).unwrap(), [name(1), name(2)]);
+        let [first, _second] = claims;
+        drop(first);
+        assert_eq!(launchers_at(0).unwrap(), [name(2)]);
     }
 }

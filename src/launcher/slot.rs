@@ -2,7 +2,7 @@
 //! it with the launcher. Owns the current worker, its successor, the replaced workers that still drain, and the count
 //! of quick failures.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::StreamExt;
 
@@ -156,6 +156,7 @@ impl Slot {
             }
             Request::Drain => (Some(NextAction::Hold), "there is no worker, and none will be started"),
             Request::Cancel(cancellation) => {
+                self.record_override(&Request::Cancel(cancellation.clone()));
                 let cancelled = cancellation.task.is_some().then_some(0);
                 let _ = answer.send(Ok(Done { what: "there is no worker, so no task", cancelled }));
                 return None;
@@ -190,7 +191,10 @@ impl Slot {
                 self.overrides.log = Some(filter.clone());
                 "logging by another filter"
             }
-            Request::Cancel(_) => "its worker is notified",
+            Request::Cancel(cancellation) => {
+                self.launch.withdrawals.remember(cancellation, SystemTime::now());
+                "its worker is notified"
+            }
             Request::Drain | Request::Shutdown | Request::Restart => "finishing",
             Request::Ping | Request::Stats | Request::Active => "nothing to do",
         }

@@ -3,7 +3,7 @@
 
 use std::io;
 use std::process::ExitStatus;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::oneshot;
 use tokio::time::sleep_until;
@@ -89,7 +89,9 @@ impl WorkerHandle {
         let sharers = launch.board.slots_on(&assignment.device) + usize::from(beside);
         let broker_reached = launch.has_reached(&assignment.broker);
         let sent = Assignment { sharers, broker_reached, ..assignment.clone() };
-        let spawned = Worker::spawn(&launch.program, &launch.guard, &sent, deaths, overrides.paused).await;
+        let withdrawn = launch.withdrawals.current(SystemTime::now());
+        let spawned =
+            Worker::spawn(&launch.program, &launch.guard, &sent, deaths, withdrawn, overrides.paused).await;
         let mut worker = spawned.map_err(|error| {
             let program = launch.program.display().to_string();
             Refusal::Spawn { program, error }

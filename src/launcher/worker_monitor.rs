@@ -408,7 +408,10 @@ fn log_work(unlogged: &mut Stats, is_steady: &mut bool, slot: &str) {
     tracing::info!(
         slot,
         succeeded = stats.of_status("succeeded"),
-        failed = stats.tasks() - stats.of_status("succeeded"),
+        rejected = stats.of_status("rejected"),
+        failed = stats.of_status("failed"),
+        expired = stats.of_status("expired"),
+        cancelled = stats.of_status("cancelled"),
         retried = stats.retried,
         requeued = stats.requeued,
         batches = stats.batch_seconds.count(),

@@ -1,6 +1,8 @@
 //! Control lines: one JSON value per line between launcher (commands, on the worker's stdin) and worker
 //! (events, on its stdout). The two processes share nothing else.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::error::Category;
 
@@ -24,6 +26,9 @@ pub enum Command {
         /// Load the model, and consume only after `Resume`.
         #[serde(default)]
         paused: bool,
+        /// Jobs and stops that were withdrawn before.
+        #[serde(default)]
+        withdrawn: Vec<Cancellation>,
     },
     /// The crash records have changed since `start`, because more workers died.
     CrashRecords {
@@ -92,6 +97,11 @@ pub const QUEUE_MADE: &str = "queue made";
 pub fn job_queue(job: &str) -> String {
     format!("sconce.job.{job}")
 }
+
+/// How long withdrawals of jobs and stops are remembered.
+pub const WITHDRAWN_FOR: Duration = Duration::from_secs(60 * 60);
+/// The most withdrawals that are remembered; the oldest are forgotten first.
+pub const MAX_WITHDRAWN: usize = 1_000;
 
 /// Which tasks are cancelled: those with an id, those that a requester published, or those of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

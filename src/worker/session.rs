@@ -14,7 +14,7 @@ use super::places::Places;
 use super::prefetch::{Limits, Prefetch, SharedPrefetch};
 use super::preparation_turns::Turns;
 use super::report::{Counters, watch_connection};
-use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
+use super::settle::{Breakers, ErrorLog, Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
@@ -94,6 +94,7 @@ impl Worker {
             waits: self.waits(),
             stalled: Stalled::new(self.assignment.first_prefetch(), pool.prefetch_bytes),
             breakers: Breakers::default(),
+            error_log: ErrorLog::default(),
             counters: self.counters.clone(),
             stop: stop.clone(),
             lost: PerSource::default(),

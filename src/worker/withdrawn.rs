@@ -5,10 +5,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long each is remembered. A long time does no harm, because each run of `sconce submit` is a job of its own.
-const REMEMBERED_FOR: Duration = Duration::from_secs(60 * 60);
-/// The most that are remembered; the oldest are forgotten first.
-const MAX_REMEMBERED: usize = 1_000;
+use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR, job_queue};
 
 /// What was withdrawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +22,16 @@ enum Unwanted {
 pub struct Withdrawn(Arc<Mutex<VecDeque<(Unwanted, Instant)>>>);
 
 impl Withdrawn {
+    /// Withdraws the job or the stop that is cancelled, if one is.
+    pub fn add_cancelled(&self, cancellation: &Cancellation, now: Instant) {
+        if let Some(job) = &cancellation.job {
+            self.add(job_queue(job), now);
+        }
+        if let Some(stop) = &cancellation.stop {
+            self.add_stop(stop.clone(), now);
+        }
+    }
+
     /// Withdraws the tasks whose replies go to this queue.
     pub fn add(&self, reply_queue: String, now: Instant) {
         self.remember(Unwanted::Job(reply_queue), now);
@@ -47,7 +54,7 @@ impl Withdrawn {
 
     fn remember(&self, unwanted: Unwanted, now: Instant) {
         let mut all = self.lock();
-        if all.len() == MAX_REMEMBERED {
+        if all.len() == MAX_WITHDRAWN {
             all.pop_front();
         }
         all.push_back((unwanted, now));
@@ -55,7 +62,7 @@ impl Withdrawn {
 
     fn holds(&self, now: Instant, is_meant: impl Fn(&Unwanted) -> bool) -> bool {
         let mut all = self.lock();
-        while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > REMEMBERED_FOR) {
+        while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > WITHDRAWN_FOR) {
             all.pop_front();
         }
         all.iter().any(|(unwanted, _)| is_meant(unwanted))
@@ -74,12 +81,12 @@ mod tests {
     fn a_job_is_remembered_for_an_hour_and_the_list_is_bounded() {
         let (withdrawn, now) = (Withdrawn::default(), Instant::now());
         withdrawn.add("one".to_owned(), now);
-        assert!(withdrawn.has(Some("one"), now + REMEMBERED_FOR));
+        assert!(withdrawn.has(Some("one"), now + WITHDRAWN_FOR));
         assert!(!withdrawn.has(Some("two"), now) && !withdrawn.has(None, now));
-        assert!(!withdrawn.has(Some("one"), now + REMEMBERED_FOR + Duration::from_secs(1)));
-        (0..=MAX_REMEMBERED).for_each(|job| withdrawn.add(job.to_string(), now));
+        assert!(!withdrawn.has(Some("one"), now + WITHDRAWN_FOR + Duration::from_secs(1)));
+        (0..=MAX_WITHDRAWN).for_each(|job| withdrawn.add(job.to_string(), now));
         assert!(!withdrawn.has(Some("0"), now) && withdrawn.has(Some("1"), now));
-        assert_eq!(withdrawn.lock().len(), MAX_REMEMBERED);
+        assert_eq!(withdrawn.lock().len(), MAX_WITHDRAWN);
         withdrawn.add_stop("two".to_owned(), now);
         assert!(
             withdrawn.has_stop("two", now)

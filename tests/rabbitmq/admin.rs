@@ -617,6 +617,21 @@ async fn a_taken_admin_port_is_tried_until_it_is_free_and_healthcheck_asks_its_o
     let mut other = check(&settings.clone().set("launcher.name", "another"));
     assert_eq!(other.exit_code().await, 1, "{}", other.log());
     assert!(other.log().contains(&name) && other.log().contains("\"another\""), "{}", other.log());
+    let unnamed = Settings::echo(Rabbit::shared().url()).set("admin.listen", &address);
+    let mut own = check(&unnamed);
+    assert_eq!(own.exit_code().await, 0, "{}", own.log());
+    // Another launcher that has not got the port is not healthy because this one is.
+    let second = Sconce::launched(&unnamed.clone().set("launcher.name", &format!("{name}-2"))).await;
+    second.wait_for_log("another process listens there").await;
+    let mut either = check(&unnamed);
+    assert_eq!(either.exit_code().await, 1, "{}", either.log());
+    assert!(either.log().contains(&format!("{name}-2")), "{}", either.log());
+    assert_eq!(second.stop().await, 0);
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address_of_nobody = nobody.local_addr().expect("an address").to_string();
+    let mut none = check(&unnamed.set("admin.listen", &address_of_nobody));
+    assert_eq!(none.exit_code().await, 1, "{}", none.log());
+    assert!(none.log().contains("no launcher of this host"), "{}", none.log());
     let (_, plain) = get(format!("http://{address}/metrics")).await;
     assert!(plain.contains("# TYPE sconce_tasks_total counter") && !plain.contains("# EOF"), "{plain}");
     assert!(plain.contains(&format!("launcher={name:?}")), "{plain}");

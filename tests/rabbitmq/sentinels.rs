@@ -277,6 +277,59 @@ async fn sentinels_that_wait_for_nobody_are_told_and_can_be_taken_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_launcher_that_starts_after_a_withdrawal_obeys_no_sentinel_of_it() {
+    let settings = settings(1).controlled();
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    make_queue(&client, &settings).await;
+    let stop = async |count: &str| {
+        let mut stop = Sconce::run(&settings, &["stop", "--workers", count]);
+        assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+        let log = stop.log();
+        log.lines().find_map(|line| line.split_once(": stop ")).expect("an id").1.to_owned()
+    };
+    let (withdrawn, in_force) = (stop("2").await, stop("1").await);
+    let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", &withdrawn]);
+    assert_eq!(withdraw.exit_code().await, 0, "{}", withdraw.log());
+    assert!(
+        withdraw.log().contains("0 launchers have confirmed, and those that start later"),
+        "{}",
+        withdraw.log()
+    );
+    // Anybody may write to a queue through the default exchange, but not withdraw anything by that.
+    let forged = Task::new(serde_json::json!({ "stop": in_force }));
+    client.publish(&format!("{}.withdrawals", settings.control()), forged).await;
+    let mut sconce = Sconce::launch(&settings);
+    sconce.wait_for_log_times("ignoring a sentinel", 2).await;
+    assert_eq!(sconce.exit_code().await, 0, "{}", sconce.log());
+    assert!(sconce.log().contains(&format!("sentinel {in_force}")), "{}", sconce.log());
+    client.becomes(&settings.tasks, (0, 0)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_starts_after_a_withdrawal_knows_it_from_its_launcher() {
+    let settings = settings(1).controlled();
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let ctl = async |order: &str| {
+        let arguments = ["ctl", order, "--all", "--expect", "1", "--timeout", "20s", "--wait", "20s"];
+        let mut ctl = Sconce::run(&settings, &arguments);
+        assert_eq!(ctl.exit_code().await, 0, "{}", ctl.log());
+    };
+    ctl("drain").await;
+    let mut stop = Sconce::run(&settings, &["stop"]);
+    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+    let log = stop.log();
+    let id = log.lines().find_map(|line| line.split_once(": stop ")).expect("an id").1.to_owned();
+    let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", &id]);
+    assert_eq!(withdraw.exit_code().await, 0, "{}", withdraw.log());
+    ctl("restart").await;
+    sconce.wait_for_log("ignoring a sentinel").await;
+    client.publish(&settings.tasks, slow(1, 0)).await;
+    assert_eq!(inbox.next().await.correlation_id, "1");
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn where_the_settings_say_so_a_null_stops_nobody() {
     let settings = settings(1).set("pool[0].sentinels", "type");
     let (mut sconce, client, mut inbox) = serve(&settings).await;

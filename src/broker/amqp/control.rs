@@ -16,6 +16,7 @@ use super::confirmed_publish::DIRECT_REPLY_TO;
 use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
 use super::topology::inspect;
+use super::withdrawals;
 use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
 
@@ -95,6 +96,15 @@ impl ControlClient {
             }
             other => other,
         })
+    }
+
+    /// Adds a withdrawal to the stream that launchers read when they start. It is kept for `max_age`.
+    ///
+    /// # Errors
+    /// The broker refuses or is lost.
+    pub async fn keep_withdrawal(&self, body: &[u8], max_age: Duration) -> Result<(), BrokerError> {
+        let added = withdrawals::add(&self.connection, &self.channel, &self.exchange, body, max_age);
+        in_time(&self.broker, ANSWER_TIMEOUT, added).await
     }
 
     /// The next answer; none if the connection is lost. Safe to cancel.

@@ -18,6 +18,7 @@ mod routes;
 mod sending;
 mod session;
 mod topology;
+mod withdrawals;
 
 pub use acker::AmqpAcker;
 pub use admin::{consumers_of, declare, declare_job};
@@ -28,3 +29,4 @@ pub use dead_letter_browser::{DeadLetterBrowser, LeftBehind};
 pub use publisher::AmqpPublisher;
 pub use session::Subscription;
 pub use topology::{Topology, retry_queue};
+pub use withdrawals::read_withdrawals;

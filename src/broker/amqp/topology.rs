@@ -169,6 +169,25 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
     }
 }
 
+/// Declares a stream, if it does not exist. The broker drops its oldest entries beyond either bound, a segment at a time.
+pub(super) async fn declare_stream(
+    connection: &Connection,
+    queue: &str,
+    max_age: Duration,
+    max_bytes: u32,
+) -> Result<(), Error> {
+    if exists(connection, queue).await? {
+        return Ok(());
+    }
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), text("stream"));
+    arguments.insert("x-max-age".into(), text(&format!("{}s", max_age.as_secs())));
+    arguments.insert("x-max-length-bytes".into(), AMQPValue::LongLongInt(max_bytes.into()));
+    let segment = i64::from(max_bytes / 10);
+    arguments.insert("x-stream-max-segment-size-bytes".into(), AMQPValue::LongLongInt(segment));
+    declare_queue(connection, queue, arguments).await
+}
+
 async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
     match inspect(connection, queue).await {
         Ok(_) => Ok(true),

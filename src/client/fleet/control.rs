@@ -11,6 +11,7 @@ use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, Target};
+use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
 
 /// The least time without an answer after which no further one is expected.
 const MIN_QUIET: Duration = Duration::from_millis(150);
@@ -122,6 +123,16 @@ impl Control {
         }
         answers.sort_by(|one, other| (&one.launcher, one.pid).cmp(&(&other.launcher, other.pid)));
         Ok(answers)
+    }
+
+    /// Keeps a withdrawal for launchers that start later.
+    ///
+    /// # Errors
+    /// The broker refuses or is lost.
+    pub(crate) async fn keep_withdrawal(&self, cancellation: &Cancellation) -> Result<(), FleetError> {
+        // A cancellation holds only strings, so serializing it cannot fail.
+        let body = serde_json::to_vec(cancellation).unwrap_or_default();
+        Ok(self.client.keep_withdrawal(&body, WITHDRAWN_FOR).await?)
     }
 
     /// The depth of a queue; none if the queue cannot be inspected.

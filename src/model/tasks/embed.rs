@@ -73,7 +73,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
     let config = NetworkConfig::read(&files, &spec.source)?;
     let settings = SentenceSettings::read(&files, &spec.source)?;
     let output = Output::Pooled(settings.pooling.clone());
-    let (tokenizer, network) = text_model((spec, device), (&files, &config), settings.limits, &output)?;
+    let (tokenizer, network) = text_model(spec, device, &files, &config, settings.limits, &output)?;
     let processor = EmbeddingProcessor {
         tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),

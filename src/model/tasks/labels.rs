@@ -164,7 +164,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
     let labels = Labels::read(&files, &spec.source)?;
     let limits = SentenceSettings::limits(&files)?;
     let output = Output::Labels(labels.names.len());
-    let (tokenizer, network) = text_model((spec, device), (&files, &config), limits, &output)?;
+    let (tokenizer, network) = text_model(spec, device, &files, &config, limits, &output)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = LabelProcessor { tokenizer, labels, names, max_inputs: spec.max_inputs };
     Ok((processor, network))

@@ -49,8 +49,10 @@ fn check_text_files(files: &ModelFiles, source: &str) -> Result<(), LoadError> {
 
 /// A network for texts with its tokenizer.
 fn text_model(
-    (spec, device): (&LoadSpec, &Device),
-    (files, config): (&ModelFiles, &NetworkConfig),
+    spec: &LoadSpec,
+    device: &Device,
+    files: &ModelFiles,
+    config: &NetworkConfig,
     limits: TextLimits,
     output: &Output,
 ) -> Result<(TextTokenizer, TextNetwork), LoadError> {

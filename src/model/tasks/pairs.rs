@@ -49,7 +49,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(PairProcessor, TextNetw
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
     let limits = SentenceSettings::limits(&files)?;
-    let (tokenizer, network) = text_model((spec, device), (&files, &config), limits, &Output::Labels(1))?;
+    let (tokenizer, network) = text_model(spec, device, &files, &config, limits, &Output::Labels(1))?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = PairProcessor { tokenizer, names, max_inputs: spec.max_inputs };
     Ok((processor, network))

@@ -10,9 +10,11 @@
 //! | `stalled` | how many computed replies may wait for such queues |
 //! | `parts` | when parts of a reply are sent |
 //! | `counting` | what is counted of an answer |
+//! | `error_log` | which errors of tasks are logged |
 
 mod breaker;
 mod counting;
+mod error_log;
 mod follow;
 mod outcome;
 mod parts;
@@ -42,6 +44,7 @@ use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, Wo
 use crate::shutdown::{Phase, Stop};
 
 pub(super) use self::breaker::{Breakers, Probe};
+pub(super) use self::error_log::ErrorLog;
 pub(super) use self::outcome::{Held, Outcome, WaitsFor};
 pub(super) use self::parts::{Parts, PartsAnswered};
 pub(super) use self::stalled::Stalled;
@@ -70,6 +73,7 @@ pub(super) struct Settlement {
     /// Reply queues that accept nothing.
     pub(super) breakers: Breakers,
     pub(super) counters: Arc<Counters>,
+    pub(super) error_log: ErrorLog,
     pub(super) stop: Stop,
     /// The number of the latest session that is over. Written by the intake, read before a reply is published: a task
     /// of that session will be delivered again, and should be answered only once.
@@ -372,6 +376,9 @@ impl Settlement {
         parked: Parked,
     ) -> Result<(), WorkerError> {
         let answered = Answered::of(&body);
+        if let Err(error) = &body {
+            self.error_log.add(&accepted.task.id, error);
+        }
         let began = Instant::now();
         let error = body.as_ref().err().map(|error| tracing::field::display(*error));
         let (task, compute_us) = (&accepted.task, timings.compute_us);

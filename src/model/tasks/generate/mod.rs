@@ -114,7 +114,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
     let kv = KvBlocks::new(shape, TextGenerator::blocks(options.capacity()));
     let kv = kv.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
-    Ok(served((spec, options), &model.config, model.vocabulary, WithBlocks::Host(Box::new(decoder), kv)))
+    Ok(served(spec, options, &model.config, model.vocabulary, WithBlocks::Host(Box::new(decoder), kv)))
 }
 
 /// Loads a model that generates text onto any device, to be computed by candle's operations with weights in the pool's
@@ -134,7 +134,7 @@ pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor,
     };
     let decoder = DeviceDecoder::load(spec, device, &weights, &config, held)?;
     decoder.compare_with_cpu(spec, &weights, options.kv_numbers)?;
-    Ok(served((spec, options), &config, vocabulary, WithBlocks::Device(decoder)))
+    Ok(served(spec, options, &config, vocabulary, WithBlocks::Device(decoder)))
 }
 
 /// The contents of a model's files.
@@ -162,14 +162,15 @@ impl Model {
 }
 
 fn served(
-    (spec, options): (&LoadSpec, Options),
+    spec: &LoadSpec,
+    options: Options,
     config: &DecoderConfig,
     vocabulary: Vocabulary,
     decoder: WithBlocks,
 ) -> (GenerateProcessor, TextGenerator) {
-    let known = (vocabulary.texts(), vocabulary.ends.clone());
-    let grammars = Grammars::new(&known.0, config.vocabulary, &known.1).map(Arc::new);
-    let generator = TextGenerator::new(decoder, options.capacity(), known);
+    let (texts, ends) = (vocabulary.texts(), vocabulary.ends.clone());
+    let grammars = Grammars::new(&texts, config.vocabulary, &ends).map(Arc::new);
+    let generator = TextGenerator::new(decoder, options.capacity(), texts, ends);
     let processor = GenerateProcessor {
         vocabulary,
         names: ServedNames::new(spec),

@@ -113,7 +113,7 @@ struct Chosen {
 
 impl TextGenerator {
     /// A generator that has computed nothing. The decoder has [`TextGenerator::blocks`] blocks.
-    pub fn new(decoder: WithBlocks, capacity: Capacity, (texts, ends): (TokenTexts, BTreeSet<u32>)) -> Self {
+    pub fn new(decoder: WithBlocks, capacity: Capacity, texts: TokenTexts, ends: BTreeSet<u32>) -> Self {
         let blocks = Blocks::new(Self::blocks(capacity) as u32);
         Self { decoder, blocks, capacity, texts, ends, open: BTreeMap::new(), logits: Vec::new() }
     }

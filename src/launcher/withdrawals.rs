@@ -1,0 +1,103 @@
+//! Remembers for an hour which jobs and runs of `sconce stop` were withdrawn, for workers that start later. Owns that
+//! list.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use crate::protocol::Message;
+use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR};
+
+/// Longer ids are of no job and of no stop.
+const MAX_ID: usize = 64;
+/// How far an entry's time may be ahead of this host's clock.
+const CLOCK_DIFFERENCE: Duration = Duration::from_secs(5 * 60);
+
+/// What was withdrawn recently, oldest first. Written by slots and when the launcher starts, read when a worker starts.
+#[derive(Debug, Default)]
+pub struct Withdrawals(Mutex<VecDeque<(Cancellation, SystemTime)>>);
+
+impl Withdrawals {
+    /// Remembers the entries of the broker's stream of withdrawals. Others are ignored: anybody who may write to the
+    /// control exchange can add some.
+    pub fn load(&self, entries: &[Message], now: SystemTime) {
+        for entry in entries {
+            let Some(seconds) = entry.properties.timestamp else { continue };
+            let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
+            if let Some(at) = at.filter(|at| *at <= now + CLOCK_DIFFERENCE)
+                && let Ok(cancellation) = serde_json::from_slice(&entry.body)
+            {
+                self.remember(&cancellation, at.min(now));
+            }
+        }
+    }
+
+    /// Remembers a cancellation if it withdraws a job or a stop.
+    pub(super) fn remember(&self, cancellation: &Cancellation, at: SystemTime) {
+        let id = cancellation.job.as_ref().or(cancellation.stop.as_ref());
+        if cancellation.problem().is_some() || id.is_none_or(|id| id.len() > MAX_ID) {
+            return;
+        }
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Every slot of this launcher hears of it.
+        if all.iter().any(|(other, _)| other == cancellation) {
+            return;
+        }
+        if all.len() == MAX_WITHDRAWN {
+            all.pop_front();
+        }
+        all.push_back((cancellation.clone(), at));
+    }
+
+    /// What is withdrawn now.
+    pub(super) fn current(&self, now: SystemTime) -> Vec<Cancellation> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|(_, at)| now.duration_since(*at).is_ok_and(|age| age <= WITHDRAWN_FOR) || now <= *at);
+        all.iter().map(|(cancellation, _)| cancellation.clone()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::Properties;
+
+    fn stop(id: &str) -> Cancellation {
+        Cancellation { stop: Some(id.to_owned()), ..Cancellation::default() }
+    }
+
+    #[test]
+    fn withdrawals_are_remembered_for_an_hour_once_each_and_within_bounds() {
+        let (all, now) = (Withdrawals::default(), SystemTime::now());
+        all.remember(&stop("a"), now);
+        all.remember(&stop("a"), now);
+        all.remember(&stop(&"x".repeat(MAX_ID + 1)), now);
+        all.remember(&Cancellation { task: Some("t".into()), ..Cancellation::default() }, now);
+        assert_eq!(all.current(now + WITHDRAWN_FOR), [stop("a")]);
+        assert_eq!(all.current(now + WITHDRAWN_FOR + Duration::from_secs(1)), []);
+        (0..=MAX_WITHDRAWN).for_each(|id| all.remember(&stop(&id.to_string()), now));
+        assert_eq!((all.current(now).len(), &all.current(now)[0]), (MAX_WITHDRAWN, &stop("1")));
+    }
+
+    #[test]
+    fn entries_of_the_stream_count_from_their_own_time() {
+        let (all, now) = (Withdrawals::default(), SystemTime::now());
+        let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+        let entry = |timestamp: Option<u64>, body: &'static str| {
+            let properties = Properties { timestamp, ..Properties::default() };
+            Message { properties, body: body.into() }
+        };
+        let entries = [
+            entry(Some(seconds - 3_000), r#"{"stop": "old"}"#),
+            entry(Some(seconds - 4_000), r#"{"stop": "too old"}"#),
+            entry(Some(seconds + 4_000), r#"{"stop": "of the future"}"#),
+            entry(Some(u64::MAX), r#"{"stop": "of no time"}"#),
+            entry(None, r#"{"stop": "without a time"}"#),
+            entry(Some(seconds), r#"{"correlation_id": "c", "reply_to": "q"}"#),
+            entry(Some(seconds), "null"),
+        ];
+        all.load(&entries, now);
+        assert_eq!(all.current(now), [stop("old")]);
+        assert_eq!(all.current(now + Duration::from_secs(1_000)), []);
+    }
+}
