@@ -10,8 +10,8 @@
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
 //! - **Large sequences.** A sequence is large if it has more tokens than a share, or than an equal part for each slot.
 //!   It is within the share of its requester only as long as all large ones together have at most half of the tokens,
-//!   or it is the only one. So a few requesters whose sequences are as long as the context cannot hold all room until
-//!   these end.
+//!   or it is the only one; and only the large one whose turn is first. So a few requesters whose sequences are as long
+//!   as the context cannot hold all room until these end, and each large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
 //!   waiting. Between requesters, the first waiting sequences of each compete by the same rule, except that a
 //!   requester's arrival time is reset whenever one of its sequences is admitted or ends. So each other requester has
@@ -263,6 +263,8 @@ struct Next<K> {
     rank: Rank,
     turn: Order,
     sequence: Sequence<K>,
+    /// Whether it would be its party's only running sequence, and is large.
+    is_large: bool,
 }
 
 /// A sequence that may run now.
@@ -474,10 +476,20 @@ impl<K: Copy + Ord> Scheduler<K> {
             };
             let served = queue.served.unwrap_or(*arrival);
             let turn = turn.unwrap_or((request.order_time(served.max(*arrival)), order.1));
-            Some(Next { rank, turn, sequence: *sequence })
+            let is_large = queue.held.sequences == 0 && share.is_large(request);
+            Some(Next { rank, turn, sequence: *sequence, is_large })
         };
         let queues = self.queues.iter().filter(|(party, _)| party.isolated || !isolated);
         let mut next_of_each: Vec<Next<K>> = queues.filter_map(next).collect();
+        if !isolated {
+            // The room of large sequences is for the one whose turn it is. Otherwise smaller ones among them would take
+            // each gap, and it would never be large enough.
+            let large = |next: &&Next<K>| next.is_large && next.rank < Rank::Background;
+            let first = next_of_each.iter().filter(large).map(|next| next.turn).min();
+            for next in next_of_each.iter_mut().filter(|next| next.is_large && Some(next.turn) > first) {
+                next.rank = next.rank.max(Rank::BeyondShare);
+            }
+        }
         next_of_each.sort_unstable_by_key(|next| (next.rank, next.turn));
         next_of_each
     }
@@ -1081,6 +1093,31 @@ mod tests {
             run.step(false);
         }
         assert!((0..8).all(|key| run.ended.contains_key(&key)), "{:?}", run.ended);
+    }
+
+    #[test]
+    fn a_large_sequence_does_not_starve_behind_endless_ones_that_are_a_little_smaller() {
+        let limits = Limits { sequences: 16, reserved_tokens: 160, step_tokens: 64, ..LIMITS };
+        let mut run = Run::new(limits);
+        let (mut key, mut ended) = (1_000, 0);
+        // Eight requesters with 11 tokens each fill the half of the large ones; with twelve more, the slots are too few.
+        let request = |requester: u64| of(requester, 1, if requester < 8 { 10 } else { 2 });
+        let mut current: BTreeMap<u64, u32> = BTreeMap::new();
+        for step in 0..300 {
+            for requester in 0..20 {
+                if current.get(&requester).is_none_or(|key| run.ended.contains_key(key)) {
+                    key += 1;
+                    current.insert(requester, key);
+                    run.enqueue(key, request(requester));
+                }
+            }
+            if step == 50 {
+                run.enqueue(1, of(99, 1, 39));
+                ended = run.ended.len();
+            }
+            run.step(false);
+        }
+        assert!(run.ended.contains_key(&1) && run.ended.len() > ended + 100);
     }
 
     #[test]

@@ -359,6 +359,11 @@ impl Retry {
     /// with this delay. It is long because many thousand tasks of one requester may circulate at once.
     pub const PUT_OFF: Duration = Duration::from_secs(15);
 
+    /// The shortest of the ceilings.
+    pub fn shortest(&self) -> Duration {
+        self.ceilings().first().copied().unwrap_or(Self::PUT_OFF)
+    }
+
     /// The ceilings of all delays, without duplicates, ascending: one retry queue each.
     pub fn ceilings(&self) -> Vec<Duration> {
         let attempts = (1..self.max_attempts).map(|made| self.backoff().ceiling(made));

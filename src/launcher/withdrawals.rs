@@ -39,10 +39,8 @@ impl Withdrawals {
             return;
         }
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Every slot of this launcher hears of it.
-        if all.iter().any(|(other, _)| other == cancellation) {
-            return;
-        }
+        // Every slot of this launcher hears of it, and it may be withdrawn again later.
+        all.retain(|(other, _)| other != cancellation);
         if all.len() == MAX_WITHDRAWN {
             all.pop_front();
         }

@@ -223,6 +223,19 @@ pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
     matches!(deadline(message, now), Ok(Some(deadline)) if deadline <= now)
 }
 
+/// The message of a sentinel that is published again, behind tasks that were before it in the queue. It keeps its time.
+pub fn sentinel_again(sentinel: &Message, now: SystemTime) -> Message {
+    let since = published(sentinel).map_or(now, |at| at.min(now));
+    let deadline = deadline(sentinel, since).ok().flatten();
+    let mut message = without_acting_properties(sentinel.clone());
+    let headers = &mut message.properties.headers;
+    headers.retain(|name, _| !is_broker_header(name));
+    if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
+        headers.insert(EXPIRES.into(), deadline.to_string().into());
+    }
+    message
+}
+
 fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime>, TaskError> {
     let header = match message.properties.headers.get(EXPIRES) {
         None | Some(Value::Void) => None,

@@ -25,6 +25,10 @@ use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a task that was put off may take to be back in its queue, beyond the delay of its retry queue.
+const RETURN_TIME: Duration = Duration::from_secs(1);
+/// For how long no task is put off for its place once a sentinel was put off.
+const SUSPENDED_FOR: Duration = Duration::from_secs(60);
 /// How often the places of tasks are reviewed while nearly all are held.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -265,6 +269,17 @@ impl<'a> Intake<'a> {
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
+        let returned_after = self.shared.settlement.retry.shortest() + RETURN_TIME;
+        if delivery_tag.source == Source::Main
+            && self.shared.places.has_called_within(returned_after)
+            && self.shared.settlement.put_off_sentinel(sentinel, now).await
+        {
+            // Without this, tasks could be put off behind it again and again.
+            self.shared.places.suspend(SUSPENDED_FOR);
+            tracing::debug!(cause, "sentinel put off: tasks that were before it return to the queue");
+            self.shared.settlement.acker.ack(delivery_tag).await;
+            return;
+        }
         let unsettled = self.in_flight.len();
         tracing::info!(cause, unsettled, "sentinel received; finishing the tasks before it");
         self.stop_consuming().await;
@@ -304,6 +319,8 @@ impl<'a> Intake<'a> {
     }
 
     async fn stop_consuming(&mut self) {
+        // The accepted tasks must all begin, and none can return to this worker.
+        self.shared.places.suspend(Duration::from_secs(u32::MAX.into()));
         for consumer in self.consumers.iter_mut().flatten() {
             consumer.cancel().await;
         }

@@ -315,6 +315,18 @@ impl Run<'_> {
         }
     }
 
+    /// Waits until the task may begin. It may be put off meanwhile.
+    async fn begin(&self, expected: Expected) -> Result<Expected, TaskError> {
+        let Some(place) = self.place.filter(|place| !place.may_begin()) else { return Ok(expected) };
+        // The engine should not wait for this task meanwhile.
+        drop(expected);
+        tokio::select! {
+            biased;
+            () = place.begins() => Ok(Expected::new(&self.shared.engine)),
+            error = self.ceases_to_be_wanted() => Err(error),
+        }
+    }
+
     fn stay(&self) {
         if let Some(place) = self.place {
             place.stay();
@@ -330,11 +342,9 @@ impl Run<'_> {
     ) -> Result<Body, Outcome> {
         let Self { shared, task, state, isolated, .. } = *self;
         let accepted_at = now();
-        if self.place.is_some_and(Place::is_called) {
-            return Err(Outcome::PutOff(WaitsFor::Place));
-        }
         task.deadline()?;
         shared.check(task, state)?;
+        let expected = self.begin(expected).await?;
         let began = Instant::now();
         let (engine, own) = (shared.engine.clone(), task.clone());
         let effort = engine.effort(&task.message);

@@ -35,11 +35,12 @@ use self::outcome::{Disposition, Tries, disposition, wait};
 use self::publishing::{Owner, To};
 use super::WorkerError;
 use super::report::{Counters, Traced};
-use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
+use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Published, Publisher, Source};
 use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
 use crate::protocol::reply::reply;
+use crate::protocol::task::sentinel_again;
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
@@ -199,6 +200,16 @@ impl Settlement {
             Admission::Probed => Err(held(true)),
             Admission::Refused => Err(held(false)),
         }
+    }
+
+    /// Publishes a sentinel again, which returns to its queue after the shortest delay. Returns whether the broker has
+    /// it.
+    pub(super) async fn put_off_sentinel(&self, sentinel: &Message, now: SystemTime) -> bool {
+        let ceiling = self.retry.shortest();
+        let message = Arc::new(sentinel_again(sentinel, now));
+        let delay = Delay { after: ceiling, ceiling };
+        let published = self.publisher.publish_later(&self.queues.task, delay, message);
+        matches!(timeout(STALLED_AFTER, published).await, Ok(Ok(Published::Confirmed)))
     }
 
     /// Settles one task.

@@ -161,7 +161,7 @@ fn hold(held: Held, tries: Tries<'_>) -> Disposition {
 
 /// The shortest delay for which there is a retry queue.
 fn shortest(tries: Tries<'_>) -> Delay {
-    jittered(tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF), tries.jitter)
+    jittered(tries.retry.shortest(), tries.jitter)
 }
 
 /// The longest delay, up to [`Retry::PUT_OFF`], after which a task has some of its time left. None: it is too late for

@@ -37,23 +37,28 @@ impl Broker {
     async fn replies(&mut self, queue: &str, count: usize) -> Duration {
         let begun = Instant::now();
         while self.rig.memory.published(queue).len() < count {
-            let now = Instant::now();
-            for message in self.rig.memory.published(LATER).into_iter().skip(self.put_off) {
-                self.put_off += 1;
-                self.returning.push_back((now + Duration::from_secs(1), message));
-            }
-            while self.returning.front().is_some_and(|(at, _)| *at <= now) {
-                self.ready.extend(self.returning.pop_front().map(|(_, message)| message));
-            }
-            while self.delivered - self.rig.memory.settled().len() < GRANTED
-                && let Some(message) = self.ready.pop_front()
-            {
-                self.delivered += 1;
-                self.rig.memory.deliver([message]);
-            }
-            sleep(Duration::from_millis(10)).await;
+            self.turn().await;
         }
         begun.elapsed()
+    }
+
+    /// Delivers what can be delivered, and waits for a moment.
+    async fn turn(&mut self) {
+        let now = Instant::now();
+        for message in self.rig.memory.published(LATER).into_iter().skip(self.put_off) {
+            self.put_off += 1;
+            self.returning.push_back((now + Duration::from_secs(1), message));
+        }
+        while self.returning.front().is_some_and(|(at, _)| *at <= now) {
+            self.ready.extend(self.returning.pop_front().map(|(_, message)| message));
+        }
+        while self.delivered - self.rig.memory.settled().len() < GRANTED
+            && let Some(message) = self.ready.pop_front()
+        {
+            self.delivered += 1;
+            self.rig.memory.deliver([message]);
+        }
+        sleep(Duration::from_millis(10)).await;
     }
 
     /// Publishes 40 of these slow tasks, and then a quick one. Returns the time until the quick one is answered and the
@@ -103,6 +108,43 @@ async fn tasks_with_many_sequences_let_the_tasks_behind_them_be_delivered() {
         assert!(quick < Duration::from_secs(3), "{quick:?}");
         // Sixteen sequences run at once.
         assert!(all < Duration::from_secs(25), "{all:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_behind_hundreds_of_slow_ones_waits_a_minute_or_two() {
+    here(async {
+        let mut broker = Broker::new(start(|_| ()).0);
+        broker.publish((0..250).map(|number| made(&number.to_string(), "slow", 2_000)));
+        broker.publish([made("quick", "quick", 1)]);
+        let first = broker.replies("quick", 1).await;
+        // 64 are put off at once, and two a second of the others. All 250 take 2,500 s.
+        assert!(first < Duration::from_secs(100), "{first:?}");
+        broker.publish([made("quick", "quick", 1)]);
+        let second = broker.replies("quick", 2).await;
+        assert!(second < Duration::from_secs(130), "{second:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sentinel_stops_no_worker_before_tasks_that_were_put_off_are_answered() {
+    here(async {
+        let mut broker = Broker::new(start(|_| ()).0);
+        broker.publish((0..60).map(|number| made(&number.to_string(), "slow", 500)));
+        let mut last = sentinel();
+        last.properties.expiration = Some("3600000".to_owned());
+        broker.publish([last]);
+        broker.replies("slow", 60).await;
+        while !broker.rig.worker.is_finished() {
+            broker.turn().await;
+        }
+        let again = broker.rig.memory.published(LATER).into_iter().rfind(|it| it.body.as_ref() == b"null");
+        let again = again.expect("the sentinel was put off, too");
+        assert!(again.properties.headers.contains_key("expires"), "{again:?}");
+        let (ended, _) = broker.rig.end().await;
+        assert_eq!(ended.unwrap(), Ended::OnRequest);
     })
     .await;
 }
