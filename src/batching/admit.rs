@@ -2,23 +2,24 @@
 //! order, and for each running one the tokens left of its prompt and the tokens reserved for it.
 //!
 //! - **Room.** A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
-//!   reserved. So no sequence runs out of room half way.
+//!   reserved. So no running sequence runs out of room.
 //! - **Shares.** A requester's share is the limits divided by the number of requesters with running or waiting
 //!   sequences, and at least one sequence. While requesters within their shares wait, nothing is admitted beyond a
 //!   share, and sequences that run beyond one are preempted for them: they wait again, and restart from the beginning.
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
-//! - **Large sequences.** A sequence is large if it has more tokens than a share, or than an equal part for each slot.
-//!   It is within the share of its requester only as long as all large ones together have at most half of the tokens,
-//!   or it is the only one; and only the large one whose turn is first. So a few requesters whose sequences are as long
-//!   as the context cannot hold all room until these end, and each large sequence has its turn.
+//! - **Large sequences.** A sequence is large if it has more tokens than a share, and also more than an equal part for
+//!   each slot. A large sequence counts as within the share of its requester only while all large ones together have at
+//!   most half of the tokens that may be reserved, or while it is the only one. Of those that wait, only the one whose
+//!   turn is first counts so. Thus a few requesters whose sequences are as long as the context cannot hold all room until
+//!   these end, and each large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
 //!   waiting. Between requesters, the first waiting sequences of each compete by the same rule, except that a
 //!   requester's arrival time is reset whenever one of its sequences is admitted or ends. So each other requester has
 //!   its turn between two sequences of a requester with hundreds of them.
-//! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences of
-//!   other requesters are admitted before it, and are preempted as soon as it would find room without them. So neither a
-//!   small sequence nor one that needs nearly all room waits for ever.
+//! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences
+//!   of other requesters are admitted before it, and are preempted as soon as it would find room without them. So
+//!   neither a small sequence nor one that needs nearly all room waits for ever.
 //! - **Isolated** sequences belong to tasks that may have killed a worker. They run only beside each other: while they
 //!   run, no step has a row of another sequence.
 //! - **Background** sequences count as having arrived [`BACKGROUND_PENALTY`] later. Until then they run only while
@@ -223,29 +224,31 @@ impl Held {
     }
 }
 
-/// What each party may hold while others wait.
+/// What each party may hold while others wait. A party may hold one sequence even if that exceeds `limit`; it is then
+/// bounded by the rule for large sequences.
 #[derive(Clone, Copy)]
 struct Share {
-    held: Held,
-    /// A sequence with more tokens is large.
-    one: usize,
-    /// The tokens that large sequences may hold, each of which is the first of its party.
-    large: usize,
+    /// The most that a party with several sequences may hold.
+    limit: Held,
+    /// A sequence with more tokens than this is large, if it is the first of its party that was admitted.
+    large_above: usize,
+    /// The most tokens that the large sequences of all parties together may hold, if they are several.
+    large_tokens: usize,
 }
 
 impl Share {
-    /// Whether a sequence is large if it is its party's first.
+    /// Whether this sequence is large, given that it is the first of its party.
     fn is_large(self, request: &Request) -> bool {
-        request.tokens() > self.one
+        request.tokens() > self.large_above
     }
 
-    /// Whether a party that holds `held` is within its share with one more sequence. `large` is what the large sequences
-    /// of the other parties hold.
+    /// Whether a party that holds `held` stays within its share with this sequence in addition. `large` is what the
+    /// large sequences of the other parties hold.
     fn allows(self, request: &Request, held: Held, large: Held) -> bool {
         if held.sequences > 0 {
-            return held.with(request).is_within(self.held);
+            return held.with(request).is_within(self.limit);
         }
-        !self.is_large(request) || large.sequences == 0 || large.with(request).tokens <= self.large
+        !self.is_large(request) || large.sequences == 0 || large.with(request).tokens <= self.large_tokens
     }
 }
 
@@ -270,7 +273,7 @@ struct Next<K> {
 /// A sequence that may run now.
 struct Admission<K> {
     next: Next<K>,
-    /// Slots whose sequences must be preempted before.
+    /// Slots whose sequences must be preempted first.
     preempts: Vec<usize>,
     overtakes: bool,
 }
@@ -279,10 +282,12 @@ struct Admission<K> {
 struct Preemptible<'a, K> {
     slot: usize,
     running: &'a Running<K>,
+    /// Whether its party exceeds the share with it, counting the party's sequences in the order of their admission.
     beyond_share: bool,
 }
 
 impl<K> Preemptible<'_, K> {
+    /// Whether it may be preempted for `next`. `isolated`: only isolated sequences are admitted.
     fn yields_to(&self, next: &Next<K>, isolated: bool) -> bool {
         let Running { sequence: Sequence { request, order, turn, number, .. }, overtook, .. } = self.running;
         if isolated {
@@ -377,8 +382,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.running.iter().flatten().map(|running| running.sequence.key)
     }
 
-    /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: neither it nor any later
-    /// sequence of its requester would ever run.
+    /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: neither it nor any
+    /// later sequence of its requester would ever run.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
         self.serial += 1;
         let arrival = if request.background { now + BACKGROUND_PENALTY } else { now };
@@ -458,10 +463,11 @@ impl<K: Copy + Ord> Scheduler<K> {
         })
     }
 
-    /// The first waiting sequence of each party, in the order in which they are considered.
+    /// The first waiting sequence of each party, in the order in which they are considered for admission; only isolated
+    /// ones if `isolated`.
     fn next_of_each(&self, isolated: bool, now: Instant) -> Vec<Next<K>> {
         let share = self.share();
-        let large = LazyCell::new(|| self.large(share));
+        let large = LazyCell::new(|| self.held_by_large(share));
         let next = |(party, queue): (&Party, &Queue<K>)| {
             let (_, sequence) = queue.waiting.first_key_value()?;
             let Sequence { request, arrival, order, turn, .. } = sequence;
@@ -494,17 +500,20 @@ impl<K: Copy + Ord> Scheduler<K> {
         next_of_each
     }
 
+    /// The share of each party that runs or waits now.
     fn share(&self) -> Share {
         let parties = self.queues.len().max(1);
         let Limits { sequences, reserved_tokens, .. } = self.limits;
-        let held = Held { sequences: sequences / parties, tokens: reserved_tokens / parties };
-        // No more parties run at once than there are slots.
-        let one = reserved_tokens / parties.min(sequences.max(1));
-        Share { held, one, large: reserved_tokens / 2 }
+        let limit = Held { sequences: sequences / parties, tokens: reserved_tokens / parties };
+        // No more parties run at once than there are slots. So with many parties, sequences that are longer than a
+        // share are not large if the slots could be filled with such sequences.
+        let large_above = reserved_tokens / parties.min(sequences.max(1));
+        Share { limit, large_above, large_tokens: reserved_tokens / 2 }
     }
 
-    /// What the running large sequences hold.
-    fn large(&self, share: Share) -> Held {
+    /// What the running large sequences hold. Only the first running sequence of a party can be large: a later one is
+    /// beyond the share anyway, unless all of the party's sequences together are within `limit`.
+    fn held_by_large(&self, share: Share) -> Held {
         let (mut parties, mut large) = (BTreeSet::new(), Held::default());
         for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(false) {
             if parties.insert(request.party()) && share.is_large(request) {
@@ -514,8 +523,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         large
     }
 
-    /// The running sequences that waiting ones may preempt, in reverse order of admission. A party's earliest sequences
-    /// that together are within its share do not count as beyond it.
+    /// The running sequences that waiting ones may preempt, the last admitted first: all if `isolated`, otherwise those
+    /// beyond a share, background sequences, and those that overtook others.
     fn preemptible(&self, isolated: bool) -> Vec<Preemptible<'_, K>> {
         let share = self.share();
         let (mut held, mut large): (BTreeMap<Party, Held>, _) = (BTreeMap::new(), Held::default());
@@ -593,8 +602,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         Some(Change::Admitted { key, slot })
     }
 
-    /// Preempts the sequence in this slot. If it had overtaken another, or was the only one of its party, it keeps its
-    /// turn among all parties, so that later arrivals cannot go before it.
+    /// Preempts the sequence in this slot. If it had overtaken another, or was the only running one of its party, it
+    /// keeps its turn among all parties, so that later arrivals cannot go before it.
     fn preempt(&mut self, slot: usize) -> Option<Change<K>> {
         let Running { sequence, overtook, .. } = self.vacate(slot)?;
         self.serial += 1;
@@ -858,7 +867,7 @@ mod tests {
         /// Checks that no sequence within its share waits, unless it or a running one is alone larger than a share.
         fn check_shares(&self, isolated: bool) {
             let scheduler = &self.scheduler;
-            if isolated || scheduler.share().held.sequences == 0 {
+            if isolated || scheduler.share().limit.sequences == 0 {
                 return;
             }
             let beyond = scheduler.preemptible(false).into_iter().filter(|it| it.beyond_share);
@@ -996,7 +1005,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_sequence_runs_before_a_large_one_until_that_finds_room() {
+    fn a_small_sequence_runs_before_a_large_one_until_the_large_one_fits() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, of(1, 10, 20));
         run.step(false);
@@ -1070,7 +1079,7 @@ mod tests {
         assert_eq!(run.admit(false), [preempted(2, 2), admitted(9, 2)]);
         run.enqueue(10, of(10, 5, 5));
         run.enqueue(11, of(11, 5, 5));
-        assert_eq!(run.admit(false), [admitted(10, 7)], "no slot is left, and two large ones may run");
+        assert_eq!(run.admit(false), [admitted(10, 7)], "for 11 no slot is left; two large ones run");
         let order = [0, 1, 4].map(|key| {
             run.scheduler.leave(key, run.now);
             run.admit(false)
@@ -1080,13 +1089,13 @@ mod tests {
     }
 
     #[test]
-    fn large_sequences_end_though_small_ones_preempt_them_all_the_time() {
+    fn large_sequences_end_although_small_ones_keep_preempting_them() {
         let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
         for key in 0..8 {
             run.enqueue(key, of(key.into(), 5, 45));
         }
         for step in 0..1_200_u32 {
-            // There are gaps, in which a third and a fourth large sequence begins.
+            // Between two small sequences there is room for a second large one, which the next small one preempts.
             if step % 5 == 0 {
                 run.enqueue(100 + step, of((100 + step).into(), 1, 2));
             }
@@ -1136,7 +1145,7 @@ mod tests {
     }
 
     #[test]
-    fn others_have_a_turn_between_two_sequences_of_a_large_requester() {
+    fn others_have_a_turn_between_two_sequences_of_a_busy_requester() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
         for key in 0..5 {
             run.enqueue(key, of(1, 1, 1));
@@ -1418,13 +1427,14 @@ mod tests {
             prop_assert!(run.ended.contains_key(&1_000));
         }
 
-        /// Whatever large sequences others have, a small one does not wait for their ends.
+        /// A small sequence does not wait for the ends of large ones, whatever large ones others have.
         #[test]
         fn a_small_sequence_waits_for_no_large_one(
             sizes in prop::collection::vec(prop_oneof![2_usize..50, 101_usize..650], 12),
             arrival_step in 0_u64..60,
         ) {
-            // A share is 100 tokens. The small sequences of the others have less than half of the tokens.
+            // There are 13 requesters at most, so a sequence of up to 100 tokens is small. The small sequences of the
+            // other 12 have less than half of the tokens together.
             let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
             for (key, tokens) in (0_u32..).zip(&sizes) {
                 run.enqueue(key, of(key.into(), 1, tokens - 1));

@@ -1,4 +1,5 @@
-//! `sconce healthcheck`: queries a launcher's health over HTTP, as a probe would.
+//! `sconce healthcheck`: queries a launcher's health over HTTP. Without `--url` it accepts only the answer of its own
+//! launcher: the one that the settings name, or the only one of this host with the port of `admin.listen`.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -12,9 +13,9 @@ use crate::commands::exits::ExitsWith as _;
 use crate::launcher::launchers_at;
 use crate::shutdown::Exit;
 
-/// Prints the launcher's answer, and returns its verdict as the exit code.
+/// Prints the launcher's answer. Returns exit code 0 if the check passes, and 1 if it fails.
 pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
-    let (base, own) = match &arguments.url {
+    let (base, expected_name) = match &arguments.url {
         Some(url) => (url.trim_end_matches('/').to_owned(), None),
         None => {
             let settings = load(&arguments.settings, &[])?.settings;
@@ -38,11 +39,13 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         Err(ureq::Error::Status(_, answer)) => (answer, Exit::Refused),
         Err(error) => return Err(anyhow!("{error}; is a launcher running there?").exits_with(Exit::Refused)),
     };
-    // Another process may listen at this address; it may be another launcher.
-    match (answer.header(LAUNCHER), own) {
-        (None, _) => return Err(anyhow!("{base} is not a launcher").exits_with(Exit::Refused)),
-        (Some(name), Some(own)) if name != own => {
-            return Err(anyhow!("{base} is the launcher {name:?}, not {own:?}").exits_with(Exit::Refused));
+    // Another process may have taken this address, possibly another launcher.
+    match (answer.header(LAUNCHER), expected_name) {
+        (None, _) => return Err(anyhow!("{base} answers, but is no launcher").exits_with(Exit::Refused)),
+        (Some(name), Some(expected)) if name != expected => {
+            return Err(
+                anyhow!("{base} is the launcher {name:?}, not {expected:?}").exits_with(Exit::Refused)
+            );
         }
         _ => {}
     }
@@ -54,8 +57,8 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     Ok(exit)
 }
 
-/// The name of the launcher whose health is asked: the one of the settings, else that of the only running launcher of
-/// this host that is set to this address.
+/// The name of the launcher whose health is checked: `launcher.name` of the settings, or else the name of the only
+/// running launcher of this host with the port of `address`.
 fn own_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<String> {
     if let Some(name) = configured {
         return Ok(name);
@@ -66,14 +69,14 @@ fn own_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<S
         [name] => Ok(name.clone()),
         [] => {
             let message = format!(
-                "no launcher of this host is set to admin.listen = \"{address}\"; --url asks one elsewhere"
+                "no launcher of this host serves its health at admin.listen = \"{address}\"; --url checks one elsewhere"
             );
             Err(anyhow!(message).exits_with(Exit::Refused))
         }
         several => {
             let message = format!(
-                "the launchers {several:?} of this host are all set to port {}: set admin.listen to an own port for \
-                 each, or launcher.name",
+                "the launchers {several:?} of this host all have port {} in admin.listen: give each another port, or \
+                 set launcher.name to the one to check",
                 address.port()
             );
             Err(anyhow!(message).exits_with(Exit::Refused))
@@ -81,7 +84,7 @@ fn own_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<S
     }
 }
 
-/// Replaces the address of all interfaces by that of the loopback interface, which can be connected to.
+/// The address to connect to: the loopback address in the place of an address that stands for all interfaces.
 fn reachable(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),

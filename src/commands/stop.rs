@@ -22,7 +22,7 @@ use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// How long a cancellation waits for the launchers' confirmations.
+/// How long [`withdraw`] waits for the launchers' confirmations.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
@@ -30,23 +30,23 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     start_logging(Some(QUIET))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     if let Some(stop) = &arguments.withdraw {
-        let of_stop = Cancellation { stop: Some(stop.clone()), ..Cancellation::default() };
-        let known = runtime.block_on(withdraw(&settings, of_stop))?;
-        writeln!(io::stdout(), "{known}: for one hour, workers ignore the sentinels of stop {stop}")?;
+        let cancellation = Cancellation { stop: Some(stop.clone()), ..Cancellation::default() };
+        let receivers = runtime.block_on(withdraw(&settings, cancellation))?;
+        writeln!(io::stdout(), "{receivers}: for one hour, workers ignore the sentinels of stop {stop}")?;
         return Ok(Exit::Done);
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     runtime.block_on(stop(arguments, &settings, pool))
 }
 
-/// Publishes as many sentinels as workers are to stop.
+/// Publishes one sentinel for each worker that is to stop. Prints the stop's id, and warns if fewer workers consume.
 async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyhow::Result<Exit> {
     let connector = || Connector::new(settings.broker.clone(), "sconce stop");
     let queue = pool.task_queue.as_str();
     let (count, consumers) = match consumers_of(&connector(), queue).await {
         Ok(consumers) if arguments.all => (consumers, Some(consumers)),
         Err(error) if arguments.all => return Err(error.into()),
-        // A user may be allowed to publish, but not to count the consumers.
+        // The count is needed only for the warning below, and a user may be allowed to publish but not to count.
         consumers => (arguments.workers, consumers.ok()),
     };
     let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
@@ -63,7 +63,13 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
             ..Properties::default()
         };
         let sentinel = Message { properties, body: "null".into() };
-        publish(&publisher, queue, sentinel).await?;
+        if let Err(error) = publish(&publisher, queue, sentinel).await {
+            writeln!(
+                io::stderr(),
+                "`sconce stop --withdraw {id}` withdraws what was published of this stop"
+            )?;
+            return Err(error.into());
+        }
     }
     publisher.close().await;
     let workers = if count == 1 { "worker" } else { "workers" };
@@ -79,11 +85,11 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     Ok(Exit::Done)
 }
 
-/// Sends a withdrawal to all launchers, and keeps it for those that start later. Returns who knows it. Prints refusals to
-/// stderr.
+/// Sends a withdrawal to all launchers, and keeps it at the broker for those that start later. Returns a text that says
+/// who has received it. Prints to stderr which launchers have refused it, and whether it could not be kept.
 ///
 /// # Errors
-/// A launcher has refused it; or it could not be kept, and no launcher has confirmed it.
+/// The broker is lost, a launcher has refused the withdrawal, or it could not be kept and no launcher has confirmed it.
 pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) -> anyhow::Result<String> {
     let mut control = Control::open(settings).await.map_err(with_exit)?;
     let kept = control.keep_withdrawal(&cancellation).await;
@@ -98,11 +104,11 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
         answers?.into_iter().partition(|answer| answer.error.is_some());
     for refusal in &refusals {
         let error = refusal.error.as_deref().unwrap_or_default();
-        writeln!(io::stderr(), "{} refuses: {error}", refusal.host)?;
+        writeln!(io::stderr(), "{} refuses the withdrawal: {error}", refusal.host)?;
     }
     let confirmed_by = format!("{} launchers have confirmed", confirmed.len());
     if kept.is_err() && confirmed.is_empty() || !refusals.is_empty() {
-        let message = format!("{confirmed_by} within {CONFIRM_TIMEOUT:?}");
+        let message = format!("the withdrawal is incomplete: {confirmed_by} it within {CONFIRM_TIMEOUT:?}");
         return Err(anyhow!(message).exits_with(Exit::Refused));
     }
     let later = if kept.is_ok() { ", and those that start later will know" } else { "" };

@@ -1,22 +1,23 @@
 //! Gives a launcher a name that no other launcher of this host has. The name is used in slots, replies, metrics and
-//! orders. It is claimed by a socket that nobody connects to: the kernel releases it when the process ends, however it
-//! ends. Another such socket says at which port the launcher answers `sconce healthcheck`, or would if another process
-//! had not taken the port.
+//! remote control. It is claimed by an abstract Unix socket to which nobody connects. The kernel releases the socket
+//! when the process ends, however it ends. A second such socket has the health port (that of `admin.listen`) in its
+//! name, so that `sconce healthcheck` finds the launcher. It exists even while another process has taken that port.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 
-/// The most launchers of a host that get a name automatically.
+/// The number of names that are tried if none is set: the host's name, and that name with the suffixes 2 to 64.
 const MAX_AUTOMATIC_NAMES: usize = 64;
 
 /// The name of a launcher. While this exists, no other launcher of the host can claim it.
 #[derive(Debug)]
 pub struct LauncherName {
-    /// The name.
+    /// The name, such as `gpu1` or `gpu1-2`.
     pub name: String,
-    /// None if the system does not let this process claim names.
+    /// Holds the name. None if the system does not let this process bind the socket.
     _claim: Option<UnixListener>,
+    /// Holds the health port's socket, once that is published.
     _health_port: Option<UnixListener>,
 }
 
@@ -49,19 +50,20 @@ impl LauncherName {
         Err(names.into_iter().next().unwrap_or_default())
     }
 
-    /// Publishes that this launcher is set to answer at `port`, as long as this exists.
+    /// Publishes for [`launchers_at`] that `port` is this launcher's health port, as long as this exists.
     pub fn publish_health_port(&mut self, port: u16) {
         let address = SocketAddr::from_abstract_name(format!("{}{}", health_prefix(port), self.name));
         match address.and_then(|address| UnixListener::bind_addr(&address)) {
             Ok(socket) => self._health_port = Some(socket),
             Err(error) => {
-                tracing::warn!(name = self.name, %error, "`sconce healthcheck` will not find this launcher without --url");
+                let message = "`sconce healthcheck` needs --url or launcher.name to find this launcher";
+                tracing::warn!(name = self.name, %error, "{message}");
             }
         }
     }
 }
 
-/// The names of the running launchers of this host that are set to answer at `port`.
+/// The names of the running launchers of this host whose health port is `port`, sorted.
 ///
 /// # Errors
 /// The kernel's list of sockets cannot be read.
@@ -77,6 +79,7 @@ pub fn launchers_at(port: u16) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
+/// The beginning of a health port's socket name; the launcher's name follows.
 fn health_prefix(port: u16) -> String {
     format!("sconce-health-{port}=")
 }
@@ -86,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launchers_of_a_host_have_unique_names_which_are_released_when_they_end() {
+    fn launchers_of_a_host_have_unique_names_until_they_end() {
         let host = format!("test-{}", std::process::id());
         let claim = |wanted| LauncherName::claim(wanted, &host);
         let (first, second) = (claim(None).unwrap(), claim(None).unwrap());
@@ -97,10 +100,10 @@ mod tests {
     }
 
     #[test]
-    fn the_launchers_that_are_set_to_a_port_are_found_while_they_live() {
+    fn launchers_are_found_by_their_health_port_while_they_run() {
         let name = |number| format!("test of ports {}-{number}", std::process::id());
         let mut claims = [1, 2].map(|number| LauncherName::claim(Some(&name(number)), "").unwrap());
-        // No launcher can be set to this port.
+        // No running launcher has this port in its settings.
         claims.iter_mut().for_each(|claim| claim.publish_health_port(0));
         assert_eq!(launchers_at(0).unwrap(), [name(1), name(2)]);
         let [first, _second] = claims;

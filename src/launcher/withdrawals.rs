@@ -1,5 +1,5 @@
-//! Remembers for an hour which jobs and runs of `sconce stop` were withdrawn, for workers that start later. Owns that
-//! list.
+//! Remembers for an hour which jobs (runs of `sconce submit`) and which stops (runs of `sconce stop`) were withdrawn.
+//! Workers that start later get this list. Owns the list.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -8,18 +8,19 @@ use std::time::{Duration, SystemTime};
 use crate::protocol::Message;
 use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR};
 
-/// Longer ids are of no job and of no stop.
+/// The longest id of a job or a stop, in bytes. Entries with longer ids are ignored, which bounds the list's memory.
 const MAX_ID: usize = 64;
-/// How far an entry's time may be ahead of this host's clock.
+/// How far an entry's time may be ahead of this host's clock; entries further ahead are ignored.
 const CLOCK_DIFFERENCE: Duration = Duration::from_secs(5 * 60);
 
-/// What was withdrawn recently, oldest first. Written by slots and when the launcher starts, read when a worker starts.
+/// What was withdrawn and when, oldest first, [`MAX_WITHDRAWN`] entries at most. Written when the launcher starts and
+/// by slots; read when a worker starts.
 #[derive(Debug, Default)]
 pub struct Withdrawals(Mutex<VecDeque<(Cancellation, SystemTime)>>);
 
 impl Withdrawals {
-    /// Remembers the entries of the broker's stream of withdrawals. Others are ignored: anybody who may write to the
-    /// control exchange can add some.
+    /// Remembers the entries of the broker's stream of withdrawals. Entries without a plausible time, and those that
+    /// withdraw no job and no stop, are ignored: whoever may write to the control exchange can add such entries.
     pub fn load(&self, entries: &[Message], now: SystemTime) {
         for entry in entries {
             let Some(seconds) = entry.properties.timestamp else { continue };
@@ -39,7 +40,7 @@ impl Withdrawals {
             return;
         }
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Every slot of this launcher hears of it, and it may be withdrawn again later.
+        // Every slot of this launcher receives the cancellation, and it may be withdrawn again later.
         all.retain(|(other, _)| other != cancellation);
         if all.len() == MAX_WITHDRAWN {
             all.pop_front();
@@ -47,9 +48,10 @@ impl Withdrawals {
         all.push_back((cancellation.clone(), at));
     }
 
-    /// What is withdrawn now.
+    /// The withdrawals of the last hour. Older ones are forgotten.
     pub(super) fn current(&self, now: SystemTime) -> Vec<Cancellation> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // An entry is ahead of `now` if the clock was set back.
         all.retain(|(_, at)| now.duration_since(*at).is_ok_and(|age| age <= WITHDRAWN_FOR) || now <= *at);
         all.iter().map(|(cancellation, _)| cancellation.clone()).collect()
     }
@@ -65,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn withdrawals_are_remembered_for_an_hour_once_each_and_within_bounds() {
+    fn withdrawals_are_remembered_once_for_an_hour_within_bounds() {
         let (all, now) = (Withdrawals::default(), SystemTime::now());
         all.remember(&stop("a"), now);
         all.remember(&stop("a"), now);
@@ -78,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_the_stream_count_from_their_own_time() {
+    fn entries_of_the_stream_are_remembered_from_their_own_time() {
         let (all, now) = (Withdrawals::default(), SystemTime::now());
         let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
         let entry = |timestamp: Option<u64>, body: &'static str| {

@@ -233,7 +233,16 @@ pub fn sentinel_again(sentinel: &Message, now: SystemTime) -> Message {
     if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
         headers.insert(EXPIRES.into(), deadline.to_string().into());
     }
+    if let Ok(now) = Timestamp::try_from(now) {
+        headers.insert(PUT_OFF_SINCE.into(), now.to_string().into());
+    }
     message
+}
+
+/// When a sentinel was last published again; none: it was not.
+pub fn sentinel_put_off(sentinel: &Message) -> Option<SystemTime> {
+    let written = sentinel.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str)?;
+    written.parse::<Timestamp>().ok().map(SystemTime::from)
 }
 
 fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime>, TaskError> {

@@ -19,16 +19,14 @@ use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
-use crate::protocol::task::{STOP, published, sentinel_is_expired};
+use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off};
 use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a task that was put off may take to be back in its queue, beyond the delay of its retry queue.
-const RETURN_TIME: Duration = Duration::from_secs(1);
-/// For how long no task is put off for its place once a sentinel was put off.
-const SUSPENDED_FOR: Duration = Duration::from_secs(60);
+/// For how long no task is put off for its place once a sentinel was put off: the tasks before it may take long.
+const SUSPENDED_FOR: Duration = Duration::from_secs(10 * 60);
 /// How often the places of tasks are reviewed while nearly all are held.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -212,8 +210,8 @@ impl<'a> Intake<'a> {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
             self.shared.turns.set_granted(granted);
-            self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
         }
+        self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
         match classify(delivery.message, now, self.shared.sentinels, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries, counted)),
             Incoming::UnknownControl(task, kind) => {
@@ -269,9 +267,8 @@ impl<'a> Intake<'a> {
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
-        let returned_after = self.shared.settlement.retry.shortest() + RETURN_TIME;
         if delivery_tag.source == Source::Main
-            && self.shared.places.has_called_within(returned_after)
+            && self.shared.places.has_put_off_since(sentinel_put_off(sentinel))
             && self.shared.settlement.put_off_sentinel(sentinel, now).await
         {
             // Without this, tasks could be put off behind it again and again.

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -48,8 +48,8 @@ struct List {
     renewed: Instant,
     /// When `permits` was last set to [`BURST`].
     burst: Instant,
-    /// When a task was last called.
-    called: Option<Instant>,
+    /// When a task that was called last left.
+    put_off: Option<SystemTime>,
     /// Until then no task is called, and all begin.
     suspended: Option<Instant>,
 }
@@ -145,7 +145,7 @@ impl Places {
             permits: BURST,
             renewed: now,
             burst: now,
-            called: None,
+            put_off: None,
             suspended: None,
         })))
     }
@@ -176,9 +176,11 @@ impl Places {
         list.tasks.len() > list.most()
     }
 
-    /// Whether a task was called in the last `time`, so that it may not be back yet.
-    pub(super) fn has_called_within(&self, time: Duration) -> bool {
-        self.lock().called.is_some_and(|called| called.elapsed() <= time)
+    /// Whether a task was put off since this time, or at all if that is unknown, or is being put off now.
+    pub(super) fn has_put_off_since(&self, time: Option<SystemTime>) -> bool {
+        let list = self.lock();
+        let is_later = |put_off: SystemTime| time.is_none_or(|time| put_off >= time);
+        list.put_off.is_some_and(is_later) || list.tasks.values().any(|task| task.state == State::Called)
     }
 
     /// Lets all tasks begin, and calls none for this time.
@@ -215,7 +217,7 @@ impl List {
         if !self.is_crowding(key, now) {
             self.begin(delivery);
         } else if self.permits >= 1.0 {
-            self.call(delivery, now);
+            self.call(delivery);
         }
     }
 
@@ -225,7 +227,7 @@ impl List {
         requester.tasks.remove(&delivery);
         match task.state {
             State::Waits => requester.waiting -= 1,
-            State::Called => {}
+            State::Called => self.put_off = Some(SystemTime::now()),
             State::Begun => {
                 requester.begun -= 1;
                 let held = now.saturating_duration_since(task.since);
@@ -258,13 +260,13 @@ impl List {
         while self.permits >= 1.0
             && let Some((delivery, _)) = self.tasks.iter().rev().find(waits)
         {
-            self.call(*delivery, now);
+            self.call(*delivery);
         }
         while self.permits > LEFT_FOR_BEGUN
             && self.slow_begun(now) > self.most()
             && let Some(delivery) = self.latest_of_largest(now)
         {
-            self.call(delivery, now);
+            self.call(delivery);
         }
     }
 
@@ -332,11 +334,11 @@ impl List {
         }
     }
 
-    fn call(&mut self, delivery: DeliveryTag, now: Instant) {
+    fn call(&mut self, delivery: DeliveryTag) {
         let Some(task) = self.tasks.get_mut(&delivery) else { return };
         let before = std::mem::replace(&mut task.state, State::Called);
         task.signal.call.notify_one();
-        (self.permits, self.called) = (self.permits - 1.0, Some(now));
+        self.permits -= 1.0;
         if let Some(requester) = self.requesters.get_mut(&task.requester) {
             match before {
                 State::Waits => requester.waiting -= 1,
@@ -474,11 +476,12 @@ mod tests {
         let mut rig = Rig::new();
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(2 * SLOW).await;
+        rig.places.review();
         rig.places.lock().permits = 0.0;
         let waiting = [rig.enter(1), rig.enter(1)];
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
         assert_eq!((called(&waiting), may_begin()), (vec![false, false], [false, false]));
-        assert!(!rig.places.has_called_within(10 * SLOW));
+        assert!(!rig.places.has_put_off_since(None));
         held.pop();
         assert_eq!(may_begin(), [true, false]);
         rig.places.suspend(SLOW);
@@ -490,6 +493,9 @@ mod tests {
         advance(SLOW).await;
         rig.places.review();
         assert_eq!(called(&waiting), [false, true]);
-        assert!(rig.places.has_called_within(SLOW));
+        assert!(rig.places.has_put_off_since(Some(SystemTime::now())), "it is being put off");
+        drop(waiting);
+        let later = SystemTime::now() + SLOW;
+        assert_eq!([None, Some(later)].map(|time| rig.places.has_put_off_since(time)), [true, false]);
     }
 }

@@ -1,5 +1,5 @@
-//! The stream that keeps withdrawals for launchers that start later. It is bound to the control exchange. Owns no
-//! connection for longer than one call.
+//! Writes and reads the stream that keeps withdrawals (of jobs, and of runs of `sconce stop`) for launchers that start
+//! later. The stream is bound to the control exchange. Owns no connection for longer than one call.
 
 use std::time::{Duration, SystemTime};
 
@@ -21,14 +21,14 @@ use crate::protocol::{JSON, Message, Properties};
 
 /// The routing key of the stream's entries.
 const KEY: &str = "withdrawal";
-/// The most bytes of the stream. Old entries are dropped in segments of a tenth of this.
+/// The most bytes of the stream. The broker drops old entries in segments of a tenth of this size.
 const STREAM_BYTES: u32 = 5_000_000;
-/// Larger entries are ignored.
+/// The largest body that is read, in bytes. Entries with larger ones are ignored.
 const ENTRY_BYTES: usize = 1_024;
-/// Entries that the broker sends ahead.
+/// How many unacknowledged entries the broker sends.
 const PREFETCH: u16 = 200;
 
-/// Declares the exchange, and the stream that is bound to it. Returns the stream's name.
+/// Declares the exchange and the stream, and binds the stream to it. Returns the stream's name.
 async fn declare(connection: &Connection, exchange: &str, max_age: Duration) -> Result<String, Error> {
     let stream = format!("{exchange}.withdrawals");
     declare_stream(connection, &stream, max_age, STREAM_BYTES).await?;
@@ -41,7 +41,7 @@ async fn declare(connection: &Connection, exchange: &str, max_age: Duration) -> 
     Ok(stream)
 }
 
-/// Adds an entry with the current time, after the stream was declared.
+/// Declares the stream, and adds an entry with the current time to it. Returns when the broker has confirmed it.
 pub(super) async fn add(
     connection: &Connection,
     channel: &Channel,
@@ -55,7 +55,8 @@ pub(super) async fn add(
     publish(channel, exchange, body, properties).await
 }
 
-/// The entries that were published to `exchange` in the last `max_age`, oldest first, as far as the clocks agree.
+/// Reads the entries that were published to `exchange` in the last `max_age` by this host's clock, oldest first. A few
+/// older ones may be among them, because the broker finds the beginning only roughly.
 ///
 /// # Errors
 /// No address could be reached, or the broker refuses.
@@ -65,46 +66,54 @@ pub async fn read_withdrawals(
     max_age: Duration,
 ) -> Result<Vec<Message>, BrokerError> {
     let (connection, broker) = connect(connector).await?;
-    let entries = read(&connection, exchange, max_age).await.map_err(|error| refused(broker, &error))?;
+    let read = read(&connection, exchange, max_age).await;
+    let entries = read.map_err(|error| refused(broker.clone(), &error))?;
     let _ = connection.close(200, "done".into()).await;
-    Ok(entries)
+    let reason = "the broker ended the consumer before the last entry".to_owned();
+    entries.ok_or(BrokerError::Refused { broker, reason })
 }
 
-async fn read(connection: &Connection, exchange: &str, max_age: Duration) -> Result<Vec<Message>, Error> {
+/// The entries; none if the consumer ended before the last of them.
+async fn read(
+    connection: &Connection,
+    exchange: &str,
+    max_age: Duration,
+) -> Result<Option<Vec<Message>>, Error> {
     let stream = declare(connection, exchange, max_age).await?;
     let channel = connection.create_channel().await?;
-    // A stream requires it.
+    // The broker refuses a consumer of a stream that has no prefetch.
     channel.basic_qos(PREFETCH, BasicQosOptions::default()).await?;
     let since = SystemTime::now().checked_sub(max_age).unwrap_or(SystemTime::UNIX_EPOCH);
     let seconds = since.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let mut from = FieldTable::default();
-    from.insert("x-stream-offset".into(), AMQPValue::Timestamp(seconds));
+    let mut start = FieldTable::default();
+    start.insert("x-stream-offset".into(), AMQPValue::Timestamp(seconds));
     let mut deliveries =
-        channel.basic_consume(short(&stream), "".into(), BasicConsumeOptions::default(), from).await?;
-    // A stream has no end: this is the last entry that matters.
-    let end = uuid::Uuid::new_v4().to_string();
-    let properties = Properties { correlation_id: Some(end.clone()), ..Properties::default() };
+        channel.basic_consume(short(&stream), "".into(), BasicConsumeOptions::default(), start).await?;
+    // A consumer of a stream is not told when it has read all entries. So an end mark is published, and all entries
+    // before it are read.
+    let end_mark = uuid::Uuid::new_v4().to_string();
+    let properties = Properties { correlation_id: Some(end_mark.clone()), ..Properties::default() };
     publish(&channel, exchange, b"null", properties).await?;
     let mut entries = Vec::new();
     while let Some(delivery) = deliveries.next().await {
         let delivery = delivery?;
         delivery.ack(BasicAckOptions::default()).await?;
-        // Producers may write to any queue through the default exchange.
+        // Producers may write to any queue through the default exchange; such entries are forged.
         if delivery.exchange.as_str() != exchange {
             continue;
         }
         let properties = properties_from(&delivery.properties);
-        if properties.correlation_id.as_ref() == Some(&end) {
-            break;
+        if properties.correlation_id.as_ref() == Some(&end_mark) {
+            return Ok(Some(entries));
         }
         if delivery.data.len() <= ENTRY_BYTES {
             entries.push(Message { properties, body: delivery.data.into() });
         }
     }
-    Ok(entries)
+    Ok(None)
 }
 
-#[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
+#[expect(clippy::disallowed_methods, reason = "`AmqpPublisher` publishes to queues only, not to an exchange")]
 async fn publish(
     channel: &Channel,
     exchange: &str,

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, timeout};
 
 use super::on_demand::{start, windows};
 use super::*;
@@ -42,7 +42,7 @@ impl Broker {
         begun.elapsed()
     }
 
-    /// Delivers what can be delivered, and waits for a moment.
+    /// Delivers what can be delivered, and waits until something is settled or published.
     async fn turn(&mut self) {
         let now = Instant::now();
         for message in self.rig.memory.published(LATER).into_iter().skip(self.put_off) {
@@ -58,7 +58,8 @@ impl Broker {
             self.delivered += 1;
             self.rig.memory.deliver([message]);
         }
-        sleep(Duration::from_millis(10)).await;
+        // Tasks also return without an event here.
+        let _ = timeout(Duration::from_millis(100), self.rig.memory.changes()).await;
     }
 
     /// Publishes 40 of these slow tasks, and then a quick one. Returns the time until the quick one is answered and the
