@@ -621,7 +621,7 @@ async fn a_taken_admin_port_is_tried_until_it_is_free_and_healthcheck_asks_its_o
     let mut own = check(&unnamed);
     assert_eq!(own.exit_code().await, 0, "{}", own.log());
     // Another launcher that has not got the port is not healthy because this one is.
-    let second = Sconce::launched(&unnamed.clone().set("launcher.name", &format!("{name}-2"))).await;
+    let second = Sconce::launched(&unnamed.clone().set("launcher.name", format!("{name}-2"))).await;
     second.wait_for_log("another process listens there").await;
     let mut either = check(&unnamed);
     assert_eq!(either.exit_code().await, 1, "{}", either.log());
