@@ -127,6 +127,11 @@ def test_texts_of_all_kinds_of_bodies() -> None:
     for choice in ('{"text": "a"}', '{"message": {"content": "a"}}', '{"delta": {"content": "a"}}'):
         body = f'{{"choices": [{choice}]}}'.encode()
         assert Reply(body, "application/json", "c", "succeeded", 200, {}).text == "a"
+    for body in (b'{"object": "list"}', b'{"choices": []}', b"[]"):
+        vectors = Reply(body, "application/json", "c", "succeeded", 200, {})
+        for read in (lambda: vectors.text, lambda: vectors.finish_reason):
+            with pytest.raises(BadReply, match="choices"):
+                read()
 
 
 def part(body: bytes, content_type: str | None) -> Part:

@@ -476,7 +476,8 @@ fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, of: im
     let mut seen = BTreeMap::new();
     for (index, pool) in pools.iter().enumerate() {
         if let Some(first) = seen.get(of(pool)) {
-            refuse_shared(report, pools, (index, key), (*first, key), of(pool));
+            let (own, other) = (Setting { pool: index, key }, Setting { pool: *first, key });
+            refuse_shared(report, pools, own, other, of(pool));
         } else {
             seen.insert(of(pool), index);
         }
@@ -491,35 +492,38 @@ fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
             pools.iter().enumerate().filter(|(other, _)| *other != index).find_map(|(other, pool)| {
                 let is_background = other < index && pool.background_queue.as_ref() == Some(queue);
                 let key = if is_background { "background_queue" } else { "task_queue" };
-                (is_background || pool.task_queue == *queue).then_some((other, key))
+                (is_background || pool.task_queue == *queue).then_some(Setting { pool: other, key })
             });
         if let Some(other) = others {
-            refuse_shared(report, pools, (index, "background_queue"), other, queue);
+            let own = Setting { pool: index, key: "background_queue" };
+            refuse_shared(report, pools, own, other, queue);
         }
     }
 }
 
-/// Refuses a value that two pools share. `own` and `other` are the settings that have it, each as the pool's index and
-/// the key. The problem names both pools and the origin of each setting.
-fn refuse_shared(
-    report: &mut Report,
-    pools: &[Pool],
-    own: (usize, &'static str),
-    other: (usize, &'static str),
-    value: &str,
-) {
-    let setting = |(pool, key): (usize, &str)| {
+/// A setting of one pool.
+#[derive(Clone, Copy)]
+struct Setting {
+    /// The pool's index.
+    pool: usize,
+    key: &'static str,
+}
+
+/// Refuses a value that the settings `own` and `other` of two pools share. The problem names both pools and the origin
+/// of each setting.
+fn refuse_shared(report: &mut Report, pools: &[Pool], own: Setting, other: Setting, value: &str) {
+    let described = |Setting { pool, key }: Setting| {
         let path = format!("pool[{pool}].{key}");
         let name = pools.get(pool).map_or("", |pool| &pool.name);
         format!("{path} of the pool {name:?} ({})", report.origin_of(&path))
     };
     let expected = format!(
         "expected a {} of its own for each pool: {} and {} are the same",
-        own.1,
-        setting(other),
-        setting(own)
+        own.key,
+        described(other),
+        described(own)
     );
-    let problem = Problem::new(format!("pool[{}].{}", own.0, own.1), expected);
+    let problem = Problem::new(format!("pool[{}].{}", own.pool, own.key), expected);
     report.problems.push(problem.with_value(&value.into()));
 }
 

@@ -70,14 +70,15 @@ impl Host {
     }
 
     /// The devices that `CUDA_VISIBLE_DEVICES` names, by number or UUID.
-    fn visible_devices(&self, visible: &str) -> Result<Vec<String>, (String, String)> {
+    fn visible_devices(&self, visible: &str) -> Result<Vec<String>, Refused> {
         let entries = visible.split(',').map(str::trim).filter(|entry| !entry.is_empty());
         let uuid = |entry: &str| {
             let number = entry.bytes().all(|byte| byte.is_ascii_digit());
             let entry = if number { format!("cuda:{entry}") } else { entry.to_owned() };
-            let refused = |failure| (format!("auto, of CUDA_VISIBLE_DEVICES={visible}"), failure);
+            let refused =
+                |reason| Refused { device: format!("auto, of CUDA_VISIBLE_DEVICES={visible}"), reason };
             let uuid = self.gpus.resolve(&entry).map_err(refused)?;
-            self.refuses(uuid).map_or(Ok(uuid.to_owned()), |failure| Err(refused(failure)))
+            self.refuses(uuid).map_or(Ok(uuid.to_owned()), |reason| Err(refused(reason)))
         };
         entries.map(uuid).collect()
     }
@@ -163,7 +164,7 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
     let refused = |device: &str, reason: String| host.refused(device, &pool.name, reason);
     let listed = match &pool.devices {
         Devices::Auto => {
-            return automatic(host, share).map_err(|(device, failure)| refused(&device, failure));
+            return automatic(host, share).map_err(|it| refused(&it.device, it.reason));
         }
         Devices::List(listed) => listed,
     };
@@ -184,8 +185,14 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
     Ok(devices)
 }
 
+/// A device that cannot be used.
+struct Refused {
+    device: String,
+    reason: String,
+}
+
 /// Every GPU; if there are none, a share of the cores.
-fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)> {
+fn automatic(host: &Host, share: usize) -> Result<Vec<String>, Refused> {
     let usable = host.gpus.usable();
     let cpus = || vec![CPU.to_owned(); share];
     if host.cuda.is_none() {
@@ -201,14 +208,17 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)>
             .map(|devices| if devices.is_empty() { cpus() } else { devices });
     }
     match &host.gpus.unknown {
-        Some(failure) if host.gpus.installed => return Err(("auto".to_owned(), failure.clone())),
+        Some(failure) if host.gpus.installed => {
+            return Err(Refused { device: "auto".to_owned(), reason: failure.clone() });
+        }
         Some(failure) => {
             tracing::warn!(why = failure, "no GPUs; computing on CPUs");
             return Ok(cpus());
         }
         None if host.gpus.gpus.is_empty() => return Ok(cpus()),
         None if usable.is_empty() => {
-            return Err(("auto".to_owned(), "none of the GPUs can be used".to_owned()));
+            let reason = "none of the GPUs can be used".to_owned();
+            return Err(Refused { device: "auto".to_owned(), reason });
         }
         None => {}
     }
@@ -217,7 +227,9 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)>
             tracing::warn!(device = gpu.uuid, fault, "a GPU is out of order and left out");
         }
     }
-    match usable.iter().find_map(|uuid| Some(((*uuid).to_owned(), host.refuses(uuid)?))) {
+    let refused =
+        |uuid: &&str| Some(Refused { device: (*uuid).to_owned(), reason: host.refuses(uuid)? });
+    match usable.iter().find_map(refused) {
         Some(refused) => Err(refused),
         None => Ok(usable.into_iter().map(str::to_owned).collect()),
     }

@@ -69,13 +69,20 @@ class Reply(_Content):
     @property
     def text(self) -> str:
         """The body of a reply that is `text/*`; else the generated text, of the first choice if there are several."""
-        return self._decoded() if self._is_text() else _text(self.json()["choices"][0])
+        return self._decoded() if self._is_text() else _text(self._first_choice())
 
     @property
     def finish_reason(self) -> str | None:
         """Why generated text ends, of the first choice: `stop`, or `length` at `max_tokens`."""
-        reason: str | None = self.json()["choices"][0].get("finish_reason")
+        reason: str | None = self._first_choice().get("finish_reason")
         return reason
+
+    def _first_choice(self) -> dict[str, Any]:
+        try:
+            choice: dict[str, Any] = self.json()["choices"][0]
+        except (IndexError, KeyError, TypeError):
+            raise BadReply("the reply has no choices: it is no generated text") from None
+        return choice
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -243,7 +243,8 @@ impl DeviceDecoder {
         })
     }
 
-    fn group(&self, packed: &Packed<'_>, (rows, sequences): &(Range<usize>, usize)) -> Result<Group> {
+    fn group(&self, packed: &Packed<'_>, group: &PackedGroup) -> Result<Group> {
+        let PackedGroup { rows, sequences } = group;
         let own = &packed.rows[rows.clone()];
         let keys = own.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
         let mut slots = Vec::with_capacity(sequences * keys);
@@ -336,8 +337,14 @@ struct Packed<'a> {
     order: Vec<usize>,
     /// The span of each packed row, and its position in its sequence.
     rows: Vec<(&'a Span<'a>, usize)>,
-    /// The packed rows of each group, and the number of their sequences.
-    groups: Vec<(Range<usize>, usize)>,
+    groups: Vec<PackedGroup>,
+}
+
+/// Packed rows whose keys are read together.
+struct PackedGroup {
+    rows: Range<usize>,
+    /// The number of their sequences.
+    sequences: usize,
 }
 
 impl<'a> Packed<'a> {
@@ -352,19 +359,19 @@ impl<'a> Packed<'a> {
         let mut packed = Self { order: Vec::new(), rows: Vec::new(), groups: Vec::new() };
         for (span, start) in singles {
             let at = packed.take(span, start, 0..1);
-            let fits = |(rows, _): &&mut (Range<usize>, usize)| {
-                (rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MAX_AT_ONCE
+            let fits = |group: &&mut PackedGroup| {
+                (group.rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MAX_AT_ONCE
             };
             match packed.groups.last_mut().filter(fits) {
-                Some((rows, sequences)) => (rows.end, *sequences) = (at.end, *sequences + 1),
-                None => packed.groups.push((at, 1)),
+                Some(group) => (group.rows.end, group.sequences) = (at.end, group.sequences + 1),
+                None => packed.groups.push(PackedGroup { rows: at, sequences: 1 }),
             }
         }
         for (span, start) in longer {
             let most = (MAX_AT_ONCE / ((span.first + span.count) * heads)).max(1);
             for first in (0..span.count).step_by(most) {
                 let at = packed.take(span, start, first..span.count.min(first + most));
-                packed.groups.push((at, 1));
+                packed.groups.push(PackedGroup { rows: at, sequences: 1 });
             }
         }
         packed

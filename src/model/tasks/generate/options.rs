@@ -61,7 +61,7 @@ pub static OPTIONS: [OptionSpec; 7] = [
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
         help: "with a task's id, the seed of the random numbers of tasks that set none. The only other random numbers \
-               in a worker are delays between retries, which change no result",
+               in a worker (ids, delays, whose task is put off) change no text",
     },
     OptionSpec {
         name: "truncate_prompts",

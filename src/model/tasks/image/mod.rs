@@ -65,7 +65,7 @@ pub static FAMILY: Family = Family {
             name: "max_pixels",
             takes: Takes::Whole(1..=u64::MAX),
             default: OptionDefault::Value("40000000"),
-            help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,500",
+            help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,400",
         },
         OptionSpec {
             name: "max_task_pixels",
