@@ -8,15 +8,16 @@
 //!   share, and sequences that run beyond one are preempted for them: they wait again, and restart from the beginning.
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
-//! - **Large sequences.** A sequence is large if it has more tokens than a share, and also more than an equal part for
-//!   each slot. A large sequence counts as within the share of its requester only while all large ones together have at
-//!   most half of the tokens that may be reserved, or while it is the only one. Of those that wait, only the one whose
-//!   turn is first counts so. Thus a few requesters whose sequences are as long as the context cannot hold all room until
-//!   these end, and each large sequence has its turn.
+//! - **Large sequences.** A sequence is large if it has more tokens than a share of the tokens, and also more than the
+//!   tokens divided by the slots, and if its requester runs no other. A running large sequence is within the share of
+//!   its requester while the large ones admitted before it and itself hold at most half of the tokens, or while it is
+//!   the only one. Of the waiting large ones, only the one whose turn is first can be within a share. Thus a few
+//!   requesters whose sequences are as long as the context do not hold all room until their sequences end, and each
+//!   large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
 //!   waiting. Between requesters, the first waiting sequences of each compete by the same rule, except that a
-//!   requester's arrival time is reset whenever one of its sequences is admitted or ends. So each other requester has
-//!   its turn between two sequences of a requester with hundreds of them.
+//!   requester counts as having arrived when one of its sequences was last admitted or last ended. So a requester with
+//!   hundreds of sequences waits for the others after each of its own.
 //! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences
 //!   of other requesters are admitted before it, and are preempted as soon as it would find room without them. So
 //!   neither a small sequence nor one that needs nearly all room waits for ever.
@@ -28,8 +29,8 @@
 //!   been fed. The tokens left are for chunks of prompts, divided by `prompts`. No more sequences are admitted than a
 //!   step has tokens, so that every prompt makes progress. If steps become smaller while more sequences run, these take
 //!   turns.
-//! - **Windows.** The window of a sequence with an encoder is encoded first, by a step that has only windows. So the
-//!   other sequences have received their tokens before, and are not blamed for a window that fails or kills the worker.
+//! - **Windows.** A window is what an encoder computes whole before the first token, such as 30 s of sound. It is encoded by
+//!   a step that has only windows, so that other sequences are not suspected if a window fails or kills the worker.
 //!   While sequences decode, such a step has one window, and at least [`Encoding::interval`] token steps lie between
 //!   two. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows` decides
 //!   whose windows they are. They do not count as tokens of a step. A preempted sequence encodes its window again.
@@ -64,7 +65,7 @@ pub struct Limits {
 pub struct Request {
     /// Whether it has a window, which is encoded before its first token.
     pub encodes: bool,
-    /// Tokens of its prompt: at least 1, or at least 0 if it has a window.
+    /// Tokens of its prompt; 0 only if it has a window.
     pub prompt: usize,
     /// The most tokens that its answer may have.
     pub answer: usize,
@@ -164,10 +165,10 @@ struct Sequence<K> {
     arrival: Instant,
     /// Its position among the sequences of its party.
     order: Order,
-    /// Its position among the next sequences of all parties, once that is fixed: from its admission on, and while it
-    /// waits again after it was preempted by a sequence that it had overtaken.
+    /// Its position among the next sequences of all parties, once that is fixed: from its admission on. A preempted
+    /// sequence may keep it (see [`Scheduler::preempt`]).
     turn: Option<Order>,
-    /// The serial number of its last change: when it began to wait, or was admitted.
+    /// The serial number of its last change: its beginning to wait, or its admission.
     number: u64,
 }
 
@@ -230,7 +231,7 @@ impl Held {
 struct Share {
     /// The most that a party with several sequences may hold.
     limit: Held,
-    /// A sequence with more tokens than this is large, if it is the first of its party that was admitted.
+    /// A sequence with more tokens than this is large, if it is the first of its party's running sequences.
     large_above: usize,
     /// The most tokens that the large sequences of all parties together may hold, if they are several.
     large_tokens: usize,
@@ -252,7 +253,7 @@ impl Share {
     }
 }
 
-/// The class of a waiting sequence: one is considered only while no sequence of an earlier class waits.
+/// The class of a waiting sequence. A class is considered only while no sequence of an earlier class waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
     WithinShare,
@@ -294,14 +295,15 @@ impl<K> Preemptible<'_, K> {
             return !request.isolated;
         }
         let is_background = next.sequence.request.background;
-        // Both rules below require that the other's turn is earlier, so that two sequences cannot preempt each other in
-        // a loop.
-        let is_ahead = *turn > Some(next.turn);
+        // The rules on gaps and on overtaking require that the turn of `next` is earlier, so that two sequences cannot
+        // preempt each other in a loop.
+        let next_is_ahead = *turn > Some(next.turn);
         let fills_gaps = request.background && !is_background && *order > next.sequence.order;
-        if is_ahead && fills_gaps {
+        if next_is_ahead && fills_gaps {
             return true;
         }
-        let was_overtaken = is_ahead && *overtook && *number > next.sequence.number;
+        // It was admitted after `next` had begun to wait.
+        let was_overtaken = next_is_ahead && *overtook && *number > next.sequence.number;
         // A background sequence preempts nobody to get its share.
         next.rank == Rank::WithinShare && (was_overtaken || self.beyond_share && !is_background)
     }
@@ -388,10 +390,10 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.serial += 1;
         let arrival = if request.background { now + BACKGROUND_PENALTY } else { now };
         let order = (request.order_time(arrival), self.serial);
-        self.wait(Sequence { key, request, arrival, order, turn: None, number: self.serial });
+        self.add_waiting(Sequence { key, request, arrival, order, turn: None, number: self.serial });
     }
 
-    fn wait(&mut self, sequence: Sequence<K>) {
+    fn add_waiting(&mut self, sequence: Sequence<K>) {
         let Sequence { key, request, order, .. } = sequence;
         let party = request.party();
         let empty = || Queue { waiting: BTreeMap::new(), held: Held::default(), served: None, encoded: None };
@@ -450,16 +452,16 @@ impl<K: Copy + Ord> Scheduler<K> {
         let rank = next_of_each.first()?.rank;
         let considered = next_of_each.into_iter().take_while(|next| next.rank == rank);
         let preemptible = LazyCell::new(|| self.preemptible(isolated));
-        // Isolated sequences do not overtake each other: they are few.
+        // Isolated sequences do not overtake each other, because they are few.
         let considered = considered.take(if isolated { 1 } else { usize::MAX });
-        considered.enumerate().find_map(|(place, next)| {
+        considered.enumerate().find_map(|(index, next)| {
             let request = &next.sequence.request;
             let preempts = if self.fits(request, self.held) {
                 Vec::new()
             } else {
                 self.slots_to_empty(request, preemptible.iter().filter(|it| it.yields_to(&next, isolated)))?
             };
-            Some(Admission { next, preempts, overtakes: place > 0 })
+            Some(Admission { next, preempts, overtakes: index > 0 })
         })
     }
 
@@ -488,10 +490,10 @@ impl<K: Copy + Ord> Scheduler<K> {
         let queues = self.queues.iter().filter(|(party, _)| party.isolated || !isolated);
         let mut next_of_each: Vec<Next<K>> = queues.filter_map(next).collect();
         if !isolated {
-            // The room of large sequences is for the one whose turn it is. Otherwise smaller ones among them would take
-            // each gap, and it would never be large enough.
-            let large = |next: &&Next<K>| next.is_large && next.rank < Rank::Background;
-            let first = next_of_each.iter().filter(large).map(|next| next.turn).min();
+            // The room of large sequences is for the one whose turn is first. Otherwise the smaller ones among them would
+            // take each gap, and no gap would ever be large enough for it.
+            let competes = |next: &&Next<K>| next.is_large && next.rank < Rank::Background;
+            let first = next_of_each.iter().filter(competes).map(|next| next.turn).min();
             for next in next_of_each.iter_mut().filter(|next| next.is_large && Some(next.turn) > first) {
                 next.rank = next.rank.max(Rank::BeyondShare);
             }
@@ -505,14 +507,14 @@ impl<K: Copy + Ord> Scheduler<K> {
         let parties = self.queues.len().max(1);
         let Limits { sequences, reserved_tokens, .. } = self.limits;
         let limit = Held { sequences: sequences / parties, tokens: reserved_tokens / parties };
-        // No more parties run at once than there are slots. So with many parties, sequences that are longer than a
-        // share are not large if the slots could be filled with such sequences.
+        // No more parties run at once than there are slots. So with more parties than slots, the tokens are divided by the
+        // slots.
         let large_above = reserved_tokens / parties.min(sequences.max(1));
         Share { limit, large_above, large_tokens: reserved_tokens / 2 }
     }
 
-    /// What the running large sequences hold. Only the first running sequence of a party can be large: a later one is
-    /// beyond the share anyway, unless all of the party's sequences together are within `limit`.
+    /// What the running large sequences hold. Only the first running sequence of a party can be large, because `limit`
+    /// bounds a party that runs several.
     fn held_by_large(&self, share: Share) -> Held {
         let (mut parties, mut large) = (BTreeSet::new(), Held::default());
         for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(false) {
@@ -531,12 +533,12 @@ impl<K: Copy + Ord> Scheduler<K> {
         let mut preemptible = Vec::new();
         for (slot, running) in self.in_order(false) {
             let request = &running.sequence.request;
-            let held = held.entry(request.party()).or_default();
-            let beyond_share = !share.allows(request, *held, large);
-            if held.sequences == 0 && share.is_large(request) {
+            let held_by_party = held.entry(request.party()).or_default();
+            let beyond_share = !share.allows(request, *held_by_party, large);
+            if held_by_party.sequences == 0 && share.is_large(request) {
                 large = large.with(request);
             }
-            *held = held.with(request);
+            *held_by_party = held_by_party.with(request);
             if isolated || beyond_share || request.background || running.overtook {
                 preemptible.push(Preemptible { slot, running, beyond_share });
             }
@@ -610,7 +612,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         let runs = |queue: &Queue<K>| queue.held.sequences > 0;
         let has_others = self.queues.get(&sequence.request.party()).is_some_and(runs);
         let turn = sequence.turn.filter(|_| overtook || !has_others);
-        self.wait(Sequence { turn, number: self.serial, ..sequence });
+        self.add_waiting(Sequence { turn, number: self.serial, ..sequence });
         Some(Change::Preempted { key: sequence.key, slot })
     }
 
@@ -631,16 +633,19 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// The rows of the next step, which the caller must compute now; only of isolated sequences if `isolated`. They are
-    /// all windows, or none is. The chunks of prompts together have at most `prompt_tokens` tokens, or as many as there
-    /// are prompts if that is more.
+    /// all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each prompt may have one.
+    /// The limit of the step bounds all rows.
     pub fn rows(&mut self, isolated: bool, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
         let (windows, fed): (Vec<_>, Vec<_>) =
             self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
         let (decoding, prompts): (Vec<_>, Vec<_>) = fed.into_iter().partition(|(_, it)| it.decodes());
         let Encoding { interval, batch } = self.limits.encoding;
         let (steps_between, most) = match (&decoding[..], &prompts[..]) {
+            // Nothing else is to be computed.
             ([], []) => (0, batch),
+            // Windows alternate with chunks of prompts.
             ([], _) => (1, batch),
+            // Answers are delayed by few windows.
             _ => (interval, 1),
         };
         if !windows.is_empty() && self.steps_since_window >= steps_between {

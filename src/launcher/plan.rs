@@ -227,8 +227,7 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, Refused> {
             tracing::warn!(device = gpu.uuid, fault, "a GPU is out of order and left out");
         }
     }
-    let refused =
-        |uuid: &&str| Some(Refused { device: (*uuid).to_owned(), reason: host.refuses(uuid)? });
+    let refused = |uuid: &&str| Some(Refused { device: (*uuid).to_owned(), reason: host.refuses(uuid)? });
     match usable.iter().find_map(refused) {
         Some(refused) => Err(refused),
         None => Ok(usable.into_iter().map(str::to_owned).collect()),

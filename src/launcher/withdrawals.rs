@@ -33,14 +33,14 @@ impl Withdrawals {
         }
     }
 
-    /// Remembers a cancellation if it withdraws a job or a stop.
+    /// Remembers a cancellation if it is a withdrawal, which means that it cancels a whole job or a stop.
     pub(super) fn remember(&self, cancellation: &Cancellation, at: SystemTime) {
         let id = cancellation.job.as_ref().or(cancellation.stop.as_ref());
         if cancellation.problem().is_some() || id.is_none_or(|id| id.len() > MAX_ID) {
             return;
         }
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Every slot of this launcher receives the cancellation, and it may be withdrawn again later.
+        // Every slot of this launcher receives the withdrawal, and a user may repeat it; the last time counts.
         all.retain(|(other, _)| other != cancellation);
         if all.len() == MAX_WITHDRAWN {
             all.pop_front();

@@ -1,6 +1,6 @@
 //! Takes deliveries one by one, in order, and starts a task run for each. Handles the sentinel, the stop, and the loss
-//! of a session. Owns the set of tasks in flight, and therefore hands tasks back, in delivery order. Ends when
-//! everything accepted has been settled.
+//! of a session. Hands tasks back, in delivery order, because it owns the set of tasks in flight. Ends when everything
+//! accepted has been settled.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
@@ -25,8 +25,10 @@ use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
-/// For how long no task is put off for its place once a sentinel was put off: the tasks before it may take long.
+/// How long no task is put off for its place after a sentinel was put off, so that the tasks before it can end.
 const SUSPENDED_FOR: Duration = Duration::from_secs(10 * 60);
+/// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
+const FOR_EVER: Duration = Duration::from_secs(1 << 32);
 /// How often the places of tasks are reviewed while nearly all are held.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -56,7 +58,8 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// Withdraws the task, so that it goes back to the broker. Returns false if it is committed already.
+    /// Stops the task's run, so that its message can go back to the broker. Returns false if the task is being settled,
+    /// or is a message that is settled without the model.
     fn withdraw(&self) -> bool {
         self.state.as_ref().is_some_and(|state| state.withdraw())
     }
@@ -164,7 +167,7 @@ impl<'a> Intake<'a> {
                 }
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
-                    self.finish("launcher").await;
+                    self.finish("stop requested").await;
                 }
                 () = self.stop.reached(Phase::Returning), if self.phase < Phase::Returning => {
                     self.hand_back().await;
@@ -172,6 +175,7 @@ impl<'a> Intake<'a> {
             }
         }
         self.shared.settlement.acker.flush().await;
+        // Without a stop, only a pause ends the loop.
         if self.stop.phase() == Phase::Running {
             return Ok(SessionEnd::Paused);
         }
@@ -198,9 +202,21 @@ impl<'a> Intake<'a> {
         if redeliveries > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
-        if let Some(prefetch) =
-            self.shared.prefetch[delivery_tag.source].received(delivery.message.body.len())
-            && let Some(consumer) = &mut self.consumers[delivery_tag.source]
+        self.update_prefetch(&delivery).await;
+        match classify(delivery.message, now, self.shared.sentinels, made_id) {
+            Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries, counted)),
+            Incoming::UnknownControl(task, kind) => {
+                self.refuse(Accepted::new(task, delivery_tag, redeliveries, counted), kind)
+            }
+            Incoming::Sentinel(message) => self.obey(&message, delivery_tag, now).await,
+        }
+    }
+
+    /// Sets the prefetch by the sizes of the messages received so far, and tells the others how many the broker grants.
+    async fn update_prefetch(&mut self, delivery: &Delivery) {
+        let source = delivery.delivery_tag.source;
+        if let Some(prefetch) = self.shared.prefetch[source].received(delivery.message.body.len())
+            && let Some(consumer) = &mut self.consumers[source]
         {
             consumer.set_prefetch(prefetch).await;
         }
@@ -212,13 +228,6 @@ impl<'a> Intake<'a> {
             self.shared.turns.set_granted(granted);
         }
         self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
-        match classify(delivery.message, now, self.shared.sentinels, made_id) {
-            Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries, counted)),
-            Incoming::UnknownControl(task, kind) => {
-                self.refuse(Accepted::new(task, delivery_tag, redeliveries, counted), kind)
-            }
-            Incoming::Sentinel(message) => self.obey(&message, delivery_tag, now).await,
-        }
     }
 
     fn begin(&mut self, mut accepted: Accepted) {
@@ -234,14 +243,15 @@ impl<'a> Intake<'a> {
             state.cancel();
         }
         let (state, task) = (Arc::new(state), accepted.task.clone());
-        // Counted from here, so that the first of several tasks that arrive together waits for the others.
+        // The engine is told now that inputs will come, so that it batches tasks that arrive together.
         let expected = Expected::new(&self.shared.engine);
-        let (shared, own) = (self.shared.clone(), state.clone());
+        let (shared, run_state) = (self.shared.clone(), state.clone());
         // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue.
         let place =
             (delivery_tag.source == Source::Main).then(|| shared.places.enter(delivery_tag, state.requester));
-        let abort =
-            self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected, place).await) });
+        let abort = self
+            .runs
+            .spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected, place).await) });
         self.in_flight.insert(delivery_tag, InFlight { task, state: Some(state), abort });
     }
 
@@ -253,7 +263,7 @@ impl<'a> Intake<'a> {
         self.in_flight.insert(delivery_tag, InFlight { task, state: None, abort });
     }
 
-    /// Begins to drain, unless the sentinel is withdrawn or expired.
+    /// Begins to drain, unless the sentinel is withdrawn or expired, or must wait for tasks that were put off.
     async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         let Properties { message_id, headers, .. } = &sentinel.properties;
         let stop = headers.get(STOP).and_then(Value::as_str);
@@ -271,7 +281,7 @@ impl<'a> Intake<'a> {
             && self.shared.places.has_put_off_since(sentinel_put_off(sentinel))
             && self.shared.settlement.put_off_sentinel(sentinel, now).await
         {
-            // Without this, tasks could be put off behind it again and again.
+            // Otherwise earlier tasks could be put off behind the sentinel again and again.
             self.shared.places.suspend(SUSPENDED_FOR);
             tracing::debug!(cause, "sentinel put off: tasks that were before it return to the queue");
             self.shared.settlement.acker.ack(delivery_tag).await;
@@ -304,7 +314,7 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Stops consuming. The accepted tasks are finished.
+    /// Stops consuming. The accepted tasks go on to their end.
     async fn finish(&mut self, cause: &str) {
         tracing::info!(
             cause,
@@ -316,28 +326,28 @@ impl<'a> Intake<'a> {
     }
 
     async fn stop_consuming(&mut self) {
-        // The accepted tasks must all begin, and none can return to this worker.
-        self.shared.places.suspend(Duration::from_secs(u32::MAX.into()));
+        // The accepted tasks must all begin. This worker would not get back a task that it puts off.
+        self.shared.places.suspend(FOR_EVER);
         for consumer in self.consumers.iter_mut().flatten() {
             consumer.cancel().await;
         }
     }
 
-    /// Hands back the tasks that are not committed, and then the sentinel if there is one. They go back in delivery
-    /// order, which some queues keep, and before any later delivery.
+    /// Hands back the tasks that are not being settled, and then the sentinel if there is one. They go back in delivery
+    /// order, before any later delivery is taken, because some queues keep that order.
     async fn hand_back(&mut self) {
         self.phase = Phase::Returning;
         self.stop_consuming().await;
-        let mut withdrawn: Vec<DeliveryTag> = Vec::new();
+        let mut handed_back: Vec<DeliveryTag> = Vec::new();
         for (delivery_tag, task) in &self.in_flight {
             if task.withdraw() {
                 task.abort.abort();
-                withdrawn.push(*delivery_tag);
+                handed_back.push(*delivery_tag);
             }
         }
-        withdrawn.extend(self.sentinel.take());
-        tracing::info!(handed_back = withdrawn.len(), unsettled = self.in_flight.len(), "draining");
-        for delivery_tag in withdrawn {
+        handed_back.extend(self.sentinel.take());
+        tracing::info!(handed_back = handed_back.len(), unsettled = self.in_flight.len(), "draining");
+        for delivery_tag in handed_back {
             self.in_flight.remove(&delivery_tag);
             self.requeue(delivery_tag).await;
         }

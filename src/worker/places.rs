@@ -1,9 +1,12 @@
 //! Decides which accepted tasks are put off because their requester holds too many places. A place is one of the
 //! messages that the broker grants to this worker. If one requester's slow tasks hold all places, the worker does not
-//! learn of the tasks of others behind them. Owns the list of the accepted tasks of the main queue. Does no I/O.
+//! learn of the tasks of others behind them. To put a task off is to publish it to a retry queue, from which it returns
+//! to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
 //!
-//! Slow tasks **begin** while they hold at most three quarters of the places. Beyond that, further tasks of a requester
-//! with more than a quarter of the places wait without having begun, until they are put off or others have ended.
+//! A requester is slow if its tasks take longer than [`SLOW`] on average, or if its oldest task has already taken
+//! longer. At most three quarters of the places are for tasks of slow requesters that have **begun**. Once there are as
+//! many, a new task does not begin if its requester is slow and has more than a quarter of the places, counting tasks
+//! that have begun and tasks that wait. It waits until it is put off, or until other tasks have ended.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,21 +18,19 @@ use tokio::time::Instant;
 
 use crate::broker::DeliveryTag;
 
-/// Tasks are slow if those of their requester hold their places for longer than this, on average.
+/// How long the tasks of a requester may take before the requester counts as slow.
 const SLOW: Duration = Duration::from_secs(1);
 /// The weight of the latest task in that average.
 const LATEST_WEIGHT: f64 = 0.25;
 /// The most tasks that are put off at once. The number is bounded because it is not known whether tasks of others wait
 /// behind them.
 const BURST: f64 = 64.0;
-/// The most tasks a second that are put off once as many as [`BURST`] were put off in vain, which means that no task of
-/// a further requester has arrived meanwhile.
+/// How many permits to put a task off are renewed in a second, up to [`KEPT_FOR_WAITING`]. A new requester renews all.
 const RATE: f64 = 2.0;
-/// The shortest time between two bursts: a further requester may be an invented one.
+/// The shortest time between two bursts. It bounds what a client gains by tasks under ever new names of requesters.
 const BURST_INTERVAL: Duration = Duration::from_secs(5);
-/// Tasks that have begun are put off only while more than this of [`BURST`] is left, because what was computed of them
-/// is lost.
-const LEFT_FOR_BEGUN: f64 = BURST / 2.0;
+/// A task that has begun is put off only while more permits than this remain, because what was computed of it is lost.
+const KEPT_FOR_WAITING: f64 = BURST / 2.0;
 
 /// The accepted tasks. Clones share the list.
 #[derive(Clone)]
@@ -45,12 +46,12 @@ struct List {
     /// How many tasks may be put off now.
     permits: f64,
     /// When `permits` was last renewed.
-    renewed: Instant,
+    last_renewal: Instant,
     /// When `permits` was last set to [`BURST`].
-    burst: Instant,
-    /// When a task that was called last left.
-    put_off: Option<SystemTime>,
-    /// Until then no task is called, and all begin.
+    last_burst: Instant,
+    /// The last time at which a task left because it was put off.
+    last_put_off: Option<SystemTime>,
+    /// Until then no task is put off, and all begin.
     suspended: Option<Instant>,
 }
 
@@ -66,8 +67,8 @@ enum State {
     /// It has not begun, and waits for that.
     Waits,
     Begun,
-    /// It was told that it is to be put off.
-    Called,
+    /// It was told that it is to be put off, and has not left.
+    Leaving,
 }
 
 #[derive(Default)]
@@ -81,18 +82,18 @@ struct Requester {
     average: Duration,
 }
 
-/// Tells a task that it may begin, or that it is to be put off. The flags are written once, by whoever changes the
-/// list, except for `stays`.
+/// Tells a task that it may begin, or that it is to be put off.
 #[derive(Default)]
 struct Signal {
+    /// Written once, by the list.
     may_begin: AtomicBool,
     begin: Notify,
-    call: Notify,
+    put_off: Notify,
     /// Written by the task: it must not be put off any more.
     stays: AtomicBool,
 }
 
-/// The place of one task, until it is dropped.
+/// The place of one task. The place is free once this is dropped.
 pub(super) struct Place {
     places: Places,
     delivery: DeliveryTag,
@@ -106,16 +107,16 @@ impl Place {
     }
 
     /// Returns when the task may begin. Safe to cancel.
-    pub(super) async fn begins(&self) {
+    pub(super) async fn wait_to_begin(&self) {
         while !self.may_begin() {
             self.signal.begin.notified().await;
         }
     }
 
     /// Returns when the task is to be put off. Safe to cancel.
-    pub(super) async fn called(&self) {
+    pub(super) async fn wait_to_be_put_off(&self) {
         loop {
-            self.signal.call.notified().await;
+            self.signal.put_off.notified().await;
             if !self.signal.stays.load(Ordering::Relaxed) {
                 return;
             }
@@ -143,9 +144,9 @@ impl Places {
             tasks: BTreeMap::new(),
             requesters: HashMap::new(),
             permits: BURST,
-            renewed: now,
-            burst: now,
-            put_off: None,
+            last_renewal: now,
+            last_burst: now,
+            last_put_off: None,
             suspended: None,
         })))
     }
@@ -164,8 +165,8 @@ impl Places {
         Place { places: self.clone(), delivery, signal }
     }
 
-    /// Calls tasks while slow ones hold too many places. Must be called from time to time, because tasks become slow
-    /// without any event.
+    /// Puts tasks off while too many slow ones have begun. Must be called from time to time, because requesters become
+    /// slow without any event.
     pub(super) fn review(&self) {
         self.lock().review(Instant::now());
     }
@@ -173,17 +174,18 @@ impl Places {
     /// Whether so many tasks are accepted that a review may change something.
     pub(super) fn may_be_crowded(&self) -> bool {
         let list = self.lock();
-        list.tasks.len() > list.most()
+        list.tasks.len() > list.max_slow()
     }
 
-    /// Whether a task was put off since this time, or at all if that is unknown, or is being put off now.
+    /// Whether a task is being put off, or was put off at `time` or later. Without `time`: whether one ever was.
     pub(super) fn has_put_off_since(&self, time: Option<SystemTime>) -> bool {
         let list = self.lock();
         let is_later = |put_off: SystemTime| time.is_none_or(|time| put_off >= time);
-        list.put_off.is_some_and(is_later) || list.tasks.values().any(|task| task.state == State::Called)
+        list.last_put_off.is_some_and(is_later)
+            || list.tasks.values().any(|task| task.state == State::Leaving)
     }
 
-    /// Lets all tasks begin, and calls none for this time.
+    /// Lets all tasks begin, and puts none off for this time.
     pub(super) fn suspend(&self, time: Duration) {
         let now = Instant::now();
         let mut list = self.lock();
@@ -197,18 +199,19 @@ impl Places {
 }
 
 impl List {
-    /// The most places that slow tasks may hold.
-    fn most(&self) -> usize {
+    /// The most tasks of slow requesters that may have begun.
+    fn max_slow(&self) -> usize {
         (self.granted * 3 / 4).max(1)
     }
 
-    /// Adds a task, which begins at once unless its requester holds too many places.
+    /// Adds a task. It begins at once, unless its requester holds too many places. Then it is put off if that is
+    /// permitted, or else waits.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
         self.renew(now);
         let key = task.requester;
-        if !self.requesters.contains_key(&key) && now >= self.burst + BURST_INTERVAL {
-            // A further requester was found, so it is useful to look on.
-            (self.permits, self.burst) = (BURST, now);
+        if !self.requesters.contains_key(&key) && now >= self.last_burst + BURST_INTERVAL {
+            // A new requester was found behind slow tasks, so that behind further ones there may be more.
+            (self.permits, self.last_burst) = (BURST, now);
         }
         let requester = self.requesters.entry(key).or_default();
         requester.tasks.insert(delivery);
@@ -217,7 +220,7 @@ impl List {
         if !self.is_crowding(key, now) {
             self.begin(delivery);
         } else if self.permits >= 1.0 {
-            self.call(delivery);
+            self.put_off(delivery);
         }
     }
 
@@ -227,7 +230,7 @@ impl List {
         requester.tasks.remove(&delivery);
         match task.state {
             State::Waits => requester.waiting -= 1,
-            State::Called => self.put_off = Some(SystemTime::now()),
+            State::Leaving => self.last_put_off = Some(SystemTime::now()),
             State::Begun => {
                 requester.begun -= 1;
                 let held = now.saturating_duration_since(task.since);
@@ -242,14 +245,14 @@ impl List {
     }
 
     fn renew(&mut self, now: Instant) {
-        let elapsed = now.saturating_duration_since(self.renewed).as_secs_f64();
-        // These never suffice for a task that has begun.
-        let renewed = (self.permits + RATE * elapsed).min(LEFT_FOR_BEGUN);
-        (self.permits, self.renewed) = (self.permits.max(renewed), now);
+        let elapsed = now.saturating_duration_since(self.last_renewal).as_secs_f64();
+        // So many permits are too few to put off a task that has begun.
+        let renewed = (self.permits + RATE * elapsed).min(KEPT_FOR_WAITING);
+        (self.permits, self.last_renewal) = (self.permits.max(renewed), now);
     }
 
-    /// Lets waiting tasks begin where that is possible. Then calls those that wait, and while slow tasks hold too many
-    /// places, those that have begun: the latest first, and of the requester that holds the most places.
+    /// Lets waiting tasks begin where that is possible. Puts off those that still wait, the latest first. Then, while
+    /// too many tasks of slow requesters have begun, puts off some of these as [`List::latest_of_largest`] chooses.
     fn review(&mut self, now: Instant) {
         self.renew(now);
         self.begin_waiting(now);
@@ -260,18 +263,18 @@ impl List {
         while self.permits >= 1.0
             && let Some((delivery, _)) = self.tasks.iter().rev().find(waits)
         {
-            self.call(*delivery);
+            self.put_off(*delivery);
         }
-        while self.permits > LEFT_FOR_BEGUN
-            && self.slow_begun(now) > self.most()
+        while self.permits > KEPT_FOR_WAITING
+            && self.slow_begun(now) > self.max_slow()
             && let Some(delivery) = self.latest_of_largest(now)
         {
-            self.call(delivery);
+            self.put_off(delivery);
         }
     }
 
-    /// The latest task that may be put off, of the requester that holds the most places and more than a quarter. Chance
-    /// decides between requesters that hold as many.
+    /// Takes the slow requester with the most tasks that have begun, among those with more than a quarter of the places.
+    /// Chance decides between equal ones. Returns the latest of its tasks that has begun and may be put off.
     fn latest_of_largest(&self, now: Instant) -> Option<DeliveryTag> {
         let large = self.requesters.iter().filter(|(_, it)| self.is_large(it) && self.is_slow(it, now));
         let (_, largest) = large.max_by_key(|(_, it)| (it.begun, rand::random::<u32>()))?;
@@ -295,14 +298,14 @@ impl List {
         }
     }
 
-    /// Whether a further task of this requester must wait: it has more than a quarter of the places, its tasks are
-    /// slow, and slow tasks hold as many places as they may.
+    /// Whether the waiting tasks of this requester, which are counted already, must go on waiting. That is so if it is
+    /// slow and has more than a quarter of the places, and if as many slow tasks have begun as may.
     fn is_crowding(&self, requester: u64, now: Instant) -> bool {
         let Some(requester) = self.requesters.get(&requester) else { return false };
         !self.is_suspended(now)
             && self.is_large(requester)
             && self.is_slow(requester, now)
-            && self.slow_begun(now) >= self.most()
+            && self.slow_begun(now) >= self.max_slow()
     }
 
     fn is_suspended(&self, now: Instant) -> bool {
@@ -319,7 +322,7 @@ impl List {
         requester.average.max(age) > SLOW
     }
 
-    /// The number of tasks that have begun and are slow.
+    /// The number of tasks of slow requesters that have begun.
     fn slow_begun(&self, now: Instant) -> usize {
         self.requesters.values().filter(|it| self.is_slow(it, now)).map(|it| it.begun).sum()
     }
@@ -334,16 +337,16 @@ impl List {
         }
     }
 
-    fn call(&mut self, delivery: DeliveryTag) {
+    fn put_off(&mut self, delivery: DeliveryTag) {
         let Some(task) = self.tasks.get_mut(&delivery) else { return };
-        let before = std::mem::replace(&mut task.state, State::Called);
-        task.signal.call.notify_one();
+        let before = std::mem::replace(&mut task.state, State::Leaving);
+        task.signal.put_off.notify_one();
         self.permits -= 1.0;
         if let Some(requester) = self.requesters.get_mut(&task.requester) {
             match before {
                 State::Waits => requester.waiting -= 1,
                 State::Begun => requester.begun -= 1,
-                State::Called => {}
+                State::Leaving => {}
             }
         }
     }
@@ -376,8 +379,8 @@ mod tests {
         }
     }
 
-    fn called(places: &[Place]) -> Vec<bool> {
-        places.iter().map(|place| place.called().now_or_never().is_some()).collect()
+    fn are_put_off(places: &[Place]) -> Vec<bool> {
+        places.iter().map(|place| place.wait_to_be_put_off().now_or_never().is_some()).collect()
     }
 
     #[tokio::test(start_paused = true)]
@@ -386,17 +389,21 @@ mod tests {
         let mut places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
         advance(SLOW).await;
         rig.places.review();
-        assert_eq!(called(&places), [false; 8]);
+        assert_eq!(are_put_off(&places), [false; 8]);
         advance(Duration::from_millis(1)).await;
         rig.places.review();
-        assert_eq!(called(&places), [false, false, false, false, false, false, true, true], "the latest");
+        assert_eq!(
+            are_put_off(&places),
+            [false, false, false, false, false, false, true, true],
+            "the latest"
+        );
         places.truncate(6);
-        // The place of the one that ended is for the next, which is known to be slow before it begins.
+        // One task ends. The next one may take its place, although its requester is known to be slow.
         places.remove(0);
         places.push(rig.enter(1));
-        assert_eq!(called(&places), [false; 6]);
+        assert_eq!(are_put_off(&places), [false; 6]);
         let late = [rig.enter(1), rig.enter(2)];
-        assert_eq!(called(&late), [true, false]);
+        assert_eq!(are_put_off(&late), [true, false]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -406,7 +413,7 @@ mod tests {
             let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
             advance(SLOW / 2).await;
             rig.places.review();
-            assert_eq!(called(&places), [false; 8]);
+            assert_eq!(are_put_off(&places), [false; 8]);
         }
     }
 
@@ -414,42 +421,44 @@ mod tests {
     async fn requesters_with_a_quarter_of_the_places_keep_them() {
         let mut rig = Rig::new();
         let mut places: Vec<Place> = (0..4).map(|requester| rig.enter(requester)).collect();
-        places.extend((0..4).map(|number| rig.enter(10 + number / 3)));
+        places.extend([10, 10, 10, 11].map(|requester| rig.enter(requester)));
         advance(2 * SLOW).await;
         rig.places.review();
-        assert_eq!(called(&places), [false, false, false, false, false, false, true, false]);
+        assert_eq!(are_put_off(&places), [false, false, false, false, false, false, true, false]);
         rig.places.review();
-        assert_eq!(called(&places), [false; 8], "no one has three");
+        assert_eq!(are_put_off(&places), [false; 8], "requester 10 has only two now");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_task_that_must_stay_is_not_called_and_an_earlier_one_is() {
+    async fn a_task_that_must_stay_is_not_put_off_and_an_earlier_one_is() {
         let mut rig = Rig::new();
         let places: Vec<Place> = (0..7).map(|_| rig.enter(1)).collect();
         places[6].stay();
         advance(2 * SLOW).await;
         rig.places.review();
-        assert_eq!(called(&places), [false, false, false, false, false, true, false]);
+        assert_eq!(are_put_off(&places), [false, false, false, false, false, true, false]);
         places[5].stay();
         rig.places.review();
-        assert_eq!(called(&places), [false; 7]);
+        assert_eq!(are_put_off(&places), [false; 7]);
     }
 
-    /// Returns how many tasks are put off of a requester that fills its places again and again for `time`.
-    async fn put_off(rig: &mut Rig, requester: u64, held: usize, time: Duration) -> usize {
+    /// For `time`, fills all places but `held` with tasks of `requester` again and again. Returns how many of its tasks
+    /// are put off.
+    async fn fill_places(rig: &mut Rig, requester: u64, held: usize, time: Duration) -> usize {
         let (mut count, mut waiting) = (0, Vec::new());
         for _ in 0..100 {
             advance(time / 100).await;
             rig.places.review();
             waiting.retain(|place: &Place| {
-                let is_called = place.called().now_or_never().is_some();
-                count += usize::from(is_called);
-                !is_called
+                let is_put_off = place.wait_to_be_put_off().now_or_never().is_some();
+                count += usize::from(is_put_off);
+                !is_put_off
             });
             while held + waiting.len() < usize::from(GRANTED) {
                 let place = rig.enter(requester);
                 assert!(!place.may_begin(), "six are slow");
-                if place.called().now_or_never().is_some() { count += 1 } else { waiting.push(place) }
+                let is_put_off = place.wait_to_be_put_off().now_or_never().is_some();
+                if is_put_off { count += 1 } else { waiting.push(place) }
             }
         }
         count
@@ -460,19 +469,22 @@ mod tests {
         let mut rig = Rig::new();
         let _held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(BURST_INTERVAL).await;
-        let first = put_off(&mut rig, 1, 6, Duration::from_secs(1)).await;
-        assert!((64..=66).contains(&first), "{first}");
-        let next = put_off(&mut rig, 1, 6, Duration::from_secs(10)).await;
-        assert!((19..=21).contains(&next), "{next}");
-        for found in [64..=65, 0..=1] {
-            drop(rig.enter(2));
-            let next = put_off(&mut rig, 1, 6, Duration::from_millis(1)).await;
-            assert!(found.contains(&next), "{next}");
-        }
+        let burst = BURST as usize;
+        let first = fill_places(&mut rig, 1, 6, Duration::from_secs(1)).await;
+        assert!((burst..=burst + RATE as usize).contains(&first), "{first}");
+        let renewed = 10 * RATE as usize;
+        let next = fill_places(&mut rig, 1, 6, Duration::from_secs(10)).await;
+        assert!((renewed - 1..=renewed + 1).contains(&next), "{next}");
+        drop(rig.enter(2));
+        let found = fill_places(&mut rig, 1, 6, Duration::from_millis(1)).await;
+        assert!((burst..=burst + 1).contains(&found), "{found}");
+        drop(rig.enter(2));
+        let found = fill_places(&mut rig, 1, 6, Duration::from_millis(1)).await;
+        assert!(found <= 1, "{found}: there is no second burst within BURST_INTERVAL");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_waiting_task_begins_when_another_ends_or_while_calls_are_suspended() {
+    async fn a_waiting_task_begins_when_another_ends_or_when_put_offs_are_suspended() {
         let mut rig = Rig::new();
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(2 * SLOW).await;
@@ -480,19 +492,19 @@ mod tests {
         rig.places.lock().permits = 0.0;
         let waiting = [rig.enter(1), rig.enter(1)];
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
-        assert_eq!((called(&waiting), may_begin()), (vec![false, false], [false, false]));
+        assert_eq!((are_put_off(&waiting), may_begin()), (vec![false, false], [false, false]));
         assert!(!rig.places.has_put_off_since(None));
         held.pop();
         assert_eq!(may_begin(), [true, false]);
         rig.places.suspend(SLOW);
         assert_eq!(may_begin(), [true, true]);
-        assert!(waiting[1].begins().now_or_never().is_some());
+        assert!(waiting[1].wait_to_begin().now_or_never().is_some());
         rig.places.lock().permits = BURST;
         rig.places.review();
-        assert!(called(&held).iter().chain(&called(&waiting)).all(|called| !called));
+        assert!(are_put_off(&held).iter().chain(&are_put_off(&waiting)).all(|is_put_off| !is_put_off));
         advance(SLOW).await;
         rig.places.review();
-        assert_eq!(called(&waiting), [false, true]);
+        assert_eq!(are_put_off(&waiting), [false, true], "seven have begun, one more than may");
         assert!(rig.places.has_put_off_since(Some(SystemTime::now())), "it is being put off");
         drop(waiting);
         let later = SystemTime::now() + SLOW;

@@ -118,7 +118,7 @@ impl Shared {
                     biased;
                     computed = run.compute(expected, &mut timings, &mut parts) => computed,
                     error = self.expired(&state) => Err(error.into()),
-                    () = run.called() => Err(Outcome::PutOff(WaitsFor::Place)),
+                    () = run.put_off() => Err(Outcome::PutOff(WaitsFor::Place)),
                 };
                 // Kept however the computation ended, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
@@ -308,9 +308,9 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// Returns when the task is to be put off because its requester holds too many places.
-    async fn called(&self) {
+    async fn put_off(&self) {
         match self.place {
-            Some(place) => place.called().await,
+            Some(place) => place.wait_to_be_put_off().await,
             None => pending().await,
         }
     }
@@ -322,7 +322,7 @@ impl Run<'_> {
         drop(expected);
         tokio::select! {
             biased;
-            () = place.begins() => Ok(Expected::new(&self.shared.engine)),
+            () = place.wait_to_begin() => Ok(Expected::new(&self.shared.engine)),
             error = self.ceases_to_be_wanted() => Err(error),
         }
     }

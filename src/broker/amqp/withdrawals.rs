@@ -73,7 +73,7 @@ pub async fn read_withdrawals(
     entries.ok_or(BrokerError::Refused { broker, reason })
 }
 
-/// The entries; none if the consumer ended before the last of them.
+/// Returns the entries, or `None` if the consumer ended before the last of them.
 async fn read(
     connection: &Connection,
     exchange: &str,
@@ -81,7 +81,7 @@ async fn read(
 ) -> Result<Option<Vec<Message>>, Error> {
     let stream = declare(connection, exchange, max_age).await?;
     let channel = connection.create_channel().await?;
-    // The broker refuses a consumer of a stream that has no prefetch.
+    // The broker requires a prefetch of each consumer of a stream.
     channel.basic_qos(PREFETCH, BasicQosOptions::default()).await?;
     let since = SystemTime::now().checked_sub(max_age).unwrap_or(SystemTime::UNIX_EPOCH);
     let seconds = since.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();

@@ -18,7 +18,7 @@ pub(in crate::worker) struct ErrorLog(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// When the last line was logged; none: no line was.
+    /// When the last line was logged; `None` before the first one.
     logged: Option<Instant>,
     /// The number of errors since then.
     unlogged: u64,
@@ -33,8 +33,8 @@ impl ErrorLog {
         }
     }
 
-    /// If a line is due, the number of errors that were not logged since the last one. Otherwise none, and one more
-    /// error counts as not logged.
+    /// Returns the number of errors that were not logged since the last line, if a line is due. Otherwise counts this
+    /// error as not logged, and returns `None`.
     fn take_unlogged(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.logged.is_some_and(|logged| now < logged + INTERVAL) {

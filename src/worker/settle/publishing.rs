@@ -22,6 +22,9 @@ use crate::worker::WorkerError;
 const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
 /// How often to check whether the broker has answered the last attempt to publish to a queue that was given up.
 const LAST_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How long a message that was given up waits for the broker's answer to its last attempt, if its queue has refused it
+/// before. Such a queue answers, but a busy broker may take seconds. Without an answer the task becomes a dead letter.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
 
 /// Where a message goes.
 #[derive(Clone, Copy)]
@@ -85,7 +88,10 @@ impl Settlement {
         };
         // A message that the broker has not answered may yet arrive.
         let given_up_at = Instant::now();
-        while attempts.is_out.load(Ordering::Relaxed) && given_up_at.elapsed() < MIN_PUBLISH_TIME {
+        let will_answer =
+            matches!(given_up, Sent::Evicted(_)) && attempts.was_refused.load(Ordering::Relaxed);
+        let answer_time = if will_answer { ANSWER_TIME } else { MIN_PUBLISH_TIME };
+        while attempts.is_out.load(Ordering::Relaxed) && given_up_at.elapsed() < answer_time {
             if let Ok(sent) = timeout(LAST_POLL_INTERVAL, &mut published).await {
                 return sent;
             }

@@ -27,8 +27,8 @@ pub(super) enum Settled {
 pub(super) enum Does {
     /// Answers at once.
     Answer(Published),
-    /// Confirms after this time.
-    Wait(Duration),
+    /// Answers after this time.
+    AnswerAfter(Duration, Published),
     /// Never answers.
     Nothing,
 }
@@ -166,9 +166,9 @@ impl Memory {
         self.0.changed.notify_waiters();
         match does {
             Does::Answer(published) => published,
-            Does::Wait(time) => {
+            Does::AnswerAfter(time, published) => {
                 tokio::time::sleep(time).await;
-                Published::Confirmed
+                published
             }
             Does::Nothing => std::future::pending().await,
         }

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
+use crate::broker::Published;
 use crate::model::{
     Body, Device, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route, SizedInput,
     Streaming, TaskError, clock,
@@ -321,7 +322,7 @@ async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_p
         let (rig, _) = start(|_| ());
         let slow = Duration::from_millis(600);
         for queue in ["mine", "other"] {
-            rig.memory.queue(queue, Does::Wait(slow));
+            rig.memory.queue(queue, Does::AnswerAfter(slow, Published::Confirmed));
         }
         let begun = tokio::time::Instant::now();
         let mut late = streamed("late", "other", 1_000);

@@ -20,7 +20,7 @@ fn ids(messages: &[Message]) -> Vec<&str> {
 async fn simultaneous_tasks_form_a_batch_and_are_acked_after_their_confirms() {
     here(async {
         let rig = Rig::start("echo", |_| ());
-        rig.memory.queue("late", Does::Wait(Duration::from_millis(100)));
+        rig.memory.queue("late", Does::AnswerAfter(Duration::from_millis(100), Published::Confirmed));
         rig.memory.deliver([echo("a"), task("b", "late", &json!({"input": 1})), echo("c")]);
         let replies = rig.memory.publishes("mine", 2).await;
         assert_eq!(ids(&replies), ["a", "c"]);
@@ -190,6 +190,20 @@ async fn half_the_prefetch_may_wait_for_a_full_queue_and_the_rest_is_put_off() {
             assert!(headers["sconce_put_off_since"].as_str().is_some(), "{headers:?}");
             assert!(!headers.contains_key("sconce_attempt"), "no attempt is counted: {headers:?}");
         }
+        assert_eq!(rig.memory.published(DEAD), []);
+        rig.memory.settles(16).await;
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn tasks_are_put_off_also_if_the_broker_takes_seconds_to_refuse_their_replies() {
+    here(async {
+        let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
+        rig.memory.grant(8);
+        rig.memory.queue("full", Does::AnswerAfter(Duration::from_millis(1_700), Published::Nacked));
+        rig.memory.deliver((0..20).map(|n| to("full", &n.to_string())));
+        rig.memory.publishes("tasks, later", 16).await;
         assert_eq!(rig.memory.published(DEAD), []);
         rig.memory.settles(16).await;
     })

@@ -2,6 +2,7 @@
 //! parts that are made from pieces, and `on_demand` parts of inputs on demand.
 
 use super::*;
+use crate::broker::Published;
 use crate::model::testing::script::{Script, ScriptNetwork, ScriptProcessor};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Preprocessed, Processor, Route, Streaming, TaskError,
@@ -73,7 +74,7 @@ async fn written(are_parts_brief: bool, confirmed_after: Duration) -> Vec<(bool,
         Ok::<(Watched, ScriptNetwork), LoadError>((watched, network))
     });
     let rig = Rig::start_model(&starter, "script", |_| ());
-    rig.memory.queue("mine", Does::Wait(confirmed_after));
+    rig.memory.queue("mine", Does::AnswerAfter(confirmed_after, Published::Confirmed));
     let body = json!({"prompt": 4, "max_tokens": 100, "step_ms": 10, "stream": true});
     rig.memory.deliver([task("a", "mine", &body)]);
     rig.memory.settles(1).await;
@@ -282,7 +283,7 @@ async fn a_drain_finishes_a_started_one_pass_stream_and_hands_back_sequences() {
 async fn a_burst_of_parts_is_sent_only_as_far_as_its_queue_accepts_it_in_time() {
     here(async {
         let rig = Rig::start("echo", |_| ());
-        rig.memory.queue("slow", Does::Wait(Duration::from_millis(10)));
+        rig.memory.queue("slow", Does::AnswerAfter(Duration::from_millis(10), Published::Confirmed));
         let body = json!({"input": (0..1_000).collect::<Vec<_>>(), "stream": true});
         rig.memory.deliver([task("a", "slow", &body), task("b", "quick", &body)]);
         let begun = tokio::time::Instant::now();

@@ -217,7 +217,7 @@ async fn no_part_is_under_way_when_the_reply_is_sent() {
     here(async {
         let rig = Rig::start("script", |_| ());
         // Longer than the 250 ms for which the reply waits for parts that are not sent yet.
-        rig.memory.queue("slow", Does::Wait(Duration::from_millis(700)));
+        rig.memory.queue("slow", Does::AnswerAfter(Duration::from_millis(700), Published::Confirmed));
         let begun = tokio::time::Instant::now();
         rig.memory.deliver([generate("a", "slow", 30, true)]);
         rig.memory.publishes("slow", 2).await;
@@ -236,7 +236,7 @@ async fn no_part_is_under_way_when_the_reply_is_sent() {
 async fn a_slow_reader_gets_fewer_parts_with_more_in_each() {
     here(async {
         let rig = Rig::start("script", |_| ());
-        rig.memory.queue("slow", Does::Wait(Duration::from_millis(200)));
+        rig.memory.queue("slow", Does::AnswerAfter(Duration::from_millis(200), Published::Confirmed));
         rig.memory.deliver([generate("a", "slow", 60, true)]);
         rig.memory.settles(1).await;
         let messages = rig.memory.published("slow");
