@@ -31,7 +31,7 @@ impl Summary {
     }
 }
 
-/// The size of a task's batch, weighted by the share of the batch that the task has. So a batch counts once, however
+/// The size of a batch, weighted by the share of the batch that the reporting task has. So a batch counts once, however
 /// many tasks report it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::commands) struct Weighted {
