@@ -11,7 +11,7 @@ use sconce::model::nets::decoder::config::DecoderConfig;
 use sconce::model::nets::decoder::{Decoder, Weights};
 use sconce::model::ops::causal::Span;
 use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
-use sconce::model::ops::{RowNumbers, multiplies_bytes};
+use sconce::model::ops::{RowNumbers, may_use_vnni};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
     Advance, Device, Dtype, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
@@ -391,7 +391,7 @@ fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
         (RowNumbers::Int16, KvNumbers::F32, 1e-4),
         (RowNumbers::Int8, KvNumbers::F32, 0.005),
     ];
-    kinds.retain(|(rows, ..)| multiplies_bytes() || *rows == RowNumbers::F32);
+    kinds.retain(|(rows, ..)| may_use_vnni() || *rows == RowNumbers::F32);
     for (rows, numbers, most) in kinds {
         weights.multiply_rows_as(rows);
         let mut decoder = Decoder::load(&weights, &config, 1_024).unwrap_or_else(|error| panic!("{error}"));

@@ -12,10 +12,10 @@ use std::sync::LazyLock;
 use half::{bf16, f16};
 use libloading::Library;
 use sconce::model::ops::Activation;
-use sconce::model::ops::gpu::{self, Argument, Heads, Launch, Matrix, Norm, Number, Plan, Pointer};
+use sconce::model::ops::gpu::{self, Argument, ElementType, Heads, Launch, Matrix, Norm, Plan, Pointer};
 use sconce::model::ops::pooling::{Mode, Pooling};
 
-const ALL: [Number; 3] = [Number::F32, Number::F16, Number::Bf16];
+const ALL: [ElementType; 3] = [ElementType::F32, ElementType::F16, ElementType::Bf16];
 
 static DEVICE: LazyLock<Library> = LazyLock::new(|| {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -87,8 +87,8 @@ impl Memory {
         Self { words, bytes: bytes.len() }
     }
 
-    fn of(number: Number, values: &[f32]) -> Self {
-        Self::of_bytes(&values.iter().flat_map(|x| stored(number, *x)).collect::<Vec<u8>>())
+    fn of(element_type: ElementType, values: &[f32]) -> Self {
+        Self::of_bytes(&values.iter().flat_map(|x| stored(element_type, *x)).collect::<Vec<u8>>())
     }
 
     fn of_words(words: &[u32]) -> Self {
@@ -99,39 +99,39 @@ impl Memory {
         self.words.as_ptr().addr() as Pointer
     }
 
-    fn read(&self, number: Number) -> Vec<f32> {
+    fn read(&self, element_type: ElementType) -> Vec<f32> {
         let all: Vec<u8> = self.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         assert!(all[self.bytes..].iter().all(|byte| *byte == GUARD), "written behind its end");
         let pairs = all[..self.bytes].as_chunks::<2>().0.iter();
-        match number {
-            Number::F32 => {
+        match element_type {
+            ElementType::F32 => {
                 all[..self.bytes].as_chunks::<4>().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect()
             }
-            Number::F16 => pairs.map(|bytes| f16::from_ne_bytes(*bytes).to_f32()).collect(),
-            Number::Bf16 => pairs.map(|bytes| bf16::from_ne_bytes(*bytes).to_f32()).collect(),
+            ElementType::F16 => pairs.map(|bytes| f16::from_ne_bytes(*bytes).to_f32()).collect(),
+            ElementType::Bf16 => pairs.map(|bytes| bf16::from_ne_bytes(*bytes).to_f32()).collect(),
         }
     }
 }
 
-fn stored(number: Number, x: f32) -> Vec<u8> {
-    match number {
-        Number::F32 => x.to_ne_bytes().to_vec(),
-        Number::F16 => f16::from_f32(x).to_ne_bytes().to_vec(),
-        Number::Bf16 => bf16::from_f32(x).to_ne_bytes().to_vec(),
+fn stored(element_type: ElementType, x: f32) -> Vec<u8> {
+    match element_type {
+        ElementType::F32 => x.to_ne_bytes().to_vec(),
+        ElementType::F16 => f16::from_f32(x).to_ne_bytes().to_vec(),
+        ElementType::Bf16 => bf16::from_f32(x).to_ne_bytes().to_vec(),
     }
 }
 
 /// The nearest value that a number of this kind has.
-fn rounded(number: Number, values: &[f32]) -> Vec<f32> {
-    Memory::of(number, values).read(number)
+fn rounded(element_type: ElementType, values: &[f32]) -> Vec<f32> {
+    Memory::of(element_type, values).read(element_type)
 }
 
 /// How far a result may be off that is rounded once, of size 1.
-fn unit(number: Number) -> f64 {
-    match number {
-        Number::F32 => 2e-6,
-        Number::F16 => 1e-3,
-        Number::Bf16 => 8e-3,
+fn unit(element_type: ElementType) -> f64 {
+    match element_type {
+        ElementType::F32 => 2e-6,
+        ElementType::F16 => 1e-3,
+        ElementType::Bf16 => 8e-3,
     }
 }
 
@@ -152,8 +152,8 @@ fn assert_near(ours: &[f32], right: &[f64], within: f64, what: &str) {
     }
 }
 
-fn matrix(memory: &Memory, number: Number, rows: usize, width: usize) -> Matrix {
-    Matrix { at: memory.at(), number, rows: rows as u32, width: width as u32 }
+fn matrix(memory: &Memory, element_type: ElementType, rows: usize, width: usize) -> Matrix {
+    Matrix { at: memory.at(), element_type, rows: rows as u32, width: width as u32 }
 }
 
 /// LayerNorm of rows that are sums already, by the formula.
@@ -174,18 +174,23 @@ fn normed(sums: &[f64], params: &[f32], eps: f64) -> Vec<f64> {
 
 #[test]
 fn rows_are_added_and_normed() {
-    for number in ALL {
-        for (rows, width) in [(1, 4), (7, 32), (9, 384), (5, 768), (3, gpu::MOST_WIDTH as usize)] {
-            let x = rounded(number, &noise(rows * width, 3.0, 1));
-            let residual = rounded(number, &noise(rows * width, 2.0, 2));
+    for element_type in ALL {
+        for (rows, width) in [(1, 4), (7, 32), (9, 384), (5, 768), (3, gpu::MAX_WIDTH as usize)] {
+            let x = rounded(element_type, &noise(rows * width, 3.0, 1));
+            let residual = rounded(element_type, &noise(rows * width, 2.0, 2));
             let params = noise(3 * width, 1.0, 3);
             let sum = |at: usize| f64::from(x[at]) + f64::from(residual[at]) + f64::from(params[at % width]);
             let right = normed(&(0..rows * width).map(sum).collect::<Vec<_>>(), &params, 1e-5);
-            let (on_device, other) = (Memory::of(number, &x), Memory::of(number, &residual));
-            let constants = Memory::of(Number::F32, &params);
+            let (on_device, other) = (Memory::of(element_type, &x), Memory::of(element_type, &residual));
+            let constants = Memory::of(ElementType::F32, &params);
             let norm = Norm { params: constants.at(), eps: 1e-5 };
-            run(&gpu::add_norm(matrix(&on_device, number, rows, width), other.at(), norm));
-            assert_near(&on_device.read(number), &right, unit(number), &format!("{number:?} {rows}×{width}"));
+            run(&gpu::add_norm(matrix(&on_device, element_type, rows, width), other.at(), norm));
+            assert_near(
+                &on_device.read(element_type),
+                &right,
+                unit(element_type),
+                &format!("{element_type:?} {rows}×{width}"),
+            );
         }
     }
 }
@@ -193,9 +198,9 @@ fn rows_are_added_and_normed() {
 #[test]
 fn words_and_places_are_looked_up_and_normed() {
     let (ids, places, width) = ([3u32, 0, 9, 9, 1], [0u32, 1, 2, 0, 1], 36);
-    for number in ALL {
-        let words = rounded(number, &noise(10 * width, 1.0, 4));
-        let positions = rounded(number, &noise(3 * width, 1.0, 5));
+    for element_type in ALL {
+        let words = rounded(element_type, &noise(10 * width, 1.0, 4));
+        let positions = rounded(element_type, &noise(3 * width, 1.0, 5));
         let params = noise(3 * width, 1.0, 6);
         let sums: Vec<f64> = (0..ids.len() * width)
             .map(|at| {
@@ -206,14 +211,19 @@ fn words_and_places_are_looked_up_and_normed() {
                 sum + f64::from(params[column])
             })
             .collect();
-        let x = Memory::of(number, &vec![f32::NAN; ids.len() * width]);
-        let tables = [Memory::of(number, &words), Memory::of(number, &positions)];
+        let x = Memory::of(element_type, &vec![f32::NAN; ids.len() * width]);
+        let tables = [Memory::of(element_type, &words), Memory::of(element_type, &positions)];
         let plan = Memory::of_words(&Plan::new(&ids, &places, &[3, 2], 16).words);
-        let constants = Memory::of(Number::F32, &params);
+        let constants = Memory::of(ElementType::F32, &params);
         let norm = Norm { params: constants.at(), eps: 1e-12 };
         let tables = tables.each_ref().map(Memory::at);
-        run(&gpu::embed(matrix(&x, number, ids.len(), width), tables, plan.at(), norm));
-        assert_near(&x.read(number), &normed(&sums, &params, 1e-12), unit(number), &format!("{number:?}"));
+        run(&gpu::embed(matrix(&x, element_type, ids.len(), width), tables, plan.at(), norm));
+        assert_near(
+            &x.read(element_type),
+            &normed(&sums, &params, 1e-12),
+            unit(element_type),
+            &format!("{element_type:?}"),
+        );
     }
 }
 
@@ -226,19 +236,24 @@ fn activations_are_those_of_the_formula_and_lose_no_nan() {
         (Activation::Relu, |x| x.max(0.0)),
     ];
     for (activation, formula) in formulas {
-        for number in ALL {
+        for element_type in ALL {
             let (rows, width) = (70, 52);
-            let x = rounded(number, &noise(rows * width, 5.0, 7));
-            let bias = rounded(number, &noise(width, 0.5, 8));
+            let x = rounded(element_type, &noise(rows * width, 5.0, 7));
+            let bias = rounded(element_type, &noise(width, 0.5, 8));
             let sum = |at: usize| formula(f64::from(x[at]) + f64::from(bias[at % width]));
             let right: Vec<f64> = (0..rows * width).map(sum).collect();
-            let (on_device, by) = (Memory::of(number, &x), Memory::of(number, &bias));
-            run(&gpu::activate(matrix(&on_device, number, rows, width), by.at(), activation));
-            assert_near(&on_device.read(number), &right, unit(number), &format!("{activation:?} {number:?}"));
-            let none = Memory::of(number, &[f32::NAN; 4]);
-            let nothing = Memory::of(number, &[0.0; 4]);
-            run(&gpu::activate(matrix(&none, number, 1, 4), nothing.at(), activation));
-            assert!(none.read(number).iter().all(|x| x.is_nan()), "{activation:?} {number:?}");
+            let (on_device, by) = (Memory::of(element_type, &x), Memory::of(element_type, &bias));
+            run(&gpu::activate(matrix(&on_device, element_type, rows, width), by.at(), activation));
+            assert_near(
+                &on_device.read(element_type),
+                &right,
+                unit(element_type),
+                &format!("{activation:?} {element_type:?}"),
+            );
+            let none = Memory::of(element_type, &[f32::NAN; 4]);
+            let nothing = Memory::of(element_type, &[0.0; 4]);
+            run(&gpu::activate(matrix(&none, element_type, 1, 4), nothing.at(), activation));
+            assert!(none.read(element_type).iter().all(|x| x.is_nan()), "{activation:?} {element_type:?}");
         }
     }
 }
@@ -248,9 +263,9 @@ fn pooling_on_the_device_is_pooling_on_the_host() {
     let (lengths, width) = ([5usize, 1, 40], 260);
     let modes = vec![Mode::Mean, Mode::Cls, Mode::Max, Mode::MeanSqrtLen];
     let pooling = Pooling { modes: modes.clone(), normalize: false };
-    for number in ALL {
+    for element_type in ALL {
         let rows: usize = lengths.iter().sum();
-        let mut x = rounded(number, &noise(rows * width, 2.0, 9));
+        let mut x = rounded(element_type, &noise(rows * width, 2.0, 9));
         x[3 * width + 7] = f32::NAN;
         let mut rest = &*x;
         let mut right = Vec::new();
@@ -261,13 +276,19 @@ fn pooling_on_the_device_is_pooling_on_the_host() {
         }
         let ids: Vec<u32> = (0..rows as u32).collect();
         let plan = Plan::new(&ids, &ids, &lengths, 16);
-        let (on_device, planned) = (Memory::of(number, &x), Memory::of_words(&plan.words));
-        let out = Memory::of(Number::F32, &vec![0.0; lengths.len() * modes.len() * width]);
+        let (on_device, planned) = (Memory::of(element_type, &x), Memory::of_words(&plan.words));
+        let out = Memory::of(ElementType::F32, &vec![0.0; lengths.len() * modes.len() * width]);
         let starts = planned.at() + 4 * plan.starts() as Pointer;
-        run(&gpu::pool(out.at(), matrix(&on_device, number, rows, width), starts, plan.texts as u32, &modes));
-        for (at, (ours, right)) in out.read(Number::F32).iter().zip(&right).enumerate() {
+        run(&gpu::pool(
+            out.at(),
+            matrix(&on_device, element_type, rows, width),
+            starts,
+            plan.texts as u32,
+            &modes,
+        ));
+        for (at, (ours, right)) in out.read(ElementType::F32).iter().zip(&right).enumerate() {
             let same = (ours - right).abs() <= 1e-5 || ours.is_nan() && right.is_nan();
-            assert!(same, "{number:?}: number {at} is {ours}, and should be {right}");
+            assert!(same, "{element_type:?}: number {at} is {ours}, and should be {right}");
         }
     }
 }
@@ -309,58 +330,58 @@ fn attend(heads: Heads, qkv: &[f32], q_bias: &[f32], lengths: &[usize]) -> Vec<f
     let tokens: usize = lengths.iter().sum();
     let ids = vec![0; tokens];
     let plan = Plan::new(&ids, &ids, lengths, heads.queries());
-    let (on_device, bias) = (Memory::of(heads.number, qkv), Memory::of(Number::F32, q_bias));
+    let (on_device, bias) = (Memory::of(heads.element_type, qkv), Memory::of(ElementType::F32, q_bias));
     let planned = Memory::of_words(&plan.words);
-    let out = Memory::of(heads.number, &vec![f32::NAN; tokens * q_bias.len()]);
+    let out = Memory::of(heads.element_type, &vec![f32::NAN; tokens * q_bias.len()]);
     gpu::attend([out.at(), on_device.at(), bias.at()], heads, &plan, planned.at()).iter().for_each(run);
-    out.read(heads.number)
+    out.read(heads.element_type)
 }
 
 #[test]
 fn attention_is_its_formula_for_any_length() {
     let lengths = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 129];
     let tokens: usize = lengths.iter().sum();
-    for number in ALL {
+    for element_type in ALL {
         for (count, size) in [(2, 32), (1, 64)] {
-            let heads = Heads { number, count, size };
+            let heads = Heads { element_type, count, size };
             let hidden = (count * size) as usize;
-            let qkv = rounded(number, &noise(tokens * 3 * hidden, 1.5, 10));
+            let qkv = rounded(element_type, &noise(tokens * 3 * hidden, 1.5, 10));
             let q_bias = noise(hidden, 0.5, 11);
             let right = attended(&qkv, &q_bias, count as usize, &lengths);
             let ours = attend(heads, &qkv, &q_bias, &lengths);
-            assert_near(&ours, &right, 2.0 * unit(number), &format!("{heads:?}"));
+            assert_near(&ours, &right, 2.0 * unit(element_type), &format!("{heads:?}"));
         }
     }
 }
 
 #[test]
 fn a_text_gets_the_same_alone_and_among_others() {
-    for number in ALL {
-        let heads = Heads { number, count: 1, size: 32 };
+    for element_type in ALL {
+        let heads = Heads { element_type, count: 1, size: 32 };
         let (lengths, width) = ([70, 19, 130], 3 * 32);
-        let qkv = rounded(number, &noise(219 * width, 1.0, 12));
+        let qkv = rounded(element_type, &noise(219 * width, 1.0, 12));
         let q_bias = noise(32, 0.5, 13);
         let together = attend(heads, &qkv, &q_bias, &lengths);
         let alone = attend(heads, &qkv[70 * width..89 * width], &q_bias, &[19]);
-        assert_eq!(together[70 * 32..89 * 32], alone, "{number:?}");
+        assert_eq!(together[70 * 32..89 * 32], alone, "{element_type:?}");
     }
 }
 
 #[test]
 fn large_scores_do_not_overflow_and_what_is_no_number_stays_in_its_text() {
-    for number in ALL {
-        let heads = Heads { number, count: 1, size: 64 };
-        let mut qkv = rounded(number, &noise(60 * 192, 30.0, 14));
+    for element_type in ALL {
+        let heads = Heads { element_type, count: 1, size: 64 };
+        let mut qkv = rounded(element_type, &noise(60 * 192, 30.0, 14));
         let right = attended(&qkv, &[0.0; 64], 1, &[40, 20]);
         // Weights near a tie are of scores that are rounded: only what clearly wins is compared.
         let ours = attend(heads, &qkv, &[0.0; 64], &[40, 20]);
-        assert!(ours.iter().all(|x| x.is_finite()), "{number:?}");
-        if number == Number::F32 {
+        assert!(ours.iter().all(|x| x.is_finite()), "{element_type:?}");
+        if element_type == ElementType::F32 {
             assert_near(&ours, &right, 1e-2, "f32");
         }
         qkv[41 * 192 + 64] = f32::NAN;
         let ours = attend(heads, &qkv, &[0.0; 64], &[40, 20]);
-        assert!(ours[..40 * 64].iter().all(|x| x.is_finite()), "{number:?}: another text");
-        assert!(ours[40 * 64..].iter().all(|x| x.is_nan()), "{number:?}: its own");
+        assert!(ours[..40 * 64].iter().all(|x| x.is_finite()), "{element_type:?}: another text");
+        assert!(ours[40 * 64..].iter().all(|x| x.is_nan()), "{element_type:?}: its own");
     }
 }

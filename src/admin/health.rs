@@ -103,7 +103,14 @@ mod tests {
 
     fn status(slots: &[(&str, State, bool)]) -> SlotStatus {
         let settings = config::load(&[], [], &[("pool[0].devices".into(), "cpu".into())]).unwrap().settings;
-        let host = Host { name: "h".into(), cores: 1, gpus: Gpus::default(), visible: None, cuda: None };
+        let host = Host {
+            name: "h".into(),
+            launcher: "h".into(),
+            cores: 1,
+            gpus: Gpus::default(),
+            visible: None,
+            cuda: None,
+        };
         let assignment = plan(&settings, &host).unwrap().remove(0);
         let entry = |(number, (pool, state, was_ready)): (usize, &(&str, State, bool))| {
             let slot = format!("{pool}/{number}");

@@ -320,15 +320,28 @@ mod tests {
     use super::*;
     use crate::config;
     use crate::launcher::gpus::{Gpu, Memory};
-    use crate::launcher::{Host, Launching, plan};
+    use crate::launcher::{Host, LaunchSpec, Launching, plan};
     use crate::shutdown::Stop;
 
     fn page(gpus: Gpus) -> String {
         let flags = [("pool[0].devices", "cpu,cpu"), ("pool[0].name", "a \"quoted\" name")];
         let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
         let settings = config::load(&[], [], &flags).unwrap().settings;
-        let host = Host { name: "h".into(), cores: 2, gpus: Gpus::default(), visible: None, cuda: None };
-        let launching = Launching::new("none".as_ref(), None, &settings.launcher, &Stop::default(), None);
+        let host = Host {
+            name: "h".into(),
+            launcher: "h".into(),
+            cores: 2,
+            gpus: Gpus::default(),
+            visible: None,
+            cuda: None,
+        };
+        let launching = Launching::new(LaunchSpec {
+            worker_program: "none".as_ref(),
+            guard_program: None,
+            policy: &settings.launcher,
+            stop: &Stop::default(),
+            raw_lines: None,
+        });
         let board = launching.board();
         for assignment in plan(&settings, &host).unwrap() {
             board.assign(&assignment);

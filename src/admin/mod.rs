@@ -22,4 +22,4 @@ mod remote;
 pub use health::{Check, LAUNCHER};
 #[cfg(feature = "http")]
 pub use http::serve;
-pub use remote::{Place, control};
+pub use remote::{ControlledLauncher, control};

@@ -14,17 +14,18 @@ use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{Answer, CANCEL, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 
-/// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read.
+/// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read
+/// its control messages.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest wait for the broker to accept an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The largest request, in bytes.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
-/// The launcher that is controlled.
-pub struct Place {
+/// The launcher that is controlled, as far as requests need it.
+pub struct ControlledLauncher {
     /// Its name.
-    pub launcher: String,
+    pub name: String,
     /// Its host's name.
     pub host: String,
     /// The board with the state of its slots.
@@ -34,20 +35,21 @@ pub struct Place {
     /// Sets the launcher's own log filter, or returns what is wrong with it.
     pub log_filter: fn(&str) -> Result<(), String>,
     /// One permit, held while a request is being answered.
-    pub answering: Semaphore,
+    pub answer_permit: Semaphore,
 }
 
 /// Serves requests until the broker refuses the connection or is away for too long.
 ///
 /// # Errors
 /// The broker refuses the connection, or has been away for too long.
-pub async fn control(mut session: BrokerSession, place: &Place) -> Result<(), BrokerError> {
+pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) -> Result<(), BrokerError> {
     loop {
         match session.consumer.next().await? {
             Event::Delivery(delivery) => {
-                // Held until the answer is sent: a launcher that this request ends waits for the permit.
-                let _answering = place.answering.acquire().await;
-                answer(&session, place, &delivery).await;
+                // A request may shut this launcher down. The shutdown waits for this permit, so that the answer is sent
+                // first.
+                let _permit = launcher.answer_permit.acquire().await;
+                handle_delivery(&session, launcher, &delivery).await;
                 // Acked last: with a prefetch of one, further requests can still expire at the broker.
                 session.acker.ack(delivery.delivery_tag).await;
             }
@@ -57,22 +59,22 @@ pub async fn control(mut session: BrokerSession, place: &Place) -> Result<(), Br
     }
 }
 
-async fn answer(session: &BrokerSession, place: &Place, delivery: &Delivery) {
-    let Some(answer) = place.serve(delivery).await else { return };
+async fn handle_delivery(session: &BrokerSession, launcher: &ControlledLauncher, delivery: &Delivery) {
+    let Some(answer) = launcher.serve(delivery).await else { return };
     // A requester's cancellation is not answered: its reply queue gets the cancelled task's reply, and nothing else.
-    if Request::of_requester(&delivery.message.properties).is_some() {
+    if Request::cancellation_in(&delivery.message.properties).is_some() {
         return;
     }
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
-    let message = Arc::new(answer_message(&delivery.message, &answer));
+    let message = Arc::new(build_message(&delivery.message, &answer));
     let published = tokio::time::timeout(ANSWER_TIMEOUT, session.publisher.publish(reply_to, message)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
         tracing::debug!(reply_to, "remote control: the answer was not delivered");
     }
 }
 
-fn answer_message(request: &Message, answer: &Answer) -> Message {
+fn build_message(request: &Message, answer: &Answer) -> Message {
     let properties = Properties {
         content_type: Some(JSON.into()),
         correlation_id: request.properties.correlation_id.clone(),
@@ -82,7 +84,7 @@ fn answer_message(request: &Message, answer: &Answer) -> Message {
     Message { properties, body: serde_json::to_vec(answer).unwrap_or_default().into() }
 }
 
-impl Place {
+impl ControlledLauncher {
     /// Carries out a request. None if it addresses no slot of this launcher; it may address slots of others.
     async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
@@ -91,7 +93,7 @@ impl Place {
                 "{key:?} is no routing key of requests; expected all, cancel, host.…, launcher.…, pool.… or slot.…"
             )));
         };
-        let target = target.within(&self.host, &self.launcher)?;
+        let target = target.narrowed_to(&self.host, &self.name)?;
         let is_addressed = |report: &SlotReport| target.matches(&report.pool, &report.worker);
         if !self.board.read(|status| status.slots.values().any(|entry| is_addressed(&entry.report))) {
             return None;
@@ -103,16 +105,19 @@ impl Place {
                 body.len()
             )));
         }
-        let of_requester = Request::of_requester(&delivery.message.properties);
-        if target == Target::Cancel && of_requester.is_none() {
-            return Some(self.refusal(format!("the key {key:?} only takes messages of the type {CANCEL}")));
-        }
-        let request: Request = match of_requester.map_or_else(|| serde_json::from_slice(body), Ok) {
-            Ok(request) => request,
-            Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
+        let request = match Request::cancellation_in(&delivery.message.properties) {
+            Some(cancellation) => cancellation,
+            None if target == Target::Cancel => {
+                let message = format!("the key {key:?} only takes messages of the type {CANCEL}");
+                return Some(self.refusal(message));
+            }
+            None => match serde_json::from_slice(body) {
+                Ok(request) => request,
+                Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
+            },
         };
         let request_text = serde_json::to_string(&request).unwrap_or_default();
-        if request.only_asks() {
+        if request.is_query() {
             tracing::debug!(key, request = request_text, "remote control");
         } else {
             tracing::info!(key, request = request_text, "remote control");
@@ -121,25 +126,29 @@ impl Place {
             Ok(outcomes) => outcomes,
             Err(message) => return Some(self.refusal(message)),
         };
-        Some(self.answer(&request, &target, &outcomes))
+        Some(self.build_answer(&request, &target, &outcomes))
     }
 
-    /// Has the slots carry out the order; does nothing for a query.
+    /// Validates an order, sets the launcher's own log filter if the order asks for that, and has the slots carry out
+    /// the order. Does nothing for a query.
     async fn carry_out(
         &self,
         request: &Request,
         target: &Target,
     ) -> Result<BTreeMap<String, Outcome>, String> {
-        match request {
-            _ if request.only_asks() => return Ok(BTreeMap::new()),
-            Request::SetBatch(change) => change.problem().map_or(Ok(()), Err)?,
-            Request::Cancel(cancellation) => {
-                cancellation.problem().map_or(Ok(()), |message| Err(message.to_owned()))?;
-            }
-            Request::LogLevel { filter } => {
-                (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
-            }
-            _ => {}
+        if request.is_query() {
+            return Ok(BTreeMap::new());
+        }
+        let problem = match request {
+            Request::SetBatch(change) => change.problem(),
+            Request::Cancel(cancellation) => cancellation.problem().map(str::to_owned),
+            _ => None,
+        };
+        if let Some(problem) = problem {
+            return Err(problem);
+        }
+        if let Request::LogLevel { filter } = request {
+            (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
         }
         let ordered =
             tokio::time::timeout(ORDER_TIMEOUT, self.handle.order(target.clone(), request.clone())).await;
@@ -148,7 +157,12 @@ impl Place {
         Ok(outcomes.into_iter().collect())
     }
 
-    fn answer(&self, request: &Request, target: &Target, outcomes: &BTreeMap<String, Outcome>) -> Answer {
+    fn build_answer(
+        &self,
+        request: &Request,
+        target: &Target,
+        outcomes: &BTreeMap<String, Outcome>,
+    ) -> Answer {
         let slots = self.board.read(|status| {
             let reports = status.slots.values().map(|entry| entry.report());
             reports.filter(|it| target.matches(&it.pool, &it.worker)).collect::<Vec<_>>()
@@ -180,7 +194,7 @@ impl Place {
 
     fn identity(&self) -> Answer {
         Answer {
-            launcher: self.launcher.clone(),
+            launcher: self.name.clone(),
             host: self.host.clone(),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

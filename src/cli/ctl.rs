@@ -158,7 +158,7 @@ impl Ctl {
         match (named.next(), named.next()) {
             (Some(target), None) => Ok(target),
             (Some(_), Some(_)) => Err("give only one of --all, --host, --launcher, --pool and --slot"),
-            (None, _) if self.order.request().only_asks() => Ok(Target::All),
+            (None, _) if self.order.request().is_query() => Ok(Target::All),
             // The id of a task names the same task to every launcher.
             (None, _) if matches!(self.order, CtlOrder::Cancel { .. }) => Ok(Target::All),
             (None, _) => Err("this command needs a target: --all, --host, --launcher, --pool or --slot"),

@@ -19,19 +19,21 @@ pub(super) const EXAMPLES: &str = "Examples:
 
 While a command reads the queue, nobody else sees its messages. Afterwards a quorum queue has them in \
 another order, and has counted one delivery of each. If sconce did not declare the queue, it assumes the \
-delivery limit of RabbitMQ 4, which is 20: set no lower one, neither by x-delivery-limit nor by a policy. \
+delivery limit of RabbitMQ 4, which is 20. Do not set a lower one by x-delivery-limit or by a policy. \
 A dead letter near the limit is published to the end of the queue again, because RabbitMQ would drop it.
 
 Dead letters of other pools in the same queue are counted on stderr and left alone, unless given by id.";
 
 const REQUEUED: &str = "\
 A task is published to the pool's task queue as its producer sent it, and is removed from the dead-letter \
-queue once the broker has confirmed it there. A crash in between leaves it in both.
+queue once the broker has confirmed it in the task queue. A crash in between leaves it in both.
 
-Not restored are: the task's expiration, because the task would expire at once, and an `expires` that may \
-be derived from it (an `expires` of the producer alone is kept: a task past it is answered with 408); \
-user_id; CC. A control message is requeued only by its id. What cannot be requeued stays in the \
-dead-letter queue, with the reason on stderr, and the exit code is 1.";
+These are dropped: the expiration, because the task would expire at once; `expires`, if the task also had an \
+expiration and a worker retried or dead-lettered it, because the worker may have derived it; user_id; CC. An \
+`expires` without an expiration is kept; if it has passed, the task is answered with 408.
+
+A control message is requeued only by its id. What cannot be requeued stays in the dead-letter queue, with the \
+reason on stderr, and the exit code is 1.";
 
 /// `sconce dead`.
 #[derive(Debug, Subcommand)]
@@ -61,14 +63,14 @@ pub struct DeadSource {
 /// Filters of dead letters; all given ones must hold.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DeadFilters {
-    /// Only dead letters with this reason; may be repeated. The last five are those of RabbitMQ, and `unknown` for
-    /// dead letters without a reason
+    /// Only dead letters with this reason; may be repeated. RabbitMQ gives `delivery_limit`, `expired`,
+    /// `rejected` and `maxlen`; `unknown` is for dead letters without a reason
     #[arg(long, value_name = "REASON", value_parser = PossibleValuesParser::new(reasons()))]
     pub reason: Vec<String>,
-    /// Only dead letters older than this, such as 90m or 7d. A dead letter without a time has no age
+    /// Only dead letters older than this, such as 90m or 7d. Dead letters without a time never match
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub older_than: Option<Duration>,
-    /// Only dead letters newer than this
+    /// Only dead letters newer than this. Dead letters without a time never match
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub newer_than: Option<Duration>,
 }

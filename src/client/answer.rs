@@ -15,7 +15,7 @@ pub(crate) struct Answer<'a> {
     pub(crate) device: &'a str,
     pub(crate) model: &'a str,
     /// Durations in the order of [`STAGES`], in milliseconds; none if one is missing.
-    pub(crate) stages: Option<[f64; 4]>,
+    pub(crate) stages_ms: Option<[f64; 4]>,
     /// The task's last forward pass; none: it had none.
     pub(crate) batch: Option<Batch>,
     /// All tokens of the task; none if the body does not state them.
@@ -42,8 +42,9 @@ impl<'a> Answer<'a> {
     pub(crate) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);
-        let stages = STAGES.map(|name| Some(number(headers, name)? / 1e3));
-        let stages = stages.iter().all(Option::is_some).then(|| stages.map(Option::unwrap_or_default));
+        let stages_ms = STAGES.map(|name| Some(number(headers, name)? / 1e3));
+        let is_complete = stages_ms.iter().all(Option::is_some);
+        let stages_ms = is_complete.then(|| stages_ms.map(Option::unwrap_or_default));
         let inputs = number(headers, "batch_size").filter(|inputs| *inputs > 0.0);
         let tokens = number(headers, "batch_tokens");
         let status_code = headers.get("status_code").and_then(Value::as_i64);
@@ -54,7 +55,7 @@ impl<'a> Answer<'a> {
             worker: text("worker"),
             device: text("device").unwrap_or_default(),
             model: text("model").unwrap_or_default(),
-            stages,
+            stages_ms,
             batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),
             tokens: usage.total_tokens,
             generated: usage.completion_tokens,
@@ -68,7 +69,7 @@ impl<'a> Answer<'a> {
 
     /// Milliseconds of device time for this task.
     pub(crate) fn device_ms(&self, inputs: usize) -> f64 {
-        match (self.stages, self.batch) {
+        match (self.stages_ms, self.batch) {
             (Some([.., compute_ms]), Some(batch)) => compute_ms * batch.share(inputs),
             _ => 0.0,
         }
@@ -110,7 +111,7 @@ mod tests {
         let answer = Answer::of(&reply);
         assert!(answer.succeeded());
         assert_eq!((answer.worker, answer.tokens), (Some("h/p/0"), Some(12)));
-        assert_eq!(answer.stages, Some([7.0, 0.5, 0.25, 40.0]));
+        assert_eq!(answer.stages_ms, Some([7.0, 0.5, 0.25, 40.0]));
         assert_eq!(answer.batch, Some(Batch { inputs: 8.0, tokens: 80.0 }));
         assert_eq!(answer.device_ms(2), 10.0);
         assert_eq!(answer.device_ms(20), 40.0, "it spans batches, and takes no more than their time");
@@ -134,7 +135,7 @@ mod tests {
         let reply = reply(&[("status_code", 400.into()), ("batch_size", 0.into())], "");
         let answer = Answer::of(&reply);
         assert!(!answer.succeeded());
-        assert_eq!((answer.stages, answer.batch, answer.tokens), (None, None, None));
+        assert_eq!((answer.stages_ms, answer.batch, answer.tokens), (None, None, None));
         assert_eq!(answer.device_ms(1), 0.0);
     }
 }

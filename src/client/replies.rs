@@ -8,8 +8,10 @@ use serde::Serialize;
 
 use super::answer::Answer;
 
+/// Sums over replies.
 #[derive(Debug, Default)]
-pub(crate) struct OfReplies {
+pub(crate) struct ReplyStats {
+    /// When the measured time began.
     pub(crate) began: Duration,
     /// Time of the last reply.
     pub(crate) ended: Duration,
@@ -37,7 +39,7 @@ pub(crate) struct WorkerShare {
     pub(crate) busy_percent: f64,
 }
 
-impl OfReplies {
+impl ReplyStats {
     /// Counts the reply to a task with this many inputs.
     pub(crate) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
         self.ended = at;
@@ -67,7 +69,7 @@ impl OfReplies {
     }
 
     /// `count` in the span as a rate per second; 0 for an empty span.
-    pub(crate) fn a_second(&self, count: u64) -> f64 {
+    pub(crate) fn per_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
     }

@@ -7,16 +7,16 @@ use serde::Serialize;
 
 use super::answer::Answer;
 use super::batch_file::{CommonError, ErrorCounts};
-use super::replies::{OfReplies, WorkerShare, busy_percent, rounded};
+use super::replies::{ReplyStats, WorkerShare, busy_percent, rounded};
 
 pub(crate) struct Tally {
     made: Instant,
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
     answered: u64,
-    /// Lines that were answered without a worker: they are not requests, or there was no reply.
-    unasked: u64,
-    replies: OfReplies,
+    /// Lines that got an error without a worker's reply: they are not requests, or no reply came.
+    without_reply: u64,
+    replies: ReplyStats,
     devices: BTreeMap<String, u64>,
     model: String,
     batches: Batches,
@@ -36,8 +36,8 @@ impl Default for Tally {
             made: Instant::now(),
             began: None,
             answered: 0,
-            unasked: 0,
-            replies: OfReplies::default(),
+            without_reply: 0,
+            replies: ReplyStats::default(),
             devices: BTreeMap::new(),
             model: String::new(),
             batches: Batches::default(),
@@ -46,9 +46,9 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// Counts this many lines that get an error without a reply.
-    pub(crate) fn count_unasked(&mut self, lines: u64) {
-        self.unasked += lines;
+    /// Counts this many lines that got an error without a worker's reply.
+    pub(crate) fn count_without_reply(&mut self, lines: u64) {
+        self.without_reply += lines;
     }
 
     /// Counts the reply to this many lines, with this many inputs in all.
@@ -58,9 +58,11 @@ impl Tally {
 
     fn count_at(&mut self, at: Duration, lines: u64, inputs: usize, answer: &Answer<'_>) {
         self.answered += lines;
-        // All stages except the wait in the queue, which includes the workers' start for the first lines.
-        let in_hand = answer.stages.map_or(0.0, |[_, prepare, wait, compute]| prepare + wait + compute);
-        let taken = at.saturating_sub(Duration::from_secs_f64(in_hand / 1e3));
+        // The wait in the queue is left out: for the first lines it includes the workers' start.
+        let worker_ms = answer
+            .stages_ms
+            .map_or(0.0, |[_queue, prepare, wait_for_batch, compute]| prepare + wait_for_batch + compute);
+        let taken = at.saturating_sub(Duration::from_secs_f64(worker_ms / 1e3));
         self.began = Some(self.began.map_or(taken, |before| before.min(taken)));
         self.replies.count(inputs, at, answer);
         *self.devices.entry(answer.device.to_owned()).or_default() += lines;
@@ -89,7 +91,7 @@ impl Tally {
         Report {
             pool: pool.to_owned(),
             model: self.model.clone(),
-            lines: self.answered + self.unasked,
+            lines: self.answered + self.without_reply,
             errors,
             errors_in_output: in_output.total(),
             commonest_errors: in_output.commonest(),
@@ -97,10 +99,10 @@ impl Tally {
             inputs: replies.inputs,
             tokens: replies.tokens,
             seconds: rounded(replies.seconds()),
-            lines_per_second: replies.a_second(self.answered),
-            inputs_per_second: replies.a_second(replies.inputs),
-            tokens_per_second: replies.tokens.map(|tokens| replies.a_second(tokens)),
-            generated_tokens_per_second: replies.generated.map(|tokens| replies.a_second(tokens)),
+            lines_per_second: replies.per_second(self.answered),
+            inputs_per_second: replies.per_second(replies.inputs),
+            tokens_per_second: replies.tokens.map(|tokens| replies.per_second(tokens)),
+            generated_tokens_per_second: replies.generated.map(|tokens| replies.per_second(tokens)),
             batch: (passes > 0.0).then(|| Batch {
                 passes: passes.round() as u64,
                 mean_inputs: rounded(inputs / passes),
@@ -117,7 +119,7 @@ pub(crate) struct Report {
     pool: String,
     /// The model as the first reply names it.
     model: String,
-    /// Lines answered in this run.
+    /// Lines answered in this run, by a worker's reply or by an error without one.
     lines: u64,
     /// Lines written in this run that hold an error, invalid requests included.
     errors: u64,

@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, log_format, start_logging};
-use crate::admin::{self, Place};
+use crate::admin::{self, ControlledLauncher};
 use crate::broker::amqp::{
     AmqpPublisher, Connector, RefusalPolicy, Subscription, read_withdrawals, retry_queue, subscribe,
 };
@@ -19,9 +19,9 @@ use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
-use crate::launcher::{Host, LauncherName, Launching, RawLines, Withdrawals, plan};
+use crate::launcher::{Host, LaunchSpec, LauncherName, Launching, RawLines, Withdrawals, plan};
 use crate::protocol::control::WITHDRAWN_FOR;
-use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
+use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen_for_signals};
 use crate::telemetry::{self, Format};
 
 /// Control requests that the broker delivers before they are acked; they are handled one at a time.
@@ -47,24 +47,23 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     let settings = &loaded.settings;
     start_logging(None)?;
     let mut host = Host::here();
-    let host_name = host.name.clone();
-    let mut launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
+    let mut launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host.name)
         .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
         .exits_with(Exit::Config)?;
     if let Some(address) = settings.admin.listen {
         launcher.publish_health_port(address.port());
     }
-    host.name.clone_from(&launcher.name);
+    host.launcher.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
         let (broker, launcher) = (redact_url(url.expose()), &launcher.name);
         tracing::info!(broker, launcher, pools = settings.pools.len(), "settings read");
     }
-    // A runtime of this thread alone, which lives to the end: the kernel signals workers when the thread that spawned
-    // them ends (PR_SET_PDEATHSIG).
+    // A runtime on this thread alone. This thread must outlive the workers, because the kernel signals them when the
+    // thread that spawned them ends (PR_SET_PDEATHSIG).
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let exit = runtime.block_on(serve(&load, &loaded, &host, host_name, &program, &assignments));
+    let exit = runtime.block_on(serve(&load, &loaded, &host, &program, &assignments));
     // Threads that wait for a driver or a broker end with the process.
     runtime.shutdown_background();
     exit
@@ -74,84 +73,92 @@ async fn serve(
     load: &Load<'_>,
     loaded: &Loaded,
     host: &Host,
-    host_name: String,
     program: &Path,
     assignments: &[Assignment],
 ) -> anyhow::Result<Exit> {
     let (settings, stop) = (&loaded.settings, Stop::default());
-    listen(stop.clone(), Patience::SecondAborts)?;
+    listen_for_signals(stop.clone(), Patience::SecondAborts)?;
     let mut hangups = Hangups::listen()?;
     let raw_lines = (log_format(true)? == Format::Json).then_some(telemetry::write_line as RawLines);
-    let launching = Launching::new(program, Some(program), &settings.launcher, &stop, raw_lines);
+    let launching = Launching::new(LaunchSpec {
+        worker_program: program,
+        guard_program: Some(program),
+        policy: &settings.launcher,
+        stop: &stop,
+        raw_lines,
+    });
     if let Some(address) = settings.admin.listen {
         #[cfg(feature = "http")]
-        let served = admin::serve(address, &host.name, launching.board(), stop.clone()).await;
+        let served = admin::serve(address, &host.launcher, launching.board(), stop.clone()).await;
         #[cfg(feature = "http")]
         served.with_context(|| format!("admin.listen = \"{address}\"")).exits_with(Exit::Config)?;
         #[cfg(not(feature = "http"))]
         tracing::info!(%address, "no metrics and no health: this build is without the feature `http`");
     }
-    let place = Arc::new(Place {
-        launcher: host.name.clone(),
-        host: host_name,
+    let controlled = Arc::new(ControlledLauncher {
+        name: host.launcher.clone(),
+        host: host.name.clone(),
         board: launching.board(),
         handle: launching.handle(),
         log_filter: telemetry::set_filter,
-        answering: Semaphore::new(1),
+        answer_permit: Semaphore::new(1),
     });
-    spawn_control(settings, &place)?;
+    spawn_control(settings, &controlled)?;
     let handle = launching.handle();
     let hangup = Notify::new();
-    // Signals are also handled while settings are being applied, because one may report that the terminal was
-    // closed.
-    let listening = async {
+    // SIGHUP is read even during a reload: it can also mean that the terminal is gone.
+    let handle_hangups = async {
         while hangups.next().await {
             hangup.notify_one();
         }
-        // The terminal was closed: its user cannot want the service to run for ever.
+        // The terminal is gone: its user cannot want the service to run for ever.
         stop.advance(Phase::Returning, "SIGHUP, and the terminal is gone");
     };
-    let reloading = async {
+    let reload_on_hangups = async {
         let mut in_force = loaded.clone();
         loop {
             hangup.notified().await;
             reload(load, settings, host, &mut in_force, &handle).await;
         }
     };
-    let beside = async { tokio::join!(listening, reloading) };
-    load_withdrawals(settings, &host.name, &launching.withdrawals()).await;
+    // Never completes; runs beside the launcher.
+    let side_tasks = async {
+        tokio::join!(handle_hangups, reload_on_hangups);
+        std::future::pending().await
+    };
+    load_withdrawals(settings, &host.launcher, &launching.withdrawals()).await;
     let exit = tokio::select! {
         exit = launching.run(assignments) => exit,
-        never = async { beside.await; std::future::pending().await } => never,
+        never = side_tasks => never,
     };
     // The client that requested the shutdown gets its answer first.
-    let _ = tokio::time::timeout(FINAL_ANSWER_TIMEOUT, place.answering.acquire()).await;
+    let _ = tokio::time::timeout(FINAL_ANSWER_TIMEOUT, controlled.answer_permit.acquire()).await;
     Ok(exit)
 }
 
 /// Spawns a thread that handles remote control and polls the pools' queues, so that neither a request nor a slow broker
 /// delays the supervision of workers.
-fn spawn_control(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
-    let (settings, place) = (settings.clone(), place.clone());
+fn spawn_control(settings: &Settings, controlled: &Arc<ControlledLauncher>) -> anyhow::Result<()> {
+    let (settings, controlled) = (settings.clone(), controlled.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let listen = move || {
+    let run_control = move || {
         runtime.block_on(async {
             let watch = async {
                 if settings.admin.listen.is_some() {
-                    watch_queues(&settings, &place).await;
+                    watch_queues(&settings, &controlled).await;
                 }
             };
-            tokio::join!(listen_to_control(&settings, &place), watch)
+            tokio::join!(serve_control(&settings, &controlled), watch)
         })
     };
-    thread::Builder::new().name("control".into()).spawn(listen)?;
+    thread::Builder::new().name("control".into()).spawn(run_control)?;
     Ok(())
 }
 
 /// Polls the number of messages in the pools' queues, as long as somebody reads the metrics. A queue that the broker
 /// does not let us inspect is left out.
-async fn watch_queues(settings: &Settings, place: &Place) {
-    let name = format!("sconce {} (queues)", place.launcher);
+async fn watch_queues(settings: &Settings, controlled: &ControlledLauncher) {
+    let name = format!("sconce {} (queues)", controlled.name);
     let publisher = AmqpPublisher::new(Connector::new(settings.broker.clone(), name));
     let queues_of = |pool: &Pool| {
         let own = [(pool.task_queue.clone(), "task"), (pool.dead_letter_queue.clone(), "dead_letter")];
@@ -162,7 +169,7 @@ async fn watch_queues(settings: &Settings, place: &Place) {
     };
     let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(queues_of).collect();
     loop {
-        while !place.board.was_read() {
+        while !controlled.board.was_read() {
             tokio::time::sleep(SCRAPE_CHECK_INTERVAL).await;
         }
         let mut waiting = BTreeMap::new();
@@ -171,13 +178,13 @@ async fn watch_queues(settings: &Settings, place: &Place) {
                 waiting.insert((queue.clone(), *kind), ready);
             }
         }
-        place.board.tell_of_queues(waiting);
+        controlled.board.tell_of_queues(waiting);
         tokio::time::sleep(QUEUE_POLL_INTERVAL).await;
     }
 }
 
 /// Handles requests from the control exchange. Opens it again after it was refused or lost.
-async fn listen_to_control(settings: &Settings, place: &Place) {
+async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
     let Some(exchange) = settings.admin.control_exchange.clone() else { return };
     if !settings.broker.declare {
         tracing::info!(
@@ -187,9 +194,10 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         return;
     }
     loop {
-        let (host, launcher) = (format!("host.{}", place.host), format!("launcher.{}", place.launcher));
-        let name = format!("sconce {} (control)", place.launcher);
-        // The set of slots may change, so the target of each request is decided here, by its routing key.
+        let (host, launcher) = (format!("host.{}", controlled.host), format!("launcher.{}", controlled.name));
+        let name = format!("sconce {} (control)", controlled.name);
+        // Binds to all pools and slots: which of them are ours may change, so the launcher filters each request by its
+        // routing key.
         let keys = ["all", "cancel", &host, &launcher, "pool.#", "slot.#"].map(str::to_owned).to_vec();
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
@@ -203,7 +211,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
             publisher,
         };
         // A refusal is retried too: its cause may pass, and the workers go on meanwhile.
-        match admin::control(broker_session, place).await {
+        match admin::control(broker_session, controlled).await {
             Err(error @ BrokerError::Refused { .. }) => {
                 tracing::warn!(exchange, %error, "no remote control; trying again");
             }
@@ -214,8 +222,8 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
     }
 }
 
-/// Reads what was withdrawn in the last hour, so that no worker obeys a sentinel or computes a job that was withdrawn
-/// while no launcher was running.
+/// Reads the withdrawals of sentinels and jobs of the last [`WITHDRAWN_FOR`], so that workers honour those made while
+/// no launcher ran.
 async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Withdrawals) {
     let Some(exchange) = settings.admin.control_exchange.as_ref().filter(|_| settings.broker.declare) else {
         return;
@@ -227,7 +235,7 @@ async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Wit
         Ok(Err(error)) => error.to_string(),
         Err(_) => format!("no end of the stream within {WITHDRAWALS_TIMEOUT:?}"),
     };
-    tracing::warn!(exchange, reason, "not known what was withdrawn before; starting without");
+    tracing::warn!(exchange, reason, "cannot read earlier withdrawals; starting without them");
 }
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.
@@ -237,7 +245,7 @@ async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut L
     // Not `Registry::plan`, which checks the free memory of devices: the running workers hold theirs. A new worker
     // reports if there is too little.
     let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it)));
-    let refused = match planned {
+    let applied = match planned {
         Ok((slots, loaded)) => {
             let settings = &loaded.settings;
             if settings.admin != first.admin || settings.launcher.name != first.launcher.name {
@@ -255,11 +263,11 @@ async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut L
             })
         }
         Err(error) => {
-            handle.refuse_reload();
+            handle.record_failed_reload();
             Err(format!("{error:#}"))
         }
     };
-    if let Err(reason) = refused {
+    if let Err(reason) = applied {
         tracing::error!("the former settings stay in force: {reason}");
     }
 }

@@ -154,7 +154,7 @@ impl Registry {
         let problems = pools.flat_map(|(index, pool)| {
             self.option_problems(pool).into_iter().map(move |problem| (index, problem))
         });
-        loaded.refuse_options(problems)?;
+        loaded.check_option_problems(problems)?;
         Ok(loaded)
     }
 

@@ -19,7 +19,7 @@ use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::control::Cancellation;
-use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::shutdown::{Exit, Patience, Phase, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
 
 /// Time between two progress lines of `--json`.
@@ -79,7 +79,7 @@ async fn drive(
     job: &RefCell<Job>,
 ) -> anyhow::Result<anyhow::Result<()>> {
     let stop = Stop::default();
-    listen(stop.clone(), Patience::SecondAborts)?;
+    listen_for_signals(stop.clone(), Patience::SecondAborts)?;
     let mut run = JobRun::begin(job, &settings.broker, options).await.map_err(with_exit)?;
     writeln!(io::stderr(), "job {}, through {}", job.borrow().id(), options.queue)?;
     let bar = {

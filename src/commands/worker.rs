@@ -18,7 +18,7 @@ use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode};
-use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::shutdown::{Exit, Patience, Phase, Stop, listen_for_signals};
 use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
 use crate::worker::{
@@ -62,7 +62,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, withdrawn, traces };
     let starter = registry.starter(&assignment.pool);
     let work = async move {
-        listen(stop.clone(), patience)?;
+        listen_for_signals(stop.clone(), patience)?;
         if patience == Patience::Drain {
             follow_commands(stop.clone(), control.clone())?;
         }

@@ -26,9 +26,11 @@ pub(super) fn merge(
 
     let mut built_in = overlay([defaults.clone()])?;
     let mut tree = overlay(std::iter::once(defaults).chain(written))?;
-    if let (Some(pools), [template]) = (pools(&mut tree), &*pools(&mut built_in).cloned().unwrap_or_default())
-    {
-        pools.iter_mut().for_each(|pool| fill(pool, template));
+    let Some([template]) = pools(&mut built_in).map(|pools| pools.as_slice()) else {
+        return Err(vec![Problem::new("settings", "expected one built-in pool")]);
+    };
+    for pool in pools(&mut tree).into_iter().flatten() {
+        fill(pool, template);
     }
 
     let mut problems = Vec::new();
@@ -60,10 +62,10 @@ fn pools(tree: &mut Value) -> Option<&mut Vec<Value>> {
 
 /// Adds the keys of `template` that `value` lacks, in its tables too.
 fn fill(value: &mut Value, template: &Value) {
-    let (ValueKind::Table(table), ValueKind::Table(missing)) = (&mut value.kind, &template.kind) else {
+    let (ValueKind::Table(table), ValueKind::Table(template_keys)) = (&mut value.kind, &template.kind) else {
         return;
     };
-    for (key, template) in missing {
+    for (key, template) in template_keys {
         match table.get_mut(key) {
             Some(present) => fill(present, template),
             None => drop(table.insert(key.clone(), template.clone())),

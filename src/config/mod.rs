@@ -72,12 +72,13 @@ impl Loaded {
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
     }
 
-    /// Turns problems with `[pool.options]`, each with its pool's index, into an error with the options' origins. The
-    /// caller finds the problems, since this room does not know which options a model takes.
+    /// Checks that the caller has found no problem with `[pool.options]`. Each problem comes with the index of its
+    /// pool; the error adds the origins of the options. The caller finds the problems, since this module does not know
+    /// which options a model takes.
     ///
     /// # Errors
     /// `problems` is not empty. The operator must act.
-    pub fn refuse_options(
+    pub fn check_option_problems(
         &self,
         problems: impl IntoIterator<Item = (usize, OptionProblem)>,
     ) -> Result<(), ConfigError> {
@@ -85,7 +86,7 @@ impl Loaded {
             let path = format!("pool[{pool}].options.{option}");
             let origin = self.origins.get(&path).map_or(read::BUILT_IN, String::as_str).to_owned();
             let problem = Problem::new(path, problem).with_origin(origin);
-            value.into_iter().fold(problem, |problem, value| problem.with_text(&value.to_string()))
+            if let Some(value) = value { problem.with_text(&value.to_string()) } else { problem }
         };
         let problems: Vec<Problem> = problems.into_iter().map(with_path).collect();
         if problems.is_empty() { Ok(()) } else { Err(ConfigError::new(problems)) }
@@ -93,7 +94,7 @@ impl Loaded {
 }
 
 /// Loads the settings. Later wins: built-in defaults < `files` in their order < `AMQP_URL` <
-/// `SCONCE_…` variables of `environment` < `overrides`, pairs of a dotted path and a value.
+/// `SCONCE_…` variables of `environment` < `flags`, pairs of a dotted path and a value.
 ///
 /// # Errors
 /// All problems of the settings together: the operator must act, and nothing can be started. If a file cannot be read
@@ -101,13 +102,13 @@ impl Loaded {
 pub fn load(
     files: &[PathBuf],
     environment: impl IntoIterator<Item = (String, String)>,
-    overrides: &[(String, String)],
+    flags: &[(String, String)],
 ) -> Result<Loaded, ConfigError> {
-    let (merged, misplaced) =
-        layers::merge(&default_file(), files, environment, overrides).map_err(ConfigError::new)?;
+    let (merged, unknown_keys) =
+        layers::merge(&default_file(), files, environment, flags).map_err(ConfigError::new)?;
     let mut report = read::Report::default();
     let settings = Settings::read(merged.clone(), &mut report);
-    report.problems.extend(misplaced);
+    report.problems.extend(unknown_keys);
     match settings {
         Some(settings) if report.problems.is_empty() => {
             let outline = settings::outline();

@@ -1,6 +1,6 @@
 //! The engine runs a model on a thread of its own. Tasks come in as [`Job`]s and finished ones go out as
-//! [`Notice`]s; an [`Observer`] reports to the launcher and the metrics. No other room knows a model's types or
-//! the steps of a computation. This room knows neither broker nor acks.
+//! [`Notice`]s; an [`Observer`] reports to the launcher and the metrics. No other module knows a model's types or
+//! the steps of a computation. This module knows neither broker nor acks.
 //!
 //! | file | decides |
 //! |---|---|
@@ -95,7 +95,8 @@ pub enum Expect {
     Less,
 }
 
-/// One task in the engine: preprocessed, then enqueued, then done. Once the job is dropped, the task is not computed any further.
+/// One task in the engine: preprocessed, then enqueued, then done. Once the job is dropped, the task is not computed
+/// any further.
 pub trait Job: Send {
     /// The number of inputs that are prepared so far.
     fn inputs(&self) -> usize;

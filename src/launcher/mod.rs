@@ -140,6 +140,22 @@ impl Launch {
     }
 }
 
+/// What a launcher is made of.
+#[derive(Clone, Copy)]
+pub struct LaunchSpec<'a> {
+    /// The program that is spawned as workers.
+    pub worker_program: &'a Path,
+    /// The path of sconce itself, which also runs as the guard: with it, a worker outlives a killed launcher by at most
+    /// the shutdown grace, even if the worker is stopped. None: no guard.
+    pub guard_program: Option<&'a Path>,
+    /// How workers are restarted.
+    pub policy: &'a Launcher,
+    /// The launcher ends with it.
+    pub stop: &'a Stop,
+    /// Writes workers' log lines unchanged. None: the lines are logged as our own.
+    pub raw_lines: Option<RawLines>,
+}
+
 /// A launcher that is not running yet, though its board and its handle can be used.
 pub struct Launching {
     launch: Arc<Launch>,
@@ -149,22 +165,15 @@ pub struct Launching {
 }
 
 impl Launching {
-    /// A launcher that spawns `program` as workers, restarts them by `policy`, and ends with `stop`. `guard` is the
-    /// path of sconce itself: with it, a worker outlives a killed launcher by at most the shutdown grace, even if the
-    /// worker is stopped. `raw_lines`, if given, writes workers' log lines unchanged.
-    pub fn new(
-        program: &Path,
-        guard: Option<&Path>,
-        policy: &Launcher,
-        stop: &Stop,
-        raw_lines: Option<RawLines>,
-    ) -> Self {
+    /// Makes a launcher; `run` starts it.
+    pub fn new(spec: LaunchSpec<'_>) -> Self {
+        let LaunchSpec { worker_program, guard_program, policy, stop, raw_lines } = spec;
         let (sender, policy) = watch::channel(policy.clone());
         let board = Arc::<StatusBoard>::default();
         let (handle, requests) = Handle::new(board.clone());
         let deaths = crash_records::Register::new(policy.borrow().poison_deaths);
-        let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
-        let guard = Arc::new(Guard::new(guard.map(Path::to_owned), policy.clone()));
+        let (program, stop, turn) = (worker_program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
+        let guard = Arc::new(Guard::new(guard_program.map(Path::to_owned), policy.clone()));
         let health = Arc::default();
         let launch = Launch {
             program,

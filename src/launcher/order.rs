@@ -1,4 +1,4 @@
-//! The requests that a running launcher takes through its handle: orders to slots, and new settings. This room
+//! The requests that a running launcher takes through its handle: orders to slots, and new settings. This module
 //! does not know who sends them, or over which connection.
 
 use std::sync::Arc;
@@ -68,12 +68,12 @@ impl Handle {
     }
 
     /// Counts a reload whose settings are invalid.
-    pub fn refuse_reload(&self) {
+    pub fn record_failed_reload(&self) {
         self.board.write(|status| status.reloads_refused += 1);
     }
 
-    /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress when this
-    /// returns. Queries are not orders: they are answered from the board.
+    /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress when
+    /// this returns. Queries are not orders: they are answered from the board.
     pub async fn order(&self, target: Target, order: Request) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
         let _ = self.requests.send(LauncherRequest::Order { target, order, answer }).await;

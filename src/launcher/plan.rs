@@ -14,8 +14,11 @@ const CPU: &str = "cpu";
 /// What this host has.
 #[derive(Clone, Debug)]
 pub struct Host {
-    /// Its name, or the launcher's: the first part of the names of workers.
+    /// Its name.
     pub name: String,
+    /// The name of the launcher, which is the first part of the names of workers. It is the host's name unless the
+    /// settings give another, or a second launcher runs here.
+    pub launcher: String,
     /// The cores that this process may use.
     pub cores: usize,
     /// Its GPUs.
@@ -31,7 +34,7 @@ pub struct Host {
 pub struct Cuda {
     /// Its CUDA version, which the driver must support.
     pub version: (i32, i32),
-    /// The oldest compute capability that it has code for.
+    /// The lowest compute capability that it has code for.
     pub compute_capability: (i32, i32),
 }
 
@@ -48,8 +51,10 @@ impl Host {
     /// This host: cores by affinity and cgroup quota, GPUs by NVML.
     pub fn here() -> Self {
         let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
+        let name = name.unwrap_or_else(|| "localhost".into());
         Self {
-            name: name.unwrap_or_else(|| "localhost".into()),
+            launcher: name.clone(),
+            name,
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             gpus: Gpus::here(),
             visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
@@ -139,7 +144,7 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
         let slot = format!("{}/{index}", pool.name);
         *index += 1;
         assignments.push(Assignment {
-            worker: format!("{}/{slot}", host.name),
+            worker: format!("{}/{slot}", host.launcher),
             slot,
             device,
             sharers: 1,
@@ -277,7 +282,14 @@ mod tests {
 
     fn planned(cores: usize, flags: &[(&str, &str)]) -> Result<Vec<Assignment>, LaunchError> {
         planned_on(
-            &Host { name: "host".into(), cores, gpus: Gpus::default(), visible: None, cuda: None },
+            &Host {
+                name: "host".into(),
+                launcher: "host".into(),
+                cores,
+                gpus: Gpus::default(),
+                visible: None,
+                cuda: None,
+            },
             flags,
         )
     }
@@ -292,7 +304,7 @@ mod tests {
             unknown: None,
             installed: true,
         };
-        Host { name: "host".into(), cores: 8, gpus, visible: None, cuda: Some(CUDA) }
+        Host { name: "host".into(), launcher: "host".into(), cores: 8, gpus, visible: None, cuda: Some(CUDA) }
     }
 
     fn devices(host: &Host, listed: &str) -> Result<Vec<String>, String> {
@@ -405,7 +417,7 @@ mod tests {
         let gpu = Gpu { uuid: "GPU-a".into(), memory, ..Gpu::default() };
         let gpus = Gpus { gpus: vec![gpu], ..Gpus::default() };
         let cuda = Some(Cuda { version: (13, 0), compute_capability: (8, 0) });
-        let host = Host { name: "host".into(), cores: 4, gpus, visible: None, cuda };
+        let host = Host { name: "host".into(), launcher: "host".into(), cores: 4, gpus, visible: None, cuda };
         let flags = [("pool[0].devices", "cuda:0,cpu"), ("pool[0].workers_per_device", workers)];
         let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
         let settings = config::load(&[], [], &flags).unwrap().settings;

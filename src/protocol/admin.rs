@@ -47,12 +47,13 @@ pub const CANCEL: &str = "control.cancel";
 
 impl Request {
     /// Whether the request changes nothing.
-    pub fn only_asks(&self) -> bool {
+    pub fn is_query(&self) -> bool {
         matches!(self, Self::Ping | Self::Stats | Self::Active)
     }
 
-    /// The request of a requester who cancels its own task; none if the message is not one.
-    pub fn of_requester(properties: &Properties) -> Option<Self> {
+    /// The cancellation that a message of type [`CANCEL`] is, by which a requester cancels its own task. None for any
+    /// other message.
+    pub fn cancellation_in(properties: &Properties) -> Option<Self> {
         let Properties { kind, correlation_id, reply_to, .. } = properties;
         let (correlation_id, reply_to) = (correlation_id.clone(), reply_to.clone());
         let cancel = || Self::Cancel(Cancellation { correlation_id, reply_to, ..Cancellation::default() });
@@ -108,7 +109,7 @@ impl Target {
 
     /// This target as resolved by a launcher that has received it: its own host and its own name become
     /// [`Target::All`]. None if the target is another host or launcher.
-    pub fn within(self, host: &str, launcher: &str) -> Option<Self> {
+    pub fn narrowed_to(self, host: &str, launcher: &str) -> Option<Self> {
         match self {
             Self::Host(name) => (name == host).then_some(Self::All),
             Self::Launcher(name) => (name == launcher).then_some(Self::All),
@@ -116,7 +117,7 @@ impl Target {
         }
     }
 
-    /// Whether a target that [`Target::within`] has resolved includes the slot of this pool and worker.
+    /// Whether a target that [`Target::narrowed_to`] has resolved includes the slot of this pool and worker.
     pub fn matches(&self, pool: &str, worker: &str) -> bool {
         match self {
             Self::All | Self::Cancel => true,
@@ -267,8 +268,8 @@ mod tests {
             (Target::Slot("gpu1.example.com/embed/1".into()), false),
         ] {
             assert_eq!(Target::of_routing_key(&target.routing_key()), Some(target.clone()));
-            let within = target.clone().within("gpu1.example.com", "gpu1-2");
-            assert_eq!(within.is_some_and(|it| it.matches("embed", worker)), is_selected, "{target:?}");
+            let narrowed = target.clone().narrowed_to("gpu1.example.com", "gpu1-2");
+            assert_eq!(narrowed.is_some_and(|it| it.matches("embed", worker)), is_selected, "{target:?}");
         }
         for none in ["", "host.", "host", "everything", "all.of.it"] {
             assert_eq!(Target::of_routing_key(none), None, "{none}");

@@ -21,9 +21,17 @@ const FOREIGN: [&str; 8] = ["inputs", "text", "texts", "documents", "document", 
 pub struct Keys {
     /// Fields that are read.
     pub taken: &'static [&'static str],
-    /// Fields that other servers support and this one does not, each with the JSON value that means the same as
-    /// its absence.
-    pub refused: &'static [(&'static str, &'static str)],
+    /// Fields that other servers support and this one does not.
+    pub unsupported: &'static [Unsupported],
+}
+
+/// A field that other servers support and this one does not.
+#[derive(Clone, Copy, Debug)]
+pub struct Unsupported {
+    /// Its name.
+    pub key: &'static str,
+    /// The JSON value that means the same as its absence. Any value but this one and `null` is refused.
+    pub only_value: &'static str,
 }
 
 /// The fields of one request; `null` counts as absent.
@@ -141,11 +149,12 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
                 if value.get() != "null" {
                     self.values.push((name, value));
                 }
-            } else if let Some((name, default)) = self.keys.refused.iter().find(|(name, _)| *name == key) {
+            } else if let Some(unsupported) = self.keys.unsupported.iter().find(|it| it.key == key) {
+                let Unsupported { key: name, only_value } = *unsupported;
                 let value: &RawValue = map.next_value()?;
-                if value.get() != "null" && value.get() != *default {
-                    let message = format!("{name} is not supported here; leave it out, or send {default}");
-                    self.error.get_or_insert(TaskError::bad_input(*name, message));
+                if value.get() != "null" && value.get() != only_value {
+                    let message = format!("{name} is not supported here; leave it out, or send {only_value}");
+                    self.error.get_or_insert(TaskError::bad_input(name, message));
                 }
             } else {
                 if let Some(meant) = self.mistyped(key) {
@@ -165,7 +174,7 @@ impl FieldVisitor<'_, '_> {
         if FOREIGN.contains(&key) {
             return None;
         }
-        let names = self.keys.taken.iter().chain(self.keys.refused.iter().map(|(name, _)| name));
+        let names = self.keys.taken.iter().chain(self.keys.unsupported.iter().map(|it| &it.key));
         // A comparison takes time and memory in proportion to the product of the lengths, and a key can be as long as
         // the body. One letter more or less is at most four bytes.
         let is_near = |name: &&str| key.len().abs_diff(name.len()) <= 4;
@@ -364,7 +373,10 @@ mod tests {
 
     const KEYS: Keys = Keys {
         taken: &["query", "documents", "top_n"],
-        refused: &[("stream", "false"), ("rank_fields", "[]")],
+        unsupported: &[
+            Unsupported { key: "stream", only_value: "false" },
+            Unsupported { key: "rank_fields", only_value: "[]" },
+        ],
     };
 
     fn refusal(body: &str) -> (TaskErrorKind, Option<String>, String) {

@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, list, shortened, string};
+use super::fields::{Fields, Keys, Unsupported, list, shortened, string};
 use super::labels::best;
 use super::message::Headers;
 use super::reply::written;
@@ -20,13 +20,17 @@ pub(super) const INPUTS: &[&str] = &["image_url", "inputs"];
 /// Labels in a reply to a request that does not say how many.
 const DEFAULT_TOP_K: usize = 5;
 
-/// The field for texts of the request of the same URL that classifies texts.
+/// The field that holds the texts in a request to classify texts, which has the same URL.
 const INPUT: &str = "input";
 const KEYS: Keys = Keys {
     taken: &["image_url", INPUT, "inputs", "model", "parameters", "raw_scores", "top_k"],
-    refused: &[("candidate_labels", "null"), ("function_to_apply", "null")],
+    unsupported: &[
+        Unsupported { key: "candidate_labels", only_value: "null" },
+        Unsupported { key: "function_to_apply", only_value: "null" },
+    ],
 };
-const PARAMETERS: Keys = Keys { taken: &["top_k"], refused: &[("function_to_apply", "null")] };
+const PARAMETERS: Keys =
+    Keys { taken: &["top_k"], unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }] };
 
 /// Reads the image in a value, with its path for errors.
 type ReadImage = fn(&RawValue, &str) -> Result<ImageFile, TaskError>;
@@ -47,7 +51,7 @@ pub struct ImageFile {
 pub struct ImagesRequest {
     /// At least one.
     pub images: Vec<ImageFile>,
-    /// Whether they came as a list; so does the reply.
+    /// Whether they came as a list. If so, the reply is a list too.
     pub listed: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
@@ -65,12 +69,12 @@ impl ImagesRequest {
     /// and the value.
     pub fn parse(message: &Message, most: usize) -> Result<Self, TaskError> {
         match message.media_type() {
-            Some(media_type) if media_type != JSON => Self::of_body(message, media_type),
-            _ => Self::of_json(&message.body, most),
+            Some(media_type) if media_type != JSON => Self::from_raw_image(message, media_type),
+            _ => Self::from_json(&message.body, most),
         }
     }
 
-    fn of_body(message: &Message, media_type: String) -> Result<Self, TaskError> {
+    fn from_raw_image(message: &Message, media_type: String) -> Result<Self, TaskError> {
         let headers = &message.properties.headers;
         if message.body.is_empty() {
             return Err(TaskError::bad_input("body", "the body is empty; it should be an image"));
@@ -97,11 +101,12 @@ impl ImagesRequest {
         })
     }
 
-    fn of_json(body: &[u8], most: usize) -> Result<Self, TaskError> {
+    fn from_json(body: &[u8], most: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let parameters = fields.get("parameters").map(|raw| Fields::parse(raw.get().as_bytes(), &PARAMETERS));
-        let inner =
-            parameters.transpose()?.map(|parameters| parameters.positive("top_k")).transpose()?.flatten();
+        let top_k_in_parameters = match fields.get("parameters") {
+            Some(raw) => Fields::parse(raw.get().as_bytes(), &PARAMETERS)?.positive("top_k")?,
+            None => None,
+        };
         let (key, read): (_, ReadImage) = match (fields.get("image_url"), fields.get("inputs")) {
             _ if fields.get(INPUT).is_some() => {
                 let message = "this pool classifies images, and input holds texts; send an image as a data URL in \
@@ -136,7 +141,7 @@ impl ImagesRequest {
             images,
             listed,
             model: fields.string("model")?,
-            top_k: fields.positive("top_k")?.or(inner).unwrap_or(DEFAULT_TOP_K),
+            top_k: fields.positive("top_k")?.or(top_k_in_parameters).unwrap_or(DEFAULT_TOP_K),
             raw_scores: fields.boolean("raw_scores", false)?,
         })
     }
@@ -144,7 +149,8 @@ impl ImagesRequest {
 
 /// A data URL, or OpenAI's object that holds one as `url`.
 fn of_url(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
-    const KEYS: Keys = Keys { taken: &["url"], refused: &[("detail", "\"auto\"")] };
+    const KEYS: Keys =
+        Keys { taken: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
     if raw.get().starts_with('{') {
         let fields = Fields::parse(raw.get().as_bytes(), &KEYS).map_err(|error| error.at(path))?;
         return of_url(fields.required("url")?, &format!("{path}.url"));
@@ -196,12 +202,12 @@ fn count_of(value: &Value) -> Result<usize, TaskError> {
 /// # Errors
 /// `Internal` if the body cannot be written.
 pub fn write_images(
-    numbers: &[Vec<f32>],
-    names: &[String],
+    scores: &[Vec<f32>],
+    labels: &[String],
     top_k: usize,
     listed: bool,
 ) -> Result<Vec<u8>, TaskError> {
-    let all: Vec<_> = numbers.iter().map(|numbers| best(numbers, names, top_k)).collect();
+    let all: Vec<_> = scores.iter().map(|scores| best(scores, labels, top_k)).collect();
     match all.as_slice() {
         [alone] if !listed => written(alone),
         _ => written(&all),

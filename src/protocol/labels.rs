@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, texts};
+use super::fields::{Fields, Keys, Unsupported, texts};
 use super::reply::{Usage, written};
 use super::requests::Shared;
 
@@ -16,10 +16,10 @@ pub(super) const SHARED: Shared = Shared { url: URL, input: "input" };
 
 const KEYS: Keys = Keys {
     taken: &["input", "inputs", "model", "top_k", "raw_scores", "truncate"],
-    refused: &[
-        ("activation", "true"),
-        ("truncate_prompt_tokens", "null"),
-        ("truncation_direction", "\"Right\""),
+    unsupported: &[
+        Unsupported { key: "activation", only_value: "true" },
+        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
+        Unsupported { key: "truncation_direction", only_value: "\"Right\"" },
     ],
 };
 
@@ -113,9 +113,9 @@ pub struct Label<'a> {
 }
 
 /// The `most` best labels.
-pub fn best<'a>(numbers: &[f32], names: &'a [String], most: usize) -> Vec<Label<'a>> {
-    let label = |index: usize| Label { label: &names[index], score: numbers[index] };
-    highest(numbers, most).into_iter().map(label).collect()
+pub fn best<'a>(scores: &[f32], labels: &'a [String], most: usize) -> Vec<Label<'a>> {
+    let label = |index: usize| Label { label: &labels[index], score: scores[index] };
+    highest(scores, most).into_iter().map(label).collect()
 }
 
 /// The body of the reply: for each text its best label, and the scores of all labels.
@@ -123,20 +123,20 @@ pub fn best<'a>(numbers: &[f32], names: &'a [String], most: usize) -> Vec<Label<
 /// # Errors
 /// `Internal` if the body cannot be written.
 pub fn write_labels(
-    numbers: &[Vec<f32>],
-    names: &[String],
+    scores: &[Vec<f32>],
+    labels: &[String],
     top_k: Option<usize>,
     model: &str,
     usage: Usage,
 ) -> Result<Vec<u8>, TaskError> {
-    let one = |(index, numbers)| Classification {
+    let one = |(index, scores)| Classification {
         index,
-        label: highest(numbers, 1).first().map(|best| names[*best].as_str()),
-        probs: numbers,
-        num_classes: names.len(),
-        labels: top_k.map(|most| best(numbers, names, most)),
+        label: highest(scores, 1).first().map(|best| labels[*best].as_str()),
+        probs: scores,
+        num_classes: labels.len(),
+        labels: top_k.map(|most| best(scores, labels, most)),
     };
-    let data = numbers.iter().map(Vec::as_slice).enumerate().map(one).collect();
+    let data = scores.iter().map(Vec::as_slice).enumerate().map(one).collect();
     let id = format!("classify-{}", uuid::Uuid::new_v4().simple());
     written(&Classified { id, object: "list", model, data, usage })
 }

@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, list, string, texts};
+use super::fields::{Fields, Keys, Unsupported, list, string, texts};
 use super::labels::highest;
 use super::reply::{Usage, written};
 
@@ -28,15 +28,15 @@ const RERANK: Keys = Keys {
         "raw_scores",
         "truncate",
     ],
-    refused: &[
-        ("max_tokens_per_doc", "null"),
-        ("rank_fields", "null"),
-        ("truncation_direction", "\"Right\""),
+    unsupported: &[
+        Unsupported { key: "max_tokens_per_doc", only_value: "null" },
+        Unsupported { key: "rank_fields", only_value: "null" },
+        Unsupported { key: "truncation_direction", only_value: "\"Right\"" },
     ],
 };
 const SCORE: Keys = Keys {
     taken: &["model", "text_1", "text_2", "raw_scores", "truncate"],
-    refused: &[("truncate_prompt_tokens", "null")],
+    unsupported: &[Unsupported { key: "truncate_prompt_tokens", only_value: "null" }],
 };
 
 /// Pairs of texts to score.

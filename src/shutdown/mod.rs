@@ -5,7 +5,7 @@ mod exit;
 mod signals;
 
 pub use exit::Exit;
-pub use signals::{Hangups, Patience, listen};
+pub use signals::{Hangups, Patience, listen_for_signals};
 
 use tokio::sync::watch;
 

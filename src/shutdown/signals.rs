@@ -35,11 +35,12 @@ impl FirstSignal {
     }
 }
 
-/// Starts to listen. Call it inside the runtime, and before anything slow: until then a signal kills the process.
+/// Starts to listen for SIGTERM and SIGINT. Call it inside the runtime, and before anything slow: until then a signal
+/// kills the process.
 ///
 /// # Errors
 /// When the handlers cannot be installed.
-pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
+pub fn listen_for_signals(stop: Stop, patience: Patience) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     if patience == Patience::Drain {

@@ -199,16 +199,17 @@ impl Shared {
         state: &TaskState,
         expected: Expected,
     ) -> Result<Option<Admitted<'_>>, WorkerError> {
-        let held = match self.settlement.admit(accepted) {
+        let blocked = match self.settlement.admit(accepted) {
             Ok(probe) => return Ok(Some(Admitted { expected, probe })),
-            Err(held) => held,
+            Err(blocked) => blocked,
         };
         drop(expected);
         // From here the task cannot be handed back, because it may soon be in a retry queue.
         if !state.commit() {
             return Ok(None);
         }
-        Ok(match self.settlement.settle(accepted, Outcome::Held(held), &Timings::default()).await? {
+        let outcome = Outcome::ReplyQueueBlocked(blocked);
+        Ok(match self.settlement.settle(accepted, outcome, &Timings::default()).await? {
             Settled::Yes => None,
             Settled::MustCompute => Some(Admitted { expected: Expected::new(&self.engine), probe: None }),
         })

@@ -67,7 +67,14 @@ impl Driver {
     /// A slot on a whole GPU and one on each part of another. They may fail as often as they like.
     fn stage(script: &str) -> Stage {
         let cuda = Some(Cuda { version: (13, 0), compute_capability: (8, 0) });
-        let host = Host { name: "host".into(), cores: 1, gpus: Gpus::here(), visible: None, cuda };
+        let host = Host {
+            name: "host".into(),
+            launcher: "host".into(),
+            cores: 1,
+            gpus: Gpus::here(),
+            visible: None,
+            cuda,
+        };
         let mut stage = Stage::on(&host, &[WHOLE, PARTS[0], PARTS[1]], script);
         stage.policy.max_quick_failures = 1_000;
         stage

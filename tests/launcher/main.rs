@@ -65,7 +65,7 @@ fn host_with_gpus() -> Host {
     let gpu = |uuid: &str| Gpu { uuid: uuid.into(), ..Gpu::default() };
     let gpus = Gpus { gpus: vec![gpu("GPU-a"), gpu("GPU-b")], ..Gpus::default() };
     let cuda = Some(Cuda { version: (13, 0), compute_capability: (8, 0) });
-    Host { name: "host".into(), cores: 2, gpus, visible: None, cuda }
+    Host { name: "host".into(), launcher: "host".into(), cores: 2, gpus, visible: None, cuda }
 }
 
 #[tokio::test]

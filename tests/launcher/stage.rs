@@ -9,7 +9,7 @@ use sconce::config::{self, Assignment, Launcher};
 use sconce::launcher::gpus::Gpus;
 use sconce::launcher::order::Handle;
 use sconce::launcher::status_board::StatusBoard;
-use sconce::launcher::{Host, Launching, plan};
+use sconce::launcher::{Host, LaunchSpec, Launching, plan};
 use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase, Stop};
 
@@ -41,7 +41,14 @@ impl Stage {
     /// `slots` workers that run `script`. There, `$slot` is the slot's index and `$start` the first
     /// command; `life` numbers the lives of a slot from 1. `trace` writes a line to the slot's trace.
     pub fn new(slots: usize, script: &str) -> Self {
-        let host = Host { name: "host".into(), cores: 1, gpus: Gpus::default(), visible: None, cuda: None };
+        let host = Host {
+            name: "host".into(),
+            launcher: "host".into(),
+            cores: 1,
+            gpus: Gpus::default(),
+            visible: None,
+            cuda: None,
+        };
         Self::on(&host, &vec!["cpu"; slots], script)
     }
 
@@ -76,10 +83,19 @@ impl Stage {
         text.lines().map(str::to_owned).collect()
     }
 
+    fn launching(&self) -> Launching {
+        Launching::new(LaunchSpec {
+            worker_program: &self.path("worker.sh"),
+            guard_program: None,
+            policy: &self.policy,
+            stop: &self.stop,
+            raw_lines: None,
+        })
+    }
+
     /// Runs it to its end.
     pub async fn run(&self) -> Exit {
-        let program = self.path("worker.sh");
-        let run = Launching::new(&program, None, &self.policy, &self.stop, None).run(&self.assignments);
+        let run = self.launching().run(&self.assignments);
         let limit = tokio::time::timeout(PATIENCE, run).await;
         limit.unwrap_or_else(|_| panic!("the launcher does not end; {:?}", self.lines("trace-0")))
     }
@@ -89,7 +105,7 @@ impl Stage {
         &self,
         ask: impl FnOnce(Handle, Arc<StatusBoard>) -> F,
     ) -> Exit {
-        let launching = Launching::new(&self.path("worker.sh"), None, &self.policy, &self.stop, None);
+        let launching = self.launching();
         let meanwhile = ask(launching.handle(), launching.board());
         let both = async { tokio::join!(launching.run(&self.assignments), meanwhile).0 };
         tokio::time::timeout(PATIENCE, both).await.expect("the launcher ends")

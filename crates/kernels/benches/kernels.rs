@@ -57,19 +57,20 @@ fn product(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// The whole attention half of a block, by the length of the texts.
+/// The whole attention sublayer of a block, by the length of the texts.
 fn attention(criterion: &mut Criterion) {
     let mut group = group(criterion, "attention");
     group.throughput(Throughput::Elements(TOKENS as u64));
     let matrix = || noise(HIDDEN * HIDDEN);
     let qkv = [matrix(), matrix(), matrix()];
-    let half = Attention::new(qkv, noise(HIDDEN), &matrix(), HEADS, NumberFormat::F32).expect("whole groups");
+    let sublayer =
+        Attention::new(qkv, noise(HIDDEN), &matrix(), HEADS, NumberFormat::F32).expect("whole groups");
     let (norm, x) = (norm(), noise(TOKENS * HIDDEN));
     for length in [8, 32, 128, 512] {
         let lengths = vec![length; TOKENS / length];
         group.bench_function(BenchmarkId::new("half", length), |bencher| {
             let run =
-                |x: &mut Vec<f32>| half.attend(x, &lengths, &PositionTerms::default(), End::Norm(&norm));
+                |x: &mut Vec<f32>| sublayer.attend(x, &lengths, &PositionTerms::default(), End::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });
     }
@@ -84,9 +85,9 @@ fn feed_forward(criterion: &mut Criterion) {
     for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
         let up_bias = noise(INNER);
         let published = Published { up: &up, up_bias, gate: None, down: &down, numbers: NumberFormat::F32 };
-        let half = FeedForward::new(published, activation).expect("whole groups");
+        let sublayer = FeedForward::new(published, activation).expect("whole groups");
         group.bench_function(BenchmarkId::new("half", format!("{activation:?}")), |bencher| {
-            let run = |x: &mut Vec<f32>| half.forward(x, End::Norm(&norm));
+            let run = |x: &mut Vec<f32>| sublayer.forward(x, End::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });
     }

@@ -32,25 +32,25 @@ impl Norm {
     }
 }
 
-/// The last step of a half of a transformer block (attention or feed-forward), after its last product.
+/// The last step of a sublayer of a transformer block (attention or feed-forward), after its last product.
 #[derive(Clone, Copy)]
 pub enum End<'a> {
-    /// x ← LayerNorm(x + bias + half).
+    /// x ← LayerNorm(x + bias + product).
     Norm(&'a Norm),
-    /// x ← half + bias `[width]`.
+    /// x ← product + bias `[width]`.
     Bias(&'a [f32]),
 }
 
 impl End<'_> {
     /// `rows` hold x on entry and the result on return. Runs on this thread alone.
-    pub(crate) fn rows(self, rows: &mut [f32], half: &[f32]) {
+    pub(crate) fn rows(self, rows: &mut [f32], product: &[f32]) {
         match self {
-            Self::Norm(norm) => norm.add_alone(rows, half),
+            Self::Norm(norm) => norm.add_alone(rows, product),
             Self::Bias(bias) => {
-                let pairs = rows.chunks_exact_mut(bias.len()).zip(half.chunks_exact(bias.len()));
-                for (row, half) in pairs {
-                    for ((x, half), bias) in row.iter_mut().zip(half).zip(bias) {
-                        *x = half + bias;
+                let pairs = rows.chunks_exact_mut(bias.len()).zip(product.chunks_exact(bias.len()));
+                for (row, product) in pairs {
+                    for ((x, product), bias) in row.iter_mut().zip(product).zip(bias) {
+                        *x = product + bias;
                     }
                 }
             }

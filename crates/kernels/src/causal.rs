@@ -9,7 +9,7 @@ use pulp::{Simd, WithSimd};
 use super::dispatch;
 use super::exp::exp;
 use super::gemm::{in_parallel, store};
-use super::kv::{BLOCK, HeadBlock, HeldAt, KEYS, KvBlocks, KvNumbers};
+use super::kv::{BLOCK, CachePosition, HeadBlock, KEY_LANES, KvBlocks, KvNumbers};
 
 /// The most queries whose scores are computed together.
 const MAX_QUERIES: usize = 8;
@@ -31,10 +31,10 @@ pub struct Span<'a> {
 }
 
 impl Span<'_> {
-    /// The place of the keys and values of the token at `position` in its sequence.
+    /// Where the cache holds the keys and values of the token at `position` in its sequence.
     #[inline]
-    pub fn held_at(&self, position: usize) -> HeldAt {
-        HeldAt { block: self.blocks[position / BLOCK], offset: position % BLOCK }
+    pub fn cache_position(&self, position: usize) -> CachePosition {
+        CachePosition { block: self.blocks[position / BLOCK], offset: position % BLOCK }
     }
 }
 
@@ -107,7 +107,7 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Span<'_>, queries: &
         let first = index * MAX_QUERIES;
         let position = |query: usize| part.first + query / group;
         let last = position((first + MAX_QUERIES).min(count) - 1);
-        scores.resize(MAX_QUERIES * (last + 1).next_multiple_of(KEYS), 0.0);
+        scores.resize(MAX_QUERIES * (last + 1).next_multiple_of(KEY_LANES), 0.0);
         dispatch(Chunk {
             held: &held,
             numbers: kv.shape().numbers,
@@ -164,13 +164,13 @@ impl Chunk<'_> {
     fn compute<S: Simd, N: Format, const COUNT: usize>(self, simd: S) {
         let Self { held, stride, width, queries, positions, scores, out, .. } = self;
         let count = queries.len() / width;
-        let keys = (positions[count - 1] + 1).next_multiple_of(KEYS);
+        let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
         let scale = 1.0 / (width as f32).sqrt();
         let queries_by_number = transposed::<COUNT>(queries, width, scale);
-        for (index, scores_at) in (0..keys).step_by(KEYS).enumerate() {
-            let line = N::words(width * KEYS);
-            let block = &held[index / (BLOCK / KEYS)].keys[index % (BLOCK / KEYS) * line..][..line];
-            for part in 0..KEYS / S::F32_LANES {
+        for (index, scores_at) in (0..keys).step_by(KEY_LANES).enumerate() {
+            let line = N::words(width * KEY_LANES);
+            let block = &held[index / (BLOCK / KEY_LANES)].keys[index % (BLOCK / KEY_LANES) * line..][..line];
+            for part in 0..KEY_LANES / S::F32_LANES {
                 let sums = products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(block).0, part);
                 let at = scores_at + part * S::F32_LANES;
                 for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
@@ -219,7 +219,7 @@ fn products<S: Simd, N: Format, const COUNT: usize>(
     part: usize,
 ) -> [S::f32s; COUNT] {
     let mut sums = [simd.splat_f32s(0.0); COUNT];
-    let line = KEYS / S::F32_LANES;
+    let line = KEY_LANES / S::F32_LANES;
     let pairs = keys.chunks_exact(N::words(2) * line).zip(queries.as_chunks::<2>().0);
     for (words, queries) in pairs {
         for (number, query) in N::two(simd, words, line, part).into_iter().zip(queries) {
@@ -236,7 +236,7 @@ fn products<S: Simd, N: Format, const COUNT: usize>(
 #[inline(always)]
 fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
     scores[position + 1..].fill(f32::NEG_INFINITY);
-    let (seen, unseen) = scores.split_at_mut((position + 1).next_multiple_of(KEYS));
+    let (seen, unseen) = scores.split_at_mut((position + 1).next_multiple_of(KEY_LANES));
     let seen = S::as_mut_simd_f32s(seen).0;
     let mut most = simd.splat_f32s(f32::NEG_INFINITY);
     for score in seen.iter() {
@@ -267,7 +267,7 @@ fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
     seen: usize,
 ) -> [[S::f32s; VALUE_REGISTERS]; COUNT] {
     let mut sums = [[simd.splat_f32s(0.0); VALUE_REGISTERS]; COUNT];
-    let keys = seen.next_multiple_of(KEYS);
+    let keys = seen.next_multiple_of(KEY_LANES);
     let count = scores.len() / keys;
     let (line, from) = (stride / S::F32_LANES, first / S::F32_LANES);
     let width = VALUE_REGISTERS.min(line - from);
@@ -364,8 +364,8 @@ mod tests {
             for place in 0..*length {
                 for head in 0..shape.heads {
                     let at = (place * shape.heads + head) * shape.width;
-                    let held_at = HeldAt { block: table[place / BLOCK], offset: place % BLOCK };
-                    kv.put(held_at, 1, head, &k[at..][..shape.width], &v[at..][..shape.width]);
+                    let cache_position = CachePosition { block: table[place / BLOCK], offset: place % BLOCK };
+                    kv.put(cache_position, 1, head, &k[at..][..shape.width], &v[at..][..shape.width]);
                 }
             }
             tables.push(table);

@@ -55,7 +55,7 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
 /// the vector units that were set allow it.
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
-pub fn multiplies_bytes() -> bool {
+pub fn may_use_vnni() -> bool {
     #[cfg(target_arch = "x86_64")]
     let can = matches!(ARCH.get_or_init(Arch::new), Arch::V4(_)) && has_vnni();
     #[cfg(not(target_arch = "x86_64"))]

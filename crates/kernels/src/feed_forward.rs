@@ -1,6 +1,11 @@
-//! The feed-forward half of a transformer block: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G,
-//! (activation(x·U) * x·G)·D replaces the products; without the norm, x is not added. Decides the layout of its
-//! weights, and owns them. Computes in blocks of rows, so that the intermediate numbers stay in a near cache.
+//! The feed-forward sublayer of a transformer block. Its last product is
+//!
+//! - without a gate: (activation(x·U + bias))·D
+//! - with a gate G: (activation(x·U) * (x·G))·D
+//!
+//! An [`End`] adds the bias of D to this product. With a norm, it also adds x, and then norms the sum. Decides the
+//! layout of its weights, and owns them. Computes in blocks of rows, so that the intermediate numbers stay in a near
+//! cache.
 
 use std::cell::RefCell;
 
@@ -8,7 +13,7 @@ use super::activation::{Activation, activate};
 use super::add_norm::End;
 use super::gemm::{Matrix, NotWholeGroups, NumberFormat, Panels, RUN, Rows, by_blocks, narrow};
 
-/// One feed-forward half.
+/// One feed-forward sublayer.
 pub struct FeedForward {
     weights: Weights,
     activation: Activation,
@@ -21,7 +26,7 @@ enum Weights {
     Narrow { up: Matrix, up_bias: Vec<f32>, gate: Option<Matrix>, down: Matrix },
 }
 
-/// The weights as published, with one row for each output.
+/// The weights as in the model's file, with one row for each output.
 pub struct Published<'a> {
     /// U `[inner, hidden]`.
     pub up: &'a [f32],
@@ -64,7 +69,7 @@ impl FeedForward {
         }
     }
 
-    /// Computes the half in place on `x` `[rows, hidden]`, and ends with `end`.
+    /// Computes the sublayer in place on `x` `[rows, hidden]`, and ends with `end`.
     pub fn forward(&self, x: &mut [f32], end: End<'_>) {
         let activation = self.activation;
         match &self.weights {
@@ -186,10 +191,10 @@ mod tests {
             let right = linear(&between, &down, &bias);
             let gate = gate.map(Vec::as_slice);
             let published = Published { up: &up, up_bias, gate, down: &down, numbers };
-            let half = FeedForward::new(published, Activation::Silu).unwrap();
-            assert_eq!(half.hidden(), hidden);
+            let sublayer = FeedForward::new(published, Activation::Silu).unwrap();
+            assert_eq!(sublayer.hidden(), hidden);
             let mut x = given.clone();
-            half.forward(&mut x, End::Bias(&bias));
+            sublayer.forward(&mut x, End::Bias(&bias));
             let within = if numbers == NumberFormat::F32 { 2e-5 } else { 2e-2 };
             let off = difference(&x, &right);
             assert!(off < within, "{rows}×{hidden}×{inner} {numbers:?}, gate: {}: {off}", gate.is_some());

@@ -10,8 +10,8 @@ use pulp::bytemuck;
 
 /// Tokens in a block.
 pub const BLOCK: usize = 32;
-/// Tokens whose keys are interleaved, number by number.
-pub const KEYS: usize = 16;
+/// Keys in a group, one in each lane: the keys of this many consecutive tokens are interleaved, number by number.
+pub const KEY_LANES: usize = 16;
 
 /// The number format of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,19 +71,21 @@ pub struct KvBlocks {
     memory: MmapMut,
 }
 
-/// The keys and values of one layer and head of a block. A word holds one f32, or two bf16: of keys two consecutive
-/// numbers, of values the same number of two consecutive tokens.
+/// The keys and values of one layer and head of a block, in words of 32 bits. A word holds one f32 or two bf16, of
+/// which the first is in the upper half.
 #[derive(Clone, Copy)]
 pub struct HeadBlock<'a> {
-    /// `[BLOCK / KEYS, width, KEYS]`.
+    /// For f32 the shape is `[BLOCK / KEY_LANES, width, KEY_LANES]`. For bf16 it is
+    /// `[BLOCK / KEY_LANES, width / 2, KEY_LANES]`, and a word holds two consecutive numbers of a key.
     pub keys: &'a [u32],
-    /// `[BLOCK, stride]`.
+    /// For f32 the shape is `[BLOCK, stride]`. For bf16 it is `[BLOCK / 2, stride]`, and a word holds the same number
+    /// of the values of two consecutive tokens.
     pub values: &'a [u32],
 }
 
-/// The place of a token's keys and values in the cache.
+/// The position of a token's keys and values in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeldAt {
+pub struct CachePosition {
     /// The number of the block.
     pub block: u32,
     /// The token's index in the block, below [`BLOCK`].
@@ -131,17 +133,19 @@ impl KvBlocks {
     }
 
     /// Writes the key and the value of a token. Tokens of a block are written in order.
-    pub fn put(&mut self, at: HeldAt, layer: usize, head: usize, key: &[f32], value: &[f32]) {
+    pub fn put(&mut self, at: CachePosition, layer: usize, head: usize, key: &[f32], value: &[f32]) {
         let KvShape { width, numbers, .. } = self.shape;
         let stride = self.shape.stride();
         let offset = at.offset;
+        let (group, lane) = (offset / KEY_LANES, offset % KEY_LANES);
+        let group_words = self.shape.words(width * KEY_LANES);
         let range = self.byte_range(at.block, layer, head);
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory[range]);
         let (keys, values) = words.split_at_mut(self.shape.key_words());
+        let key_words = keys[group * group_words..].iter_mut().skip(lane).step_by(KEY_LANES);
         match numbers {
             KvNumbers::F32 => {
-                let lanes = keys[offset / KEYS * width * KEYS..].iter_mut().skip(offset % KEYS).step_by(KEYS);
-                lanes.zip(key).for_each(|(to, x)| *to = x.to_bits());
+                key_words.zip(key).for_each(|(to, x)| *to = x.to_bits());
                 let values = &mut values[offset * stride..];
                 values.iter_mut().zip(value).for_each(|(to, x)| *to = x.to_bits());
                 if offset.is_multiple_of(2) {
@@ -151,9 +155,7 @@ impl KvBlocks {
                 }
             }
             KvNumbers::Bf16 => {
-                let lanes =
-                    keys[offset / KEYS * width / 2 * KEYS..].iter_mut().skip(offset % KEYS).step_by(KEYS);
-                lanes
+                key_words
                     .zip(key.as_chunks::<2>().0)
                     .for_each(|(to, [a, b])| *to = bf16_bits(*a) | bf16_bits(*b) >> 16);
                 let values = values[offset / 2 * stride..].iter_mut().zip(value);
@@ -189,7 +191,7 @@ mod tests {
             for place in 0..5 {
                 let x = place as f32;
                 blocks.put(
-                    HeldAt { block: 1, offset: place },
+                    CachePosition { block: 1, offset: place },
                     1,
                     2,
                     &[x, 10.0 + x, 20.0 + x, 30.0 + x],
@@ -202,7 +204,7 @@ mod tests {
                 KvNumbers::Bf16 => f32::from_bits(word << (16 * half) & 0xffff_0000),
             };
             let two = if numbers == KvNumbers::F32 { 2 } else { 1 };
-            assert_eq!((number(keys[3], 0), number(keys[two * KEYS + 3], 0)), (3.0, 23.0));
+            assert_eq!((number(keys[3], 0), number(keys[two * KEY_LANES + 3], 0)), (3.0, 23.0));
             assert_eq!(number(values[2 * two * 16], 0), 4.0);
             assert!(
                 blocks

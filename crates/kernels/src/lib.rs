@@ -28,7 +28,7 @@ mod positions;
 
 pub use activation::{Activation, activate, gate};
 pub use add_norm::{End, Norm, norm_by_squares};
-pub use cpu::{CpuFeatures, multiplies_bytes, use_features};
+pub use cpu::{CpuFeatures, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
     Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowNumbers, multiply_rows,

@@ -2,6 +2,7 @@
 //! socket. Owns both halves of the socket and the worker's one consumer; returns the consumer's unsettled
 //! messages when the connection ends, however it ends. Decides nothing about messages.
 
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use tokio_util::codec::FramedRead;
 use tokio_util::sync::CancellationToken;
 
 use super::queue::{ConsumerId, Queue};
-use super::queue_store::{ConsumerSender, Membership, OUTLET_BOUND, QueueStore};
+use super::queue_store::{ConnectionOutlet, ConsumerKey, OUTLET_BOUND, QueueStore};
 use super::wire::{FLUSH_AT, Frame, FrameCodec, Request, Response, WireError, append};
 use crate::protocol::Message;
 
@@ -26,8 +27,10 @@ const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Reads the requests of one connection, and owns its consumer.
 struct Reader {
     queue_store: Arc<QueueStore>,
-    consumer_sender: ConsumerSender,
-    member: Option<Membership>,
+    /// The way to the connection's writer.
+    outlet: ConnectionOutlet,
+    /// The connection's consumer, once it consumes.
+    consumer: Option<ConsumerKey>,
 }
 
 /// Why a connection ends.
@@ -48,10 +51,10 @@ pub(super) async fn serve(
     stop: CancellationToken,
 ) {
     let (read, write) = stream.into_split();
-    let (messages, outgoing) = mpsc::channel(OUTLET_BOUND);
-    let consumer_sender = ConsumerSender { id, messages, cut: CancellationToken::new() };
-    let writer = tokio::spawn(write_all(write, outgoing, consumer_sender.cut.clone()));
-    let mut reader = Reader { queue_store, consumer_sender, member: None };
+    let (responses, outgoing) = mpsc::channel(OUTLET_BOUND);
+    let outlet = ConnectionOutlet { id, responses, cut: CancellationToken::new() };
+    let writer = tokio::spawn(write_all(write, outgoing, outlet.cut.clone()));
+    let mut reader = Reader { queue_store, outlet, consumer: None };
     let ending = reader.read_all(read, stop).await;
     reader.end(ending);
     // This drops the last sender: the writer ends when it has written what is left.
@@ -65,10 +68,10 @@ pub(super) async fn serve(
 impl Reader {
     async fn read_all(&mut self, read: OwnedReadHalf, stop: CancellationToken) -> Ending {
         let mut frames = FramedRead::new(read, FrameCodec);
-        let cut = self.consumer_sender.cut.clone();
+        let cut = self.outlet.cut.clone();
         loop {
             let frame = tokio::select! {
-                () = cut.cancelled() => return Ending::Aborted("the worker did not read its answers".to_owned()),
+                () = cut.cancelled() => return Ending::Aborted("answers to the worker cannot be written".to_owned()),
                 () = stop.cancelled() => return Ending::Aborted("the launcher is stopping".to_owned()),
                 frame = frames.next() => frame,
             };
@@ -90,56 +93,71 @@ impl Reader {
         match request {
             Request::Publish { id, queue, properties, delay } => {
                 let message = Message { properties: *properties, body };
-                self.queue_store.publish(&self.consumer_sender, id, &queue, delay, message);
+                self.queue_store.publish(&self.outlet, id, &queue, delay, message);
             }
-            Request::Consume { queue, prefetch } => {
-                if self.member.is_some() {
-                    return Some(Ending::Aborted("a second consumer on one connection".to_owned()));
-                }
-                self.member = self.queue_store.join(&queue, prefetch, self.consumer_sender.clone());
-                return self.member.is_none().then(|| Ending::Aborted(format!("no queue {queue:?}")));
-            }
-            Request::Prefetch { prefetch } => self.change(|queue, id| {
-                queue.set_prefetch(id, prefetch);
-                true
-            }),
-            Request::Cancel => self.member.into_iter().for_each(|member| self.queue_store.cancel(member)),
-            Request::Ack { tag } => self.change(|queue, id| queue.ack(id, tag)),
-            Request::Nack { tag } => self.change(|queue, id| queue.requeue(id, tag)),
-            Request::Leave => {
-                self.leave();
-                self.consumer_sender.send(Response::Left, Bytes::new());
-            }
+            Request::Consume { queue, prefetch } => return self.consume(&queue, prefetch),
+            Request::Prefetch { prefetch } => self.set_prefetch(prefetch),
+            Request::Cancel => self.cancel_consumer(),
+            Request::Ack { tag } => self.settle(|queue, id| queue.ack(id, tag)),
+            Request::Nack { tag } => self.settle(|queue, id| queue.requeue(id, tag)),
+            Request::Leave => self.leave(),
             Request::Close => return Some(Ending::Requested),
         }
         None
     }
 
-    /// Applies `act` to the consumer's queue. `act` returns false for a delivery that the consumer does not hold.
-    fn change(&self, act: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
-        if self.member.is_some_and(|member| !self.queue_store.change(member, act)) {
+    /// Adds the connection's consumer. Returns why that ends the connection, if it does.
+    fn consume(&mut self, queue: &str, prefetch: NonZeroU16) -> Option<Ending> {
+        if self.consumer.is_some() {
+            return Some(Ending::Aborted("a second consumer on one connection".to_owned()));
+        }
+        self.consumer = self.queue_store.add_consumer(queue, prefetch, self.outlet.clone());
+        self.consumer.is_none().then(|| Ending::Aborted(format!("no queue {queue:?}")))
+    }
+
+    fn set_prefetch(&self, prefetch: NonZeroU16) {
+        if let Some(consumer) = self.consumer {
+            self.queue_store.change(consumer, |queue, id| queue.set_prefetch(id, prefetch));
+        }
+    }
+
+    fn cancel_consumer(&self) {
+        if let Some(consumer) = self.consumer {
+            self.queue_store.cancel_consumer(consumer);
+        }
+    }
+
+    /// Settles a delivery by `act`, which returns false for a delivery that the consumer does not hold.
+    fn settle(&self, act: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
+        if self.consumer.is_some_and(|consumer| !self.queue_store.change(consumer, act)) {
             tracing::warn!(
-                connection = self.consumer_sender.id,
+                connection = self.outlet.id,
                 "the worker settled a delivery that it does not hold"
             );
         }
     }
 
+    /// Removes the consumer, and answers that this is done.
     fn leave(&mut self) {
-        if let Some(member) = self.member.take() {
-            self.queue_store.leave(member);
+        self.remove_consumer();
+        self.outlet.send(Response::Left, Bytes::new());
+    }
+
+    fn remove_consumer(&mut self) {
+        if let Some(consumer) = self.consumer.take() {
+            self.queue_store.remove_consumer(consumer);
         }
     }
 
     fn end(&mut self, ending: Ending) {
-        self.leave();
+        self.remove_consumer();
         let reason = match ending {
             Ending::Disconnected => return,
             Ending::Requested => None,
             Ending::Aborted(reason) => Some(reason),
         };
-        tracing::debug!(connection = self.consumer_sender.id, reason, "closing a worker's connection");
-        self.consumer_sender.send(Response::Closed { reason }, Bytes::new());
+        tracing::debug!(connection = self.outlet.id, reason, "closing a worker's connection");
+        self.outlet.send(Response::Closed { reason }, Bytes::new());
     }
 }
 

@@ -23,15 +23,16 @@ pub struct QueueSpec {
     pub kept: bool,
 }
 
-/// The queue store's handle of one connection.
+/// The way to one connection's writer.
 #[derive(Clone, Debug)]
-pub(super) struct ConsumerSender {
+pub(super) struct ConnectionOutlet {
     /// The connection's number.
     pub id: u64,
     /// Responses and the bodies of deliveries. The queue store and the connection's reader write; its writer reads.
     /// Bound: [`OUTLET_BOUND`]. A peer within its prefetch and pipelining limits never fills it, so a send never waits.
-    pub messages: mpsc::Sender<(Response, Bytes)>,
-    /// Cancelled when the peer exceeds the bound. The connection's reader then disconnects it.
+    pub responses: mpsc::Sender<(Response, Bytes)>,
+    /// Cancelled when a response cannot be sent: the peer has exceeded the bound, or the writer has failed. The
+    /// connection's reader then disconnects the peer.
     pub cut: CancellationToken,
 }
 
@@ -39,28 +40,28 @@ pub(super) struct ConsumerSender {
 /// answers to consume, cancel, leave and close.
 pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + 8_192;
 
-impl ConsumerSender {
+impl ConnectionOutlet {
     /// Sends without waiting. If the channel is full, the peer has exceeded its bounds: it is disconnected, and
     /// its deliveries return to the queue when its connection ends.
     pub fn send(&self, response: Response, body: Bytes) {
-        if self.messages.try_send((response, body)).is_err() {
+        if self.responses.try_send((response, body)).is_err() {
             self.cut.cancel();
         }
     }
 }
 
-/// Identifies one consumer among all queues.
+/// Names one consumer among those of all queues.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Membership {
+pub(super) struct ConsumerKey {
     queue: usize,
-    consumer: ConsumerId,
+    id: ConsumerId,
 }
 
 /// A queue and the connections of its consumers.
 struct StoredQueue {
     kept: bool,
     queue: Queue,
-    consumer_senders: HashMap<ConsumerId, ConsumerSender>,
+    outlets: HashMap<ConsumerId, ConnectionOutlet>,
 }
 
 pub(super) struct QueueStore {
@@ -80,7 +81,7 @@ impl QueueStore {
                 return Err(format!("queue {:?} is named twice", spec.name));
             }
         }
-        let stored = |kept| StoredQueue { kept, queue: Queue::default(), consumer_senders: HashMap::new() };
+        let stored = |kept| StoredQueue { kept, queue: Queue::default(), outlets: HashMap::new() };
         let queues = specs.iter().map(|spec| stored(spec.kept)).collect();
         Ok(Self { queues: Mutex::new(queues), names })
     }
@@ -94,16 +95,16 @@ impl QueueStore {
     /// bounded by the tasks that the client has under way.
     pub fn publish(
         self: &Arc<Self>,
-        consumer_sender: &ConsumerSender,
+        outlet: &ConnectionOutlet,
         id: u64,
         queue: &str,
         delay: Option<Duration>,
         message: Message,
     ) {
         let Some(&index) = self.names.get(queue) else {
-            return consumer_sender.send(Response::Unroutable { id }, Bytes::new());
+            return outlet.send(Response::Unroutable { id }, Bytes::new());
         };
-        consumer_sender.send(Response::Confirmed { id }, Bytes::new());
+        outlet.send(Response::Confirmed { id }, Bytes::new());
         let Some(delay) = delay else { return put(&mut self.queues()[index], message) };
         let store = self.clone();
         tokio::spawn(async move {
@@ -113,44 +114,44 @@ impl QueueStore {
     }
 
     /// Adds a consumer, and sends `Consuming` before its first message. None: the queue does not exist.
-    pub fn join(
+    pub fn add_consumer(
         &self,
         queue: &str,
         prefetch: NonZeroU16,
-        consumer_sender: ConsumerSender,
-    ) -> Option<Membership> {
+        outlet: ConnectionOutlet,
+    ) -> Option<ConsumerKey> {
         let index = *self.names.get(queue)?;
         let mut queues = self.queues();
         let stored = &mut queues[index];
-        let consumer = stored.queue.add_consumer(prefetch);
-        consumer_sender.send(Response::Consuming, Bytes::new());
-        stored.consumer_senders.insert(consumer, consumer_sender);
+        let id = stored.queue.add_consumer(prefetch);
+        outlet.send(Response::Consuming, Bytes::new());
+        stored.outlets.insert(id, outlet);
         pump(stored);
-        Some(Membership { queue: index, consumer })
+        Some(ConsumerKey { queue: index, id })
     }
 
     /// Applies `act` to a consumer's queue, and delivers what may be delivered after it.
-    pub fn change<T>(&self, member: Membership, act: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
-        let stored = &mut self.queues()[member.queue];
-        let done = act(&mut stored.queue, member.consumer);
+    pub fn change<T>(&self, consumer: ConsumerKey, act: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
+        let stored = &mut self.queues()[consumer.queue];
+        let done = act(&mut stored.queue, consumer.id);
         pump(stored);
         done
     }
 
     /// Stops deliveries to a consumer, and sends `Cancelled` after its last message.
-    pub fn cancel(&self, member: Membership) {
-        let stored = &mut self.queues()[member.queue];
-        stored.queue.cancel(member.consumer);
-        if let Some(consumer_sender) = stored.consumer_senders.get(&member.consumer) {
-            consumer_sender.send(Response::Cancelled, Bytes::new());
+    pub fn cancel_consumer(&self, consumer: ConsumerKey) {
+        let stored = &mut self.queues()[consumer.queue];
+        stored.queue.cancel(consumer.id);
+        if let Some(outlet) = stored.outlets.get(&consumer.id) {
+            outlet.send(Response::Cancelled, Bytes::new());
         }
     }
 
     /// Removes a consumer; its unsettled messages return.
-    pub fn leave(&self, member: Membership) {
-        let stored = &mut self.queues()[member.queue];
-        stored.consumer_senders.remove(&member.consumer);
-        stored.queue.remove_consumer(member.consumer);
+    pub fn remove_consumer(&self, consumer: ConsumerKey) {
+        let stored = &mut self.queues()[consumer.queue];
+        stored.outlets.remove(&consumer.id);
+        stored.queue.remove_consumer(consumer.id);
         pump(stored);
     }
 
@@ -170,11 +171,11 @@ fn put(stored: &mut StoredQueue, message: Message) {
 /// Delivers as much as possible. Called after every change of a queue.
 fn pump(stored: &mut StoredQueue) {
     while let Some(delivery) = stored.queue.deliver() {
-        if let Some(consumer_sender) = stored.consumer_senders.get(&delivery.consumer) {
+        if let Some(outlet) = stored.outlets.get(&delivery.consumer) {
             let QueueDelivery { tag, redelivered, delivery_count, message, .. } = delivery;
             let properties = Box::new(message.properties);
             let response = Response::Deliver { tag, redelivered, delivery_count, properties };
-            consumer_sender.send(response, message.body);
+            outlet.send(response, message.body);
         }
     }
 }

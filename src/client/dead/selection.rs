@@ -13,9 +13,9 @@ use crate::protocol::dead_letter::DeadLetter;
 pub(crate) struct Filters {
     /// Its reason is one of these; empty: any.
     pub(crate) reason: Vec<String>,
-    /// It is older. A dead letter without a time has no age.
+    /// It is older. A dead letter without a time never matches.
     pub(crate) older_than: Option<Duration>,
-    /// It is newer.
+    /// It is not older. A dead letter without a time never matches.
     pub(crate) newer_than: Option<Duration>,
 }
 

@@ -1,4 +1,4 @@
-//! Fixtures of the fleet's tests and of those that show it: slots in two snapshots.
+//! Fixtures for the tests of the fleet and of its display: slots, answers and snapshots.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,8 @@ use crate::protocol::stats::{Stage, Standing, Stats};
 
 pub(crate) const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";
 
-/// A slot that has answered this many tasks, each alone in a batch of 500 tokens that took 20 ms.
+/// A slot that has answered this many tasks, each alone in a batch of 500 tokens that took 20 ms. `worker` is
+/// launcher/pool/index.
 pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
     let mut stats = Stats::default();
     stats.answered("succeeded", "", tasks);
@@ -19,6 +20,7 @@ pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
         stats.took(Stage::Compute, 0.02);
         stats.batch(1, 500, 0.02);
     }
+    // 1.5 GiB of memory.
     stats.now = Standing { connected: true, held: 3, resident: 3 << 29, ..Standing::default() };
     let (_, slot) = worker.split_once('/').expect("launcher/pool/index");
     let (pool, _) = slot.rsplit_once('/').expect("pool/index");
@@ -74,12 +76,13 @@ pub(crate) fn two_hosts(start: Instant, at: u64) -> Snapshot {
     failing.last_failure = Some("CUDA_ERROR_ILLEGAL_ADDRESS in a forward pass of 12 tasks. ".repeat(4));
     failing.active = vec!["7f3e".into(), "91b0".into()];
     (failing.active_ms, failing.in_flight) = (Some(1_250), 5);
-    let mut gone = slot("gpu2.example.com/generate/0", GPU, 0);
-    gone.state = State::Quarantined;
+    let mut quarantined = slot("gpu2.example.com/generate/0", GPU, 0);
+    quarantined.state = State::Quarantined;
     let first = vec![
+        // 20 tasks a second, and 30 more at once every 6 s, so that the curve of its rates has peaks.
         slot("gpu1/embed/0", GPU, 20 * at + 30 * (at / 6)),
         failing,
         slot("gpu1/embed/2", "cpu", 9 * at),
     ];
-    snapshot(start, at, vec![answer("gpu1", at, first), answer("gpu2.example.com", at, vec![gone])])
+    snapshot(start, at, vec![answer("gpu1", at, first), answer("gpu2.example.com", at, vec![quarantined])])
 }

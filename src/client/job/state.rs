@@ -182,7 +182,7 @@ impl Job {
 
     /// Writes an error line for each row of a task.
     fn fail(&mut self, packed: &Packed, code: &'static str, problem: &str) -> Result<(), JobError> {
-        self.tally.count_unasked(packed.rows.len() as u64);
+        self.tally.count_without_reply(packed.rows.len() as u64);
         let mut rows = packed.rows.iter();
         rows.try_for_each(|row| self.put_error(row.number, failed_line(row, code, problem.to_owned())))
     }
@@ -323,7 +323,7 @@ impl client::Sink<Unit, JobError> for Sink<'_> {
         match unit {
             Unit::Task(packed) => job.answer(task, packed, reply),
             Unit::Invalid { number, line } => {
-                job.tally.count_unasked(1);
+                job.tally.count_without_reply(1);
                 job.put_error(number, line)
             }
         }

@@ -26,7 +26,7 @@ use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
 pub(super) use self::load::{Bodies, Work};
-pub(super) use self::summary::{Sizes, Summary};
+pub(super) use self::summary::{Sizes, Summary, Weighted};
 
 /// The least number of warm-up tasks if the user gives none. At least as many as are in flight are used.
 const WARMUP: usize = 200;

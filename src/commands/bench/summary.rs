@@ -31,6 +31,14 @@ impl Summary {
     }
 }
 
+/// The size of a batch, weighted by the share of the batch that the reporting task has. So a batch counts once, however
+/// many tasks report it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::commands) struct Weighted {
+    pub(in crate::commands) size: f64,
+    pub(in crate::commands) share: f64,
+}
+
 /// Summary of the sizes of batches.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(in crate::commands) struct Sizes {
@@ -40,18 +48,18 @@ pub(in crate::commands) struct Sizes {
 }
 
 impl Sizes {
-    /// Summarizes pairs of a size and its weight. None if there are no values.
-    pub(in crate::commands) fn of(mut sizes: Vec<(f64, f64)>) -> Option<Self> {
-        sizes.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
-        let (max, _) = *sizes.last()?;
-        let all: f64 = sizes.iter().map(|(_, weight)| weight).sum();
-        let mean = rounded(sizes.iter().map(|(size, weight)| size * weight).sum::<f64>() / all);
+    /// None if there are no values.
+    pub(in crate::commands) fn of(mut sizes: Vec<Weighted>) -> Option<Self> {
+        sizes.sort_unstable_by(|a, b| a.size.total_cmp(&b.size));
+        let max = sizes.last()?.size;
+        let all: f64 = sizes.iter().map(|it| it.share).sum();
+        let mean = rounded(sizes.iter().map(|it| it.size * it.share).sum::<f64>() / all);
         let mut below = 0.0;
-        let half = sizes.iter().find(|(_, weight)| {
-            below += weight;
+        let half = sizes.iter().find(|it| {
+            below += it.share;
             below * 2.0 >= all
         });
-        Some(Self { mean, p50: half.map_or(max, |(size, _)| *size), max })
+        Some(Self { mean, p50: half.map_or(max, |it| it.size), max })
     }
 }
 
@@ -84,8 +92,8 @@ mod tests {
 
     #[test]
     fn a_batch_counts_once_however_many_tasks_report_it() {
-        let of_four = [(4.0, 0.25); 4];
-        let sizes = Sizes::of([&of_four[..], &[(1.0, 1.0), (1.0, 1.0)]].concat()).unwrap();
+        let (of_four, alone) = (Weighted { size: 4.0, share: 0.25 }, Weighted { size: 1.0, share: 1.0 });
+        let sizes = Sizes::of([&[of_four; 4][..], &[alone; 2]].concat()).unwrap();
         assert_eq!(sizes, Sizes { mean: 2.0, p50: 1.0, max: 4.0 });
     }
 }

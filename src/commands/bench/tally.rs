@@ -1,19 +1,20 @@
-//! Counts a load's replies, and decides which ones count. Latencies, stages, batches and errors are those of the
-//! measured *tasks*, so that no slow task is left out. Rates and busy shares are those of as many *replies*, in the
-//! order of their arrival, so that the load was constant during the measured time. Owns the published tasks and their
-//! replies. Has no clock: times are passed in, as durations since the start of the run.
+//! Counts a load's replies, and decides which ones count. Latencies, stages, batches and errors cover the *tasks* after
+//! the warm-up, so that no slow task is left out. Rates and busy shares cover the same number of *replies*, by arrival,
+//! so that the load is constant while they are measured. Owns the published tasks and their replies. Has no clock:
+//! times are passed in, as durations since the start of the run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::report::{Batches, Measured};
-use super::summary::{Sizes, Summary};
+use super::summary::{Sizes, Summary, Weighted};
 use crate::client::answer::{Answer, STAGES};
-use crate::client::replies::{OfReplies, busy_percent, rounded};
+use crate::client::replies::{ReplyStats, busy_percent, rounded};
 
 /// A published task.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
+    /// As in [`Tally::published`].
     due: Duration,
     inputs: usize,
 }
@@ -31,8 +32,8 @@ pub(super) struct Tally {
     confirms: Option<Confirms>,
     models: BTreeSet<String>,
     devices: BTreeSet<String>,
-    of_tasks: OfTasks,
-    of_replies: OfReplies,
+    task_stats: TaskStats,
+    reply_stats: ReplyStats,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -44,14 +45,15 @@ struct Confirms {
 
 /// Results of the measured tasks.
 #[derive(Debug, Default)]
-struct OfTasks {
+struct TaskStats {
     succeeded: u64,
     errors: BTreeMap<String, u64>,
     latency_ms: Vec<f64>,
     stages_ms: [Vec<f64>; STAGES.len()],
-    /// Batch sizes, each weighted by the task's share of the batch.
-    batch_inputs: Vec<(f64, f64)>,
-    batch_tokens: Vec<(f64, f64)>,
+    /// Inputs in each task's batch.
+    batch_inputs: Vec<Weighted>,
+    /// Tokens in each task's batch.
+    batch_tokens: Vec<Weighted>,
 }
 
 impl Tally {
@@ -60,11 +62,12 @@ impl Tally {
         Self { warmup, tasks, ..Self::default() }
     }
 
-    /// Records the next task, in the order of their numbers. `due`: when it was due, in a closed loop when it was
-    /// published.
+    /// Records the next task, in the order of their numbers. `due`: when the schedule wanted it sent; in a closed loop,
+    /// when it was published.
     pub(super) fn published(&mut self, due: Duration, inputs: usize) {
+        // Without a warm-up, the measured time starts when the first task is due.
         if self.sent.is_empty() {
-            self.of_replies.began = due;
+            self.reply_stats.began = due;
         }
         self.sent.push(Sent { due, inputs });
     }
@@ -94,13 +97,14 @@ impl Tally {
         let reply_number = self.answered;
         self.answered += 1;
         if self.measures(number) {
-            self.of_tasks.count(sent, at, answer);
+            self.task_stats.count(sent, at, answer);
         }
+        // The measured time starts at the last warm-up reply.
         if self.answered == self.warmup {
-            self.of_replies.began = at;
+            self.reply_stats.began = at;
         }
         if self.measures(reply_number) {
-            self.of_replies.count(sent.inputs, at, answer);
+            self.reply_stats.count(sent.inputs, at, answer);
             for (seen, name) in [(&mut self.models, answer.model), (&mut self.devices, answer.device)] {
                 if !name.is_empty() && !seen.contains(name) {
                     seen.insert(name.to_owned());
@@ -115,13 +119,14 @@ impl Tally {
             let seconds = (last - first).as_secs_f64();
             (seconds > 0.0).then(|| rounded(f64::from(count - 1) / seconds))
         });
-        let OfTasks { succeeded, errors, latency_ms, stages_ms, batch_inputs, batch_tokens } = self.of_tasks;
+        let TaskStats { succeeded, errors, latency_ms, stages_ms, batch_inputs, batch_tokens } =
+            self.task_stats;
         let measured = self.sent.iter().skip(self.warmup).take(self.tasks);
         let inputs: usize = measured.map(|sent| sent.inputs).sum();
-        let seconds = self.of_replies.seconds();
+        let seconds = self.reply_stats.seconds();
         let unanswered = self.sent.len() - self.answered;
         let [queue_ms, prepare_ms, wait_ms, compute_ms] = stages_ms.map(Summary::of);
-        let workers = self.of_replies.shares();
+        let workers = self.reply_stats.shares();
         Measured {
             achieved_rate,
             model: self.models,
@@ -132,13 +137,13 @@ impl Tally {
             duplicates: self.duplicates,
             unanswered,
             seconds: rounded(seconds),
-            tasks_per_second: self.of_replies.a_second(self.of_replies.succeeded),
-            inputs_per_second: self.of_replies.a_second(self.of_replies.inputs),
-            tokens_per_second: self.of_replies.tokens.map(|count| self.of_replies.a_second(count)),
+            tasks_per_second: self.reply_stats.per_second(self.reply_stats.succeeded),
+            inputs_per_second: self.reply_stats.per_second(self.reply_stats.inputs),
+            tokens_per_second: self.reply_stats.tokens.map(|count| self.reply_stats.per_second(count)),
             generated_tokens_per_second: self
-                .of_replies
+                .reply_stats
                 .generated
-                .map(|count| self.of_replies.a_second(count)),
+                .map(|count| self.reply_stats.per_second(count)),
             latency_ms: Summary::of(latency_ms),
             queue_ms,
             prepare_ms,
@@ -151,7 +156,7 @@ impl Tally {
     }
 }
 
-impl OfTasks {
+impl TaskStats {
     fn count(&mut self, sent: Sent, at: Duration, answer: &Answer<'_>) {
         if !answer.succeeded() {
             let code = answer.status_code.map_or_else(|| "none".to_owned(), |code| code.to_string());
@@ -160,13 +165,13 @@ impl OfTasks {
         }
         self.succeeded += 1;
         self.latency_ms.push(at.saturating_sub(sent.due).as_secs_f64() * 1e3);
-        for (values, value) in self.stages_ms.iter_mut().zip(answer.stages.into_iter().flatten()) {
+        for (values, value) in self.stages_ms.iter_mut().zip(answer.stages_ms.into_iter().flatten()) {
             values.push(value);
         }
         if let Some(batch) = answer.batch {
             let share = batch.share(sent.inputs);
-            self.batch_inputs.push((batch.inputs, share));
-            self.batch_tokens.push((batch.tokens, share));
+            self.batch_inputs.push(Weighted { size: batch.inputs, share });
+            self.batch_tokens.push(Weighted { size: batch.tokens, share });
         }
     }
 }

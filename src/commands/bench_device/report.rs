@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::measure::{Measured, Pass};
 use crate::client::replies::rounded;
-use crate::commands::bench::{Sizes, Summary};
+use crate::commands::bench::{Sizes, Summary, Weighted};
 use crate::config::Assignment;
 use crate::worker::load_spec;
 
@@ -59,7 +59,7 @@ impl Report {
     pub(super) fn new(slot: &Assignment, tasks: usize, measured: Measured) -> Self {
         let Measured { loading, inputs, tokens, preprocessing, passes, computing } = measured;
         let sizes = |size: fn(&Pass) -> usize| {
-            Sizes::of(passes.iter().map(|pass| (size(pass) as f64, 1.0)).collect())
+            Sizes::of(passes.iter().map(|pass| Weighted { size: size(pass) as f64, share: 1.0 }).collect())
         };
         let sum = |size: fn(&Pass) -> usize| passes.iter().map(size).sum();
         let ms = |duration: Duration| duration.as_secs_f64() * 1e3;

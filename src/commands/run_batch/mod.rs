@@ -35,12 +35,12 @@ use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
-use crate::launcher::{Host, Launching};
+use crate::launcher::{Host, LaunchSpec, Launching};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
 use crate::protocol::{Message, Properties};
-use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::shutdown::{Exit, Patience, Phase, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
 
 /// The most lines that are under way, or answered and waiting for an earlier one.
@@ -100,7 +100,13 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         stop: stop.clone(),
     };
     let feeder = queues.spawn(run.run(input));
-    let launching = Launching::new(&program, Some(&program), &settings.launcher, &stop, None);
+    let launching = Launching::new(LaunchSpec {
+        worker_program: &program,
+        guard_program: Some(&program),
+        policy: &settings.launcher,
+        stop: &stop,
+        raw_lines: None,
+    });
     let launched = launching.run(&assignments);
     let exit = run_with_feeder(launched, feeder, total, &output, &broker, &stop)?;
     queues.block_on(broker.shutdown());
@@ -121,7 +127,7 @@ fn run_with_feeder(
 ) -> anyhow::Result<Exit> {
     let launch = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     launch.block_on(async {
-        listen(stop.clone(), Patience::SecondAborts)?;
+        listen_for_signals(stop.clone(), Patience::SecondAborts)?;
         let mut launched = pin!(launched);
         let mut feeder_done = false;
         let exit = loop {
@@ -437,7 +443,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
             }
             (Line::Invalid(line), _) => {
                 if let Some(tally) = &mut output.tally {
-                    tally.count_unasked(1);
+                    tally.count_without_reply(1);
                 }
                 (line, true)
             }

@@ -37,7 +37,7 @@ pub(super) fn lines(slot: &Slot, columns: usize, now: Instant) -> Vec<Line<'stat
     lines
 }
 
-/// The facts as pairs of name and text. Those that an operator has to act on come first.
+/// The facts as pairs of name and text. After the state, those that an operator has to act on come first.
 fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
     let (report, none) = (&slot.report, Stats::default());
     let stats = report.stats.as_deref().unwrap_or(&none);
@@ -53,7 +53,7 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
     let memory =
         slot.resident().map(|it| format!(", {} of memory of its own", bytes(it))).unwrap_or_default();
     let ready = slot.age_ms.map_or_else(|| "not ready".to_owned(), |ms| format!("ready for {}", age(ms)));
-    let (reserved, cached) = (stats.now.kv_reserved, stats.now.kv_tokens);
+    let (reserved, capacity) = (stats.now.kv_reserved, stats.now.kv_tokens);
     let restarts: Vec<String> = report.restarts.iter().map(|(why, times)| format!("{why} {times}")).collect();
     let restarts = if restarts.is_empty() { "none".to_owned() } else { restarts.join(", ") };
     let facts = [
@@ -68,7 +68,7 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
         ("restarts", Some(restarts)),
         ("times", Some(times(slot))),
         ("tasks", Some(answered(stats))),
-        ("kv cache", (cached > 0).then(|| format!("{reserved} of {cached} tokens reserved"))),
+        ("kv cache", (capacity > 0).then(|| format!("{reserved} of {capacity} tokens reserved"))),
     ];
     facts.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
 }
@@ -82,13 +82,13 @@ fn active(slot: &Slot) -> String {
 }
 
 fn batches(slot: &Slot) -> String {
-    let bounds = &slot.report.batch;
-    let most = |bound: Option<usize>, what| bound.map(|bound| format!("{bound} {what}"));
-    let delay = bounds.max_delay_ms.map(|ms| format!("{ms} ms of waiting"));
-    let bounds = [most(bounds.max_tokens, "tokens"), most(bounds.max_requests, "inputs"), delay];
-    let bounds: Vec<String> = bounds.into_iter().flatten().collect();
+    let limits = &slot.report.batch;
+    let tokens = limits.max_tokens.map(|count| format!("{count} tokens"));
+    let inputs = limits.max_requests.map(|count| format!("{count} inputs"));
+    let delay = limits.max_delay_ms.map(|ms| format!("{ms} ms of waiting"));
+    let texts: Vec<String> = [tokens, inputs, delay].into_iter().flatten().collect();
     let fill = slot.rates.fill.map(|fill| format!("; {} of the tokens used", percent(fill)));
-    format!("at most {}{}", bounds.join(", "), fill.unwrap_or_default())
+    format!("at most {}{}", texts.join(", "), fill.unwrap_or_default())
 }
 
 fn times(slot: &Slot) -> String {

@@ -41,32 +41,36 @@ impl fmt::Debug for Secret {
 pub(crate) fn urls(value: &Value) -> Result<Vec<Secret>, Expected> {
     match &value.kind {
         ValueKind::String(text) if text.trim_start().starts_with('[') => {
-            urls(&parse_array(text).ok_or_else(an_address)?)
+            urls(&parse_array(text).ok_or_else(expected_address)?)
         }
-        ValueKind::String(text) => split_urls(text.trim())
-            .into_iter()
-            .map(|part| part.trim_end().strip_suffix(',').unwrap_or(part).trim())
-            .map(checked)
-            .collect(),
+        ValueKind::String(text) => {
+            split_urls(text.trim()).into_iter().map(without_comma).map(checked).collect()
+        }
         ValueKind::Array(items) if !items.is_empty() => items
             .iter()
             .map(|item| match &item.kind {
                 ValueKind::String(text) => checked(text.trim()),
-                _ => Err(an_address()),
+                _ => Err(expected_address()),
             })
             .collect(),
-        _ => Err(an_address()),
+        _ => Err(expected_address()),
     }
+}
+
+/// A part of [`split_urls`] without the comma behind it. `split_urls` also serves the masking of passwords, which shows
+/// the text between addresses, so it leaves separators at the end of each part.
+fn without_comma(part: &str) -> &str {
+    part.trim_end().strip_suffix(',').unwrap_or(part).trim()
 }
 
 fn checked(address: &str) -> Result<Secret, Expected> {
     match address.split_once(':') {
         Some(("embedded", path)) if !path.is_empty() => {}
         Some((scheme, rest)) if is_amqp(scheme) => {
-            let rest = rest.strip_prefix("//").ok_or_else(an_address)?;
+            let rest = rest.strip_prefix("//").ok_or_else(expected_address)?;
             check_authority(rest)?;
         }
-        _ => return Err(an_address()),
+        _ => return Err(expected_address()),
     }
     Ok(Secret::new(address))
 }
@@ -79,9 +83,9 @@ fn check_authority(rest: &str) -> Result<(), Expected> {
     let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
     let (authority, path) = rest.split_at(end);
     let host_and_port = match authority.rsplit_once('@') {
-        Some((user, _)) if user.contains('@') => return Err(encoded()),
+        Some((user, _)) if user.contains('@') => return Err(expected_encoding()),
         Some((_, host_and_port)) => host_and_port,
-        None if path.contains('@') => return Err(encoded()),
+        None if path.contains('@') => return Err(expected_encoding()),
         None => authority,
     };
     // The AMQP client does not recognize a host in brackets, and would connect to localhost instead.
@@ -92,20 +96,27 @@ fn check_authority(rest: &str) -> Result<(), Expected> {
         Some((host, port)) => (host, Some(port)),
         None => (host_and_port, None),
     };
-    check_host(is_host(host), port, "amqp://user:password@host:5672/vhost")
+    if !is_host(host) {
+        return Err(expected_host("amqp://user:password@host:5672/vhost"));
+    }
+    check_port(port)
 }
 
-fn is_host_letter(c: char) -> bool {
+fn is_host_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_')
 }
 
 fn is_host(text: &str) -> bool {
-    !text.is_empty() && text.chars().all(is_host_letter)
+    !text.is_empty() && text.chars().all(is_host_character)
 }
 
-fn check_host(is_host: bool, port: Option<&str>, example: &str) -> Result<(), Expected> {
+/// Whether a collector's path may have this character.
+fn is_path_character(c: char) -> bool {
+    is_host_character(c) || matches!(c, '/' | '~' | '%' | '+')
+}
+
+fn check_port(port: Option<&str>) -> Result<(), Expected> {
     match port {
-        _ if !is_host => Err(format!("an address with a host: {example}")),
         Some(port) if !port.parse::<u16>().is_ok_and(|port| port > 0) => {
             Err("an address whose port is a number from 1 to 65535".to_owned())
         }
@@ -113,11 +124,15 @@ fn check_host(is_host: bool, port: Option<&str>, example: &str) -> Result<(), Ex
     }
 }
 
-fn an_address() -> Expected {
+fn expected_host(example: &str) -> Expected {
+    format!("an address with a host: {example}")
+}
+
+fn expected_address() -> Expected {
     "an address with amqp:// or amqps://, or several with commas between them".to_owned()
 }
 
-fn encoded() -> Expected {
+fn expected_encoding() -> Expected {
     "an address in which `@`, `/`, `?` and `#` of user and password are percent-encoded: `@` as %40"
         .to_owned()
 }
@@ -135,6 +150,7 @@ pub(crate) fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
     }
     let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
     let (host, port) = match authority.rsplit_once(':') {
+        // In an IPv6 address without a port, as in `[::1]`, the last colon is within the brackets.
         Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
         _ => (authority, None),
     };
@@ -142,8 +158,11 @@ pub(crate) fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
         Some(inside) => inside.parse::<std::net::Ipv6Addr>().is_ok(),
         None => is_host(host),
     };
-    check_host(is_host, port, "http://host:4318")?;
-    if !path.chars().all(|c| is_host_letter(c) || matches!(c, '/' | '~' | '%' | '+')) {
+    if !is_host {
+        return Err(expected_host("http://host:4318"));
+    }
+    check_port(port)?;
+    if !path.chars().all(is_path_character) {
         return Err("an address that ends with its path, without `?`, `#` or blanks".to_owned());
     }
     if path.trim_end_matches('/').ends_with(TRACES) {

@@ -47,12 +47,13 @@ impl Gguf {
         architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
     }
 
-    /// Checks that the file has a matrix `[width, depth]`, before memory is allocated for so many rows.
+    /// Checks that the file has the matrix of a linear layer with `depth` inputs and `width` outputs, before memory is
+    /// allocated for so many outputs.
     ///
     /// # Errors
     /// As [`Gguf::matrix`].
     pub fn check(&self, name: &str, [depth, width]: [usize; 2]) -> Result<(), LoadError> {
-        self.tensor(name, &[width, depth]).map(drop)
+        self.linear(name, [depth, width]).map(drop)
     }
 
     /// Checks that the file holds the bytes of every tensor in its table.
@@ -115,7 +116,8 @@ impl Gguf {
         }
     }
 
-    /// The matrix of a linear layer, `[width, depth]` in the file. `row` maps a column to its row in the file.
+    /// The matrix `[depth, width]` of a linear layer with `depth` inputs and `width` outputs. Column `c` of the result
+    /// is row `row_of_column(c)` of the file.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the tensor, for a shape or number type that is not as expected.
@@ -123,20 +125,20 @@ impl Gguf {
         &self,
         name: &str,
         [depth, width]: [usize; 2],
-        row: impl Fn(usize) -> usize,
+        row_of_column: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let (info, bytes) = self.tensor(name, &[width, depth])?;
+        let (info, bytes) = self.linear(name, [depth, width])?;
         let dtype = info.ggml_dtype;
-        let line = depth / dtype.block_size() * dtype.type_size();
-        let of = |column: usize| &bytes[row(column) * line..][..line];
+        let row_bytes = depth / dtype.block_size() * dtype.type_size();
+        let bytes_of = |column: usize| &bytes[row_of_column(column) * row_bytes..][..row_bytes];
         let floats = |read: fn(&[u8]) -> f32| {
             let size = dtype.type_size();
             let columns: Vec<f32> =
-                (0..width).flat_map(|column| of(column).chunks_exact(size).map(read)).collect();
+                (0..width).flat_map(|column| bytes_of(column).chunks_exact(size).map(read)).collect();
             columns
         };
         let groups = |numbers, read: fn(&[u8], usize) -> Group| {
-            Matrix::of_groups(numbers, [depth, width], |column, group| read(of(column), group))
+            Matrix::of_groups(numbers, [depth, width], |column, group| read(bytes_of(column), group))
         };
         Ok(match dtype {
             GgmlDType::F32 => Matrix::of_f32(&floats(f32_of), depth),
@@ -154,7 +156,13 @@ impl Gguf {
         })
     }
 
-    /// A tensor's description and bytes; its shape must be `shape`.
+    /// The tensor of a linear layer with `depth` inputs and `width` outputs. The file has a row of `depth` numbers for
+    /// each output, so its shape is the other way round.
+    fn linear(&self, name: &str, [depth, width]: [usize; 2]) -> Result<(&TensorInfo, &[u8]), LoadError> {
+        self.tensor(name, &[width, depth])
+    }
+
+    /// A tensor's description and bytes; its shape must be `shape`, the number of rows before their length.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&TensorInfo, &[u8]), LoadError> {
         let info = self.content.tensor_infos.get(name);
         let info = info.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
@@ -216,12 +224,12 @@ fn f16_of(bytes: &[u8]) -> f32 {
 
 /// The value of an f16.
 fn half(bits: u16) -> f32 {
-    let (sign, size) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
-    let value = match size >> 10 {
+    let (sign, magnitude) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
+    let value = match magnitude >> 10 {
         // Shifted by 13, the number is an f32 that is too small by 2^112, the difference of the biases 127 and 15. The
         // multiplication also makes subnormal numbers normal.
-        0..31 => (f32::from_bits(size << 13) * f32::from_bits((112 + 127) << 23)).to_bits(),
-        _ => 0x7f80_0000 | size << 13,
+        0..31 => (f32::from_bits(magnitude << 13) * f32::from_bits((112 + 127) << 23)).to_bits(),
+        _ => 0x7f80_0000 | magnitude << 13,
     };
     f32::from_bits(sign | value)
 }
@@ -235,20 +243,20 @@ fn nibbles(bytes: &[u8]) -> [u8; 32] {
     q
 }
 
-/// A block of a scale, then 32 numbers of 4 bits that begin at -8.
+/// The block holds a scale, then 32 4-bit numbers, stored with 8 added.
 fn q4_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 18..][..18];
     let scale = f16_of(block);
     Group { scale, offset: -8.0 * scale, q: nibbles(&block[2..]) }
 }
 
-/// A block of a scale and an offset, then 32 numbers of 4 bits.
+/// The block holds a scale and an offset, then 32 4-bit numbers.
 fn q4_1(row: &[u8], group: usize) -> Group {
     let block = &row[group * 20..][..20];
     Group { scale: f16_of(block), offset: f16_of(&block[2..]), q: nibbles(&block[4..]) }
 }
 
-/// A block of a scale, then 32 signed bytes.
+/// The block holds a scale, then 32 signed bytes. A `Group` has bytes without a sign, so 128 is added to them here.
 fn q8_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 34..][..34];
     let scale = f16_of(block);
@@ -257,12 +265,17 @@ fn q8_0(row: &[u8], group: usize) -> Group {
     Group { scale, offset: -128.0 * scale, q }
 }
 
-/// A block of 256 numbers in 8 groups. The block has a scale and a minimum; each is multiplied by 6 bits of the group.
+/// The block holds 256 4-bit numbers in 8 groups. It has a scale and a minimum, which are multiplied by the scale and
+/// the minimum of each group.
 fn q4_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 8 * 144..][..144];
-    let (scale, least, packed, numbers) = (f16_of(block), f16_of(&block[2..]), &block[4..16], &block[16..]);
+    let (scale, min, packed, numbers) = (f16_of(block), f16_of(&block[2..]), &block[4..16], &block[16..]);
     let index = group % 8;
-    let (a, b) = match index {
+    // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. Of groups 0 to 3, the scales
+    // are in the lower 6 bits of bytes 0 to 3, and the minimums in those of bytes 4 to 7. Of groups 4 to 7, bytes 8 to
+    // 11 hold the lower 4 bits: of the scales in their lower halves, of the minimums in their upper halves. The upper 2
+    // bits of these scales are in bytes 0 to 3, those of the minimums in bytes 4 to 7, in both cases above the 6 bits.
+    let (group_scale, group_min) = match index {
         0..4 => (packed[index] & 63, packed[index + 4] & 63),
         _ => (
             packed[index + 4] & 15 | packed[index - 4] >> 6 << 4,
@@ -274,11 +287,11 @@ fn q4_k(row: &[u8], group: usize) -> Group {
     for (q, byte) in q.iter_mut().zip(&numbers[index / 2 * 32..]) {
         *q = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
     }
-    Group { scale: scale * f32::from(a), offset: -(least * f32::from(b)), q }
+    Group { scale: scale * f32::from(group_scale), offset: -(min * f32::from(group_min)), q }
 }
 
-/// A block of 256 numbers of 6 bits that begin at -32, in 16 groups. The block's scale is multiplied by the group's
-/// signed byte.
+/// The block holds 256 6-bit numbers, stored with 32 added, in 16 groups of 16. Its scale is multiplied by the signed
+/// byte of each group. A [`Group`] has room for 32 numbers; here the first 16 are used.
 fn q6_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 16 * 210..][..210];
     let (low, rest) = block.split_at(128);

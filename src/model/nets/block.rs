@@ -9,18 +9,18 @@ use crate::model::ops::{FeedForward, NormParams, SelfAttention, add_norm};
 pub struct Blocks {
     /// In order.
     pub blocks: Vec<Block>,
-    /// The norm after the last block, if norms come before their halves.
+    /// The norm after the last block, if norms come before their sublayers.
     pub last_norm: Option<NormParams>,
 }
 
 /// One block.
 pub struct Block {
-    /// The norms before the two halves; the first block may have none before its attention. None if norms come after
-    /// the halves, and belong to them.
+    /// The norms before the two sublayers; the first block may have none before its attention. None if norms come after
+    /// the sublayers, and belong to them.
     pub before: Option<(Option<NormParams>, NormParams)>,
-    /// The first half.
+    /// The first sublayer.
     pub attention: SelfAttention,
-    /// The second half.
+    /// The second sublayer.
     pub feed_forward: FeedForward,
 }
 

@@ -1,5 +1,5 @@
-//! What follows a half of a block, on any device: x ← LayerNorm(x + bias + residual), row by row and in place, or only
-//! the bias.
+//! The last step of a sublayer of a block (attention or feed-forward), on any device: x ← LayerNorm(x + bias +
+//! residual), row by row and in place, or only the addition of the bias.
 
 use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
 use sconce_kernels::{End, Norm};
@@ -44,11 +44,11 @@ impl NormParams {
     }
 }
 
-/// What follows a half of a block.
-pub enum After {
-    /// LayerNorm(x + bias + half).
+/// The last step of a sublayer with the input x, after its last product.
+pub enum Epilogue {
+    /// LayerNorm(product + bias + x).
     Norm(NormParams),
-    /// half + bias: the norm comes before the half, and x is added by the caller.
+    /// product + bias. In such a block the norm comes before the sublayer, and the caller adds x.
     Bias(Bias),
 }
 
@@ -58,8 +58,8 @@ pub struct Bias {
     host: Vec<f32>,
 }
 
-impl After {
-    /// Only this bias `[width]` is added to the half.
+impl Epilogue {
+    /// Only this bias `[width]` is added.
     ///
     /// # Errors
     /// The device fails.
@@ -83,11 +83,11 @@ impl After {
         }
     }
 
-    /// Applies it to the result `half` of a half whose input was `x`, on any device.
-    pub(super) fn end(&self, x: Tensor, half: &Tensor) -> Result<Tensor> {
+    /// Applies it to the last `product` of a sublayer whose input was `x`, on any device.
+    pub(super) fn apply(&self, x: Tensor, product: &Tensor) -> Result<Tensor> {
         match self {
-            Self::Norm(norm) => add_norm(x, half, norm),
-            Self::Bias(bias) => half.broadcast_add(&bias.row),
+            Self::Norm(norm) => add_norm(x, product, norm),
+            Self::Bias(bias) => product.broadcast_add(&bias.row),
         }
     }
 

@@ -1,24 +1,24 @@
-//! The attention half of a block on any device: LayerNorm(attention(x)·O + bias + x), or attention(x)·O + bias. Each
-//! text attends to its own tokens. Decides the form in which its weights are kept, and owns them.
+//! The attention sublayer of a block on any device: LayerNorm(attention(x)·O + bias + x), or attention(x)·O + bias.
+//! Each text attends to its own tokens. Decides the form in which its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, bail};
 use sconce_kernels::attention::{Attention, through};
 use sconce_kernels::{NumberFormat, PositionTerms};
 
-use super::add_norm::After;
+use super::add_norm::Epilogue;
 use super::{host_values, rows_of};
 
 mod composed;
 
 use composed::attention;
 
-/// One attention half.
+/// One attention sublayer.
 pub struct SelfAttention {
     weights: Weights,
     heads: usize,
     position_terms: PositionTerms,
-    /// What follows the half, with the bias of O.
-    after: After,
+    /// The last step, with the bias of O.
+    epilogue: Epilogue,
 }
 
 enum Weights {
@@ -27,12 +27,12 @@ enum Weights {
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
     /// For a GPU with a kernel for these heads. `q_bias` is f32. The bias of the keys is left out, since it changes no
-    /// attention weight. The bias of the values is multiplied by O and added to the bias of `after`.
+    /// attention weight. The bias of the values is multiplied by O and added to the bias of `epilogue`.
     #[cfg(feature = "cuda")]
     Kernel { qkv: Tensor, q_bias: Tensor, out: Tensor, heads: super::gpu::Heads },
 }
 
-/// The weights of one attention half as published: matrices `[hidden, hidden]`, one row for each output.
+/// The weights of one attention sublayer as in the model's file: matrices `[hidden, hidden]`, one row for each output.
 pub struct Published {
     /// Of queries, keys and values, each with its bias.
     pub qkv: [(Tensor, Tensor); 3],
@@ -43,16 +43,16 @@ pub struct Published {
     /// The positional terms: relative bias, rotary embedding, sliding window. If keys are rotated, their bias must be
     /// 0.
     pub position_terms: PositionTerms,
-    /// The type in which the matrices are kept if they are f32 on a CPU.
+    /// If the matrices are f32 and on a CPU, the format to which they are converted.
     pub numbers: NumberFormat,
 }
 
 impl SelfAttention {
-    /// Prepares the weights for the device. `after` has O's bias.
+    /// Prepares the weights for the device. `epilogue` has O's bias.
     ///
     /// # Errors
     /// Shapes or types do not match, or the device fails.
-    pub fn new(published: Published, mut after: After) -> Result<Self> {
+    pub fn new(published: Published, mut epilogue: Epilogue) -> Result<Self> {
         let Published { qkv: [q, k, v], out, heads, position_terms, numbers } = published;
         let matrices = [&q.0, &k.0, &v.0];
         let biases = [&q.1, &k.1, &v.1];
@@ -60,7 +60,7 @@ impl SelfAttention {
             let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
-            after = after.with_added_bias(&through(&out, &v_bias))?;
+            epilogue = epilogue.with_added_bias(&through(&out, &v_bias))?;
             let packed = Attention::new([q, k, v], q_bias, &out, heads, numbers);
             Weights::Packed(packed.map_err(Error::msg)?)
         } else {
@@ -71,8 +71,8 @@ impl SelfAttention {
                 let host =
                     |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
                 let by = through(&host(&out)?, &host(biases[2])?);
-                after = after.with_added_bias(&by)?;
-                return Ok(Self { weights, heads, position_terms, after });
+                epilogue = epilogue.with_added_bias(&by)?;
+                return Ok(Self { weights, heads, position_terms, epilogue });
             }
             Weights::Plain {
                 qkv: Tensor::cat(&matrices, 0)?.t()?.contiguous()?,
@@ -80,11 +80,11 @@ impl SelfAttention {
                 out: out.t()?.contiguous()?,
             }
         };
-        Ok(Self { weights, heads, position_terms, after })
+        Ok(Self { weights, heads, position_terms, epilogue })
     }
 
-    /// Computes the half on `x` `[tokens, hidden]`, in `x`'s memory. `lengths` are the tokens of each text; their sum
-    /// is `tokens`.
+    /// Computes the sublayer on `x` `[tokens, hidden]`, in `x`'s memory. `lengths` are the tokens of each text; their
+    /// sum is `tokens`.
     ///
     /// # Errors
     /// Shapes or types do not match: a bug of the caller.
@@ -95,14 +95,14 @@ impl SelfAttention {
                     weights,
                     lengths,
                     position_terms: &self.position_terms,
-                    after: &self.after,
+                    epilogue: &self.epilogue,
                 })?;
                 Ok(x)
             }
             Weights::Plain { qkv, qkv_bias, out } => {
                 let qkv = x.matmul(qkv)?.broadcast_add(qkv_bias)?;
                 let attended = attention(&qkv, self.heads, lengths, &self.position_terms)?;
-                self.after.end(x, &attended.matmul(out)?)
+                self.epilogue.apply(x, &attended.matmul(out)?)
             }
             #[cfg(feature = "cuda")]
             Weights::Kernel { heads, .. } => {
@@ -126,7 +126,7 @@ impl SelfAttention {
             return self.forward(x, &planned.lengths);
         };
         let attended = super::gpu::cuda::attend(&x.matmul(qkv)?, q_bias, *heads, planned)?;
-        self.after.end(x, &attended.matmul(out)?)
+        self.epilogue.apply(x, &attended.matmul(out)?)
     }
 }
 
@@ -135,7 +135,7 @@ struct Attend<'a> {
     weights: &'a Attention,
     lengths: &'a [usize],
     position_terms: &'a PositionTerms,
-    after: &'a After,
+    epilogue: &'a Epilogue,
 }
 
 impl InplaceOp1 for Attend<'_> {
@@ -150,7 +150,7 @@ impl InplaceOp1 for Attend<'_> {
         if rows != tokens {
             bail!("attention over texts of {tokens} tokens in all got {rows} rows");
         }
-        self.weights.attend(x, self.lengths, self.position_terms, self.after.on_host());
+        self.weights.attend(x, self.lengths, self.position_terms, self.epilogue.on_host());
         Ok(())
     }
 }
@@ -191,19 +191,19 @@ mod tests {
         Published { qkv: [part(1), part(2), part(3)], out, heads, position_terms, numbers: NumberFormat::F32 }
     }
 
-    fn plain(published: Published, after: After) -> SelfAttention {
+    fn plain(published: Published, epilogue: Epilogue) -> SelfAttention {
         let Published { qkv: [q, k, v], out, heads, position_terms, .. } = published;
         let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
         let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
         let out = out.t().unwrap().contiguous().unwrap();
-        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, position_terms, after }
+        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, position_terms, epilogue }
     }
 
     /// The largest difference between the kernel's result and that of candle's operations.
     fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
         let hidden = heads * d;
         let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();
-        let norm = || After::Norm(norm_params(hidden, 20).unwrap());
+        let norm = || Epilogue::Norm(norm_params(hidden, 20).unwrap());
         let right = plain(published(heads, hidden, range), norm());
         let ours = SelfAttention::new(published(heads, hidden, range), norm()).unwrap();
         assert!(matches!(ours.weights, Weights::Packed(_)));
@@ -237,11 +237,11 @@ mod tests {
                 Published { position_terms: position_terms.clone(), ..published }
             };
             let x = noise(&[lengths.iter().sum(), 32], 1.0, 1).unwrap();
-            let bias = || After::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
-            for after in [bias, || After::Norm(norm_params(32, 20).unwrap())] {
-                let ours = SelfAttention::new(published(), after()).unwrap();
+            let bias = || Epilogue::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
+            for epilogue in [bias, || Epilogue::Norm(norm_params(32, 20).unwrap())] {
+                let ours = SelfAttention::new(published(), epilogue()).unwrap();
                 assert!(matches!(ours.weights, Weights::Packed(_)));
-                let right = plain(published(), after()).forward(x.copy().unwrap(), &lengths).unwrap();
+                let right = plain(published(), epilogue()).forward(x.copy().unwrap(), &lengths).unwrap();
                 let off = difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &right).unwrap();
                 assert!(off < 2e-5, "{position_terms:?}: {off}");
             }
@@ -256,18 +256,18 @@ mod tests {
     #[test]
     fn a_text_attends_to_its_own_tokens_only() {
         let x = noise(&[30, 32], 1.0, 1).unwrap();
-        let half =
-            SelfAttention::new(published(4, 32, 0.5), After::Norm(norm_params(32, 5).unwrap())).unwrap();
-        let alone = half.forward(x.narrow(0, 11, 19).unwrap().copy().unwrap(), &[19]).unwrap();
-        let together = half.forward(x, &[11, 19]).unwrap();
+        let sublayer =
+            SelfAttention::new(published(4, 32, 0.5), Epilogue::Norm(norm_params(32, 5).unwrap())).unwrap();
+        let alone = sublayer.forward(x.narrow(0, 11, 19).unwrap().copy().unwrap(), &[19]).unwrap();
+        let together = sublayer.forward(x, &[11, 19]).unwrap();
         assert_eq!(difference(&together.narrow(0, 11, 19).unwrap(), &alone).unwrap(), 0.0);
     }
 
     #[test]
     fn lengths_whose_sum_is_not_the_number_of_rows_are_refused() {
-        let half =
-            SelfAttention::new(published(4, 32, 0.5), After::Norm(norm_params(32, 5).unwrap())).unwrap();
-        let error = half.forward(noise(&[30, 32], 1.0, 1).unwrap(), &[11, 18]).unwrap_err().to_string();
+        let sublayer =
+            SelfAttention::new(published(4, 32, 0.5), Epilogue::Norm(norm_params(32, 5).unwrap())).unwrap();
+        let error = sublayer.forward(noise(&[30, 32], 1.0, 1).unwrap(), &[11, 18]).unwrap_err().to_string();
         assert!(error.contains("texts of 29 tokens") && error.contains("30 rows"), "{error}");
     }
 }

@@ -1,54 +1,64 @@
-//! The feed-forward half of a block on any device: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G,
-//! (activation(x·U) * x·G)·D replaces the product. Without the norm, x is not added. Decides the form in which its
-//! weights are kept, and owns them.
+//! The feed-forward sublayer of a block on any device. Its last product is
+//!
+//! - without a gate: (activation(x·U + bias))·D
+//! - with a gate G: (activation(x·U) * (x·G))·D
+//!
+//! An [`Epilogue`] adds the bias of D to this product. With a norm, it also adds x, and then norms the sum. Decides the
+//! form in which its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor};
 use sconce_kernels::{Activation, NumberFormat, feed_forward};
 
 use super::activation::bias_activation;
-use super::add_norm::After;
+use super::add_norm::Epilogue;
 use super::{host_values, rows_of};
 
-/// One feed-forward half.
+/// One feed-forward sublayer.
 pub struct FeedForward {
     weights: Weights,
     activation: Activation,
-    /// What follows the half, with the bias of D.
-    after: After,
+    /// The last step, with the bias of D.
+    epilogue: Epilogue,
 }
 
 enum Weights {
     /// f32 on a CPU.
     Packed(feed_forward::FeedForward),
-    /// `[hidden, inner]`, `[inner]`, `[hidden, inner]`, `[inner, hidden]`.
+    /// Of another type or on another device: `up` and `gate` `[hidden, inner]`, `up_bias` `[inner]` and `down`
+    /// `[inner, hidden]`.
     Plain { up: Tensor, up_bias: Tensor, gate: Option<Tensor>, down: Tensor },
 }
 
-/// The first linear layer as published: matrices `[inner, hidden]`.
-pub struct Up {
+/// The weights by which the input is multiplied, as in the model's file: matrices `[inner, hidden]`.
+pub struct InputWeights {
     /// U.
     pub matrix: Tensor,
     /// U's bias `[inner]`.
     pub bias: Tensor,
     /// G.
     pub gate: Option<Tensor>,
-    /// The type in which U, G and D are kept if they are f32 on a CPU.
+    /// If the weights are f32 and on a CPU, the format to which U, G and D are converted.
     pub numbers: NumberFormat,
 }
 
 impl FeedForward {
-    /// Prepares U and G, and D `[hidden, inner]` as published, for their device.
+    /// Prepares U and G, and `down`, which is D `[hidden, inner]` as in the model's file, for their device.
     ///
     /// # Errors
     /// The device fails.
-    pub fn new(published: Up, down: &Tensor, after: After, activation: Activation) -> Result<Self> {
-        let Up { matrix: up, bias: up_bias, gate, numbers } = published;
+    pub fn new(
+        input: InputWeights,
+        down: &Tensor,
+        epilogue: Epilogue,
+        activation: Activation,
+    ) -> Result<Self> {
+        let InputWeights { matrix: up, bias: up_bias, gate, numbers } = input;
         let weights = match (host_values(&up)?, host_values(&up_bias)?, host_values(down)?) {
             (Some(up), Some(up_bias), Some(down)) => {
                 let gate: Option<Vec<f32>> = gate.map(|gate| gate.flatten_all()?.to_vec1()).transpose()?;
                 let (up, gate, down) = (&up[..], gate.as_deref(), &down[..]);
-                let published = feed_forward::Published { up, up_bias, gate, down, numbers };
-                Weights::Packed(feed_forward::FeedForward::new(published, activation).map_err(Error::msg)?)
+                let in_file = feed_forward::Published { up, up_bias, gate, down, numbers };
+                Weights::Packed(feed_forward::FeedForward::new(in_file, activation).map_err(Error::msg)?)
             }
             _ => {
                 let columns = |matrix: &Tensor| matrix.t()?.contiguous();
@@ -56,17 +66,17 @@ impl FeedForward {
                 Weights::Plain { up: columns(&up)?, up_bias, gate, down: columns(down)? }
             }
         };
-        Ok(Self { weights, activation, after })
+        Ok(Self { weights, activation, epilogue })
     }
 
-    /// Computes the half on `x` `[rows, hidden]`, in `x`'s memory.
+    /// Computes the sublayer on `x` `[rows, hidden]`, in `x`'s memory.
     ///
     /// # Errors
     /// Shapes or types do not match: a bug of the caller.
     pub fn forward(&self, x: Tensor) -> Result<Tensor> {
         match &self.weights {
             Weights::Packed(weights) => {
-                x.inplace_op1(&Fused { weights, after: &self.after })?;
+                x.inplace_op1(&Fused { weights, epilogue: &self.epilogue })?;
                 Ok(x)
             }
             Weights::Plain { up, up_bias, gate, down } => {
@@ -74,7 +84,7 @@ impl FeedForward {
                 if let Some(gate) = gate {
                     inner = (inner * x.matmul(gate)?)?;
                 }
-                self.after.end(x, &inner.matmul(down)?)
+                self.epilogue.apply(x, &inner.matmul(down)?)
             }
         }
     }
@@ -83,7 +93,7 @@ impl FeedForward {
 /// The CPU's kernel, applied to rows.
 struct Fused<'a> {
     weights: &'a feed_forward::FeedForward,
-    after: &'a After,
+    epilogue: &'a Epilogue,
 }
 
 impl InplaceOp1 for Fused<'_> {
@@ -92,7 +102,7 @@ impl InplaceOp1 for Fused<'_> {
     }
 
     fn cpu_fwd(&self, x: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        self.weights.forward(rows_of(x, layout, self.weights.hidden())?, self.after.on_host());
+        self.weights.forward(rows_of(x, layout, self.weights.hidden())?, self.epilogue.on_host());
         Ok(())
     }
 }
@@ -109,14 +119,14 @@ mod tests {
             let up_bias = noise(&[inner], 0.5, 6).unwrap();
             let down = noise(&[hidden, inner], 0.1, 2).unwrap();
             let gate = noise(&[inner, hidden], 0.1, 8).unwrap();
-            let norm = || After::Norm(norm_params(hidden, 3).unwrap());
-            let bias = || After::bias(&noise(&[hidden], 0.5, 9).unwrap()).unwrap();
-            let cases: [(_, &dyn Fn() -> After, _); 3] = [
+            let norm = || Epilogue::Norm(norm_params(hidden, 3).unwrap());
+            let bias = || Epilogue::bias(&noise(&[hidden], 0.5, 9).unwrap()).unwrap();
+            let cases: [(_, &dyn Fn() -> Epilogue, _); 3] = [
                 (None, &norm, Activation::Gelu),
                 (Some(&gate), &norm, Activation::Silu),
                 (Some(&gate), &bias, Activation::Gelu),
             ];
-            for (gate, after, activation) in cases {
+            for (gate, epilogue, activation) in cases {
                 let bias = if gate.is_some() { up_bias.zeros_like().unwrap() } else { up_bias.clone() };
                 let plain = FeedForward {
                     weights: Weights::Plain {
@@ -126,11 +136,15 @@ mod tests {
                         down: down.t().unwrap(),
                     },
                     activation,
-                    after: after(),
+                    epilogue: epilogue(),
                 };
-                let published =
-                    Up { matrix: up.clone(), bias, gate: gate.cloned(), numbers: NumberFormat::F32 };
-                let fused = FeedForward::new(published, &down, after(), activation).unwrap();
+                let input = InputWeights {
+                    matrix: up.clone(),
+                    bias,
+                    gate: gate.cloned(),
+                    numbers: NumberFormat::F32,
+                };
+                let fused = FeedForward::new(input, &down, epilogue(), activation).unwrap();
                 assert!(matches!(fused.weights, Weights::Packed(_)));
                 let x = noise(&[rows, hidden], 1.0, 7).unwrap();
                 let right = plain.forward(x.copy().unwrap()).unwrap();
@@ -143,11 +157,11 @@ mod tests {
     #[test]
     fn rows_of_another_width_are_refused() {
         let matrix = noise(&[16, 16], 1.0, 1).unwrap();
-        let norm = After::Norm(norm_params(16, 3).unwrap());
+        let norm = Epilogue::Norm(norm_params(16, 3).unwrap());
         let (bias, numbers) = (noise(&[16], 1.0, 2).unwrap(), NumberFormat::F32);
-        let published = Up { matrix: matrix.clone(), bias, gate: None, numbers };
-        let half = FeedForward::new(published, &matrix, norm, Activation::Relu).unwrap();
-        let error = half.forward(noise(&[3, 17], 1.0, 2).unwrap()).unwrap_err().to_string();
+        let input = InputWeights { matrix: matrix.clone(), bias, gate: None, numbers };
+        let sublayer = FeedForward::new(input, &matrix, norm, Activation::Relu).unwrap();
+        let error = sublayer.forward(noise(&[3, 17], 1.0, 2).unwrap()).unwrap_err().to_string();
         assert!(error.contains("rows of 16 numbers") && error.contains("[3, 17]"), "{error}");
     }
 }

@@ -10,16 +10,16 @@ mod feed_forward;
 pub mod gpu;
 mod position_terms;
 
-pub use add_norm::{After, NormParams, add_norm};
+pub use add_norm::{Epilogue, NormParams, add_norm};
 pub use attention::{Published, SelfAttention};
 pub use convolution::{Convolution, Filters, max_pool, mean_pool};
-pub use feed_forward::{FeedForward, Up};
+pub use feed_forward::{FeedForward, InputWeights};
 pub use position_terms::turns;
 pub use sconce_kernels::convolution::{Clamp, Padding};
 pub use sconce_kernels::{
     Activation, Bias, Group, Matrix, NumberFormat, PackedWords, Panels, PositionTerms, Rotary, RowNumbers,
-    causal, exponentials, gate, kv, largest, multiplies_bytes, multiply_rows, multiply_together,
-    norm_by_squares, pooling, use_features,
+    causal, exponentials, gate, kv, largest, may_use_vnni, multiply_rows, multiply_together, norm_by_squares,
+    pooling, use_features,
 };
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};

@@ -4,16 +4,16 @@ use serde_json::value::RawValue;
 
 use super::Encoding;
 use crate::protocol::TaskError;
-use crate::protocol::fields::{Fields, Keys, is_number, list, read, string, token_ids, wrong};
+use crate::protocol::fields::{Fields, Keys, Unsupported, is_number, list, read, string, token_ids, wrong};
 
 const KEYS: Keys = Keys {
     taken: &["input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate"],
-    refused: &[
-        ("add_special_tokens", "true"),
-        ("input_type", "null"),
-        ("normalize", "true"),
-        ("truncate_prompt_tokens", "null"),
-        ("truncation_direction", "\"Right\""),
+    unsupported: &[
+        Unsupported { key: "add_special_tokens", only_value: "true" },
+        Unsupported { key: "input_type", only_value: "null" },
+        Unsupported { key: "normalize", only_value: "true" },
+        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
+        Unsupported { key: "truncation_direction", only_value: "\"Right\"" },
     ],
 };
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::protocol::fields::{
-    Fields, Keys, Listed, is_number, list, listed, read, short_string, string, token_ids, wrong,
+    Fields, Keys, Listed, Unsupported, is_number, list, listed, read, short_string, string, token_ids, wrong,
 };
 use crate::protocol::{TaskError, TaskErrorKind};
 
@@ -57,27 +57,27 @@ const COMPLETIONS: Keys = Keys {
         "top_p",
         "user",
     ],
-    refused: &[
-        ("allowed_token_ids", "null"),
-        ("bad_words", "[]"),
-        ("best_of", "1"),
-        ("guided_choice", "null"),
-        ("guided_grammar", "null"),
-        ("guided_json", "null"),
-        ("guided_regex", "null"),
-        ("include_stop_str_in_output", "false"),
-        ("logit_bias", "{}"),
-        ("max_completion_tokens", "null"),
-        ("min_tokens", "0"),
-        ("prompt_logprobs", "null"),
-        ("stop_token_ids", "[]"),
-        ("structured_outputs", "null"),
-        ("suffix", "\"\""),
-        ("tool_choice", "\"none\""),
-        ("tools", "[]"),
-        ("top_logprobs", "null"),
-        ("truncate_prompt_tokens", "null"),
-        ("use_beam_search", "false"),
+    unsupported: &[
+        Unsupported { key: "allowed_token_ids", only_value: "null" },
+        Unsupported { key: "bad_words", only_value: "[]" },
+        Unsupported { key: "best_of", only_value: "1" },
+        Unsupported { key: "guided_choice", only_value: "null" },
+        Unsupported { key: "guided_grammar", only_value: "null" },
+        Unsupported { key: "guided_json", only_value: "null" },
+        Unsupported { key: "guided_regex", only_value: "null" },
+        Unsupported { key: "include_stop_str_in_output", only_value: "false" },
+        Unsupported { key: "logit_bias", only_value: "{}" },
+        Unsupported { key: "max_completion_tokens", only_value: "null" },
+        Unsupported { key: "min_tokens", only_value: "0" },
+        Unsupported { key: "prompt_logprobs", only_value: "null" },
+        Unsupported { key: "stop_token_ids", only_value: "[]" },
+        Unsupported { key: "structured_outputs", only_value: "null" },
+        Unsupported { key: "suffix", only_value: "\"\"" },
+        Unsupported { key: "tool_choice", only_value: "\"none\"" },
+        Unsupported { key: "tools", only_value: "[]" },
+        Unsupported { key: "top_logprobs", only_value: "null" },
+        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
+        Unsupported { key: "use_beam_search", only_value: "false" },
     ],
 };
 const CHAT: Keys = Keys {
@@ -105,49 +105,57 @@ const CHAT: Keys = Keys {
         "top_p",
         "user",
     ],
-    refused: &[
-        ("add_generation_prompt", "true"),
-        ("allowed_token_ids", "null"),
-        ("audio", "null"),
-        ("bad_words", "[]"),
-        ("best_of", "1"),
-        ("chat_template", "null"),
-        ("chat_template_kwargs", "{}"),
-        ("continue_final_message", "false"),
-        ("echo", "false"),
-        ("function_call", "\"none\""),
-        ("functions", "[]"),
-        ("guided_choice", "null"),
-        ("guided_grammar", "null"),
-        ("guided_json", "null"),
-        ("guided_regex", "null"),
-        ("include_stop_str_in_output", "false"),
-        ("logit_bias", "{}"),
-        ("min_tokens", "0"),
-        ("modalities", "[\"text\"]"),
-        ("parallel_tool_calls", "true"),
-        ("prediction", "null"),
-        ("prompt_logprobs", "null"),
-        ("stop_token_ids", "[]"),
-        ("structured_outputs", "null"),
-        ("suffix", "\"\""),
-        ("tool_choice", "\"none\""),
-        ("tools", "[]"),
-        ("truncate_prompt_tokens", "null"),
-        ("use_beam_search", "false"),
-        ("web_search_options", "null"),
+    unsupported: &[
+        Unsupported { key: "add_generation_prompt", only_value: "true" },
+        Unsupported { key: "allowed_token_ids", only_value: "null" },
+        Unsupported { key: "audio", only_value: "null" },
+        Unsupported { key: "bad_words", only_value: "[]" },
+        Unsupported { key: "best_of", only_value: "1" },
+        Unsupported { key: "chat_template", only_value: "null" },
+        Unsupported { key: "chat_template_kwargs", only_value: "{}" },
+        Unsupported { key: "continue_final_message", only_value: "false" },
+        Unsupported { key: "echo", only_value: "false" },
+        Unsupported { key: "function_call", only_value: "\"none\"" },
+        Unsupported { key: "functions", only_value: "[]" },
+        Unsupported { key: "guided_choice", only_value: "null" },
+        Unsupported { key: "guided_grammar", only_value: "null" },
+        Unsupported { key: "guided_json", only_value: "null" },
+        Unsupported { key: "guided_regex", only_value: "null" },
+        Unsupported { key: "include_stop_str_in_output", only_value: "false" },
+        Unsupported { key: "logit_bias", only_value: "{}" },
+        Unsupported { key: "min_tokens", only_value: "0" },
+        Unsupported { key: "modalities", only_value: "[\"text\"]" },
+        Unsupported { key: "parallel_tool_calls", only_value: "true" },
+        Unsupported { key: "prediction", only_value: "null" },
+        Unsupported { key: "prompt_logprobs", only_value: "null" },
+        Unsupported { key: "stop_token_ids", only_value: "[]" },
+        Unsupported { key: "structured_outputs", only_value: "null" },
+        Unsupported { key: "suffix", only_value: "\"\"" },
+        Unsupported { key: "tool_choice", only_value: "\"none\"" },
+        Unsupported { key: "tools", only_value: "[]" },
+        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
+        Unsupported { key: "use_beam_search", only_value: "false" },
+        Unsupported { key: "web_search_options", only_value: "null" },
     ],
 };
 const MESSAGE: Keys = Keys {
     taken: &["content", "name", "role"],
-    refused: &[("audio", "null"), ("function_call", "null"), ("tool_calls", "[]")],
+    unsupported: &[
+        Unsupported { key: "audio", only_value: "null" },
+        Unsupported { key: "function_call", only_value: "null" },
+        Unsupported { key: "tool_calls", only_value: "[]" },
+    ],
 };
-const PART: Keys = Keys { taken: &["text", "type"], refused: &[] };
-const STREAM_OPTIONS: Keys =
-    Keys { taken: &["include_usage"], refused: &[("continuous_usage_stats", "false")] };
-const RESPONSE_FORMAT: Keys =
-    Keys { taken: &["json_schema", "pattern", "regex", "type"], refused: &[("schema", "null")] };
-const JSON_SCHEMA: Keys = Keys { taken: &["schema"], refused: &[] };
+const PART: Keys = Keys { taken: &["text", "type"], unsupported: &[] };
+const STREAM_OPTIONS: Keys = Keys {
+    taken: &["include_usage"],
+    unsupported: &[Unsupported { key: "continuous_usage_stats", only_value: "false" }],
+};
+const RESPONSE_FORMAT: Keys = Keys {
+    taken: &["json_schema", "pattern", "regex", "type"],
+    unsupported: &[Unsupported { key: "schema", only_value: "null" }],
+};
+const JSON_SCHEMA: Keys = Keys { taken: &["schema"], unsupported: &[] };
 
 const TEMPERATURE: Span = Span { low: 0.0, with_low: true, high: 2.0 };
 const TOP_P: Span = Span { low: 0.0, with_low: false, high: 1.0 };

@@ -31,7 +31,7 @@ use tokio::time::timeout;
 use self::breaker::Admission;
 use self::counting::Answered;
 use self::follow::{Next, Parked, Publication, Reply, Sent, follow};
-use self::outcome::{Disposition, Tries, disposition, wait};
+use self::outcome::{Disposition, Tries, disposition, longest_delay};
 use self::publishing::{Owner, To};
 use super::WorkerError;
 use super::report::{Counters, Traced};
@@ -46,7 +46,7 @@ use crate::shutdown::{Phase, Stop};
 
 pub(super) use self::breaker::{Breakers, Probe};
 pub(super) use self::error_log::ErrorLog;
-pub(super) use self::outcome::{Held, Outcome, WaitsFor};
+pub(super) use self::outcome::{Outcome, ReplyQueueBlocked, WaitsFor};
 pub(super) use self::parts::{Parts, PartsAnswered};
 pub(super) use self::stalled::Stalled;
 
@@ -179,26 +179,26 @@ impl Settlement {
     /// exists. Tasks of the background queue are always computed, because the retry queues lead to the main queue.
     ///
     /// # Errors
-    /// [`Held`]: the task is to be put off, because its reply queue accepts nothing.
-    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, Held> {
+    /// [`ReplyQueueBlocked`]: the task is to be put off, because its reply queue accepts nothing.
+    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, ReplyQueueBlocked> {
         let Some(queue) = self.queues.of_reply(&accepted.task).filter(|queue| !self.is_own(queue)) else {
             return Ok(None);
         };
         if accepted.delivery.source == Source::Background {
             return Ok(None);
         }
-        let held = |is_probed: bool| {
+        let blocked = |is_probed: bool| {
             let left = self.time_to_wait(accepted);
-            // The header that says since when it waits is the requester's: without a limit, a task with an old time would
-            // circle for as long as the probe takes.
+            // The header that says since when it waits is the requester's: without a limit, a task with an old time
+            // would circle for as long as the probe takes.
             let may_wait_for_probe = is_probed && self.waited(accepted) < self.waits.requesters + PROBE_TIME;
-            Held { queue: queue.to_owned(), left, may_wait_for_probe }
+            ReplyQueueBlocked { queue: queue.to_owned(), left, may_wait_for_probe }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
             Admission::Compute => Ok(None),
             Admission::Probe(probe) => Ok(Some(probe)),
-            Admission::Probed => Err(held(true)),
-            Admission::Refused => Err(held(false)),
+            Admission::Probed => Err(blocked(true)),
+            Admission::Refused => Err(blocked(false)),
         }
     }
 
@@ -458,7 +458,7 @@ impl Settlement {
             self.breakers.record_taken(reply.queue, tokio::time::Instant::now());
         }
         if matches!(sent, Sent::Evicted(_)) && accepted.delivery.source == Source::Main {
-            reply.wait = wait(&self.retry, self.time_to_wait(accepted), rand::random());
+            reply.wait = longest_delay(&self.retry, self.time_to_wait(accepted), rand::random());
         }
         Ok(follow(sent, Publication::Reply(reply)))
     }

@@ -1,6 +1,6 @@
-//! Decides a task's fate: what happened to it → what becomes of its message. One function with one exhaustive match;
-//! `settle` carries out its decision. A task that is handed back before it reaches the device has no outcome: the
-//! intake requeues it, in delivery order.
+//! Maps what happened to a task to what becomes of its message, in one function with one exhaustive match. `settle`
+//! carries out the decision. A task that is handed back before it reaches the device has no outcome: the intake
+//! requeues it, in delivery order.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub(in crate::worker) enum Outcome {
     Answered(Body),
     /// The task has no result.
     Failed(TaskError),
-    /// The task killed the workers that computed it alone, so it was not computed again.
+    /// Every worker that computed this task as the only one in its batch crashed. It is not computed again.
     Poison,
     /// `reply_to` names this queue, which no reply may go to: a task, retry or dead-letter queue.
     Misaddressed(String),
@@ -26,21 +26,22 @@ pub(in crate::worker) enum Outcome {
     /// Not a task but a control message of an unknown type.
     UnknownControl(String),
     /// The reply queue accepts nothing, so the task was not computed.
-    Held(Held),
-    /// Its requester has too many tasks here, so it was not computed.
+    ReplyQueueBlocked(ReplyQueueBlocked),
+    /// The task must wait for this before it can be computed.
     PutOff(WaitsFor),
     /// The task was not computed to its end, because this queue, its `reply_to`, does not exist any more.
     RequesterLeft(String),
 }
 
-/// A task that is not computed because its reply queue accepts nothing.
+/// Why a task is not computed: its reply queue accepts nothing.
 #[derive(Debug, PartialEq, Eq)]
-pub(in crate::worker) struct Held {
+pub(in crate::worker) struct ReplyQueueBlocked {
+    /// The reply queue.
     pub(in crate::worker) queue: String,
     /// How long the task may still wait for the queue.
     pub(in crate::worker) left: Duration,
-    /// The task may wait once more although it has no time left: another task is being computed in order to try the
-    /// queue.
+    /// Another task is being computed as a probe: its reply shows whether the queue accepts messages again. This task
+    /// may wait for the result, even if `left` is zero.
     pub(in crate::worker) may_wait_for_probe: bool,
 }
 
@@ -58,18 +59,21 @@ pub(in crate::worker) struct Tries<'a> {
     pub(in crate::worker) attempt: u32,
     /// Time until the deadline; none if it has none.
     pub(in crate::worker) time_left: Option<Duration>,
-    /// As [`Backoff::delay`](crate::backoff::Backoff::delay) takes it.
+    /// A random number from 0 to 1, as [`Backoff::delay`](crate::backoff::Backoff::delay) takes it.
     pub(in crate::worker) jitter: f64,
 }
 
 /// What a task that is put off waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::worker) enum WaitsFor {
-    /// Its reply queue, for `pool.reply_timeout` at most.
+    /// Its reply queue accepts nothing. The task waits for `pool.reply_timeout` at most.
     ReplyQueue,
-    /// Its turn to be prepared, for as long as that takes.
+    /// Too many tasks wait for a turn. Requesters take turns at preparation that takes long. The task waits as long as
+    /// that takes.
     Turn,
-    /// A place, of which its requester holds too many. It may return soon: few tasks wait for this.
+    /// Its requester holds too many places. A place is one of the messages that the broker grants to this worker. Every
+    /// accepted task holds a place, also one that needs no turn. A task that is put off for this gets the shortest
+    /// delay, because few tasks wait for it.
     Place,
 }
 
@@ -104,7 +108,8 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => try_again(error, tries),
         },
         Outcome::Poison => {
-            let message = "each worker that computed this task alone died of it; it is not tried again";
+            let message = "every worker that computed this task as the only one in its batch crashed; it is not \
+                           tried again";
             Disposition::DeadLetter(Reason::Poison, TaskError::new(TaskErrorKind::Internal, message))
         }
         Outcome::Misaddressed(queue) => {
@@ -128,11 +133,14 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             let error = TaskError::new(TaskErrorKind::Undecodable, message).at("type");
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }
-        Outcome::Held(held) => hold(held, tries),
+        Outcome::ReplyQueueBlocked(blocked) => put_off_or_park(blocked, tries),
         Outcome::PutOff(waits_for) => {
-            let time = tries.time_left.unwrap_or(Duration::MAX);
-            let longest = wait(tries.retry, time, tries.jitter).filter(|_| waits_for != WaitsFor::Place);
-            Disposition::PutOff(longest.unwrap_or_else(|| shortest(tries)), waits_for)
+            let time_left = tries.time_left.unwrap_or(Duration::MAX);
+            let longest = match waits_for {
+                WaitsFor::Place => None,
+                WaitsFor::ReplyQueue | WaitsFor::Turn => longest_delay(tries.retry, time_left, tries.jitter),
+            };
+            Disposition::PutOff(longest.unwrap_or_else(|| shortest_delay(tries)), waits_for)
         }
         Outcome::RequesterLeft(queue) => {
             let message = format!(
@@ -143,13 +151,13 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
     }
 }
 
-/// Puts the task off to a retry queue while it has time to wait. With no time left, the task becomes a dead letter,
-/// unless it may wait for a probe whose result may let it be computed: then it is put off with the shortest delay.
-fn hold(held: Held, tries: Tries<'_>) -> Disposition {
-    let Held { queue, left, may_wait_for_probe } = held;
-    match wait(tries.retry, left, tries.jitter) {
+/// Puts the task off to a retry queue while it has time to wait. With no time left, it is put off with the shortest
+/// delay if it may wait for a probe; otherwise it becomes a dead letter.
+fn put_off_or_park(blocked: ReplyQueueBlocked, tries: Tries<'_>) -> Disposition {
+    let ReplyQueueBlocked { queue, left, may_wait_for_probe } = blocked;
+    match longest_delay(tries.retry, left, tries.jitter) {
         Some(delay) => Disposition::PutOff(delay, WaitsFor::ReplyQueue),
-        None if may_wait_for_probe => Disposition::PutOff(shortest(tries), WaitsFor::ReplyQueue),
+        None if may_wait_for_probe => Disposition::PutOff(shortest_delay(tries), WaitsFor::ReplyQueue),
         None => {
             let message = format!(
                 "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
@@ -160,14 +168,14 @@ fn hold(held: Held, tries: Tries<'_>) -> Disposition {
 }
 
 /// The shortest delay for which there is a retry queue.
-fn shortest(tries: Tries<'_>) -> Delay {
+fn shortest_delay(tries: Tries<'_>) -> Delay {
     jittered(tries.retry.shortest(), tries.jitter)
 }
 
-/// The longest delay, up to [`Retry::PUT_OFF`], after which a task has some of its time left. None: it is too late for
-/// any delay.
-pub(super) fn wait(retry: &Retry, left: Duration, jitter: f64) -> Option<Delay> {
-    let fits = |ceiling: &Duration| *ceiling <= Retry::PUT_OFF && *ceiling < left;
+/// The longest delay, up to [`Retry::PUT_OFF`], that is shorter than `time_left`. None: every delay is too long.
+/// `jitter` is from 0 to 1.
+pub(super) fn longest_delay(retry: &Retry, time_left: Duration, jitter: f64) -> Option<Delay> {
+    let fits = |ceiling: &Duration| *ceiling <= Retry::PUT_OFF && *ceiling < time_left;
     retry.ceilings().into_iter().rfind(fits).map(|ceiling| jittered(ceiling, jitter))
 }
 
@@ -233,22 +241,23 @@ mod tests {
         }
     }
 
-    fn held(left: u64, may_wait_for_probe: bool) -> Disposition {
+    fn blocked(left: u64, may_wait_for_probe: bool) -> Disposition {
         let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
-        let held = Held { queue: "q".into(), left: Duration::from_secs(left), may_wait_for_probe };
-        disposition(Outcome::Held(held), tries)
+        let left = Duration::from_secs(left);
+        let blocked = ReplyQueueBlocked { queue: "q".into(), left, may_wait_for_probe };
+        disposition(Outcome::ReplyQueueBlocked(blocked), tries)
     }
 
     #[test]
-    fn a_held_task_is_put_off_while_time_remains_and_then_dead_lettered() {
+    fn a_task_with_a_blocked_reply_queue_is_put_off_while_time_remains_and_then_dead_lettered() {
         for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
-            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, false) else {
+            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = blocked(left, false) else {
                 panic!("{left} s are left")
             };
             assert_eq!((delay.ceiling.as_secs(), delay.after), (waits, delay.ceiling), "{left}");
         }
-        assert!(matches!(held(1, false), Disposition::Park(Reason::Unconfirmed, _)));
-        let Disposition::PutOff(delay, _) = held(0, true) else { panic!("the queue may take it again") };
+        assert!(matches!(blocked(1, false), Disposition::Park(Reason::Unconfirmed, _)));
+        let Disposition::PutOff(delay, _) = blocked(0, true) else { panic!("the queue may take it again") };
         assert_eq!(delay.ceiling.as_secs(), 1);
     }
 

@@ -1,4 +1,4 @@
-//! The attention half of a transformer block: LayerNorm(attention(x)·O + bias + x), or without the norm and without
+//! The attention sublayer of a transformer block: LayerNorm(attention(x)·O + bias + x), or without the norm and without
 //! adding x. Each text attends to its own tokens. The texts of a batch follow each other without padding. Decides the
 //! layout of the weights: attention reads queries, values and transposed keys as the projections wrote them, and copies
 //! nothing.
@@ -93,7 +93,7 @@ impl Attention {
         self.hidden
     }
 
-    /// Computes the half in place on `x` `[tokens, hidden]`, and ends with `end`. `lengths` are the lengths of the
+    /// Computes the sublayer in place on `x` `[tokens, hidden]`, and ends with `end`. `lengths` are the lengths of the
     /// texts; their sum is `tokens`.
     pub fn attend(&self, x: &mut [f32], lengths: &[usize], position_terms: &PositionTerms, end: End<'_>) {
         Batch { weights: self, lengths, position_terms }.attend(x, end);

@@ -4,7 +4,7 @@
 use super::matrix::{Group, Matrix, RowNumbers};
 use super::number_format::NumberFormat;
 use super::{Panels, by_blocks, multiply_rows};
-use crate::multiplies_bytes;
+use crate::may_use_vnni;
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,7 +76,7 @@ pub fn narrow(columns: &[f32], depth: usize, numbers: NumberFormat) -> Result<Ma
                 quantised(&columns[column * depth + index * group..][..group], numbers.most())
             };
             let matrix = Matrix::of_groups(numbers, [depth, columns.len() / depth], of);
-            if multiplies_bytes() { matrix.with_rows_as(RowNumbers::Int8) } else { matrix }
+            if may_use_vnni() { matrix.with_rows_as(RowNumbers::Int8) } else { matrix }
         }
     })
 }

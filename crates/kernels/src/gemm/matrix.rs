@@ -162,7 +162,7 @@ impl Matrix {
 
     /// From now on converts rows to this format before they are multiplied. Has no effect on a matrix that is not
     /// quantised, or whose depth is not a multiple of 32. Formats other than f32 require that the CPU
-    /// [`multiplies_bytes`](crate::multiplies_bytes).
+    /// [`may_use_vnni`](crate::may_use_vnni).
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowNumbers) -> Self {
         if self.numbers.is_scaled() && self.depth.is_multiple_of(32) {
@@ -500,7 +500,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn quantised_rows_give_the_exact_products_of_their_rounded_numbers() {
-        if !crate::multiplies_bytes() {
+        if !crate::may_use_vnni() {
             return;
         }
         for (numbers, (kind, largest)) in quantised_formats() {
@@ -528,7 +528,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn a_quantised_row_gives_the_same_bits_in_any_batch_and_keeps_nan() {
-        if !crate::multiplies_bytes() {
+        if !crate::may_use_vnni() {
             return;
         }
         for (numbers, (kind, _)) in quantised_formats() {

@@ -42,7 +42,7 @@ pub struct DecoderConfig {
     pub layers: usize,
     /// The width of a token's vector.
     pub hidden: usize,
-    /// The inner width of the feed-forward half.
+    /// The inner width of the feed-forward sublayer.
     pub inner: usize,
     /// Heads of queries.
     pub heads: usize,

@@ -82,7 +82,7 @@ struct Buffers {
     normed: Vec<f32>,
     qkv: [Vec<f32>; 3],
     attended: Vec<f32>,
-    half: Vec<f32>,
+    product: Vec<f32>,
     gate: Vec<f32>,
     up: Vec<f32>,
 }
@@ -181,7 +181,7 @@ impl Decoder {
         buffers: &mut Buffers,
     ) {
         let DecoderConfig { hidden, head_width, eps, .. } = self.config;
-        let Buffers { x, normed, qkv, attended, half, .. } = buffers;
+        let Buffers { x, normed, qkv, attended, product, .. } = buffers;
         let rows = x.len() / hidden;
         normed.resize(x.len(), 0.0);
         norm_by_squares(x, &layer.norm, eps, normed);
@@ -213,27 +213,27 @@ impl Decoder {
             self.rotary.rotate(position, key);
             let heads = key.chunks_exact(head_width).zip(value.chunks_exact(head_width));
             for (head, (key, value)) in heads.enumerate() {
-                kv.put(span.held_at(position), index, head, key, value);
+                kv.put(span.cache_position(position), index, head, key, value);
             }
         }
         attended.resize(queries.len(), 0.0);
         attend(kv, index, spans, queries, attended);
-        half.resize(x.len(), 0.0);
-        layer.out.multiply(attended, half);
-        x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);
+        product.resize(x.len(), 0.0);
+        layer.out.multiply(attended, product);
+        x.iter_mut().zip(product).for_each(|(x, product)| *x += *product);
     }
 
     /// x += (silu(norm(x)·G) * norm(x)·U)·D.
     fn feed_forward(&self, layer: &Layer, buffers: &mut Buffers) {
         let DecoderConfig { hidden, inner, eps, .. } = self.config;
-        let Buffers { x, normed, half, gate: gates, up, .. } = buffers;
+        let Buffers { x, normed, product, gate: gates, up, .. } = buffers;
         let rows = x.len() / hidden;
         norm_by_squares(x, &layer.inner_norm, eps, normed);
         gates.resize(rows * inner, 0.0);
         up.resize(rows * inner, 0.0);
         multiply_together([&layer.gate, &layer.up], normed, [gates, up]);
         gate(gates, up);
-        layer.down.multiply(gates, half);
-        x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);
+        layer.down.multiply(gates, product);
+        x.iter_mut().zip(product).for_each(|(x, product)| *x += *product);
     }
 }

@@ -86,7 +86,7 @@ pub struct Parts {
     pub head_norms: Option<[&'static str; 2]>,
     /// O.
     pub out: &'static str,
-    /// The norm before the feed-forward half.
+    /// The norm before the feed-forward sublayer.
     pub inner_norm: &'static str,
     /// G.
     pub gate: &'static str,

@@ -18,7 +18,7 @@ use super::config::DecoderConfig;
 use super::{Weights, host};
 use crate::model::nets::{fitness, uniform};
 use crate::model::ops::causal::Span;
-use crate::model::ops::kv::{BLOCK, HeldAt, KvNumbers};
+use crate::model::ops::kv::{BLOCK, CachePosition, KvNumbers};
 use crate::model::ops::{Matrix, Rotary, turns};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
@@ -327,7 +327,7 @@ fn linear(x: &Tensor, matrix: &Tensor) -> Result<Tensor> {
 
 /// The slot of the token at `position` of a sequence, among the slots of all blocks.
 fn slot(span: &Span<'_>, position: usize) -> u32 {
-    let HeldAt { block, offset } = span.held_at(position);
+    let CachePosition { block, offset } = span.cache_position(position);
     block * BLOCK as u32 + offset as u32
 }
 

@@ -22,7 +22,7 @@ pub enum Family {
     MpNet,
     /// `nomic_bert`: rotated queries and keys, gated feed-forward, no biases.
     Nomic,
-    /// `modernbert`: as Nomic, but norms come before their halves, and most layers attend only to near tokens.
+    /// `modernbert`: as Nomic, but norms come before their sublayers, and most layers attend only to near tokens.
     ModernBert,
 }
 
@@ -83,7 +83,7 @@ pub struct NetworkConfig {
     pub layers: usize,
     /// Heads in a block.
     pub heads: usize,
-    /// Width between the two halves of a feed-forward block.
+    /// Width between the two products of a feed-forward sublayer.
     pub inner: usize,
     /// Number of token ids.
     pub vocabulary: usize,
@@ -95,7 +95,7 @@ pub struct NetworkConfig {
     pub token_types: usize,
     /// Added to the variance in LayerNorm.
     pub eps: f32,
-    /// The function between the two halves of a feed-forward block.
+    /// The function between the two products of a feed-forward sublayer.
     pub activation: Activation,
     /// The positional terms of each layer.
     pub position_terms: Vec<LayerPositionTerms>,

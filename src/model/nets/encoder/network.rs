@@ -17,7 +17,8 @@ use crate::model::ops::gpu::{
     cuda::{Planned, attends, embed},
 };
 use crate::model::ops::{
-    After, Bias, FeedForward, NormParams, PositionTerms, Published, Rotary, SelfAttention, Up, add_norm,
+    Bias, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms, Published, Rotary, SelfAttention,
+    add_norm,
 };
 
 type Loaded<T> = std::result::Result<T, LoadError>;
@@ -61,7 +62,7 @@ struct Names {
     qkv: Qkv,
     out: &'static str,
     out_norm: &'static str,
-    up: Halves,
+    up: InputMatrices,
     down: &'static str,
     down_norm: &'static str,
 }
@@ -73,10 +74,10 @@ enum Qkv {
     Joined(&'static str),
 }
 
-/// The first matrix of a feed-forward half, and its gate.
-enum Halves {
+/// The matrix of a feed-forward sublayer that the activation follows, and its gate.
+enum InputMatrices {
     Plain(&'static str),
-    /// Two matrices: the one with the activation, and the gate.
+    /// Two matrices: the one that the activation follows, and the gate.
     Gated([&'static str; 2]),
     /// Both in one matrix, in the same order.
     Joined(&'static str),
@@ -89,7 +90,7 @@ fn names(family: Family) -> Names {
             qkv: Qkv::Apart(["attention.self.query", "attention.self.key", "attention.self.value"]),
             out: "attention.output.dense",
             out_norm: "attention.output.LayerNorm",
-            up: Halves::Plain("intermediate.dense"),
+            up: InputMatrices::Plain("intermediate.dense"),
             down: "output.dense",
             down_norm: "output.LayerNorm",
         },
@@ -98,7 +99,7 @@ fn names(family: Family) -> Names {
             qkv: Qkv::Apart(["attention.q_lin", "attention.k_lin", "attention.v_lin"]),
             out: "attention.out_lin",
             out_norm: "sa_layer_norm",
-            up: Halves::Plain("ffn.lin1"),
+            up: InputMatrices::Plain("ffn.lin1"),
             down: "ffn.lin2",
             down_norm: "output_layer_norm",
         },
@@ -107,7 +108,7 @@ fn names(family: Family) -> Names {
             qkv: Qkv::Apart(["attention.attn.q", "attention.attn.k", "attention.attn.v"]),
             out: "attention.attn.o",
             out_norm: "attention.LayerNorm",
-            up: Halves::Plain("intermediate.dense"),
+            up: InputMatrices::Plain("intermediate.dense"),
             down: "output.dense",
             down_norm: "output.LayerNorm",
         },
@@ -116,7 +117,7 @@ fn names(family: Family) -> Names {
             qkv: Qkv::Joined("attn.Wqkv"),
             out: "attn.out_proj",
             out_norm: "norm1",
-            up: Halves::Gated(["mlp.fc12", "mlp.fc11"]),
+            up: InputMatrices::Gated(["mlp.fc12", "mlp.fc11"]),
             down: "mlp.fc2",
             down_norm: "norm2",
         },
@@ -125,7 +126,7 @@ fn names(family: Family) -> Names {
             qkv: Qkv::Joined("attn.Wqkv"),
             out: "attn.Wo",
             out_norm: "attn_norm",
-            up: Halves::Joined("mlp.Wi"),
+            up: InputMatrices::Joined("mlp.Wi"),
             down: "mlp.Wo",
             down_norm: "mlp_norm",
         },
@@ -199,15 +200,15 @@ impl Reader<'_> {
             }
         };
         let (up, up_bias, gate) = match names.up {
-            Halves::Plain(name) => {
+            InputMatrices::Plain(name) => {
                 let (up, bias) = self.linear(&named(name), hidden, inner)?;
                 (up, bias, None)
             }
-            Halves::Gated([up, gate]) => {
+            InputMatrices::Gated([up, gate]) => {
                 let (up, bias) = self.linear(&named(up), hidden, inner)?;
                 (up, bias, Some(self.linear(&named(gate), hidden, inner)?.0))
             }
-            Halves::Joined(name) => {
+            InputMatrices::Joined(name) => {
                 let (both, _) = self.linear(&named(name), hidden, 2 * inner)?;
                 let bias = self.weights.checked(name, self.zeros_of(inner))?;
                 (self.part(name, &both, 0, inner)?, bias, Some(self.part(name, &both, 1, inner)?))
@@ -217,16 +218,17 @@ impl Reader<'_> {
         let (down, down_bias) = self.linear(&named(names.down), inner, hidden)?;
         let out_norm = || self.norm(&named(names.out_norm), &out_bias);
         let down_norm = self.norm(&named(names.down_norm), &down_bias)?;
-        let (before, [after_out, after_down]) = if family == Family::ModernBert {
+        let (before, [out_epilogue, down_epilogue]) = if family == Family::ModernBert {
             let out_norm = if index == 0 { None } else { Some(out_norm()?) };
-            let bias = || self.weights.checked(names.out, After::bias(&self.zeros));
+            let bias = || self.weights.checked(names.out, Epilogue::bias(&self.zeros));
             (Some((out_norm, down_norm)), [bias()?, bias()?])
         } else {
-            (None, [After::Norm(out_norm()?), After::Norm(down_norm)])
+            (None, [Epilogue::Norm(out_norm()?), Epilogue::Norm(down_norm)])
         };
-        let attention = SelfAttention::new(Published { qkv, out, heads, position_terms, numbers }, after_out);
-        let up = Up { matrix: up, bias: up_bias, gate, numbers };
-        let feed_forward = FeedForward::new(up, &down, after_down, activation);
+        let attention =
+            SelfAttention::new(Published { qkv, out, heads, position_terms, numbers }, out_epilogue);
+        let input = InputWeights { matrix: up, bias: up_bias, gate, numbers };
+        let feed_forward = FeedForward::new(input, &down, down_epilogue, activation);
         Ok(Block {
             before,
             attention: self.weights.checked(names.out, attention)?,

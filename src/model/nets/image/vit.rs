@@ -8,8 +8,8 @@ use super::{Body, NetError, Sides};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::{Block, Blocks};
 use crate::model::ops::{
-    Activation, After, Clamp, Convolution, FeedForward, Filters, NormParams, Padding, PositionTerms,
-    Published, SelfAttention, Up,
+    Activation, Clamp, Convolution, Epilogue, FeedForward, Filters, InputWeights, NormParams, Padding,
+    PositionTerms, Published, SelfAttention,
 };
 
 type Read<T> = std::result::Result<T, NetError>;
@@ -128,12 +128,13 @@ impl Reader<'_> {
         let qkv = [part("query")?, part("key")?, part("value")?];
         let (position_terms, numbers) = (PositionTerms::default(), self.weights.numbers());
         let published = Published { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, numbers };
-        let after =
-            |name: &str| Ok::<_, NetError>(self.weights.checked(name, After::bias(&bias(name, hidden)?))?);
-        let attention = SelfAttention::new(published, after(out)?);
-        let first = Up { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, numbers };
+        let epilogue =
+            |name: &str| Ok::<_, NetError>(self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?))?);
+        let attention = SelfAttention::new(published, epilogue(out)?);
+        let input =
+            InputWeights { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, numbers };
         let feed_forward =
-            FeedForward::new(first, &matrix(down, inner, hidden)?, after(down)?, self.activation);
+            FeedForward::new(input, &matrix(down, inner, hidden)?, epilogue(down)?, self.activation);
         Ok(Block {
             before: Some((
                 Some(self.norm(&named("layernorm_before"))?),

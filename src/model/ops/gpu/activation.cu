@@ -1,4 +1,4 @@
-// x ← activation(x + bias), in place: between the halves of a feed-forward block.
+// x ← activation(x + bias), in place: between the two products of a feed-forward sublayer.
 #include "numbers.cuh"
 
 // The values of `Activation` in activation.rs.

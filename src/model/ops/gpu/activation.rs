@@ -20,7 +20,7 @@ pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
     let blocks = fours.div_ceil(THREADS.into()).min(MAX_BLOCKS.into()) as u32;
     Launch {
         source: Source::Activation,
-        kernel: format!("activate_{}", x.number.name()),
+        kernel: format!("activate_{}", x.element_type.name()),
         grid: [blocks, 1, 1],
         threads: THREADS,
         shared_bytes: 0,

@@ -1,4 +1,4 @@
-// Rows ← LayerNorm(a + bias + b): after both halves of a block, and over the token and position embeddings.
+// Rows ← LayerNorm(a + bias + b): after both sublayers of a block, and over the token and position embeddings.
 // One warp computes a row, and keeps it in shared memory between its three passes.
 #include "numbers.cuh"
 

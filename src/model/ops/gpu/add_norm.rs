@@ -6,8 +6,8 @@ use super::{Argument, Launch, Matrix, Pointer, Source, WARP};
 const ROWS: u32 = 4;
 /// Bytes of shared memory that a block gets by default.
 const SHARED: u32 = 48 << 10;
-/// The longest row that fits into a block's shared memory.
-pub const MOST_WIDTH: u32 = SHARED / size_of::<f32>() as u32;
+/// The width of the longest row that fits into a block's shared memory.
+pub const MAX_WIDTH: u32 = SHARED / size_of::<f32>() as u32;
 
 /// A norm's constants.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,7 @@ fn launch(name: &str, x: Matrix, others: &[Pointer], norm: Norm) -> Launch {
     ]);
     Launch {
         source: Source::AddNorm,
-        kernel: format!("{name}_{}", x.number.name()),
+        kernel: format!("{name}_{}", x.element_type.name()),
         grid: [x.rows.div_ceil(rows), 1, 1],
         threads: rows * WARP,
         shared_bytes: rows * row,

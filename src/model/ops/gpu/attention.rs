@@ -1,13 +1,13 @@
 //! Launches of `attention.cu`. Decides which of its two kernels computes: the one for matrix units if the
 //! numbers are f16 or bf16 and the cards that this program is built for have such units.
 
-use super::{Argument, COMPUTE_CAP, Launch, MAX_BLOCKS, Number, Plan, Pointer, Source, WARP};
+use super::{Argument, COMPUTE_CAP, ElementType, Launch, MAX_GRID_Y, Plan, Pointer, Source, WARP};
 
 /// The sizes of queries, keys and values; those of all heads are side by side.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
-    /// The type of the numbers.
-    pub number: Number,
+    /// The type of their numbers in memory.
+    pub element_type: ElementType,
     /// The number of heads.
     pub count: u32,
     /// The width of a query.
@@ -17,7 +17,7 @@ pub struct Heads {
 impl Heads {
     /// Whether a kernel fits these heads.
     pub fn fit(self) -> bool {
-        matches!(self.size, 32 | 64) && self.count <= MAX_BLOCKS
+        matches!(self.size, 32 | 64) && self.count <= MAX_GRID_Y
     }
 
     /// Queries per warp.
@@ -28,7 +28,7 @@ impl Heads {
     fn use_matrix_units(self) -> bool {
         // Three digits mean 10.0 or later. Strings of two digits compare like their numbers.
         let has_units = COMPUTE_CAP.len() > 2 || COMPUTE_CAP >= "80";
-        self.number != Number::F32 && has_units
+        self.element_type != ElementType::F32 && has_units
     }
 }
 
@@ -36,7 +36,7 @@ impl Heads {
 /// `planned`) over its own tokens. `qkv` is `[tokens, 3·heads·size]`; `q_bias` is f32.
 pub fn attend([out, qkv, q_bias]: [Pointer; 3], heads: Heads, plan: &Plan, planned: Pointer) -> Vec<Launch> {
     let by = if heads.use_matrix_units() { "_by_matrices" } else { "" };
-    let kernel = format!("attend{by}_{}_{}", heads.number.name(), heads.size);
+    let kernel = format!("attend{by}_{}_{}", heads.element_type.name(), heads.size);
     let scale = std::f32::consts::LOG2_E / (heads.size as f32).sqrt();
     let launch = |tiles: &super::Tiles| Launch {
         source: Source::Attention,

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Storage, Tensor, bail};
 
 use super::super::Activation;
 use super::super::pooling::Mode;
-use super::{Argument, Heads, Launch, MOST_WIDTH, Matrix, Norm, Number, Plan, Pointer, Source};
+use super::{Argument, ElementType, Heads, Launch, MAX_WIDTH, Matrix, Norm, Plan, Pointer, Source};
 
 /// The plan of a batch, which is also on the device.
 pub struct Planned {
@@ -40,7 +40,7 @@ pub type Constants<'a> = (&'a Tensor, f32);
 /// # Errors
 /// The driver's error.
 pub fn add_norm(x: &Tensor, residual: &Tensor, constants: Constants<'_>) -> Result<bool> {
-    let Some(rows) = rows(x, MOST_WIDTH)? else { return Ok(false) };
+    let Some(rows) = rows(x, MAX_WIDTH)? else { return Ok(false) };
     run(x, &super::add_norm(rows, pointer(residual)?, norm(constants)?))?;
     Ok(true)
 }
@@ -52,7 +52,7 @@ pub fn add_norm(x: &Tensor, residual: &Tensor, constants: Constants<'_>) -> Resu
 pub fn embed(tables: [&Tensor; 2], planned: &Planned, constants: Constants<'_>) -> Result<Option<Tensor>> {
     let [tokens, positions] = tables;
     let x = uninitialised((planned.plan.tokens, tokens.dim(1)?), tokens.dtype(), tokens.device())?;
-    let Some(rows) = rows(&x, MOST_WIDTH)? else { return Ok(None) };
+    let Some(rows) = rows(&x, MAX_WIDTH)? else { return Ok(None) };
     let tables = [pointer(tokens)?, pointer(positions)?];
     run(&x, &super::embed(rows, tables, pointer(&planned.words)?, norm(constants)?))?;
     Ok(Some(x))
@@ -70,7 +70,7 @@ pub fn activate(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<boo
 
 /// The sizes of the heads, if a kernel fits them.
 pub fn attends(dtype: DType, heads: usize, size: usize) -> Option<Heads> {
-    let heads = Heads { number: Number::of(dtype)?, count: heads as u32, size: size as u32 };
+    let heads = Heads { element_type: ElementType::of(dtype)?, count: heads as u32, size: size as u32 };
     heads.fit().then_some(heads)
 }
 
@@ -100,8 +100,8 @@ pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let texts = planned.plan.texts;
     let out = uninitialised((texts, modes.len() * width), DType::F32, x.device())?;
-    let Some(number) = Number::of(x.dtype()) else { bail!("no kernel pools {:?}", x.dtype()) };
-    let x = Matrix { at: pointer(x)?, number, rows: rows as u32, width: width as u32 };
+    let Some(element_type) = ElementType::of(x.dtype()) else { bail!("no kernel pools {:?}", x.dtype()) };
+    let x = Matrix { at: pointer(x)?, element_type, rows: rows as u32, width: width as u32 };
     let starts = pointer(&planned.words)? + (planned.plan.starts() * size_of::<u32>()) as Pointer;
     run(&out, &super::pool(pointer(&out)?, x, starts, texts as u32, modes))?;
     Ok(out)
@@ -112,10 +112,10 @@ pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
 fn rows(x: &Tensor, most: u32) -> Result<Option<Matrix>> {
     let (rows, width) = x.dims2()?;
     let (rows, width) = (rows as u32, width as u32);
-    let Some(number) = Number::of(x.dtype()).filter(|_| width % 4 == 0 && width <= most) else {
+    let Some(element_type) = ElementType::of(x.dtype()).filter(|_| width % 4 == 0 && width <= most) else {
         return Ok(None);
     };
-    Ok(Some(Matrix { at: pointer(x)?, number, rows, width }))
+    Ok(Some(Matrix { at: pointer(x)?, element_type, rows, width }))
 }
 
 fn norm((params, eps): Constants<'_>) -> Result<Norm> {

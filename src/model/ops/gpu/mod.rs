@@ -1,6 +1,6 @@
 //! GPU kernels (`*.cu`) for steps that candle lacks, or for which it reads and writes memory too often, and how each is
 //! launched over a batch. Decides grids, memory and arguments. Pure: `cuda` runs a launch in a build with CUDA, and
-//! tests run the same launch on a device that the CPU emulates.
+//! tests run the same launch on an emulated device.
 //!
 //! | file | kernel |
 //! |---|---|
@@ -19,7 +19,7 @@ mod plan;
 mod pooling;
 
 pub use activation::activate;
-pub use add_norm::{MOST_WIDTH, Norm, add_norm, embed};
+pub use add_norm::{MAX_WIDTH, Norm, add_norm, embed};
 pub use attention::{Heads, attend};
 pub use plan::{Plan, Tiles};
 pub use pooling::pool;
@@ -28,10 +28,10 @@ use candle_core::DType;
 
 /// Threads in a warp.
 const WARP: u32 = 32;
-/// The most blocks in a grid's second dimension.
-const MAX_BLOCKS: u32 = 65_535;
+/// The most blocks in the second dimension of a grid, `gridDim.y`.
+const MAX_GRID_Y: u32 = 65_535;
 
-/// The oldest compute capability that this program's kernels are for, without the dot: 80 for 8.0.
+/// The lowest compute capability that this program's kernels are for, without the dot: 80 for 8.0.
 pub const COMPUTE_CAP: &str = match option_env!("CUDA_COMPUTE_CAP") {
     Some(capability) => capability,
     None => "80",
@@ -50,9 +50,9 @@ pub enum Source {
     Pooling,
 }
 
-/// The type of the numbers in memory.
+/// The type of the numbers of a matrix in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Number {
+pub enum ElementType {
     /// IEEE 754's binary32.
     F32,
     /// IEEE 754's binary16.
@@ -61,8 +61,8 @@ pub enum Number {
     Bf16,
 }
 
-impl Number {
-    /// The number type for a dtype of weights, if there is one.
+impl ElementType {
+    /// The element type for a dtype of weights, if there is one.
     pub fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F32 => Some(Self::F32),
@@ -119,7 +119,7 @@ pub struct Matrix {
     /// The address of its first number.
     pub at: Pointer,
     /// The type of its numbers.
-    pub number: Number,
+    pub element_type: ElementType,
     /// Rows.
     pub rows: u32,
     /// The width of a row, a multiple of 4: kernels read four numbers at once.

@@ -19,7 +19,7 @@ pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]
     let codes = modes.iter().rev().fold(0, |codes, mode| codes << 4 | code(mode));
     Launch {
         source: Source::Pooling,
-        kernel: format!("pool_{}", x.number.name()),
+        kernel: format!("pool_{}", x.element_type.name()),
         grid: [texts, x.width.div_ceil(THREADS), 1],
         threads: THREADS,
         shared_bytes: 0,

@@ -3,15 +3,22 @@
 
 /// The most numbers in all codebooks together: 32 MiB once the decoder has unpacked them. Encoders write about 100,000.
 const MAX_NUMBERS: u64 = 8 << 20;
-/// The cost of an entry beside its vector, in numbers: its code word and its slots in the decoder's tables.
+/// The cost of an entry besides its vector, in units of one f32: its code word and its slots in the decoder's tables.
 const ENTRY_NUMBERS: u64 = 8;
 
-/// The length of the identification header. In the codec's data the setup header follows it.
+/// The length of the identification header. The setup header follows it: in the container's codec data, the comment
+/// header is left out.
 const IDENTIFICATION_BYTES: usize = 30;
 /// The first bytes of a setup header.
 const SETUP: &[u8] = b"\x05vorbis";
 /// The sync pattern of a codebook, in its bit order.
 const CODEBOOK: u32 = 0x56_4342;
+/// The bits of the length of a code word.
+const CODE_LENGTH_BITS: u64 = 5;
+/// The bits of the lookup table's smallest value and of the step between values, two packed floats.
+const LOOKUP_BOUNDS_BITS: u64 = 64;
+/// The bits of the flag that says whether each value of a vector is added to the next one.
+const SEQUENCE_FLAG_BITS: u64 = 1;
 
 /// Why a stream's codebooks are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,71 +34,68 @@ pub(super) enum Fault {
 /// # Errors
 /// The codebooks are too large or broken.
 pub(super) fn check(data: &[u8]) -> Result<(), Fault> {
-    measured(data).unwrap_or(Err(Fault::Broken))
-}
-
-/// The result of [`check`]; none if the header ends too early.
-fn measured(data: &[u8]) -> Option<Result<(), Fault>> {
-    let setup = data.get(IDENTIFICATION_BYTES..)?.strip_prefix(SETUP)?;
-    let mut bits = Bits { bytes: setup, at: 0 };
+    let setup = data.get(IDENTIFICATION_BYTES..).and_then(|rest| rest.strip_prefix(SETUP));
+    let mut bits = Bits { bytes: setup.ok_or(Fault::Broken)?, at: 0 };
     let codebooks = bits.read(8)? + 1;
     let mut numbers = 0;
     for _ in 0..codebooks {
-        match codebook(&mut bits)? {
-            Err(fault) => return Some(Err(fault)),
-            Ok(more) => numbers += more,
-        }
+        numbers += skip_codebook(&mut bits)?;
         if numbers > MAX_NUMBERS {
-            return Some(Err(Fault::TooLarge));
+            return Err(Fault::TooLarge);
         }
     }
-    Some(Ok(()))
+    Ok(())
 }
 
-/// Skips a codebook (section 3.2.1 of the Vorbis I specification), and returns how many numbers it unpacks to.
-fn codebook(bits: &mut Bits<'_>) -> Option<Result<u64, Fault>> {
+/// Skips a codebook (section 3.2.1 of the Vorbis I specification), and returns its cost, in numbers.
+fn skip_codebook(bits: &mut Bits<'_>) -> Result<u64, Fault> {
     if bits.read(24)? != CODEBOOK {
-        return Some(Err(Fault::Broken));
+        return Err(Fault::Broken);
     }
     let (dimensions, entries) = (bits.read(16)?, bits.read(24)?);
     let numbers = u64::from(entries) * (u64::from(dimensions) + ENTRY_NUMBERS);
     if numbers > MAX_NUMBERS {
-        return Some(Err(Fault::TooLarge));
+        return Err(Fault::TooLarge);
     }
     let is_ordered = bits.read(1)? == 1;
     if is_ordered {
-        bits.skip(5)?;
+        bits.skip(CODE_LENGTH_BITS)?;
         let mut entry = 0;
         while entry < entries {
-            // The field has as many bits as the number of remaining entries.
+            // How many entries have the next code length. The field has as many bits as the count of remaining entries
+            // needs in binary.
             entry += bits.read(32 - (entries - entry).leading_zeros())?;
         }
         if entry > entries {
-            return Some(Err(Fault::Broken));
-        }
-    } else if bits.read(1)? == 1 {
-        for _ in 0..entries {
-            if bits.read(1)? == 1 {
-                bits.skip(5)?;
-            }
+            return Err(Fault::Broken);
         }
     } else {
-        bits.skip(5 * u64::from(entries))?;
+        let is_sparse = bits.read(1)? == 1;
+        if is_sparse {
+            for _ in 0..entries {
+                let is_used = bits.read(1)? == 1;
+                if is_used {
+                    bits.skip(CODE_LENGTH_BITS)?;
+                }
+            }
+        } else {
+            bits.skip(CODE_LENGTH_BITS * u64::from(entries))?;
+        }
     }
-    let lookup = bits.read(4)?;
-    if lookup == 0 {
-        return Some(Ok(numbers));
+    let lookup_type = bits.read(4)?;
+    if lookup_type == 0 {
+        return Ok(numbers);
     }
-    bits.skip(64)?;
-    let width = bits.read(4)? + 1;
-    bits.skip(1)?;
-    let values = match lookup {
+    bits.skip(LOOKUP_BOUNDS_BITS)?;
+    let value_bits = bits.read(4)? + 1;
+    bits.skip(SEQUENCE_FLAG_BITS)?;
+    let values = match lookup_type {
         1 => lookup_values(entries, dimensions),
         2 => u64::from(entries) * u64::from(dimensions),
-        _ => return Some(Err(Fault::Broken)),
+        _ => return Err(Fault::Broken),
     };
-    bits.skip(values * u64::from(width))?;
-    Some(Ok(numbers))
+    bits.skip(values * u64::from(value_bits))?;
+    Ok(numbers)
 }
 
 /// The largest integer whose `dimensions`-th power is at most `entries`.
@@ -116,20 +120,27 @@ struct Bits<'a> {
 }
 
 impl Bits<'_> {
-    /// The next `count` bits, 32 at most. None if the bytes end before.
-    fn read(&mut self, count: u32) -> Option<u32> {
+    /// The next `count` bits, 32 at most.
+    ///
+    /// # Errors
+    /// [`Fault::Broken`] if the bytes end before.
+    fn read(&mut self, count: u32) -> Result<u32, Fault> {
         let mut value = 0;
         for bit in 0..count {
-            let byte = self.bytes.get(usize::try_from(self.at / 8).ok()?)?;
+            let index = usize::try_from(self.at / 8).map_err(|_| Fault::Broken)?;
+            let byte = self.bytes.get(index).ok_or(Fault::Broken)?;
             value |= u32::from(byte >> (self.at % 8) & 1) << bit;
             self.at += 1;
         }
-        Some(value)
+        Ok(value)
     }
 
-    /// Skips `count` bits. None if the bytes end before.
-    fn skip(&mut self, count: u64) -> Option<()> {
+    /// Skips `count` bits.
+    ///
+    /// # Errors
+    /// [`Fault::Broken`] if the bytes end before.
+    fn skip(&mut self, count: u64) -> Result<(), Fault> {
         self.at += count;
-        (self.at <= 8 * self.bytes.len() as u64).then_some(())
+        if self.at <= 8 * self.bytes.len() as u64 { Ok(()) } else { Err(Fault::Broken) }
     }
 }

@@ -108,7 +108,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
     }
     let mut model = Model::read(spec)?;
     let options = Options::read(spec, model.config.context)?;
-    model.weights.multiply_rows_as(options.rows(spec, Implementation::Host)?);
+    model.weights.multiply_rows_as(options.activation_type(spec, Implementation::Host)?);
     let decoder = decoder(&model.files, model.weights, &model.config, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
@@ -126,7 +126,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
 pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
     let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
     let options = Options::read(spec, config.context)?;
-    options.rows(spec, Implementation::Candle)?;
+    options.activation_type(spec, Implementation::Candle)?;
     let held = Held {
         context: options.context,
         blocks: TextGenerator::blocks(options.capacity()),

@@ -6,18 +6,18 @@ use serde::Deserialize;
 use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
 use crate::model::ops::kv::KvNumbers;
-use crate::model::ops::{RowNumbers, multiplies_bytes};
+use crate::model::ops::{RowNumbers, may_use_vnni};
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
 /// The default of `context`, in tokens; a model with a shorter context has its own.
 const DEFAULT_CONTEXT: usize = 4_096;
 /// The default of `kv_tokens`, as a multiple of `context`.
-const DEFAULT_CONTEXTS: usize = 4;
+const DEFAULT_KV_CONTEXTS: usize = 4;
 /// Upper bounds, which keep tables and reservations within any host's memory.
 const MAX_TOKENS: usize = 1 << 24;
 const MAX_SEQUENCES: u64 = 4_096;
 
-/// The options.
+/// What each option takes, its default and its help.
 pub static OPTIONS: [OptionSpec; 7] = [
     OptionSpec {
         name: "context",
@@ -37,8 +37,8 @@ pub static OPTIONS: [OptionSpec; 7] = [
         default: OptionDefault::Derived("4 × `context`"),
         help: "tokens whose keys and values are held at once. A sequence begins when its prompt and its longest answer \
                fit, so that none runs out of memory half way; while others wait, each requester has \
-               [its share](scaling.md#shares-of-requesters). For SmolLM2-135M a token takes 46 KB in f32; memory is \
-               allocated when it is used, on a GPU when the model is loaded",
+               [its share](scaling.md#shares-of-requesters). For SmolLM2-135M a token takes 46 KB in f32. A CPU \
+               allocates the memory as it is used; a GPU allocates all of it when the model is loaded",
     },
     OptionSpec {
         name: "kv_numbers",
@@ -52,9 +52,9 @@ pub static OPTIONS: [OptionSpec; 7] = [
         takes: Takes::Choice(&["auto", "f32", "int16", "int8"]),
         default: OptionDefault::Value("\"auto\""),
         help: "the type to which the numbers between layers are converted before they are multiplied with quantised \
-               weights: `f32`; `int16` (15 bits and a scale for each 32); `int8` (8 bits, the fastest). Perplexity of \
-               a real text against f32: `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with \
-               AVX512-VNNI and `f32` on others and on GPUs, where the whole numbers are refused",
+               weights: `f32`; `int16` (15 bits used, one scale for each 32 numbers); `int8` (8 bits, the fastest). \
+               Perplexity of a real text against f32: `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on \
+               CPUs with AVX512-VNNI. Elsewhere it is `f32`, and `int16` and `int8` are refused",
     },
     OptionSpec {
         name: "seed",
@@ -71,7 +71,7 @@ pub static OPTIONS: [OptionSpec; 7] = [
     },
 ];
 
-/// The settings.
+/// The values of the options of one pool.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// The most tokens of a sequence, its answer included.
@@ -112,7 +112,7 @@ enum KvName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Activations {
-    /// `Int16` if the CPU multiplies whole numbers, else `F32`.
+    /// `Int16` on a CPU with AVX512-VNNI, else `F32`.
     Auto,
     F32,
     Int16,
@@ -122,9 +122,9 @@ enum Activations {
 /// The implementation that computes the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Implementation {
-    /// This program's own products, on a CPU.
+    /// This program's own matrix multiplication, on a CPU.
     Host,
-    /// Candle's operations, on any device.
+    /// Candle's operations: on a GPU, and in tests also on a CPU.
     Candle,
 }
 
@@ -140,7 +140,7 @@ impl Options {
             let expected = format!("at most {model_context}, which is the model's");
             return Err(spec.refused_option(OptionProblem::expected("context", context, expected)));
         }
-        let default_kv_tokens = DEFAULT_CONTEXTS.saturating_mul(context).min(MAX_TOKENS);
+        let default_kv_tokens = DEFAULT_KV_CONTEXTS.saturating_mul(context).min(MAX_TOKENS);
         Ok(Self {
             context,
             sequences: written.sequences,
@@ -159,19 +159,23 @@ impl Options {
     ///
     /// # Errors
     /// [`LoadError::Option`] if the implementation cannot use the type that the options set.
-    pub fn rows(&self, spec: &LoadSpec, implementation: Implementation) -> Result<RowNumbers, LoadError> {
+    pub fn activation_type(
+        &self,
+        spec: &LoadSpec,
+        implementation: Implementation,
+    ) -> Result<RowNumbers, LoadError> {
         let on_host = implementation == Implementation::Host;
-        let (rows, name) = match self.activations {
-            Activations::Auto if on_host && multiplies_bytes() => (RowNumbers::Int16, "auto"),
+        let (numbers, name) = match self.activations {
+            Activations::Auto if on_host && may_use_vnni() => (RowNumbers::Int16, "auto"),
             Activations::Auto => (RowNumbers::F32, "auto"),
             Activations::F32 => (RowNumbers::F32, "f32"),
             Activations::Int16 => (RowNumbers::Int16, "int16"),
             Activations::Int8 => (RowNumbers::Int8, "int8"),
         };
-        let expected = match rows {
-            RowNumbers::F32 => return Ok(rows),
+        let expected = match numbers {
+            RowNumbers::F32 => return Ok(numbers),
             _ if !on_host => "\"auto\" or \"f32\": a GPU computes with the weights' dtype",
-            _ if multiplies_bytes() => return Ok(rows),
+            _ if may_use_vnni() => return Ok(numbers),
             _ => "\"auto\" or \"f32\": this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it",
         };
         Err(spec.refused_option(OptionProblem::expected("activations", name, expected)))
@@ -217,10 +221,10 @@ mod tests {
         let spec = LoadSpec::new("org/name");
         for activations in ["int16", "int8"] {
             let options = read(json!({ "activations": activations })).unwrap();
-            let error = options.rows(&spec, Implementation::Candle).unwrap_err().to_string();
+            let error = options.activation_type(&spec, Implementation::Candle).unwrap_err().to_string();
             assert!(error.contains(&format!("activations = \"{activations}\"")), "{error}");
         }
         let options = read(json!({})).unwrap();
-        assert_eq!(options.rows(&spec, Implementation::Candle).unwrap(), RowNumbers::F32);
+        assert_eq!(options.activation_type(&spec, Implementation::Candle).unwrap(), RowNumbers::F32);
     }
 }
