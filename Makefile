@@ -51,6 +51,8 @@ test-without-lint: ## the tests of `make test` alone
 	scripts/fetch-model
 	scripts/fetch-efficientnet
 	scripts/fetch-smollm2
+	scripts/fetch-whisper
+	scripts/fetch-recordings
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	$(CARGO) test --locked --workspace
 	scripts/check-openai target/debug/sconce

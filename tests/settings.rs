@@ -291,13 +291,13 @@ fn no_password_leaves_through_a_problem_or_a_debug_print() {
 }
 
 #[test]
-fn the_file_of_three_pools_is_valid() {
+fn the_file_of_several_pools_is_valid() {
     let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/config/pools.toml"));
     let loaded = load(&[path], Vec::new(), &[]).expect("a valid file");
     let names: Vec<&str> = loaded.settings.pools.iter().map(|pool| pool.name.as_str()).collect();
-    assert_eq!(names, ["embed", "rerank", "images"]);
+    assert_eq!(names, ["embed", "rerank", "images", "speech"]);
     // The folders do not depend on the current folder.
-    for (pool, folder) in [(0, "all-MiniLM-L6-v2"), (2, "efficientnet-lite0")] {
+    for (pool, folder) in [(0, "all-MiniLM-L6-v2"), (2, "efficientnet-lite0"), (3, "whisper-tiny.en")] {
         let found = loaded.model_folder(pool).expect("a pool");
         assert_eq!(found, PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models").join(folder));
     }

@@ -19,6 +19,7 @@ pub mod rerank;
 pub mod stats;
 pub mod task;
 pub mod task_error;
+pub mod transcriptions;
 
 pub use message::{Headers, Message, Properties, Value};
 pub use reply::{Body, Timings, WorkerInfo};

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use super::{Message, embeddings, generate, images, labels, rerank};
+use super::{Message, embeddings, generate, images, labels, rerank, transcriptions};
 
 /// The fields that hold the inputs of requests.
 const INPUTS: [&[&str]; 5] =
@@ -156,12 +156,12 @@ fn raw(value: &impl serde::Serialize) -> Result<Box<RawValue>, String> {
     to_raw_value(value).map_err(|error| error.to_string())
 }
 
-/// The text of a reply, or of a part of one: a body that is text, or the first answer of generated text. None if it has
-/// no text, such as a vector or a sound.
+/// The text of a reply, or of a part of one: a body that is text, the first answer of generated text, or a transcript.
+/// None if it has no text, such as a vector or a sound.
 pub fn text_of(reply: &Message) -> Option<String> {
     match reply.text() {
         Some(text) => Some(text.to_owned()),
-        None => generate::first_text(&reply.body),
+        None => generate::first_text(&reply.body).or_else(|| transcriptions::text_of(&reply.body)),
     }
 }
 

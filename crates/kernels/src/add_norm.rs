@@ -1,4 +1,4 @@
-//! Row-wise norms: x ← LayerNorm(x + bias + residual) in place, and RMSNorm.
+//! Row-wise norms: x ← LayerNorm(x + bias + residual) in place, LayerNorm alone, and RMSNorm.
 
 use pulp::{Simd, WithSimd};
 
@@ -130,6 +130,44 @@ fn affine<S: Simd>(simd: S, row: &mut [f32], mean: f32, scale: f32, weight: &[f3
     }
 }
 
+/// LayerNorm: `out` ← each row of `rows` `[n, width]`, less its mean and divided by its standard deviation, times
+/// `weight` plus `shift`, both `[width]`. `eps` is added to the variance.
+pub fn layer_norm(rows: &[f32], weight: &[f32], shift: &[f32], eps: f32, out: &mut [f32]) {
+    dispatch(LayerNorm { rows, weight, shift, eps, out });
+}
+
+struct LayerNorm<'a> {
+    rows: &'a [f32],
+    weight: &'a [f32],
+    shift: &'a [f32],
+    eps: f32,
+    out: &'a mut [f32],
+}
+
+impl WithSimd for LayerNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { rows, weight, shift, eps, out } = self;
+        let width = weight.len();
+        out.copy_from_slice(rows);
+        for row in out.chunks_exact_mut(width) {
+            let mean = sum(simd, row) / width as f32;
+            let variance = squared_deviations(simd, row, mean) / width as f32;
+            affine(simd, row, mean, 1.0 / (variance + eps).sqrt(), weight, shift);
+        }
+    }
+}
+
+/// The sum of the row.
+#[inline(always)]
+fn sum<S: Simd>(simd: S, row: &[f32]) -> f32 {
+    let (head, tail) = S::as_simd_f32s(row);
+    let sum = head.iter().fold(simd.splat_f32s(0.0), |sum, x| simd.add_f32s(sum, *x));
+    simd.reduce_sum_f32s(sum) + tail.iter().sum::<f32>()
+}
+
 /// RMSNorm: `out` ← `rows` `[n, width]`, each row divided by the root of its mean square and multiplied by `weight`.
 pub fn norm_by_squares(rows: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     dispatch(RmsNorm { rows, weight, eps, out });
@@ -196,6 +234,22 @@ mod tests {
             row.iter().enumerate().map(number).collect::<Vec<f64>>()
         };
         sums.chunks_exact(width).flat_map(of_row).collect()
+    }
+
+    #[test]
+    fn the_layer_norm_equals_its_formula_for_any_width_on_every_cpu() {
+        on_every_cpu(|| {
+            for width in [1, 7, 32, 384, 401] {
+                let rows = noise(&[5, width], 3.0, 1);
+                let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5 };
+                let (bias, affine) = norm.rows.split_at(width);
+                let minus_bias: Vec<f32> = rows.iter().enumerate().map(|(at, _)| -bias[at % width]).collect();
+                let right = added_and_normed(&rows, &minus_bias, &norm);
+                let mut out = vec![f32::NAN; rows.len()];
+                layer_norm(&rows, &affine[..width], &affine[width..], norm.eps, &mut out);
+                assert!(difference(&out, &right) < 2e-6, "width {width}");
+            }
+        });
     }
 
     #[test]

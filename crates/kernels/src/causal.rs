@@ -1,6 +1,7 @@
-//! Causal attention of some tokens over the keys and values of their sequences. Sums are computed in a fixed order, so
-//! a token's result does not depend on the other tokens that are computed with it, nor on how its sequence was split
-//! into steps.
+//! Attention of some tokens over keys and values in the paged cache: causal attention over those of their sequence up to
+//! each token, and cross attention over all of another sequence, such as the output of an encoder. Sums are computed in
+//! a fixed order, so a token's result does not depend on the other tokens that are computed with it, nor on how its
+//! sequence was split into steps.
 
 use std::cell::RefCell;
 
@@ -38,23 +39,94 @@ impl Span<'_> {
     }
 }
 
+/// Tokens that all attend to the same keys.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossSpan<'a> {
+    /// The numbers of the blocks that hold the keys and values.
+    pub blocks: &'a [u32],
+    /// The number of keys; at least 1.
+    pub keys: usize,
+    /// The number of tokens.
+    pub count: usize,
+}
+
 /// `out` `[rows, heads·width]` ← attention of `queries` `[rows, heads·width]` of the tokens of `spans`, whose keys
 /// and values are in `kv` already. Each head of keys and values serves the same number of heads of queries.
 pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], out: &mut [f32]) {
+    let parts: Vec<Part<'_>> = spans.iter().map(Part::causal).collect();
+    attend_parts(kv, layer, &parts, queries, out);
+}
+
+/// As [`attend`], but each token attends to all keys of its span.
+pub fn attend_across(kv: &KvBlocks, layer: usize, spans: &[CrossSpan<'_>], queries: &[f32], out: &mut [f32]) {
+    let parts: Vec<Part<'_>> = spans.iter().map(Part::across).collect();
+    attend_parts(kv, layer, &parts, queries, out);
+}
+
+/// Some tokens that attend to the keys in the same blocks.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    blocks: &'a [u32],
+    /// The number of tokens.
+    count: usize,
+    seen: Seen,
+}
+
+/// The keys that each token attends to.
+#[derive(Clone, Copy)]
+enum Seen {
+    /// The first token attends to the keys up to this position, and each further one to one more.
+    UpTo(usize),
+    /// Each token attends to so many keys.
+    All(usize),
+}
+
+impl<'a> Part<'a> {
+    fn causal(span: &Span<'a>) -> Self {
+        Self { blocks: span.blocks, count: span.count, seen: Seen::UpTo(span.first) }
+    }
+
+    fn across(span: &CrossSpan<'a>) -> Self {
+        Self { blocks: span.blocks, count: span.count, seen: Seen::All(span.keys) }
+    }
+
+    /// The last key that a token attends to, by the token's index in this part.
+    fn last_key(&self, token: usize) -> usize {
+        match self.seen {
+            Seen::UpTo(first) => first + token,
+            Seen::All(keys) => keys - 1,
+        }
+    }
+
+    /// `count` of the tokens, from number `first` on.
+    fn slice(&self, first: usize, count: usize) -> Self {
+        let seen = match self.seen {
+            Seen::UpTo(position) => Seen::UpTo(position + first),
+            all @ Seen::All(_) => all,
+        };
+        Self { count, seen, ..*self }
+    }
+
+    /// The number of keys that are read.
+    fn keys(&self) -> usize {
+        if self.count == 0 { 0 } else { self.last_key(self.count - 1) + 1 }
+    }
+}
+
+fn attend_parts(kv: &KvBlocks, layer: usize, parts: &[Part<'_>], queries: &[f32], out: &mut [f32]) {
     let shape = kv.shape();
-    let rows: usize = spans.iter().map(|span| span.count).sum();
+    let rows: usize = parts.iter().map(|part| part.count).sum();
     let row = queries.len() / rows.max(1);
     let group = row / (shape.heads * shape.width);
     let each = (2 * MAX_QUERIES).div_ceil(group);
     let mut works = Vec::new();
     let mut begun = 0;
-    for span in spans {
-        for first in (0..span.count).step_by(each) {
-            let count = each.min(span.count - first);
-            let part = Span { first: span.first + first, count, ..*span };
-            works.extend((0..shape.heads).map(|head| Work { part, row: begun + first, head }));
+    for part in parts {
+        for first in (0..part.count).step_by(each) {
+            let slice = part.slice(first, each.min(part.count - first));
+            works.extend((0..shape.heads).map(|head| Work { part: slice, row: begun + first, head }));
         }
-        begun += span.count;
+        begun += part.count;
     }
     let columns = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
     let mut results: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
@@ -65,8 +137,7 @@ pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], 
         out.resize(own.len(), 0.0);
         one_head(kv, layer, work.head, work.part, &own, out);
     };
-    let products: usize =
-        spans.iter().map(|span| span.count * (span.first + span.count)).sum::<usize>() * row;
+    let products: usize = parts.iter().map(|part| part.count * part.keys()).sum::<usize>() * row;
     if products < WORTH_SHARING {
         results.iter_mut().for_each(compute);
     } else {
@@ -82,7 +153,7 @@ pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], 
 
 /// The attention of some tokens in one head of keys and values.
 struct Work<'a> {
-    part: Span<'a>,
+    part: Part<'a>,
     /// The index of the first token among all rows.
     row: usize,
     head: usize,
@@ -94,10 +165,9 @@ thread_local! {
 }
 
 /// Computes the queries `[tokens, group, width]` of one head of keys and values.
-fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Span<'_>, queries: &[f32], out: &mut [f32]) {
+fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &[f32], out: &mut [f32]) {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
-    let keys = part.first + part.count;
-    let blocks = &part.blocks[..keys.div_ceil(BLOCK)];
+    let blocks = &part.blocks[..part.keys().div_ceil(BLOCK)];
     let held: Vec<HeadBlock<'_>> = blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
     let group = queries.len() / width / part.count;
     let count = queries.len() / width;
@@ -105,7 +175,7 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Span<'_>, queries: &
     let chunks = queries.chunks(MAX_QUERIES * width).zip(out.chunks_mut(MAX_QUERIES * width));
     for (index, (queries, out)) in chunks.enumerate() {
         let first = index * MAX_QUERIES;
-        let position = |query: usize| part.first + query / group;
+        let position = |query: usize| part.last_key(query / group);
         let last = position((first + MAX_QUERIES).min(count) - 1);
         scores.resize(MAX_QUERIES * (last + 1).next_multiple_of(KEY_LANES), 0.0);
         dispatch(Chunk {
@@ -131,7 +201,7 @@ struct Chunk<'a> {
     width: usize,
     /// `[count, width]`.
     queries: &'a [f32],
-    /// The position of each query, in ascending order. It is also the last key that the query attends to.
+    /// The last key that each query attends to, in ascending order.
     positions: &'a [usize; MAX_QUERIES],
     /// `[count, keys]`.
     scores: &'a mut [f32],
@@ -433,6 +503,44 @@ mod tests {
                     }
                 });
             }
+        }
+    }
+
+    #[test]
+    fn cross_attention_equals_the_plain_formula_and_is_the_same_in_any_batch() {
+        for (heads, width, lengths) in [(2, 64, [1, 40, 100]), (3, 24, [33, 7, 64])] {
+            let shape = KvShape { layers: 2, heads, width, numbers: KvNumbers::F32 };
+            let case = case(shape, &lengths);
+            let (counts, row) = ([1, 5, 20], heads * width);
+            let queries = flat(&[26, row], 9);
+            let span = |i: usize| CrossSpan { blocks: &case.tables[i], keys: lengths[i], count: counts[i] };
+            let of = |spans: &[CrossSpan<'_>], queries: &[f32]| {
+                let mut out = vec![f32::NAN; queries.len()];
+                attend_across(&case.kv, 1, spans, queries, &mut out);
+                out
+            };
+            on_every_cpu(|| {
+                let together = of(&[span(0), span(1), span(2)], &queries);
+                let tokens = counts.iter().enumerate().flat_map(|(index, count)| vec![index; *count]);
+                for (token, sequence) in tokens.enumerate() {
+                    let own = &queries[token * row..][..row];
+                    for head in 0..heads {
+                        let right = right(
+                            &case,
+                            sequence,
+                            head,
+                            lengths[sequence] - 1,
+                            &own[head * width..][..width],
+                        );
+                        for (ours, right) in together[token * row + head * width..].iter().zip(right) {
+                            let off = (f64::from(*ours) - right).abs();
+                            assert!(off < 2e-6, "{shape:?} {token} {head}: {off}");
+                        }
+                    }
+                    let alone = of(&[CrossSpan { count: 1, ..span(sequence) }], own);
+                    assert_eq!(alone, together[token * row..][..row], "{token}");
+                }
+            });
         }
     }
 

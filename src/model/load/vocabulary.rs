@@ -224,6 +224,16 @@ impl Vocabulary {
     pub fn texts(&self) -> TokenTexts {
         self.texts.clone()
     }
+
+    /// The token with this name, such as a special one.
+    pub fn id(&self, name: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(name)
+    }
+
+    /// The name of a token.
+    pub fn name(&self, id: u32) -> Option<String> {
+        self.tokenizer.id_to_token(id)
+    }
 }
 
 /// The kinds of special tokens in GGUF files (`tokenizer.ggml.token_type`).

@@ -5,6 +5,7 @@ pub mod decoder;
 pub mod encoder;
 mod fitness;
 pub mod image;
+pub mod whisper;
 
 use candle_core::{DType, Device};
 

@@ -5,6 +5,9 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use sha2::{Digest, Sha256};
+
+use crate::model::Properties;
 use crate::model::ops::{exponentials, largest};
 use crate::protocol::generate::Sampling;
 
@@ -28,6 +31,15 @@ impl Seed {
         let bits = mixed(mixed(mixed(self.task) ^ self.sequence) ^ position);
         (bits >> 11) as f64 / (1_u64 << 53) as f64
     }
+}
+
+/// The seed of a task that sets none: a hash of the pool's seed and of the task's id. A task without an id gets a random
+/// seed.
+pub fn seed_of_task(pool: u64, properties: &Properties) -> u64 {
+    let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());
+    let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
+    let digest = Sha256::new().chain_update(pool.to_le_bytes()).chain_update(id).finalize();
+    digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 /// The output function of SplitMix64.

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::json;
-use sha2::{Digest, Sha256};
 
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
@@ -25,10 +24,10 @@ use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_EMBEDDINGS, Held,
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::sequences::blocks::Owner;
 use crate::model::sequences::grammar::{Found, Grammars};
-use crate::model::sequences::sampler::Seed;
+use crate::model::sequences::sampler::{Seed, seed_of_task};
 use crate::model::{
-    Body, Capacity, Device, Dtype, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
-    Route, SizedInput, Streaming, TaskError, TaskErrorKind,
+    Body, Capacity, Device, Dtype, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route,
+    SizedInput, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{
     Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
@@ -284,7 +283,7 @@ impl Processor for GenerateProcessor {
             Found::Any | Found::Unknown(_) => None,
         };
         let prompts = self.prompts(&request)?;
-        let seed = request.seed.unwrap_or_else(|| self.options.seed_of(&message.properties));
+        let seed = request.seed.unwrap_or_else(|| seed_of_task(self.options.seed, &message.properties));
         let stop: Arc<[String]> = request.stop.as_slice().into();
         let owner = Owner::of(request.owner.as_deref().unwrap_or_default());
         let mut inputs = Vec::with_capacity(prompts.len() * request.n);
@@ -576,15 +575,6 @@ impl Options {
     /// The capacity of a network with these options.
     fn capacity(&self) -> Capacity {
         Capacity { sequences: self.sequences, tokens: self.kv_tokens, context: self.context }
-    }
-
-    /// The seed of a task that sets none: a hash of the pool's `seed` and of the task's id. A task without an id gets a
-    /// random seed.
-    fn seed_of(&self, properties: &Properties) -> u64 {
-        let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());
-        let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
-        let digest = Sha256::new().chain_update(self.seed.to_le_bytes()).chain_update(id).finalize();
-        digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 }
 

@@ -1,0 +1,185 @@
+//! Reads Whisper's configuration from `config.json`. Decides which properties are refused.
+
+use serde::Deserialize;
+
+use crate::model::LoadError;
+use crate::model::load::ModelFiles;
+use crate::model::sound::features::FRAMES;
+
+/// The `model_type` of `config.json`.
+pub const MODEL_TYPE: &str = "whisper";
+/// Positions of an encoded window: the second convolution halves the number of frames.
+pub const POSITIONS: usize = FRAMES / 2;
+
+/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow, and
+/// until a tensor shows that a size is wrong, what is made from it takes a few megabytes.
+const MAX_LAYERS: usize = 1 << 10;
+const MAX_WIDTH: usize = 1 << 16;
+const MAX_INNER: usize = 1 << 18;
+const MAX_VOCABULARY: usize = 1 << 22;
+const MAX_CONTEXT: usize = 1 << 16;
+/// The least context: it has room for a prompt's special tokens and some text.
+const MIN_CONTEXT: usize = 16;
+/// The most mel bins: each is a filter over 201 bins of a spectrum.
+const MAX_MELS: usize = 201;
+
+/// The sizes of Whisper.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WhisperConfig {
+    /// The width of a position's or token's vector.
+    pub width: usize,
+    /// Mel bins of a frame.
+    pub mels: usize,
+    /// The encoder.
+    pub encoder: Layers,
+    /// The decoder.
+    pub decoder: Layers,
+    /// Tokens of the vocabulary.
+    pub vocabulary: usize,
+    /// The most tokens of a prompt with its answer.
+    pub context: usize,
+}
+
+/// The layers of one of the two networks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layers {
+    /// Their number.
+    pub count: usize,
+    /// Heads of attention; they divide the width.
+    pub heads: usize,
+    /// The inner width of the feed-forward half.
+    pub inner: usize,
+}
+
+#[derive(Deserialize)]
+struct Written {
+    d_model: usize,
+    num_mel_bins: usize,
+    encoder_layers: usize,
+    encoder_attention_heads: usize,
+    encoder_ffn_dim: usize,
+    decoder_layers: usize,
+    decoder_attention_heads: usize,
+    decoder_ffn_dim: usize,
+    vocab_size: usize,
+    max_source_positions: usize,
+    max_target_positions: usize,
+    activation_function: String,
+    #[serde(default)]
+    scale_embedding: bool,
+}
+
+impl WhisperConfig {
+    /// Reads `config.json`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not supported.
+    pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
+        let written: Written = files.required_json("config.json")?;
+        let refused = |reason| LoadError::Unsupported { model: source.to_owned(), reason };
+        Self::of(&written).map_err(refused)
+    }
+
+    fn of(written: &Written) -> Result<Self, String> {
+        if written.activation_function != "gelu" {
+            let name = &written.activation_function;
+            return Err(format!("activation_function is {name:?}, and only gelu is supported"));
+        }
+        if written.scale_embedding {
+            return Err("scale_embedding is true, and only false is supported".to_owned());
+        }
+        if written.max_source_positions != POSITIONS {
+            let positions = written.max_source_positions;
+            return Err(format!("max_source_positions is {positions}; windows of 30 s have {POSITIONS}"));
+        }
+        for (name, size, most) in [
+            ("d_model", written.d_model, MAX_WIDTH),
+            ("num_mel_bins", written.num_mel_bins, MAX_MELS),
+            ("encoder_layers", written.encoder_layers, MAX_LAYERS),
+            ("decoder_layers", written.decoder_layers, MAX_LAYERS),
+            ("encoder_ffn_dim", written.encoder_ffn_dim, MAX_INNER),
+            ("decoder_ffn_dim", written.decoder_ffn_dim, MAX_INNER),
+            ("vocab_size", written.vocab_size, MAX_VOCABULARY),
+            ("max_target_positions", written.max_target_positions, MAX_CONTEXT),
+        ] {
+            if !(1..=most).contains(&size) {
+                return Err(format!("{name} is {size}; from 1 to {most} is read"));
+            }
+        }
+        if written.max_target_positions < MIN_CONTEXT {
+            let context = written.max_target_positions;
+            return Err(format!("max_target_positions is {context}; at least {MIN_CONTEXT} are needed"));
+        }
+        let width = written.d_model;
+        for (name, heads) in [
+            ("encoder_attention_heads", written.encoder_attention_heads),
+            ("decoder_attention_heads", written.decoder_attention_heads),
+        ] {
+            // The cache of keys and values holds heads of an even width.
+            if !(1..=width).contains(&heads) || !width.is_multiple_of(2 * heads) {
+                return Err(format!(
+                    "{name} is {heads}, which does not divide d_model {width} into even heads"
+                ));
+            }
+        }
+        Ok(Self {
+            width,
+            mels: written.num_mel_bins,
+            encoder: Layers {
+                count: written.encoder_layers,
+                heads: written.encoder_attention_heads,
+                inner: written.encoder_ffn_dim,
+            },
+            decoder: Layers {
+                count: written.decoder_layers,
+                heads: written.decoder_attention_heads,
+                inner: written.decoder_ffn_dim,
+            },
+            vocabulary: written.vocab_size,
+            context: written.max_target_positions,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(name: &str, value: Value) -> Result<WhisperConfig, String> {
+        let mut written = json!({
+            "d_model": 64, "num_mel_bins": 80, "encoder_layers": 2, "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 128, "decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 96,
+            "vocab_size": 100, "max_source_positions": 1500, "max_target_positions": 448,
+            "activation_function": "gelu",
+        });
+        written[name] = value;
+        WhisperConfig::of(&serde_json::from_value(written).unwrap())
+    }
+
+    #[test]
+    fn a_property_that_is_not_supported_is_named_with_its_value() {
+        let config = read("model_type", "whisper".into()).unwrap();
+        assert_eq!((config.encoder.heads, config.decoder.count, config.context), (4, 3, 448));
+        for (name, value, message) in [
+            ("activation_function", json!("relu"), "activation_function is \"relu\""),
+            ("scale_embedding", json!(true), "scale_embedding is true"),
+            ("max_source_positions", json!(750), "max_source_positions is 750; windows of 30 s have 1500"),
+            ("encoder_attention_heads", json!(0), "encoder_attention_heads is 0"),
+            ("encoder_attention_heads", json!(u64::MAX), "encoder_attention_heads is 18446744073709551615"),
+            (
+                "decoder_attention_heads",
+                json!(64),
+                "decoder_attention_heads is 64, which does not divide d_model 64",
+            ),
+            ("d_model", json!(u64::MAX), "d_model is 18446744073709551615; from 1 to 65536 is read"),
+            ("num_mel_bins", json!(0), "num_mel_bins is 0"),
+            ("max_target_positions", json!(9), "max_target_positions is 9; at least 16 are needed"),
+            ("vocab_size", json!(1_u64 << 40), "vocab_size is 1099511627776"),
+        ] {
+            let error = read(name, value).unwrap_err();
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+}

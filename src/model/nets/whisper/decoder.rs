@@ -1,0 +1,296 @@
+//! Whisper's decoder. One pass computes some tokens of any slots; each slot has its window's keys and values, and those
+//! of its own tokens. Owns the weights and both caches. All steps but attention treat each row by itself, and attention
+//! treats each token by itself, so that a token's results do not depend on what else is in the step.
+
+use std::io;
+
+use super::config::{POSITIONS, WhisperConfig};
+use super::{LayerNorm, Linear, values};
+use crate::model::LoadError;
+use crate::model::load::weights::Weights;
+use crate::model::ops::causal::{self, CrossSpan, attend, attend_across};
+use crate::model::ops::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
+use crate::model::ops::{Activation, Matrix, Panels, activate, multiply_rows, multiply_together};
+
+/// Consecutive tokens of a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The slot.
+    pub slot: usize,
+    /// The position of the first of these tokens.
+    pub first: usize,
+    /// The number of tokens.
+    pub count: usize,
+}
+
+/// The decoder with the keys and values of its slots.
+pub struct Decoder {
+    config: WhisperConfig,
+    /// `[width, vocabulary]`; also the last layer.
+    token_embeddings: Matrix,
+    /// `[context, width]`.
+    positions: Vec<f32>,
+    layers: Vec<Layer>,
+    norm: LayerNorm,
+    /// Of the tokens that were fed.
+    own: Cache,
+    /// Of the encoded windows.
+    across: Cache,
+    /// Reused by the next step.
+    buffers: Buffers,
+}
+
+/// The weights of a layer.
+struct Layer {
+    norm: LayerNorm,
+    /// Of queries, keys and values.
+    qkv: [Matrix; 3],
+    q_bias: Vec<f32>,
+    v_bias: Vec<f32>,
+    out: Linear,
+    cross_norm: LayerNorm,
+    cross_q: Linear,
+    /// From encoded positions to keys, which have no bias, and to values.
+    cross_k: Panels,
+    cross_v: Panels,
+    cross_v_bias: Vec<f32>,
+    cross_out: Linear,
+    inner_norm: LayerNorm,
+    up: Linear,
+    down: Linear,
+}
+
+impl Layer {
+    fn load(weights: &Weights, config: &WhisperConfig, index: usize) -> Result<Self, LoadError> {
+        let (width, inner) = (config.width, config.decoder.inner);
+        let named = |name: &str| format!("decoder.layers.{index}.{name}");
+        let norm = |name: &str| LayerNorm::load(weights, &named(name), width);
+        let linear = |name: &str, shape| Linear::load(weights, &named(name), shape);
+        let square = |name: &str| linear(name, [width, width]);
+        let matrix = |name: &str| weights.matrix(&named(&format!("{name}.weight")), [width, width]);
+        let bias = |name: &str| values(weights, &named(&format!("{name}.bias")), &[width]);
+        let panels = |name: &str| {
+            let columns = values(weights, &named(&format!("{name}.weight")), &[width, width])?;
+            Ok::<_, LoadError>(Panels::new(&columns, width))
+        };
+        let [q, k, v] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+        Ok(Self {
+            norm: norm("self_attn_layer_norm")?,
+            qkv: [matrix(q)?, matrix(k)?, matrix(v)?],
+            q_bias: bias(q)?,
+            v_bias: bias(v)?,
+            out: square("self_attn.out_proj")?,
+            cross_norm: norm("encoder_attn_layer_norm")?,
+            cross_q: square("encoder_attn.q_proj")?,
+            cross_k: panels("encoder_attn.k_proj")?,
+            cross_v: panels("encoder_attn.v_proj")?,
+            cross_v_bias: bias("encoder_attn.v_proj")?,
+            cross_out: square("encoder_attn.out_proj")?,
+            inner_norm: norm("final_layer_norm")?,
+            up: linear("fc1", [width, inner])?,
+            down: linear("fc2", [inner, width])?,
+        })
+    }
+}
+
+/// Keys and values, with as many blocks for each slot as the longest sequence needs. The system provides a block's
+/// memory when it is written for the first time.
+struct Cache {
+    kv: KvBlocks,
+    /// The numbers of each slot's blocks.
+    blocks: Vec<Vec<u32>>,
+}
+
+impl Cache {
+    fn new(shape: KvShape, slots: usize, tokens: usize) -> io::Result<Self> {
+        let each = tokens.div_ceil(BLOCK);
+        let blocks =
+            (0..slots).map(|slot| (slot * each..(slot + 1) * each).map(|block| block as u32).collect());
+        Ok(Self { kv: KvBlocks::new(shape, slots * each)?, blocks: blocks.collect() })
+    }
+
+    /// Writes the keys and values of a token, each `[heads·width]`.
+    fn put(&mut self, slot: usize, position: usize, layer: usize, key: &[f32], value: &[f32]) {
+        let width = self.kv.shape().width;
+        let at = CachePosition { block: self.blocks[slot][position / BLOCK], offset: position % BLOCK };
+        let heads = key.chunks_exact(width).zip(value.chunks_exact(width));
+        heads.enumerate().for_each(|(head, (key, value))| self.kv.put(at, layer, head, key, value));
+    }
+
+    /// Returns a slot's memory to the system.
+    fn release(&mut self, slot: usize) {
+        self.blocks[slot].iter().for_each(|block| self.kv.release(*block));
+    }
+}
+
+#[derive(Default)]
+struct Buffers {
+    x: Vec<f32>,
+    normed: Vec<f32>,
+    qkv: [Vec<f32>; 3],
+    attended: Vec<f32>,
+    half: Vec<f32>,
+    inner: Vec<f32>,
+}
+
+impl Decoder {
+    /// Reads the weights. The inner error is the system's, if there is no address space for the caches.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape.
+    pub(super) fn load(
+        weights: &Weights,
+        config: &WhisperConfig,
+        slots: usize,
+    ) -> Result<io::Result<Self>, LoadError> {
+        let WhisperConfig { width, vocabulary, context, decoder, .. } = *config;
+        let layers = (0..decoder.count).map(|index| Layer::load(weights, config, index));
+        let shape = KvShape {
+            layers: decoder.count,
+            heads: decoder.heads,
+            width: width / decoder.heads,
+            numbers: KvNumbers::F32,
+        };
+        let token_embeddings = weights.matrix("decoder.embed_tokens.weight", [width, vocabulary])?;
+        let positions = values(weights, "decoder.embed_positions.weight", &[context, width])?;
+        let (layers, norm) =
+            (layers.collect::<Result<_, _>>()?, LayerNorm::load(weights, "decoder.layer_norm", width)?);
+        let caches =
+            Cache::new(shape, slots, context).and_then(|own| Ok((own, Cache::new(shape, slots, POSITIONS)?)));
+        Ok(caches.map(|(own, across)| Self {
+            config: config.clone(),
+            token_embeddings,
+            positions,
+            layers,
+            norm,
+            own,
+            across,
+            buffers: Buffers::default(),
+        }))
+    }
+
+    /// Gives a slot its window, `encoded` `[POSITIONS, width]`, in the place of the one before.
+    pub fn hold(&mut self, slot: usize, encoded: &[f32]) {
+        let width = self.config.width;
+        let (mut keys, mut values) = (vec![0.0; encoded.len()], vec![0.0; encoded.len()]);
+        for (index, layer) in self.layers.iter().enumerate() {
+            multiply_rows(encoded, &layer.cross_k, &mut keys, |_, _| {});
+            multiply_rows(encoded, &layer.cross_v, &mut values, |_, block| {
+                activate(block, &layer.cross_v_bias, Activation::Identity);
+            });
+            let rows = keys.chunks_exact(width).zip(values.chunks_exact(width));
+            for (position, (key, value)) in rows.enumerate() {
+                self.across.put(slot, position, index, key, value);
+            }
+        }
+    }
+
+    /// Returns the memory of a slot to the system.
+    pub fn release(&mut self, slot: usize) {
+        self.own.release(slot);
+        self.across.release(slot);
+    }
+
+    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are the
+    /// tokens of all `spans`, in their order, each in the vocabulary and within the context. The slots hold windows. A
+    /// token may be computed again, which replaces it.
+    pub fn forward(&mut self, ids: &[u32], spans: &[Span], wanted: &[usize], logits: &mut Vec<f32>) {
+        if rayon::current_num_threads() == 1 {
+            return self.step(ids, spans, wanted, logits);
+        }
+        // The step runs on one of the threads that share the products, as in the decoder of texts.
+        rayon::scope(|_| self.step(ids, spans, wanted, logits));
+    }
+
+    fn step(&mut self, ids: &[u32], spans: &[Span], wanted: &[usize], logits: &mut Vec<f32>) {
+        logits.resize(wanted.len() * self.config.vocabulary, 0.0);
+        if ids.is_empty() {
+            return;
+        }
+        let width = self.config.width;
+        let mut buffers = std::mem::take(&mut self.buffers);
+        buffers.x.resize(ids.len() * width, 0.0);
+        let positions = spans.iter().flat_map(|span| span.first..span.first + span.count);
+        for ((id, position), row) in ids.iter().zip(positions).zip(buffers.x.chunks_exact_mut(width)) {
+            self.token_embeddings.column(*id as usize, row);
+            add(row, &self.positions[position * width..][..width]);
+        }
+        for index in 0..self.layers.len() {
+            self.attention(index, spans, &mut buffers);
+            self.cross_attention(index, spans, &mut buffers);
+            self.feed_forward(index, &mut buffers);
+        }
+        let mut last = Vec::with_capacity(wanted.len() * width);
+        wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * width..][..width]));
+        self.norm.apply(&last, &mut buffers.normed);
+        self.token_embeddings.multiply(&buffers.normed, logits);
+        self.buffers = buffers;
+    }
+
+    /// x += attention(norm(x))·O + bias, over the tokens before.
+    fn attention(&mut self, index: usize, spans: &[Span], buffers: &mut Buffers) {
+        let (layer, width) = (&self.layers[index], self.config.width);
+        let Buffers { x, normed, qkv, attended, half, .. } = buffers;
+        layer.norm.apply(x, normed);
+        qkv.iter_mut().for_each(|part| part.resize(x.len(), 0.0));
+        multiply_together(layer.qkv.each_ref(), normed, qkv.each_mut().map(Vec::as_mut_slice));
+        let [queries, keys, values] = qkv;
+        activate(queries, &layer.q_bias, Activation::Identity);
+        activate(values, &layer.v_bias, Activation::Identity);
+        let places =
+            spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (span.slot, at)));
+        let rows = keys.chunks_exact(width).zip(values.chunks_exact(width));
+        for ((slot, position), (key, value)) in places.zip(rows) {
+            self.own.put(slot, position, index, key, value);
+        }
+        let own = &self.own;
+        let spans = spans.iter().map(|span| causal::Span {
+            blocks: &own.blocks[span.slot],
+            first: span.first,
+            count: span.count,
+        });
+        attended.resize(x.len(), 0.0);
+        attend(&own.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
+        add_layer(x, &layer.out, attended, half);
+    }
+
+    /// x += attention(norm(x))·O + bias, over the window.
+    fn cross_attention(&self, index: usize, spans: &[Span], buffers: &mut Buffers) {
+        let layer = &self.layers[index];
+        let Buffers { x, normed, qkv: [queries, ..], attended, half, .. } = buffers;
+        layer.cross_norm.apply(x, normed);
+        layer.cross_q.multiply(normed, queries);
+        activate(queries, &layer.cross_q.bias, Activation::Identity);
+        let across = &self.across;
+        let spans = spans.iter().map(|span| CrossSpan {
+            blocks: &across.blocks[span.slot],
+            keys: POSITIONS,
+            count: span.count,
+        });
+        attended.resize(x.len(), 0.0);
+        attend_across(&across.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
+        add_layer(x, &layer.cross_out, attended, half);
+    }
+
+    /// x += gelu(norm(x)·U + bias)·D + bias.
+    fn feed_forward(&self, index: usize, buffers: &mut Buffers) {
+        let layer = &self.layers[index];
+        let Buffers { x, normed, half, inner, .. } = buffers;
+        layer.inner_norm.apply(x, normed);
+        layer.up.multiply(normed, inner);
+        activate(inner, &layer.up.bias, Activation::Gelu);
+        add_layer(x, &layer.down, inner, half);
+    }
+}
+
+/// `x` += `rows` times the layer's matrix, plus its bias. `half` is overwritten.
+fn add_layer(x: &mut [f32], layer: &Linear, rows: &[f32], half: &mut Vec<f32>) {
+    layer.multiply(rows, half);
+    activate(half, &layer.bias, Activation::Identity);
+    add(x, half);
+}
+
+/// `x` += `other`.
+fn add(x: &mut [f32], other: &[f32]) {
+    x.iter_mut().zip(other).for_each(|(x, other)| *x += *other);
+}

@@ -1,0 +1,227 @@
+//! Speech recognition by Whisper: turns recordings into windows, and the texts of windows into transcripts. Windows are
+//! independent of each other, so that those of all tasks share batches, and a text does not depend on its batch. Never
+//! touches the device.
+
+mod network;
+mod options;
+mod rules;
+mod sample;
+mod segments;
+mod tokens;
+mod windows;
+
+use std::sync::Arc;
+
+pub use self::network::{Prompt, Transcriber};
+pub use self::segments::{Heard, Window};
+
+use self::network::{LanguagePrompt, is_silent};
+use self::options::Options;
+use self::segments::segments;
+use self::tokens::SpeechTokens;
+use self::windows::{Passed, Windows};
+use super::names::ServedNames;
+use crate::model::family::{Example, Family, FileRules, Serves};
+use crate::model::load::vocabulary::TokenTexts;
+use crate::model::load::{ModelFiles, weights};
+use crate::model::nets::whisper::Whisper;
+use crate::model::nets::whisper::config::{MODEL_TYPE, WhisperConfig};
+use crate::model::sequences::sampler::{Seed, seed_of_task};
+use crate::model::sound::decode::Limits;
+use crate::model::sound::features::LogMel;
+use crate::model::{
+    Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
+    Streaming, TaskError,
+};
+use crate::protocol::JSON;
+use crate::protocol::transcriptions::{
+    Format, Segment, TRANSCRIPTIONS_URL, TRANSLATIONS_URL, Task, Transcript, TranscriptionRequest, delta,
+};
+
+/// The media types of requests. A file's format is found in the file itself.
+const MEDIA_TYPES: &[&str] = &[
+    JSON,
+    "audio/wav",
+    "audio/x-wav",
+    "audio/wave",
+    "audio/vnd.wave",
+    "audio/flac",
+    "audio/x-flac",
+    "audio/mpeg",
+    "audio/mp3",
+    "audio/ogg",
+    "application/ogg",
+];
+
+/// Models that recognise speech.
+pub static FAMILY: Family = Family {
+    name: "transcribe",
+    routes: &[
+        Route { url: TRANSCRIPTIONS_URL, media_types: MEDIA_TYPES },
+        Route { url: TRANSLATIONS_URL, media_types: MEDIA_TYPES },
+    ],
+    serves: Serves::Files(FileRules {
+        configs: &[MODEL_TYPE],
+        ggufs: &[],
+        pipelines: &[],
+        accepts: |_| true,
+        find,
+        check,
+    }),
+    options: &options::OPTIONS,
+    sample: sample::recordings,
+    // A fuzzed file may declare any length.
+    example: Example { model: "whisper-random", options: &[("max_seconds", 120)] },
+};
+
+fn find(files: &ModelFiles) -> Result<(), LoadError> {
+    files.required("config.json")?;
+    files.optional("generation_config.json")?;
+    files.required("tokenizer.json")?;
+    files.optional("tokenizer_config.json")?;
+    files.weights().map(drop)
+}
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    WhisperConfig::read(&files, &spec.source)?;
+    Options::read(spec)?;
+    files.required("tokenizer.json")?;
+    weights::check(&files.weights()?)
+}
+
+/// Loads a model that recognises speech.
+///
+/// # Errors
+/// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
+/// supported.
+pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Transcriber), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    let config = WhisperConfig::read(&files, &spec.source)?;
+    let options = Options::read(spec)?;
+    let tokens = SpeechTokens::read(&files, &config)?;
+    let network = Whisper::load(spec, device, &config, options.sequences)?;
+    let transcriber = Transcriber::new(network, &config, options.capacity(config.context), &tokens);
+    let processor = TranscribeProcessor {
+        names: ServedNames::new(spec),
+        log_mel: Arc::new(LogMel::new(config.mels)),
+        texts: tokens.texts(),
+        context: config.context,
+        tokens,
+        options,
+    };
+    Ok((processor, transcriber))
+}
+
+/// Turns requests for transcripts into windows, and their texts into replies.
+pub struct TranscribeProcessor {
+    names: ServedNames,
+    tokens: SpeechTokens,
+    texts: TokenTexts,
+    log_mel: Arc<LogMel>,
+    /// The most tokens of a prompt and its text.
+    context: usize,
+    options: Options,
+}
+
+/// What the reply needs of its request.
+pub struct TranscribeContext {
+    task: Task,
+    /// The requested language.
+    language: Option<String>,
+    format: Format,
+    stream: bool,
+    /// How much of the recording was made into windows.
+    passed: Passed,
+}
+
+impl TranscribeProcessor {
+    /// What all windows of a request have in common.
+    fn prompt(&self, request: &TranscriptionRequest, properties: &Properties) -> Result<Prompt, TaskError> {
+        let previous = match &request.prompt {
+            Some(text) => self.tokens.prompt(text)?,
+            None => Vec::new(),
+        };
+        let language = self.tokens.language(request.language.as_deref())?;
+        let languages = self.tokens.task(request.task)?.map(|task| LanguagePrompt { language, task });
+        let prompt = Prompt {
+            features: Arc::default(),
+            window: Window::default(),
+            previous: previous.into(),
+            languages,
+            max_tokens: 0,
+            temperature: request.temperature,
+            seed: Seed { task: seed_of_task(self.options.seed, properties), sequence: 0 },
+        };
+        // As OpenAI's: half of the context at most.
+        let room = self.context.saturating_sub(prompt.tokens());
+        Ok(Prompt { max_tokens: room.min(self.context / 2), ..prompt })
+    }
+
+    /// The segments of a window; none if there is no speech in it.
+    fn segments(&self, heard: &Heard) -> Vec<Segment> {
+        if is_silent(heard) { Vec::new() } else { segments(heard, &self.tokens.rules, &self.texts) }
+    }
+}
+
+impl Processor for TranscribeProcessor {
+    type Context = TranscribeContext;
+    type Input = Prompt;
+    type Piece = ();
+    type Output = Heard;
+
+    fn routes(&self) -> &[Route] {
+        if self.tokens.multilingual.is_some() { FAMILY.routes } else { &FAMILY.routes[..1] }
+    }
+
+    fn probe(&self) -> Option<Message> {
+        let mut message = Message { body: sample::probe().into(), ..Message::default() };
+        message.properties.content_type = Some("audio/wav".to_owned());
+        // With a temperature of its own the text is written once, and with one so small it is the likeliest.
+        for (name, value) in [("url", TRANSCRIPTIONS_URL), ("temperature", "0.00001")] {
+            message.properties.headers.insert(name.to_owned(), value.into());
+        }
+        Some(message)
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        let request = TranscriptionRequest::parse(message)?;
+        self.names.check(request.model.as_deref())?;
+        let prompt = self.prompt(&request, &message.properties)?;
+        let TranscriptionRequest { sound, task, language, format, stream, .. } = request;
+        let limits = Limits::of_seconds(self.options.max_seconds);
+        let at = move |error: TaskError| match sound.field {
+            Some(field) => error.at(field),
+            None => error,
+        };
+        let windows = Windows::open(sound.bytes, limits, self.log_mel.clone(), prompt).map_err(at)?;
+        let context = TranscribeContext { task, language, format, stream, passed: windows.passed() };
+        let windows = windows.map(move |window| window.map_err(at));
+        Ok((context, Inputs::Slices(Box::new(windows))))
+    }
+
+    fn bytes(&self, prompt: &Prompt) -> usize {
+        size_of_val(&*prompt.features)
+    }
+
+    fn streaming(&self, context: &TranscribeContext) -> Streaming {
+        Streaming::Outputs.of(context.stream)
+    }
+
+    fn output_parts(&self, _: &mut TranscribeContext, _: usize, heard: &Heard) -> Vec<Body> {
+        let text: String = self.segments(heard).into_iter().map(|segment| segment.text).collect();
+        if text.is_empty() { Vec::new() } else { vec![delta(&text)] }
+    }
+
+    fn finish(&self, context: TranscribeContext, all: Vec<Heard>) -> Result<Body, TaskError> {
+        let TranscribeContext { task, language, format, passed, .. } = context;
+        let heard = all.first().and_then(|first| first.language);
+        let transcript = Transcript {
+            task,
+            language: language.or_else(|| self.tokens.code(heard)),
+            seconds: passed.seconds(),
+            segments: all.iter().flat_map(|heard| self.segments(heard)).collect(),
+        };
+        transcript.body(format)
+    }
+}

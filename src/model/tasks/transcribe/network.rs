@@ -1,0 +1,420 @@
+//! The sequences of Whisper: one for each window. Decides when a text ends, and when a doubtful one is written again
+//! with a higher temperature. A step changes a sequence only when its result is known (`Generate::step`).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::rules::{Chosen, Rules};
+use super::segments::{Heard, Window, compression_ratio, text};
+use super::tokens::{Multilingual, SpeechTokens};
+use crate::model::load::vocabulary::TokenTexts;
+use crate::model::nets::whisper::config::{POSITIONS, WhisperConfig};
+use crate::model::nets::whisper::{Span, Whisper};
+use crate::model::ops::{exponentials, largest};
+use crate::model::sequences::sampler::{Sampler, Seed};
+use crate::model::{
+    Advance, Advances, Capacity, Encoding, Feed, ForwardError, Generate, Row, SizedInput, Slot, TaskError,
+};
+use crate::protocol::generate::Sampling;
+
+/// The temperatures with which a text is written until it is not doubtful, as OpenAI's.
+const TEMPERATURES: [f32; 6] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0];
+/// Above this ratio a text is doubtful, because it repeats itself.
+const MAX_COMPRESSION: f32 = 2.4;
+/// Below this mean of logarithmic probabilities a text is doubtful.
+const MIN_LOGPROB: f32 = -1.0;
+/// Above this probability there is no speech, unless the text is likely.
+const MIN_NO_SPEECH: f32 = 0.6;
+/// Texts of speech are short: while some are written, a window is encoded in each so many steps, so that slots do not
+/// stay empty.
+const ENCODING: Encoding = Encoding { interval: 4, batch: 4 };
+
+/// One window to transcribe.
+#[derive(Clone, Debug)]
+pub struct Prompt {
+    /// `[mels, FRAMES]`.
+    pub features: Arc<[f32]>,
+    /// Its place in the recording.
+    pub window: Window,
+    /// The tokens of a text that precedes, with the token before them. May be empty.
+    pub previous: Arc<[u32]>,
+    /// The tokens of the language and of the task, for a model of several languages.
+    pub languages: Option<LanguagePrompt>,
+    /// The most tokens of the text.
+    pub max_tokens: usize,
+    /// If it is 0, a doubtful text is written again.
+    pub temperature: f32,
+    /// The seed of the random choices.
+    pub seed: Seed,
+}
+
+/// The tokens by which a model of several languages is told what to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LanguagePrompt {
+    /// None: it is detected.
+    pub language: Option<u32>,
+    /// To transcribe or to translate.
+    pub task: u32,
+}
+
+impl Prompt {
+    /// The number of tokens before the text.
+    pub fn tokens(&self) -> usize {
+        self.previous.len() + 1 + if self.languages.is_some() { 2 } else { 0 }
+    }
+
+    /// The prompt with its sizes.
+    pub fn sized(self) -> SizedInput<Self> {
+        let (tokens, answer_tokens) = (self.tokens(), self.max_tokens);
+        SizedInput { encode_tokens: POSITIONS, tokens, answer_tokens, input: self }
+    }
+}
+
+/// Whisper with its sequences.
+pub struct Transcriber {
+    network: Whisper,
+    capacity: Capacity,
+    width: usize,
+    start: u32,
+    no_speech: Option<u32>,
+    multilingual: Option<Multilingual>,
+    rules: Rules,
+    texts: TokenTexts,
+    open: BTreeMap<Slot, Sequence>,
+    /// Reused by the next step.
+    logits: Vec<f32>,
+}
+
+struct Sequence {
+    prompt: Prompt,
+    /// The token of the language, once it is known.
+    language: Option<u32>,
+    is_encoded: bool,
+    /// Tokens of the prompt that were fed.
+    fed: usize,
+    /// The text so far.
+    answer: Vec<u32>,
+    /// The sum of the logarithmic probabilities of its tokens.
+    logprobs: f32,
+    no_speech: f32,
+    temperature: f32,
+}
+
+/// The tokens that a row computes in a step.
+struct Chunk {
+    slot: Slot,
+    /// Tokens of the prompt by which `Sequence::fed` advances.
+    take: usize,
+    ids: Vec<u32>,
+    /// The position of the first token.
+    first: usize,
+    /// Which of the tokens begins the text, if one does. The logits after it say whether there is speech.
+    start: Option<usize>,
+    /// Whether a next token is chosen after this chunk.
+    is_last: bool,
+}
+
+/// What a step computes for a row.
+struct Computed {
+    chunk: Chunk,
+    no_speech: Option<f32>,
+    chosen: Option<Chosen>,
+}
+
+impl Transcriber {
+    /// A network that has heard nothing. It has as many slots as `capacity` has sequences.
+    pub fn new(network: Whisper, config: &WhisperConfig, capacity: Capacity, tokens: &SpeechTokens) -> Self {
+        Self {
+            network,
+            capacity,
+            width: config.width,
+            start: tokens.start,
+            no_speech: tokens.no_speech,
+            multilingual: tokens.multilingual.clone(),
+            rules: tokens.rules.clone(),
+            texts: tokens.texts(),
+            open: BTreeMap::new(),
+            logits: Vec::new(),
+        }
+    }
+
+    /// Encodes the windows of these slots, and detects their languages where they are not known.
+    fn encode(&mut self, slots: &[Slot]) -> Result<Advances<Self>, ForwardError> {
+        let waits = |slot: &Slot| self.open.get(slot).is_some_and(|it| !it.is_encoded);
+        let slots: Vec<Result<Slot, TaskError>> =
+            slots.iter().map(|slot| if waits(slot) { Ok(*slot) } else { Err(out_of_turn()) }).collect();
+        let waiting: Vec<Slot> = slots.iter().flatten().copied().collect();
+        let windows: Vec<&[f32]> =
+            waiting.iter().filter_map(|slot| self.open.get(slot)).map(|it| &*it.prompt.features).collect();
+        let encoded = self.network.encoder.forward(&windows).map_err(|error| ForwardError::from(&error))?;
+        for (slot, encoded) in waiting.iter().zip(encoded.chunks_exact(POSITIONS * self.width)) {
+            self.network.decoder.hold(slot.0, encoded);
+        }
+        let unknown: Vec<Slot> = waiting.iter().filter(|slot| self.lacks_language(**slot)).copied().collect();
+        let detected = self.detect(&unknown);
+        // Nothing fails from here on.
+        for (slot, language) in unknown.iter().zip(detected) {
+            if let Some(sequence) = self.open.get_mut(slot) {
+                sequence.language = language;
+            }
+        }
+        for slot in &waiting {
+            if let Some(sequence) = self.open.get_mut(slot) {
+                sequence.is_encoded = true;
+                sequence.prompt.features = Arc::default();
+            }
+        }
+        Ok(slots.into_iter().map(|slot| slot.map(|_| Advance::Fed)).collect())
+    }
+
+    fn lacks_language(&self, slot: Slot) -> bool {
+        self.open.get(&slot).is_some_and(|it| it.language.is_none() && it.prompt.languages.is_some())
+    }
+
+    /// The likeliest language of each slot: the likeliest token of a language after the token that begins a text. The
+    /// prompt then takes the place of this token.
+    fn detect(&mut self, slots: &[Slot]) -> Vec<Option<u32>> {
+        let Some(multilingual) = &self.multilingual else { return vec![None; slots.len()] };
+        let ids = vec![self.start; slots.len()];
+        let spans: Vec<Span> = slots.iter().map(|slot| Span { slot: slot.0, first: 0, count: 1 }).collect();
+        let wanted: Vec<usize> = (0..slots.len()).collect();
+        self.network.decoder.forward(&ids, &spans, &wanted, &mut self.logits);
+        let width = self.logits.len() / slots.len().max(1);
+        let likeliest = |logits: &[f32]| {
+            let of = |id: &u32| logits.get(*id as usize).copied().unwrap_or(f32::NEG_INFINITY);
+            multilingual.languages.values().copied().max_by(|a, b| of(a).total_cmp(&of(b)))
+        };
+        self.logits.chunks_exact(width.max(1)).map(likeliest).collect()
+    }
+
+    /// The tokens that a row computes: those of the prompt, or the last one of the text so far.
+    fn feed(&self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
+        let sequence = self.open.get(&slot).filter(|it| it.is_encoded).ok_or_else(out_of_turn)?;
+        let prompt = sequence.tokens(self.start);
+        let (first, ids, take) = if sequence.fed < prompt.len() {
+            let take = feed.tokens().min(prompt.len() - sequence.fed);
+            (sequence.fed, prompt[sequence.fed..sequence.fed + take].to_vec(), take)
+        } else {
+            // A text that is written again follows the last token of the prompt, which is computed once more.
+            let last = sequence.answer.last().or(prompt.last()).copied();
+            (prompt.len() + sequence.answer.len() - 1, last.into_iter().collect(), 0)
+        };
+        let start = if take == 0 { None } else { sequence.prompt.previous.len().checked_sub(first) };
+        let is_last = sequence.fed + take == prompt.len();
+        Ok(Chunk { slot, take, start: start.filter(|at| *at < ids.len()), ids, first, is_last })
+    }
+
+    /// The numbers that a row's logits give. `logits` are those after the start and after the last token, as far as the
+    /// chunk has them. May be called again for the same row.
+    fn choose<'a>(
+        &self,
+        chunk: Chunk,
+        mut logits: impl Iterator<Item = &'a mut [f32]>,
+    ) -> Result<Computed, TaskError> {
+        let sequence = self.open.get(&chunk.slot).ok_or_else(out_of_turn)?;
+        let after_start = chunk.start.and_then(|_| logits.next());
+        let no_speech =
+            after_start.as_deref().zip(self.no_speech).map(|(it, id)| probability(it, id as usize));
+        if !chunk.is_last {
+            return Ok(Computed { chunk, no_speech, chosen: None });
+        }
+        // The token that begins the text may be the last one of the prompt.
+        let last = if chunk.start == Some(chunk.ids.len() - 1) { after_start } else { logits.next() };
+        let mut sampler = sequence.sampler();
+        let chosen = last.and_then(|last| self.rules.choose(&sequence.answer, last, sampler.as_mut()));
+        let chosen = chosen.ok_or_else(|| {
+            let at = sequence.answer.len();
+            TaskError::internal(format!("the model gave no finite numbers for token {at} of the text"))
+        })?;
+        Ok(Computed { chunk, no_speech, chosen: Some(chosen) })
+    }
+
+    /// Records what a row has computed.
+    fn advance(&mut self, computed: &Computed) -> Result<Advance<(), Heard>, TaskError> {
+        let Computed { chunk, no_speech, chosen } = computed;
+        let sequence = self.open.get_mut(&chunk.slot).ok_or_else(out_of_turn)?;
+        sequence.fed += chunk.take;
+        sequence.no_speech = no_speech.unwrap_or(sequence.no_speech);
+        let Some(Chosen { id, logprob }) = *chosen else { return Ok(Advance::Fed) };
+        sequence.logprobs += logprob;
+        if id != self.rules.end {
+            sequence.answer.push(id);
+            if sequence.answer.len() < sequence.prompt.max_tokens {
+                return Ok(Advance::More(()));
+            }
+        }
+        let heard = sequence.heard();
+        match next_temperature(&sequence.prompt, &heard, &text(&heard.tokens, &self.rules, &self.texts)) {
+            None => Ok(Advance::Done(None, heard)),
+            Some(temperature) => {
+                sequence.temperature = temperature;
+                sequence.logprobs = 0.0;
+                sequence.answer.clear();
+                Ok(Advance::More(()))
+            }
+        }
+    }
+}
+
+/// The temperature with which a text is written again; none if it is not doubtful, or was written often enough.
+fn next_temperature(prompt: &Prompt, heard: &Heard, text: &str) -> Option<f32> {
+    let is_unlikely = heard.avg_logprob < MIN_LOGPROB;
+    let is_doubtful = is_unlikely || compression_ratio(text) > MAX_COMPRESSION;
+    let next = TEMPERATURES.into_iter().find(|it| *it > heard.temperature);
+    next.filter(|_| prompt.temperature == 0.0 && is_doubtful && !is_silent(heard))
+}
+
+/// Whether there is no speech in a window: this is likely, and the text is not.
+pub fn is_silent(heard: &Heard) -> bool {
+    heard.no_speech > MIN_NO_SPEECH && heard.avg_logprob < MIN_LOGPROB
+}
+
+/// The probability of a token by these logits.
+fn probability(logits: &[f32], id: usize) -> f32 {
+    let most = largest(logits);
+    let sum = exponentials(&mut logits.to_vec(), 1.0);
+    logits.get(id).map_or(0.0, |x| (x - most).exp() / sum)
+}
+
+fn out_of_turn() -> TaskError {
+    TaskError::internal("a row of a sequence that is not open, or out of turn")
+}
+
+impl Sequence {
+    /// The tokens before the text.
+    fn tokens(&self, start: u32) -> Vec<u32> {
+        let mut tokens = self.prompt.previous.to_vec();
+        tokens.push(start);
+        if let Some(LanguagePrompt { task, .. }) = self.prompt.languages {
+            tokens.extend(self.language);
+            tokens.push(task);
+        }
+        tokens
+    }
+
+    /// What draws the next token; none if the likeliest is chosen.
+    fn sampler(&self) -> Option<Sampler> {
+        let sampling = Sampling {
+            temperature: self.temperature,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+        };
+        // Each temperature draws other numbers.
+        let Seed { task, sequence } = self.prompt.seed;
+        let seed = Seed { task: task ^ u64::from(self.temperature.to_bits()), sequence };
+        (self.temperature > 0.0).then(|| Sampler::new(sampling, seed, &[]))
+    }
+
+    fn heard(&self) -> Heard {
+        Heard {
+            window: self.prompt.window,
+            language: self.language,
+            tokens: self.answer.clone(),
+            avg_logprob: self.logprobs / (self.answer.len() + 1) as f32,
+            no_speech: self.no_speech,
+            temperature: self.temperature,
+        }
+    }
+}
+
+impl Generate for Transcriber {
+    type Prompt = Prompt;
+    type Piece = ();
+    type Output = Heard;
+
+    fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    fn encoding(&self) -> Encoding {
+        ENCODING
+    }
+
+    fn open(&mut self, slot: Slot, prompt: &Prompt) -> Result<(), TaskError> {
+        let sequence = Sequence {
+            language: prompt.languages.and_then(|it| it.language),
+            is_encoded: false,
+            fed: 0,
+            answer: Vec::new(),
+            logprobs: 0.0,
+            no_speech: 0.0,
+            temperature: prompt.temperature,
+            prompt: prompt.clone(),
+        };
+        self.open.insert(slot, sequence);
+        Ok(())
+    }
+
+    fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
+        if rows.iter().any(|row| row.feed == Feed::Encode) {
+            return self.encode(&rows.iter().map(|row| row.slot).collect::<Vec<_>>());
+        }
+        let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.feed(*row)).collect();
+        let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        for chunk in chunks.iter().flatten() {
+            let (first, last) = (ids.len(), ids.len() + chunk.ids.len() - 1);
+            wanted.extend(chunk.start.map(|at| first + at));
+            wanted.extend(Some(last).filter(|_| chunk.is_last && chunk.start != Some(last - first)));
+            ids.extend_from_slice(&chunk.ids);
+            spans.push(Span { slot: chunk.slot.0, first: chunk.first, count: chunk.ids.len() });
+        }
+        let mut all = std::mem::take(&mut self.logits);
+        self.network.decoder.forward(&ids, &spans, &wanted, &mut all);
+        let width = all.len() / wanted.len().max(1);
+        let mut logits = all.chunks_exact_mut(width.max(1));
+        // All choices, which may fail, come before all advances, so that a step that fails can be computed again.
+        let computed: Vec<Result<Computed, TaskError>> =
+            chunks.into_iter().map(|chunk| self.choose(chunk?, &mut logits)).collect();
+        let advances = computed.into_iter().map(|row| row.and_then(|row| self.advance(&row))).collect();
+        self.logits = all;
+        Ok(advances)
+    }
+
+    fn close(&mut self, slot: Slot) {
+        if self.open.remove(&slot).is_some() {
+            self.network.decoder.release(slot.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn heard(avg_logprob: f32, no_speech: f32, temperature: f32) -> Heard {
+        let (window, tokens) = (Window::default(), Vec::new());
+        Heard { window, language: None, tokens, avg_logprob, no_speech, temperature }
+    }
+
+    #[test]
+    fn a_doubtful_text_is_written_again_with_the_next_temperature() {
+        let prompt = |temperature| Prompt {
+            features: Arc::default(),
+            window: Window::default(),
+            previous: Arc::default(),
+            languages: None,
+            max_tokens: 1,
+            temperature,
+            seed: Seed { task: 0, sequence: 0 },
+        };
+        let next = |heard: &Heard, text: &str| next_temperature(&prompt(0.0), heard, text);
+        let (speech, repeated) = ("He was not an ill-disposed young man.", "again and ".repeat(20));
+        assert_eq!(next(&heard(-0.9, 0.1, 0.0), speech), None);
+        assert_eq!(next(&heard(-1.1, 0.1, 0.0), speech), Some(0.2));
+        assert_eq!(next(&heard(-0.9, 0.1, 0.4), &repeated), Some(0.6));
+        assert_eq!(next(&heard(-1.1, 0.1, 1.0), speech), None, "it was written often enough");
+        assert_eq!(next(&heard(-1.1, 0.7, 0.0), speech), None, "there is no speech");
+        assert_eq!(next_temperature(&prompt(0.2), &heard(-1.1, 0.1, 0.2), speech), None, "as requested");
+    }
+
+    #[test]
+    fn a_probability_is_a_share_of_all_tokens() {
+        let logits = [0.25_f32, 0.5, 0.25].map(f32::ln);
+        assert!((probability(&logits, 1) - 0.5).abs() < 1e-6);
+        assert_eq!(probability(&logits, 9), 0.0);
+    }
+}

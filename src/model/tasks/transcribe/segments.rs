@@ -1,0 +1,164 @@
+//! What was heard in a window: divides its tokens into segments by its times, and measures how repetitive its text is.
+//! Pure.
+
+use std::io::Write as _;
+
+use flate2::Compression;
+use flate2::write::ZlibEncoder;
+
+use super::rules::Rules;
+use crate::model::load::vocabulary::TokenTexts;
+use crate::protocol::transcriptions::Segment;
+
+/// The place of a window in its recording.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Window {
+    /// Seconds from the beginning of the recording.
+    pub start: f64,
+    /// Seconds of sound in it, 30 at most.
+    pub seconds: f64,
+}
+
+/// What was heard in a window.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Heard {
+    /// The window.
+    pub window: Window,
+    /// The token of its language; none if the model knows only one.
+    pub language: Option<u32>,
+    /// Text and times, without the end.
+    pub tokens: Vec<u32>,
+    /// The mean of the logarithmic probabilities of its tokens, the end included.
+    pub avg_logprob: f32,
+    /// The probability that there is no speech.
+    pub no_speech: f32,
+    /// The temperature with which it was written.
+    pub temperature: f32,
+}
+
+/// Seconds from one time to the next.
+const TIME_STEP: f64 = 0.02;
+
+/// The text of tokens, without times and special tokens.
+pub fn text(tokens: &[u32], rules: &Rules, texts: &TokenTexts) -> String {
+    let words = tokens.iter().filter(|id| **id < rules.end);
+    let bytes: Vec<u8> = words.flat_map(|id| texts.get(*id)).copied().collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// How many times smaller a text is when it is compressed. A text of repetitions has a large ratio.
+pub fn compression_ratio(text: &str) -> f32 {
+    let mut encoder = ZlibEncoder::new(Vec::new(), Compression::default());
+    // Writing to a Vec cannot fail.
+    let compressed = encoder.write_all(text.as_bytes()).and_then(|()| encoder.finish());
+    compressed.map_or(0.0, |bytes| text.len() as f32 / bytes.len() as f32)
+}
+
+/// The segments of a window.
+pub fn segments(heard: &Heard, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
+    let Window { start, seconds } = heard.window;
+    let end = start + seconds;
+    let ratio = compression_ratio(&text(&heard.tokens, rules, texts));
+    let segment = |span: Span<'_>| {
+        let text = text(span.tokens, rules, texts);
+        // The model hears 30 s, and may place the end of a shorter recording in the silence after it.
+        let begins = (start + span.start).min(end);
+        let segment = Segment {
+            window: start,
+            start: begins,
+            end: span.end.map_or(end, |at| (start + at).clamp(begins, end)),
+            tokens: span.tokens.to_vec(),
+            temperature: heard.temperature,
+            avg_logprob: heard.avg_logprob,
+            compression_ratio: ratio,
+            no_speech_prob: heard.no_speech,
+            text,
+        };
+        (!segment.text.trim().is_empty()).then_some(segment)
+    };
+    spans(&heard.tokens, rules).into_iter().filter_map(segment).collect()
+}
+
+/// Tokens between two times, these included.
+#[derive(Debug, PartialEq)]
+struct Span<'a> {
+    /// Seconds from the beginning of the window.
+    start: f64,
+    /// None if the tokens end before a time.
+    end: Option<f64>,
+    tokens: &'a [u32],
+}
+
+fn spans<'a>(tokens: &'a [u32], rules: &Rules) -> Vec<Span<'a>> {
+    let time = |id: u32| f64::from(id - rules.first_time) * TIME_STEP;
+    let (mut spans, mut first, mut start, mut has_text) = (Vec::new(), 0, 0.0, false);
+    for (at, id) in tokens.iter().enumerate() {
+        if !rules.is_time(*id) {
+            has_text = true;
+            continue;
+        }
+        if has_text {
+            spans.push(Span { start, end: Some(time(*id)), tokens: &tokens[first..=at] });
+            (first, has_text) = (at + 1, false);
+        } else {
+            first = at;
+        }
+        start = time(*id);
+    }
+    if has_text {
+        spans.push(Span { start, end: None, tokens: &tokens[first..] });
+    }
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules() -> Rules {
+        Rules { end: 5, first_time: 10, ..Rules::default() }
+    }
+
+    fn heard(tokens: &[u32]) -> Heard {
+        Heard {
+            window: Window { start: 30.0, seconds: 2.0 },
+            language: None,
+            tokens: tokens.to_vec(),
+            avg_logprob: -0.5,
+            no_speech: 0.25,
+            temperature: 0.0,
+        }
+    }
+
+    /// Times and texts.
+    fn found(tokens: &[u32]) -> Vec<(f64, f64, String)> {
+        let texts = TokenTexts::of(&[" a", " b", " ", "c", "d"]);
+        let round = |at: f64| (at * 1e6).round() / 1e6;
+        let segments = segments(&heard(tokens), &rules(), &texts).into_iter();
+        segments.map(|it| (round(it.start), round(it.end), it.text)).collect()
+    }
+
+    #[test]
+    fn segments_lie_between_times() {
+        let expected = [(30.0, 30.4, " a"), (30.5, 31.0, " bc")].map(|(a, b, text)| (a, b, text.to_owned()));
+        assert_eq!(found(&[10, 0, 30, 35, 1, 3, 60]), expected);
+        assert_eq!(found(&[10, 0, 30, 35, 1, 3, 60, 60]), expected);
+    }
+
+    #[test]
+    fn the_last_segment_may_lack_its_end_and_none_goes_beyond_the_sound() {
+        assert_eq!(found(&[20, 0]), [(30.2, 32.0, " a".to_owned())]);
+        assert_eq!(found(&[10, 0, 200]), [(30.0, 32.0, " a".to_owned())]);
+        assert_eq!(found(&[200, 0, 210]), [(32.0, 32.0, " a".to_owned())]);
+        assert_eq!(found(&[0, 30]), [(30.0, 30.4, " a".to_owned())]);
+        assert!(found(&[10, 2, 30]).is_empty(), "a blank is no text");
+        assert!(found(&[]).is_empty());
+    }
+
+    #[test]
+    fn a_text_of_repetitions_compresses_well() {
+        assert!(compression_ratio(&" again and".repeat(20)) > 5.0);
+        assert!(compression_ratio("He was not an ill-disposed young man.") < 1.5);
+        assert_eq!(compression_ratio(""), 0.0);
+    }
+}

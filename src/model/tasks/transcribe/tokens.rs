@@ -1,0 +1,207 @@
+//! Whisper's special tokens, and the settings of decoding in `generation_config.json`. Decides which languages a model
+//! knows, and what a prompt may hold.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+use super::rules::Rules;
+use crate::model::load::ModelFiles;
+use crate::model::load::long_text::Side;
+use crate::model::load::vocabulary::{Reach, TokenTexts, Vocabulary};
+use crate::model::nets::whisper::config::WhisperConfig;
+use crate::model::{LoadError, TaskError};
+use crate::protocol::shorten;
+use crate::protocol::transcriptions::Task;
+
+/// Multilingual models have at least so many tokens, and English ones fewer. It counts if the settings do not say it.
+const MULTILINGUAL_TOKENS: usize = 51_865;
+/// The most tokens of 0.02 s by which the first time of a window may be away from its beginning, if the settings do not
+/// say it.
+const MAX_INITIAL_TIMESTAMP: u32 = 50;
+/// Tokens that are never written, whatever the settings say, beside the languages.
+const NEVER: [&str; 7] =
+    [START, "<|translate|>", "<|transcribe|>", "<|startoflm|>", PREVIOUS, "<|nospeech|>", "<|nocaptions|>"];
+const START: &str = "<|startoftranscript|>";
+const PREVIOUS: &str = "<|startofprev|>";
+
+/// A model's tokens for speech.
+pub struct SpeechTokens {
+    vocabulary: Vocabulary,
+    /// The token that begins a text.
+    pub start: u32,
+    /// The token before a text that precedes.
+    previous: u32,
+    /// Whose probability after `start` is that of no speech; none for models without it.
+    pub no_speech: Option<u32>,
+    /// None for a model of English only.
+    pub multilingual: Option<Multilingual>,
+    /// Which tokens may follow which.
+    pub rules: Rules,
+    /// The most tokens of a preceding text.
+    most_previous: usize,
+}
+
+/// The tokens of a model of several languages.
+#[derive(Clone, Debug)]
+pub struct Multilingual {
+    /// The tokens of the languages, by their codes.
+    pub languages: Arc<BTreeMap<String, u32>>,
+    transcribe: u32,
+    translate: u32,
+}
+
+/// The fields of `generation_config.json`, or of the older `config.json`.
+#[derive(Default, Deserialize)]
+struct Settings {
+    suppress_tokens: Option<Vec<i64>>,
+    begin_suppress_tokens: Option<Vec<i64>>,
+    is_multilingual: Option<bool>,
+    max_initial_timestamp_index: Option<u32>,
+}
+
+impl SpeechTokens {
+    /// Reads `tokenizer.json` and the files beside it.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a file that is missing or broken, or a token that is missing.
+    pub fn read(files: &ModelFiles, config: &WhisperConfig) -> Result<Self, LoadError> {
+        let vocabulary = Vocabulary::of_files(files, config.vocabulary)?;
+        let path = files.required("tokenizer.json")?;
+        let fault = |reason: String| LoadError::File { path: path.clone(), reason };
+        let is_known = |id: &u32| (*id as usize) < config.vocabulary;
+        let required = |name: &str| {
+            let id = vocabulary.id(name).filter(is_known);
+            id.ok_or_else(|| fault(format!("it has no token {name} within the model's vocabulary")))
+        };
+        let settings = files.json::<Settings>("generation_config.json")?;
+        let settings = match settings {
+            Some(settings) => settings,
+            None => files.required_json("config.json")?,
+        };
+        let end = required("<|endoftext|>")?;
+        let first_time = required("<|notimestamps|>")? + 1;
+        // Older files do not list the times, which follow all other tokens.
+        if first_time as usize >= config.vocabulary || end >= first_time {
+            let vocabulary = config.vocabulary;
+            return Err(fault(format!("its times begin at {first_time}, and vocab_size is {vocabulary}")));
+        }
+        let ids = |written: Option<Vec<i64>>| -> Vec<u32> {
+            let written = written.unwrap_or_default().into_iter();
+            written.filter_map(|id| u32::try_from(id).ok()).filter(is_known).collect()
+        };
+        let mut suppressed = ids(settings.suppress_tokens);
+        suppressed.extend(NEVER.iter().filter_map(|name| vocabulary.id(name)).filter(is_known));
+        suppressed.push(first_time - 1);
+        let (start, previous) = (required(START)?, required(PREVIOUS)?);
+        let is_multilingual = settings.is_multilingual.unwrap_or(config.vocabulary >= MULTILINGUAL_TOKENS);
+        let multilingual = if is_multilingual {
+            let (translate, transcribe) = (required("<|translate|>")?, required("<|transcribe|>")?);
+            Some(Multilingual {
+                languages: languages(&vocabulary, start..translate).into(),
+                transcribe,
+                translate,
+            })
+        } else {
+            None
+        };
+        let no_speech = ["<|nospeech|>", "<|nocaptions|>"].iter().find_map(|name| vocabulary.id(name));
+        Ok(Self {
+            start,
+            previous,
+            no_speech: no_speech.filter(is_known),
+            multilingual,
+            rules: Rules {
+                suppressed,
+                suppressed_first: ids(settings.begin_suppress_tokens),
+                end,
+                first_time,
+                last_initial: first_time
+                    + settings.max_initial_timestamp_index.unwrap_or(MAX_INITIAL_TIMESTAMP),
+            },
+            // As OpenAI's: with the token before it, half of the context.
+            most_previous: (config.context / 2).saturating_sub(1),
+            vocabulary,
+        })
+    }
+
+    /// The bytes of each token.
+    pub fn texts(&self) -> TokenTexts {
+        self.vocabulary.texts()
+    }
+
+    /// The tokens of a request's prompt with the token before them, as many of the last ones as the model reads; none
+    /// for an empty prompt.
+    ///
+    /// # Errors
+    /// `BadInput` if the prompt holds a special token, which could command the model.
+    pub fn prompt(&self, text: &str) -> Result<Vec<u32>, TaskError> {
+        let text = text.trim();
+        if text.is_empty() || self.most_previous == 0 {
+            return Ok(Vec::new());
+        }
+        let reach = Reach { most: self.most_previous, side: Side::End };
+        let mut ids = self.vocabulary.conversation(&format!(" {text}"), reach)?.ids;
+        if ids.iter().any(|id| *id >= self.rules.end) {
+            let message = format!("prompt holds a special token of the model, got {:?}", shorten(text, 40));
+            return Err(TaskError::bad_input("prompt", message));
+        }
+        ids.drain(..ids.len().saturating_sub(self.most_previous));
+        ids.insert(0, self.previous);
+        Ok(ids)
+    }
+
+    /// The token of the task; none for a model of English only.
+    ///
+    /// # Errors
+    /// `BadInput` if such a model should translate.
+    pub fn task(&self, task: Task) -> Result<Option<u32>, TaskError> {
+        match (&self.multilingual, task) {
+            (Some(tokens), Task::Transcribe) => Ok(Some(tokens.transcribe)),
+            (Some(tokens), Task::Translate) => Ok(Some(tokens.translate)),
+            (None, Task::Transcribe) => Ok(None),
+            (None, Task::Translate) => {
+                let message = "task is \"translate\"; this model knows English only, and transcribes it";
+                Err(TaskError::bad_input("task", message))
+            }
+        }
+    }
+
+    /// The token of a requested language; none if it is to be detected, or is the only one.
+    ///
+    /// # Errors
+    /// `BadInput` if the model does not know it.
+    pub fn language(&self, code: Option<&str>) -> Result<Option<u32>, TaskError> {
+        let Some(code) = code else { return Ok(None) };
+        let known = match &self.multilingual {
+            None if code == ENGLISH => return Ok(None),
+            None => "English only (\"en\")".to_owned(),
+            Some(tokens) => match tokens.languages.get(code) {
+                Some(id) => return Ok(Some(*id)),
+                None => tokens.languages.keys().cloned().collect::<Vec<_>>().join(", "),
+            },
+        };
+        Err(TaskError::bad_input("language", format!("language is {code:?}; this model knows {known}")))
+    }
+
+    /// The code of a language's token. A model of English has no such token.
+    pub fn code(&self, language: Option<u32>) -> Option<String> {
+        let Some(tokens) = &self.multilingual else { return Some(ENGLISH.to_owned()) };
+        let found = tokens.languages.iter().find(|(_, id)| Some(**id) == language);
+        found.map(|(code, _)| code.clone())
+    }
+}
+
+/// The code of English.
+const ENGLISH: &str = "en";
+
+/// The languages, whose tokens lie between those of the start and of the translation.
+fn languages(vocabulary: &Vocabulary, ids: std::ops::Range<u32>) -> BTreeMap<String, u32> {
+    let code = |id: u32| {
+        let name = vocabulary.name(id)?;
+        let code = name.strip_prefix("<|")?.strip_suffix("|>")?;
+        Some((code.to_owned(), id))
+    };
+    ids.skip(1).filter_map(code).collect()
+}

@@ -1,0 +1,178 @@
+//! Makes the windows of a recording on demand: decodes it block by block, cuts it into pieces of at most 30 s, and
+//! computes their features. Decides where a recording is cut: at the quietest place near the end of a window, so that
+//! few words are divided. A window that is silent is left out, because Whisper invents a word for it. Holds one window
+//! of sound.
+
+use std::io::Cursor;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+
+use super::network::Prompt;
+use super::segments::Window;
+use crate::model::sequences::sampler::Seed;
+use crate::model::sound::RATE;
+use crate::model::sound::decode::{Channels, Limits, Recording};
+use crate::model::sound::features::{LogMel, WINDOW};
+use crate::model::{SizedInput, TaskError};
+
+/// Blocks of half a second that are decoded for a slice: about ten milliseconds of work.
+const BLOCKS: usize = 4;
+/// The last samples of a window, in which it may be cut: 8 s. Most speakers pause more often.
+const CUT: usize = 8 * RATE as usize;
+/// Samples whose loudness is compared: 200 ms, the length of a short pause.
+const PAUSE: usize = RATE as usize / 5;
+/// Samples from one such place to the next: 20 ms.
+const STEP: usize = RATE as usize / 50;
+/// Samples whose loudness decides whether a window is silent: 100 ms, about as long as a short syllable.
+const SYLLABLE: usize = RATE as usize / 10;
+/// The mean power of the loudest syllable of a window below which it is silent: -60 dB of full scale. Quiet speech is 20
+/// dB louder.
+const SILENCE: f32 = 1e-6;
+
+/// The samples of a recording that were made into windows, or were silent. Written by the thread that makes windows, and
+/// read when the reply is written.
+#[derive(Clone, Debug, Default)]
+pub struct Passed(Arc<AtomicU64>);
+
+impl Passed {
+    /// The same in seconds.
+    pub fn seconds(&self) -> f64 {
+        seconds(self.0.load(Ordering::Relaxed))
+    }
+
+    fn add(&self, samples: usize) {
+        self.0.fetch_add(samples as u64, Ordering::Relaxed);
+    }
+}
+
+fn seconds(samples: u64) -> f64 {
+    samples as f64 / f64::from(RATE)
+}
+
+/// The windows of a recording.
+pub struct Windows {
+    recording: Recording,
+    log_mel: Arc<LogMel>,
+    /// What all windows have in common.
+    prompt: Prompt,
+    /// Decoded samples that are in no window yet.
+    samples: Vec<f32>,
+    /// Samples of the windows so far, silent ones included.
+    passed: Passed,
+    /// The number of windows so far.
+    count: u64,
+    is_decoded: bool,
+}
+
+impl Windows {
+    /// Reads the header of a recording. Its windows are made from `prompt`.
+    ///
+    /// # Errors
+    /// The file is of no supported format, is broken, or declares more than the limits allow.
+    pub fn open(
+        file: Bytes,
+        limits: Limits,
+        log_mel: Arc<LogMel>,
+        prompt: Prompt,
+    ) -> Result<Self, TaskError> {
+        let recording = Recording::open(Cursor::new(file), limits, Channels::Mix)?;
+        let (samples, passed) = (Vec::new(), Passed::default());
+        Ok(Self { recording, log_mel, prompt, samples, passed, count: 0, is_decoded: false })
+    }
+
+    /// How much of the recording was made into windows; also later on.
+    pub fn passed(&self) -> Passed {
+        self.passed.clone()
+    }
+
+    /// Decodes a few blocks.
+    fn decode(&mut self) -> Result<(), TaskError> {
+        for _ in 0..BLOCKS {
+            match self.recording.next_block()? {
+                Some(block) => self.samples.extend(block.into_iter().next().unwrap_or_default()),
+                None => {
+                    self.is_decoded = true;
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The window of the first samples; none if it is silent.
+    fn window(&mut self) -> Option<SizedInput<Prompt>> {
+        let all = &self.samples;
+        let length = if all.len() <= WINDOW { all.len() } else { cut(&all[..WINDOW]) };
+        let window = Window { start: self.passed.seconds(), seconds: seconds(length as u64) };
+        let features = (!is_silent(&all[..length])).then(|| self.log_mel.features(&all[..length]));
+        let seed = Seed { sequence: self.count, ..self.prompt.seed };
+        self.samples.drain(..length);
+        self.passed.add(length);
+        self.count += 1;
+        let features = features?.into();
+        Some(Prompt { features, window, seed, ..self.prompt.clone() }.sized())
+    }
+}
+
+impl Iterator for Windows {
+    type Item = Result<Vec<SizedInput<Prompt>>, TaskError>;
+
+    /// For a slice, either a few blocks are decoded, and there is no window, or a window is made.
+    fn next(&mut self) -> Option<Self::Item> {
+        if !self.is_decoded && self.samples.len() <= WINDOW {
+            if let Err(error) = self.decode() {
+                self.is_decoded = true;
+                self.samples.clear();
+                return Some(Err(error));
+            }
+            return Some(Ok(Vec::new()));
+        }
+        (!self.samples.is_empty()).then(|| Ok(self.window().into_iter().collect()))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let is_over = self.is_decoded && self.samples.is_empty();
+        (usize::from(!is_over), is_over.then_some(0))
+    }
+}
+
+/// Whether no part of a window is loud enough to be speech.
+fn is_silent(window: &[f32]) -> bool {
+    let power = |part: &[f32]| part.iter().map(|x| x * x).sum::<f32>() / part.len() as f32;
+    window.chunks(SYLLABLE).all(|part| power(part) < SILENCE)
+}
+
+/// The middle of the quietest place in the last seconds of a window; of places that are equally quiet, the last.
+fn cut(window: &[f32]) -> usize {
+    let from = window.len().saturating_sub(CUT);
+    let energy = |at: &usize| -> f32 { window[*at..*at + PAUSE].iter().map(|x| x * x).sum() };
+    let places = (from..=window.len() - PAUSE).step_by(STEP);
+    let quietest =
+        places.map(|at| (energy(&at), at)).reduce(|best, next| if next.0 <= best.0 { next } else { best });
+    quietest.map_or(window.len(), |(_, at)| at + PAUSE / 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_is_cut_in_the_middle_of_the_last_pause() {
+        let mut sound = vec![0.5; WINDOW];
+        assert_eq!(cut(&sound), WINDOW - PAUSE / 2, "without a pause, near the end");
+        let pause = 25 * RATE as usize;
+        sound[pause..pause + PAUSE].fill(0.01);
+        sound[pause / 2..pause / 2 + PAUSE].fill(0.0);
+        assert_eq!(cut(&sound), pause + PAUSE / 2, "an earlier pause would make the window short");
+    }
+
+    #[test]
+    fn a_window_is_silent_if_no_syllable_is_loud() {
+        let mut sound = vec![0.0009; 30 * SYLLABLE];
+        assert!(is_silent(&sound) && is_silent(&[]));
+        sound[7 * SYLLABLE..8 * SYLLABLE].fill(0.002);
+        assert!(!is_silent(&sound));
+    }
+}

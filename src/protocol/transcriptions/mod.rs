@@ -1,0 +1,13 @@
+//! Reads requests to transcribe or translate a recording, and writes the replies in OpenAI's formats. Pure: sound is not
+//! decoded here.
+
+mod reply;
+mod request;
+
+pub use reply::{Segment, Transcript, delta, text_of};
+pub use request::{Format, Sound, Task, TranscriptionRequest};
+
+/// The URL of requests for a text in the language of the recording.
+pub const TRANSCRIPTIONS_URL: &str = "/v1/audio/transcriptions";
+/// The URL of requests for a text in English.
+pub const TRANSLATIONS_URL: &str = "/v1/audio/translations";

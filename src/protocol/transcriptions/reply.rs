@@ -1,0 +1,246 @@
+//! Writes replies in OpenAI's formats: JSON, JSON with segments, text, SubRip, WebVTT.
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::{Format, Task};
+use crate::protocol::reply::written;
+use crate::protocol::{Body, TaskError};
+
+/// The media types of the formats that are not JSON.
+const PLAIN: &str = "text/plain; charset=utf-8";
+
+/// The text of a recording.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Transcript {
+    /// The language of the text.
+    pub task: Task,
+    /// The code of the language that is spoken; none if nothing was heard and the request did not say it.
+    pub language: Option<String>,
+    /// Seconds of sound.
+    pub seconds: f64,
+    /// In the order of time.
+    pub segments: Vec<Segment>,
+}
+
+/// A part of the text, about a sentence long.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Segment {
+    /// When the window begins in which it was heard, in seconds from the beginning of the recording.
+    pub window: f64,
+    /// When it begins, in seconds.
+    pub start: f64,
+    /// When it ends.
+    pub end: f64,
+    /// The text, which begins with a space if the language has spaces.
+    pub text: String,
+    /// The tokens of the model, those of times included.
+    pub tokens: Vec<u32>,
+    /// The temperature with which its window was written.
+    pub temperature: f32,
+    /// The mean of the logarithmic probabilities of its window's tokens.
+    pub avg_logprob: f32,
+    /// How many times smaller the text of its window is when it is compressed.
+    pub compression_ratio: f32,
+    /// The probability that there is no speech in its window.
+    pub no_speech_prob: f32,
+}
+
+impl Transcript {
+    /// Writes the reply.
+    ///
+    /// # Errors
+    /// `Internal` if it cannot be written.
+    pub fn body(&self, format: Format) -> Result<Body, TaskError> {
+        let body = match format {
+            Format::Json => Body::json(written(&Short { text: self.text(), usage: self.usage() })?),
+            Format::VerboseJson => Body::json(written(&self.verbose())?),
+            Format::Text => Body::new(PLAIN, format!("{}\n", self.text())),
+            Format::Srt => Body::new(PLAIN, self.subtitles(',', true)),
+            Format::Vtt => Body::new(PLAIN, format!("WEBVTT\n\n{}", self.subtitles('.', false))),
+        };
+        Ok(body.header("audio_seconds", milliseconds(self.seconds)))
+    }
+
+    /// The whole text.
+    fn text(&self) -> String {
+        self.segments.iter().map(|segment| segment.text.as_str()).collect::<String>().trim().to_owned()
+    }
+
+    fn usage(&self) -> Usage {
+        Usage { kind: "duration", seconds: self.seconds.ceil() as u64 }
+    }
+
+    fn verbose(&self) -> Verbose<'_> {
+        let segment = |(id, segment): (usize, &Segment)| {
+            let numbers = [segment.avg_logprob, segment.compression_ratio, segment.no_speech_prob];
+            let [avg_logprob, compression_ratio, no_speech_prob] = numbers.map(f64::from);
+            VerboseSegment {
+                id,
+                // OpenAI counts frames of 10 ms.
+                seek: (segment.window * 100.0).round() as u64,
+                start: milliseconds(segment.start),
+                end: milliseconds(segment.end),
+                text: segment.text.clone(),
+                tokens: segment.tokens.clone(),
+                temperature: tenths(segment.temperature),
+                avg_logprob,
+                compression_ratio,
+                no_speech_prob,
+            }
+        };
+        Verbose {
+            task: self.task.name(),
+            language: self.language.as_deref(),
+            duration: milliseconds(self.seconds),
+            text: self.text(),
+            segments: self.segments.iter().enumerate().map(segment).collect(),
+            usage: self.usage(),
+        }
+    }
+
+    /// A block for each segment, with its times and perhaps its number.
+    fn subtitles(&self, point: char, is_numbered: bool) -> String {
+        let mut out = String::new();
+        for (index, segment) in self.segments.iter().enumerate() {
+            if is_numbered {
+                out.push_str(&format!("{}\n", index + 1));
+            }
+            // An arrow within the text would be read as times.
+            let text = segment.text.trim().replace("-->", "->");
+            let (start, end) = (time(segment.start, point), time(segment.end, point));
+            out.push_str(&format!("{start} --> {end}\n{text}\n\n"));
+        }
+        out
+    }
+}
+
+/// Hours, minutes, seconds and milliseconds.
+fn time(seconds: f64, point: char) -> String {
+    let all = (seconds * 1_000.0).round() as u64;
+    let (hours, minutes, seconds) = (all / 3_600_000, all / 60_000 % 60, all / 1_000 % 60);
+    format!("{hours:02}:{minutes:02}:{seconds:02}{point}{:03}", all % 1_000)
+}
+
+fn milliseconds(seconds: f64) -> f64 {
+    (seconds * 1_000.0).round() / 1_000.0
+}
+
+/// The temperature without the rounding of f32.
+fn tenths(temperature: f32) -> f64 {
+    (f64::from(temperature) * 1e4).round() / 1e4
+}
+
+#[derive(Serialize)]
+struct Short {
+    text: String,
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct Usage {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    seconds: u64,
+}
+
+#[derive(Serialize)]
+struct Verbose<'a> {
+    task: &'static str,
+    language: Option<&'a str>,
+    duration: f64,
+    text: String,
+    segments: Vec<VerboseSegment>,
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct VerboseSegment {
+    id: usize,
+    seek: u64,
+    start: f64,
+    end: f64,
+    text: String,
+    tokens: Vec<u32>,
+    temperature: f64,
+    avg_logprob: f64,
+    compression_ratio: f64,
+    no_speech_prob: f64,
+}
+
+/// A part of a reply: the text of a window.
+pub fn delta(text: &str) -> Body {
+    Body::json(json!({"type": "transcript.text.delta", "delta": text}).to_string())
+}
+
+/// The text of a reply, or of a part of one; none if it is no transcript.
+pub fn text_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Reply {
+        text: Option<String>,
+        delta: Option<String>,
+    }
+    let reply: Reply = serde_json::from_slice(body).ok()?;
+    reply.text.or(reply.delta)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn transcript() -> Transcript {
+        let segment = |start: f64, end: f64, text: &str| Segment {
+            window: 30.0,
+            start,
+            end,
+            text: text.to_owned(),
+            tokens: vec![50_363, 7],
+            temperature: 0.2,
+            avg_logprob: -0.25,
+            compression_ratio: 1.5,
+            no_speech_prob: 0.125,
+        };
+        Transcript {
+            task: Task::Transcribe,
+            language: Some("en".to_owned()),
+            seconds: 3_725.250_4,
+            segments: vec![segment(0.0, 1.5, " One --> two."), segment(3_723.456, 3_725.25, " Three.")],
+        }
+    }
+
+    fn text(format: Format) -> String {
+        let body = transcript().body(format).unwrap();
+        assert_eq!(body.headers["audio_seconds"], 3_725.25.into());
+        assert_eq!(
+            body.content_type.starts_with("text/plain"),
+            !matches!(format, Format::Json | Format::VerboseJson)
+        );
+        String::from_utf8(body.bytes.to_vec()).unwrap()
+    }
+
+    #[test]
+    fn each_format_is_openais() {
+        let usage = r#""usage":{"type":"duration","seconds":3726}"#;
+        assert_eq!(text(Format::Json), format!(r#"{{"text":"One --> two. Three.",{usage}}}"#));
+        assert_eq!(text(Format::Text), "One --> two. Three.\n");
+        let srt =
+            "1\n00:00:00,000 --> 00:00:01,500\nOne -> two.\n\n2\n01:02:03,456 --> 01:02:05,250\nThree.\n\n";
+        assert_eq!(text(Format::Srt), srt);
+        let vtt = "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nOne -> two.\n\n01:02:03.456 --> 01:02:05.250\nThree.\n\n";
+        assert_eq!(text(Format::Vtt), vtt);
+        let verbose: serde_json::Value = serde_json::from_str(&text(Format::VerboseJson)).unwrap();
+        assert_eq!([&verbose["language"], &verbose["duration"]], [&json!("en"), &json!(3_725.25)]);
+        let segment = json!({
+            "id": 1, "seek": 3000, "start": 3_723.456, "end": 3_725.25, "text": " Three.", "tokens": [50_363, 7],
+            "temperature": 0.2, "avg_logprob": -0.25, "compression_ratio": 1.5, "no_speech_prob": 0.125,
+        });
+        assert_eq!(verbose["segments"][1], segment);
+    }
+
+    #[test]
+    fn the_text_of_a_reply_and_of_its_parts_is_found() {
+        assert_eq!(text_of(text(Format::VerboseJson).as_bytes()).as_deref(), Some("One --> two. Three."));
+        assert_eq!(text_of(&delta(" a").bytes).as_deref(), Some(" a"));
+        assert_eq!(text_of(b"[]"), None);
+    }
+}

@@ -1,0 +1,367 @@
+//! Reads requests. A recording is the body of the message, with parameters as headers; or a data URL within JSON.
+//! Decides what is accepted and what an absent field means; errors name the field and the value.
+
+use bytes::Bytes;
+use serde_json::value::RawValue;
+use serde_json::{Map, Number, Value as Json};
+
+use super::TRANSLATIONS_URL;
+use crate::protocol::fields::{Fields, Keys, Unsupported, list, string, wrong};
+use crate::protocol::message::Headers;
+use crate::protocol::{Message, TaskError, Value, data_url};
+
+/// The field with a recording in JSON.
+const FILE_URL: &str = "file_url";
+/// The most bytes of `prompt`. A model reads its last 223 tokens, which are about as many words.
+const PROMPT_BYTES: usize = 8 << 10;
+/// The most bytes of `language`; the longest code has 3.
+const LANGUAGE_BYTES: usize = 16;
+/// The most items of `timestamp_granularities`, of which there are two kinds.
+const MOST_GRANULARITIES: usize = 2;
+
+const KEYS: Keys = Keys {
+    taken: &[
+        FILE_URL,
+        "language",
+        "model",
+        "prompt",
+        "response_format",
+        "stream",
+        "task",
+        "temperature",
+        "timestamp_granularities",
+    ],
+    unsupported: &[
+        Unsupported { key: "channels", only_value: "\"mix\"" },
+        Unsupported { key: "chunking_strategy", only_value: "null" },
+        Unsupported { key: "file", only_value: "null" },
+        Unsupported { key: "hotwords", only_value: "null" },
+        Unsupported { key: "include", only_value: "[]" },
+        Unsupported { key: "keywords", only_value: "[]" },
+        Unsupported { key: "known_speaker_names", only_value: "[]" },
+        Unsupported { key: "known_speaker_references", only_value: "[]" },
+        Unsupported { key: "vad", only_value: "false" },
+        Unsupported { key: "vad_filter", only_value: "false" },
+    ],
+};
+/// The fields whose value is not text. A header with a text is read as if the text were JSON, since some clients can
+/// only send texts.
+const NOT_TEXT: [&str; 3] = ["stream", "temperature", "timestamp_granularities"];
+
+/// A request for the text of a recording.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TranscriptionRequest {
+    /// The recording.
+    pub sound: Sound,
+    /// The model asked for, if any.
+    pub model: Option<String>,
+    /// The language of the text.
+    pub task: Task,
+    /// The code of the language that is spoken; none: the model detects it.
+    pub language: Option<String>,
+    /// A text that might precede the recording, whose style and spelling the model follows.
+    pub prompt: Option<String>,
+    /// The form of the reply.
+    pub format: Format,
+    /// From 0 to 1. If it is 0, doubtful texts are written again with higher temperatures.
+    pub temperature: f32,
+    /// Whether the text of each finished window is sent as a part of the reply.
+    pub stream: bool,
+}
+
+/// A file with sound.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sound {
+    /// The file.
+    pub bytes: Bytes,
+    /// Its field in the request, for errors; none if it is the body.
+    pub field: Option<&'static str>,
+}
+
+/// The language of the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// That of the recording.
+    Transcribe,
+    /// English.
+    Translate,
+}
+
+impl Task {
+    /// All tasks, with their names in requests.
+    const ALL: [(&str, Self); 2] = [("transcribe", Self::Transcribe), ("translate", Self::Translate)];
+
+    /// Its name in requests and replies.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Transcribe => "transcribe",
+            Self::Translate => "translate",
+        }
+    }
+}
+
+/// The form of a reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// JSON with the text.
+    Json,
+    /// The text alone.
+    Text,
+    /// JSON with the text, its language and its segments.
+    VerboseJson,
+    /// Subtitles in SubRip's format.
+    Srt,
+    /// Subtitles in WebVTT's format.
+    Vtt,
+}
+
+impl Format {
+    const ALL: [(&str, Self); 5] = [
+        ("json", Self::Json),
+        ("text", Self::Text),
+        ("verbose_json", Self::VerboseJson),
+        ("srt", Self::Srt),
+        ("vtt", Self::Vtt),
+    ];
+}
+
+impl TranscriptionRequest {
+    /// Reads a message.
+    ///
+    /// # Errors
+    /// `Undecodable` for a body that should be JSON and is not, else `BadInput` with the field and the value.
+    pub fn parse(message: &Message) -> Result<Self, TaskError> {
+        let default =
+            if message.url() == Some(TRANSLATIONS_URL) { Task::Translate } else { Task::Transcribe };
+        if message.is_json() {
+            let fields = Fields::parse(&message.body, &KEYS)?;
+            return Self::of_fields(&fields, of_url(&fields)?, default);
+        }
+        if message.body.is_empty() {
+            return Err(TaskError::bad_input("body", "the body is empty; it should be a recording"));
+        }
+        let headers = of_headers(&message.properties.headers)?;
+        let fields = Fields::parse(headers.as_bytes(), &KEYS)?;
+        if fields.get(FILE_URL).is_some() {
+            let text = "file_url is for a body of JSON; here the body is the recording";
+            return Err(TaskError::bad_input(FILE_URL, text));
+        }
+        Self::of_fields(&fields, Sound { bytes: message.body.clone(), field: None }, default)
+    }
+
+    fn of_fields(fields: &Fields<'_>, sound: Sound, default: Task) -> Result<Self, TaskError> {
+        check_granularities(fields)?;
+        Ok(Self {
+            sound,
+            model: fields.string("model")?,
+            task: named(fields, "task", &Task::ALL)?.unwrap_or(default),
+            language: fields.short("language", LANGUAGE_BYTES)?.map(|code| code.to_ascii_lowercase()),
+            prompt: fields.short("prompt", PROMPT_BYTES)?,
+            format: named(fields, "response_format", &Format::ALL)?.unwrap_or(Format::Json),
+            temperature: temperature(fields)?,
+            stream: fields.boolean("stream", false)?,
+        })
+    }
+}
+
+/// The recording in a request of JSON.
+fn of_url(fields: &Fields<'_>) -> Result<Sound, TaskError> {
+    let Some(raw) = fields.get(FILE_URL) else {
+        let message = "file_url is missing; send a recording as a data URL in file_url, or as the body of a message of \
+                       type audio/wav, audio/flac, audio/mpeg or audio/ogg";
+        return Err(TaskError::bad_input(FILE_URL, message));
+    };
+    let url = string(raw.get(), FILE_URL)?;
+    let (_, bytes) = data_url::parse(&url).map_err(|message| wrong_url(&message, raw))?;
+    Ok(Sound { bytes: bytes.into(), field: Some(FILE_URL) })
+}
+
+fn wrong_url(message: &str, raw: &RawValue) -> TaskError {
+    let shown = crate::protocol::fields::shortened(raw.get());
+    TaskError::bad_input(FILE_URL, format!("{FILE_URL} {message}, got {shown}"))
+}
+
+/// The headers that are parameters, as JSON.
+fn of_headers(headers: &Headers) -> Result<String, TaskError> {
+    let names = KEYS.taken.iter().copied().chain(KEYS.unsupported.iter().map(|it| it.key));
+    let mut fields = Map::new();
+    for name in names {
+        match headers.get(name) {
+            None | Some(Value::Void) => {}
+            Some(value) => _ = fields.insert(name.to_owned(), of_header(name, value)?),
+        }
+    }
+    Ok(Json::Object(fields).to_string())
+}
+
+fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
+    let number = |number: f64| Number::from_f64(number).map(Json::Number);
+    let json = match value {
+        Value::Bool(value) => Some((*value).into()),
+        Value::F32(value) => number(f64::from(*value)),
+        Value::F64(value) => number(*value),
+        Value::Array(items) if items.len() <= MOST_GRANULARITIES => {
+            let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
+            texts.map(Json::from)
+        }
+        _ => match (value.as_i64(), value.as_str()) {
+            (Some(value), _) => Some(value.into()),
+            (None, Some(text)) if NOT_TEXT.contains(&name) => {
+                Some(serde_json::from_str(text).unwrap_or_else(|_| text.into()))
+            }
+            (None, Some(text)) => Some(text.into()),
+            (None, None) => None,
+        },
+    };
+    json.ok_or_else(|| {
+        TaskError::bad_input(name, format!("the header {name} must be a text, a number or a boolean"))
+    })
+}
+
+/// One of several values by its name.
+fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(&str, T)]) -> Result<Option<T>, TaskError> {
+    let Some(raw) = fields.get(key) else { return Ok(None) };
+    let text = string(raw.get(), key)?;
+    let found = all.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+    found.map(Some).ok_or_else(|| {
+        let names: Vec<String> = all.iter().map(|(name, _)| format!("{name:?}")).collect();
+        wrong(key, &format!("one of {}", names.join(", ")), raw.get())
+    })
+}
+
+fn temperature(fields: &Fields<'_>) -> Result<f32, TaskError> {
+    let Some(raw) = fields.get("temperature") else { return Ok(0.0) };
+    match serde_json::from_str::<f32>(raw.get()) {
+        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
+        _ => Err(wrong("temperature", "a number from 0 to 1", raw.get())),
+    }
+}
+
+/// Segments are the only granularity; they are in each reply that has times.
+fn check_granularities(fields: &Fields<'_>) -> Result<(), TaskError> {
+    const KEY: &str = "timestamp_granularities";
+    let Some(raw) = fields.get(KEY) else { return Ok(()) };
+    for (index, item) in list(raw.get(), KEY, MOST_GRANULARITIES)?.into_iter().enumerate() {
+        if item.get() != "\"segment\"" {
+            return Err(wrong(&format!("{KEY}[{index}]"), "\"segment\"", item.get()));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::{Properties, TaskErrorKind};
+
+    fn json(body: &str) -> Result<TranscriptionRequest, TaskError> {
+        TranscriptionRequest::parse(&Message { body: body.to_owned().into(), ..Message::default() })
+    }
+
+    fn raw(body: &'static [u8], headers: &[(&str, Value)]) -> Result<TranscriptionRequest, TaskError> {
+        let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        let content_type = Some("audio/WAV; rate=1".to_owned());
+        let properties = Properties { headers, content_type, ..Properties::default() };
+        TranscriptionRequest::parse(&Message { properties, body: body.into() })
+    }
+
+    #[test]
+    fn a_recording_is_the_body_with_headers_or_a_data_url_in_json() {
+        let headers = [
+            ("language", "EN".into()),
+            ("temperature", "0.5".into()),
+            ("stream", "true".into()),
+            ("response_format", "srt".into()),
+            ("timestamp_granularities", Value::Array(vec!["segment".into()])),
+            ("x-death", Value::Array(vec![Value::Void])),
+        ];
+        let of_body = raw(b"file", &headers).unwrap();
+        assert_eq!((&*of_body.sound.bytes, of_body.sound.field), (&b"file"[..], None));
+        let of_json = json(
+            r#"{"file_url":"data:audio/wav;base64,ZmlsZQ==","language":"en","temperature":0.5,"stream":true,
+            "response_format":"srt","timestamp_granularities":["segment"],"prompt":null}"#,
+        )
+        .unwrap();
+        assert_eq!(of_json.sound.field, Some("file_url"));
+        assert_eq!(TranscriptionRequest { sound: of_body.sound.clone(), ..of_json }, of_body);
+        let plain = raw(b"file", &[("temperature", Value::F32(0.0)), ("prompt", Value::Void)]).unwrap();
+        let TranscriptionRequest { task, language, format, temperature, stream, .. } = plain;
+        assert_eq!((task, language, format), (Task::Transcribe, None, Format::Json));
+        assert_eq!((temperature, stream), (0.0, false));
+    }
+
+    #[test]
+    fn the_url_or_the_field_task_asks_for_a_translation() {
+        let of = |url: &str, task: Option<&str>| {
+            let mut headers: Vec<(&str, Value)> = vec![("url", url.into())];
+            headers.extend(task.map(|task| ("task", task.into())));
+            raw(b"file", &headers).unwrap().task
+        };
+        assert_eq!(of("/v1/audio/transcriptions", None), Task::Transcribe);
+        assert_eq!(of("/v1/audio/transcriptions", Some("translate")), Task::Translate);
+        assert_eq!(of("/v1/audio/translations", None), Task::Translate);
+    }
+
+    #[test]
+    fn a_refusal_names_the_field_and_the_value() {
+        let with = |field: &str| json(&format!(r#"{{"file_url":"data:audio/wav;base64,ZmlsZQ==",{field}}}"#));
+        let long = format!(r#""prompt":"{}""#, "a".repeat(PROMPT_BYTES + 1));
+        for (field, param, message) in [
+            (r#""temperature":1.5"#, "temperature", "temperature must be a number from 0 to 1, got 1.5"),
+            (
+                r#""temperature":"hot""#,
+                "temperature",
+                "temperature must be a number from 0 to 1, got \"hot\"",
+            ),
+            (
+                r#""response_format":"pdf""#,
+                "response_format",
+                "response_format must be one of \"json\", \"text\"",
+            ),
+            (r#""task":"sing""#, "task", "task must be one of \"transcribe\", \"translate\", got \"sing\""),
+            (r#""language":7"#, "language", "language must be a string, got 7"),
+            (r#""language":"a language of the far north""#, "language", "language has 27 bytes; at most 16"),
+            (&long, "prompt", "prompt has 8193 bytes; at most 8192 are taken"),
+            (
+                r#""timestamp_granularities":["word"]"#,
+                "timestamp_granularities[0]",
+                "timestamp_granularities[0] must be",
+            ),
+            (r#""keywords":["a"]"#, "keywords", "keywords is not supported here"),
+            (r#""vad":true"#, "vad", "vad is not supported here; leave it out, or send false"),
+            (
+                r#""langauge":"en""#,
+                "langauge",
+                "langauge is not a field of this request; did you mean language?",
+            ),
+        ] {
+            let error = with(field).unwrap_err();
+            assert_eq!(
+                (error.kind, error.param.as_deref()),
+                (TaskErrorKind::BadInput, Some(param)),
+                "{field}"
+            );
+            assert!(error.message.starts_with(message), "{error}");
+        }
+        for (body, message) in [
+            ("{}", "file_url is missing"),
+            (r#"{"file_url":"https://example.org/a.wav"}"#, "file_url must be a data URL"),
+            (r#"{"file_url":"data:audio/wav;base64,?"}"#, "file_url is not base64"),
+        ] {
+            let error = json(body).unwrap_err();
+            assert!(error.message.starts_with(message), "{error}");
+        }
+        assert!(raw(b"", &[]).unwrap_err().message.starts_with("the body is empty"));
+        for (name, value, message) in [
+            ("temperature", Value::F64(f64::NAN), "the header temperature must be"),
+            ("temperature", "warm".into(), "temperature must be a number from 0 to 1, got \"warm\""),
+            ("prompt", Value::Text(vec![0xff]), "the header prompt must be a text"),
+            ("prompt", Value::I32(7), "prompt must be a string, got 7"),
+            ("file_url", "data:".into(), "file_url is for a body of JSON"),
+            ("channels", "split".into(), "channels is not supported here"),
+        ] {
+            let error = raw(b"file", &[(name, value)]).unwrap_err();
+            assert!(error.message.starts_with(message), "{error}");
+        }
+    }
+}
