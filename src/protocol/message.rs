@@ -84,6 +84,16 @@ impl Value {
         }
     }
 
+    /// The most bytes that it takes in a frame.
+    fn bytes(&self) -> usize {
+        match self {
+            Value::Text(bytes) | Value::Bytes(bytes) => 5 + bytes.len(),
+            Value::Array(values) => 5 + values.iter().map(Self::bytes).sum::<usize>(),
+            Value::Table(headers) => 5 + header_bytes(headers),
+            _ => 9,
+        }
+    }
+
     /// The number, if the value is an integer that fits.
     pub fn as_i64(&self) -> Option<i64> {
         match *self {
@@ -157,10 +167,24 @@ pub struct Properties {
     pub cluster_id: Option<String>,
 }
 
+/// The most bytes of a task's headers. All properties of a message travel in one frame of at most 128 KiB, and the
+/// broker adds headers of its own when a message is delivered again. If the frame then is larger, the client closes the
+/// connection, and all messages that it held are delivered again.
+pub const MAX_HEADER_BYTES: usize = 64 << 10;
 /// The most bytes of a producer's headers: below this, they fit one AMQP frame together with ours.
 const PLAIN_BYTES: usize = 32 << 10;
 
+/// The bytes of headers in a frame.
+fn header_bytes(headers: &Headers) -> usize {
+    headers.iter().map(|(name, value)| 1 + name.len() + value.bytes()).sum()
+}
+
 impl Properties {
+    /// The bytes of the headers in a frame.
+    pub fn header_bytes(&self) -> usize {
+        header_bytes(&self.headers)
+    }
+
     /// Whether every broker accepts the headers: only scalar values, all numbers finite, and well below a frame
     /// in size.
     pub fn is_plain(&self) -> bool {

@@ -21,7 +21,7 @@ pub mod task;
 pub mod task_error;
 pub mod transcriptions;
 
-pub use message::{Headers, Message, Properties, Value};
+pub use message::{Headers, MAX_HEADER_BYTES, Message, Properties, Value};
 pub use reply::{Body, Timings, WorkerInfo};
 pub use task::{Incoming, Sentinels, Task, classify};
 pub use task_error::{TaskError, TaskErrorKind};

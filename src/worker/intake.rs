@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinError, JoinSet};
+use tokio::time::MissedTickBehavior;
 
 use super::WorkerError;
 use super::live_settings::LiveSettings;
@@ -20,7 +21,7 @@ use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSour
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
 use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off};
-use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
+use crate::protocol::{Incoming, MAX_HEADER_BYTES, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
@@ -140,6 +141,9 @@ impl<'a> Intake<'a> {
     }
 
     async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
+        // One clock for the whole loop, so that other events, however many, do not postpone a review.
+        let mut review = tokio::time::interval(REVIEW_INTERVAL);
+        review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
@@ -160,7 +164,7 @@ impl<'a> Intake<'a> {
                     return Err(error.unwrap_or_else(ended));
                 }
                 Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation),
-                () = tokio::time::sleep(REVIEW_INTERVAL),
+                _ = review.tick(),
                     if self.phase == Phase::Running && self.shared.places.may_be_crowded() =>
                 {
                     self.shared.places.review();
@@ -278,6 +282,7 @@ impl<'a> Intake<'a> {
             return;
         }
         if delivery_tag.source == Source::Main
+            && sentinel.properties.header_bytes() <= MAX_HEADER_BYTES
             && self.shared.places.has_put_off_since(sentinel_put_off(sentinel))
             && self.shared.settlement.put_off_sentinel(sentinel, now).await
         {

@@ -217,7 +217,7 @@ impl List {
         requester.tasks.insert(delivery);
         requester.waiting += 1;
         self.tasks.insert(delivery, task);
-        if !self.is_crowding(key, now) {
+        if !self.is_crowding(key, now, || self.slow_begun(now)) {
             self.begin(delivery);
         } else if self.permits >= 1.0 {
             self.put_off(delivery);
@@ -291,21 +291,26 @@ impl List {
         }
         let waiting = self.tasks.iter().filter(|(_, task)| task.state == State::Waits);
         let waiting: Vec<(DeliveryTag, u64)> = waiting.map(|(tag, task)| (*tag, task.requester)).collect();
+        let mut slow_begun = self.slow_begun(now);
         for (delivery, requester) in waiting {
-            if !self.is_crowding(requester, now) {
-                self.begin(delivery);
+            if self.is_crowding(requester, now, || slow_begun) {
+                continue;
             }
+            let is_slow = self.requesters.get(&requester).is_some_and(|it| self.is_slow(it, now));
+            slow_begun += usize::from(is_slow);
+            self.begin(delivery);
         }
     }
 
     /// Whether the waiting tasks of this requester, which are counted already, must go on waiting. That is so if it is
-    /// slow and has more than a quarter of the places, and if as many slow tasks have begun as may.
-    fn is_crowding(&self, requester: u64, now: Instant) -> bool {
+    /// slow and has more than a quarter of the places, and if as many slow tasks have begun as may. `slow_begun` counts
+    /// these, which takes long if there are many requesters.
+    fn is_crowding(&self, requester: u64, now: Instant, slow_begun: impl Fn() -> usize) -> bool {
         let Some(requester) = self.requesters.get(&requester) else { return false };
         !self.is_suspended(now)
             && self.is_large(requester)
             && self.is_slow(requester, now)
-            && self.slow_begun(now) >= self.max_slow()
+            && slow_begun() >= self.max_slow()
     }
 
     fn is_suspended(&self, now: Instant) -> bool {

@@ -21,7 +21,7 @@ use crate::broker::{PerSource, Source};
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
 use crate::model::{Effort, Route};
 use crate::protocol::reply::micros;
-use crate::protocol::{Body, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
+use crate::protocol::{Body, MAX_HEADER_BYTES, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's crash records: the launcher may learn of a worker's death later
@@ -186,7 +186,7 @@ impl Shared {
         } else if accepted.redeliveries >= self.max_deliveries {
             Some(Outcome::OutOfDeliveries(accepted.redeliveries))
         } else {
-            None
+            oversize(&accepted.task).map(Outcome::Failed)
         }
     }
 
@@ -287,6 +287,13 @@ impl Shared {
             TaskError::new(TaskErrorKind::UnknownUrl, message).at("url")
         })
     }
+}
+
+/// The error of a task whose headers are so large that it must not be delivered again.
+fn oversize(task: &Task) -> Option<TaskError> {
+    let bytes = task.message.properties.header_bytes();
+    let words = || format!("the headers have {bytes} bytes; a task may have {MAX_HEADER_BYTES}");
+    (bytes > MAX_HEADER_BYTES).then(|| TaskError::new(TaskErrorKind::TooLarge, words()))
 }
 
 /// How a task's job ended.

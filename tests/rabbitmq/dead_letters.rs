@@ -109,19 +109,25 @@ async fn a_task_out_of_attempts_is_dead_lettered_with_that_reason_and_answered()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn headers_as_large_as_a_frame_stop_nobody() {
+async fn tasks_with_headers_as_large_as_a_frame_are_refused_and_stop_nobody() {
     let settings = Settings::echo(Rabbit::shared().url());
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     let large = "x".repeat(130_950);
     let traced = Task::new(json!({"input": "a"})).id("traced").header("tracestate", &large);
     client.publish(&settings.tasks, traced).await;
-    assert_eq!(client.get(&settings.replies).await.status_code(), 200);
-    client.publish(&settings.tasks, Task::raw("no json").id("odd").header("large", &large)).await;
+    let refused = client.get(&settings.replies).await;
+    assert_eq!(refused.status_code(), 413);
+    assert!(refused.body.to_string().contains("the headers have 130"), "{}", refused.body);
+    let unroutable = Task::raw("no json").id("odd").header("large", &large).reply_to("no such queue");
+    client.publish(&settings.tasks, unroutable).await;
     let letter = client.get(&settings.dead).await;
-    assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("undecodable", "odd"));
+    assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("refused", "odd"));
     assert_eq!(letter.raw, b"no json");
     assert_eq!(letter.headers["headers_dropped"].as_i64(), Some(1));
-    assert_eq!(client.get(&settings.replies).await.status_code(), 400);
+    let half = "x".repeat(65_000);
+    let traced = Task::new(json!({"input": "a"})).id("half").header("tracestate", &half);
+    client.publish(&settings.tasks, traced).await;
+    assert_eq!(client.get(&settings.replies).await.status_code(), 200);
     assert_eq!(sconce.stop().await, 0);
 }

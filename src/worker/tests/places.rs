@@ -7,6 +7,7 @@ use tokio::time::{Instant, timeout};
 use super::on_demand::{start, windows};
 use super::*;
 use crate::broker::Published;
+use crate::protocol::control::Cancellation;
 use crate::worker::tests::memory::Does;
 
 /// The unsettled messages that the broker grants.
@@ -153,6 +154,24 @@ async fn a_worker_stops_at_a_sentinel_only_after_tasks_that_were_put_off() {
         assert!(again.properties.headers.contains_key("expires"), "{again:?}");
         let (ended, _) = broker.rig.end().await;
         assert_eq!(ended.unwrap(), Ended::OnRequest);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn cancellations_that_name_no_task_do_not_postpone_the_review_of_places() {
+    here(async {
+        let mut broker = Broker::new(Rig::start("script", |_| ()));
+        let slow = json!({"prompt": 1, "max_tokens": 800, "step_ms": 50});
+        broker.publish((0..24).map(|number| task(&number.to_string(), "slow", &slow)));
+        broker.publish([task("quick", "quick", &json!({"prompt": 1, "max_tokens": 1, "step_ms": 10}))]);
+        let begun = Instant::now();
+        while broker.rig.memory.published("quick").is_empty() {
+            let nobody = Cancellation { task: Some("nobody".into()), ..Cancellation::default() };
+            broker.rig.control.cancellations.send(nobody).unwrap();
+            broker.turn().await;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     })
     .await;
 }
