@@ -129,9 +129,9 @@ def test_texts_of_all_kinds_of_bodies() -> None:
         assert Reply(body, "application/json", "c", "succeeded", 200, {}).text == "a"
     for body in (b'{"object": "list"}', b'{"choices": []}', b"[]"):
         vectors = Reply(body, "application/json", "c", "succeeded", 200, {})
-        for read in (lambda: vectors.text, lambda: vectors.finish_reason):
+        for name in ("text", "finish_reason"):
             with pytest.raises(BadReply, match="choices"):
-                read()
+                getattr(vectors, name)
 
 
 def part(body: bytes, content_type: str | None) -> Part:
