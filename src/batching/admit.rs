@@ -29,8 +29,9 @@
 //!   been fed. The tokens left are for chunks of prompts, divided by `prompts`. No more sequences are admitted than a
 //!   step has tokens, so that every prompt makes progress. If steps become smaller while more sequences run, these take
 //!   turns.
-//! - **Windows.** A window is what an encoder computes whole before the first token, such as 30 s of sound. It is encoded by
-//!   a step that has only windows, so that other sequences are not suspected if a window fails or kills the worker.
+//! - **Windows.** A window is what an encoder computes whole before the first token, such as 30 s of sound. It is
+//!   encoded by a step that has only windows, so that other sequences are not suspected if a window fails or kills the
+//!   worker.
 //!   While sequences decode, such a step has one window, and at least [`Encoding::interval`] token steps lie between
 //!   two. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows` decides
 //!   whose windows they are. They do not count as tokens of a step. A preempted sequence encodes its window again.
@@ -490,8 +491,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         let queues = self.queues.iter().filter(|(party, _)| party.isolated || !isolated);
         let mut next_of_each: Vec<Next<K>> = queues.filter_map(next).collect();
         if !isolated {
-            // The room of large sequences is for the one whose turn is first. Otherwise the smaller ones among them would
-            // take each gap, and no gap would ever be large enough for it.
+            // The room of large sequences is for the one whose turn is first. Otherwise the smaller ones among them
+            // would take each gap, and no gap would ever be large enough for it.
             let competes = |next: &&Next<K>| next.is_large && next.rank < Rank::Background;
             let first = next_of_each.iter().filter(competes).map(|next| next.turn).min();
             for next in next_of_each.iter_mut().filter(|next| next.is_large && Some(next.turn) > first) {
@@ -507,8 +508,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         let parties = self.queues.len().max(1);
         let Limits { sequences, reserved_tokens, .. } = self.limits;
         let limit = Held { sequences: sequences / parties, tokens: reserved_tokens / parties };
-        // No more parties run at once than there are slots. So with more parties than slots, the tokens are divided by the
-        // slots.
+        // No more parties run at once than there are slots. So with more parties than slots, the tokens are divided by
+        // the slots.
         let large_above = reserved_tokens / parties.min(sequences.max(1));
         Share { limit, large_above, large_tokens: reserved_tokens / 2 }
     }
@@ -633,8 +634,8 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// The rows of the next step, which the caller must compute now; only of isolated sequences if `isolated`. They are
-    /// all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each prompt may have one.
-    /// The limit of the step bounds all rows.
+    /// all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each prompt may have
+    /// one. The limit of the step bounds all rows.
     pub fn rows(&mut self, isolated: bool, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
         let (windows, fed): (Vec<_>, Vec<_>) =
             self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);

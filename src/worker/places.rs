@@ -123,6 +123,12 @@ impl Place {
         }
     }
 
+    /// The task could not be put off, so it is computed. It cannot be put off from now on.
+    pub(super) fn begin_after_all(&self) {
+        self.stay();
+        self.places.lock().begin(self.delivery);
+    }
+
     /// The task cannot be put off from now on.
     pub(super) fn stay(&self) {
         self.signal.stays.store(true, Ordering::Relaxed);
@@ -334,11 +340,16 @@ impl List {
 
     fn begin(&mut self, delivery: DeliveryTag) {
         let Some(task) = self.tasks.get_mut(&delivery) else { return };
-        task.state = State::Begun;
+        let before = std::mem::replace(&mut task.state, State::Begun);
         task.signal.may_begin.store(true, Ordering::Relaxed);
         task.signal.begin.notify_one();
         if let Some(requester) = self.requesters.get_mut(&task.requester) {
-            (requester.waiting, requester.begun) = (requester.waiting - 1, requester.begun + 1);
+            match before {
+                State::Waits => requester.waiting -= 1,
+                State::Begun => return,
+                State::Leaving => {}
+            }
+            requester.begun += 1;
         }
     }
 
@@ -486,6 +497,23 @@ mod tests {
         drop(rig.enter(2));
         let found = fill_places(&mut rig, 1, 6, Duration::from_millis(1)).await;
         assert!(found <= 1, "{found}: there is no second burst within BURST_INTERVAL");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_task_that_could_not_be_put_off_counts_as_begun() {
+        let mut rig = Rig::new();
+        let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
+        advance(2 * SLOW).await;
+        rig.places.review();
+        assert!(rig.places.has_put_off_since(None));
+        for place in &places {
+            place.begin_after_all();
+        }
+        let list = rig.places.lock();
+        assert_eq!(list.slow_begun(Instant::now()), 8);
+        drop(list);
+        drop(places);
+        assert!(!rig.places.has_put_off_since(None), "none has left the worker");
     }
 
     #[tokio::test(start_paused = true)]

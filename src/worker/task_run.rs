@@ -132,6 +132,9 @@ impl Shared {
                         if self.settlement.settle(&accepted, outcome, &timings).await? == Settled::Yes {
                             return Ok(());
                         }
+                        if let Some(place) = &place {
+                            place.begin_after_all();
+                        }
                         (may_leave, expected) = (false, Expected::new(&self.engine));
                     }
                     Err(failed) => break failed,

@@ -198,15 +198,7 @@ pub fn log_probabilities(logits: &[f32], chosen: u32, count: usize) -> (f32, Vec
 mod tests {
     use super::*;
 
-    const PLAIN: Sampling = Sampling {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        frequency_penalty: 0.0,
-        presence_penalty: 0.0,
-        repetition_penalty: 1.0,
-    };
+    const PLAIN: Sampling = Sampling::at(1.0);
     const SEED: Seed = Seed { task: 7, sequence: 0 };
 
     /// How often each of the tokens is drawn at 4,000 positions.

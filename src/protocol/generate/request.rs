@@ -252,6 +252,19 @@ pub struct Sampling {
 }
 
 impl Sampling {
+    /// Draws at this temperature, without filters and penalties.
+    pub const fn at(temperature: f32) -> Self {
+        Self {
+            temperature,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+        }
+    }
+
     fn read(fields: &Fields<'_>) -> Result<Self, TaskError> {
         Ok(Self {
             temperature: number(fields, "temperature", 1.0, &TEMPERATURE)?,

@@ -294,19 +294,10 @@ impl Sequence {
 
     /// What draws the next token; none if the likeliest is chosen.
     fn sampler(&self) -> Option<Sampler> {
-        let sampling = Sampling {
-            temperature: self.temperature,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            repetition_penalty: 1.0,
-        };
         // Each temperature draws other numbers.
         let Seed { task, sequence } = self.prompt.seed;
         let seed = Seed { task: task ^ u64::from(self.temperature.to_bits()), sequence };
-        (self.temperature > 0.0).then(|| Sampler::new(sampling, seed, &[]))
+        (self.temperature > 0.0).then(|| Sampler::new(Sampling::at(self.temperature), seed, &[]))
     }
 
     fn heard(&self) -> Heard {

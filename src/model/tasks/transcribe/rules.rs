@@ -151,18 +151,9 @@ mod tests {
 
     #[test]
     fn with_a_temperature_tokens_are_drawn_among_the_allowed_ones() {
-        let sampling = Sampling {
-            temperature: 1.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            repetition_penalty: 1.0,
-        };
         let mut drawn = [0; 13];
         for sequence in 0..200 {
-            let mut sampler = Sampler::new(sampling, Seed { task: 1, sequence }, &[]);
+            let mut sampler = Sampler::new(Sampling::at(1.0), Seed { task: 1, sequence }, &[]);
             let mut logits = vec![0.0; 13];
             logits[7..].fill(-9.0);
             let chosen = rules().choose(&[7, 0], &mut logits, Some(&mut sampler)).unwrap();
