@@ -190,7 +190,8 @@ fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
         "Deliveries that are not the first of their message",
         sums(status, |stats| stats.redelivered as f64),
     )?;
-    out.counter("retried", "Tasks put off to be tried again", sums(status, |stats| stats.retried as f64))?;
+    out.counter("retried", "Tasks tried again", sums(status, |stats| stats.retried as f64))?;
+    out.counter("put_off", "Tasks put off uncomputed", sums(status, |stats| stats.put_off as f64))?;
     out.counter("requeued", "Deliveries handed back", sums(status, |stats| stats.requeued as f64))?;
     out.counter("sentinels", "Sentinels that stopped a worker", sums(status, |it| it.sentinels as f64))?;
     let dead_letters = slots_with_stats(status).flat_map(|(entry, stats)| {

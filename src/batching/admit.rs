@@ -15,7 +15,7 @@
 //!   requesters whose sequences are as long as the context do not hold all room until their sequences end, and each
 //!   large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
-//!   waiting. Between requesters, the first waiting sequences of each compete by the same rule, except that a
+//!   waiting, up to [`MAX_PRIORITY`]. Between requesters, the first waiting sequences of each compete by the same rule, except that a
 //!   requester counts as having arrived when one of its sequences was last admitted or last ended. So a requester with
 //!   hundreds of sequences waits for the others after each of its own.
 //! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences
@@ -45,6 +45,9 @@ use super::windows::{self, Encoding, Window};
 
 /// The waiting time that one level of priority is worth.
 pub const PRIORITY_STEP: Duration = Duration::from_secs(5);
+/// The highest priority that counts; a higher one counts as this one. Otherwise a requester could hold up others for
+/// many minutes.
+pub const MAX_PRIORITY: u8 = 9;
 /// A background sequence counts as having arrived this much later.
 pub const BACKGROUND_PENALTY: Duration = Duration::from_secs(60);
 
@@ -70,7 +73,7 @@ pub struct Request {
     pub prompt: usize,
     /// The most tokens that its answer may have.
     pub answer: usize,
-    /// A sequence with a higher number runs sooner.
+    /// A sequence with a higher number runs sooner, up to [`MAX_PRIORITY`].
     pub priority: u8,
     /// A number for who asked for it.
     pub requester: u64,
@@ -93,7 +96,7 @@ impl Request {
     /// The time by which requests are ordered, for a request of this priority that counts as having arrived at
     /// `arrival`.
     fn order_time(&self, arrival: Instant) -> Instant {
-        arrival + PRIORITY_STEP * u32::from(u8::MAX - self.priority)
+        arrival + PRIORITY_STEP * u32::from(MAX_PRIORITY.saturating_sub(self.priority))
     }
 }
 
@@ -1148,6 +1151,17 @@ mod tests {
             let order = [(); 3].map(|()| takes(run.step(false))[0].0);
             assert_eq!(order, [2, 1, 3]);
         }
+    }
+
+    #[test]
+    fn the_highest_priority_holds_up_another_requester_for_less_than_a_minute() {
+        let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
+        run.enqueue(0, of(0, 1, 1));
+        for key in 1..1_000 {
+            run.enqueue(key, Request { priority: u8::MAX, ..of(1, 1, 9) });
+        }
+        let steps = run.steps_until(0, 100_000);
+        assert!((4_400..6_000).contains(&steps), "{steps} steps of 10 ms");
     }
 
     #[test]

@@ -234,11 +234,16 @@ pub enum BrokerError {
         reason: String,
     },
     /// No broker could be reached for longer than allowed.
-    #[error("no broker reached for {seconds} s: {reason}")]
+    #[error("no broker reached{}: {reason}", duration(*seconds))]
     Unreachable {
         /// How long this process tried, in seconds.
         seconds: u64,
         /// The last failure, with the address.
         reason: String,
     },
+}
+
+/// Says in an error how long something lasted, if that was a second or more.
+fn duration(seconds: u64) -> String {
+    if seconds == 0 { String::new() } else { format!(" for {seconds} s") }
 }

@@ -435,7 +435,8 @@ impl Replies {
         let (mut consumer, acker) = subscribe(connector, Subscription::Private(name_sender), prefetch);
         let failed = |reason: &str| BrokerError::Unreachable { seconds: 0, reason: reason.into() };
         let queue = tokio::select! {
-            named = name.wait_for(Option::is_some) => named.ok().and_then(|name| name.clone()),
+            // An error means that the consumer has ended; its event has the reason.
+            Ok(named) = name.wait_for(Option::is_some) => named.clone(),
             event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
         };
         let queue = queue.ok_or_else(|| failed("the reply queue has no name"))?;

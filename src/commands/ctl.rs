@@ -23,6 +23,9 @@ use crate::telemetry::QUIET;
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time between two pings of `--wait`.
 const PING_INTERVAL: Duration = Duration::from_millis(300);
+/// How long `--wait` waits for the answers to one ping. A launcher that does not answer counts as one that has not
+/// carried out the order, so this does not depend on the time that is left.
+const PING_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -102,7 +105,8 @@ async fn wait_for(
         answers.iter().flat_map(|answer| &answer.slots).filter(accepted).collect();
     loop {
         let next = until.min(Instant::now() + PING_INTERVAL);
-        let pinged = control.request(target, &Request::Ping, next, Some(answers.len()));
+        let answered = Instant::now() + PING_TIMEOUT;
+        let pinged = control.request(target, &Request::Ping, answered, Some(answers.len()));
         let now = pinged.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {

@@ -30,7 +30,7 @@ const CONTROL_PREFETCH: u16 = 1;
 const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The least time between two polls of the pools' queues.
 const QUEUE_POLL_INTERVAL: Duration = Duration::from_secs(15);
-/// How long reading what was withdrawn before may delay the start.
+/// How long reading what was withdrawn before may delay the first task.
 const WITHDRAWALS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often to check whether the metrics were read since the last poll of the queues.
 const SCRAPE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
@@ -122,14 +122,17 @@ async fn serve(
         }
     };
     // Never completes; runs beside the launcher.
+    let withdrawals = launching.withdrawals();
     let side_tasks = async {
-        tokio::join!(handle_hangups, reload_on_hangups);
+        let read_withdrawals = load_withdrawals(settings, &host.launcher, &withdrawals);
+        tokio::join!(handle_hangups, reload_on_hangups, read_withdrawals);
         std::future::pending().await
     };
-    load_withdrawals(settings, &host.launcher, &launching.withdrawals()).await;
     let exit = tokio::select! {
-        exit = launching.run(assignments) => exit,
+        biased;
+        // First, so that no worker is spawned before it is known that withdrawals are to be read.
         never = side_tasks => never,
+        exit = launching.run(assignments) => exit,
     };
     // The client that requested the shutdown gets its answer first.
     let _ = tokio::time::timeout(FINAL_ANSWER_TIMEOUT, controlled.answer_permit.acquire()).await;
@@ -223,19 +226,20 @@ async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
 }
 
 /// Reads the withdrawals of sentinels and jobs of the last [`WITHDRAWN_FOR`], so that workers honour those made while
-/// no launcher ran.
+/// no launcher ran. Workers take no tasks before this returns.
 async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Withdrawals) {
     let Some(exchange) = settings.admin.control_exchange.as_ref().filter(|_| settings.broker.declare) else {
         return;
     };
+    withdrawals.expect(true);
     let connector = Connector::new(settings.broker.clone(), format!("sconce {launcher} (withdrawals)"));
-    let reading = read_withdrawals(&connector, exchange, WITHDRAWN_FOR);
-    let reason = match tokio::time::timeout(WITHDRAWALS_TIMEOUT, reading).await {
-        Ok(Ok(entries)) => return withdrawals.load(&entries, SystemTime::now()),
-        Ok(Err(error)) => error.to_string(),
-        Err(_) => format!("no end of the stream within {WITHDRAWALS_TIMEOUT:?}"),
-    };
-    tracing::warn!(exchange, reason, "cannot read earlier withdrawals; starting without them");
+    match read_withdrawals(&connector, exchange, WITHDRAWN_FOR, WITHDRAWALS_TIMEOUT).await {
+        Ok(entries) => withdrawals.load(&entries, SystemTime::now()),
+        Err(reason) => {
+            tracing::warn!(exchange, %reason, "cannot read earlier withdrawals; starting without them");
+        }
+    }
+    withdrawals.expect(false);
 }
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.

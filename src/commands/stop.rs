@@ -49,6 +49,10 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
         // The count is needed only for the warning below, and a user may be allowed to publish but not to count.
         consumers => (arguments.workers, consumers.ok()),
     };
+    if count == 0 {
+        writeln!(io::stdout(), "nobody consumes from {queue}, so there is no worker to stop")?;
+        return Ok(Exit::Done);
+    }
     let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let publisher = AmqpPublisher::new(connector());
@@ -78,7 +82,7 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
         let (left, expires) = (count - consumers, arguments.expires);
         writeln!(
             io::stderr(),
-            "{consumers} consume there: {left} sentinels wait, and stop workers that start within {expires:?}; \
+            "consumers there: {consumers}. Sentinels left: {left}. They stop workers that start within {expires:?}; \
              `sconce stop --withdraw {id}` withdraws them"
         )?;
     }
@@ -106,7 +110,10 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
         let error = refusal.error.as_deref().unwrap_or_default();
         writeln!(io::stderr(), "{} refuses the withdrawal: {error}", refusal.host)?;
     }
-    let confirmed_by = format!("{} launchers have confirmed", confirmed.len());
+    let confirmed_by = match confirmed.len() {
+        1 => "1 launcher has confirmed".to_owned(),
+        count => format!("{count} launchers have confirmed"),
+    };
     if kept.is_err() && confirmed.is_empty() || !refusals.is_empty() {
         let message = format!("the withdrawal is incomplete: {confirmed_by} it within {CONFIRM_TIMEOUT:?}");
         return Err(anyhow!(message).exits_with(Exit::Refused));

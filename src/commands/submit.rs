@@ -88,7 +88,7 @@ async fn drive(
     };
     let ended = tokio::select! {
         ended = run.drive(stop.reached(Phase::Returning)) => ended.map_err(with_exit),
-        () = grace_over(&stop, arguments.grace) => Ok(()),
+        () = grace_over(&stop, arguments.grace, job) => Ok(()),
         error = show(job, &options.queue, &bar, arguments.json) => Err(error),
     };
     run.close().await;
@@ -107,8 +107,12 @@ fn with_exit(error: JobError) -> anyhow::Error {
 }
 
 /// Returns when the run shall no longer wait for the tasks under way: `grace` after the first Ctrl-C, or at the second.
-async fn grace_over(stop: &Stop, grace: Duration) {
+/// Returns at the first if nobody consumes from the queue.
+async fn grace_over(stop: &Stop, grace: Duration, job: &RefCell<Job>) {
     stop.reached(Phase::Returning).await;
+    if !job.borrow().progress().consumed {
+        return;
+    }
     let seconds = grace.as_secs();
     let _ = writeln!(
         io::stderr(),

@@ -129,7 +129,10 @@ fn read_assignment(
     match decode(line.trim_end())? {
         Command::Start { assignment, crashes: records, paused, withdrawn: before } => {
             crashes.learn(records);
-            before.iter().for_each(|it| withdrawn.add_cancelled(it, Instant::now()));
+            match before {
+                Some(before) => withdrawn.add_earlier(&before, Instant::now()),
+                None => withdrawn.expect_earlier(),
+            }
             settings.pause(paused);
             // The error's text is dropped: it would quote the value, which holds a password.
             serde_json::from_value(assignment)
@@ -220,6 +223,7 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
                 control.reporter.mention(&Event::Cancelled { cancellation, tasks: 0 });
             }
         }
+        Command::Withdrawals { withdrawn } => control.withdrawn.add_earlier(&withdrawn, Instant::now()),
         Command::Start { .. } => tracing::warn!("a second `start` is ignored"),
     }
 }

@@ -46,7 +46,8 @@ pub(super) enum ChildEvent {
 }
 
 impl Worker {
-    /// Spawns `program worker …`, tells the guard, and sends the worker its assignment, the crash records and the withdrawals.
+    /// Spawns `program worker …`, tells the guard, and sends the worker its assignment, the crash records and the
+    /// withdrawals, if they are read.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -55,7 +56,7 @@ impl Worker {
         guard: &Arc<Guard>,
         assignment: &Assignment,
         deaths: Vec<control::CrashRecord>,
-        withdrawn: Vec<control::Cancellation>,
+        withdrawn: Option<Vec<control::Cancellation>>,
         paused: bool,
     ) -> io::Result<Self> {
         guard.start_if_missing();

@@ -269,7 +269,8 @@ impl Fleet {
         let ended = self.end_all_but(&reload.slots);
         let started = self.start_missing(reload.slots);
         self.launch.board.write(|status| status.reloads_applied += 1);
-        let done = format!("{} workers replaced, {started} slots started, {ended} ended", reload.replaced);
+        let done =
+            format!("workers replaced: {}, slots started: {started}, slots ended: {ended}", reload.replaced);
         let _ = reload.answer.send(Ok(done));
     }
 

@@ -204,6 +204,7 @@ impl Slot {
     async fn run_workers(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
         let launch = self.launch.clone();
         let mut known = launch.deaths.known();
+        let mut withdrawals = launch.withdrawals.changes();
         let records = known.borrow_and_update().clone();
         self.show(State::Starting);
         let assignment = self.assignment.clone();
@@ -251,6 +252,11 @@ impl Slot {
                 Ok(()) = known.changed() => {
                     let tasks = known.borrow_and_update().clone();
                     send_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
+                }
+                Ok(()) = withdrawals.changed() => {
+                    if let Some(withdrawn) = launch.withdrawals.current(SystemTime::now()) {
+                        send_both(&mut current, &mut successor, &Command::Withdrawals { withdrawn }).await;
+                    }
                 }
                 Some(exit) = self.draining.next() => if exit == Some(Exit::StoppedOnRequest) {
                     // A sentinel stopped the old worker while it was being replaced.

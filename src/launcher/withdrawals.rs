@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use tokio::sync::watch;
+
 use crate::protocol::Message;
 use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR};
 
@@ -13,10 +15,15 @@ const MAX_ID: usize = 64;
 /// How far an entry's time may be ahead of this host's clock; entries further ahead are ignored.
 const CLOCK_DIFFERENCE: Duration = Duration::from_secs(5 * 60);
 
-/// What was withdrawn and when, oldest first, [`MAX_WITHDRAWN`] entries at most. Written when the launcher starts and
-/// by slots; read when a worker starts.
+/// What was withdrawn and when. Written when the broker's stream of withdrawals is read, and by slots; read when a
+/// worker starts.
 #[derive(Debug, Default)]
-pub struct Withdrawals(Mutex<VecDeque<(Cancellation, SystemTime)>>);
+pub struct Withdrawals {
+    /// Oldest first, [`MAX_WITHDRAWN`] entries at most.
+    entries: Mutex<VecDeque<(Cancellation, SystemTime)>>,
+    /// Whether the broker's stream is still to be read. Meanwhile workers take no tasks.
+    are_expected: watch::Sender<bool>,
+}
 
 impl Withdrawals {
     /// Remembers the entries of the broker's stream of withdrawals. Entries without a plausible time, and those that
@@ -33,13 +40,23 @@ impl Withdrawals {
         }
     }
 
+    /// Tells workers whether entries of the broker's stream are still to come. While they are, workers take no tasks.
+    pub fn expect(&self, are_expected: bool) {
+        self.are_expected.send_replace(are_expected);
+    }
+
+    /// Changes when [`Withdrawals::expect`] is called.
+    pub(super) fn changes(&self) -> watch::Receiver<bool> {
+        self.are_expected.subscribe()
+    }
+
     /// Remembers a cancellation if it is a withdrawal, which means that it cancels a whole job or a stop.
     pub(super) fn remember(&self, cancellation: &Cancellation, at: SystemTime) {
         let id = cancellation.job.as_ref().or(cancellation.stop.as_ref());
         if cancellation.problem().is_some() || id.is_none_or(|id| id.len() > MAX_ID) {
             return;
         }
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         // Every slot of this launcher receives the withdrawal, and a user may repeat it; the last time counts.
         all.retain(|(other, _)| other != cancellation);
         if all.len() == MAX_WITHDRAWN {
@@ -48,12 +65,15 @@ impl Withdrawals {
         all.push_back((cancellation.clone(), at));
     }
 
-    /// The withdrawals of the last hour. Older ones are forgotten.
-    pub(super) fn current(&self, now: SystemTime) -> Vec<Cancellation> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    /// The withdrawals of the last hour; none while more are expected. Older ones are forgotten.
+    pub(super) fn current(&self, now: SystemTime) -> Option<Vec<Cancellation>> {
+        if *self.are_expected.borrow() {
+            return None;
+        }
+        let mut all = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         // An entry is ahead of `now` if the clock was set back.
         all.retain(|(_, at)| now.duration_since(*at).is_ok_and(|age| age <= WITHDRAWN_FOR) || now <= *at);
-        all.iter().map(|(cancellation, _)| cancellation.clone()).collect()
+        Some(all.iter().map(|(cancellation, _)| cancellation.clone()).collect())
     }
 }
 
@@ -61,6 +81,10 @@ impl Withdrawals {
 mod tests {
     use super::*;
     use crate::protocol::Properties;
+
+    fn current(all: &Withdrawals, now: SystemTime) -> Vec<Cancellation> {
+        all.current(now).expect("no more are expected")
+    }
 
     fn stop(id: &str) -> Cancellation {
         Cancellation { stop: Some(id.to_owned()), ..Cancellation::default() }
@@ -73,10 +97,10 @@ mod tests {
         all.remember(&stop("a"), now);
         all.remember(&stop(&"x".repeat(MAX_ID + 1)), now);
         all.remember(&Cancellation { task: Some("t".into()), ..Cancellation::default() }, now);
-        assert_eq!(all.current(now + WITHDRAWN_FOR), [stop("a")]);
-        assert_eq!(all.current(now + WITHDRAWN_FOR + Duration::from_secs(1)), []);
+        assert_eq!(current(&all, now + WITHDRAWN_FOR), [stop("a")]);
+        assert_eq!(current(&all, now + WITHDRAWN_FOR + Duration::from_secs(1)), []);
         (0..=MAX_WITHDRAWN).for_each(|id| all.remember(&stop(&id.to_string()), now));
-        assert_eq!((all.current(now).len(), &all.current(now)[0]), (MAX_WITHDRAWN, &stop("1")));
+        assert_eq!((current(&all, now).len(), &current(&all, now)[0]), (MAX_WITHDRAWN, &stop("1")));
     }
 
     #[test]
@@ -97,7 +121,7 @@ mod tests {
             entry(Some(seconds), "null"),
         ];
         all.load(&entries, now);
-        assert_eq!(all.current(now), [stop("old")]);
-        assert_eq!(all.current(now + Duration::from_secs(1_000)), []);
+        assert_eq!(current(&all, now), [stop("old")]);
+        assert_eq!(current(&all, now + Duration::from_secs(1_000)), []);
     }
 }

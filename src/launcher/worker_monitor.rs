@@ -413,6 +413,7 @@ fn log_work(unlogged: &mut Stats, is_steady: &mut bool, slot: &str) {
         expired = stats.of_status("expired"),
         cancelled = stats.of_status("cancelled"),
         retried = stats.retried,
+        put_off = stats.put_off,
         requeued = stats.requeued,
         batches = stats.batch_seconds.count(),
         tokens = stats.tokens,

@@ -26,8 +26,13 @@ pub enum Command {
         /// Load the model, and consume only after `Resume`.
         #[serde(default)]
         paused: bool,
-        /// Jobs and stops that were withdrawn before.
-        #[serde(default)]
+        /// Jobs and stops that were withdrawn before. None: they follow as `Withdrawals`, and the worker takes no
+        /// tasks before.
+        withdrawn: Option<Vec<Cancellation>>,
+    },
+    /// The launcher has learned which jobs and stops were withdrawn before it started.
+    Withdrawals {
+        /// All that were withdrawn within the last hour.
         withdrawn: Vec<Cancellation>,
     },
     /// The crash records have changed since `start`, because more workers died.

@@ -232,8 +232,10 @@ pub struct Stats {
     pub redelivered: u64,
     /// Deliveries requeued.
     pub requeued: u64,
-    /// Tasks put off to be tried again.
+    /// Tasks published again for another attempt.
     pub retried: u64,
+    /// Tasks put off uncomputed, for the sake of others.
+    pub put_off: u64,
     /// Sentinels obeyed.
     pub sentinels: u64,
     /// Sessions with the broker that were lost.
@@ -339,6 +341,7 @@ impl Stats {
         self.redelivered += more.redelivered;
         self.requeued += more.requeued;
         self.retried += more.retried;
+        self.put_off += more.put_off;
         self.sentinels += more.sentinels;
         self.lost_sessions += more.lost_sessions;
         self.inputs += more.inputs;

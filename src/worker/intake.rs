@@ -3,17 +3,19 @@
 //! accepted has been settled.
 
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash};
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::MissedTickBehavior;
+use tokio::time::{MissedTickBehavior, timeout};
 
 use super::WorkerError;
 use super::live_settings::LiveSettings;
+use super::places::Arrival;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
@@ -30,6 +32,8 @@ const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
 const SUSPENDED_FOR: Duration = Duration::from_secs(10 * 60);
 /// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
 const FOR_EVER: Duration = Duration::from_secs(1 << 32);
+/// How long a session waits for the list of withdrawals, which the launcher may read later than the worker connects.
+const WITHDRAWALS_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the places of tasks are reviewed while nearly all are held.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -101,6 +105,10 @@ async fn next_of(consumers: &mut Consumers<'_>) -> (Source, Result<Event, Broker
     }
 }
 
+fn hash_of(value: impl Hash) -> u64 {
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(value)
+}
+
 impl<'a> Intake<'a> {
     pub(super) fn new(
         shared: Arc<Shared>,
@@ -144,11 +152,20 @@ impl<'a> Intake<'a> {
         // One clock for the whole loop, so that other events, however many, do not postpone a review.
         let mut review = tokio::time::interval(REVIEW_INTERVAL);
         review.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let withdrawn = self.shared.withdrawn.clone();
+        let mut withdrawals = pin!(timeout(WITHDRAWALS_TIMEOUT, withdrawn.complete()));
+        let mut are_withdrawals_known = false;
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
             tokio::select! {
-                (source, event) = next_of(&mut self.consumers) => match event? {
+                known = &mut withdrawals, if !are_withdrawals_known => {
+                    are_withdrawals_known = true;
+                    if known.is_err() {
+                        tracing::warn!("the launcher has not said what was withdrawn; taking tasks without it");
+                    }
+                }
+                (source, event) = next_of(&mut self.consumers), if are_withdrawals_known => match event? {
                     Event::Delivery(delivery) => self.take(*delivery).await,
                     Event::Lost { source, session } => self.forget(source, session)?,
                     Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
@@ -241,7 +258,7 @@ impl<'a> Intake<'a> {
         let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
         state.background = delivery_tag.source == Source::Background;
-        state.requester = BuildHasherDefault::<DefaultHasher>::default().hash_one(accepted.task.requester());
+        state.requester = hash_of(accepted.task.requester());
         state.link = accepted.traced.link();
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant()) {
             state.cancel();
@@ -251,8 +268,11 @@ impl<'a> Intake<'a> {
         let expected = Expected::new(&self.shared.engine);
         let (shared, run_state) = (self.shared.clone(), state.clone());
         // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue.
-        let place =
-            (delivery_tag.source == Source::Main).then(|| shared.places.enter(delivery_tag, state.requester));
+        let place = (delivery_tag.source == Source::Main).then(|| {
+            let (requester, fingerprint) = (state.requester, hash_of(&state.name.fingerprint));
+            let arrival = Arrival { requester, fingerprint, bytes: task.message.body.len() };
+            shared.places.enter(delivery_tag, arrival)
+        });
         let abort = self
             .runs
             .spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected, place).await) });
@@ -368,7 +388,7 @@ impl<'a> Intake<'a> {
             }
         }
         let settled = async { while self.runs.join_next().await.is_some() {} };
-        let _ = tokio::time::timeout(SETTLING_TIMEOUT, settled).await;
+        let _ = timeout(SETTLING_TIMEOUT, settled).await;
     }
 
     async fn requeue(&mut self, delivery_tag: DeliveryTag) {

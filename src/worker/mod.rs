@@ -278,7 +278,9 @@ fn assemble(
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
-        let ahead = (sequences + SPARE_SEQUENCES).min(MAX_PREFETCH);
+        // So many that all of one requester's sequences may be streamed: see `places`.
+        let staying = sequences.div_ceil(3) * 4;
+        let ahead = (sequences + SPARE_SEQUENCES).max(staying).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(ahead as u16);
     }
     session::Worker {

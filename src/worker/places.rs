@@ -7,8 +7,12 @@
 //! longer. At most three quarters of the places are for tasks of slow requesters that have **begun**. Once there are as
 //! many, a new task does not begin if its requester is slow and has more than a quarter of the places, counting tasks
 //! that have begun and tasks that wait. It waits until it is put off, or until other tasks have ended.
+//!
+//! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its first
+//! part only while fewer than three quarters of the places are held by tasks that stay, or if its requester has at most
+//! a quarter of the places.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -22,19 +26,41 @@ use crate::broker::DeliveryTag;
 const SLOW: Duration = Duration::from_secs(1);
 /// The weight of the latest task in that average.
 const LATEST_WEIGHT: f64 = 0.25;
-/// The most tasks that are put off at once. The number is bounded because it is not known whether tasks of others wait
-/// behind them.
+/// A task that has not begun is put off without a permit, unless that was done within this time. So the tasks of the
+/// queue are soon all seen.
+const SEEN_FOR: Duration = Duration::from_secs(10);
+/// The most tasks, and the most bytes of their bodies, that are put off without permits within [`SEEN_FOR`].
+const MAX_SEEN: usize = 1_024;
+const MAX_SEEN_BYTES: usize = 64 * 1024 * 1024;
+/// The most permits to put a task off. Their number is bounded because it is not known whether tasks of others wait
+/// behind the tasks that are put off.
 const BURST: f64 = 64.0;
-/// How many permits to put a task off are renewed in a second, up to [`KEPT_FOR_WAITING`]. A new requester renews all.
+/// How many permits are renewed in a second, up to [`KEPT_FOR_WAITING`]. A new requester renews all.
 const RATE: f64 = 2.0;
 /// The shortest time between two bursts. It bounds what a client gains by tasks under ever new names of requesters.
 const BURST_INTERVAL: Duration = Duration::from_secs(5);
 /// A task that has begun is put off only while more permits than this remain, because what was computed of it is lost.
 const KEPT_FOR_WAITING: f64 = BURST / 2.0;
+/// To put a task off takes one permit more for each time its body has so many bytes, because the broker writes them.
+const BYTES_PER_PERMIT: f64 = 256.0 * 1024.0;
 
 /// The accepted tasks. Clones share the list.
 #[derive(Clone)]
-pub(super) struct Places(Arc<Mutex<List>>);
+pub(super) struct Places {
+    list: Arc<Mutex<List>>,
+    /// Notified when the answer of [`List::may_stay`] may have changed.
+    may_stay: Arc<Notify>,
+}
+
+/// A task that was accepted.
+#[derive(Clone, Copy)]
+pub(super) struct Arrival {
+    pub(super) requester: u64,
+    /// A number for its content, the same for each of its deliveries.
+    pub(super) fingerprint: u64,
+    /// The bytes of its body.
+    pub(super) bytes: usize,
+}
 
 struct List {
     /// The places: the messages that the broker may send.
@@ -43,6 +69,10 @@ struct List {
     tasks: BTreeMap<DeliveryTag, Task>,
     /// The requesters of these tasks.
     requesters: HashMap<u64, Requester>,
+    /// How many of these tasks stay.
+    staying: usize,
+    /// The tasks that were put off within [`SEEN_FOR`].
+    seen: Seen,
     /// How many tasks may be put off now.
     permits: f64,
     /// When `permits` was last renewed.
@@ -56,10 +86,48 @@ struct List {
 }
 
 struct Task {
-    requester: u64,
+    arrival: Arrival,
     since: Instant,
     state: State,
+    /// It cannot be put off any more.
+    stays: bool,
     signal: Arc<Signal>,
+}
+
+impl Task {
+    /// How many permits it takes to put it off.
+    fn permits(&self) -> f64 {
+        (1.0 + self.arrival.bytes as f64 / BYTES_PER_PERMIT).min(KEPT_FOR_WAITING)
+    }
+}
+
+/// Fingerprints of tasks, with the times at which they were put off. Bounds: [`MAX_SEEN`] and [`MAX_SEEN_BYTES`].
+#[derive(Default)]
+struct Seen {
+    fingerprints: HashSet<u64>,
+    oldest_first: VecDeque<(Instant, Arrival)>,
+    bytes: usize,
+}
+
+impl Seen {
+    /// Adds a task. Returns false if it was added within [`SEEN_FOR`], or if there is no room.
+    fn add(&mut self, task: &Arrival, now: Instant) -> bool {
+        while let Some((added, old)) = self.oldest_first.front()
+            && now >= *added + SEEN_FOR
+        {
+            self.fingerprints.remove(&old.fingerprint);
+            self.bytes -= old.bytes;
+            self.oldest_first.pop_front();
+        }
+        let has_room =
+            self.oldest_first.len() < MAX_SEEN && self.bytes.saturating_add(task.bytes) <= MAX_SEEN_BYTES;
+        let is_new = has_room && self.fingerprints.insert(task.fingerprint);
+        if is_new {
+            self.bytes += task.bytes;
+            self.oldest_first.push_back((now, *task));
+        }
+        is_new
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,8 +157,6 @@ struct Signal {
     may_begin: AtomicBool,
     begin: Notify,
     put_off: Notify,
-    /// Written by the task: it must not be put off any more.
-    stays: AtomicBool,
 }
 
 /// The place of one task. The place is free once this is dropped.
@@ -117,27 +183,39 @@ impl Place {
     pub(super) async fn wait_to_be_put_off(&self) {
         loop {
             self.signal.put_off.notified().await;
-            if !self.signal.stays.load(Ordering::Relaxed) {
+            if self.places.lock().is_leaving(self.delivery) {
                 return;
             }
         }
     }
 
-    /// The task could not be put off, so it is computed. It cannot be put off from now on.
-    pub(super) fn begin_after_all(&self) {
-        self.stay();
-        self.places.lock().begin(self.delivery);
+    /// The task, which has begun or begins now, cannot be put off from now on.
+    pub(super) fn stay(&self) {
+        self.places.lock().stay(self.delivery);
     }
 
-    /// The task cannot be put off from now on.
-    pub(super) fn stay(&self) {
-        self.signal.stays.store(true, Ordering::Relaxed);
+    /// As [`Place::stay`], if the task may stay now. Returns whether it stays.
+    pub(super) fn try_to_stay(&self) -> bool {
+        self.places.lock().try_to_stay(self.delivery, Instant::now())
+    }
+
+    /// Returns when the task stays. Safe to cancel.
+    pub(super) async fn wait_to_stay(&self) {
+        loop {
+            // Created first, so that no notification is missed.
+            let changed = self.places.may_stay.notified();
+            if self.try_to_stay() {
+                return;
+            }
+            changed.await;
+        }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         self.places.lock().leave(self.delivery, Instant::now());
+        self.places.may_stay.notify_waiters();
     }
 }
 
@@ -145,28 +223,34 @@ impl Places {
     /// `granted` as in [`Places::set_granted`].
     pub(super) fn new(granted: u16) -> Self {
         let now = Instant::now();
-        Self(Arc::new(Mutex::new(List {
+        let list = List {
             granted: granted.into(),
             tasks: BTreeMap::new(),
             requesters: HashMap::new(),
+            staying: 0,
+            seen: Seen::default(),
             permits: BURST,
             last_renewal: now,
             last_burst: now,
             last_put_off: None,
             suspended: None,
-        })))
+        };
+        Self { list: Arc::new(Mutex::new(list)), may_stay: Arc::default() }
     }
 
     /// Sets how many unsettled messages of the main queue the broker may send now.
     pub(super) fn set_granted(&self, granted: u16) {
-        self.lock().granted = granted.into();
+        let before = std::mem::replace(&mut self.lock().granted, granted.into());
+        if before != usize::from(granted) {
+            self.may_stay.notify_waiters();
+        }
     }
 
-    /// Adds a task of `requester`, until the place is dropped.
-    pub(super) fn enter(&self, delivery: DeliveryTag, requester: u64) -> Place {
+    /// Adds a task until the place is dropped.
+    pub(super) fn enter(&self, delivery: DeliveryTag, arrival: Arrival) -> Place {
         let signal = Arc::new(Signal::default());
         let now = Instant::now();
-        let task = Task { requester, since: now, state: State::Waits, signal: signal.clone() };
+        let task = Task { arrival, since: now, state: State::Waits, stays: false, signal: signal.clone() };
         self.lock().enter(delivery, task, now);
         Place { places: self.clone(), delivery, signal }
     }
@@ -197,10 +281,12 @@ impl Places {
         let mut list = self.lock();
         list.suspended = now.checked_add(time);
         list.review(now);
+        drop(list);
+        self.may_stay.notify_waiters();
     }
 
     fn lock(&self) -> MutexGuard<'_, List> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -214,7 +300,7 @@ impl List {
     /// permitted, or else waits.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
         self.renew(now);
-        let key = task.requester;
+        let key = task.arrival.requester;
         if !self.requesters.contains_key(&key) && now >= self.last_burst + BURST_INTERVAL {
             // A new requester was found behind slow tasks, so that behind further ones there may be more.
             (self.permits, self.last_burst) = (BURST, now);
@@ -225,14 +311,29 @@ impl List {
         self.tasks.insert(delivery, task);
         if !self.is_crowding(key, now, || self.slow_begun(now)) {
             self.begin(delivery);
-        } else if self.permits >= 1.0 {
+        } else if self.may_put_off(delivery, now) {
             self.put_off(delivery);
         }
     }
 
+    /// Whether this task, which has not begun, may be put off now. If that takes permits, takes them.
+    fn may_put_off(&mut self, delivery: DeliveryTag, now: Instant) -> bool {
+        let Some(task) = self.tasks.get(&delivery) else { return false };
+        if self.seen.add(&task.arrival, now) {
+            return true;
+        }
+        let permits = task.permits();
+        let is_permitted = self.permits >= permits;
+        if is_permitted {
+            self.permits -= permits;
+        }
+        is_permitted
+    }
+
     fn leave(&mut self, delivery: DeliveryTag, now: Instant) {
         let Some(task) = self.tasks.remove(&delivery) else { return };
-        let Some(requester) = self.requesters.get_mut(&task.requester) else { return };
+        self.staying -= usize::from(task.stays);
+        let Some(requester) = self.requesters.get_mut(&task.arrival.requester) else { return };
         requester.tasks.remove(&delivery);
         match task.state {
             State::Waits => requester.waiting -= 1,
@@ -245,7 +346,7 @@ impl List {
             }
         }
         if requester.tasks.is_empty() {
-            self.requesters.remove(&task.requester);
+            self.requesters.remove(&task.arrival.requester);
         }
         self.begin_waiting(now);
     }
@@ -265,18 +366,28 @@ impl List {
         if self.is_suspended(now) {
             return;
         }
-        let waits = |(_, task): &(&DeliveryTag, &Task)| task.state == State::Waits;
-        while self.permits >= 1.0
-            && let Some((delivery, _)) = self.tasks.iter().rev().find(waits)
-        {
-            self.put_off(*delivery);
+        let waiting: Vec<DeliveryTag> = self.waiting().map(|(delivery, _)| delivery).collect();
+        for delivery in waiting.into_iter().rev() {
+            if self.may_put_off(delivery, now) {
+                self.put_off(delivery);
+            }
         }
         while self.permits > KEPT_FOR_WAITING
             && self.slow_begun(now) > self.max_slow()
             && let Some(delivery) = self.latest_of_largest(now)
         {
+            if let Some(task) = self.tasks.get(&delivery) {
+                self.permits -= task.permits();
+                self.seen.add(&task.arrival, now);
+            }
             self.put_off(delivery);
         }
+    }
+
+    /// The tasks that wait to begin, with their requesters, in the order of delivery.
+    fn waiting(&self) -> impl Iterator<Item = (DeliveryTag, u64)> {
+        let waiting = self.tasks.iter().filter(|(_, task)| task.state == State::Waits);
+        waiting.map(|(delivery, task)| (*delivery, task.arrival.requester))
     }
 
     /// Takes the slow requester with the most tasks that have begun, among those with more than a quarter of the places.
@@ -286,7 +397,7 @@ impl List {
         let (_, largest) = large.max_by_key(|(_, it)| (it.begun, rand::random::<u32>()))?;
         let may_leave = |delivery: &&DeliveryTag| {
             let task = self.tasks.get(delivery);
-            task.is_some_and(|it| it.state == State::Begun && !it.signal.stays.load(Ordering::Relaxed))
+            task.is_some_and(|it| it.state == State::Begun && !it.stays)
         };
         largest.tasks.iter().rev().find(may_leave).copied()
     }
@@ -295,8 +406,7 @@ impl List {
         if self.requesters.values().all(|requester| requester.waiting == 0) {
             return;
         }
-        let waiting = self.tasks.iter().filter(|(_, task)| task.state == State::Waits);
-        let waiting: Vec<(DeliveryTag, u64)> = waiting.map(|(tag, task)| (*tag, task.requester)).collect();
+        let waiting: Vec<(DeliveryTag, u64)> = self.waiting().collect();
         let mut slow_begun = self.slow_begun(now);
         for (delivery, requester) in waiting {
             if self.is_crowding(requester, now, || slow_begun) {
@@ -343,7 +453,7 @@ impl List {
         let before = std::mem::replace(&mut task.state, State::Begun);
         task.signal.may_begin.store(true, Ordering::Relaxed);
         task.signal.begin.notify_one();
-        if let Some(requester) = self.requesters.get_mut(&task.requester) {
+        if let Some(requester) = self.requesters.get_mut(&task.arrival.requester) {
             match before {
                 State::Waits => requester.waiting -= 1,
                 State::Begun => return,
@@ -353,12 +463,35 @@ impl List {
         }
     }
 
+    fn is_leaving(&self, delivery: DeliveryTag) -> bool {
+        self.tasks.get(&delivery).is_some_and(|task| task.state == State::Leaving)
+    }
+
+    fn stay(&mut self, delivery: DeliveryTag) {
+        self.begin(delivery);
+        if let Some(task) = self.tasks.get_mut(&delivery) {
+            self.staying += usize::from(!std::mem::replace(&mut task.stays, true));
+        }
+    }
+
+    /// Lets the task stay, unless it is leaving, or its requester has many places and too many tasks stay already.
+    fn try_to_stay(&mut self, delivery: DeliveryTag, now: Instant) -> bool {
+        let Some(task) = self.tasks.get(&delivery) else { return true };
+        let is_large = self.requesters.get(&task.arrival.requester).is_some_and(|it| self.is_large(it));
+        let may_stay = task.stays
+            || task.state != State::Leaving
+                && (!is_large || self.staying < self.max_slow() || self.is_suspended(now));
+        if may_stay {
+            self.stay(delivery);
+        }
+        may_stay
+    }
+
     fn put_off(&mut self, delivery: DeliveryTag) {
         let Some(task) = self.tasks.get_mut(&delivery) else { return };
         let before = std::mem::replace(&mut task.state, State::Leaving);
         task.signal.put_off.notify_one();
-        self.permits -= 1.0;
-        if let Some(requester) = self.requesters.get_mut(&task.requester) {
+        if let Some(requester) = self.requesters.get_mut(&task.arrival.requester) {
             match before {
                 State::Waits => requester.waiting -= 1,
                 State::Begun => requester.begun -= 1,
@@ -370,6 +503,8 @@ impl List {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
     use futures_util::FutureExt as _;
     use tokio::time::advance;
 
@@ -377,6 +512,8 @@ mod tests {
     use crate::broker::Source;
 
     const GRANTED: u16 = 8;
+    /// The fingerprint of a task that was put off before.
+    const SEEN: u64 = u64::MAX;
 
     struct Rig {
         places: Places,
@@ -390,8 +527,19 @@ mod tests {
 
         fn enter(&mut self, requester: u64) -> Place {
             self.delivered += 1;
+            self.enter_again(requester, self.delivered)
+        }
+
+        /// Adds a task that may have been put off before.
+        fn enter_again(&mut self, requester: u64, fingerprint: u64) -> Place {
+            self.delivered += 1;
             let delivery = DeliveryTag { source: Source::Main, session: 1, tag: self.delivered };
-            self.places.enter(delivery, requester)
+            self.places.enter(delivery, Arrival { requester, fingerprint, bytes: 0 })
+        }
+
+        fn see(&self) {
+            let task = Arrival { requester: 1, fingerprint: SEEN, bytes: 0 };
+            assert!(self.places.lock().seen.add(&task, Instant::now()));
         }
     }
 
@@ -455,11 +603,11 @@ mod tests {
         assert_eq!(are_put_off(&places), [false, false, false, false, false, true, false]);
         places[5].stay();
         rig.places.review();
-        assert_eq!(are_put_off(&places), [false; 7]);
+        assert_eq!(are_put_off(&places), [false, false, false, false, true, false, false]);
     }
 
-    /// For `time`, fills all places but `held` with tasks of `requester` again and again. Returns how many of its tasks
-    /// are put off.
+    /// For `time`, fills all places but `held` with tasks of `requester` that were put off before, again and again.
+    /// Returns how many of its tasks are put off.
     async fn fill_places(rig: &mut Rig, requester: u64, held: usize, time: Duration) -> usize {
         let (mut count, mut waiting) = (0, Vec::new());
         for _ in 0..100 {
@@ -471,7 +619,7 @@ mod tests {
                 !is_put_off
             });
             while held + waiting.len() < usize::from(GRANTED) {
-                let place = rig.enter(requester);
+                let place = rig.enter_again(requester, SEEN);
                 assert!(!place.may_begin(), "six are slow");
                 let is_put_off = place.wait_to_be_put_off().now_or_never().is_some();
                 if is_put_off { count += 1 } else { waiting.push(place) }
@@ -485,11 +633,12 @@ mod tests {
         let mut rig = Rig::new();
         let _held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(BURST_INTERVAL).await;
+        rig.see();
         let burst = BURST as usize;
         let first = fill_places(&mut rig, 1, 6, Duration::from_secs(1)).await;
         assert!((burst..=burst + RATE as usize).contains(&first), "{first}");
-        let renewed = 10 * RATE as usize;
-        let next = fill_places(&mut rig, 1, 6, Duration::from_secs(10)).await;
+        let renewed = 5 * RATE as usize;
+        let next = fill_places(&mut rig, 1, 6, Duration::from_secs(5)).await;
         assert!((renewed - 1..=renewed + 1).contains(&next), "{next}");
         drop(rig.enter(2));
         let found = fill_places(&mut rig, 1, 6, Duration::from_millis(1)).await;
@@ -507,7 +656,7 @@ mod tests {
         rig.places.review();
         assert!(rig.places.has_put_off_since(None));
         for place in &places {
-            place.begin_after_all();
+            place.stay();
         }
         let list = rig.places.lock();
         assert_eq!(list.slow_begun(Instant::now()), 8);
@@ -517,13 +666,68 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn each_task_that_has_not_begun_is_put_off_once_in_a_while_without_a_permit() {
+        let mut rig = Rig::new();
+        let _held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
+        advance(2 * SLOW).await;
+        rig.places.review();
+        let mut put_off = |fingerprint, permits| {
+            rig.places.lock().permits = permits;
+            let places = [0, 1].map(|_| rig.enter_again(1, fingerprint));
+            (are_put_off(&places).contains(&true), rig.places.lock().permits)
+        };
+        for fingerprint in 0..MAX_SEEN as u64 {
+            assert_eq!(put_off(fingerprint, 0.0), (true, 0.0));
+        }
+        assert_eq!(put_off(3, 0.0), (false, 0.0), "it was put off before");
+        assert_eq!(put_off(MAX_SEEN as u64, 0.0), (false, 0.0), "there is no room for a further one");
+        assert_eq!(put_off(3, 9.0), (true, 7.0), "two tasks, and a permit for each");
+        advance(SEEN_FOR).await;
+        assert!(put_off(3, 0.0).0);
+    }
+
+    #[test]
+    fn the_bytes_that_are_put_off_without_permits_are_bounded() {
+        let (mut seen, now) = (Seen::default(), Instant::now());
+        let task = |fingerprint| Arrival { requester: 1, fingerprint, bytes: MAX_SEEN_BYTES / 3 };
+        assert_eq!([0, 1, 1, 2, 3].map(|it| seen.add(&task(it), now)), [true, true, false, true, false]);
+        assert_eq!([0, 3].map(|it| seen.add(&task(it), now + SEEN_FOR)), [true, true]);
+        let permits = |bytes| {
+            let (arrival, signal) = (Arrival { bytes, ..task(0) }, Arc::default());
+            Task { arrival, since: now, state: State::Waits, stays: false, signal }.permits()
+        };
+        assert_eq!([0, 256 * 1024, usize::MAX].map(permits), [1.0, 2.0, KEPT_FOR_WAITING]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn streams_of_one_requester_leave_a_quarter_of_the_places() {
+        let mut rig = Rig::new();
+        let mut streams: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
+        let stay: Vec<bool> = streams.iter().map(Place::try_to_stay).collect();
+        assert_eq!(stay, [true, true, true, true, true, true, false, false]);
+        let last = streams.pop().unwrap();
+        let mut waits = pin!(last.wait_to_stay());
+        assert!(waits.as_mut().now_or_never().is_none());
+        streams.remove(0);
+        assert!(waits.now_or_never().is_some(), "another stream has ended");
+        // The one that is held back leaves once its requester is known to be slow, and the others stay.
+        let other = rig.enter(2);
+        assert!(other.try_to_stay(), "its requester has few places");
+        advance(2 * SLOW).await;
+        rig.places.review();
+        assert_eq!(are_put_off(&streams), [false, false, false, false, false, true]);
+        assert!(!streams[5].try_to_stay(), "it is leaving");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_waiting_task_begins_when_another_ends_or_when_put_offs_are_suspended() {
         let mut rig = Rig::new();
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(2 * SLOW).await;
         rig.places.review();
         rig.places.lock().permits = 0.0;
-        let waiting = [rig.enter(1), rig.enter(1)];
+        rig.see();
+        let waiting = [0, 1].map(|_| rig.enter_again(1, SEEN));
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
         assert_eq!((are_put_off(&waiting), may_begin()), (vec![false, false], [false, false]));
         assert!(!rig.places.has_put_off_since(None));

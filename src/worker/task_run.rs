@@ -133,7 +133,7 @@ impl Shared {
                             return Ok(());
                         }
                         if let Some(place) = &place {
-                            place.begin_after_all();
+                            place.stay();
                         }
                         (may_leave, expected) = (false, Expected::new(&self.engine));
                     }
@@ -344,6 +344,12 @@ impl Run<'_> {
         }
     }
 
+    async fn wait_to_stay(&self) {
+        if let Some(place) = self.place {
+            place.wait_to_stay().await;
+        }
+    }
+
     /// Computes the task's answer. The parts of its reply that are under way are left in `parts`.
     async fn compute(
         &self,
@@ -522,11 +528,13 @@ impl Run<'_> {
         let (unroutable, is_unroutable) = watch::channel(false);
         let mut leaves = pin!(self.requester_leaves(is_unroutable));
         let mut has_left = false;
+        // The first part is held back while too many tasks stay.
+        let mut is_held_back = false;
         loop {
-            let ready = parts.as_ref().is_some_and(|parts| parts.is_ready());
+            let ready = !is_held_back && parts.as_ref().is_some_and(|parts| parts.is_ready());
             let progress = async {
                 match parts.as_deref_mut() {
-                    Some(parts) if !ready => parts.progress().await,
+                    Some(parts) if !ready && !is_held_back => parts.progress().await,
                     _ => pending().await,
                 }
             };
@@ -540,6 +548,10 @@ impl Run<'_> {
                     }
                     continue;
                 }
+                () = self.wait_to_stay(), if is_held_back => {
+                    is_held_back = false;
+                    continue;
+                }
                 () = &mut leaves, if !has_left && self.state.cancellation().is_none() => {
                     tracing::info!(task.id = self.task.id, "its reply_to does not exist any more; it ends");
                     has_left = true;
@@ -550,9 +562,12 @@ impl Run<'_> {
             match (event, parts.as_deref_mut()) {
                 (JobEvent::Done(computed), _) => return Ended { computed, has_left },
                 (JobEvent::Parts(unwritten), Some(parts)) => {
-                    // Put off now, the task would send these parts again.
-                    self.stay();
-                    parts.send(self.written(unwritten).await);
+                    if self.place.is_none_or(Place::try_to_stay) {
+                        parts.send(self.written(unwritten).await);
+                    } else {
+                        // They are not lost: the next event has them again.
+                        is_held_back = true;
+                    }
                 }
                 (JobEvent::Parts(_), None) => {}
             }

@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use tokio::sync::watch;
+
 use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR, job_queue};
 
 /// What was withdrawn.
@@ -17,11 +19,35 @@ enum Unwanted {
 }
 
 /// The jobs and stops that were withdrawn recently. Written by the reader of the launcher's commands, read by the
-/// intake for each task and sentinel.
+/// intake for each task and sentinel. Clones share the list.
 #[derive(Clone, Debug, Default)]
-pub struct Withdrawn(Arc<Mutex<VecDeque<(Unwanted, Instant)>>>);
+pub struct Withdrawn(Arc<List>);
+
+#[derive(Debug, Default)]
+struct List {
+    entries: Mutex<VecDeque<(Unwanted, Instant)>>,
+    /// Whether the launcher has still to say what was withdrawn before the worker started.
+    is_incomplete: watch::Sender<bool>,
+}
 
 impl Withdrawn {
+    /// The list is incomplete until [`Withdrawn::add_earlier`].
+    pub fn expect_earlier(&self) {
+        self.0.is_incomplete.send_replace(true);
+    }
+
+    /// Withdraws what was withdrawn before the worker started. From now on the list is complete.
+    pub fn add_earlier(&self, cancellations: &[Cancellation], now: Instant) {
+        cancellations.iter().for_each(|it| self.add_cancelled(it, now));
+        self.0.is_incomplete.send_replace(false);
+    }
+
+    /// Returns when the list is complete.
+    pub(super) async fn complete(&self) {
+        // An error would mean that the sender is dropped, which is part of `self`.
+        let _ = self.0.is_incomplete.subscribe().wait_for(|is_incomplete| !is_incomplete).await;
+    }
+
     /// Withdraws the job or the stop that is cancelled, if one is.
     pub fn add_cancelled(&self, cancellation: &Cancellation, now: Instant) {
         if let Some(job) = &cancellation.job {
@@ -69,7 +95,7 @@ impl Withdrawn {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<(Unwanted, Instant)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

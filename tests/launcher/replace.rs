@@ -42,7 +42,7 @@ async fn other_settings_go_through_the_slots_one_by_one_and_each_new_worker_is_r
     let exit = stage.run_asked(async |handle, board| {
         all_ready(&board, 2).await;
         let done = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await;
-        assert_eq!(done.as_deref(), Ok("2 workers replaced, 0 slots started, 0 ended"));
+        assert_eq!(done.as_deref(), Ok("workers replaced: 2, slots started: 0, slots ended: 0"));
         stage.wait_for_lines("story", 12).await;
         let applied = board.read(|status| (status.reloads_applied, status.reloads_refused));
         assert_eq!((applied, restarts(&board, "embed/1", "reloaded")), ((1, 0), 1));
@@ -92,7 +92,7 @@ async fn slots_that_are_new_are_started_and_those_that_are_gone_finish() {
         (third.slot, third.worker) = ("embed/2".into(), "host/embed/2".into());
         slots.push(third);
         let done = handle.reload(slots, stage.policy.clone()).await;
-        assert_eq!(done.as_deref(), Ok("0 workers replaced, 1 slots started, 1 ended"));
+        assert_eq!(done.as_deref(), Ok("workers replaced: 0, slots started: 1, slots ended: 1"));
         slot_is(&board, "embed/2", State::Ready).await;
         let gone = || async { board.read(|status| !status.slots.contains_key("embed/1")).then_some(()) };
         until("embed/1 is forgotten", gone).await;
@@ -186,7 +186,7 @@ async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_
     let exit = stage.run_asked(async |handle, board| {
         all_ready(&board, 2).await;
         let done = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await;
-        assert_eq!(done.as_deref(), Ok("2 workers replaced, 0 slots started, 0 ended"));
+        assert_eq!(done.as_deref(), Ok("workers replaced: 2, slots started: 0, slots ended: 0"));
         all_ready(&board, 2).await;
         let refused = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
         assert!(refused.is_err_and(|words| words.contains("the model cannot be loaded")));
@@ -248,7 +248,7 @@ async fn after_a_roll_that_was_called_off_the_settings_before_can_be_put_back_ev
         assert!(refused.is_err_and(|words| words.contains("embed/1")));
         assert_eq!(models(), ["other", first[1].as_str()]);
         let back = handle.reload(stage.assignments.clone(), stage.policy.clone()).await;
-        assert_eq!(back.as_deref(), Ok("1 workers replaced, 0 slots started, 0 ended"));
+        assert_eq!(back.as_deref(), Ok("workers replaced: 1, slots started: 0, slots ended: 0"));
         assert_eq!(models(), first);
         stage.drain();
     });

@@ -476,7 +476,7 @@ async fn settings_are_loaded_again_under_load_and_every_task_is_answered_once() 
     assert_eq!(sconce.workers(), before, "bad settings change nothing");
     sconce.rewrite(&settings.clone().heartbeat("19s"));
     sconce.signal(Signal::SIGHUP);
-    sconce.wait_for_log("2 workers replaced").await;
+    sconce.wait_for_log("workers replaced: 2").await;
     until("only new workers", || async {
         let now = sconce.workers();
         (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())

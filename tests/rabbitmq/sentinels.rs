@@ -4,6 +4,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use super::messages::{busy_with, serve};
+use super::plumbing::answers;
 use crate::support::client::{Client, Task};
 use crate::support::processes::lives;
 use crate::support::rabbit::Rabbit;
@@ -255,7 +256,7 @@ async fn sentinels_that_wait_for_nobody_are_told_and_can_be_taken_back() {
     consumers(&client, &settings, 0).await;
     let mut stop = Sconce::run(&settings, &["stop", "--workers", "2"]);
     assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
-    assert!(stop.log().contains("0 consume there: 2 sentinels wait"), "{}", stop.log());
+    assert!(stop.log().contains("consumers there: 0. Sentinels left: 2."), "{}", stop.log());
     let log = stop.log();
     let id = log.lines().find_map(|line| line.split_once(": stop ")).expect("an id").1.to_owned();
     let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", &id]);
@@ -303,6 +304,27 @@ async fn a_launcher_that_starts_after_a_withdrawal_obeys_no_sentinel_of_it() {
     assert_eq!(sconce.exit_code().await, 0, "{}", sconce.log());
     assert!(sconce.log().contains(&format!("sentinel {in_force}")), "{}", sconce.log());
     client.becomes(&settings.tasks, (0, 0)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_launcher_that_starts_before_its_broker_obeys_no_withdrawn_sentinel() {
+    let rabbit = Rabbit::private();
+    let settings = Settings::echo(rabbit.url()).controlled();
+    make_queue(&Client::connect(&rabbit.url()).await, &settings).await;
+    let mut stop = Sconce::run(&settings, &["stop"]);
+    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+    let log = stop.log();
+    let (_, id) = log.lines().find_map(|line| line.split_once(": stop ")).expect("an id");
+    let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", id]);
+    assert_eq!(withdraw.exit_code().await, 0, "{}", withdraw.log());
+    // As in `outage`: a queue that is not yet on disk is forgotten by a kill.
+    rabbit.ctl(&["eval", "[dets:sync(Table) || Table <- dets:all()]."]);
+    rabbit.kill();
+    let sconce = Sconce::launch(&settings);
+    sconce.wait_for_log("no broker; trying again").await;
+    tokio::task::block_in_place(|| rabbit.start());
+    sconce.wait_for_log("ignoring a sentinel").await;
+    answers(sconce, &rabbit, &settings).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,6 +1,6 @@
 //! Single requests to the broker, for commands. Each uses its own connection, and tries each address once.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lapin::{Connection, Error};
 
@@ -58,7 +58,7 @@ pub(super) async fn ready_count(connection: &Connection, queue: &str) -> Result<
 
 /// Connects to the first address that accepts.
 pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
-    let mut last = None;
+    let (mut last, begun) = (None, Instant::now());
     for _ in &connector.settings.url {
         match connector.attempt().await {
             Ok(connected) => return Ok(connected),
@@ -70,7 +70,7 @@ pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, St
             BrokerError::Refused { broker: failure.broker, reason: failure.reason }
         }
         Some(failure) => BrokerError::Unreachable {
-            seconds: connector.settings.connect_timeout.as_secs(),
+            seconds: begun.elapsed().as_secs(),
             reason: format!("{}: {}", failure.broker, failure.reason),
         },
         None => BrokerError::Refused { broker: "broker.url".into(), reason: "it is empty".into() },

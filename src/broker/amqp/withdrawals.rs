@@ -10,6 +10,7 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Error, ExchangeKind};
+use tokio::time::timeout;
 
 use super::admin::connect;
 use super::cause::refused;
@@ -25,6 +26,8 @@ const KEY: &str = "withdrawal";
 const STREAM_BYTES: u32 = 5_000_000;
 /// The largest body that is read, in bytes. Entries with larger ones are ignored.
 const ENTRY_BYTES: usize = 1_024;
+/// The pause between two attempts to connect.
+const RECONNECT_DELAY: Duration = Duration::from_millis(500);
 /// How many unacknowledged entries the broker sends.
 const PREFETCH: u16 = 200;
 
@@ -56,18 +59,32 @@ pub(super) async fn add(
 }
 
 /// Reads the entries that were published to `exchange` in the last `max_age` by this host's clock, oldest first. A few
-/// older ones may be among them, because the broker finds the beginning only roughly.
+/// older ones may be among them, because the broker finds the beginning only roughly. Until a broker accepts the
+/// connection, tries again without limit; after that, reading ends within `limit`.
 ///
 /// # Errors
-/// No address could be reached, or the broker refuses.
+/// The broker refuses, or the end is not reached in time.
 pub async fn read_withdrawals(
     connector: &Connector,
     exchange: &str,
     max_age: Duration,
+    limit: Duration,
 ) -> Result<Vec<Message>, BrokerError> {
-    let (connection, broker) = connect(connector).await?;
-    let read = read(&connection, exchange, max_age).await;
-    let entries = read.map_err(|error| refused(broker.clone(), &error))?;
+    let (connection, broker) = loop {
+        match connect(connector).await {
+            Ok(connected) => break connected,
+            // The workers log why.
+            Err(error) => tracing::debug!(%error, "withdrawals cannot be read yet"),
+        }
+        tokio::time::sleep(RECONNECT_DELAY).await;
+    };
+    let entries = match timeout(limit, read(&connection, exchange, max_age)).await {
+        Ok(read) => read.map_err(|error| refused(broker.clone(), &error))?,
+        Err(_) => {
+            let reason = format!("no end of the stream within {limit:?}");
+            return Err(BrokerError::Refused { broker, reason });
+        }
+    };
     let _ = connection.close(200, "done".into()).await;
     let reason = "the broker ended the consumer before the last entry".to_owned();
     entries.ok_or(BrokerError::Refused { broker, reason })

@@ -2,7 +2,8 @@
 //! output.
 
 use std::cell::RefCell;
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use super::ordered::Ordered;
@@ -31,7 +32,13 @@ impl JobFiles {
         // Checked before the output is created, so that a wrong name leaves no file. No input is opened here: whoever
         // writes to a FIFO would lose its reader when it is closed again.
         let mut are_files = true;
+        let file_of = |metadata: Metadata| (metadata.dev(), metadata.ino());
+        let existing = output.metadata().ok().map(file_of);
         for input in inputs {
+            if existing.is_some() && input.metadata().ok().map(file_of) == existing {
+                let problem = format!("the output {shown} is also an input; give another name");
+                return Err(FileError::Refused(problem));
+            }
             let is_stdin = input == Path::new("-");
             let is_file = || input.metadata().map(|it| it.is_file()).map_err(FileError::at(input.display()));
             are_files &= !is_stdin && is_file()?;

@@ -105,6 +105,7 @@ fn answered(stats: &Stats) -> String {
     let each = stats.answers.iter().map(|it| (it.count, format!("{}{}", it.status, reason(&it.reason))));
     let others = [
         (stats.retried, "retried"),
+        (stats.put_off, "put off"),
         (stats.redelivered, "delivered again"),
         (stats.requeued, "handed back"),
         (stats.dead_lettered.values().sum(), "dead-lettered"),

@@ -355,7 +355,7 @@ impl Settlement {
             accepted.traced.put_off();
             let (reply_to, delay_ms) = (task.reply_to(), delay.after.as_millis() as u64);
             tracing::debug!(task.id = task.id, reply_to, delay_ms, ?waits_for, "put off");
-            self.counters.count(|stats| stats.retried += 1);
+            self.counters.count(|stats| stats.put_off += 1);
         }
         Ok(sent)
     }
