@@ -27,6 +27,7 @@ FROM debian:bookworm-slim
 COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
 COPY --from=build /build/target/release/sconce /usr/local/bin/sconce
 COPY LICENSE-APACHE LICENSE-MIT /usr/share/doc/sconce/
+COPY src/model/sound/voice/LICENSE.silero /usr/share/doc/sconce/LICENSE-silero-vad
 # The one folder that may be written to; a named volume mounted there takes over its owner.
 RUN mkdir -p /var/cache/huggingface && chown 10001:10001 /var/cache/huggingface
 ENV HF_HOME=/var/cache/huggingface

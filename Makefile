@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo demo-images demo-generate unit test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build cuda gpu-check models demo demo-images demo-generate demo-speech unit test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,11 @@ demo-images: build ## classify six photographs, and order answers to questions, 
 demo-generate: build ## answer a dozen questions and summarise three texts, streamed, without a broker
 	scripts/fetch-smollm2
 	examples/demo/generate target/release/sconce models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
+
+demo-speech: build ## transcribe real recordings, without a broker
+	scripts/fetch-whisper
+	scripts/fetch-recordings
+	examples/demo/speech target/release/sconce models/whisper-tiny.en models/recordings
 
 # One after the other, also under `make -j`: each needs the one before.
 test: ## install what tests need (RabbitMQ), then lint and test everything

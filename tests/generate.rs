@@ -117,7 +117,7 @@ fn run(
                 *left = left.saturating_sub(row.feed.tokens());
             }
             match advance.unwrap_or_else(|error| panic!("{error}")) {
-                Advance::Fed => {}
+                Advance::Fed | Advance::Again => {}
                 Advance::More(piece) => pieces[index].push(piece),
                 Advance::Done(piece, answer) => {
                     pieces[index].extend(piece);

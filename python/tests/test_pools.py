@@ -183,6 +183,25 @@ def test_images(client: Any, name: str, label: str) -> None:
     assert images.classify_image(PHOTOS / name, top_k=3) == images.classify_image(str(PHOTOS / name), top_k=3) == labels
 
 
+def test_speech(client: Any) -> None:
+    speech = client.with_options(queue="speech")
+    path = ROOT / "models/recordings/librivox-0930.wav"
+    found = speech.transcribe(path)
+    assert found.text == "He might even have been made amiable himself." and found.language == "en"
+    assert 3 < found.duration < 5 and found.segments[-1].end <= found.duration
+    assert "".join(segment.text for segment in found.segments).strip() == found.text
+    sound = (ROOT / "tests/fixtures/sound/short.ogg").read_bytes()
+    assert speech.transcribe(sound, temperature=0.00001, vad={"threshold": 0.3}).text
+    with pytest.raises(BadRequest, match="vad.threshold must be a number"):
+        speech.transcribe(sound, vad={"threshold": 7})
+    with pytest.raises(NotServed):
+        speech.transcribe(sound, translate=True)
+    with pytest.raises(ValueError, match="pass content_type"):
+        speech.transcribe(b"no sound")
+    with pytest.raises(TypeError, match="there is request"):
+        speech.transcribe(sound, response_format="srt")
+
+
 def test_texts_for_a_pool_of_images(client: Any) -> None:
     images = client.with_options(queue="images")
     with pytest.raises(NotServed, match="this pool classifies images"):

@@ -715,6 +715,14 @@ impl<K: Copy + Ord> Scheduler<K> {
             }
         }
     }
+
+    /// The sequence in this slot is to encode again, and then to be fed its prompt again.
+    pub fn begin_again(&mut self, slot: usize) {
+        if let Some(running) = self.running.get_mut(slot).and_then(Option::as_mut) {
+            let Request { encodes, prompt, .. } = running.sequence.request;
+            (running.encodes, running.prompt_left) = (encodes, prompt);
+        }
+    }
 }
 
 /// Chunks of prompts, `budget` tokens in all. The sequences are in the order of their admission.
@@ -1335,6 +1343,20 @@ mod tests {
             row.key
         });
         assert_eq!(order, [0, 100, 1]);
+    }
+
+    #[test]
+    fn a_sequence_that_begins_again_waits_for_its_turn_to_encode() {
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, window(2, 9));
+        let rows = [(); 2].map(|()| takes(run.step(false)));
+        assert_eq!(rows, [[(1, 0)], [(1, 2)]]);
+        run.enqueue(2, request(1, 50));
+        run.step(false);
+        run.scheduler.begin_again(0);
+        let waits = (0..).find(|_| takes(run.step(false)) == [(1, 0)]).unwrap();
+        assert!((5..8).contains(&waits), "{waits} steps in which the other one decodes");
+        assert_eq!(takes(run.step(false)), [(2, 1), (1, 2)]);
     }
 
     #[test]

@@ -655,6 +655,10 @@ where
             let (piece, output) = match result {
                 Ok(Advance::Fed) => (None, None),
                 Ok(Advance::More(piece)) => (Some(piece), None),
+                Ok(Advance::Again) => {
+                    self.scheduler.begin_again(row.slot);
+                    (None, None)
+                }
                 Ok(Advance::Done(piece, output)) => (piece, Some(Ok(output))),
                 Err(error) => (None, Some(Err(error))),
             };

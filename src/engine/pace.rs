@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-/// How long a step should take at most while no sequence decodes. Much shorter steps would compute prompts more slowly,
-/// because each step reads all weights.
-const PREFILL_STEP: Duration = Duration::from_millis(500);
+/// How long a step should take at most while no sequence decodes. A new task waits for up to two such steps. Much shorter
+/// ones would compute prompts more slowly, because each step reads all weights.
+const PREFILL_STEP: Duration = Duration::from_millis(250);
 /// How long a step should take at most while sequences decode. An answer takes a step for each of its tokens, so the
 /// prompts of others delay each of them. Where a step without prompts takes more than half of this time, prompts may
 /// double the step.
@@ -110,11 +110,11 @@ mod tests {
     }
 
     #[test]
-    fn a_step_takes_half_a_second_at_most_whatever_the_device() {
+    fn a_step_takes_a_quarter_of_a_second_at_most_whatever_the_device() {
         let slow = bounds(20, false, Duration::from_millis(20), Duration::from_millis(6));
-        assert!(slow.iter().all(|bound| (75..=83).contains(bound)), "{slow:?}");
+        assert!(slow.iter().all(|bound| (33..=42).contains(bound)), "{slow:?}");
         let fast = bounds(60, false, Duration::from_millis(20), Duration::from_micros(20));
-        assert!((20_000..=25_000).contains(&fast[59]), "{fast:?}");
+        assert!((9_500..=12_500).contains(&fast[59]), "{fast:?}");
         let slowest = bounds(3, false, Duration::from_millis(200), Duration::from_millis(100));
         assert_eq!(slowest, [MIN_TOKENS; 3]);
     }
@@ -141,7 +141,7 @@ mod tests {
         let mut pace = PromptPace::new();
         for (window, left) in [(50, 25), (400, MIN_TOKENS)] {
             pace.encoded(Duration::from_millis(window));
-            assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 256));
+            assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 128));
             pace.learn(true, 1, Duration::from_millis(20));
             assert_eq!(pace.prompt_tokens(true), 51, "the step after that is as usual");
         }
@@ -152,8 +152,8 @@ mod tests {
         let mut pace = PromptPace::new();
         pace.learn(false, 3, Duration::from_millis(20));
         pace.learn(true, 50, Duration::from_millis(900));
-        assert_eq!(pace.prompt_tokens(false), 256);
-        pace.learn(false, 256, Duration::from_micros(1));
-        assert_eq!(pace.prompt_tokens(false), 282);
+        assert_eq!(pace.prompt_tokens(false), 128);
+        pace.learn(false, 128, Duration::from_micros(1));
+        assert_eq!(pace.prompt_tokens(false), 141);
     }
 }

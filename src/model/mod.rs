@@ -328,6 +328,9 @@ pub enum Advance<P, O> {
     Fed,
     /// It has produced a piece, and continues.
     More(P),
+    /// It goes on from its beginning: it is to encode again, and then to be fed its prompt again. Its window is another
+    /// one now.
+    Again,
     /// It has ended, perhaps with a last piece.
     Done(Option<P>, O),
 }
@@ -362,7 +365,8 @@ pub trait Generate: 'static {
 
     /// Computes one step: feeds each row's sequence what the row says. A sequence whose [`SizedInput::encode_tokens`]
     /// are not 0 has one [`Feed::Encode`] first, whose result is [`Advance::Fed`] unless it ends the sequence. Then it
-    /// is fed the tokens of its prompt, in chunks, and then one token of its answer in each step. Either all rows of a
+    /// is fed the tokens of its prompt, in chunks, and then one token of its answer in each step. After
+    /// [`Advance::Again`] all this follows once more. Either all rows of a
     /// step are [`Feed::Encode`], or none is. A step must be repeatable: an error for the step or for one row leaves
     /// the sequences concerned unchanged, and the step may be computed again with fewer rows.
     ///

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._reply import Classified, Label, Part, Ranked, Reply
+from ._reply import Classified, Label, Part, Ranked, Reply, Segment, Transcript
 from .errors import (
     BadReply,
     BadRequest,
@@ -59,11 +59,13 @@ __all__ = [
     "Ranked",
     "Reply",
     "SconceError",
+    "Segment",
     "Stream",
     "TaskError",
     "TaskTimeout",
     "TextsTruncated",
     "TooLarge",
+    "Transcript",
     "__version__",
 ]
 

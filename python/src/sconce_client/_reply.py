@@ -130,6 +130,27 @@ class Ranked:
     document: str
 
 
+class Segment(NamedTuple):
+    """Some words of a recording."""
+
+    start: float
+    """Seconds from the beginning of the recording."""
+    end: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What is said in a recording."""
+
+    text: str
+    language: str
+    """A code, such as `en`."""
+    duration: float
+    """Seconds of sound."""
+    segments: list[Segment]
+
+
 class Label(NamedTuple):
     """A label, with its probability."""
 

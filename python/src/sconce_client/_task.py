@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Union
 
 from . import _wire
-from ._reply import Classified, Label, Ranked, Reply
+from ._reply import Classified, Label, Ranked, Reply, Segment, Transcript
 from .errors import BadRequest, InputError, TaskError, TextsTruncated, TooLarge
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ PUBLISHED_AT_MOST = 5
 """So often a task is published that the broker never confirms: it may be what the broker closes the channel for."""
 
 Body = Union[bytes, Mapping[str, Any]]
-Scalar = Union[str, int, bool]
+Scalar = Union[str, int, float, bool]
 Texts = Union[str, Sequence[str]]
 Prompt = Union[str, Sequence[Any]]
 Messages = Union[str, Sequence[Mapping[str, Any]]]
-Image = Union[bytes, str, "os.PathLike[str]"]
+File = Union[bytes, str, "os.PathLike[str]"]
 Input = TypeVar("Input", str, Sequence[int])
 T = TypeVar("T")
 
@@ -266,7 +266,7 @@ def score(client: Defaults, text_1: Texts, text_2: Texts, more: Mapping[str, Any
 
 
 def classify_image(
-    client: Defaults, image: Image, content_type: str | None, headers: Mapping[str, Any]
+    client: Defaults, image: File, content_type: str | None, headers: Mapping[str, Any]
 ) -> Call[list[Label]]:
     """One task; the message's body is the file itself."""
     file = image if isinstance(image, bytes) else Path(image).read_bytes()
@@ -275,6 +275,30 @@ def classify_image(
     def gather(replies: Sequence[Answer]) -> list[Label]:
         found = (item for reply in replies if isinstance(reply, Reply) for item in reply.json())
         return [Label(item["label"], item["score"]) for item in found]
+
+    return Call([task], gather)
+
+
+def transcribe(
+    client: Defaults, sound: File, content_type: str | None, translate: bool, more: Mapping[str, Any]
+) -> Call[Transcript]:
+    """One task; the message's body is the file itself, and the parameters are headers."""
+    if "response_format" in more:
+        raise TypeError("transcribe returns a Transcript: for another response_format there is request")
+    file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
+    headers = {
+        name: json.dumps(value) if isinstance(value, (Mapping, list, tuple)) else value
+        for name, value in fields({**more, "response_format": "verbose_json"}).items()
+    }
+    url = "/v1/audio/translations" if translate else "/v1/audio/transcriptions"
+    task = client._task(file, url=url, content_type=content_type or sound_type(file), headers=headers)
+
+    def gather(replies: Sequence[Answer]) -> Transcript:
+        [reply] = replies
+        assert isinstance(reply, Reply)
+        body = reply.json()
+        segments = [Segment(one["start"], one["end"], one["text"]) for one in body["segments"]]
+        return Transcript(body["text"], body["language"], body["duration"], segments)
 
     return Call([task], gather)
 
@@ -299,6 +323,19 @@ def image_type(image: bytes) -> str:
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "image/webp"
     raise ValueError("neither JPEG, PNG nor WebP: pass content_type")
+
+
+def sound_type(sound: bytes) -> str:
+    """The content type of a recording, by its first bytes. Raises ValueError for what sconce does not read."""
+    if sound[:4] == b"RIFF" and sound[8:12] == b"WAVE":
+        return "audio/wav"
+    if sound.startswith(b"fLaC"):
+        return "audio/flac"
+    if sound.startswith(b"OggS"):
+        return "audio/ogg"
+    if sound.startswith(b"ID3") or (sound[:1] == b"\xff" and sound[1:2] >= b"\xe0"):
+        return "audio/mpeg"
+    raise ValueError("neither WAV, FLAC, Ogg nor MP3: pass content_type")
 
 
 def fields(more: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from pika.channel import Channel
 from pika.exceptions import AMQPError
 
 from . import _broker, _task, _wire, errors
-from ._reply import Classified, Label, Part, Ranked, Reply
-from ._task import Answer, Body, Call, Defaults, Image, Messages, Prompt, Task, TaskOptions, Texts
+from ._reply import Classified, Label, Part, Ranked, Reply, Transcript
+from ._task import Answer, Body, Call, Defaults, File, Messages, Prompt, Task, TaskOptions, Texts
 from ._wire import Runs
 from .errors import InputError, TaskError
 
@@ -153,10 +153,19 @@ class Client(Defaults):
         return self._gather(_task.classify(self, texts, rows_per_task, more))
 
     def classify_image(
-        self, image: Image, content_type: str | None = None, *, top_k: int | None = None, **more: Any
+        self, image: File, content_type: str | None = None, *, top_k: int | None = None, **more: Any
     ) -> list[Label]:
         """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, or its bytes."""
         return self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
+
+    def transcribe(
+        self, sound: File, content_type: str | None = None, *, translate: bool = False, **more: Any
+    ) -> Transcript:
+        """What is said in a recording: a WAV, FLAC, MP3 or Ogg Vorbis file, as its path or its bytes.
+
+        With `translate` the text is English. `more` are the fields of such a request, such as `language`.
+        """
+        return self._gather(_task.transcribe(self, sound, content_type, translate, more))
 
     def complete(self, prompt: Prompt, **more: Any) -> Reply:
         """Continues a text. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the text."""

@@ -51,6 +51,20 @@ async fn a_window_delays_sixteen_decoding_sequences_once_in_eight_steps() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_sequence_that_begins_again_encodes_again_and_keeps_its_pieces() {
+    here(async {
+        let rig = Rig::new("script?sequences=24", 64);
+        let again = with(window(2, 6), json!({"encode_at": 3}));
+        let (again, other) = tokio::join!(rig.run("again", again), rig.run("other", sequence(1, 100)));
+        assert_eq!((again.text(), other.text()), (words(6).as_str(), words(100).as_str()));
+        assert_eq!(other.at, 1_000 + 2 * 400);
+        // A step of 10 ms, the first window, and 3 pieces. Then 8 steps in all between the windows, and 3 pieces.
+        assert!((900..1_000).contains(&again.at), "{}", again.at);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn four_windows_are_encoded_together_while_none_decodes() {
     here(async {
         let rig = Rig::new("script", 64);

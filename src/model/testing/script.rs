@@ -10,6 +10,7 @@
 //! - `step_ms`: the least duration of a step with this sequence.
 //! - `encode_ms`: how long its window is encoded before its prompt. The prompt may then be 0. Windows that are encoded
 //!   together take the sum of their times.
+//! - `encode_at`: before the piece with this number, from 1, the window is encoded a second time.
 //! - `content_type`: the media type of the parts and of the reply. Their bodies are then the numbers alone, not JSON.
 //! - `sequences`: a list that replaces `max_tokens`. There is one sequence for each of its numbers, with so many
 //!   tokens. The reply joins their answers, and each answer is one part.
@@ -84,6 +85,8 @@ struct Sequence {
     fed: usize,
     /// Pieces that were produced.
     given: usize,
+    /// Whether its window was encoded a second time, or is to be.
+    is_second: bool,
 }
 
 /// A task's description of its sequence.
@@ -98,6 +101,7 @@ pub struct Script {
     stream: bool,
     step_ms: u64,
     encode_ms: u64,
+    encode_at: usize,
     content_type: Option<String>,
     fail: Option<Fault>,
     fail_encode: Option<Fault>,
@@ -299,6 +303,10 @@ impl Sequence {
                 return Ok(Advance::Fed);
             }
         }
+        if self.script.encode_at > 0 && self.given == self.script.encode_at && !self.is_second {
+            (self.is_encoded, self.fed, self.is_second) = (false, 0, true);
+            return Ok(Advance::Again);
+        }
         let piece = self.given;
         self.given += 1;
         let is_last = self.given == self.script.max_tokens;
@@ -324,7 +332,10 @@ impl Generate for ScriptNetwork {
         if !is_free {
             return Err(TaskError::new(TaskErrorKind::Internal, format!("slot {} is not free", slot.0)));
         }
-        self.open.insert(slot, Sequence { script: script.clone(), is_encoded: false, fed: 0, given: 0 });
+        self.open.insert(
+            slot,
+            Sequence { script: script.clone(), is_encoded: false, fed: 0, given: 0, is_second: false },
+        );
         Ok(())
     }
 

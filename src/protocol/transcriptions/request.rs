@@ -1,6 +1,8 @@
 //! Reads requests. A recording is the body of the message, with parameters as headers; or a data URL within JSON.
 //! Decides what is accepted and what an absent field means; errors name the field and the value.
 
+use std::ops::RangeInclusive;
+
 use bytes::Bytes;
 use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
@@ -30,6 +32,7 @@ const KEYS: Keys = Keys {
         "task",
         "temperature",
         "timestamp_granularities",
+        "vad",
     ],
     unsupported: &[
         Unsupported { key: "channels", only_value: "\"mix\"" },
@@ -40,13 +43,17 @@ const KEYS: Keys = Keys {
         Unsupported { key: "keywords", only_value: "[]" },
         Unsupported { key: "known_speaker_names", only_value: "[]" },
         Unsupported { key: "known_speaker_references", only_value: "[]" },
-        Unsupported { key: "vad", only_value: "false" },
         Unsupported { key: "vad_filter", only_value: "false" },
     ],
 };
 /// The fields whose value is not text. A header with a text is read as if the text were JSON, since some clients can
 /// only send texts.
-const NOT_TEXT: [&str; 3] = ["stream", "temperature", "timestamp_granularities"];
+const NOT_TEXT: [&str; 4] = ["stream", "temperature", "timestamp_granularities", VAD];
+
+const VAD: &str = "vad";
+const VAD_KEYS: Keys = Keys { taken: &["min_silence_ms", "speech_pad_ms", "threshold"], unsupported: &[] };
+/// The most milliseconds of a field of `vad`.
+const MAX_VAD_MS: u32 = 30_000;
 
 /// A request for the text of a recording.
 #[derive(Clone, Debug, PartialEq)]
@@ -65,6 +72,8 @@ pub struct TranscriptionRequest {
     pub format: Format,
     /// From 0 to 1. If it is 0, doubtful texts are written again with higher temperatures.
     pub temperature: f32,
+    /// How speech is told from silence, which is left out; none: nothing is left out.
+    pub vad: Option<VoiceDetection>,
     /// Whether the text of each finished window is sent as a part of the reply.
     pub stream: bool,
 }
@@ -76,6 +85,23 @@ pub struct Sound {
     pub bytes: Bytes,
     /// Its field in the request, for errors; none if it is the body.
     pub field: Option<&'static str>,
+}
+
+/// How speech is told from silence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct VoiceDetection {
+    /// The probability above which there is speech.
+    pub threshold: f32,
+    /// Milliseconds of silence that end speech. A shorter pause is kept.
+    pub min_silence_ms: u32,
+    /// Milliseconds that are kept before and behind speech.
+    pub speech_pad_ms: u32,
+}
+
+impl Default for VoiceDetection {
+    fn default() -> Self {
+        Self { threshold: 0.5, min_silence_ms: 2_000, speech_pad_ms: 400 }
+    }
 }
 
 /// The language of the text.
@@ -159,9 +185,37 @@ impl TranscriptionRequest {
             prompt: fields.short("prompt", PROMPT_BYTES)?,
             format: named(fields, "response_format", &Format::ALL)?.unwrap_or(Format::Json),
             temperature: temperature(fields)?,
+            vad: voice_detection(fields)?,
             stream: fields.boolean("stream", false)?,
         })
     }
+}
+
+fn voice_detection(fields: &Fields<'_>) -> Result<Option<VoiceDetection>, TaskError> {
+    let raw = match fields.get(VAD) {
+        Some(raw) if raw.get().starts_with('{') => raw,
+        _ => return Ok(fields.boolean(VAD, true)?.then(VoiceDetection::default)),
+    };
+    let within = |error: TaskError| error.at(VAD);
+    let given = Fields::parse(raw.get().as_bytes(), &VAD_KEYS).map_err(within)?;
+    let number = |key: &str, default: f32, range: RangeInclusive<f32>| match given.get(key) {
+        None => Ok(default),
+        Some(raw) => match serde_json::from_str::<f32>(raw.get()) {
+            Ok(number) if range.contains(&number) => Ok(number),
+            _ => {
+                let wanted = format!("a number from {} to {}", range.start(), range.end());
+                Err(wrong(&format!("{VAD}.{key}"), &wanted, raw.get()))
+            }
+        },
+    };
+    let VoiceDetection { threshold, min_silence_ms, speech_pad_ms } = VoiceDetection::default();
+    let ms =
+        |key: &str, default: u32| number(key, default as f32, 0.0..=MAX_VAD_MS as f32).map(|ms| ms as u32);
+    Ok(Some(VoiceDetection {
+        threshold: number("threshold", threshold, 0.01..=0.99)?,
+        min_silence_ms: ms("min_silence_ms", min_silence_ms)?,
+        speech_pad_ms: ms("speech_pad_ms", speech_pad_ms)?,
+    }))
 }
 
 /// The recording in a request of JSON.
@@ -291,6 +345,16 @@ mod tests {
     }
 
     #[test]
+    fn voice_detection_is_on_unless_it_is_switched_off() {
+        let of = |value: Value| raw(b"file", &[("vad", value)]).unwrap().vad;
+        let default = Some(VoiceDetection::default());
+        assert_eq!((raw(b"file", &[]).unwrap().vad, of("true".into())), (default, default));
+        assert_eq!((of(Value::Bool(false)), of("false".into())), (None, None));
+        let given = of(r#"{"threshold": 0.25, "speech_pad_ms": 100}"#.into()).unwrap();
+        assert_eq!(given, VoiceDetection { threshold: 0.25, min_silence_ms: 2_000, speech_pad_ms: 100 });
+    }
+
+    #[test]
     fn the_url_or_the_field_task_asks_for_a_translation() {
         let of = |url: &str, task: Option<&str>| {
             let mut headers: Vec<(&str, Value)> = vec![("url", url.into())];
@@ -328,7 +392,18 @@ mod tests {
                 "timestamp_granularities[0] must be",
             ),
             (r#""keywords":["a"]"#, "keywords", "keywords is not supported here"),
-            (r#""vad":true"#, "vad", "vad is not supported here; leave it out, or send false"),
+            (r#""vad":1"#, "vad", "vad must be true or false, got 1"),
+            (
+                r#""vad":{"threshold":1}"#,
+                "vad.threshold",
+                "vad.threshold must be a number from 0.01 to 0.99, got 1",
+            ),
+            (
+                r#""vad":{"speech_pad_ms":-1}"#,
+                "vad.speech_pad_ms",
+                "vad.speech_pad_ms must be a number from 0 to 30000",
+            ),
+            (r#""vad":{"treshold":0.1}"#, "vad", "treshold is not a field"),
             (
                 r#""langauge":"en""#,
                 "langauge",

@@ -7,17 +7,19 @@ mod options;
 mod rules;
 mod sample;
 mod segments;
+mod speech;
 mod tokens;
 mod windows;
 
 use std::sync::Arc;
 
 pub use self::network::{Prompt, Transcriber};
-pub use self::segments::{Heard, Window};
+pub use self::segments::{Heard, Part, Window};
 
 use self::network::{LanguagePrompt, is_silent};
 use self::options::Options;
 use self::segments::segments;
+use self::speech::Speech;
 use self::tokens::SpeechTokens;
 use self::windows::{Passed, Windows};
 use super::names::ServedNames;
@@ -29,6 +31,7 @@ use crate::model::nets::whisper::config::{MODEL_TYPE, WhisperConfig};
 use crate::model::sequences::sampler::{Seed, seed_of_task};
 use crate::model::sound::decode::Limits;
 use crate::model::sound::features::LogMel;
+use crate::model::sound::voice::{Listener, VoiceDetector};
 use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
     Streaming, TaskError,
@@ -105,6 +108,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
     let processor = TranscribeProcessor {
         names: ServedNames::new(spec),
         log_mel: Arc::new(LogMel::new(config.mels)),
+        voice: Arc::new(VoiceDetector::load()?),
         texts: tokens.texts(),
         context: config.context,
         tokens,
@@ -119,6 +123,7 @@ pub struct TranscribeProcessor {
     tokens: SpeechTokens,
     texts: TokenTexts,
     log_mel: Arc<LogMel>,
+    voice: Arc<VoiceDetector>,
     /// The most tokens of a prompt and its text.
     context: usize,
     options: Options,
@@ -131,7 +136,7 @@ pub struct TranscribeContext {
     language: Option<String>,
     format: Format,
     stream: bool,
-    /// How much of the recording was made into windows.
+    /// How much of the recording was decoded.
     passed: Passed,
 }
 
@@ -178,7 +183,8 @@ impl Processor for TranscribeProcessor {
         let mut message = Message { body: sample::probe().into(), ..Message::default() };
         message.properties.content_type = Some("audio/wav".to_owned());
         // With a temperature of its own the text is written once, and with one so small it is the likeliest.
-        for (name, value) in [("url", TRANSCRIPTIONS_URL), ("temperature", "0.00001")] {
+        // A tone is no speech.
+        for (name, value) in [("url", TRANSCRIPTIONS_URL), ("temperature", "0.00001"), ("vad", "false")] {
             message.properties.headers.insert(name.to_owned(), value.into());
         }
         Some(message)
@@ -188,13 +194,17 @@ impl Processor for TranscribeProcessor {
         let request = TranscriptionRequest::parse(message)?;
         self.names.check(request.model.as_deref())?;
         let prompt = self.prompt(&request, &message.properties)?;
-        let TranscriptionRequest { sound, task, language, format, stream, .. } = request;
+        let TranscriptionRequest { sound, task, language, format, stream, vad, .. } = request;
+        let speech = match &vad {
+            Some(by) => Speech::detected(Listener::new(self.voice.clone()), by),
+            None => Speech::all(),
+        };
         let limits = Limits::of_seconds(self.options.max_seconds);
         let at = move |error: TaskError| match sound.field {
             Some(field) => error.at(field),
             None => error,
         };
-        let windows = Windows::open(sound.bytes, limits, self.log_mel.clone(), prompt).map_err(at)?;
+        let windows = Windows::open(sound.bytes, limits, self.log_mel.clone(), speech, prompt).map_err(at)?;
         let context = TranscribeContext { task, language, format, stream, passed: windows.passed() };
         let windows = windows.map(move |window| window.map_err(at));
         Ok((context, Inputs::Slices(Box::new(windows))))

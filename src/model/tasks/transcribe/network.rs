@@ -1,17 +1,19 @@
-//! The sequences of Whisper: one for each window. Decides when a text ends, and when a doubtful one is written again
-//! with a higher temperature. A step changes a sequence only when its result is known (`Generate::step`).
+//! The sequences of Whisper: one for each window. Decides when a text ends, when a doubtful one is written again with a
+//! higher temperature, and where a text goes on that ends before its window does. A step changes a sequence only when its result is known (`Generate::step`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::rules::{Chosen, Rules};
-use super::segments::{Heard, Window, compression_ratio, text};
+use super::segments::{Heard, TIME_STEP, Window, compression_ratio, text};
 use super::tokens::{Multilingual, SpeechTokens};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::whisper::config::{POSITIONS, WhisperConfig};
 use crate::model::nets::whisper::{Span, Whisper};
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::{Sampler, Seed};
+use crate::model::sound::RATE;
+use crate::model::sound::features::{FRAMES, WINDOW};
 use crate::model::{
     Advance, Advances, Capacity, Encoding, Feed, ForwardError, Generate, Row, SizedInput, Slot, TaskError,
 };
@@ -23,8 +25,16 @@ const TEMPERATURES: [f32; 6] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0];
 const MAX_COMPRESSION: f32 = 2.4;
 /// Below this mean of logarithmic probabilities a text is doubtful.
 const MIN_LOGPROB: f32 = -1.0;
+/// The most texts for a window that are joined.
+const MAX_TEXTS: usize = 6;
+/// The least time from one of them to the next, and the least that is left for the last, in [`TIME_STEP`]s: 1 s.
+const MIN_TIMES: usize = 50;
+/// Frames of features in a [`TIME_STEP`].
+const FRAMES_IN_TIME: usize = 2;
 /// Above this probability there is no speech, unless the text is likely.
 const MIN_NO_SPEECH: f32 = 0.6;
+/// Seconds of a window.
+const WINDOW_SECONDS: f64 = (WINDOW / RATE as usize) as f64;
 /// Texts of speech are short: while some are written, a window is encoded in each so many steps, so that slots do not
 /// stay empty.
 const ENCODING: Encoding = Encoding { interval: 4, batch: 4 };
@@ -98,6 +108,25 @@ struct Sequence {
     logprobs: f32,
     no_speech: f32,
     temperature: f32,
+    /// Where in the window the text began, in [`TIME_STEP`]s.
+    began: usize,
+    /// The texts before this one.
+    before: Texts,
+}
+
+/// Texts of a window that were written one after the other.
+#[derive(Default)]
+struct Texts {
+    /// With times from the beginning of the window.
+    tokens: Vec<u32>,
+    logprobs: f32,
+    /// The numbers of which `logprobs` is the sum.
+    count: usize,
+    /// Of the first text.
+    no_speech: f32,
+    /// The highest.
+    temperature: f32,
+    texts: usize,
 }
 
 /// The tokens that a row computes in a step.
@@ -161,7 +190,6 @@ impl Transcriber {
         for slot in &waiting {
             if let Some(sequence) = self.open.get_mut(slot) {
                 sequence.is_encoded = true;
-                sequence.prompt.features = Arc::default();
             }
         }
         Ok(slots.into_iter().map(|slot| slot.map(|_| Advance::Fed)).collect())
@@ -245,7 +273,7 @@ impl Transcriber {
         }
         let heard = sequence.heard();
         match next_temperature(&sequence.prompt, &heard, &text(&heard.tokens, &self.rules, &self.texts)) {
-            None => Ok(Advance::Done(None, heard)),
+            None => Ok(sequence.end(&heard, &self.rules)),
             Some(temperature) => {
                 sequence.temperature = temperature;
                 sequence.logprobs = 0.0;
@@ -276,6 +304,28 @@ fn probability(logits: &[f32], id: usize) -> f32 {
     logits.get(id).map_or(0.0, |x| (x - most).exp() / sum)
 }
 
+/// Where the model means to go on after a text: how many of its tokens are kept, and at which time, in [`TIME_STEP`]s.
+/// None if the text says that nothing follows. By OpenAI's rule, that is so if it ends with one time, or if no two times
+/// follow each other, which are an end and a beginning.
+fn rest(tokens: &[u32], rules: &Rules) -> Option<(usize, usize)> {
+    let is_time = |at: usize| tokens.get(at).is_some_and(|id| rules.is_time(*id));
+    let last = tokens.len().checked_sub(1)?;
+    if is_time(last) && !last.checked_sub(1).is_some_and(is_time) {
+        return None;
+    }
+    let pair = (1..=last).rfind(|at| is_time(at - 1) && is_time(*at))?;
+    Some((pair, (tokens[pair] - rules.first_time) as usize))
+}
+
+/// The features of the rest of a window, which silence follows. Features of silence are 2 below the largest.
+fn later(features: &[f32], from: usize) -> Vec<f32> {
+    let silence = largest(features) - 2.0;
+    let rest = |bin: &[f32]| {
+        bin[from..].iter().copied().chain(std::iter::repeat_n(silence, from)).collect::<Vec<_>>()
+    };
+    features.chunks_exact(FRAMES).flat_map(rest).collect()
+}
+
 fn out_of_turn() -> TaskError {
     TaskError::internal("a row of a sequence that is not open, or out of turn")
 }
@@ -300,9 +350,50 @@ impl Sequence {
         (self.temperature > 0.0).then(|| Sampler::new(Sampling::at(self.temperature), seed, &[]))
     }
 
+    /// Takes a text that has ended. Goes on in the rest of the window if the model means to.
+    fn end(&mut self, heard: &Heard, rules: &Rules) -> Advance<(), Heard> {
+        let silent = is_silent(heard);
+        let left = (heard.window.seconds / TIME_STEP) as usize;
+        let next = rest(&heard.tokens, rules).filter(|(_, times)| {
+            *times >= MIN_TIMES
+                && self.began + times + MIN_TIMES <= left
+                && self.before.texts + 1 < MAX_TEXTS
+                && !silent
+        });
+        let (kept, times) = next.unwrap_or((heard.tokens.len(), 0));
+        let before = &mut self.before;
+        if before.texts == 0 {
+            before.no_speech = heard.no_speech;
+        }
+        if before.texts == 0 || !silent {
+            let last = rules.first_time + (WINDOW_SECONDS / TIME_STEP) as u32;
+            let shifted =
+                |id: &u32| if rules.is_time(*id) { (*id + self.began as u32).min(last) } else { *id };
+            before.tokens.extend(heard.tokens[..kept].iter().map(shifted));
+            before.logprobs += self.logprobs;
+            before.count += heard.tokens.len() + 1;
+            before.temperature = before.temperature.max(heard.temperature);
+        }
+        before.texts += 1;
+        if next.is_none() {
+            let Texts { tokens, logprobs, count, no_speech, temperature, .. } = std::mem::take(before);
+            let avg_logprob = logprobs / count as f32;
+            return Advance::Done(
+                None,
+                Heard { tokens, avg_logprob, no_speech, temperature, ..heard.clone() },
+            );
+        }
+        self.began += times;
+        self.prompt.features = later(&self.prompt.features, times * FRAMES_IN_TIME).into();
+        (self.is_encoded, self.fed, self.logprobs) = (false, 0, 0.0);
+        self.temperature = self.prompt.temperature;
+        self.answer.clear();
+        Advance::Again
+    }
+
     fn heard(&self) -> Heard {
         Heard {
-            window: self.prompt.window,
+            window: self.prompt.window.clone(),
             language: self.language,
             tokens: self.answer.clone(),
             avg_logprob: self.logprobs / (self.answer.len() + 1) as f32,
@@ -334,6 +425,8 @@ impl Generate for Transcriber {
             logprobs: 0.0,
             no_speech: 0.0,
             temperature: prompt.temperature,
+            began: 0,
+            before: Texts::default(),
             prompt: prompt.clone(),
         };
         self.open.insert(slot, sequence);
@@ -400,6 +493,29 @@ mod tests {
         assert_eq!(next(&heard(-1.1, 0.1, 1.0), speech), None, "it was written often enough");
         assert_eq!(next(&heard(-1.1, 0.7, 0.0), speech), None, "there is no speech");
         assert_eq!(next_temperature(&prompt(0.2), &heard(-1.1, 0.1, 0.2), speech), None, "as requested");
+    }
+
+    #[test]
+    fn a_text_goes_on_at_its_last_beginning_unless_it_has_an_end_alone() {
+        let rules = Rules { end: 5, first_time: 10, ..Rules::default() };
+        for (tokens, expected) in [
+            (&[10, 0, 30, 30][..], Some((3, 20))),
+            (&[10, 0, 30, 35, 1], Some((3, 25))),
+            (&[10, 0, 30, 35, 1, 40], None),
+            (&[10, 0, 30], None),
+            (&[10, 0], None),
+            (&[], None),
+        ] {
+            assert_eq!(rest(tokens, &rules), expected, "{tokens:?}");
+        }
+    }
+
+    #[test]
+    fn the_features_of_the_rest_of_a_window_are_followed_by_silence() {
+        let features: Vec<f32> = (0..2 * FRAMES).map(|at| at as f32 / FRAMES as f32).collect();
+        let later = later(&features, FRAMES - 1);
+        assert_eq!((later[0], later[FRAMES]), (features[FRAMES - 1], features[2 * FRAMES - 1]));
+        assert!(later[1..FRAMES].iter().all(|it| *it == features[2 * FRAMES - 1] - 2.0));
     }
 
     #[test]

@@ -29,8 +29,12 @@ pub fn probe() -> Vec<u8> {
 pub fn recordings(texts: &[String]) -> Sample {
     let samples: Vec<u8> = texts.iter().flat_map(|text| sound(text)).collect();
     let url = format!("data:audio/wav;base64,{}", STANDARD.encode(wav(&samples)));
-    // Each window is written once.
-    Sample::json(TRANSCRIPTIONS_URL, &json!({"file_url": url, "temperature": 1e-5}), texts.len())
+    // Each window is written once. No tone is speech.
+    Sample::json(
+        TRANSCRIPTIONS_URL,
+        &json!({"file_url": url, "temperature": 1e-5, "vad": false}),
+        texts.len(),
+    )
 }
 
 /// The sound for a text, in 8 bits.

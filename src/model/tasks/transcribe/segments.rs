@@ -2,6 +2,7 @@
 //! Pure.
 
 use std::io::Write as _;
+use std::sync::Arc;
 
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
@@ -10,13 +11,42 @@ use super::rules::Rules;
 use crate::model::load::vocabulary::TokenTexts;
 use crate::protocol::transcriptions::Segment;
 
-/// The place of a window in its recording.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// The place of a window in its recording. Its sound may be several parts of the recording, back to back.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Window {
-    /// Seconds from the beginning of the recording.
-    pub start: f64,
+    /// Its parts in their order; the first begins at 0.
+    pub parts: Arc<[Part]>,
     /// Seconds of sound in it, 30 at most.
     pub seconds: f64,
+}
+
+/// Where a part of a window was in the recording.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Part {
+    /// Its beginning, in seconds of the window.
+    pub at: f64,
+    /// Its beginning, in seconds of the recording.
+    pub from: f64,
+}
+
+impl Window {
+    /// The second of the recording in which the window begins.
+    pub fn start(&self) -> f64 {
+        self.parts.first().map_or(0.0, |part| part.from)
+    }
+
+    /// The second of the recording at which a segment begins that begins at this second of the window.
+    fn beginning(&self, at: f64) -> f64 {
+        let part = self.parts.iter().rfind(|part| part.at <= at);
+        part.map_or(at, |part| part.from + (at - part.at))
+    }
+
+    /// As [`Window::beginning`], of its end. Between two parts, a segment ends with the first, and begins with the
+    /// second.
+    fn end(&self, at: f64) -> f64 {
+        let part = self.parts.iter().rfind(|part| part.at < at);
+        part.map_or_else(|| self.beginning(at), |part| part.from + (at - part.at))
+    }
 }
 
 /// What was heard in a window.
@@ -37,7 +67,7 @@ pub struct Heard {
 }
 
 /// Seconds from one time to the next.
-const TIME_STEP: f64 = 0.02;
+pub const TIME_STEP: f64 = 0.02;
 
 /// The text of tokens, without times and special tokens.
 pub fn text(tokens: &[u32], rules: &Rules, texts: &TokenTexts) -> String {
@@ -56,17 +86,18 @@ pub fn compression_ratio(text: &str) -> f32 {
 
 /// The segments of a window.
 pub fn segments(heard: &Heard, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
-    let Window { start, seconds } = heard.window;
-    let end = start + seconds;
+    let window = &heard.window;
     let ratio = compression_ratio(&text(&heard.tokens, rules, texts));
     let segment = |span: Span<'_>| {
         let text = text(span.tokens, rules, texts);
         // The model hears 30 s, and may place the end of a shorter recording in the silence after it.
-        let begins = (start + span.start).min(end);
+        let begins = span.start.min(window.seconds);
+        let ends = span.end.unwrap_or(window.seconds).clamp(begins, window.seconds);
+        let start = window.beginning(begins);
         let segment = Segment {
-            window: start,
-            start: begins,
-            end: span.end.map_or(end, |at| (start + at).clamp(begins, end)),
+            window: window.start(),
+            start,
+            end: window.end(ends).max(start),
             tokens: span.tokens.to_vec(),
             temperature: heard.temperature,
             avg_logprob: heard.avg_logprob,
@@ -121,13 +152,19 @@ mod tests {
 
     fn heard(tokens: &[u32]) -> Heard {
         Heard {
-            window: Window { start: 30.0, seconds: 2.0 },
+            window: window(),
             language: None,
             tokens: tokens.to_vec(),
             avg_logprob: -0.5,
             no_speech: 0.25,
             temperature: 0.0,
         }
+    }
+
+    /// It begins at 30 s, and leaves out 10 s after its first second.
+    fn window() -> Window {
+        let parts = [Part { at: 0.0, from: 30.0 }, Part { at: 1.0, from: 41.0 }];
+        Window { parts: parts.into(), seconds: 2.0 }
     }
 
     /// Times and texts.
@@ -147,12 +184,21 @@ mod tests {
 
     #[test]
     fn the_last_segment_may_lack_its_end_and_none_goes_beyond_the_sound() {
-        assert_eq!(found(&[20, 0]), [(30.2, 32.0, " a".to_owned())]);
-        assert_eq!(found(&[10, 0, 200]), [(30.0, 32.0, " a".to_owned())]);
-        assert_eq!(found(&[200, 0, 210]), [(32.0, 32.0, " a".to_owned())]);
+        assert_eq!(found(&[20, 0]), [(30.2, 42.0, " a".to_owned())]);
+        assert_eq!(found(&[10, 0, 200]), [(30.0, 42.0, " a".to_owned())]);
+        assert_eq!(found(&[200, 0, 210]), [(42.0, 42.0, " a".to_owned())]);
         assert_eq!(found(&[0, 30]), [(30.0, 30.4, " a".to_owned())]);
         assert!(found(&[10, 2, 30]).is_empty(), "a blank is no text");
         assert!(found(&[]).is_empty());
+    }
+
+    #[test]
+    fn times_are_those_of_the_recording() {
+        let (start, end) = (window().beginning(0.5), window().end(1.0));
+        assert_eq!((start, end), (30.5, 31.0));
+        assert_eq!((window().beginning(1.0), window().end(1.5)), (41.0, 41.5));
+        let whole = Window { seconds: 2.0, ..Window::default() };
+        assert_eq!((whole.beginning(1.0), whole.end(0.0)), (1.0, 0.0));
     }
 
     #[test]

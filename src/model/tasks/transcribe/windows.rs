@@ -1,7 +1,7 @@
-//! Makes the windows of a recording on demand: decodes it block by block, cuts it into pieces of at most 30 s, and
-//! computes their features. Decides where a recording is cut: at the quietest place near the end of a window, so that
-//! few words are divided. A window that is silent is left out, because Whisper invents a word for it. Holds one window
-//! of sound.
+//! Makes the windows of a recording on demand: decodes it block by block, drops what is no speech, cuts it into pieces of
+//! at most 30 s, and computes their features. Decides where a recording is cut: near the end of a window, where silence
+//! was dropped, or else at the quietest place, so that few words are divided. A window that is silent is left out,
+//! because Whisper invents a word for it. Holds one window of sound.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 
 use super::network::Prompt;
-use super::segments::Window;
+use super::speech::Speech;
 use crate::model::sequences::sampler::Seed;
 use crate::model::sound::RATE;
 use crate::model::sound::decode::{Channels, Limits, Recording};
@@ -31,24 +31,20 @@ const SYLLABLE: usize = RATE as usize / 10;
 /// dB louder.
 const SILENCE: f32 = 1e-6;
 
-/// The samples of a recording that were made into windows, or were silent. Written by the thread that makes windows, and
-/// read when the reply is written.
+/// The samples of a recording that were decoded. Written by the thread that makes windows, and read when the reply is
+/// written.
 #[derive(Clone, Debug, Default)]
 pub struct Passed(Arc<AtomicU64>);
 
 impl Passed {
     /// The same in seconds.
     pub fn seconds(&self) -> f64 {
-        seconds(self.0.load(Ordering::Relaxed))
+        self.0.load(Ordering::Relaxed) as f64 / f64::from(RATE)
     }
 
     fn add(&self, samples: usize) {
         self.0.fetch_add(samples as u64, Ordering::Relaxed);
     }
-}
-
-fn seconds(samples: u64) -> f64 {
-    samples as f64 / f64::from(RATE)
 }
 
 /// The windows of a recording.
@@ -57,9 +53,8 @@ pub struct Windows {
     log_mel: Arc<LogMel>,
     /// What all windows have in common.
     prompt: Prompt,
-    /// Decoded samples that are in no window yet.
-    samples: Vec<f32>,
-    /// Samples of the windows so far, silent ones included.
+    /// What was decoded and is in no window yet.
+    speech: Speech,
     passed: Passed,
     /// The number of windows so far.
     count: u64,
@@ -67,7 +62,7 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Reads the header of a recording. Its windows are made from `prompt`.
+    /// Reads the header of a recording. Its windows are made from `prompt` and of what `speech` keeps.
     ///
     /// # Errors
     /// The file is of no supported format, is broken, or declares more than the limits allow.
@@ -75,14 +70,15 @@ impl Windows {
         file: Bytes,
         limits: Limits,
         log_mel: Arc<LogMel>,
+        speech: Speech,
         prompt: Prompt,
     ) -> Result<Self, TaskError> {
         let recording = Recording::open(Cursor::new(file), limits, Channels::Mix)?;
-        let (samples, passed) = (Vec::new(), Passed::default());
-        Ok(Self { recording, log_mel, prompt, samples, passed, count: 0, is_decoded: false })
+        let passed = Passed::default();
+        Ok(Self { recording, log_mel, prompt, speech, passed, count: 0, is_decoded: false })
     }
 
-    /// How much of the recording was made into windows; also later on.
+    /// How much of the recording was decoded; also later on.
     pub fn passed(&self) -> Passed {
         self.passed.clone()
     }
@@ -91,9 +87,14 @@ impl Windows {
     fn decode(&mut self) -> Result<(), TaskError> {
         for _ in 0..BLOCKS {
             match self.recording.next_block()? {
-                Some(block) => self.samples.extend(block.into_iter().next().unwrap_or_default()),
+                Some(block) => {
+                    let samples = block.into_iter().next().unwrap_or_default();
+                    self.passed.add(samples.len());
+                    self.speech.push(&samples);
+                }
                 None => {
                     self.is_decoded = true;
+                    self.speech.end();
                     break;
                 }
             }
@@ -103,15 +104,20 @@ impl Windows {
 
     /// The window of the first samples; none if it is silent.
     fn window(&mut self) -> Option<SizedInput<Prompt>> {
-        let all = &self.samples;
-        let length = if all.len() <= WINDOW { all.len() } else { cut(&all[..WINDOW]) };
-        let window = Window { start: self.passed.seconds(), seconds: seconds(length as u64) };
-        let features = (!is_silent(&all[..length])).then(|| self.log_mel.features(&all[..length]));
+        let kept = self.speech.kept();
+        let length = if kept.len() <= WINDOW {
+            kept.len()
+        } else {
+            let last = self.speech.cuts().rfind(|at| *at <= WINDOW);
+            last.filter(|at| *at > WINDOW - CUT).unwrap_or_else(|| cut(&kept[..WINDOW]))
+        };
+        let (sound, window) = self.speech.take(length);
         let seed = Seed { sequence: self.count, ..self.prompt.seed };
-        self.samples.drain(..length);
-        self.passed.add(length);
         self.count += 1;
-        let features = features?.into();
+        if is_silent(&sound) {
+            return None;
+        }
+        let features = self.log_mel.features(&sound).into();
         Some(Prompt { features, window, seed, ..self.prompt.clone() }.sized())
     }
 }
@@ -121,19 +127,19 @@ impl Iterator for Windows {
 
     /// For a slice, either a few blocks are decoded, and there is no window, or a window is made.
     fn next(&mut self) -> Option<Self::Item> {
-        if !self.is_decoded && self.samples.len() <= WINDOW {
+        if !self.is_decoded && self.speech.kept().len() <= WINDOW {
             if let Err(error) = self.decode() {
                 self.is_decoded = true;
-                self.samples.clear();
+                self.speech = Speech::all();
                 return Some(Err(error));
             }
             return Some(Ok(Vec::new()));
         }
-        (!self.samples.is_empty()).then(|| Ok(self.window().into_iter().collect()))
+        (!self.speech.kept().is_empty()).then(|| Ok(self.window().into_iter().collect()))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let is_over = self.is_decoded && self.samples.is_empty();
+        let is_over = self.is_decoded && self.speech.kept().is_empty();
         (usize::from(!is_over), is_over.then_some(0))
     }
 }

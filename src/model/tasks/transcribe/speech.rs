@@ -1,0 +1,254 @@
+//! Keeps the speech of a recording, and drops the silence. What is kept lies back to back; owns the record of where each
+//! part was in the recording. Decides by the probabilities of a voice detector where speech begins and ends.
+
+use std::sync::Arc;
+
+use super::segments::{Part, Window};
+use crate::model::sound::RATE;
+use crate::model::sound::voice::{CHUNK, Listener};
+use crate::protocol::transcriptions::VoiceDetection;
+
+/// Speech ends below the threshold less this, so that it does not end at each doubtful sound.
+const HYSTERESIS: f32 = 0.15;
+
+/// The sound of a recording that is to be transcribed.
+pub struct Speech {
+    /// None: all sound is kept.
+    detection: Option<Detection>,
+    kept: Vec<f32>,
+    /// The parts of `kept`, by their beginnings: the sample in `kept`, and the sample in the recording.
+    parts: Vec<(usize, u64)>,
+    /// The samples of the recording so far.
+    heard: u64,
+}
+
+struct Detection {
+    listener: Listener,
+    threshold: f32,
+    /// Samples of silence that end a part.
+    min_silence: usize,
+    /// Samples that are kept before and behind speech.
+    pad: usize,
+    /// Samples that are no whole chunk yet.
+    rest: Vec<f32>,
+    /// While there is no speech: the last samples, `pad` at most.
+    before: Vec<f32>,
+    is_speech: bool,
+    /// While there is speech: samples since the detector heard it last.
+    silent: usize,
+}
+
+impl Speech {
+    /// Keeps all sound.
+    pub fn all() -> Self {
+        Self { detection: None, kept: Vec::new(), parts: Vec::new(), heard: 0 }
+    }
+
+    /// Keeps what the listener takes for speech.
+    pub fn detected(listener: Listener, by: &VoiceDetection) -> Self {
+        let samples = |ms: u32| (u64::from(ms) * u64::from(RATE) / 1_000) as usize;
+        let detection = Detection {
+            listener,
+            threshold: by.threshold,
+            min_silence: samples(by.min_silence_ms),
+            pad: samples(by.speech_pad_ms),
+            rest: Vec::new(),
+            before: Vec::new(),
+            is_speech: false,
+            silent: 0,
+        };
+        Self { detection: Some(detection), ..Self::all() }
+    }
+
+    /// What is kept and was not taken.
+    pub fn kept(&self) -> &[f32] {
+        &self.kept
+    }
+
+    /// The beginnings of parts in what is kept, except at its start.
+    pub fn cuts(&self) -> impl DoubleEndedIterator<Item = usize> {
+        self.parts.iter().map(|(at, _)| *at).filter(|at| *at > 0)
+    }
+
+    /// Takes the next samples of the recording.
+    pub fn push(&mut self, samples: &[f32]) {
+        let Some(detection) = &mut self.detection else { return self.keep(samples) };
+        detection.rest.extend_from_slice(samples);
+        let whole = detection.rest.len() / CHUNK * CHUNK;
+        let chunks: Vec<f32> = detection.rest.drain(..whole).collect();
+        self.judge(&chunks);
+    }
+
+    /// The recording has ended.
+    pub fn end(&mut self) {
+        let rest = self.detection.as_mut().map(|it| std::mem::take(&mut it.rest)).unwrap_or_default();
+        self.judge(&rest);
+        if self.detection.as_ref().is_some_and(|it| it.is_speech) {
+            self.end_part();
+        }
+    }
+
+    fn judge(&mut self, chunks: &[f32]) {
+        let Some(detection) = &mut self.detection else { return };
+        let probabilities = detection.listener.probabilities(chunks);
+        for (chunk, probability) in chunks.chunks(CHUNK).zip(probabilities) {
+            self.decide(chunk, probability);
+        }
+    }
+
+    fn decide(&mut self, chunk: &[f32], probability: f32) {
+        let Some(detection) = &mut self.detection else { return };
+        let begins = probability >= detection.threshold;
+        if !detection.is_speech && !begins {
+            detection.before.extend_from_slice(chunk);
+            let beyond = detection.before.len().saturating_sub(detection.pad);
+            detection.before.drain(..beyond);
+            self.heard += chunk.len() as u64;
+            return;
+        }
+        if !detection.is_speech {
+            detection.is_speech = true;
+            let before = std::mem::take(&mut detection.before);
+            self.heard -= before.len() as u64;
+            self.keep(&before);
+        }
+        self.keep(chunk);
+        let Some(detection) = &mut self.detection else { return };
+        let is_silent = probability < detection.threshold - HYSTERESIS || detection.silent > 0 && !begins;
+        detection.silent = if is_silent { detection.silent + chunk.len() } else { 0 };
+        if detection.silent > 0 && detection.silent >= detection.min_silence {
+            self.end_part();
+        }
+    }
+
+    /// Keeps samples that follow in the recording.
+    fn keep(&mut self, samples: &[f32]) {
+        if samples.is_empty() {
+            return;
+        }
+        let follows =
+            self.parts.last().is_some_and(|(at, from)| from + (self.kept.len() - at) as u64 == self.heard);
+        if !follows {
+            self.parts.push((self.kept.len(), self.heard));
+        }
+        self.kept.extend_from_slice(samples);
+        self.heard += samples.len() as u64;
+    }
+
+    /// Speech has ended: drops the silence behind it, except for the pad.
+    fn end_part(&mut self) {
+        let Some(detection) = &mut self.detection else { return };
+        // Some of the silence may be in a window already.
+        let dropped = detection.silent.saturating_sub(detection.pad).min(self.kept.len());
+        let silence = self.kept.split_off(self.kept.len() - dropped);
+        detection.before.extend_from_slice(&silence[silence.len().saturating_sub(detection.pad)..]);
+        (detection.is_speech, detection.silent) = (false, 0);
+        let end = self.kept.len();
+        self.parts.retain(|(at, _)| *at < end);
+    }
+
+    /// Takes the first samples, and says where in the recording they were.
+    pub fn take(&mut self, samples: usize) -> (Vec<f32>, Window) {
+        let seconds = |samples: u64| samples as f64 / f64::from(RATE);
+        let within = self.parts.iter().take_while(|(at, _)| *at < samples);
+        let parts: Arc<[Part]> =
+            within.map(|(at, from)| Part { at: seconds(*at as u64), from: seconds(*from) }).collect();
+        // The part in which the rest begins is the last that begins at or before it.
+        let first = self.parts.iter().rposition(|(at, _)| *at <= samples).unwrap_or(0);
+        self.parts.drain(..first);
+        for (at, from) in &mut self.parts {
+            *from += samples.saturating_sub(*at) as u64;
+            *at = at.saturating_sub(samples);
+        }
+        let rest = self.kept.split_off(samples);
+        let taken = std::mem::replace(&mut self.kept, rest);
+        let window = Window { parts, seconds: seconds(taken.len() as u64) };
+        if self.kept.is_empty() {
+            self.parts.clear();
+        }
+        (taken, window)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::sound::voice::VoiceDetector;
+
+    /// Sound whose samples are their numbers in chunks.
+    fn speech(probabilities: &[f32], min_silence_ms: u32, speech_pad_ms: u32) -> Speech {
+        let listener = Listener::new(Arc::new(VoiceDetector::load().unwrap()));
+        let by = VoiceDetection { threshold: 0.5, min_silence_ms, speech_pad_ms };
+        let mut speech = Speech::detected(listener, &by);
+        for (number, probability) in probabilities.iter().enumerate() {
+            speech.decide(&[number as f32; CHUNK], *probability);
+        }
+        speech.end();
+        speech
+    }
+
+    /// The numbers of the chunks that are kept, in the windows of `most` chunks, with the chunks at which parts begin.
+    fn windows(speech: &mut Speech, most: usize) -> Vec<(Vec<usize>, Vec<(usize, usize)>)> {
+        let chunk = |seconds: f64| (seconds * f64::from(RATE) / CHUNK as f64).round() as usize;
+        let mut windows = Vec::new();
+        while !speech.kept().is_empty() {
+            let (sound, window) = speech.take(speech.kept().len().min(most * CHUNK));
+            let numbers = sound.chunks(CHUNK).map(|chunk| chunk[0] as usize).collect();
+            windows.push((
+                numbers,
+                window.parts.iter().map(|part| (chunk(part.at), chunk(part.from))).collect(),
+            ));
+        }
+        windows
+    }
+
+    /// Two chunks are 64 ms.
+    const TWO: u32 = 64;
+
+    #[test]
+    fn silence_is_dropped_and_a_pad_is_kept_around_speech() {
+        let mut quiet = speech(&[0.0, 0.4, 0.1], TWO, 32);
+        assert!(windows(&mut quiet, 9).is_empty());
+        //                     0    1    2    3    4    5    6    7    8    9
+        let heard: [f32; 10] = [0.0, 0.0, 0.9, 0.4, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0];
+        let mut of = speech(&heard, 2 * TWO, 32);
+        assert_eq!(windows(&mut of, 9), [(vec![1, 2, 3, 4, 7, 8, 9], vec![(0, 1), (4, 7)])]);
+        let mut of = speech(&heard, 2 * TWO, 32);
+        assert_eq!(of.cuts().collect::<Vec<_>>(), [4 * CHUNK]);
+        let all =
+            [(vec![1, 2, 3], vec![(0, 1)]), (vec![4, 7, 8], vec![(0, 4), (1, 7)]), (vec![9], vec![(0, 9)])];
+        assert_eq!(windows(&mut of, 3), all, "a window may have several parts");
+    }
+
+    #[test]
+    fn a_short_pause_and_a_doubtful_sound_are_kept() {
+        let mut of = speech(&[0.9, 0.4, 0.0, 0.4, 0.9, 0.4, 0.4, 0.4], 4 * TWO, 0);
+        assert_eq!(windows(&mut of, 9), [((0..8).collect(), vec![(0, 0)])]);
+        let mut of = speech(&[0.9, 0.0, 0.4, 0.9, 0.0, 0.4, 0.0], TWO, 0);
+        assert_eq!(
+            windows(&mut of, 9),
+            [(vec![0, 3], vec![(0, 0), (1, 3)])],
+            "a doubtful sound does not end silence"
+        );
+    }
+
+    #[test]
+    fn silence_whose_beginning_is_in_a_window_is_dropped_to_there() {
+        let mut of = speech(&[], 4 * TWO, 0);
+        [0.9, 0.0, 0.0, 0.0].iter().enumerate().for_each(|(at, it)| of.decide(&[at as f32; CHUNK], *it));
+        assert_eq!(of.take(3 * CHUNK).0.len(), 3 * CHUNK);
+        (4..9).for_each(|at| of.decide(&[at as f32; CHUNK], 0.0));
+        of.decide(&[9.0; CHUNK], 0.9);
+        of.end();
+        assert_eq!(windows(&mut of, 9), [(vec![9], vec![(0, 9)])]);
+    }
+
+    #[test]
+    fn without_detection_everything_is_kept() {
+        let mut all = Speech::all();
+        (0..5).for_each(|at| all.push(&[at as f32; CHUNK]));
+        all.end();
+        let expected = [(vec![0, 1, 2], vec![(0, 0)]), (vec![3, 4], vec![(0, 3)])];
+        assert_eq!(windows(&mut all, 3), expected);
+    }
+}
