@@ -30,8 +30,6 @@ const CONTROL_PREFETCH: u16 = 1;
 const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The least time between two polls of the pools' queues.
 const QUEUE_POLL_INTERVAL: Duration = Duration::from_secs(15);
-/// How long reading what was withdrawn before may delay the first task.
-const WITHDRAWALS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often to check whether the metrics were read since the last poll of the queues.
 const SCRAPE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before the control exchange is opened again after it was refused or lost.
@@ -231,15 +229,15 @@ async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Wit
     let Some(exchange) = settings.admin.control_exchange.as_ref().filter(|_| settings.broker.declare) else {
         return;
     };
-    withdrawals.expect(true);
+    withdrawals.begin_reading();
     let connector = Connector::new(settings.broker.clone(), format!("sconce {launcher} (withdrawals)"));
-    match read_withdrawals(&connector, exchange, WITHDRAWN_FOR, WITHDRAWALS_TIMEOUT).await {
+    match read_withdrawals(&connector, exchange, WITHDRAWN_FOR).await {
         Ok(entries) => withdrawals.load(&entries, SystemTime::now()),
         Err(reason) => {
             tracing::warn!(exchange, %reason, "cannot read earlier withdrawals; starting without them");
         }
     }
-    withdrawals.expect(false);
+    withdrawals.end_reading();
 }
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.

@@ -40,12 +40,17 @@ impl Withdrawals {
         }
     }
 
-    /// Tells workers whether entries of the broker's stream are still to come. While they are, workers take no tasks.
-    pub fn expect(&self, are_expected: bool) {
-        self.are_expected.send_replace(are_expected);
+    /// The broker's stream is to be read. Until [`Withdrawals::end_reading`], workers take no tasks.
+    pub fn begin_reading(&self) {
+        self.are_expected.send_replace(true);
     }
 
-    /// Changes when [`Withdrawals::expect`] is called.
+    /// Lets workers take tasks: the broker's stream was read, or cannot be read.
+    pub fn end_reading(&self) {
+        self.are_expected.send_replace(false);
+    }
+
+    /// Whether the stream is being read. Slots wait for changes of this.
     pub(super) fn changes(&self) -> watch::Receiver<bool> {
         self.are_expected.subscribe()
     }

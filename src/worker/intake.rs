@@ -32,8 +32,6 @@ const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
 const SUSPENDED_FOR: Duration = Duration::from_secs(10 * 60);
 /// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
 const FOR_EVER: Duration = Duration::from_secs(1 << 32);
-/// How long a session waits for the list of withdrawals, which the launcher may read later than the worker connects.
-const WITHDRAWALS_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the places of tasks are reviewed while nearly all are held.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -153,18 +151,14 @@ impl<'a> Intake<'a> {
         let mut review = tokio::time::interval(REVIEW_INTERVAL);
         review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let withdrawn = self.shared.withdrawn.clone();
-        let mut withdrawals = pin!(timeout(WITHDRAWALS_TIMEOUT, withdrawn.complete()));
+        let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
             tokio::select! {
-                known = &mut withdrawals, if !are_withdrawals_known => {
-                    are_withdrawals_known = true;
-                    if known.is_err() {
-                        tracing::warn!("the launcher has not said what was withdrawn; taking tasks without it");
-                    }
-                }
+                // The launcher may read them later than this worker connects.
+                () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
                 (source, event) = next_of(&mut self.consumers), if are_withdrawals_known => match event? {
                     Event::Delivery(delivery) => self.take(*delivery).await,
                     Event::Lost { source, session } => self.forget(source, session)?,

@@ -1,12 +1,12 @@
-//! Decides which accepted tasks are put off because their requester holds too many places. A place is one of the
-//! messages that the broker grants to this worker. If one requester's slow tasks hold all places, the worker does not
+//! Decides which accepted tasks are put off because their requester holds too many places. A place is one message of the
+//! prefetch that the broker grants to this worker. If one requester's slow tasks hold all places, the worker does not
 //! learn of the tasks of others behind them. To put a task off is to publish it to a retry queue, from which it returns
 //! to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
 //!
 //! A requester is slow if its tasks take longer than [`SLOW`] on average, or if its oldest task has already taken
-//! longer. At most three quarters of the places are for tasks of slow requesters that have **begun**. Once there are as
-//! many, a new task does not begin if its requester is slow and has more than a quarter of the places, counting tasks
-//! that have begun and tasks that wait. It waits until it is put off, or until other tasks have ended.
+//! longer. Once tasks of slow requesters that were **begun** hold three quarters of the places, a slow requester with
+//! more than a quarter of the places begins no further task. Its quarter counts tasks that have begun and tasks that
+//! wait. Such a task waits until it is put off, or until other tasks have ended. Requesters with fewer places go on.
 //!
 //! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its first
 //! part only while fewer than three quarters of the places are held by tasks that stay, or if its requester has at most
@@ -26,20 +26,23 @@ use crate::broker::DeliveryTag;
 const SLOW: Duration = Duration::from_secs(1);
 /// The weight of the latest task in that average.
 const LATEST_WEIGHT: f64 = 0.25;
-/// A task that has not begun is put off without a permit, unless that was done within this time. So the tasks of the
-/// queue are soon all seen.
+/// Within this time, a task that has not begun is put off once without a permit. So the worker soon looks at each task of
+/// the queue, and finds those of other requesters.
 const SEEN_FOR: Duration = Duration::from_secs(10);
-/// The most tasks, and the most bytes of their bodies, that are put off without permits within [`SEEN_FOR`].
+/// The most tasks, and the most bytes of their bodies, that are remembered as put off within [`SEEN_FOR`]. Further ones
+/// take permits.
 const MAX_SEEN: usize = 1_024;
 const MAX_SEEN_BYTES: usize = 64 * 1024 * 1024;
 /// The most permits to put a task off. Their number is bounded because it is not known whether tasks of others wait
 /// behind the tasks that are put off.
 const BURST: f64 = 64.0;
-/// How many permits are renewed in a second, up to [`KEPT_FOR_WAITING`]. A new requester renews all.
+/// How many permits are renewed in a second. They are renewed only up to [`KEPT_FOR_WAITING`]; a new requester brings all
+/// of [`BURST`].
 const RATE: f64 = 2.0;
 /// The shortest time between two bursts. It bounds what a client gains by tasks under ever new names of requesters.
 const BURST_INTERVAL: Duration = Duration::from_secs(5);
-/// A task that has begun is put off only while more permits than this remain, because what was computed of it is lost.
+/// These permits are for tasks that wait. A task that has begun is put off only while more remain, because what was
+/// computed of it is lost.
 const KEPT_FOR_WAITING: f64 = BURST / 2.0;
 /// To put a task off takes one permit more for each time its body has so many bytes, because the broker writes them.
 const BYTES_PER_PERMIT: f64 = 256.0 * 1024.0;
@@ -48,8 +51,8 @@ const BYTES_PER_PERMIT: f64 = 256.0 * 1024.0;
 #[derive(Clone)]
 pub(super) struct Places {
     list: Arc<Mutex<List>>,
-    /// Notified when the answer of [`List::may_stay`] may have changed.
-    may_stay: Arc<Notify>,
+    /// Notified when [`List::try_to_stay`] may have another answer.
+    stay_may_change: Arc<Notify>,
 }
 
 /// A task that was accepted.
@@ -71,7 +74,7 @@ struct List {
     requesters: HashMap<u64, Requester>,
     /// How many of these tasks stay.
     staying: usize,
-    /// The tasks that were put off within [`SEEN_FOR`].
+    /// Tasks that were put off lately.
     seen: Seen,
     /// How many tasks may be put off now.
     permits: f64,
@@ -81,8 +84,8 @@ struct List {
     last_burst: Instant,
     /// The last time at which a task left because it was put off.
     last_put_off: Option<SystemTime>,
-    /// Until then no task is put off, and all begin.
-    suspended: Option<Instant>,
+    /// Until this time no task is put off, and all begin.
+    suspended_until: Option<Instant>,
 }
 
 struct Task {
@@ -146,7 +149,7 @@ struct Requester {
     /// How many of them have begun, and how many wait.
     begun: usize,
     waiting: usize,
-    /// How long its tasks have held their places, on average.
+    /// How long its tasks have held their places: a moving average, which begins at 0.
     average: Duration,
 }
 
@@ -183,6 +186,7 @@ impl Place {
     pub(super) async fn wait_to_be_put_off(&self) {
         loop {
             self.signal.put_off.notified().await;
+            // The task may have decided to stay after the notification.
             if self.places.lock().is_leaving(self.delivery) {
                 return;
             }
@@ -203,7 +207,7 @@ impl Place {
     pub(super) async fn wait_to_stay(&self) {
         loop {
             // Created first, so that no notification is missed.
-            let changed = self.places.may_stay.notified();
+            let changed = self.places.stay_may_change.notified();
             if self.try_to_stay() {
                 return;
             }
@@ -215,7 +219,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.places.lock().leave(self.delivery, Instant::now());
-        self.places.may_stay.notify_waiters();
+        self.places.stay_may_change.notify_waiters();
     }
 }
 
@@ -233,16 +237,16 @@ impl Places {
             last_renewal: now,
             last_burst: now,
             last_put_off: None,
-            suspended: None,
+            suspended_until: None,
         };
-        Self { list: Arc::new(Mutex::new(list)), may_stay: Arc::default() }
+        Self { list: Arc::new(Mutex::new(list)), stay_may_change: Arc::default() }
     }
 
     /// Sets how many unsettled messages of the main queue the broker may send now.
     pub(super) fn set_granted(&self, granted: u16) {
         let before = std::mem::replace(&mut self.lock().granted, granted.into());
         if before != usize::from(granted) {
-            self.may_stay.notify_waiters();
+            self.stay_may_change.notify_waiters();
         }
     }
 
@@ -255,7 +259,7 @@ impl Places {
         Place { places: self.clone(), delivery, signal }
     }
 
-    /// Puts tasks off while too many slow ones have begun. Must be called from time to time, because requesters become
+    /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be called from time to time, because requesters become
     /// slow without any event.
     pub(super) fn review(&self) {
         self.lock().review(Instant::now());
@@ -279,10 +283,10 @@ impl Places {
     pub(super) fn suspend(&self, time: Duration) {
         let now = Instant::now();
         let mut list = self.lock();
-        list.suspended = now.checked_add(time);
+        list.suspended_until = now.checked_add(time);
         list.review(now);
         drop(list);
-        self.may_stay.notify_waiters();
+        self.stay_may_change.notify_waiters();
     }
 
     fn lock(&self) -> MutexGuard<'_, List> {
@@ -296,13 +300,13 @@ impl List {
         (self.granted * 3 / 4).max(1)
     }
 
-    /// Adds a task. It begins at once, unless its requester holds too many places. Then it is put off if that is
-    /// permitted, or else waits.
+    /// Adds a task. It begins at once, unless its requester crowds out others. Then it is put off if that is permitted, or
+    /// else waits.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
         self.renew(now);
         let key = task.arrival.requester;
         if !self.requesters.contains_key(&key) && now >= self.last_burst + BURST_INTERVAL {
-            // A new requester was found behind slow tasks, so that behind further ones there may be more.
+            // A task of another requester came out from behind the slow ones. There may be more.
             (self.permits, self.last_burst) = (BURST, now);
         }
         let requester = self.requesters.entry(key).or_default();
@@ -353,7 +357,7 @@ impl List {
 
     fn renew(&mut self, now: Instant) {
         let elapsed = now.saturating_duration_since(self.last_renewal).as_secs_f64();
-        // So many permits are too few to put off a task that has begun.
+        // Renewed permits are never enough to put off a task that has begun.
         let renewed = (self.permits + RATE * elapsed).min(KEPT_FOR_WAITING);
         (self.permits, self.last_renewal) = (self.permits.max(renewed), now);
     }
@@ -430,7 +434,7 @@ impl List {
     }
 
     fn is_suspended(&self, now: Instant) -> bool {
-        self.suspended.is_some_and(|until| now < until)
+        self.suspended_until.is_some_and(|until| now < until)
     }
 
     fn is_large(&self, requester: &Requester) -> bool {
@@ -467,6 +471,7 @@ impl List {
         self.tasks.get(&delivery).is_some_and(|task| task.state == State::Leaving)
     }
 
+    /// The task stays. It counts as begun again if it was leaving and could not be put off.
     fn stay(&mut self, delivery: DeliveryTag) {
         self.begin(delivery);
         if let Some(task) = self.tasks.get_mut(&delivery) {

@@ -1,5 +1,6 @@
-//! Remembers which jobs and which runs of `sconce stop` were withdrawn, because their messages may arrive from the
-//! queue after the withdrawal. Owns that list.
+//! Remembers which jobs (runs of `sconce submit`) and which runs of `sconce stop` a user has withdrawn. Their messages may
+//! arrive from the queue later: the tasks of such a job are answered as cancelled, and such sentinels are ignored. Owns
+//! that list.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -43,7 +44,7 @@ impl Withdrawn {
     }
 
     /// Returns when the list is complete.
-    pub(super) async fn complete(&self) {
+    pub(super) async fn wait_until_complete(&self) {
         // An error would mean that the sender is dropped, which is part of `self`.
         let _ = self.0.is_incomplete.subscribe().wait_for(|is_incomplete| !is_incomplete).await;
     }

@@ -1,7 +1,7 @@
 //! Writes and reads the stream that keeps withdrawals (of jobs, and of runs of `sconce stop`) for launchers that start
 //! later. The stream is bound to the control exchange. Owns no connection for longer than one call.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::StreamExt as _;
 use lapin::options::{
@@ -13,7 +13,7 @@ use lapin::{Channel, Connection, Error, ExchangeKind};
 use tokio::time::timeout;
 
 use super::admin::connect;
-use super::cause::refused;
+use super::cause::{Cause, refused};
 use super::connect::Connector;
 use super::convert::{properties_from, properties_to, short};
 use super::topology::declare_stream;
@@ -26,8 +26,12 @@ const KEY: &str = "withdrawal";
 const STREAM_BYTES: u32 = 5_000_000;
 /// The largest body that is read, in bytes. Entries with larger ones are ignored.
 const ENTRY_BYTES: usize = 1_024;
-/// The pause between two attempts to connect.
-const RECONNECT_DELAY: Duration = Duration::from_millis(500);
+/// The pause between two attempts to read the stream.
+const RETRY_DELAY: Duration = Duration::from_millis(500);
+/// The longest time for which a broker that accepts connections may lack the stream.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long reading the stream may take.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
 /// How many unacknowledged entries the broker sends.
 const PREFETCH: u16 = 200;
 
@@ -59,35 +63,46 @@ pub(super) async fn add(
 }
 
 /// Reads the entries that were published to `exchange` in the last `max_age` by this host's clock, oldest first. A few
-/// older ones may be among them, because the broker finds the beginning only roughly. Until a broker accepts the
-/// connection, tries again without limit; after that, reading ends within `limit`.
+/// older ones may be among them, because the broker finds the beginning only roughly. Tries again while no broker accepts
+/// the connection, and while a broker that is starting lacks the stream.
 ///
 /// # Errors
-/// The broker refuses, or the end is not reached in time.
+/// The broker refuses, or the end of the stream is not reached in time.
 pub async fn read_withdrawals(
     connector: &Connector,
     exchange: &str,
     max_age: Duration,
-    limit: Duration,
 ) -> Result<Vec<Message>, BrokerError> {
-    let (connection, broker) = loop {
-        match connect(connector).await {
-            Ok(connected) => break connected,
-            // The workers log why.
-            Err(error) => tracing::debug!(%error, "withdrawals cannot be read yet"),
+    let mut connected_since = None;
+    loop {
+        // The workers log why.
+        if let Ok((connection, broker)) = connect(connector).await {
+            let since = *connected_since.get_or_insert_with(Instant::now);
+            let is_late = since.elapsed() > START_TIMEOUT;
+            match timeout(READ_TIMEOUT, read(&connection, exchange, max_age)).await {
+                Ok(Ok(Some(entries))) => {
+                    let _ = connection.close(200, "done".into()).await;
+                    return Ok(entries);
+                }
+                Ok(Err(error)) if !is_late && may_pass(&error) => {}
+                Ok(Err(error)) => return Err(refused(broker, &error)),
+                Ok(Ok(None)) => {
+                    let reason = "the broker ended the consumer before the last entry".to_owned();
+                    return Err(BrokerError::Refused { broker, reason });
+                }
+                Err(_) => {
+                    let reason = format!("no end of the stream within {READ_TIMEOUT:?}");
+                    return Err(BrokerError::Refused { broker, reason });
+                }
+            }
         }
-        tokio::time::sleep(RECONNECT_DELAY).await;
-    };
-    let entries = match timeout(limit, read(&connection, exchange, max_age)).await {
-        Ok(read) => read.map_err(|error| refused(broker.clone(), &error))?,
-        Err(_) => {
-            let reason = format!("no end of the stream within {limit:?}");
-            return Err(BrokerError::Refused { broker, reason });
-        }
-    };
-    let _ = connection.close(200, "done".into()).await;
-    let reason = "the broker ended the consumer before the last entry".to_owned();
-    entries.ok_or(BrokerError::Refused { broker, reason })
+        tokio::time::sleep(RETRY_DELAY).await;
+    }
+}
+
+/// Whether a broker that is starting gives this error: it cannot reach a stream before it has read it from its disk.
+fn may_pass(error: &Error) -> bool {
+    matches!(Cause::of(error), Cause::Away | Cause::Connection | Cause::LimitReached | Cause::Other)
 }
 
 /// Returns the entries, or `None` if the consumer ended before the last of them.

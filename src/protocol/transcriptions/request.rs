@@ -4,6 +4,7 @@
 use std::ops::RangeInclusive;
 
 use bytes::Bytes;
+use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
 
@@ -51,9 +52,8 @@ const KEYS: Keys = Keys {
 const NOT_TEXT: [&str; 4] = ["stream", "temperature", "timestamp_granularities", VAD];
 
 const VAD: &str = "vad";
-const VAD_KEYS: Keys = Keys { taken: &["min_silence_ms", "speech_pad_ms", "threshold"], unsupported: &[] };
 /// The most milliseconds of a field of `vad`.
-const MAX_VAD_MS: u32 = 30_000;
+const MAX_VAD_MS: f64 = 30_000.0;
 
 /// A request for the text of a recording.
 #[derive(Clone, Debug, PartialEq)]
@@ -191,30 +191,41 @@ impl TranscriptionRequest {
     }
 }
 
+/// `vad`, if it is an object.
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct VadFields {
+    threshold: f64,
+    min_silence_ms: f64,
+    speech_pad_ms: f64,
+}
+
+impl Default for VadFields {
+    fn default() -> Self {
+        let VoiceDetection { threshold, min_silence_ms, speech_pad_ms } = VoiceDetection::default();
+        let (min_silence_ms, speech_pad_ms) = (min_silence_ms.into(), speech_pad_ms.into());
+        Self { threshold: threshold.into(), min_silence_ms, speech_pad_ms }
+    }
+}
+
 fn voice_detection(fields: &Fields<'_>) -> Result<Option<VoiceDetection>, TaskError> {
-    let raw = match fields.get(VAD) {
-        Some(raw) if raw.get().starts_with('{') => raw,
-        _ => return Ok(fields.boolean(VAD, true)?.then(VoiceDetection::default)),
+    let raw = match fields.get(VAD).map(RawValue::get) {
+        None | Some("true") => return Ok(Some(VoiceDetection::default())),
+        Some("false") => return Ok(None),
+        Some(raw) if raw.starts_with('{') => raw,
+        Some(other) => return Err(wrong(VAD, "true, false or an object", other)),
     };
-    let within = |error: TaskError| error.at(VAD);
-    let given = Fields::parse(raw.get().as_bytes(), &VAD_KEYS).map_err(within)?;
-    let number = |key: &str, default: f32, range: RangeInclusive<f32>| match given.get(key) {
-        None => Ok(default),
-        Some(raw) => match serde_json::from_str::<f32>(raw.get()) {
-            Ok(number) if range.contains(&number) => Ok(number),
-            _ => {
-                let wanted = format!("a number from {} to {}", range.start(), range.end());
-                Err(wrong(&format!("{VAD}.{key}"), &wanted, raw.get()))
-            }
-        },
+    let given: VadFields = serde_json::from_str(raw)
+        .map_err(|error| TaskError::bad_input(VAD, format!("{VAD} is not as it should be: {error}")))?;
+    let within = |key: &str, number: f64, range: RangeInclusive<f64>| {
+        let path = format!("{VAD}.{key}");
+        let wanted = format!("a number from {} to {}", range.start(), range.end());
+        if range.contains(&number) { Ok(number) } else { Err(wrong(&path, &wanted, &number.to_string())) }
     };
-    let VoiceDetection { threshold, min_silence_ms, speech_pad_ms } = VoiceDetection::default();
-    let ms =
-        |key: &str, default: u32| number(key, default as f32, 0.0..=MAX_VAD_MS as f32).map(|ms| ms as u32);
     Ok(Some(VoiceDetection {
-        threshold: number("threshold", threshold, 0.01..=0.99)?,
-        min_silence_ms: ms("min_silence_ms", min_silence_ms)?,
-        speech_pad_ms: ms("speech_pad_ms", speech_pad_ms)?,
+        threshold: within("threshold", given.threshold, 0.01..=0.99)? as f32,
+        min_silence_ms: within("min_silence_ms", given.min_silence_ms, 0.0..=MAX_VAD_MS)? as u32,
+        speech_pad_ms: within("speech_pad_ms", given.speech_pad_ms, 0.0..=MAX_VAD_MS)? as u32,
     }))
 }
 
@@ -392,7 +403,7 @@ mod tests {
                 "timestamp_granularities[0] must be",
             ),
             (r#""keywords":["a"]"#, "keywords", "keywords is not supported here"),
-            (r#""vad":1"#, "vad", "vad must be true or false, got 1"),
+            (r#""vad":1"#, "vad", "vad must be true, false or an object, got 1"),
             (
                 r#""vad":{"threshold":1}"#,
                 "vad.threshold",
@@ -403,7 +414,11 @@ mod tests {
                 "vad.speech_pad_ms",
                 "vad.speech_pad_ms must be a number from 0 to 30000",
             ),
-            (r#""vad":{"treshold":0.1}"#, "vad", "treshold is not a field"),
+            (
+                r#""vad":{"treshold":0.1}"#,
+                "vad",
+                "vad is not as it should be: unknown field `treshold`, expected one of",
+            ),
             (
                 r#""langauge":"en""#,
                 "langauge",

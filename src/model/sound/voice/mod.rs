@@ -1,9 +1,9 @@
 //! Voice activity detection by silero-vad 6.2 (MIT, see LICENSE.silero): the probability that there is speech, for each
-//! [`CHUNK`] of a recording. The network is small: one thread listens to an hour in some ten seconds. The weights are
+//! [`CHUNK`] of a recording. The network is small: it takes about a million products for a chunk. The weights are
 //! part of the program; scripts/convert-silero-vad.py made the file from the published one.
 //!
 //! The network: a Fourier transform as a convolution, four convolutions with ReLU over the magnitudes, an LSTM over the
-//! chunks, and a linear layer with a sigmoid.
+//! chunks, ReLU, and a linear layer with a sigmoid.
 
 use std::sync::Arc;
 
@@ -12,23 +12,26 @@ use sconce_kernels::Matrix;
 
 use crate::model::LoadError;
 
-/// Samples of which each gets a probability: 32 ms.
+/// Samples of a chunk, which gets one probability: 32 ms at 16 kHz.
 pub const CHUNK: usize = 512;
 
-/// Samples of the chunk before that are repeated, and samples that are mirrored behind a chunk.
+/// Samples before a chunk that are computed with it, and samples of it that are mirrored behind it.
 const EDGE: usize = 64;
-/// Samples of a frame, and from one to the next.
+/// Samples of a frame, which is transformed as a whole.
 const FRAME: usize = 256;
+/// Samples from the beginning of a frame to that of the next.
 const HOP: usize = 128;
+/// Frames of a chunk.
 const FRAMES: usize = (CHUNK + 2 * EDGE - FRAME) / HOP + 1;
 const BINS: usize = FRAME / 2 + 1;
-/// Numbers of the LSTM's state, and gates for each.
-const WIDTH: usize = 128;
+/// Numbers of the LSTM's hidden state.
+const HIDDEN: usize = 128;
+/// Gates for each of them: input, forget, cell, output.
 const GATES: usize = 4;
-/// Steps that a convolution spans.
-const TAPS: usize = 3;
+/// Steps that the kernel of a convolution spans.
+const KERNEL: usize = 3;
 /// The input channels, the output channels and the stride of each convolution.
-const CONVOLUTIONS: [[usize; 3]; 4] = [[BINS, 128, 1], [128, 64, 2], [64, 64, 2], [64, WIDTH, 1]];
+const CONVOLUTIONS: [[usize; 3]; 4] = [[BINS, 128, 1], [128, 64, 2], [64, 64, 2], [64, HIDDEN, 1]];
 
 const FILE: &str = "silero_vad.safetensors";
 static WEIGHTS: &[u8] = include_bytes!("silero_vad.safetensors");
@@ -69,34 +72,36 @@ impl VoiceDetector {
             Ok(numbers.map(f32::from_le_bytes).collect::<Vec<f32>>())
         };
         let convolution = |(layer, [from, to, stride]): (usize, [usize; 3])| {
-            let given = read(&format!("encoder.{layer}.weight"), &[to, from, TAPS])?;
+            let given = read(&format!("encoder.{layer}.weight"), &[to, from, KERNEL])?;
+            // From `[to, from, KERNEL]` to `[to, KERNEL, from]`, the order in which rows have the steps.
             let at = |index: usize| {
-                let (output, place) = (index / (TAPS * from), index % (TAPS * from));
-                given[output * TAPS * from + place % from * TAPS + place / from]
+                let (output, within) = (index / (KERNEL * from), index % (KERNEL * from));
+                given[output * KERNEL * from + within % from * KERNEL + within / from]
             };
             let columns: Vec<f32> = (0..given.len()).map(at).collect();
             let bias = read(&format!("encoder.{layer}.bias"), &[to])?;
-            Ok(Convolution { matrix: Matrix::of_f32(&columns, TAPS * from), bias, stride })
+            Ok(Convolution { matrix: Matrix::of_f32(&columns, KERNEL * from), bias, stride })
         };
-        let gates = GATES * WIDTH;
+        let gates = GATES * HIDDEN;
         let biases = [read("lstm.bias_ih", &[gates])?, read("lstm.bias_hh", &[gates])?];
         Ok(Self {
             transform: Matrix::of_f32(&read("stft.weight", &[2 * BINS, 1, FRAME])?, FRAME),
             convolutions: CONVOLUTIONS.into_iter().enumerate().map(convolution).collect::<Result<_, _>>()?,
-            input_gates: Matrix::of_f32(&read("lstm.weight_ih", &[gates, WIDTH])?, WIDTH),
-            state_gates: Matrix::of_f32(&read("lstm.weight_hh", &[gates, WIDTH])?, WIDTH),
+            input_gates: Matrix::of_f32(&read("lstm.weight_ih", &[gates, HIDDEN])?, HIDDEN),
+            state_gates: Matrix::of_f32(&read("lstm.weight_hh", &[gates, HIDDEN])?, HIDDEN),
             gate_bias: biases[0].iter().zip(&biases[1]).map(|(one, other)| one + other).collect(),
-            output: read("output.weight", &[1, WIDTH, 1])?,
+            output: read("output.weight", &[1, HIDDEN, 1])?,
             output_bias: read("output.bias", &[1])?[0],
         })
     }
 
-    /// The inputs of the LSTM, `[chunks, WIDTH]`. Each chunk has the samples of `EDGE` before it, and `EDGE` more room.
+    /// The inputs of the LSTM, `[chunks, HIDDEN]`. `chunks` has for each chunk the [`EDGE`] samples before it, its own, and
+    /// room for [`EDGE`] mirrored ones.
     fn encode(&self, mut chunks: Vec<f32>) -> Vec<f32> {
         const PADDED: usize = CHUNK + 2 * EDGE;
         for chunk in chunks.chunks_exact_mut(PADDED) {
             let (sound, mirrored) = chunk.split_at_mut(PADDED - EDGE);
-            // Without repeating the last sample.
+            // The last sample itself is not repeated.
             mirrored.iter_mut().zip(sound.iter().rev().skip(1)).for_each(|(to, from)| *to = *from);
         }
         let frames: Vec<f32> = chunks
@@ -120,13 +125,13 @@ impl VoiceDetector {
 impl Convolution {
     /// `x` is `[chunks, steps, from]`. Returns the output, and its number of steps.
     fn forward(&self, x: &[f32], steps: usize) -> (Vec<f32>, usize) {
-        let from = self.matrix.depth() / TAPS;
+        let from = self.matrix.depth() / KERNEL;
         let out_steps = (steps - 1) / self.stride + 1;
-        let mut rows = Vec::with_capacity(x.len() / steps * out_steps * TAPS);
+        let mut rows = Vec::with_capacity(x.len() / steps * out_steps * KERNEL);
         for chunk in x.chunks_exact(steps * from) {
             for step in 0..out_steps {
                 // One step of zeros lies before a chunk, and one behind it.
-                for at in (0..TAPS).map(|tap| step * self.stride + tap) {
+                for at in (0..KERNEL).map(|tap| step * self.stride + tap) {
                     match at.checked_sub(1).filter(|at| *at < steps) {
                         Some(at) => rows.extend_from_slice(&chunk[at * from..(at + 1) * from]),
                         None => rows.extend(std::iter::repeat_n(0.0, from)),
@@ -164,7 +169,7 @@ pub struct Listener {
 impl Listener {
     /// Begins a recording.
     pub fn new(detector: Arc<VoiceDetector>) -> Self {
-        Self { detector, edge: [0.0; EDGE], hidden: vec![0.0; WIDTH], cell: vec![0.0; WIDTH] }
+        Self { detector, edge: [0.0; EDGE], hidden: vec![0.0; HIDDEN], cell: vec![0.0; HIDDEN] }
     }
 
     /// The probability of speech in each of the next chunks. If the last chunk is shorter, the recording ends with it.
@@ -179,7 +184,7 @@ impl Listener {
         }
         let encoded = self.detector.clone().encode(chunks);
         let gates = multiplied(&self.detector.input_gates, &encoded);
-        gates.chunks_exact(GATES * WIDTH).map(|gates| self.step(gates)).collect()
+        gates.chunks_exact(GATES * HIDDEN).map(|gates| self.step(gates)).collect()
     }
 
     /// Advances the LSTM by a chunk, and returns the probability.
@@ -192,8 +197,8 @@ impl Listener {
             .zip(gate_bias)
             .for_each(|((gate, input), bias)| *gate += input + bias);
         let mut sum = *output_bias;
-        for at in 0..WIDTH {
-            let [input, forget, new, out] = [0, 1, 2, 3].map(|gate: usize| gates[gate * WIDTH + at]);
+        for at in 0..HIDDEN {
+            let [input, forget, new, out] = [0, 1, 2, 3].map(|gate: usize| gates[gate * HIDDEN + at]);
             self.cell[at] = sigmoid(forget) * self.cell[at] + sigmoid(input) * new.tanh();
             self.hidden[at] = sigmoid(out) * self.cell[at].tanh();
             sum += output[at] * self.hidden[at].max(0.0);

@@ -16,12 +16,12 @@ use std::sync::Arc;
 pub use self::network::{Prompt, Transcriber};
 pub use self::segments::{Heard, Part, Window};
 
-use self::network::{LanguagePrompt, is_silent};
+use self::network::{LanguagePrompt, has_no_speech};
 use self::options::Options;
 use self::segments::segments;
 use self::speech::Speech;
 use self::tokens::SpeechTokens;
-use self::windows::{Passed, Windows};
+use self::windows::{DecodedLength, Windows};
 use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Serves};
 use crate::model::load::vocabulary::TokenTexts;
@@ -137,7 +137,7 @@ pub struct TranscribeContext {
     format: Format,
     stream: bool,
     /// How much of the recording was decoded.
-    passed: Passed,
+    decoded_length: DecodedLength,
 }
 
 impl TranscribeProcessor {
@@ -165,7 +165,7 @@ impl TranscribeProcessor {
 
     /// The segments of a window; none if there is no speech in it.
     fn segments(&self, heard: &Heard) -> Vec<Segment> {
-        if is_silent(heard) { Vec::new() } else { segments(heard, &self.tokens.rules, &self.texts) }
+        if has_no_speech(heard) { Vec::new() } else { segments(heard, &self.tokens.rules, &self.texts) }
     }
 }
 
@@ -205,7 +205,8 @@ impl Processor for TranscribeProcessor {
             None => error,
         };
         let windows = Windows::open(sound.bytes, limits, self.log_mel.clone(), speech, prompt).map_err(at)?;
-        let context = TranscribeContext { task, language, format, stream, passed: windows.passed() };
+        let context =
+            TranscribeContext { task, language, format, stream, decoded_length: windows.decoded_length() };
         let windows = windows.map(move |window| window.map_err(at));
         Ok((context, Inputs::Slices(Box::new(windows))))
     }
@@ -224,12 +225,12 @@ impl Processor for TranscribeProcessor {
     }
 
     fn finish(&self, context: TranscribeContext, all: Vec<Heard>) -> Result<Body, TaskError> {
-        let TranscribeContext { task, language, format, passed, .. } = context;
+        let TranscribeContext { task, language, format, decoded_length, .. } = context;
         let heard = all.first().and_then(|first| first.language);
         let transcript = Transcript {
             task,
             language: language.or_else(|| self.tokens.code(heard)),
-            seconds: passed.seconds(),
+            seconds: decoded_length.seconds(),
             segments: all.iter().flat_map(|heard| self.segments(heard)).collect(),
         };
         transcript.body(format)

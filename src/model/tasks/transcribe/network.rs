@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::rules::{Chosen, Rules};
-use super::segments::{Heard, TIME_STEP, Window, compression_ratio, text};
+use super::segments::{Heard, TIMESTAMP_STEP, Window, compression_ratio, text};
 use super::tokens::{Multilingual, SpeechTokens};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::whisper::config::{POSITIONS, WhisperConfig};
@@ -27,10 +27,10 @@ const MAX_COMPRESSION: f32 = 2.4;
 const MIN_LOGPROB: f32 = -1.0;
 /// The most texts for a window that are joined.
 const MAX_TEXTS: usize = 6;
-/// The least time from one of them to the next, and the least that is left for the last, in [`TIME_STEP`]s: 1 s.
-const MIN_TIMES: usize = 50;
-/// Frames of features in a [`TIME_STEP`].
-const FRAMES_IN_TIME: usize = 2;
+/// The least length of a text's part of the window, in [`TIMESTAMP_STEP`]s: 1 s.
+const MIN_STEPS: usize = 50;
+/// Frames of features in a [`TIMESTAMP_STEP`].
+const FRAMES_IN_STEP: usize = 2;
 /// Above this probability there is no speech, unless the text is likely.
 const MIN_NO_SPEECH: f32 = 0.6;
 /// Seconds of a window.
@@ -85,8 +85,10 @@ pub struct Transcriber {
     network: Whisper,
     capacity: Capacity,
     width: usize,
-    start: u32,
-    no_speech: Option<u32>,
+    /// The token that begins a text.
+    start_token: u32,
+    /// The token whose probability says that there is no speech.
+    no_speech_token: Option<u32>,
     multilingual: Option<Multilingual>,
     rules: Rules,
     texts: TokenTexts,
@@ -106,9 +108,10 @@ struct Sequence {
     answer: Vec<u32>,
     /// The sum of the logarithmic probabilities of its tokens.
     logprobs: f32,
+    /// The probability that there is no speech.
     no_speech: f32,
     temperature: f32,
-    /// Where in the window the text began, in [`TIME_STEP`]s.
+    /// Where in the window the text began, in [`TIMESTAMP_STEP`]s.
     began: usize,
     /// The texts before this one.
     before: Texts,
@@ -122,11 +125,12 @@ struct Texts {
     logprobs: f32,
     /// The numbers of which `logprobs` is the sum.
     count: usize,
-    /// Of the first text.
+    /// The probability of the first text that there is no speech.
     no_speech: f32,
-    /// The highest.
+    /// The highest temperature of a text.
     temperature: f32,
-    texts: usize,
+    /// How many texts were written.
+    number: usize,
 }
 
 /// The tokens that a row computes in a step.
@@ -157,8 +161,8 @@ impl Transcriber {
             network,
             capacity,
             width: config.width,
-            start: tokens.start,
-            no_speech: tokens.no_speech,
+            start_token: tokens.start,
+            no_speech_token: tokens.no_speech,
             multilingual: tokens.multilingual.clone(),
             rules: tokens.rules.clone(),
             texts: tokens.texts(),
@@ -203,7 +207,7 @@ impl Transcriber {
     /// prompt then takes the place of this token.
     fn detect(&mut self, slots: &[Slot]) -> Vec<Option<u32>> {
         let Some(multilingual) = &self.multilingual else { return vec![None; slots.len()] };
-        let ids = vec![self.start; slots.len()];
+        let ids = vec![self.start_token; slots.len()];
         let spans: Vec<Span> = slots.iter().map(|slot| Span { slot: slot.0, first: 0, count: 1 }).collect();
         let wanted: Vec<usize> = (0..slots.len()).collect();
         self.network.decoder.forward(&ids, &spans, &wanted, &mut self.logits);
@@ -218,7 +222,7 @@ impl Transcriber {
     /// The tokens that a row computes: those of the prompt, or the last one of the text so far.
     fn feed(&self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
         let sequence = self.open.get(&slot).filter(|it| it.is_encoded).ok_or_else(out_of_turn)?;
-        let prompt = sequence.tokens(self.start);
+        let prompt = sequence.tokens(self.start_token);
         let (first, ids, take) = if sequence.fed < prompt.len() {
             let take = feed.tokens().min(prompt.len() - sequence.fed);
             (sequence.fed, prompt[sequence.fed..sequence.fed + take].to_vec(), take)
@@ -232,8 +236,9 @@ impl Transcriber {
         Ok(Chunk { slot, take, start: start.filter(|at| *at < ids.len()), ids, first, is_last })
     }
 
-    /// The numbers that a row's logits give. `logits` are those after the start and after the last token, as far as the
-    /// chunk has them. May be called again for the same row.
+    /// Chooses the next token of a row, and reads the probability that there is no speech. Does not change the sequence.
+    /// `logits` are those after the token that begins the text, if the chunk has it, and then those after the chunk's last
+    /// token, if another token; `step` asks for them in this order.
     fn choose<'a>(
         &self,
         chunk: Chunk,
@@ -242,7 +247,7 @@ impl Transcriber {
         let sequence = self.open.get(&chunk.slot).ok_or_else(out_of_turn)?;
         let after_start = chunk.start.and_then(|_| logits.next());
         let no_speech =
-            after_start.as_deref().zip(self.no_speech).map(|(it, id)| probability(it, id as usize));
+            after_start.as_deref().zip(self.no_speech_token).map(|(it, id)| probability(it, id as usize));
         if !chunk.is_last {
             return Ok(Computed { chunk, no_speech, chosen: None });
         }
@@ -289,11 +294,11 @@ fn next_temperature(prompt: &Prompt, heard: &Heard, text: &str) -> Option<f32> {
     let is_unlikely = heard.avg_logprob < MIN_LOGPROB;
     let is_doubtful = is_unlikely || compression_ratio(text) > MAX_COMPRESSION;
     let next = TEMPERATURES.into_iter().find(|it| *it > heard.temperature);
-    next.filter(|_| prompt.temperature == 0.0 && is_doubtful && !is_silent(heard))
+    next.filter(|_| prompt.temperature == 0.0 && is_doubtful && !has_no_speech(heard))
 }
 
-/// Whether there is no speech in a window: this is likely, and the text is not.
-pub fn is_silent(heard: &Heard) -> bool {
+/// Whether there is no speech in a window, by OpenAI's rule: "no speech" is likely, and the text is unlikely.
+pub fn has_no_speech(heard: &Heard) -> bool {
     heard.no_speech > MIN_NO_SPEECH && heard.avg_logprob < MIN_LOGPROB
 }
 
@@ -304,21 +309,30 @@ fn probability(logits: &[f32], id: usize) -> f32 {
     logits.get(id).map_or(0.0, |x| (x - most).exp() / sum)
 }
 
-/// Where the model means to go on after a text: how many of its tokens are kept, and at which time, in [`TIME_STEP`]s.
-/// None if the text says that nothing follows. By OpenAI's rule, that is so if it ends with one time, or if no two times
-/// follow each other, which are an end and a beginning.
-fn rest(tokens: &[u32], rules: &Rules) -> Option<(usize, usize)> {
+/// Where the rest of a window begins.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Rest {
+    /// How many tokens of the text are before it.
+    kept: usize,
+    /// Its distance from the beginning of the text's part of the window, in [`TIMESTAMP_STEP`]s.
+    steps: usize,
+}
+
+/// Where a text is to go on, by OpenAI's rule: at its last pair of adjacent timestamp tokens, the end of a segment and the
+/// start of the next. None if there is no pair, or if the text ends with a single timestamp.
+fn rest(tokens: &[u32], rules: &Rules) -> Option<Rest> {
     let is_time = |at: usize| tokens.get(at).is_some_and(|id| rules.is_time(*id));
     let last = tokens.len().checked_sub(1)?;
     if is_time(last) && !last.checked_sub(1).is_some_and(is_time) {
         return None;
     }
     let pair = (1..=last).rfind(|at| is_time(at - 1) && is_time(*at))?;
-    Some((pair, (tokens[pair] - rules.first_time) as usize))
+    Some(Rest { kept: pair, steps: (tokens[pair] - rules.first_time) as usize })
 }
 
-/// The features of the rest of a window, which silence follows. Features of silence are 2 below the largest.
-fn later(features: &[f32], from: usize) -> Vec<f32> {
+/// The features from this frame on, followed by silence. `LogMel` raises features to 2 below the largest, which is the
+/// value of silence.
+fn shifted_features(features: &[f32], from: usize) -> Vec<f32> {
     let silence = largest(features) - 2.0;
     let rest = |bin: &[f32]| {
         bin[from..].iter().copied().chain(std::iter::repeat_n(silence, from)).collect::<Vec<_>>()
@@ -350,23 +364,25 @@ impl Sequence {
         (self.temperature > 0.0).then(|| Sampler::new(Sampling::at(self.temperature), seed, &[]))
     }
 
-    /// Takes a text that has ended. Goes on in the rest of the window if the model means to.
+    /// Adds a text that has ended to those before it. Begins again in the rest of the window, if there is one.
     fn end(&mut self, heard: &Heard, rules: &Rules) -> Advance<(), Heard> {
-        let silent = is_silent(heard);
-        let left = (heard.window.seconds / TIME_STEP) as usize;
-        let next = rest(&heard.tokens, rules).filter(|(_, times)| {
-            *times >= MIN_TIMES
-                && self.began + times + MIN_TIMES <= left
-                && self.before.texts + 1 < MAX_TEXTS
-                && !silent
+        let has_speech = !has_no_speech(heard);
+        let window_steps = (heard.window.seconds / TIMESTAMP_STEP) as usize;
+        let rest = rest(&heard.tokens, rules).filter(|rest| {
+            rest.steps >= MIN_STEPS
+                && self.began + rest.steps + MIN_STEPS <= window_steps
+                && self.before.number + 1 < MAX_TEXTS
+                && has_speech
         });
-        let (kept, times) = next.unwrap_or((heard.tokens.len(), 0));
+        let kept = rest.map_or(heard.tokens.len(), |rest| rest.kept);
         let before = &mut self.before;
-        if before.texts == 0 {
+        let is_first = before.number == 0;
+        if is_first {
             before.no_speech = heard.no_speech;
         }
-        if before.texts == 0 || !silent {
-            let last = rules.first_time + (WINDOW_SECONDS / TIME_STEP) as u32;
+        // Without speech in the rest of a window, its text is left out.
+        if is_first || has_speech {
+            let last = rules.first_time + (WINDOW_SECONDS / TIMESTAMP_STEP) as u32;
             let shifted =
                 |id: &u32| if rules.is_time(*id) { (*id + self.began as u32).min(last) } else { *id };
             before.tokens.extend(heard.tokens[..kept].iter().map(shifted));
@@ -374,17 +390,17 @@ impl Sequence {
             before.count += heard.tokens.len() + 1;
             before.temperature = before.temperature.max(heard.temperature);
         }
-        before.texts += 1;
-        if next.is_none() {
+        before.number += 1;
+        let Some(Rest { steps, .. }) = rest else {
             let Texts { tokens, logprobs, count, no_speech, temperature, .. } = std::mem::take(before);
             let avg_logprob = logprobs / count as f32;
             return Advance::Done(
                 None,
                 Heard { tokens, avg_logprob, no_speech, temperature, ..heard.clone() },
             );
-        }
-        self.began += times;
-        self.prompt.features = later(&self.prompt.features, times * FRAMES_IN_TIME).into();
+        };
+        self.began += steps;
+        self.prompt.features = shifted_features(&self.prompt.features, steps * FRAMES_IN_STEP).into();
         (self.is_encoded, self.fed, self.logprobs) = (false, 0, 0.0);
         self.temperature = self.prompt.temperature;
         self.answer.clear();
@@ -499,8 +515,8 @@ mod tests {
     fn a_text_goes_on_at_its_last_beginning_unless_it_has_an_end_alone() {
         let rules = Rules { end: 5, first_time: 10, ..Rules::default() };
         for (tokens, expected) in [
-            (&[10, 0, 30, 30][..], Some((3, 20))),
-            (&[10, 0, 30, 35, 1], Some((3, 25))),
+            (&[10, 0, 30, 30][..], Some(Rest { kept: 3, steps: 20 })),
+            (&[10, 0, 30, 35, 1], Some(Rest { kept: 3, steps: 25 })),
             (&[10, 0, 30, 35, 1, 40], None),
             (&[10, 0, 30], None),
             (&[10, 0], None),
@@ -513,7 +529,7 @@ mod tests {
     #[test]
     fn the_features_of_the_rest_of_a_window_are_followed_by_silence() {
         let features: Vec<f32> = (0..2 * FRAMES).map(|at| at as f32 / FRAMES as f32).collect();
-        let later = later(&features, FRAMES - 1);
+        let later = shifted_features(&features, FRAMES - 1);
         assert_eq!((later[0], later[FRAMES]), (features[FRAMES - 1], features[2 * FRAMES - 1]));
         assert!(later[1..FRAMES].iter().all(|it| *it == features[2 * FRAMES - 1] - 2.0));
     }

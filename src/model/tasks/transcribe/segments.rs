@@ -1,5 +1,5 @@
-//! What was heard in a window: divides its tokens into segments by its times, and measures how repetitive its text is.
-//! Pure.
+//! Divides the tokens that were heard in a window into segments, by their timestamps. Also measures how repetitive a text
+//! is, and maps times of a window to its recording. Pure functions.
 
 use std::io::Write as _;
 use std::sync::Arc;
@@ -35,17 +35,18 @@ impl Window {
         self.parts.first().map_or(0.0, |part| part.from)
     }
 
-    /// The second of the recording at which a segment begins that begins at this second of the window.
-    fn beginning(&self, at: f64) -> f64 {
+    /// Maps a second of the window to the recording. At the border of two parts this is the start of the later one, as
+    /// for the start of a segment.
+    fn start_in_recording(&self, at: f64) -> f64 {
         let part = self.parts.iter().rfind(|part| part.at <= at);
         part.map_or(at, |part| part.from + (at - part.at))
     }
 
-    /// As [`Window::beginning`], of its end. Between two parts, a segment ends with the first, and begins with the
-    /// second.
-    fn end(&self, at: f64) -> f64 {
+    /// As [`Window::start_in_recording`], but at the border of two parts this is the end of the earlier one, as for the
+    /// end of a segment.
+    fn end_in_recording(&self, at: f64) -> f64 {
         let part = self.parts.iter().rfind(|part| part.at < at);
-        part.map_or_else(|| self.beginning(at), |part| part.from + (at - part.at))
+        part.map_or_else(|| self.start_in_recording(at), |part| part.from + (at - part.at))
     }
 }
 
@@ -56,7 +57,7 @@ pub struct Heard {
     pub window: Window,
     /// The token of its language; none if the model knows only one.
     pub language: Option<u32>,
-    /// Text and times, without the end.
+    /// Tokens of text and timestamp tokens, without the token that ends the text.
     pub tokens: Vec<u32>,
     /// The mean of the logarithmic probabilities of its tokens, the end included.
     pub avg_logprob: f32,
@@ -66,8 +67,8 @@ pub struct Heard {
     pub temperature: f32,
 }
 
-/// Seconds from one time to the next.
-pub const TIME_STEP: f64 = 0.02;
+/// Seconds from one timestamp token to the next.
+pub const TIMESTAMP_STEP: f64 = 0.02;
 
 /// The text of tokens, without times and special tokens.
 pub fn text(tokens: &[u32], rules: &Rules, texts: &TokenTexts) -> String {
@@ -93,11 +94,11 @@ pub fn segments(heard: &Heard, rules: &Rules, texts: &TokenTexts) -> Vec<Segment
         // The model hears 30 s, and may place the end of a shorter recording in the silence after it.
         let begins = span.start.min(window.seconds);
         let ends = span.end.unwrap_or(window.seconds).clamp(begins, window.seconds);
-        let start = window.beginning(begins);
+        let start = window.start_in_recording(begins);
         let segment = Segment {
             window: window.start(),
             start,
-            end: window.end(ends).max(start),
+            end: window.end_in_recording(ends).max(start),
             tokens: span.tokens.to_vec(),
             temperature: heard.temperature,
             avg_logprob: heard.avg_logprob,
@@ -121,7 +122,7 @@ struct Span<'a> {
 }
 
 fn spans<'a>(tokens: &'a [u32], rules: &Rules) -> Vec<Span<'a>> {
-    let time = |id: u32| f64::from(id - rules.first_time) * TIME_STEP;
+    let time = |id: u32| f64::from(id - rules.first_time) * TIMESTAMP_STEP;
     let (mut spans, mut first, mut start, mut has_text) = (Vec::new(), 0, 0.0, false);
     for (at, id) in tokens.iter().enumerate() {
         if !rules.is_time(*id) {
@@ -194,11 +195,11 @@ mod tests {
 
     #[test]
     fn times_are_those_of_the_recording() {
-        let (start, end) = (window().beginning(0.5), window().end(1.0));
+        let (start, end) = (window().start_in_recording(0.5), window().end_in_recording(1.0));
         assert_eq!((start, end), (30.5, 31.0));
-        assert_eq!((window().beginning(1.0), window().end(1.5)), (41.0, 41.5));
+        assert_eq!((window().start_in_recording(1.0), window().end_in_recording(1.5)), (41.0, 41.5));
         let whole = Window { seconds: 2.0, ..Window::default() };
-        assert_eq!((whole.beginning(1.0), whole.end(0.0)), (1.0, 0.0));
+        assert_eq!((whole.start_in_recording(1.0), whole.end_in_recording(0.0)), (1.0, 0.0));
     }
 
     #[test]

@@ -8,7 +8,8 @@ use crate::model::sound::RATE;
 use crate::model::sound::voice::{CHUNK, Listener};
 use crate::protocol::transcriptions::VoiceDetection;
 
-/// Speech ends below the threshold less this, so that it does not end at each doubtful sound.
+/// Silence begins only when the probability of speech is this far below the threshold, so that a doubtful sound does not
+/// begin it.
 const HYSTERESIS: f32 = 0.15;
 
 /// The sound of a recording that is to be transcribed.
@@ -16,10 +17,18 @@ pub struct Speech {
     /// None: all sound is kept.
     detection: Option<Detection>,
     kept: Vec<f32>,
-    /// The parts of `kept`, by their beginnings: the sample in `kept`, and the sample in the recording.
-    parts: Vec<(usize, u64)>,
-    /// The samples of the recording so far.
-    heard: u64,
+    /// The parts of `kept`, in their order.
+    parts: Vec<KeptPart>,
+    /// The sample of the recording that is kept next, if it is kept.
+    position: u64,
+}
+
+/// The beginning of a part that follows in the recording without a gap.
+struct KeptPart {
+    /// Its first sample in what is kept.
+    in_kept: usize,
+    /// The same sample's number in the recording.
+    in_recording: u64,
 }
 
 struct Detection {
@@ -41,7 +50,7 @@ struct Detection {
 impl Speech {
     /// Keeps all sound.
     pub fn all() -> Self {
-        Self { detection: None, kept: Vec::new(), parts: Vec::new(), heard: 0 }
+        Self { detection: None, kept: Vec::new(), parts: Vec::new(), position: 0 }
     }
 
     /// Keeps what the listener takes for speech.
@@ -67,7 +76,7 @@ impl Speech {
 
     /// The beginnings of parts in what is kept, except at its start.
     pub fn cuts(&self) -> impl DoubleEndedIterator<Item = usize> {
-        self.parts.iter().map(|(at, _)| *at).filter(|at| *at > 0)
+        self.parts.iter().map(|part| part.in_kept).filter(|at| *at > 0)
     }
 
     /// Takes the next samples of the recording.
@@ -96,27 +105,33 @@ impl Speech {
         }
     }
 
+    /// Keeps a chunk if there is speech, or a pause in it; else only remembers it as what may precede speech.
     fn decide(&mut self, chunk: &[f32], probability: f32) {
         let Some(detection) = &mut self.detection else { return };
-        let begins = probability >= detection.threshold;
-        if !detection.is_speech && !begins {
+        let has_speech = probability >= detection.threshold;
+        if !detection.is_speech && !has_speech {
             detection.before.extend_from_slice(chunk);
             let beyond = detection.before.len().saturating_sub(detection.pad);
             detection.before.drain(..beyond);
-            self.heard += chunk.len() as u64;
+            self.position += chunk.len() as u64;
             return;
         }
         if !detection.is_speech {
             detection.is_speech = true;
             let before = std::mem::take(&mut detection.before);
-            self.heard -= before.len() as u64;
+            // They were passed over, and are kept after all.
+            self.position -= before.len() as u64;
             self.keep(&before);
         }
         self.keep(chunk);
         let Some(detection) = &mut self.detection else { return };
-        let is_silent = probability < detection.threshold - HYSTERESIS || detection.silent > 0 && !begins;
+        // Silence begins well below the threshold, and ends only at it.
+        let begins_silence = probability < detection.threshold - HYSTERESIS;
+        let continues_silence = detection.silent > 0 && !has_speech;
+        let is_silent = begins_silence || continues_silence;
         detection.silent = if is_silent { detection.silent + chunk.len() } else { 0 };
-        if detection.silent > 0 && detection.silent >= detection.min_silence {
+        // `min_silence` may be 0.
+        if is_silent && detection.silent >= detection.min_silence {
             self.end_part();
         }
     }
@@ -126,13 +141,13 @@ impl Speech {
         if samples.is_empty() {
             return;
         }
-        let follows =
-            self.parts.last().is_some_and(|(at, from)| from + (self.kept.len() - at) as u64 == self.heard);
-        if !follows {
-            self.parts.push((self.kept.len(), self.heard));
+        let in_kept = self.kept.len();
+        let follows = |part: &KeptPart| part.in_recording + (in_kept - part.in_kept) as u64 == self.position;
+        if !self.parts.last().is_some_and(follows) {
+            self.parts.push(KeptPart { in_kept, in_recording: self.position });
         }
         self.kept.extend_from_slice(samples);
-        self.heard += samples.len() as u64;
+        self.position += samples.len() as u64;
     }
 
     /// Speech has ended: drops the silence behind it, except for the pad.
@@ -144,21 +159,22 @@ impl Speech {
         detection.before.extend_from_slice(&silence[silence.len().saturating_sub(detection.pad)..]);
         (detection.is_speech, detection.silent) = (false, 0);
         let end = self.kept.len();
-        self.parts.retain(|(at, _)| *at < end);
+        self.parts.retain(|part| part.in_kept < end);
     }
 
     /// Takes the first samples, and says where in the recording they were.
     pub fn take(&mut self, samples: usize) -> (Vec<f32>, Window) {
         let seconds = |samples: u64| samples as f64 / f64::from(RATE);
-        let within = self.parts.iter().take_while(|(at, _)| *at < samples);
-        let parts: Arc<[Part]> =
-            within.map(|(at, from)| Part { at: seconds(*at as u64), from: seconds(*from) }).collect();
-        // The part in which the rest begins is the last that begins at or before it.
-        let first = self.parts.iter().rposition(|(at, _)| *at <= samples).unwrap_or(0);
+        let within = self.parts.iter().take_while(|part| part.in_kept < samples);
+        let place =
+            |part: &KeptPart| Part { at: seconds(part.in_kept as u64), from: seconds(part.in_recording) };
+        let parts: Arc<[Part]> = within.map(place).collect();
+        // Parts that end before the cut are dropped. The part in which the cut is begins there from now on.
+        let first = self.parts.iter().rposition(|part| part.in_kept <= samples).unwrap_or(0);
         self.parts.drain(..first);
-        for (at, from) in &mut self.parts {
-            *from += samples.saturating_sub(*at) as u64;
-            *at = at.saturating_sub(samples);
+        for KeptPart { in_kept, in_recording } in &mut self.parts {
+            *in_recording += samples.saturating_sub(*in_kept) as u64;
+            *in_kept = in_kept.saturating_sub(samples);
         }
         let rest = self.kept.split_off(samples);
         let taken = std::mem::replace(&mut self.kept, rest);
@@ -175,7 +191,7 @@ mod tests {
     use super::*;
     use crate::model::sound::voice::VoiceDetector;
 
-    /// Sound whose samples are their numbers in chunks.
+    /// Each sample is the number of its chunk.
     fn speech(probabilities: &[f32], min_silence_ms: u32, speech_pad_ms: u32) -> Speech {
         let listener = Listener::new(Arc::new(VoiceDetector::load().unwrap()));
         let by = VoiceDetection { threshold: 0.5, min_silence_ms, speech_pad_ms };
@@ -202,18 +218,17 @@ mod tests {
         windows
     }
 
-    /// Two chunks are 64 ms.
-    const TWO: u32 = 64;
+    const TWO_CHUNKS_MS: u32 = 64;
 
     #[test]
     fn silence_is_dropped_and_a_pad_is_kept_around_speech() {
-        let mut quiet = speech(&[0.0, 0.4, 0.1], TWO, 32);
+        let mut quiet = speech(&[0.0, 0.4, 0.1], TWO_CHUNKS_MS, 32);
         assert!(windows(&mut quiet, 9).is_empty());
         //                     0    1    2    3    4    5    6    7    8    9
         let heard: [f32; 10] = [0.0, 0.0, 0.9, 0.4, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0];
-        let mut of = speech(&heard, 2 * TWO, 32);
+        let mut of = speech(&heard, 2 * TWO_CHUNKS_MS, 32);
         assert_eq!(windows(&mut of, 9), [(vec![1, 2, 3, 4, 7, 8, 9], vec![(0, 1), (4, 7)])]);
-        let mut of = speech(&heard, 2 * TWO, 32);
+        let mut of = speech(&heard, 2 * TWO_CHUNKS_MS, 32);
         assert_eq!(of.cuts().collect::<Vec<_>>(), [4 * CHUNK]);
         let all =
             [(vec![1, 2, 3], vec![(0, 1)]), (vec![4, 7, 8], vec![(0, 4), (1, 7)]), (vec![9], vec![(0, 9)])];
@@ -222,9 +237,9 @@ mod tests {
 
     #[test]
     fn a_short_pause_and_a_doubtful_sound_are_kept() {
-        let mut of = speech(&[0.9, 0.4, 0.0, 0.4, 0.9, 0.4, 0.4, 0.4], 4 * TWO, 0);
+        let mut of = speech(&[0.9, 0.4, 0.0, 0.4, 0.9, 0.4, 0.4, 0.4], 4 * TWO_CHUNKS_MS, 0);
         assert_eq!(windows(&mut of, 9), [((0..8).collect(), vec![(0, 0)])]);
-        let mut of = speech(&[0.9, 0.0, 0.4, 0.9, 0.0, 0.4, 0.0], TWO, 0);
+        let mut of = speech(&[0.9, 0.0, 0.4, 0.9, 0.0, 0.4, 0.0], TWO_CHUNKS_MS, 0);
         assert_eq!(
             windows(&mut of, 9),
             [(vec![0, 3], vec![(0, 0), (1, 3)])],
@@ -234,7 +249,7 @@ mod tests {
 
     #[test]
     fn silence_whose_beginning_is_in_a_window_is_dropped_to_there() {
-        let mut of = speech(&[], 4 * TWO, 0);
+        let mut of = speech(&[], 4 * TWO_CHUNKS_MS, 0);
         [0.9, 0.0, 0.0, 0.0].iter().enumerate().for_each(|(at, it)| of.decide(&[at as f32; CHUNK], *it));
         assert_eq!(of.take(3 * CHUNK).0.len(), 3 * CHUNK);
         (4..9).for_each(|at| of.decide(&[at as f32; CHUNK], 0.0));

@@ -17,7 +17,7 @@ use crate::model::sound::decode::{Channels, Limits, Recording};
 use crate::model::sound::features::{LogMel, WINDOW};
 use crate::model::{SizedInput, TaskError};
 
-/// Blocks of half a second that are decoded for a slice: about ten milliseconds of work.
+/// Blocks of half a second that are decoded in one call of `next`: about ten milliseconds of work.
 const BLOCKS: usize = 4;
 /// The last samples of a window, in which it may be cut: 8 s. Most speakers pause more often.
 const CUT: usize = 8 * RATE as usize;
@@ -34,9 +34,9 @@ const SILENCE: f32 = 1e-6;
 /// The samples of a recording that were decoded. Written by the thread that makes windows, and read when the reply is
 /// written.
 #[derive(Clone, Debug, Default)]
-pub struct Passed(Arc<AtomicU64>);
+pub struct DecodedLength(Arc<AtomicU64>);
 
-impl Passed {
+impl DecodedLength {
     /// The same in seconds.
     pub fn seconds(&self) -> f64 {
         self.0.load(Ordering::Relaxed) as f64 / f64::from(RATE)
@@ -55,7 +55,7 @@ pub struct Windows {
     prompt: Prompt,
     /// What was decoded and is in no window yet.
     speech: Speech,
-    passed: Passed,
+    decoded_length: DecodedLength,
     /// The number of windows so far.
     count: u64,
     is_decoded: bool,
@@ -74,13 +74,13 @@ impl Windows {
         prompt: Prompt,
     ) -> Result<Self, TaskError> {
         let recording = Recording::open(Cursor::new(file), limits, Channels::Mix)?;
-        let passed = Passed::default();
-        Ok(Self { recording, log_mel, prompt, speech, passed, count: 0, is_decoded: false })
+        let decoded_length = DecodedLength::default();
+        Ok(Self { recording, log_mel, prompt, speech, decoded_length, count: 0, is_decoded: false })
     }
 
-    /// How much of the recording was decoded; also later on.
-    pub fn passed(&self) -> Passed {
-        self.passed.clone()
+    /// How much of the recording was decoded. The returned value goes on counting.
+    pub fn decoded_length(&self) -> DecodedLength {
+        self.decoded_length.clone()
     }
 
     /// Decodes a few blocks.
@@ -89,7 +89,7 @@ impl Windows {
             match self.recording.next_block()? {
                 Some(block) => {
                     let samples = block.into_iter().next().unwrap_or_default();
-                    self.passed.add(samples.len());
+                    self.decoded_length.add(samples.len());
                     self.speech.push(&samples);
                 }
                 None => {
@@ -125,10 +125,12 @@ impl Windows {
 impl Iterator for Windows {
     type Item = Result<Vec<SizedInput<Prompt>>, TaskError>;
 
-    /// For a slice, either a few blocks are decoded, and there is no window, or a window is made.
+    /// Does a bounded piece of work: decodes a few blocks, and returns an empty list; or makes a window, and returns that,
+    /// unless it is silent.
     fn next(&mut self) -> Option<Self::Item> {
         if !self.is_decoded && self.speech.kept().len() <= WINDOW {
             if let Err(error) = self.decode() {
+                // Nothing follows an error.
                 self.is_decoded = true;
                 self.speech = Speech::all();
                 return Some(Err(error));
