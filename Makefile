@@ -51,6 +51,8 @@ UNIT = architecture bench_device check_config deploy devices embedded_broker ker
 unit: ## the tests that need no broker, no network and no weights: about a minute, once compiled
 	$(CARGO) test --locked --workspace --lib $(UNIT:%=--test %)
 
+# Twice the cores: most tests over RabbitMQ wait.
+TEST_THREADS = $(shell echo $$((2 * $$(nproc))))
 test-without-lint: ## the tests of `make test` alone
 	scripts/setup-tests
 	scripts/fetch-model
@@ -59,7 +61,7 @@ test-without-lint: ## the tests of `make test` alone
 	scripts/fetch-whisper
 	scripts/fetch-recordings
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
-	$(CARGO) test --locked --workspace
+	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked --workspace
 	scripts/check-openai target/debug/sconce
 	scripts/check-python target/debug/sconce
 

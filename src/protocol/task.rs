@@ -223,6 +223,11 @@ pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
     matches!(deadline(message, now), Ok(Some(deadline)) if deadline <= now)
 }
 
+/// How long the sentinel is still obeyed; none: without limit.
+pub fn sentinel_expires(message: &Message, now: SystemTime) -> Option<Duration> {
+    deadline(message, now).ok().flatten().map(|deadline| deadline.duration_since(now).unwrap_or_default())
+}
+
 /// The message of a sentinel that is published again, behind tasks that were before it in the queue. It keeps its time.
 pub fn sentinel_again(sentinel: &Message, now: SystemTime) -> Message {
     let since = published(sentinel).map_or(now, |at| at.min(now));

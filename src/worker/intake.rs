@@ -15,14 +15,13 @@ use tokio::time::{MissedTickBehavior, timeout};
 
 use super::WorkerError;
 use super::live_settings::LiveSettings;
-use super::places::Arrival;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
-use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off};
+use crate::protocol::task::{STOP, published, sentinel_expires, sentinel_is_expired, sentinel_put_off};
 use crate::protocol::{Incoming, MAX_HEADER_BYTES, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
@@ -262,11 +261,8 @@ impl<'a> Intake<'a> {
         let expected = Expected::new(&self.shared.engine);
         let (shared, run_state) = (self.shared.clone(), state.clone());
         // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue.
-        let place = (delivery_tag.source == Source::Main).then(|| {
-            let (requester, fingerprint) = (state.requester, hash_of(&state.name.fingerprint));
-            let arrival = Arrival { requester, fingerprint, bytes: task.message.body.len() };
-            shared.places.enter(delivery_tag, arrival)
-        });
+        let place = (delivery_tag.source == Source::Main)
+            .then(|| shared.places.enter(delivery_tag, state.requester, task.message.body.len()));
         let abort = self
             .runs
             .spawn(async move { (delivery_tag, shared.run(accepted, run_state, expected, place).await) });
@@ -292,6 +288,8 @@ impl<'a> Intake<'a> {
         }
         if is_withdrawn || sentinel_is_expired(sentinel, now) {
             tracing::info!(cause, is_withdrawn, "ignoring a sentinel that is withdrawn or expired");
+            // It may be the one for which put-offs were suspended.
+            self.shared.places.resume();
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
@@ -301,8 +299,9 @@ impl<'a> Intake<'a> {
             && self.shared.settlement.put_off_sentinel(sentinel, now).await
         {
             // Otherwise earlier tasks could be put off behind the sentinel again and again.
-            self.shared.places.suspend(SUSPENDED_FOR);
-            tracing::debug!(cause, "sentinel put off: tasks that were before it return to the queue");
+            let left = sentinel_expires(sentinel, now).map_or(SUSPENDED_FOR, |left| left.min(SUSPENDED_FOR));
+            self.shared.places.suspend(left);
+            tracing::info!(cause, "sentinel put off: tasks that were before it return to the queue");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }

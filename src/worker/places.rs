@@ -4,15 +4,15 @@
 //! to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
 //!
 //! A requester is slow if its tasks take longer than [`SLOW`] on average, or if its oldest task has already taken
-//! longer. Once tasks of slow requesters that were **begun** hold three quarters of the places, a slow requester with
-//! more than a quarter of the places begins no further task. Its quarter counts tasks that have begun and tasks that
-//! wait. Such a task waits until it is put off, or until other tasks have ended. Requesters with fewer places go on.
+//! longer. Once tasks of slow requesters that were **begun** hold three quarters of the places, a slow requester that
+//! has begun a task begins no further one. Such a task waits until it is put off, or until other tasks have ended. If
+//! more were begun before, or are each requester's only one, the latest tasks of the requesters with the most are put off.
+//! So some places are always free for tasks that may be quick; what takes long in them is put off after a second.
 //!
 //! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its first
-//! part only while fewer than three quarters of the places are held by tasks that stay, or if its requester has at most
-//! a quarter of the places.
+//! part only while fewer than three quarters of the places are held by tasks that stay.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -26,26 +26,22 @@ use crate::broker::DeliveryTag;
 const SLOW: Duration = Duration::from_secs(1);
 /// The weight of the latest task in that average.
 const LATEST_WEIGHT: f64 = 0.25;
-/// Within this time, a task that has not begun is put off once without a permit. So the worker soon looks at each task of
-/// the queue, and finds those of other requesters.
-const SEEN_FOR: Duration = Duration::from_secs(10);
-/// The most tasks, and the most bytes of their bodies, that are remembered as put off within [`SEEN_FOR`]. Further ones
-/// take permits.
-const MAX_SEEN: usize = 1_024;
-const MAX_SEEN_BYTES: usize = 64 * 1024 * 1024;
-/// The most permits to put a task off. Their number is bounded because it is not known whether tasks of others wait
-/// behind the tasks that are put off.
-const BURST: f64 = 64.0;
-/// How many permits are renewed in a second. They are renewed only up to [`KEPT_FOR_WAITING`]; a new requester brings all
-/// of [`BURST`].
-const RATE: f64 = 2.0;
-/// The shortest time between two bursts. It bounds what a client gains by tasks under ever new names of requesters.
-const BURST_INTERVAL: Duration = Duration::from_secs(5);
-/// These permits are for tasks that wait. A task that has begun is put off only while more remain, because what was
-/// computed of it is lost.
-const KEPT_FOR_WAITING: f64 = BURST / 2.0;
-/// To put a task off takes one permit more for each time its body has so many bytes, because the broker writes them.
+/// The most permits to put off a task that waits. Their number is bounded because it is not known whether tasks of others
+/// wait behind the tasks that are put off.
+const MAX_PERMITS: f64 = 1_024.0;
+/// How many of them are renewed in a second.
+const RATE: f64 = 5.0;
+/// The same for [`FOUND_FOR`] after a task of another requester came out from behind slow ones, since more may follow.
+const RATE_WHEN_FOUND: f64 = 100.0;
+const FOUND_FOR: Duration = Duration::from_secs(60);
+/// To put a task off takes one permit more for each time its body has so many bytes, because the broker writes them, and
+/// [`MOST_PERMITS_OF_A_TASK`] at most.
 const BYTES_PER_PERMIT: f64 = 256.0 * 1024.0;
+const MOST_PERMITS_OF_A_TASK: f64 = 32.0;
+/// How many tasks that have begun are put off, until a task of a new requester is found. What was computed of them is lost.
+const MAX_BEGUN_PUT_OFFS: u32 = 32;
+/// The shortest time after which that number is renewed.
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The accepted tasks. Clones share the list.
 #[derive(Clone)]
@@ -53,16 +49,6 @@ pub(super) struct Places {
     list: Arc<Mutex<List>>,
     /// Notified when [`List::try_to_stay`] may have another answer.
     stay_may_change: Arc<Notify>,
-}
-
-/// A task that was accepted.
-#[derive(Clone, Copy)]
-pub(super) struct Arrival {
-    pub(super) requester: u64,
-    /// A number for its content, the same for each of its deliveries.
-    pub(super) fingerprint: u64,
-    /// The bytes of its body.
-    pub(super) bytes: usize,
 }
 
 struct List {
@@ -74,14 +60,16 @@ struct List {
     requesters: HashMap<u64, Requester>,
     /// How many of these tasks stay.
     staying: usize,
-    /// Tasks that were put off lately.
-    seen: Seen,
-    /// How many tasks may be put off now.
+    /// How many waiting tasks may be put off now.
     permits: f64,
     /// When `permits` was last renewed.
     last_renewal: Instant,
-    /// When `permits` was last set to [`BURST`].
-    last_burst: Instant,
+    /// When a task of a requester was last accepted that had none here, after the first such task.
+    last_found: Option<Instant>,
+    /// How many tasks that have begun may be put off now.
+    begun_put_offs: u32,
+    /// When `begun_put_offs` was last renewed.
+    begun_renewal: Instant,
     /// The last time at which a task left because it was put off.
     last_put_off: Option<SystemTime>,
     /// Until this time no task is put off, and all begin.
@@ -89,7 +77,9 @@ struct List {
 }
 
 struct Task {
-    arrival: Arrival,
+    requester: u64,
+    /// How many permits it takes to put it off.
+    permits: f64,
     since: Instant,
     state: State,
     /// It cannot be put off any more.
@@ -97,40 +87,9 @@ struct Task {
     signal: Arc<Signal>,
 }
 
-impl Task {
-    /// How many permits it takes to put it off.
-    fn permits(&self) -> f64 {
-        (1.0 + self.arrival.bytes as f64 / BYTES_PER_PERMIT).min(KEPT_FOR_WAITING)
-    }
-}
-
-/// Fingerprints of tasks, with the times at which they were put off. Bounds: [`MAX_SEEN`] and [`MAX_SEEN_BYTES`].
-#[derive(Default)]
-struct Seen {
-    fingerprints: HashSet<u64>,
-    oldest_first: VecDeque<(Instant, Arrival)>,
-    bytes: usize,
-}
-
-impl Seen {
-    /// Adds a task. Returns false if it was added within [`SEEN_FOR`], or if there is no room.
-    fn add(&mut self, task: &Arrival, now: Instant) -> bool {
-        while let Some((added, old)) = self.oldest_first.front()
-            && now >= *added + SEEN_FOR
-        {
-            self.fingerprints.remove(&old.fingerprint);
-            self.bytes -= old.bytes;
-            self.oldest_first.pop_front();
-        }
-        let has_room =
-            self.oldest_first.len() < MAX_SEEN && self.bytes.saturating_add(task.bytes) <= MAX_SEEN_BYTES;
-        let is_new = has_room && self.fingerprints.insert(task.fingerprint);
-        if is_new {
-            self.bytes += task.bytes;
-            self.oldest_first.push_back((now, *task));
-        }
-        is_new
-    }
+/// How many permits it takes to put off a task whose body has so many bytes.
+fn permits(bytes: usize) -> f64 {
+    (1.0 + bytes as f64 / BYTES_PER_PERMIT).min(MOST_PERMITS_OF_A_TASK)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -232,10 +191,11 @@ impl Places {
             tasks: BTreeMap::new(),
             requesters: HashMap::new(),
             staying: 0,
-            seen: Seen::default(),
-            permits: BURST,
+            permits: MAX_PERMITS,
             last_renewal: now,
-            last_burst: now,
+            last_found: None,
+            begun_put_offs: MAX_BEGUN_PUT_OFFS,
+            begun_renewal: now,
             last_put_off: None,
             suspended_until: None,
         };
@@ -250,11 +210,12 @@ impl Places {
         }
     }
 
-    /// Adds a task until the place is dropped.
-    pub(super) fn enter(&self, delivery: DeliveryTag, arrival: Arrival) -> Place {
+    /// Adds a task of `requester`, whose body has so many bytes, until the place is dropped.
+    pub(super) fn enter(&self, delivery: DeliveryTag, requester: u64, bytes: usize) -> Place {
         let signal = Arc::new(Signal::default());
         let now = Instant::now();
-        let task = Task { arrival, since: now, state: State::Waits, stays: false, signal: signal.clone() };
+        let (permits, state) = (permits(bytes), State::Waits);
+        let task = Task { requester, permits, since: now, state, stays: false, signal: signal.clone() };
         self.lock().enter(delivery, task, now);
         Place { places: self.clone(), delivery, signal }
     }
@@ -277,6 +238,11 @@ impl Places {
         let is_later = |put_off: SystemTime| time.is_none_or(|time| put_off >= time);
         list.last_put_off.is_some_and(is_later)
             || list.tasks.values().any(|task| task.state == State::Leaving)
+    }
+
+    /// Ends [`Places::suspend`].
+    pub(super) fn resume(&self) {
+        self.lock().suspended_until = None;
     }
 
     /// Lets all tasks begin, and puts none off for this time.
@@ -304,10 +270,12 @@ impl List {
     /// else waits.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
         self.renew(now);
-        let key = task.arrival.requester;
-        if !self.requesters.contains_key(&key) && now >= self.last_burst + BURST_INTERVAL {
-            // A task of another requester came out from behind the slow ones. There may be more.
-            (self.permits, self.last_burst) = (BURST, now);
+        let key = task.requester;
+        if !self.requesters.is_empty() && !self.requesters.contains_key(&key) {
+            self.last_found = Some(now);
+            if now >= self.begun_renewal + RENEWAL_INTERVAL {
+                (self.begun_put_offs, self.begun_renewal) = (MAX_BEGUN_PUT_OFFS, now);
+            }
         }
         let requester = self.requesters.entry(key).or_default();
         requester.tasks.insert(delivery);
@@ -315,29 +283,24 @@ impl List {
         self.tasks.insert(delivery, task);
         if !self.is_crowding(key, now, || self.slow_begun(now)) {
             self.begin(delivery);
-        } else if self.may_put_off(delivery, now) {
-            self.put_off(delivery);
+        } else {
+            self.put_off_if_permitted(delivery);
         }
     }
 
-    /// Whether this task, which has not begun, may be put off now. If that takes permits, takes them.
-    fn may_put_off(&mut self, delivery: DeliveryTag, now: Instant) -> bool {
-        let Some(task) = self.tasks.get(&delivery) else { return false };
-        if self.seen.add(&task.arrival, now) {
-            return true;
-        }
-        let permits = task.permits();
-        let is_permitted = self.permits >= permits;
-        if is_permitted {
+    /// Puts off a task that waits, if there are permits for that.
+    fn put_off_if_permitted(&mut self, delivery: DeliveryTag) {
+        let permits = self.tasks.get(&delivery).map_or(f64::MAX, |task| task.permits);
+        if self.permits >= permits {
             self.permits -= permits;
+            self.put_off(delivery);
         }
-        is_permitted
     }
 
     fn leave(&mut self, delivery: DeliveryTag, now: Instant) {
         let Some(task) = self.tasks.remove(&delivery) else { return };
         self.staying -= usize::from(task.stays);
-        let Some(requester) = self.requesters.get_mut(&task.arrival.requester) else { return };
+        let Some(requester) = self.requesters.get_mut(&task.requester) else { return };
         requester.tasks.remove(&delivery);
         match task.state {
             State::Waits => requester.waiting -= 1,
@@ -350,16 +313,16 @@ impl List {
             }
         }
         if requester.tasks.is_empty() {
-            self.requesters.remove(&task.arrival.requester);
+            self.requesters.remove(&task.requester);
         }
         self.begin_waiting(now);
     }
 
     fn renew(&mut self, now: Instant) {
+        let is_found = self.last_found.is_some_and(|found| now < found + FOUND_FOR);
+        let rate = if is_found { RATE_WHEN_FOUND } else { RATE };
         let elapsed = now.saturating_duration_since(self.last_renewal).as_secs_f64();
-        // Renewed permits are never enough to put off a task that has begun.
-        let renewed = (self.permits + RATE * elapsed).min(KEPT_FOR_WAITING);
-        (self.permits, self.last_renewal) = (self.permits.max(renewed), now);
+        (self.permits, self.last_renewal) = ((self.permits + rate * elapsed).min(MAX_PERMITS), now);
     }
 
     /// Lets waiting tasks begin where that is possible. Puts off those that still wait, the latest first. Then, while
@@ -371,19 +334,12 @@ impl List {
             return;
         }
         let waiting: Vec<DeliveryTag> = self.waiting().map(|(delivery, _)| delivery).collect();
-        for delivery in waiting.into_iter().rev() {
-            if self.may_put_off(delivery, now) {
-                self.put_off(delivery);
-            }
-        }
-        while self.permits > KEPT_FOR_WAITING
+        waiting.into_iter().rev().for_each(|delivery| self.put_off_if_permitted(delivery));
+        while self.begun_put_offs > 0
             && self.slow_begun(now) > self.max_slow()
             && let Some(delivery) = self.latest_of_largest(now)
         {
-            if let Some(task) = self.tasks.get(&delivery) {
-                self.permits -= task.permits();
-                self.seen.add(&task.arrival, now);
-            }
+            self.begun_put_offs -= 1;
             self.put_off(delivery);
         }
     }
@@ -391,19 +347,19 @@ impl List {
     /// The tasks that wait to begin, with their requesters, in the order of delivery.
     fn waiting(&self) -> impl Iterator<Item = (DeliveryTag, u64)> {
         let waiting = self.tasks.iter().filter(|(_, task)| task.state == State::Waits);
-        waiting.map(|(delivery, task)| (*delivery, task.arrival.requester))
+        waiting.map(|(delivery, task)| (*delivery, task.requester))
     }
 
-    /// Takes the slow requester with the most tasks that have begun, among those with more than a quarter of the places.
-    /// Chance decides between equal ones. Returns the latest of its tasks that has begun and may be put off.
+    /// Takes the slow requester with the most tasks that have begun, among those that have one which may be put off.
+    /// Chance decides between equal ones. Returns the latest of its tasks that may be put off.
     fn latest_of_largest(&self, now: Instant) -> Option<DeliveryTag> {
-        let large = self.requesters.iter().filter(|(_, it)| self.is_large(it) && self.is_slow(it, now));
-        let (_, largest) = large.max_by_key(|(_, it)| (it.begun, rand::random::<u32>()))?;
         let may_leave = |delivery: &&DeliveryTag| {
-            let task = self.tasks.get(delivery);
-            task.is_some_and(|it| it.state == State::Begun && !it.stays)
+            self.tasks.get(delivery).is_some_and(|it| it.state == State::Begun && !it.stays)
         };
-        largest.tasks.iter().rev().find(may_leave).copied()
+        let slow = self.requesters.values().filter(|it| self.is_slow(it, now));
+        let latest = slow.filter_map(|it| Some((it.begun, *it.tasks.iter().rev().find(may_leave)?)));
+        let largest = latest.max_by_key(|(begun, _)| (*begun, rand::random::<u32>()));
+        largest.map(|(_, delivery)| delivery)
     }
 
     fn begin_waiting(&mut self, now: Instant) {
@@ -422,23 +378,18 @@ impl List {
         }
     }
 
-    /// Whether the waiting tasks of this requester, which are counted already, must go on waiting. That is so if it is
-    /// slow and has more than a quarter of the places, and if as many slow tasks have begun as may. `slow_begun` counts
-    /// these, which takes long if there are many requesters.
+    /// Whether the waiting tasks of this requester must go on waiting. That is so if it is slow and has begun a task, and
+    /// if as many slow tasks have begun as may. `slow_begun` counts these, which takes long if there are many requesters.
     fn is_crowding(&self, requester: u64, now: Instant, slow_begun: impl Fn() -> usize) -> bool {
         let Some(requester) = self.requesters.get(&requester) else { return false };
         !self.is_suspended(now)
-            && self.is_large(requester)
+            && requester.begun > 0
             && self.is_slow(requester, now)
             && slow_begun() >= self.max_slow()
     }
 
     fn is_suspended(&self, now: Instant) -> bool {
         self.suspended_until.is_some_and(|until| now < until)
-    }
-
-    fn is_large(&self, requester: &Requester) -> bool {
-        requester.begun + requester.waiting > (self.granted / 4).max(1)
     }
 
     fn is_slow(&self, requester: &Requester, now: Instant) -> bool {
@@ -457,7 +408,7 @@ impl List {
         let before = std::mem::replace(&mut task.state, State::Begun);
         task.signal.may_begin.store(true, Ordering::Relaxed);
         task.signal.begin.notify_one();
-        if let Some(requester) = self.requesters.get_mut(&task.arrival.requester) {
+        if let Some(requester) = self.requesters.get_mut(&task.requester) {
             match before {
                 State::Waits => requester.waiting -= 1,
                 State::Begun => return,
@@ -479,13 +430,13 @@ impl List {
         }
     }
 
-    /// Lets the task stay, unless it is leaving, or its requester has many places and too many tasks stay already.
+    /// Lets the task stay, unless it is leaving, or too many tasks stay already.
     fn try_to_stay(&mut self, delivery: DeliveryTag, now: Instant) -> bool {
+        // A task that is not in the list has left; nobody waits for its place.
         let Some(task) = self.tasks.get(&delivery) else { return true };
-        let is_large = self.requesters.get(&task.arrival.requester).is_some_and(|it| self.is_large(it));
-        let may_stay = task.stays
-            || task.state != State::Leaving
-                && (!is_large || self.staying < self.max_slow() || self.is_suspended(now));
+        let is_leaving = task.state == State::Leaving;
+        let has_room = self.staying < self.max_slow() || self.is_suspended(now);
+        let may_stay = task.stays || !is_leaving && has_room;
         if may_stay {
             self.stay(delivery);
         }
@@ -496,7 +447,7 @@ impl List {
         let Some(task) = self.tasks.get_mut(&delivery) else { return };
         let before = std::mem::replace(&mut task.state, State::Leaving);
         task.signal.put_off.notify_one();
-        if let Some(requester) = self.requesters.get_mut(&task.arrival.requester) {
+        if let Some(requester) = self.requesters.get_mut(&task.requester) {
             match before {
                 State::Waits => requester.waiting -= 1,
                 State::Begun => requester.begun -= 1,
@@ -517,8 +468,6 @@ mod tests {
     use crate::broker::Source;
 
     const GRANTED: u16 = 8;
-    /// The fingerprint of a task that was put off before.
-    const SEEN: u64 = u64::MAX;
 
     struct Rig {
         places: Places,
@@ -532,19 +481,8 @@ mod tests {
 
         fn enter(&mut self, requester: u64) -> Place {
             self.delivered += 1;
-            self.enter_again(requester, self.delivered)
-        }
-
-        /// Adds a task that may have been put off before.
-        fn enter_again(&mut self, requester: u64, fingerprint: u64) -> Place {
-            self.delivered += 1;
             let delivery = DeliveryTag { source: Source::Main, session: 1, tag: self.delivered };
-            self.places.enter(delivery, Arrival { requester, fingerprint, bytes: 0 })
-        }
-
-        fn see(&self) {
-            let task = Arrival { requester: 1, fingerprint: SEEN, bytes: 0 };
-            assert!(self.places.lock().seen.add(&task, Instant::now()));
+            self.places.enter(delivery, requester, 0)
         }
     }
 
@@ -587,15 +525,19 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn requesters_with_a_quarter_of_the_places_keep_them() {
+    async fn many_slow_requesters_leave_a_quarter_of_the_places_too() {
         let mut rig = Rig::new();
-        let mut places: Vec<Place> = (0..4).map(|requester| rig.enter(requester)).collect();
-        places.extend([10, 10, 10, 11].map(|requester| rig.enter(requester)));
+        let mut places: Vec<Place> = [1, 1, 2, 2, 3, 3, 4, 5].map(|requester| rig.enter(requester)).into();
         advance(2 * SLOW).await;
         rig.places.review();
-        assert_eq!(are_put_off(&places), [false, false, false, false, false, false, true, false]);
-        rig.places.review();
-        assert_eq!(are_put_off(&places), [false; 8], "requester 10 has only two now");
+        let put_off = are_put_off(&places);
+        assert_eq!(put_off.iter().filter(|it| **it).count(), 2);
+        assert!(!put_off[0] && !put_off[2] && !put_off[4], "the latest of a requester: {put_off:?}");
+        assert!(!put_off[6] && !put_off[7], "those with the most: {put_off:?}");
+        let left = put_off.iter().position(|it| *it).unwrap();
+        places.remove(left);
+        let late = [4, 6].map(|requester| rig.enter(requester).may_begin());
+        assert_eq!(late, [false, true], "requester 4 has begun a task");
     }
 
     #[tokio::test(start_paused = true)]
@@ -611,9 +553,9 @@ mod tests {
         assert_eq!(are_put_off(&places), [false, false, false, false, true, false, false]);
     }
 
-    /// For `time`, fills all places but `held` with tasks of `requester` that were put off before, again and again.
-    /// Returns how many of its tasks are put off.
-    async fn fill_places(rig: &mut Rig, requester: u64, held: usize, time: Duration) -> usize {
+    /// For `time`, fills all places but `held` with tasks of requester 1 again and again. Returns how many of them are
+    /// put off.
+    async fn fill_places(rig: &mut Rig, held: usize, time: Duration) -> usize {
         let (mut count, mut waiting) = (0, Vec::new());
         for _ in 0..100 {
             advance(time / 100).await;
@@ -624,7 +566,7 @@ mod tests {
                 !is_put_off
             });
             while held + waiting.len() < usize::from(GRANTED) {
-                let place = rig.enter_again(requester, SEEN);
+                let place = rig.enter(1);
                 assert!(!place.may_begin(), "six are slow");
                 let is_put_off = place.wait_to_be_put_off().now_or_never().is_some();
                 if is_put_off { count += 1 } else { waiting.push(place) }
@@ -634,23 +576,43 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn few_tasks_are_put_off_in_vain_and_more_once_another_requester_is_found() {
+    async fn tasks_are_put_off_more_often_once_another_requester_is_found() {
         let mut rig = Rig::new();
         let _held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
-        advance(BURST_INTERVAL).await;
-        rig.see();
-        let burst = BURST as usize;
-        let first = fill_places(&mut rig, 1, 6, Duration::from_secs(1)).await;
-        assert!((burst..=burst + RATE as usize).contains(&first), "{first}");
-        let renewed = 5 * RATE as usize;
-        let next = fill_places(&mut rig, 1, 6, Duration::from_secs(5)).await;
-        assert!((renewed - 1..=renewed + 1).contains(&next), "{next}");
+        advance(2 * SLOW).await;
+        let first = fill_places(&mut rig, 6, Duration::from_secs(1)).await;
+        assert!((1_024..=1_030).contains(&first), "{first}");
+        let alone = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
+        assert!((49..=51).contains(&alone), "{alone}");
         drop(rig.enter(2));
-        let found = fill_places(&mut rig, 1, 6, Duration::from_millis(1)).await;
-        assert!((burst..=burst + 1).contains(&found), "{found}");
+        let found = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
+        assert!((999..=1_001).contains(&found), "{found}");
+        advance(FOUND_FOR).await;
+        rig.places.review();
+        rig.places.lock().permits = 0.0;
+        let alone = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
+        assert!((49..=51).contains(&alone), "{alone}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn few_tasks_that_have_begun_are_put_off_until_another_requester_is_found() {
+        let mut rig = Rig::new();
+        rig.places.lock().begun_put_offs = 1;
+        let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
+        advance(RENEWAL_INTERVAL).await;
+        rig.places.review();
+        let count = || are_put_off(&places).iter().filter(|it| **it).count();
+        assert_eq!(count(), 1);
+        rig.places.review();
+        assert_eq!(count(), 0);
         drop(rig.enter(2));
-        let found = fill_places(&mut rig, 1, 6, Duration::from_millis(1)).await;
-        assert!(found <= 1, "{found}: there is no second burst within BURST_INTERVAL");
+        rig.places.review();
+        assert_eq!(count(), 1);
+    }
+
+    #[test]
+    fn a_large_body_takes_more_permits() {
+        assert_eq!([0, 256 * 1024, usize::MAX].map(permits), [1.0, 2.0, MOST_PERMITS_OF_A_TASK]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -671,40 +633,6 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn each_task_that_has_not_begun_is_put_off_once_in_a_while_without_a_permit() {
-        let mut rig = Rig::new();
-        let _held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
-        advance(2 * SLOW).await;
-        rig.places.review();
-        let mut put_off = |fingerprint, permits| {
-            rig.places.lock().permits = permits;
-            let places = [0, 1].map(|_| rig.enter_again(1, fingerprint));
-            (are_put_off(&places).contains(&true), rig.places.lock().permits)
-        };
-        for fingerprint in 0..MAX_SEEN as u64 {
-            assert_eq!(put_off(fingerprint, 0.0), (true, 0.0));
-        }
-        assert_eq!(put_off(3, 0.0), (false, 0.0), "it was put off before");
-        assert_eq!(put_off(MAX_SEEN as u64, 0.0), (false, 0.0), "there is no room for a further one");
-        assert_eq!(put_off(3, 9.0), (true, 7.0), "two tasks, and a permit for each");
-        advance(SEEN_FOR).await;
-        assert!(put_off(3, 0.0).0);
-    }
-
-    #[test]
-    fn the_bytes_that_are_put_off_without_permits_are_bounded() {
-        let (mut seen, now) = (Seen::default(), Instant::now());
-        let task = |fingerprint| Arrival { requester: 1, fingerprint, bytes: MAX_SEEN_BYTES / 3 };
-        assert_eq!([0, 1, 1, 2, 3].map(|it| seen.add(&task(it), now)), [true, true, false, true, false]);
-        assert_eq!([0, 3].map(|it| seen.add(&task(it), now + SEEN_FOR)), [true, true]);
-        let permits = |bytes| {
-            let (arrival, signal) = (Arrival { bytes, ..task(0) }, Arc::default());
-            Task { arrival, since: now, state: State::Waits, stays: false, signal }.permits()
-        };
-        assert_eq!([0, 256 * 1024, usize::MAX].map(permits), [1.0, 2.0, KEPT_FOR_WAITING]);
-    }
-
-    #[tokio::test(start_paused = true)]
     async fn streams_of_one_requester_leave_a_quarter_of_the_places() {
         let mut rig = Rig::new();
         let mut streams: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
@@ -717,11 +645,13 @@ mod tests {
         assert!(waits.now_or_never().is_some(), "another stream has ended");
         // The one that is held back leaves once its requester is known to be slow, and the others stay.
         let other = rig.enter(2);
-        assert!(other.try_to_stay(), "its requester has few places");
+        assert!(!other.try_to_stay(), "six stay");
+        drop(other);
         advance(2 * SLOW).await;
         rig.places.review();
         assert_eq!(are_put_off(&streams), [false, false, false, false, false, true]);
-        assert!(!streams[5].try_to_stay(), "it is leaving");
+        streams.remove(0);
+        assert!(!streams[4].try_to_stay(), "it is leaving");
     }
 
     #[tokio::test(start_paused = true)]
@@ -731,8 +661,7 @@ mod tests {
         advance(2 * SLOW).await;
         rig.places.review();
         rig.places.lock().permits = 0.0;
-        rig.see();
-        let waiting = [0, 1].map(|_| rig.enter_again(1, SEEN));
+        let waiting = [0, 1].map(|_| rig.enter(1));
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
         assert_eq!((are_put_off(&waiting), may_begin()), (vec![false, false], [false, false]));
         assert!(!rig.places.has_put_off_since(None));
@@ -741,7 +670,7 @@ mod tests {
         rig.places.suspend(SLOW);
         assert_eq!(may_begin(), [true, true]);
         assert!(waiting[1].wait_to_begin().now_or_never().is_some());
-        rig.places.lock().permits = BURST;
+        rig.places.lock().permits = MAX_PERMITS;
         rig.places.review();
         assert!(are_put_off(&held).iter().chain(&are_put_off(&waiting)).all(|is_put_off| !is_put_off));
         advance(SLOW).await;

@@ -40,7 +40,7 @@ struct Detection {
     pad: usize,
     /// Samples that are no whole chunk yet.
     rest: Vec<f32>,
-    /// While there is no speech: the last samples, `pad` at most.
+    /// While there is no speech: the last samples, of which `pad` may precede speech.
     before: Vec<f32>,
     is_speech: bool,
     /// While there is speech: samples since the detector heard it last.
@@ -111,14 +111,17 @@ impl Speech {
         let has_speech = probability >= detection.threshold;
         if !detection.is_speech && !has_speech {
             detection.before.extend_from_slice(chunk);
-            let beyond = detection.before.len().saturating_sub(detection.pad);
-            detection.before.drain(..beyond);
+            // Shortened now and then only, because that moves what is left.
+            if detection.before.len() > 2 * detection.pad + CHUNK {
+                detection.before.drain(..detection.before.len() - detection.pad);
+            }
             self.position += chunk.len() as u64;
             return;
         }
         if !detection.is_speech {
             detection.is_speech = true;
-            let before = std::mem::take(&mut detection.before);
+            let mut before = std::mem::take(&mut detection.before);
+            before.drain(..before.len().saturating_sub(detection.pad));
             // They were passed over, and are kept after all.
             self.position -= before.len() as u64;
             self.keep(&before);
@@ -203,8 +206,11 @@ mod tests {
         speech
     }
 
+    /// The chunks at which parts begin: in the window, and in the recording.
+    type Parts = Vec<(usize, usize)>;
+
     /// The numbers of the chunks that are kept, in the windows of `most` chunks, with the chunks at which parts begin.
-    fn windows(speech: &mut Speech, most: usize) -> Vec<(Vec<usize>, Vec<(usize, usize)>)> {
+    fn windows(speech: &mut Speech, most: usize) -> Vec<(Vec<usize>, Parts)> {
         let chunk = |seconds: f64| (seconds * f64::from(RATE) / CHUNK as f64).round() as usize;
         let mut windows = Vec::new();
         while !speech.kept().is_empty() {
