@@ -33,7 +33,7 @@ PUBLISHED_AT_MOST = 5
 """So often a task is published that the broker never confirms: it may be what the broker closes the channel for."""
 
 Body = Union[bytes, Mapping[str, Any]]
-Scalar = Union[str, int, float, bool]
+Scalar = Union[str, int, bool]
 Texts = Union[str, Sequence[str]]
 Prompt = Union[str, Sequence[Any]]
 Messages = Union[str, Sequence[Mapping[str, Any]]]
@@ -287,7 +287,7 @@ def transcribe(
         raise TypeError("transcribe returns a Transcript: for another response_format there is request")
     file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
     headers = {
-        name: json.dumps(value) if isinstance(value, (Mapping, list, tuple)) else value
+        name: json.dumps(value) if isinstance(value, (Mapping, list, tuple, float)) else value  # pika writes no floats
         for name, value in fields({**more, "response_format": "verbose_json"}).items()
     }
     url = "/v1/audio/translations" if translate else "/v1/audio/transcriptions"
