@@ -15,9 +15,9 @@
 //!   requesters whose sequences are as long as the context do not hold all room until their sequences end, and each
 //!   large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
-//!   waiting, up to [`MAX_PRIORITY`]. Between requesters, the first waiting sequences of each compete by the same rule, except that a
-//!   requester counts as having arrived when one of its sequences was last admitted or last ended. So a requester with
-//!   hundreds of sequences waits for the others after each of its own.
+//!   waiting, up to [`MAX_PRIORITY`]. Between requesters, the first waiting sequences of each compete by the same rule,
+//!   except that a requester counts as having arrived when one of its sequences was last admitted or last ended. So a
+//!   requester with hundreds of sequences waits for the others after each of its own.
 //! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences
 //!   of other requesters are admitted before it, and are preempted as soon as it would find room without them. So
 //!   neither a small sequence nor one that needs nearly all room waits for ever.

@@ -220,8 +220,8 @@ impl Places {
         Place { places: self.clone(), delivery, signal }
     }
 
-    /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be called from time to time, because requesters become
-    /// slow without any event.
+    /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be called
+    /// from time to time, because requesters become slow without any event.
     pub(super) fn review(&self) {
         self.lock().review(Instant::now());
     }

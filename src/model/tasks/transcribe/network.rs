@@ -1,5 +1,6 @@
 //! The sequences of Whisper: one for each window. Decides when a text ends, when a doubtful one is written again with a
-//! higher temperature, and where a text goes on that ends before its window does. A step changes a sequence only when its result is known (`Generate::step`).
+//! higher temperature, and where a text goes on that ends before its window does. A step changes a sequence only when its
+//! result is known (`Generate::step`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
