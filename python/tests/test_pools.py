@@ -196,8 +196,12 @@ def test_speech(client: Any) -> None:
         speech.transcribe(sound, vad={"threshold": 7})
     with pytest.raises(NotServed):
         speech.transcribe(sound, translate=True)
-    with pytest.raises(ValueError, match="pass content_type"):
+    with pytest.raises(ValueError, match="no WAV, FLAC, Ogg or MP3: it begins with b'no sound'"):
         speech.transcribe(b"no sound")
+    with pytest.raises(ValueError, match="it is empty"):
+        speech.transcribe(b"")
+    with pytest.raises(TypeError, match="no parameter 'langauge'; did you mean language"):
+        speech.transcribe(sound, langauge="en")
     with pytest.raises(TypeError, match="there is request"):
         speech.transcribe(sound, response_format="srt")
 
@@ -208,6 +212,8 @@ def test_texts_for_a_pool_of_images(client: Any) -> None:
         images.classify(["wax"])
     with pytest.raises(FileNotFoundError, match="dog.jpg"):
         images.classify_image("dog.jpg")
+    with pytest.raises(TypeError, match="no parameter 'labels'; it takes top_k"):
+        images.classify_image(b"", labels=["cat"])
 
 
 def test_text_in_parts(client: Any) -> None:

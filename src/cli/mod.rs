@@ -20,9 +20,12 @@ pub use ctl::{Ctl, CtlOrder, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 pub use submit::Submit;
 
+/// The digits of the id of a stop or of a job, which the commands print.
+const PRINTED_ID_LENGTH: usize = 12;
+
 /// Model inference behind a message queue: one process per device, fed by RabbitMQ.
 ///
-/// This version has been run on CPUs only. docs/gpu.md says what is known of the build for GPUs.
+/// Its checks have passed on one kind of GPU, an NVIDIA H200. docs/gpu.md says what was run there.
 #[derive(Debug, Parser)]
 #[command(name = "sconce", version, long_version = version::LONG, about, after_help = exit_codes())]
 #[command(max_term_width = 100)]
@@ -213,7 +216,7 @@ pub struct StopWorkers {
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
     pub expires: Duration,
     /// Withdraw those sentinels of an earlier `stop` that no worker has taken; STOP is the id that it printed
-    #[arg(long, value_name = "STOP", conflicts_with_all = ["workers", "all"])]
+    #[arg(long, value_name = "STOP", conflicts_with_all = ["workers", "all"], value_parser = printed_id)]
     pub withdraw: Option<String>,
 }
 
@@ -278,6 +281,15 @@ fn duration(text: &str) -> Result<Duration, String> {
     Duration::try_from(span).ok().filter(|it| !it.is_zero()).ok_or_else(|| wanted.to_owned())
 }
 
+/// Parses the id of a stop or of a job.
+fn printed_id(text: &str) -> Result<String, String> {
+    let is_digit = |byte: u8| byte.is_ascii_digit() || matches!(byte, b'a'..=b'f');
+    if text.len() == PRINTED_ID_LENGTH && text.bytes().all(is_digit) {
+        return Ok(text.to_owned());
+    }
+    Err(format!("expected the id that the command printed: {PRINTED_ID_LENGTH} hexadecimal digits"))
+}
+
 fn exit_codes() -> String {
     let mut text = String::from("Exit codes:\n");
     for (exit, meaning) in Exit::ALL {
@@ -321,9 +333,17 @@ mod tests {
     }
 
     #[test]
+    fn the_id_of_a_stop_or_a_job_has_12_hexadecimal_digits() {
+        assert_eq!(printed_id("3f6c1a2b9d04"), Ok("3f6c1a2b9d04".to_owned()));
+        for wrong in ["", "nope", "3F6C1A2B9D04", "3f6c1a2b9d045", "3f6c1a2b-d04"] {
+            assert!(printed_id(wrong).is_err_and(|error| error.contains("12 hexadecimal")), "{wrong}");
+        }
+    }
+
+    #[test]
     fn the_help_and_the_readme_agree_on_what_has_run_on_gpus() {
         let help = Cli::command().render_long_help().to_string();
-        let claim = "This version has been run on CPUs only.";
+        let claim = "Its checks have passed on one kind of GPU, an NVIDIA H200.";
         assert!(help.contains(claim), "{help}");
         assert!(include_str!("../../README.md").contains(claim));
     }

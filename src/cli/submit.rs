@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Settings, duration};
+use super::{Settings, duration, printed_id};
 
 pub(super) const EXAMPLES: &str = "Examples:
   sconce submit -i rows.jsonl -o answers.jsonl             through the only pool's queue
@@ -16,7 +16,7 @@ pub(super) const EXAMPLES: &str = "Examples:
 Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all \
 hosts. Answers are written in the order of the rows; an error is a line of its own. After an \
 interruption, the same command continues after the last finished line. Ctrl-C waits for the tasks in \
-flight, at most for --grace; a second Ctrl-C ends at once.";
+flight, at most for --grace, or until Ctrl-C again; then it withdraws those left.";
 
 /// `sconce submit`.
 #[derive(Debug, Args)]
@@ -53,6 +53,6 @@ pub struct Submit {
     #[arg(long)]
     pub json: bool,
     /// Cancel a job: workers answer its tasks with 499; those still in the queue, when they are delivered
-    #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output"])]
+    #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output"], value_parser = printed_id)]
     pub cancel: Option<String>,
 }

@@ -53,10 +53,11 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             _ => control.request(&target, &request, until, expected).await,
         };
         let answers = answers.map_err(with_exit)?;
+        let answers = match arguments.wait {
+            Some(limit) => wait_for(&mut control, &target, &request, answers, limit).await?,
+            None => answers,
+        };
         print(&answers, arguments)?;
-        if let Some(limit) = arguments.wait {
-            wait_for(&mut control, &target, &request, &answers, limit).await?;
-        }
         control.close().await;
         anyhow::Ok(answers)
     });
@@ -67,7 +68,16 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let expected = arguments.expect.unwrap_or(1);
     if answers.len() < expected {
         let message = match answers.len() {
-            0 => "nobody has answered".to_owned(),
+            0 => match &target {
+                Target::Pool(name) if !settings.pools.iter().any(|pool| pool.name == *name) => {
+                    let names: Vec<&str> = settings.pools.iter().map(|pool| pool.name.as_str()).collect();
+                    format!(
+                        "no pool is named {name:?} in these settings, which have {}; nobody has answered",
+                        names.join(", ")
+                    )
+                }
+                _ => "nobody has answered".to_owned(),
+            },
             some => {
                 let names: Vec<&str> = answers.iter().map(|answer| answer.launcher.as_str()).collect();
                 format!("{some} of {expected} launchers have answered, {},", names.join(", "))
@@ -88,7 +98,7 @@ fn cancelled(answers: &[Answer]) -> Option<u64> {
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
 
-/// Waits until the slots that accepted an order have carried it out.
+/// Waits until the slots that accepted an order have carried it out. Returns the answers, with the states of then.
 ///
 /// # Errors
 /// Some slots have not carried it out within `limit`; the error names them.
@@ -96,9 +106,9 @@ async fn wait_for(
     control: &mut Control,
     target: &Target,
     order: &Request,
-    answers: &[Answer],
+    answers: Vec<Answer>,
     limit: Duration,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Vec<Answer>> {
     let until = Instant::now() + limit;
     let accepted = |slot: &&SlotReport| slot.refused.is_none();
     let ordered: Vec<&SlotReport> =
@@ -116,7 +126,7 @@ async fn wait_for(
         let pending: Vec<&str> =
             ordered.iter().filter(|it| !is_done(it)).map(|it| it.worker.as_str()).collect();
         if pending.is_empty() {
-            return Ok(());
+            return Ok(with_states_of(answers, &now));
         }
         if Instant::now() >= until {
             let message = format!("not carried out after {limit:?} by {}", pending.join(", "));
@@ -124,6 +134,17 @@ async fn wait_for(
         }
         tokio::time::sleep_until(next).await;
     }
+}
+
+/// Answers with the states that slots have now. A slot whose launcher has ended is stopped.
+fn with_states_of(mut answers: Vec<Answer>, now: &[Answer]) -> Vec<Answer> {
+    for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
+        match now.iter().flat_map(|answer| &answer.slots).find(|after| after.worker == slot.worker) {
+            Some(after) => (slot.state, slot.state_ms, slot.pid) = (after.state, after.state_ms, after.pid),
+            None => (slot.state, slot.state_ms, slot.pid) = (State::Stopped, 0, None),
+        }
+    }
+    answers
 }
 
 /// Whether a slot has carried out an order, judged by its report when it accepted the order and by the present one.
@@ -220,7 +241,10 @@ fn table(text: &mut String, slots: &[SlotReport]) {
     };
     text.push_str(&row(head.map(str::to_owned)));
     for slot in slots {
-        let Some(stats) = &slot.stats else { continue };
+        let Some(stats) = &slot.stats else {
+            let _ = writeln!(text, "  {:<17}{}", slot.slot, without_counts(slot));
+            continue;
+        };
         let succeeded = stats.of_status("succeeded");
         let milliseconds = |stage: Stage, rank| {
             let value = stats.stages[stage as usize].quantile(&SECONDS, rank);
@@ -240,10 +264,19 @@ fn table(text: &mut String, slots: &[SlotReport]) {
         ]));
         let problem = stats.now.problem.as_ref().map(|problem| shorten(problem, 300));
         let no_broker = || (!stats.now.connected && slot.state.works()).then(|| "no broker".to_owned());
-        if let Some(problem) = problem.or_else(no_broker) {
+        let is_out = matches!(slot.state, State::Failed | State::Quarantined);
+        let out = is_out.then(|| without_counts(slot));
+        if let Some(problem) = problem.or_else(no_broker).or(out) {
             let _ = writeln!(text, "    {problem}");
         }
     }
+}
+
+/// What is said of a slot in the place of its counts: its state, and why its last worker failed.
+fn without_counts(slot: &SlotReport) -> String {
+    let failure =
+        slot.last_failure.as_ref().map(|failure| format!(", last failure: {}", shorten(failure, 300)));
+    format!("{}{}", slot.state.name(), failure.unwrap_or_default())
 }
 
 /// An answer as JSON, in which histograms have names and bounds, and durations are in seconds.
@@ -295,6 +328,24 @@ mod tests {
     fn a_span_shows_its_two_largest_units() {
         let spans = [999, 61_000, 3_700_000, 90_000_000].map(span);
         assert_eq!(spans, ["0s", "1m01s", "1h01m", "1d01h"]);
+    }
+
+    #[test]
+    fn after_waiting_answers_have_the_states_of_then() {
+        let slot = |worker: &str, state, pid| SlotReport {
+            worker: worker.to_owned(),
+            state,
+            pid,
+            done: Some("restarting".to_owned()),
+            ..SlotReport::default()
+        };
+        let answer = |slots| Answer { slots, ..Answer::default() };
+        let before =
+            vec![answer(vec![slot("a/x/0", State::Ready, Some(1)), slot("a/x/1", State::Ready, Some(2))])];
+        let now = [answer(vec![slot("a/x/0", State::Busy, Some(3))])];
+        let after = with_states_of(before, &now);
+        let states: Vec<_> = after[0].slots.iter().map(|it| (it.state, it.pid, it.done.is_some())).collect();
+        assert_eq!(states, [(State::Busy, Some(3), true), (State::Stopped, None, true)]);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
 use std::thread;
+use std::time::Duration;
 
 use futures_util::stream;
 use indicatif::ProgressBar;
@@ -31,6 +32,8 @@ use crate::telemetry::QUIET;
 const WINDOW: usize = 4_096;
 /// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 256;
+/// How long a queue that does not exist is waited for.
+const DECLARED_WITHIN: Duration = Duration::from_secs(3);
 /// Lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
 
@@ -85,9 +88,21 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         });
         let bounds =
             Bounds { under_way: WINDOW, timeout: Some(arguments.timeout), in_order: true, resend: None };
-        let ended = client.run(0, tasks, &bounds, &mut output).await;
+        let ended = tokio::select! {
+            ended = client.run(0, tasks, &bounds, &mut output) => Some(ended),
+            _ = tokio::signal::ctrl_c() => None,
+        };
         output.bar.finish_and_clear();
         client.close().await;
+        let Some(ended) = ended else {
+            let done = if waits { "answered" } else { "published" };
+            let _ = writeln!(
+                io::stderr(),
+                "interrupted: {} tasks were {done}; workers compute what is published and not answered",
+                output.published
+            );
+            return Ok(Exit::Aborted);
+        };
         ended?;
         if !waits {
             writeln!(io::stdout(), "published {} tasks to {}", output.published, pool.task_queue)?;
@@ -106,9 +121,17 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
 }
 
 /// Fails if the queue does not exist, and prints a note if nobody consumes from it. Otherwise a mistyped name would
-/// show only when the replies time out.
+/// show only when the replies time out. With `waits`, a launcher that has just been started may still declare it.
 async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
-    match consumers_of(&Connector::new(broker.clone(), "sconce publish"), queue).await {
+    let until = Instant::now() + if waits { DECLARED_WITHIN } else { Duration::ZERO };
+    let consumers = loop {
+        let consumers = consumers_of(&Connector::new(broker.clone(), "sconce publish"), queue).await;
+        if !matches!(consumers, Err(BrokerError::Missing { .. })) || Instant::now() >= until {
+            break consumers;
+        }
+        tokio::time::sleep(DECLARED_WITHIN / 10).await;
+    };
+    match consumers {
         Ok(0) if waits => {
             Ok(writeln!(io::stderr(), "nobody consumes from {queue} now; waiting for workers")?)
         }
@@ -239,6 +262,13 @@ fn requests_of_arguments(
     let files: Vec<&str> = media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
     if !files.is_empty() {
         return texts.iter().map(|file| of_file(file, &files)).collect();
+    }
+    if let Some(file) = texts.iter().find(|text| Path::new(text).is_file()) {
+        let name = &pool.name;
+        writeln!(
+            io::stderr(),
+            "note: pool {name:?} takes texts, so the words {file:?} are sent, and not the file of that name"
+        )?;
     }
     let known = route.map(|route| route.url).filter(|url| *url != Route::ANY);
     let url = url.as_deref().or(known);

@@ -4,8 +4,10 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
-use crate::protocol::Message;
+use serde_json::Value as Json;
+
 use crate::protocol::requests::text_of;
+use crate::protocol::{Message, Value};
 
 /// Writes the texts of answers to `out`.
 pub(super) struct Show<W> {
@@ -48,7 +50,7 @@ impl<W: Write> Show<W> {
     pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
         self.write_on()?;
         if self.pending.remove(&number).is_some() {
-            let whole = text_of(reply).unwrap_or_default();
+            let whole = text_of(reply).or_else(|| error_of(reply)).unwrap_or_default();
             // Parts may be lost, but the reply holds the whole text.
             let rest = whole.strip_prefix(&self.written).unwrap_or(&whole);
             writeln!(self.out, "{rest}\n")?;
@@ -71,6 +73,14 @@ impl<W: Write> Show<W> {
         self.written.push_str(&text);
         self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush())
     }
+}
+
+/// The words of a reply that is an error.
+fn error_of(reply: &Message) -> Option<String> {
+    let status = reply.properties.headers.get("status_code").and_then(Value::as_i64)?;
+    let body: Json = serde_json::from_slice(&reply.body).ok()?;
+    let message = body.get("error")?.get("message")?.as_str()?;
+    Some(format!("error {status}: {message}"))
 }
 
 #[cfg(test)]
@@ -102,6 +112,17 @@ mod tests {
         show.part(1, &of("audio/wav", "RIFF")).unwrap();
         show.answered(1, &of("audio/wav", "RIFFRIFF")).unwrap();
         assert_eq!(String::from_utf8(show.out).unwrap(), "> a\none two\n\n> b\n\n\n");
+    }
+
+    #[test]
+    fn an_error_is_shown_in_the_place_of_its_text() {
+        let headers = crate::protocol::Headers::from([("status_code".to_owned(), 400_i64.into())]);
+        let mut reply = message(json!({"error": {"message": "prompt is missing"}}));
+        reply.properties.headers = headers;
+        let mut show = Show::new(Vec::new());
+        show.begun(0, "a");
+        show.answered(0, &reply).unwrap();
+        assert_eq!(String::from_utf8(show.out).unwrap(), "> a\nerror 400: prompt is missing\n\n");
     }
 
     #[test]

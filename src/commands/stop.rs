@@ -8,8 +8,8 @@ use tokio::time::Instant;
 
 use super::ctl::with_exit;
 use super::{load, pool_named, start_logging};
-use crate::broker::Publisher as _;
 use crate::broker::amqp::{AmqpPublisher, Connector, consumers_of};
+use crate::broker::{BrokerError, Publisher as _};
 use crate::cli::StopWorkers;
 use crate::client::fleet::Control;
 use crate::client::publish;
@@ -22,7 +22,7 @@ use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// How long [`withdraw`] waits for the launchers' confirmations.
+/// How long [`withdraw`] waits for the first launcher's confirmation.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
@@ -45,6 +45,11 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     let queue = pool.task_queue.as_str();
     let (count, consumers) = match consumers_of(&connector(), queue).await {
         Ok(consumers) if arguments.all => (consumers, Some(consumers)),
+        Err(error @ BrokerError::Missing { .. }) if arguments.all => {
+            let message =
+                format!("queue {queue:?} does not exist: no launcher has run for pool {:?}", pool.name);
+            return Err(anyhow::Error::from(error).context(message));
+        }
         Err(error) if arguments.all => return Err(error.into()),
         // The count is needed only for the warning below, and a user may be allowed to publish but not to count.
         consumers => (arguments.workers, consumers.ok()),
@@ -102,7 +107,7 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
     }
     let (target, request) = (Target::All, Request::Cancel(cancellation));
     let until = Instant::now() + CONFIRM_TIMEOUT;
-    let answers = control.request(&target, &request, until, None).await.map_err(with_exit);
+    let answers = control.request_until_quiet(&target, &request, until).await.map_err(with_exit);
     control.close().await;
     let (refusals, confirmed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());

@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let job = files.job(arguments.attempts);
     let report_for = arguments.json.then_some(pool.name.as_str());
     if job.borrow().is_complete() {
-        return conclude(&mut job.borrow_mut(), report_for, queue, Ok(()));
+        return conclude(&mut job.borrow_mut(), report_for, Ok(()));
     }
     let options = JobOptions {
         queue: queue.to_owned(),
@@ -54,8 +54,14 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
         max_inputs: pool.max_inputs,
         resend: Resend { after: arguments.reply_timeout, attempts: arguments.attempts },
     };
-    let ended = runtime.block_on(drive(arguments, &settings, &options, &job));
-    let exit = ended.and_then(|ended| conclude(&mut job.borrow_mut(), report_for, queue, ended));
+    let ended = runtime.block_on(async {
+        let ended = drive(arguments, &settings, &options, &job).await?;
+        if ended.is_ok() && job.borrow().progress().in_flight > 0 {
+            withdraw_left(&settings, &job.borrow(), queue).await;
+        }
+        anyhow::Ok(ended)
+    });
+    let exit = ended.and_then(|ended| conclude(&mut job.borrow_mut(), report_for, ended));
     // The thread that reads standard input may block there for ever, so it is not waited for.
     runtime.shutdown_background();
     exit
@@ -200,12 +206,7 @@ fn print_progress(progress: &Progress<'_>, rate: f64) -> io::Result<()> {
 ///
 /// # Errors
 /// `ended`: why the run ended before its rows were answered. Or the output could not be written.
-fn conclude(
-    job: &mut Job,
-    report_for: Option<&str>,
-    queue: &str,
-    ended: anyhow::Result<()>,
-) -> anyhow::Result<Exit> {
+fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) -> anyhow::Result<Exit> {
     let ended = ended.and(job.sync().map_err(with_exit));
     if let Some(pool) = report_for {
         let report = serde_json::to_value(job.report(pool))?;
@@ -215,7 +216,7 @@ fn conclude(
         }
         tolerate_broken_pipe(writeln!(io::stdout(), "{line}"))?;
     }
-    let Progress { written, in_flight, .. } = job.progress();
+    let written = job.progress().written;
     let (before, errors) = (job.before(), job.errors());
     let of = job.total().map_or(String::new(), |total| format!(" of {total}"));
     let (now, total) = (written - before, errors.total());
@@ -224,16 +225,27 @@ fn conclude(
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
         let _ = writeln!(summary, "stopped after row {written}{of}; the same command goes on from there");
-        if in_flight > 0 {
-            let id = job.id();
-            let hint = format!("`sconce submit --cancel {id}` withdraws them");
-            let _ = writeln!(summary, "{in_flight} tasks are left in {queue}; {hint}");
-        }
     }
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
     ended?;
     Ok(if is_complete { batch_errors::exit_of(job.errors()) } else { Exit::Aborted })
+}
+
+/// Withdraws the tasks that an interrupted job leaves in the queue: the next run publishes their rows again.
+#[allow(clippy::await_holding_refcell_ref, reason = "nothing else runs by now")]
+async fn withdraw_left(settings: &Settings, job: &Job, queue: &str) {
+    let (id, left) = (job.id(), job.progress().in_flight);
+    let cancellation = Cancellation { job: Some(id.to_owned()), ..Cancellation::default() };
+    // A closed stderr changes nothing.
+    let _ = match withdraw(settings, cancellation).await {
+        Ok(_) => writeln!(io::stderr(), "withdrew the {left} tasks left in {queue}"),
+        Err(error) => writeln!(
+            io::stderr(),
+            "{left} tasks are left in {queue}, because they cannot be withdrawn: {error:#}. Workers compute them, but \
+             nobody reads the answers; `sconce submit --cancel {id}` tries again"
+        ),
+    };
 }
 
 /// Withdraws a job: all workers shall answer its tasks with 499.

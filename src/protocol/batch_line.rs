@@ -97,9 +97,12 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
         serde_json::from_str(text).map_err(|error| without_id(not_an_object(text, &error)))?;
     let custom_id = string("custom_id", fields.custom_id).map_err(without_id)?;
     let with_id = |problem: String| InvalidLine { custom_id: Some(custom_id.clone()), ..without_id(problem) };
-    let method = string("method", fields.method).map_err(with_id)?;
-    if method != "POST" {
-        return Err(with_id(format!("method must be \"POST\", is {method:?}")));
+    // OpenAI requires the method. There is only one, so a line without it is clear.
+    if let Some(method) = fields.method {
+        let method = string("method", Some(method)).map_err(with_id)?;
+        if method != "POST" {
+            return Err(with_id(format!("method must be \"POST\", is {method:?}")));
+        }
     }
     let url = string("url", fields.url).map_err(with_id)?;
     let body = present("body", fields.body).map_err(with_id)?;
@@ -363,8 +366,10 @@ mod tests {
     }
 
     #[test]
-    fn unknown_fields_and_surrounding_space_are_ignored() {
+    fn unknown_fields_surrounding_space_and_a_missing_method_are_ignored() {
         let line = GOOD.replace("{\"custom_id\"", "  {\"extra\":[1,{}],\"custom_id\"") + "\r";
+        assert_eq!(parse(line.as_bytes()).unwrap(), parse(GOOD.as_bytes()).unwrap());
+        let line = GOOD.replace("\"method\":\"POST\",", "");
         assert_eq!(parse(line.as_bytes()).unwrap(), parse(GOOD.as_bytes()).unwrap());
     }
 
@@ -376,7 +381,6 @@ mod tests {
             (GOOD.replace("\"a-1\"", "null"), None, "custom_id is missing"),
             (GOOD.replace("\"a-1\"", "7"), None, "custom_id must be a string, is a number"),
             (GOOD.replace("POST", "GET"), id.clone(), "method must be \"POST\", is \"GET\""),
-            (GOOD.replace("\"method\"", "\"verb\""), id.clone(), "method is missing"),
             (GOOD.replace("\"POST\"", "true"), id.clone(), "method must be a string, is a boolean"),
             (GOOD.replace("\"url\"", "\"uri\""), id.clone(), "url is missing"),
             (GOOD.replace("\"body\"", "\"data\""), id.clone(), "body is missing"),

@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 /// # Errors
 /// A message to be put after the name of the field: what the value must be, or what is wrong with its base64.
 pub fn parse(url: &str) -> Result<(String, Vec<u8>), String> {
-    let wanted = "must be a data URL (data:image/png;base64,…); nothing is fetched";
+    let wanted = "must be a data URL (data:<media type>;base64,…); nothing is fetched";
     let (head, data) =
         url.strip_prefix("data:").and_then(|rest| rest.split_once(',')).ok_or_else(|| wanted.to_owned())?;
     let media_type = head.strip_suffix(";base64").ok_or("must be a data URL in base64")?;

@@ -9,8 +9,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use super::{Phase, Stop};
 
 /// A signal within this time after the first counts as the same signal: `timeout`, a shell and a service manager
-/// signal the process and then its group.
-const REPEAT_WINDOW: Duration = Duration::from_millis(300);
+/// signal the process and then its group. A person does not press Ctrl-C twice so fast.
+const REPEAT_WINDOW: Duration = Duration::from_millis(100);
 
 /// What a second signal means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

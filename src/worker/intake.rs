@@ -322,7 +322,7 @@ impl<'a> Intake<'a> {
             if let Some(state) = state
                 && cancellation.matches(task)
             {
-                tracing::info!(task.id = task.id, "cancelled on request");
+                tracing::debug!(task.id = task.id, "cancelled on request");
                 state.cancel();
                 tasks += 1;
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import operator
 import os
@@ -270,7 +271,8 @@ def classify_image(
 ) -> Call[list[Label]]:
     """One task; the message's body is the file itself."""
     file = image if isinstance(image, bytes) else Path(image).read_bytes()
-    task = client._task(file, content_type=content_type or image_type(file), headers=fields(headers))
+    headers = known_fields("classify_image", headers, ("top_k", "model", "raw_scores"))
+    task = client._task(file, content_type=content_type or image_type(file), headers=headers)
 
     def gather(replies: Sequence[Answer]) -> list[Label]:
         found = (item for reply in replies if isinstance(reply, Reply) for item in reply.json())
@@ -286,10 +288,12 @@ def transcribe(
     if "response_format" in more:
         raise TypeError("transcribe returns a Transcript: for another response_format there is request")
     file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
+    known = ("language", "task", "prompt", "temperature", "vad", "timestamp_granularities", "model")
     headers = {
         name: json.dumps(value) if isinstance(value, (Mapping, list, tuple, float)) else value  # pika writes no floats
-        for name, value in fields({**more, "response_format": "verbose_json"}).items()
+        for name, value in known_fields("transcribe", more, known).items()
     }
+    headers["response_format"] = "verbose_json"
     url = "/v1/audio/translations" if translate else "/v1/audio/transcriptions"
     task = client._task(file, url=url, content_type=content_type or sound_type(file), headers=headers)
 
@@ -322,7 +326,7 @@ def image_type(image: bytes) -> str:
         return "image/png"
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "image/webp"
-    raise ValueError("neither JPEG, PNG nor WebP: pass content_type")
+    raise ValueError(_unknown(image, "JPEG, PNG or WebP"))
 
 
 def sound_type(sound: bytes) -> str:
@@ -335,7 +339,12 @@ def sound_type(sound: bytes) -> str:
         return "audio/ogg"
     if sound.startswith(b"ID3") or (sound[:1] == b"\xff" and sound[1:2] >= b"\xe0"):
         return "audio/mpeg"
-    raise ValueError("neither WAV, FLAC, Ogg nor MP3: pass content_type")
+    raise ValueError(_unknown(sound, "WAV, FLAC, Ogg or MP3"))
+
+
+def _unknown(file: bytes, known: str) -> str:
+    begins = f"it begins with {file[:8]!r}" if file else "it is empty"
+    return f"the file is no {known}: {begins}"
 
 
 def fields(more: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,6 +353,17 @@ def fields(more: Mapping[str, Any]) -> dict[str, Any]:
         if name in more:
             raise TypeError(f"{name} is no field of a body: use with_options({name}=…)")
     return {name: value for name, value in more.items() if value is not None}
+
+
+def known_fields(method: str, more: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """As `fields`, where workers would ignore an unknown name, because it is the name of a header: a TypeError."""
+    given = fields(more)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
+            raise TypeError(f"{method} has no parameter {name!r}{meant}")
+    return given
 
 
 def text_packs(texts: Iterable[str], rows: int) -> Iterator[list[str]]:

@@ -35,7 +35,12 @@ pub struct ResumePoint {
 /// The file system's, or another run writes it.
 pub fn claim(output: &Path) -> Result<File, FileError> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(output);
-    let file = file.map_err(FileError::at(output.display()))?;
+    let file = file.map_err(|error| match output.parent() {
+        Some(folder) if error.kind() == io::ErrorKind::NotFound && folder != "" && !folder.exists() => {
+            FileError::Refused(format!("the output's folder {} does not exist", folder.display()))
+        }
+        _ => FileError::at(output.display())(error),
+    })?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {
