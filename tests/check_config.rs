@@ -92,13 +92,15 @@ fn a_folder_is_relative_to_its_settings_file_and_precedes_a_hub_id() {
             "models/a",
             format!("there is no folder {here}/config/models/a, and the model is not in the hub's cache"),
         ),
-        ("./models/a", format!("will load \"{here}/config/models/a\": its files are not on this host")),
+        // A path is no id of the hub, so it is an error.
+        ("./models/a", format!("{here}/config/models/a: no such folder")),
     ] {
         let file = root.join("config/a.toml");
         fs::write(&file, format!("[[pool]]\nmodel = \"{model}\"\ndevices = [\"cpu\"]")).unwrap();
         for written in [file.to_str().unwrap(), "../config/a.toml"] {
             let (exit, said) = check_in(&root.join("elsewhere"), written);
-            assert!(exit == 0 && said.contains(&words), "{model}, {exit}: {said}");
+            let expected = if model == "./models/a" { 82 } else { 0 };
+            assert!(exit == expected && said.contains(&words), "{model}, {exit}: {said}");
         }
     }
 }

@@ -65,15 +65,29 @@ fn samples(name: &str) -> Vec<f32> {
 }
 
 fn wav(samples: &[f32]) -> Vec<u8> {
-    let size = 2 * samples.len() as u32;
+    wav_of(&[samples])
+}
+
+/// A WAV file with these channels, of which the shorter ones end with silence.
+fn wav_of(channels: &[&[f32]]) -> Vec<u8> {
+    let frames = channels.iter().map(|it| it.len()).max().unwrap_or(0);
+    let frame_bytes = 2 * channels.len() as u32;
+    let size = frame_bytes * frames as u32;
     let mut file = b"RIFF".to_vec();
     file.extend((size + 36).to_le_bytes());
-    file.extend(b"WAVEfmt \x10\0\0\0\x01\0\x01\0");
+    file.extend(b"WAVEfmt \x10\0\0\0\x01\0");
+    file.extend((channels.len() as u16).to_le_bytes());
     file.extend(RATE.to_le_bytes());
-    file.extend((2 * RATE).to_le_bytes());
-    file.extend(b"\x02\0\x10\0data");
+    file.extend((frame_bytes * RATE).to_le_bytes());
+    file.extend((frame_bytes as u16).to_le_bytes());
+    file.extend(b"\x10\0data");
     file.extend(size.to_le_bytes());
-    samples.iter().for_each(|sample| file.extend(((sample * 32_768.0) as i16).to_le_bytes()));
+    for frame in 0..frames {
+        for channel in channels {
+            let sample = channel.get(frame).copied().unwrap_or(0.0);
+            file.extend(((sample * 32_768.0) as i16).to_le_bytes());
+        }
+    }
     file
 }
 
@@ -204,7 +218,8 @@ fn real_recordings_have_the_transcripts_of_transformers_alone_and_together() {
     let expected = expected_json(TINY_EN);
     assert_eq!(expected.len(), 11);
     let window = |sound: &String| {
-        let message = message(bytes(sound), &json!({}));
+        // With the times of words, so that these are the same to the bit, too.
+        let message = message(bytes(sound), &words_asked());
         let (_, mut windows) = preprocess(&processor, &message).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(windows.len(), 1, "{sound}");
         windows.remove(0)
@@ -220,6 +235,10 @@ fn real_recordings_have_the_transcripts_of_transformers_alone_and_together() {
         assert!((heard.no_speech - no_speech).abs() < TOLERANCE, "{sound}: {} {no_speech}", heard.no_speech);
         assert_eq!(run(&mut network, &[window], 1, 0), [heard], "{sound} alone, to the bit");
     }
+}
+
+fn words_asked() -> Value {
+    json!({"response_format": "verbose_json", "timestamp_granularities": ["word"]})
 }
 
 /// The words of a text, in lower case and without punctuation.
@@ -403,4 +422,91 @@ fn bad_input_is_refused_with_the_field_and_the_value() {
     assert!(message.contains("language is \"de\"; this model knows English only (\"en\")"), "{message}");
     let routes = |processor: &TranscribeProcessor| processor.routes().len();
     assert_eq!((routes(&english), routes(&several)), (1, 2), "a model of English does not translate");
+}
+
+#[test]
+fn words_begin_where_openais_program_finds_them() {
+    let mut model = load(TINY_EN, &[]);
+    let expected: BTreeMap<String, Vec<(String, f64, f64)>> =
+        serde_json::from_slice(&expected(TINY_EN, "words.json")).expect("JSON");
+    let (mut off, mut other_texts) = (Vec::new(), 0);
+    for (sound, right) in &expected {
+        let reply = reply(&mut model, &message(bytes(sound), &words_asked()));
+        let words = reply["words"].as_array().expect("words");
+        let texts: Vec<&str> = words.iter().map(|it| it["word"].as_str().expect("a word")).collect();
+        // A hyphen begins a word.
+        let whole = reply["text"].as_str().expect("a text");
+        assert_eq!(texts.concat(), whole.replace(' ', ""), "{sound}");
+        let times: Vec<(f64, f64)> = words
+            .iter()
+            .map(|it| (it["start"].as_f64().expect("seconds"), it["end"].as_f64().expect("seconds")))
+            .collect();
+        let duration = reply["duration"].as_f64().expect("seconds");
+        assert!(
+            times.iter().all(|(start, end)| 0.0 <= *start && start <= end && *end <= duration),
+            "{sound}: {times:?}"
+        );
+        assert!(times.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{sound}: {times:?}");
+        // "cold-hearted" and "coldhearted" are nearly a tie.
+        if texts != right.iter().map(|it| it.0.as_str()).collect::<Vec<_>>() {
+            other_texts += 1;
+            continue;
+        }
+        off.extend(times.iter().zip(right).map(|((start, _), (_, right, _))| (start - right).abs()));
+    }
+    // OpenAI's program computes the text once more without times between its words, and then aligns it.
+    off.sort_by(f64::total_cmp);
+    let (median, ninety, most) = (off[off.len() / 2], off[off.len() * 9 / 10], off[off.len() - 1]);
+    assert!(off.len() > 40 && other_texts <= 1, "{} {other_texts}", off.len());
+    assert!(median <= 0.04 && ninety <= 0.1 && most <= 0.5, "{median} {ninety} {most}");
+}
+
+#[test]
+fn channels_are_transcribed_as_if_alone_and_their_segments_follow_each_other() {
+    let mut model = load(TINY_EN, &[]);
+    let voices = ["0930", "0880"].map(|name| samples(&recording(name)));
+    let verbose = json!({"response_format": "verbose_json"});
+    let alone = voices.each_ref().map(|it| reply(&mut model, &message(wav(it), &verbose)));
+    let both = wav_of(&[&voices[0], &voices[1]]);
+    let split = json!({"response_format": "verbose_json", "channels": "split"});
+    let together = reply(&mut model, &message(both.clone(), &split));
+    let segments = together["segments"].as_array().expect("segments");
+    for (channel, alone) in alone.iter().enumerate() {
+        let own = segments.iter().filter(|it| it["channel"] == channel);
+        let text: String = own.map(|it| it["text"].as_str().expect("a text")).collect();
+        assert_eq!(text.trim(), alone["text"], "channel {channel}");
+    }
+    let starts: Vec<f64> = segments.iter().map(|it| it["start"].as_f64().expect("seconds")).collect();
+    assert!(starts.is_sorted(), "{starts:?}");
+    assert!(alone[0]["segments"][0].get("channel").is_none());
+    // A limit between the length and twice the length.
+    let seconds = together["duration"].as_f64().expect("seconds");
+    let (short, _) = load(TINY_EN, &[("max_seconds", (seconds as u64 + 1).into())]);
+    assert!(preprocess(&short, &message(both.clone(), &json!({}))).is_ok());
+    let error = preprocess(&short, &message(both, &split)).err().expect("too long");
+    assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    assert!(error.message.contains("s of sound in each of 2 channels; at most"), "{error}");
+}
+
+#[test]
+fn keywords_stand_before_the_prompt_and_leave_it_half_of_the_room() {
+    let (processor, mut network) = load(RANDOM, &[]);
+    let mut previous = |parameters: Value| {
+        let (_, windows) = preprocess(&processor, &message(bytes(READING), &parameters)).expect("windows");
+        let heard = run(&mut network, &windows, usize::MAX, 0);
+        (windows[0].input.previous.to_vec(), heard[0].tokens.clone())
+    };
+    let (prompt, _) = previous(json!({"prompt": "a message queue", "temperature": GREEDY}));
+    let (keywords, text) =
+        previous(json!({"keywords": ["Dashwood", " ", "Norland Park"], "temperature": GREEDY}));
+    let (both, _) = previous(
+        json!({"keywords": ["Dashwood", "Norland Park"], "prompt": "a message queue", "temperature": GREEDY}),
+    );
+    assert_eq!(both, [&keywords[..], &prompt[1..]].concat());
+    let (_, without) = previous(json!({"temperature": GREEDY}));
+    assert_ne!(text, without, "the model reads them");
+    let (long, _) = previous(json!({"keywords": vec!["Dashwood"; 100], "prompt": "a message queue"}));
+    assert_eq!(long[long.len() - (prompt.len() - 1)..], prompt[1..], "the prompt has room");
+    let error = preprocess(&processor, &message(bytes(READING), &json!({"keywords": ["<|translate|>"]})));
+    assert_eq!(error.err().expect("a special token").param.as_deref(), Some("keywords"));
 }

@@ -190,6 +190,10 @@ def test_speech(client: Any) -> None:
     assert found.text == "He might even have been made amiable himself." and found.language == "en"
     assert 3 < found.duration < 5 and found.segments[-1].end <= found.duration
     assert "".join(segment.text for segment in found.segments).strip() == found.text
+    assert found.words == []
+    timed = speech.transcribe(path, words=True)
+    assert timed.text == found.text and " ".join(word.word for word in timed.words) == found.text
+    assert all(0 <= word.start <= word.end <= found.duration for word in timed.words)
     sound = (ROOT / "tests/fixtures/sound/short.ogg").read_bytes()
     assert speech.transcribe(sound, temperature=0.00001, vad={"threshold": 0.3}).text
     with pytest.raises(BadRequest, match="vad.threshold must be a number"):
@@ -214,6 +218,10 @@ def test_texts_for_a_pool_of_images(client: Any) -> None:
         images.classify_image("dog.jpg")
     with pytest.raises(TypeError, match="no parameter 'labels'; it takes top_k"):
         images.classify_image(b"", labels=["cat"])
+    with pytest.raises(BadRequest, match="top_k"):
+        images.classify_image(ROOT / "tests/fixtures/images/rgb.png", top_k=2.5)
+    with pytest.raises(TypeError, match="'as_aray'; did you mean as_array?"):
+        client.embed(["wax"], as_aray=True)
 
 
 def test_text_in_parts(client: Any) -> None:

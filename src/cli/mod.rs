@@ -204,7 +204,8 @@ pub struct StopWorkers {
     #[command(flatten)]
     pub settings: Settings,
     /// How many workers to stop
-    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "all")]
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "all",
+        value_parser = clap::value_parser!(u32).range(1..))]
     pub workers: u32,
     /// Stop every worker that consumes now
     #[arg(long)]

@@ -5,17 +5,20 @@ use std::io::Write;
 
 use anyhow::Context as _;
 
-use super::{Registry, tolerate_broken_pipe};
+use super::{Registry, start_logging, tolerate_broken_pipe};
 use crate::cli::{CheckConfig, Settings};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Tls;
 use crate::launcher::{Host, plan};
 use crate::shutdown::Exit;
+use crate::telemetry::QUIET;
 
 /// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without
 /// starting a worker or connecting to the broker: TLS files, the devices of this host, the models' options and the
 /// headers of their files.
 pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Result<Exit> {
+    // Also checks SCONCE_LOG.
+    start_logging(Some(QUIET))?;
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());
     let loaded = registry.load(&Settings { config, set: arguments.settings.set.clone() }, &[])?;

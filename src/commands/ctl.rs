@@ -23,14 +23,21 @@ use crate::telemetry::QUIET;
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time between two pings of `--wait`.
 const PING_INTERVAL: Duration = Duration::from_millis(300);
-/// How long `--wait` waits for the answers to one ping. A launcher that does not answer counts as one that has not
-/// carried out the order, so this does not depend on the time that is left.
+/// How long `--wait` waits for the answers to one ping. A launcher that does not answer has not carried out the order,
+/// unless it was told to shut down. So this does not depend on the time that is left.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
     let target = arguments.target().map_err(|problem| anyhow!(problem).exits_with(Exit::Usage))?;
+    if let Target::Slot(slot) = &target
+        && slot.split('/').count() != 3
+    {
+        let message =
+            format!("--slot is LAUNCHER/POOL/INDEX, as `sconce ctl ping` shows it, and not {slot:?}");
+        return Err(anyhow!(message).exits_with(Exit::Usage));
+    }
     let request = arguments.order.request();
     if let Request::SetBatch(change) = &request
         && *change == Default::default()
@@ -43,7 +50,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let gathered = runtime.block_on(async {
         let mut control = Control::open(&settings).await.map_err(with_exit)?;
         let until = Instant::now() + arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT);
-        // One launcher has a slot, so its answer ends the wait. A host may have several launchers.
+        // A slot belongs to one launcher, so its answer ends the wait. A host may have several launchers.
         let expected = arguments.expect.or(match target {
             Target::Slot(_) => Some(1),
             _ => None,
@@ -80,16 +87,18 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             },
             some => {
                 let names: Vec<&str> = answers.iter().map(|answer| answer.launcher.as_str()).collect();
-                format!("{some} of {expected} launchers have answered, {},", names.join(", "))
+                format!("only {some} of {expected} launchers have answered ({})", names.join(", "))
             }
         };
         return Err(anyhow!("{message} for {key:?} within {timeout:?}").exits_with(Exit::Refused));
     }
+    // A slot without a worker refuses, but cannot hold the task.
+    let is_cancelled = cancelled(&answers).is_some_and(|tasks| tasks > 0);
     if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled(&answers), refused) {
         let hint = "a task that still waits in a queue cannot be cancelled by its id";
         return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::Refused));
     }
-    Ok(if refused { Exit::Refused } else { Exit::Done })
+    Ok(if refused && !is_cancelled { Exit::Refused } else { Exit::Done })
 }
 
 /// How many tasks were cancelled; none if no launcher reports it, as those of older versions do not.
@@ -98,7 +107,7 @@ fn cancelled(answers: &[Answer]) -> Option<u64> {
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
 
-/// Waits until the slots that accepted an order have carried it out. Returns the answers, with the states of then.
+/// Waits until the slots that accepted an order have carried it out. Returns the answers with the states after the wait.
 ///
 /// # Errors
 /// Some slots have not carried it out within `limit`; the error names them.
@@ -114,32 +123,41 @@ async fn wait_for(
     let ordered: Vec<&SlotReport> =
         answers.iter().flat_map(|answer| &answer.slots).filter(accepted).collect();
     loop {
-        let next = until.min(Instant::now() + PING_INTERVAL);
-        let answered = Instant::now() + PING_TIMEOUT;
-        let pinged = control.request(target, &Request::Ping, answered, Some(answers.len()));
-        let now = pinged.await.map_err(with_exit)?;
-        let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();
+        let next_ping = until.min(Instant::now() + PING_INTERVAL);
+        let ping_deadline = Instant::now() + PING_TIMEOUT;
+        let pinged = control.request(target, &Request::Ping, ping_deadline, Some(answers.len()));
+        let current = pinged.await.map_err(with_exit)?;
+        let slots: Vec<&SlotReport> = current.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
             let after = slots.iter().find(|slot| slot.worker == before.worker);
             is_carried_out(order, before, after.copied())
         };
-        let pending: Vec<&str> =
-            ordered.iter().filter(|it| !is_done(it)).map(|it| it.worker.as_str()).collect();
+        let pending: Vec<String> = ordered
+            .iter()
+            .filter(|it| !is_done(it))
+            .map(|it| match slots.iter().find(|slot| slot.worker == it.worker) {
+                Some(slot) => format!("{} ({})", it.worker, without_counts(slot)),
+                None => format!("{} (no answer)", it.worker),
+            })
+            .collect();
         if pending.is_empty() {
-            return Ok(with_states_of(answers, &now));
+            return Ok(with_current_states(answers, &current));
         }
         if Instant::now() >= until {
             let message = format!("not carried out after {limit:?} by {}", pending.join(", "));
             return Err(anyhow!(message).exits_with(Exit::Refused));
         }
-        tokio::time::sleep_until(next).await;
+        tokio::time::sleep_until(next_ping).await;
     }
 }
 
-/// Answers with the states that slots have now. A slot whose launcher has ended is stopped.
-fn with_states_of(mut answers: Vec<Answer>, now: &[Answer]) -> Vec<Answer> {
+/// Answers with the states that slots have now. A slot without a report is shown as stopped: its launcher has ended, or
+/// does not answer.
+fn with_current_states(mut answers: Vec<Answer>, current: &[Answer]) -> Vec<Answer> {
     for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
-        match now.iter().flat_map(|answer| &answer.slots).find(|after| after.worker == slot.worker) {
+        // It says that the order begins to be carried out.
+        slot.done = None;
+        match current.iter().flat_map(|answer| &answer.slots).find(|after| after.worker == slot.worker) {
             Some(after) => (slot.state, slot.state_ms, slot.pid) = (after.state, after.state_ms, after.pid),
             None => (slot.state, slot.state_ms, slot.pid) = (State::Stopped, 0, None),
         }
@@ -342,10 +360,10 @@ mod tests {
         let answer = |slots| Answer { slots, ..Answer::default() };
         let before =
             vec![answer(vec![slot("a/x/0", State::Ready, Some(1)), slot("a/x/1", State::Ready, Some(2))])];
-        let now = [answer(vec![slot("a/x/0", State::Busy, Some(3))])];
-        let after = with_states_of(before, &now);
+        let current = [answer(vec![slot("a/x/0", State::Busy, Some(3))])];
+        let after = with_current_states(before, &current);
         let states: Vec<_> = after[0].slots.iter().map(|it| (it.state, it.pid, it.done.is_some())).collect();
-        assert_eq!(states, [(State::Busy, Some(3), true), (State::Stopped, None, true)]);
+        assert_eq!(states, [(State::Busy, Some(3), false), (State::Stopped, None, false)]);
     }
 
     #[test]

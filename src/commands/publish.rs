@@ -6,6 +6,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use futures_util::stream;
 use indicatif::ProgressBar;
 use serde_json::{Map, Value as Json, json};
@@ -230,7 +231,8 @@ fn scalar(value: &Value) -> Json {
 /// The number of lines that are not blank.
 fn count_tasks(path: &Path) -> anyhow::Result<u64> {
     let mut tasks = 0;
-    for line in BufReader::new(File::open(path)?).split(b'\n') {
+    let file = File::open(path).with_context(|| path.display().to_string()).exits_with(Exit::Usage)?;
+    for line in BufReader::new(file).split(b'\n') {
         tasks += u64::from(!line?.trim_ascii().is_empty());
     }
     Ok(tasks)

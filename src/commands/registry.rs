@@ -226,6 +226,9 @@ impl Registry {
     /// # Errors
     /// No code serves the model, or a file is missing, invalid or truncated.
     pub(super) fn check(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+        if self.named(&pool.model).is_none() && ModelFiles::is_path(&pool.model) {
+            ModelFiles::locate(&pool.model)?;
+        }
         if let Some(rules) = self.family(pool).and_then(Family::files) {
             (rules.check)(&pool_spec(pool, ""))?;
         }

@@ -45,14 +45,15 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     let queue = pool.task_queue.as_str();
     let (count, consumers) = match consumers_of(&connector(), queue).await {
         Ok(consumers) if arguments.all => (consumers, Some(consumers)),
-        Err(error @ BrokerError::Missing { .. }) if arguments.all => {
+        Err(error @ BrokerError::Missing { .. }) => {
             let message =
                 format!("queue {queue:?} does not exist: no launcher has run for pool {:?}", pool.name);
             return Err(anyhow::Error::from(error).context(message));
         }
-        Err(error) if arguments.all => return Err(error.into()),
         // The count is needed only for the warning below, and a user may be allowed to publish but not to count.
-        consumers => (arguments.workers, consumers.ok()),
+        Err(BrokerError::Refused { .. }) if !arguments.all => (arguments.workers, None),
+        Err(error) => return Err(error.into()),
+        Ok(consumers) => (arguments.workers, Some(consumers)),
     };
     if count == 0 {
         writeln!(io::stdout(), "nobody consumes from {queue}, so there is no worker to stop")?;

@@ -77,11 +77,11 @@ impl Slot {
                 let quick_failures = self.quick_failures;
                 let (exit_code, error) = (exit.code(), &worker_exit.message);
                 if is_known {
-                    tracing::info!(
+                    tracing::error!(
                         slot,
                         exit = exit_code,
                         quick_failures,
-                        "slot given up for the reason above"
+                        "slot given up, for a reason that was logged before"
                     );
                 } else {
                     tracing::error!(slot, exit = exit_code, quick_failures, error, "slot given up");

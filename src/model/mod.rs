@@ -148,6 +148,8 @@ pub enum Effort {
     Brief,
     /// About ten milliseconds at most, or slices that each take as long. Use [`Inputs::Later`] for what takes longer.
     Usual,
+    /// Perhaps longer. It is done on a thread of its own, on which requesters take turns.
+    Long,
 }
 
 impl Effort {

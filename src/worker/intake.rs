@@ -152,15 +152,27 @@ impl<'a> Intake<'a> {
         let withdrawn = self.shared.withdrawn.clone();
         let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
+        // A delivery that came before the withdrawals were known, with its source. Everything else that a consumer says is
+        // heard meanwhile: it may be that the broker refuses this worker.
+        let mut early: Option<(Source, Box<Delivery>)> = None;
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
+            let takes = are_withdrawals_known || self.phase != Phase::Running;
+            if takes && let Some((_, delivery)) = early.take() {
+                self.take(*delivery).await;
+                continue;
+            }
             tokio::select! {
                 // The launcher may read them later than this worker connects.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
-                (source, event) = next_of(&mut self.consumers), if are_withdrawals_known => match event? {
-                    Event::Delivery(delivery) => self.take(*delivery).await,
-                    Event::Lost { source, session } => self.forget(source, session)?,
+                (source, event) = next_of(&mut self.consumers), if takes || early.is_none() => match event? {
+                    Event::Delivery(delivery) if takes => self.take(*delivery).await,
+                    Event::Delivery(delivery) => early = Some((source, delivery)),
+                    Event::Lost { source, session } => {
+                        early = early.filter(|(from, _)| *from != source);
+                        self.forget(source, session)?;
+                    }
                     Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
                         let message = "the broker's deliveries ended, though no stop was requested";
                         return Err(WorkerError::Internal(message.into()));

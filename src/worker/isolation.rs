@@ -1,6 +1,7 @@
 //! Keeps tasks that may have killed a worker apart from all others, from preprocessing to reply: if they kill
 //! this worker too, no other task is affected. Such tasks run in groups, each at most half as large as the
-//! group that a worker died of before, so the task to blame among n is found in log₂ n deaths. Decides who is
+//! group that a worker died of before, so the task to blame among n is found in log₂ n deaths. Tasks of which no death is
+//! known run alone for a short time only, because others wait meanwhile. Decides who is
 //! in a group, and who may preprocess, compute and reply meanwhile; tells the launcher. Owns the tasks that
 //! wait for a group, and the latest crash records of the launcher.
 
@@ -10,6 +11,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{RwLock, RwLockReadGuard, mpsc, oneshot};
+use tokio::time::timeout;
 
 use super::report::Reporter;
 use crate::engine::Engine;
@@ -22,6 +24,9 @@ const MAX_GROUP: usize = 32;
 /// From this number of earlier deliveries on, a task is suspect even without a crash record: its crash may have ended
 /// the launcher too.
 const SUSPECT_DELIVERIES: i64 = 2;
+/// How long a group without crash records runs alone. Its tasks may be long texts that stopping workers handed back. If
+/// one of them kills the worker later, there is a record. So long, too, others run before the next such group.
+const UNPROVEN_FOR: Duration = Duration::from_secs(2);
 /// How long the group runner waits for further candidates, so that tasks that were redelivered together share a group.
 const GATHER_TIME: Duration = Duration::from_millis(5);
 
@@ -42,16 +47,26 @@ impl CrashRecords {
     }
 }
 
-/// The most tasks in the group of a task that was delivered `redeliveries` times before; none: it is not
-/// suspect. `counted`: the broker counts deliveries; otherwise it only says that there were some.
-pub(super) fn suspicion(redeliveries: i64, counted: bool, deaths: Option<&CrashRecord>) -> Option<usize> {
+/// Why a task is kept apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Suspicion {
+    /// The most tasks in its group, itself included.
+    most: usize,
+    /// Whether a worker is known to have died of it, or of another task beside it.
+    has_record: bool,
+}
+
+/// What a task that was delivered `redeliveries` times before is suspected of, if it is. `counted`: the broker counts
+/// deliveries; otherwise it only says that there were some.
+pub(super) fn suspicion(redeliveries: i64, counted: bool, deaths: Option<&CrashRecord>) -> Option<Suspicion> {
     // A message that is delivered for the first time is not suspect: a task that was published again is tried again.
     if redeliveries == 0 {
         return None;
     }
     let known = deaths.map(|deaths| (deaths.among as usize / 2).max(1));
     let often = (!counted || redeliveries >= SUSPECT_DELIVERIES).then_some(MAX_GROUP);
-    known.into_iter().chain(often).min()
+    let most = known.into_iter().chain(often).min()?;
+    Some(Suspicion { most, has_record: deaths.is_some() })
 }
 
 /// Admits either a group of suspect tasks, or all other tasks.
@@ -70,12 +85,11 @@ pub(super) struct Isolation {
 
 struct Candidate {
     task: TaskName,
-    /// The most tasks in its group, itself included.
-    most: usize,
+    suspicion: Suspicion,
     admit: oneshot::Sender<Membership>,
 }
 
-/// One task's membership in its group. The group ends when all its members are dropped.
+/// One task's membership in its group. The group ends when all its members are dropped, or when its time is over.
 pub(super) struct Membership {
     task: TaskName,
     /// Receives the tasks that were finished. Read by the group runner. Bound: the size of the group.
@@ -105,11 +119,11 @@ impl Isolation {
         self.door.read().await
     }
 
-    /// Waits until the task may run in a group of at most `most` tasks, which it leaves when the returned value is
-    /// dropped. Work that is already on the device stays there; the launcher knows of it.
-    pub(super) async fn enter(&self, task: TaskName, most: usize) -> Option<Membership> {
+    /// Waits until the task may run in a group, which it leaves when the returned value is dropped. Work that is already on
+    /// the device stays there; the launcher knows of it.
+    pub(super) async fn enter(&self, task: TaskName, suspicion: Suspicion) -> Option<Membership> {
         let (admit, admitted) = oneshot::channel();
-        self.candidates.send(Candidate { task, most, admit }).await.ok()?;
+        self.candidates.send(Candidate { task, suspicion, admit }).await.ok()?;
         admitted.await.ok()
     }
 
@@ -118,13 +132,15 @@ impl Isolation {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// Runs one group: admits its tasks, and waits until all have left.
-    async fn admit(&self, mut group: Vec<Candidate>) {
+    /// Runs one group: admits its tasks, and waits until all have left, or until the time of a group without records is
+    /// over. Returns whether all have left; otherwise the others run on beside all tasks.
+    async fn admit(&self, mut group: Vec<Candidate>) -> bool {
         let door = self.door.write().await;
         group.retain(|candidate| !candidate.admit.is_closed());
         if group.is_empty() {
-            return;
+            return true;
         }
+        let has_record = group.iter().any(|candidate| candidate.suspicion.has_record);
         self.engine.isolate(true);
         let tasks = group.iter().map(|it| it.task.clone()).collect();
         self.reporter.send(&Event::Isolated { tasks, through: Vec::new() }).await;
@@ -136,14 +152,23 @@ impl Isolation {
         }
         drop(ends);
         let mut through = Vec::new();
-        while let Some(task) = ended.recv().await {
-            through.push(task);
-        }
+        let leave = async {
+            while let Some(task) = ended.recv().await {
+                through.push(task);
+            }
+        };
+        let have_left = if has_record {
+            leave.await;
+            true
+        } else {
+            timeout(UNPROVEN_FOR, leave).await.is_ok()
+        };
         if !self.closed.load(Ordering::Acquire) {
             self.reporter.send(&Event::Isolated { tasks: Vec::new(), through }).await;
         }
         self.engine.isolate(false);
         drop(door);
+        have_left
     }
 }
 
@@ -162,10 +187,10 @@ async fn run_groups(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candi
             waiting.push_back(more);
         }
         waiting.retain(|candidate: &Candidate| !candidate.admit.is_closed());
-        let group = next_group(&mut waiting, |candidate| candidate.most);
+        let group = next_group(&mut waiting, |candidate| candidate.suspicion.most);
         let Some(isolation) = isolation.upgrade() else { return };
-        if !group.is_empty() {
-            isolation.admit(group).await;
+        if !group.is_empty() && !isolation.admit(group).await {
+            tokio::time::sleep(UNPROVEN_FOR).await;
         }
     }
 }
@@ -201,12 +226,15 @@ mod tests {
     fn only_a_crash_record_or_repeated_redelivery_makes_a_task_suspect() {
         assert_eq!(suspicion(0, true, Some(&deaths(8))), None, "published again");
         assert_eq!(suspicion(1, true, None), None);
-        assert_eq!(suspicion(2, true, None), Some(MAX_GROUP));
-        assert_eq!(suspicion(1, false, None), Some(MAX_GROUP), "a classic queue does not count");
+        let unproven = Some(Suspicion { most: MAX_GROUP, has_record: false });
+        assert_eq!(suspicion(2, true, None), unproven);
+        assert_eq!(suspicion(1, false, None), unproven, "a classic queue does not count");
         for (among, most) in [(64, 32), (9, 4), (3, 1), (1, 1)] {
-            assert_eq!(suspicion(1, true, Some(&deaths(among))), Some(most));
+            let known = Some(Suspicion { most, has_record: true });
+            assert_eq!(suspicion(1, true, Some(&deaths(among))), known);
         }
-        assert_eq!(suspicion(5, true, Some(&deaths(100))), Some(MAX_GROUP));
+        let known = Some(Suspicion { most: MAX_GROUP, has_record: true });
+        assert_eq!(suspicion(5, true, Some(&deaths(100))), known);
     }
 
     #[test]
@@ -286,9 +314,10 @@ mod tests {
         let isolation = Isolation::start(engine.clone(), reporter);
         let is_occupied = || engine.0.load(Ordering::SeqCst);
         let name = |id: &str| TaskName { id: id.into(), fingerprint: id.into() };
-        let (a, b) = tokio::join!(isolation.enter(name("a"), 2), isolation.enter(name("b"), 2));
+        let two = Suspicion { most: 2, has_record: true };
+        let (a, b) = tokio::join!(isolation.enter(name("a"), two), isolation.enter(name("b"), two));
         assert!(is_occupied());
-        let third = isolation.enter(name("c"), 2);
+        let third = isolation.enter(name("c"), two);
         tokio::pin!(third);
         drop(a);
         assert!(tokio::time::timeout(Duration::from_secs(1), isolation.keep_out()).await.is_err());
@@ -298,6 +327,28 @@ mod tests {
         assert!(c.is_some() && is_occupied());
         drop(c);
         let _out = isolation.keep_out().await;
+        assert!(!is_occupied());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_group_without_crash_records_is_alone_for_a_short_time_only() {
+        let engine = Arc::new(Watched::default());
+        let isolation = Isolation::start(engine.clone(), Reporter::start(std::io::sink()).unwrap());
+        let is_occupied = || engine.0.load(Ordering::SeqCst);
+        let name = |id: &str| TaskName { id: id.into(), fingerprint: id.into() };
+        let unproven = Suspicion { most: 2, has_record: false };
+        let (long, _) =
+            tokio::join!(isolation.enter(name("a"), unproven), isolation.enter(name("b"), unproven));
+        assert!(is_occupied());
+        let began = tokio::time::Instant::now();
+        drop(isolation.keep_out().await);
+        assert!(!is_occupied() && began.elapsed() <= UNPROVEN_FOR + GATHER_TIME, "{:?}", began.elapsed());
+        // Others run for as long before the next group begins, though the first one has not left.
+        let next = isolation.enter(name("c"), unproven).await;
+        assert!(is_occupied() && began.elapsed() >= 2 * UNPROVEN_FOR, "{:?}", began.elapsed());
+        next.unwrap().end();
+        long.unwrap().end();
+        drop(isolation.keep_out().await);
         assert!(!is_occupied());
     }
 }

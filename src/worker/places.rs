@@ -4,10 +4,16 @@
 //! to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
 //!
 //! A requester is slow if its tasks take longer than [`SLOW`] on average, or if its oldest task has already taken
-//! longer. Once tasks of slow requesters that were **begun** hold three quarters of the places, a slow requester that
-//! has begun a task begins no further one. Such a task waits until it is put off, or until other tasks have ended. If
-//! more were begun before, or are each requester's only one, the latest tasks of the requesters with the most are put off.
-//! So some places are always free for tasks that may be quick; what takes long in them is put off after a second.
+//! longer. These rules leave places to tasks that may be quick:
+//!
+//! 1. Begun tasks of slow requesters may hold three quarters of the places.
+//! 2. Beyond that, a slow requester that has a begun task begins no further one. Its new task waits until others have
+//!    ended, and is put off meanwhile if the bucket below has tokens for that.
+//! 3. More may have begun: their requesters became slow later, or have one task each. Then the latest begun tasks of the
+//!    slow requesters with the most are put off, of which there is a limited number, too.
+//!
+//! To put a waiting task off costs tokens of a bucket ([`cost`]), which are refilled at a constant rate: a requester that
+//! is alone loses little by this, and it is not known whether tasks of others wait behind its tasks.
 //!
 //! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its first
 //! part only while fewer than three quarters of the places are held by tasks that stay.
@@ -26,21 +32,21 @@ use crate::broker::DeliveryTag;
 const SLOW: Duration = Duration::from_secs(1);
 /// The weight of the latest task in that average.
 const LATEST_WEIGHT: f64 = 0.25;
-/// The most permits to put off a task that waits. Their number is bounded because it is not known whether tasks of others
-/// wait behind the tasks that are put off.
-const MAX_PERMITS: f64 = 1_024.0;
-/// How many of them are renewed in a second.
-const RATE: f64 = 5.0;
-/// The same for [`FOUND_FOR`] after a task of another requester came out from behind slow ones, since more may follow.
-const RATE_WHEN_FOUND: f64 = 100.0;
-const FOUND_FOR: Duration = Duration::from_secs(60);
-/// To put a task off takes one permit more for each time its body has so many bytes, because the broker writes them, and
-/// [`MOST_PERMITS_OF_A_TASK`] at most.
-const BYTES_PER_PERMIT: f64 = 256.0 * 1024.0;
-const MOST_PERMITS_OF_A_TASK: f64 = 32.0;
-/// How many tasks that have begun are put off, until a task of a new requester is found. What was computed of them is lost.
+/// The most tokens of the bucket, from which it starts: a worker that comes to a queue of slow tasks looks behind so many
+/// of them at once.
+const BUCKET: f64 = 1_024.0;
+/// Tokens that are refilled in a second.
+const TOKENS_PER_SECOND: f64 = 5.0;
+/// The same for [`AFTER_NEWCOMER`] after a requester without tasks here sent one: more may be behind the slow ones.
+const TOKENS_PER_SECOND_AFTER_NEWCOMER: f64 = 100.0;
+const AFTER_NEWCOMER: Duration = Duration::from_secs(60);
+/// A task costs one token more for each so many bytes of its body, because the broker writes them: at most 100 MiB in a
+/// second.
+const BYTES_PER_TOKEN: f64 = 1024.0 * 1024.0;
+const MAX_COST: f64 = 32.0;
+/// How many begun tasks may be put off until the next newcomer. What was computed of them is lost.
 const MAX_BEGUN_PUT_OFFS: u32 = 32;
-/// The shortest time after which that number is renewed.
+/// A newcomer renews that number only so long after the last time.
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The accepted tasks. Clones share the list.
@@ -56,19 +62,19 @@ struct List {
     granted: usize,
     /// In the order of delivery.
     tasks: BTreeMap<DeliveryTag, Task>,
-    /// The requesters of these tasks.
+    /// The requesters of these tasks, by the hashes of their names.
     requesters: HashMap<u64, Requester>,
     /// How many of these tasks stay.
     staying: usize,
-    /// How many waiting tasks may be put off now.
-    permits: f64,
-    /// When `permits` was last renewed.
-    last_renewal: Instant,
-    /// When a task of a requester was last accepted that had none here, after the first such task.
-    last_found: Option<Instant>,
-    /// How many tasks that have begun may be put off now.
+    /// The tokens of the bucket.
+    tokens: f64,
+    /// When they were last refilled.
+    refilled: Instant,
+    /// When a task last came from a requester that had none here, while another requester had one.
+    last_newcomer: Option<Instant>,
+    /// How many begun tasks may be put off now.
     begun_put_offs: u32,
-    /// When `begun_put_offs` was last renewed.
+    /// When that number was last renewed.
     begun_renewal: Instant,
     /// The last time at which a task left because it was put off.
     last_put_off: Option<SystemTime>,
@@ -77,9 +83,10 @@ struct List {
 }
 
 struct Task {
+    /// The hash of its requester's name.
     requester: u64,
-    /// How many permits it takes to put it off.
-    permits: f64,
+    /// The tokens that it costs to put it off.
+    cost: f64,
     since: Instant,
     state: State,
     /// It cannot be put off any more.
@@ -87,9 +94,9 @@ struct Task {
     signal: Arc<Signal>,
 }
 
-/// How many permits it takes to put off a task whose body has so many bytes.
-fn permits(bytes: usize) -> f64 {
-    (1.0 + bytes as f64 / BYTES_PER_PERMIT).min(MOST_PERMITS_OF_A_TASK)
+/// The tokens that it costs to put off a task whose body has so many bytes.
+fn cost(bytes: usize) -> f64 {
+    (1.0 + bytes as f64 / BYTES_PER_TOKEN).min(MAX_COST)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,7 +159,8 @@ impl Place {
         }
     }
 
-    /// The task, which has begun or begins now, cannot be put off from now on.
+    /// The task cannot be put off from now on, because its reply begins to be sent. It begins if it has not begun, and a
+    /// put-off that is not carried out yet is cancelled.
     pub(super) fn stay(&self) {
         self.places.lock().stay(self.delivery);
     }
@@ -162,7 +170,7 @@ impl Place {
         self.places.lock().try_to_stay(self.delivery, Instant::now())
     }
 
-    /// Returns when the task stays. Safe to cancel.
+    /// Lets the task stay as soon as it may. Safe to cancel.
     pub(super) async fn wait_to_stay(&self) {
         loop {
             // Created first, so that no notification is missed.
@@ -191,9 +199,9 @@ impl Places {
             tasks: BTreeMap::new(),
             requesters: HashMap::new(),
             staying: 0,
-            permits: MAX_PERMITS,
-            last_renewal: now,
-            last_found: None,
+            tokens: BUCKET,
+            refilled: now,
+            last_newcomer: None,
             begun_put_offs: MAX_BEGUN_PUT_OFFS,
             begun_renewal: now,
             last_put_off: None,
@@ -214,8 +222,8 @@ impl Places {
     pub(super) fn enter(&self, delivery: DeliveryTag, requester: u64, bytes: usize) -> Place {
         let signal = Arc::new(Signal::default());
         let now = Instant::now();
-        let (permits, state) = (permits(bytes), State::Waits);
-        let task = Task { requester, permits, since: now, state, stays: false, signal: signal.clone() };
+        let (cost, state) = (cost(bytes), State::Waits);
+        let task = Task { requester, cost, since: now, state, stays: false, signal: signal.clone() };
         self.lock().enter(delivery, task, now);
         Place { places: self.clone(), delivery, signal }
     }
@@ -269,10 +277,10 @@ impl List {
     /// Adds a task. It begins at once, unless its requester crowds out others. Then it is put off if that is permitted, or
     /// else waits.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
-        self.renew(now);
+        self.refill(now);
         let key = task.requester;
         if !self.requesters.is_empty() && !self.requesters.contains_key(&key) {
-            self.last_found = Some(now);
+            self.last_newcomer = Some(now);
             if now >= self.begun_renewal + RENEWAL_INTERVAL {
                 (self.begun_put_offs, self.begun_renewal) = (MAX_BEGUN_PUT_OFFS, now);
             }
@@ -288,11 +296,11 @@ impl List {
         }
     }
 
-    /// Puts off a task that waits, if there are permits for that.
+    /// Puts off a task that waits, if there are tokens for that.
     fn put_off_if_permitted(&mut self, delivery: DeliveryTag) {
-        let permits = self.tasks.get(&delivery).map_or(f64::MAX, |task| task.permits);
-        if self.permits >= permits {
-            self.permits -= permits;
+        let cost = self.tasks.get(&delivery).map_or(f64::MAX, |task| task.cost);
+        if self.tokens >= cost {
+            self.tokens -= cost;
             self.put_off(delivery);
         }
     }
@@ -318,17 +326,17 @@ impl List {
         self.begin_waiting(now);
     }
 
-    fn renew(&mut self, now: Instant) {
-        let is_found = self.last_found.is_some_and(|found| now < found + FOUND_FOR);
-        let rate = if is_found { RATE_WHEN_FOUND } else { RATE };
-        let elapsed = now.saturating_duration_since(self.last_renewal).as_secs_f64();
-        (self.permits, self.last_renewal) = ((self.permits + rate * elapsed).min(MAX_PERMITS), now);
+    fn refill(&mut self, now: Instant) {
+        let is_after_newcomer = self.last_newcomer.is_some_and(|at| now < at + AFTER_NEWCOMER);
+        let rate = if is_after_newcomer { TOKENS_PER_SECOND_AFTER_NEWCOMER } else { TOKENS_PER_SECOND };
+        let elapsed = now.saturating_duration_since(self.refilled).as_secs_f64();
+        (self.tokens, self.refilled) = ((self.tokens + rate * elapsed).min(BUCKET), now);
     }
 
     /// Lets waiting tasks begin where that is possible. Puts off those that still wait, the latest first. Then, while
     /// too many tasks of slow requesters have begun, puts off some of these as [`List::latest_of_largest`] chooses.
     fn review(&mut self, now: Instant) {
-        self.renew(now);
+        self.refill(now);
         self.begin_waiting(now);
         if self.is_suspended(now) {
             return;
@@ -432,7 +440,7 @@ impl List {
 
     /// Lets the task stay, unless it is leaving, or too many tasks stay already.
     fn try_to_stay(&mut self, delivery: DeliveryTag, now: Instant) -> bool {
-        // A task that is not in the list has left; nobody waits for its place.
+        // A task that is not in the list has ended. It has nothing more to wait for.
         let Some(task) = self.tasks.get(&delivery) else { return true };
         let is_leaving = task.state == State::Leaving;
         let has_room = self.staying < self.max_slow() || self.is_suspended(now);
@@ -587,9 +595,9 @@ mod tests {
         drop(rig.enter(2));
         let found = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
         assert!((999..=1_001).contains(&found), "{found}");
-        advance(FOUND_FOR).await;
+        advance(AFTER_NEWCOMER).await;
         rig.places.review();
-        rig.places.lock().permits = 0.0;
+        rig.places.lock().tokens = 0.0;
         let alone = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
         assert!((49..=51).contains(&alone), "{alone}");
     }
@@ -611,8 +619,8 @@ mod tests {
     }
 
     #[test]
-    fn a_large_body_takes_more_permits() {
-        assert_eq!([0, 256 * 1024, usize::MAX].map(permits), [1.0, 2.0, MOST_PERMITS_OF_A_TASK]);
+    fn a_large_body_costs_more_tokens() {
+        assert_eq!([0, 1024 * 1024, usize::MAX].map(cost), [1.0, 2.0, MAX_COST]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -660,7 +668,7 @@ mod tests {
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(2 * SLOW).await;
         rig.places.review();
-        rig.places.lock().permits = 0.0;
+        rig.places.lock().tokens = 0.0;
         let waiting = [0, 1].map(|_| rig.enter(1));
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
         assert_eq!((are_put_off(&waiting), may_begin()), (vec![false, false], [false, false]));
@@ -670,7 +678,7 @@ mod tests {
         rig.places.suspend(SLOW);
         assert_eq!(may_begin(), [true, true]);
         assert!(waiting[1].wait_to_begin().now_or_never().is_some());
-        rig.places.lock().permits = MAX_PERMITS;
+        rig.places.lock().tokens = BUCKET;
         rig.places.review();
         assert!(are_put_off(&held).iter().chain(&are_put_off(&waiting)).all(|is_put_off| !is_put_off));
         advance(SLOW).await;

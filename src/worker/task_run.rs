@@ -29,6 +29,8 @@ use crate::telemetry::traces::Traces;
 const NEWS: Duration = Duration::from_millis(200);
 /// How often a task that waits for its turn checks whether it was cancelled or has expired.
 const WANTED_INTERVAL: Duration = Duration::from_millis(100);
+/// The bytes of a body from which on the broker should not write it again each second.
+const LARGE_BODY: usize = 1 << 20;
 /// The most inputs whose reply counts as brief work: writing 384 numbers takes 10 µs.
 const BRIEF_REPLY: usize = 4;
 
@@ -118,7 +120,10 @@ impl Shared {
                     biased;
                     computed = run.compute(expected, &mut timings, &mut parts) => computed,
                     error = self.expired(&state) => Err(error.into()),
-                    () = run.put_off() => Err(Outcome::PutOff(WaitsFor::Place)),
+                    () = run.put_off() => {
+                        let is_large = task.message.body.len() > LARGE_BODY;
+                        Err(Outcome::PutOff(WaitsFor::Place { is_large }))
+                    }
                 };
                 // Kept however the computation ended, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
@@ -171,7 +176,7 @@ impl Shared {
         tokio::time::sleep(NEWS).await;
         let known = self.crashes.of(&state.name.fingerprint);
         let membership = match suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
-            Some(most) => self.isolation.enter(state.name.clone(), most).await,
+            Some(suspicion) => self.isolation.enter(state.name.clone(), suspicion).await,
             None => None,
         };
         // Read after the wait for a group: another worker may have died of the task meanwhile.
@@ -365,15 +370,23 @@ impl Run<'_> {
         let began = Instant::now();
         let (engine, own) = (shared.engine.clone(), task.clone());
         let effort = engine.effort(&task.message);
-        let mut job = self.prepare(effort, move || engine.preprocess(&own.message)).await?;
-        let expected = if job.takes_long() {
-            // The engine should not wait for this task meanwhile.
+        let preprocess = move || engine.preprocess(&own.message);
+        // The engine should not wait for a task while it waits for its turn.
+        let (mut job, mut expected) = if effort == Effort::Long {
             drop(expected);
-            job = self.prepare_long(job).await?;
-            Expected::new(&shared.engine)
+            (self.in_turn(preprocess).await?, Expected::new(&shared.engine))
         } else {
-            expected
+            (self.prepare(effort, preprocess).await?, expected)
         };
+        if job.takes_long() {
+            drop(expected);
+            let make = move || {
+                job.make()?;
+                Ok(job)
+            };
+            job = self.in_turn(make).await?;
+            expected = Expected::new(&shared.engine);
+        }
         timings.prepare_us = micros(began.elapsed());
         self.check_time(job.estimate())?;
         let enqueued = now();
@@ -441,8 +454,11 @@ impl Run<'_> {
         ended
     }
 
-    /// Makes the inputs of a job for which that takes long, in the turn of its requester.
-    async fn prepare_long(&self, mut job: Box<dyn Job>) -> Result<Box<dyn Job>, Outcome> {
+    /// Does `work` that may take long, on the thread for that, in the turn of the task's requester.
+    async fn in_turn<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
+    ) -> Result<T, Outcome> {
         let Self { shared, state, .. } = *self;
         let turn = async {
             // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
@@ -460,8 +476,7 @@ impl Run<'_> {
         let work = move || {
             // The turn ends with the work, even if the task has stopped waiting for it.
             let _turn = turn;
-            job.make()?;
-            Ok(job)
+            work()
         };
         Ok(self.prepare_on(&shared.pools.long, false, work).await?)
     }

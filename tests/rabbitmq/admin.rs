@@ -586,7 +586,7 @@ async fn a_restart_goes_from_slot_to_slot_and_can_be_waited_for() {
     let restart = ["restart", "--all", "--expect", "1", "--timeout", "20s", "--wait", "60s"];
     let (code, answers, log) = ctl(&settings, &restart).await;
     assert_eq!(code, 0, "{log}");
-    assert_eq!(answers[0]["slots"][2]["done"], "restarting, one slot after the other");
+    assert_eq!(answers[0]["slots"][2]["state"], "ready", "the state after the wait: {answers:?}");
     assert!(sconce.workers().iter().all(|pid| !before.contains(pid)), "{}", sconce.log());
     // Each is spawned only when the one before is ready.
     let lines = sconce.lines_from(0);

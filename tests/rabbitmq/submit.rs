@@ -166,7 +166,7 @@ async fn errors_end_with_87_are_told_with_their_counts_and_a_second_run_knows_th
     let files = Files::new(&asked);
     let told = files.ends_with(87, &settings, &[]).await;
     assert!(told.contains("50 of 50 rows answered now, 0 before; 41 with an error"), "{told}");
-    assert!(told.contains("40 × 400: ") && told.contains("1 × invalid_line: method is missing"), "{told}");
+    assert!(told.contains("40 × 400: ") && told.contains("1 × invalid_line: url is missing"), "{told}");
     let again = files.ends_with(87, &settings, &["--json"]).await;
     assert!(again.contains("0 of 50 rows answered now, 50 before; 41 with an error"), "{again}");
     assert!(again.contains("40 × 400: "), "{again}");

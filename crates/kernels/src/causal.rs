@@ -63,6 +63,38 @@ pub fn attend_across(kv: &KvBlocks, layer: usize, spans: &[CrossSpan<'_>], queri
     attend_parts(kv, layer, &parts, queries, out);
 }
 
+/// The softmax weights `[tokens, keys]` with which tokens attend to the keys of `span` in one head. `queries` are
+/// `[tokens, width]`.
+pub fn weights_across(
+    kv: &KvBlocks,
+    layer: usize,
+    head: usize,
+    span: CrossSpan<'_>,
+    queries: &[f32],
+) -> Vec<f32> {
+    let (width, stride) = (kv.shape().width, kv.shape().stride());
+    let blocks = &span.blocks[..span.keys.div_ceil(BLOCK)];
+    let held: Vec<HeadBlock<'_>> = blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
+    let keys = span.keys.next_multiple_of(KEY_LANES);
+    let mut scores = vec![0.0; MAX_QUERIES * keys];
+    let mut weights = Vec::with_capacity(span.count * span.keys);
+    for queries in queries.chunks(MAX_QUERIES * width) {
+        dispatch(Weights(Chunk {
+            held: &held,
+            numbers: kv.shape().numbers,
+            stride,
+            width,
+            queries,
+            positions: &[span.keys - 1; MAX_QUERIES],
+            scores: &mut scores,
+            out: &mut [],
+        }));
+        let rows = scores.chunks_exact(keys).take(queries.len() / width);
+        rows.for_each(|row| weights.extend_from_slice(&row[..span.keys]));
+    }
+    weights
+}
+
 /// Some tokens that attend to the keys in the same blocks.
 #[derive(Clone, Copy)]
 struct Part<'a> {
@@ -230,10 +262,12 @@ impl Chunk<'_> {
         }
     }
 
+    /// Writes the weights to `scores` `[count, keys]`, where the number of keys is rounded up to whole groups. They are
+    /// not divided by their sums yet, which are returned.
     #[inline(always)]
-    fn compute<S: Simd, N: Format, const COUNT: usize>(self, simd: S) {
-        let Self { held, stride, width, queries, positions, scores, out, .. } = self;
-        let count = queries.len() / width;
+    fn weigh<S: Simd, N: Format, const COUNT: usize>(&mut self, simd: S) -> [f32; COUNT] {
+        let Self { held, width, queries, positions, scores, .. } = self;
+        let (width, count) = (*width, queries.len() / *width);
         let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
         let scale = 1.0 / (width as f32).sqrt();
         let queries_by_number = transposed::<COUNT>(queries, width, scale);
@@ -250,10 +284,19 @@ impl Chunk<'_> {
         }
         let mut sums = [1.0; COUNT];
         for ((scores, position), sum) in
-            scores.chunks_exact_mut(keys).zip(positions).zip(&mut sums).take(count)
+            scores.chunks_exact_mut(keys).zip(*positions).zip(&mut sums).take(count)
         {
             *sum = weights(simd, scores, *position);
         }
+        sums
+    }
+
+    #[inline(always)]
+    fn compute<S: Simd, N: Format, const COUNT: usize>(mut self, simd: S) {
+        let sums = self.weigh::<S, N, COUNT>(simd);
+        let Self { held, stride, width, queries, positions, scores, out, .. } = self;
+        let count = queries.len() / width;
+        let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
         for first in (0..width).step_by(VALUE_REGISTERS * S::F32_LANES) {
             let seen = positions[count - 1] + 1;
             let sums_of_values =
@@ -263,6 +306,25 @@ impl Chunk<'_> {
                 let scale = simd.splat_f32s(1.0 / sum);
                 store(simd, &values.map(|value| simd.mul_f32s(value, scale)), &mut out[first..last]);
             }
+        }
+    }
+}
+
+/// Computes only the weights, which are left in the chunk's `scores`.
+struct Weights<'a>(Chunk<'a>);
+
+impl WithSimd for Weights<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let sums = match self.0.numbers {
+            KvNumbers::F32 => self.0.weigh::<S, F32, MAX_QUERIES>(simd),
+            KvNumbers::Bf16 => self.0.weigh::<S, Bf16, MAX_QUERIES>(simd),
+        };
+        let keys = self.0.scores.len() / MAX_QUERIES;
+        for (row, sum) in self.0.scores.chunks_exact_mut(keys).zip(sums) {
+            row.iter_mut().for_each(|weight| *weight /= sum);
         }
     }
 }
@@ -534,6 +596,21 @@ mod tests {
                         );
                         for (ours, right) in together[token * row + head * width..].iter().zip(right) {
                             let off = (f64::from(*ours) - right).abs();
+                            assert!(off < 2e-6, "{shape:?} {token} {head}: {off}");
+                        }
+                    }
+                    // The weights of the values give the same sums.
+                    for head in 0..heads {
+                        let own = &own[head * width..][..width];
+                        let one = CrossSpan { count: 1, ..span(sequence) };
+                        let weights = weights_across(&case.kv, 1, head, one, own);
+                        assert_eq!(weights.len(), lengths[sequence]);
+                        for number in 0..width {
+                            let value =
+                                |place: usize| case.values[sequence][(place * heads + head) * width + number];
+                            let sum: f32 =
+                                weights.iter().enumerate().map(|(place, it)| it * value(place)).sum();
+                            let off = (sum - together[token * row + head * width + number]).abs();
                             assert!(off < 2e-6, "{shape:?} {token} {head}: {off}");
                         }
                     }

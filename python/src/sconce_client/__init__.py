@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._reply import Classified, Label, Part, Ranked, Reply, Segment, Transcript
+from ._reply import Classified, Label, Part, Ranked, Reply, Segment, Transcript, Word
 from .errors import (
     BadReply,
     BadRequest,
@@ -66,6 +66,7 @@ __all__ = [
     "TextsTruncated",
     "TooLarge",
     "Transcript",
+    "Word",
     "__version__",
 ]
 

@@ -139,6 +139,15 @@ class Segment(NamedTuple):
     text: str
 
 
+class Word(NamedTuple):
+    """A word of a recording."""
+
+    word: str
+    start: float
+    """Seconds from the beginning of the recording."""
+    end: float
+
+
 @dataclass(frozen=True)
 class Transcript:
     """What is said in a recording."""
@@ -149,6 +158,8 @@ class Transcript:
     duration: float
     """Seconds of sound."""
     segments: list[Segment]
+    words: list[Word]
+    """Empty unless they were asked for by `words=True`."""
 
 
 class Label(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Union
 
 from . import _wire
-from ._reply import Classified, Label, Ranked, Reply, Segment, Transcript
+from ._reply import Classified, Label, Ranked, Reply, Segment, Transcript, Word
 from .errors import BadRequest, InputError, TaskError, TextsTruncated, TooLarge
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ CONTROL_EXCHANGE = "sconce.control"
 CANCEL = "control.cancel"
 PART = "reply.part"
 ROWS_PER_TASK = 32
+OWN_PARAMETERS = ("as_array", "rows_per_task")
+"""Of the client's methods, and not of a body. A name that is nearly one of them is taken for a mistake, and not for a field of a body."""
 PUBLISHED_AT_MOST = 5
 """So often a task is published that the broker never confirms: it may be what the broker closes the channel for."""
 
@@ -112,7 +114,13 @@ class Defaults:
     def with_options(
         self, *, queue: str | None = None, timeout: float | None = None, priority: int | None = None
     ) -> Self:
-        """The same client, over the same connection, for another queue, time-out or priority."""
+        """The same client, over the same connection, for another queue, time-out or priority (0 to 255)."""
+        if queue is not None and not isinstance(queue, str):
+            raise TypeError(f"queue is {queue!r}: it is a queue's name")
+        if timeout is not None and not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout is {timeout!r}: it is a number of seconds")
+        if priority is not None and not (isinstance(priority, int) and 0 <= priority <= 255):
+            raise ValueError(f"priority is {priority!r}: it is a whole number from 0 to 255")
         other = copy.copy(self)
         other._queue = queue or self._queue
         other._timeout = self._timeout if timeout is None else timeout
@@ -282,18 +290,17 @@ def classify_image(
 
 
 def transcribe(
-    client: Defaults, sound: File, content_type: str | None, translate: bool, more: Mapping[str, Any]
+    client: Defaults, sound: File, content_type: str | None, translate: bool, words: bool, more: Mapping[str, Any]
 ) -> Call[Transcript]:
     """One task; the message's body is the file itself, and the parameters are headers."""
     if "response_format" in more:
         raise TypeError("transcribe returns a Transcript: for another response_format there is request")
     file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
-    known = ("language", "task", "prompt", "temperature", "vad", "timestamp_granularities", "model")
-    headers = {
-        name: json.dumps(value) if isinstance(value, (Mapping, list, tuple, float)) else value  # pika writes no floats
-        for name, value in known_fields("transcribe", more, known).items()
-    }
+    known = ("language", "task", "prompt", "keywords", "temperature", "vad", "channels", "model")
+    headers = known_fields("transcribe", more, known)
     headers["response_format"] = "verbose_json"
+    if words:
+        headers["timestamp_granularities"] = '["word"]'
     url = "/v1/audio/translations" if translate else "/v1/audio/transcriptions"
     task = client._task(file, url=url, content_type=content_type or sound_type(file), headers=headers)
 
@@ -302,7 +309,8 @@ def transcribe(
         assert isinstance(reply, Reply)
         body = reply.json()
         segments = [Segment(one["start"], one["end"], one["text"]) for one in body["segments"]]
-        return Transcript(body["text"], body["language"], body["duration"], segments)
+        timed = [Word(one["word"], one["start"], one["end"]) for one in body.get("words", [])]
+        return Transcript(body["text"], body["language"], body["duration"], segments, timed)
 
     return Call([task], gather)
 
@@ -352,18 +360,26 @@ def fields(more: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("queue", "timeout", "priority"):
         if name in more:
             raise TypeError(f"{name} is no field of a body: use with_options({name}=…)")
+    for name in more:
+        close = difflib.get_close_matches(name, OWN_PARAMETERS, 1, 0.8)
+        if close and name not in OWN_PARAMETERS:
+            raise TypeError(f"no parameter {name!r}; did you mean {close[0]}?")
     return {name: value for name, value in more.items() if value is not None}
 
 
 def known_fields(method: str, more: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """As `fields`, where workers would ignore an unknown name, because it is the name of a header: a TypeError."""
+    """As `fields`, as headers. Workers ignore headers that they do not know, so an unknown name is a TypeError here."""
     given = fields(more)
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             meant = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
             raise TypeError(f"{method} has no parameter {name!r}{meant}")
-    return given
+    # pika writes no floats.
+    return {
+        name: json.dumps(value) if isinstance(value, (Mapping, list, tuple, float)) else value
+        for name, value in given.items()
+    }
 
 
 def text_packs(texts: Iterable[str], rows: int) -> Iterator[list[str]]:

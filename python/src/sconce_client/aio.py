@@ -162,13 +162,20 @@ class AsyncClient(Defaults):
         return await self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     async def transcribe(
-        self, sound: File, content_type: str | None = None, *, translate: bool = False, **more: Any
+        self,
+        sound: File,
+        content_type: str | None = None,
+        *,
+        translate: bool = False,
+        words: bool = False,
+        **more: Any,
     ) -> Transcript:
         """What is said in a recording: a WAV, FLAC, MP3 or Ogg Vorbis file, as its path or its bytes.
 
-        With `translate` the text is English. `more` are the fields of such a request, such as `language`.
+        With `translate` the text is English. With `words` it says when each word was said. `more` are the fields of
+        such a request, such as `language`.
         """
-        return await self._gather(_task.transcribe(self, sound, content_type, translate, more))
+        return await self._gather(_task.transcribe(self, sound, content_type, translate, words, more))
 
     async def complete(self, prompt: Prompt, **more: Any) -> Reply:
         """Continues a text. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the text."""
@@ -357,9 +364,14 @@ class _Link:
 
     async def has_room(self) -> None:
         """Waits until another task could be published."""
+        self._check_connected()
         await asyncio.sleep(0)
         async with self._slots:
             pass
+
+    def _check_connected(self) -> None:
+        if self._keeper is None:
+            raise errors.SconceError("not connected: use `async with`, or await connect()")
 
     def cancel(self, correlation_id: str) -> None:
         """Asks for the end of a task; it goes on waiting for the reply."""
@@ -368,8 +380,7 @@ class _Link:
             self._ask_to_cancel(waiting)
 
     async def call(self, task: Task, on_part: Callable[[Part], None] | None = None) -> Reply:
-        if self._keeper is None:
-            raise errors.SconceError("not connected: use `async with`, or await connect()")
+        self._check_connected()
         try:
             return await asyncio.wait_for(self._exchange(task, on_part), task.remaining())
         except asyncio.TimeoutError as error:

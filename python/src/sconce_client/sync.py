@@ -159,13 +159,20 @@ class Client(Defaults):
         return self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     def transcribe(
-        self, sound: File, content_type: str | None = None, *, translate: bool = False, **more: Any
+        self,
+        sound: File,
+        content_type: str | None = None,
+        *,
+        translate: bool = False,
+        words: bool = False,
+        **more: Any,
     ) -> Transcript:
         """What is said in a recording: a WAV, FLAC, MP3 or Ogg Vorbis file, as its path or its bytes.
 
-        With `translate` the text is English. `more` are the fields of such a request, such as `language`.
+        With `translate` the text is English. With `words` it says when each word was said. `more` are the fields of
+        such a request, such as `language`.
         """
-        return self._gather(_task.transcribe(self, sound, content_type, translate, more))
+        return self._gather(_task.transcribe(self, sound, content_type, translate, words, more))
 
     def complete(self, prompt: Prompt, **more: Any) -> Reply:
         """Continues a text. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the text."""

@@ -36,6 +36,7 @@ use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
 use crate::launcher::{Host, LaunchSpec, Launching};
+use crate::model::LoadError;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
@@ -56,8 +57,11 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     start_logging(Some(QUIET))?;
     let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(pool)?));
     let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
-    let (output, point) =
-        open_files(arguments, &pools.exits_with(Exit::ModelFailed)?).exits_with(Exit::Usage)?;
+    let pools = pools.map_err(|error| {
+        let is_unavailable = matches!(error.downcast_ref(), Some(LoadError::Hub { .. }));
+        error.exits_with(if is_unavailable { Exit::ModelUnavailable } else { Exit::ModelFailed })
+    });
+    let (output, point) = open_files(arguments, &pools?).exits_with(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
         return already_complete(arguments, &names, &point);

@@ -103,9 +103,14 @@ impl ModelFiles {
         if let Some(path) = self.optional(name)? {
             return Ok(path);
         }
-        let reason = "the model has no such file".to_owned();
+        let mut reason = "the model has no such file".to_owned();
         let path = match &self.location {
-            Location::Folder(folder) => folder.join(name),
+            Location::Folder(folder) => {
+                if let Some(gguf) = gguf_in(folder) {
+                    reason += &format!("; to serve {}, name that file as the model", gguf.display());
+                }
+                folder.join(name)
+            }
             Location::Hub(hub) => Path::new(hub.id()).join(name),
         };
         Err(LoadError::File { path, reason })
@@ -180,6 +185,12 @@ impl ModelFiles {
     fn of(location: Location) -> Self {
         Self { location, found: RefCell::default() }
     }
+}
+
+/// A GGUF file in a folder, if there is one.
+fn gguf_in(folder: &Path) -> Option<PathBuf> {
+    let mut files = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    files.find(|path| path.to_str().is_some_and(is_gguf))
 }
 
 /// Whether a `model` setting is a GGUF file.

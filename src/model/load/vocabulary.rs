@@ -53,8 +53,8 @@ impl TokenTexts {
 
     /// The bytes of these texts, for tests.
     #[cfg(test)]
-    pub fn of(texts: &[&str]) -> Self {
-        Self { bytes: texts.iter().map(|text| text.as_bytes().into()).collect() }
+    pub fn of(texts: &[impl AsRef<[u8]>]) -> Self {
+        Self { bytes: texts.iter().map(|text| text.as_ref().into()).collect() }
     }
 }
 

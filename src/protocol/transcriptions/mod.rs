@@ -4,7 +4,7 @@
 mod reply;
 mod request;
 
-pub use reply::{Segment, Transcript, delta, text_of};
+pub use reply::{Segment, Transcript, Word, delta, text_of};
 pub use request::{Format, Sound, Task, TranscriptionRequest, VoiceDetection};
 
 /// The URL of requests for a text in the language of the recording.

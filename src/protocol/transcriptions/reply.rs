@@ -21,6 +21,8 @@ pub struct Transcript {
     pub seconds: f64,
     /// In the order of time.
     pub segments: Vec<Segment>,
+    /// Whether the times of words were asked for.
+    pub has_words: bool,
 }
 
 /// A part of the text, about a sentence long.
@@ -44,6 +46,21 @@ pub struct Segment {
     pub compression_ratio: f32,
     /// The probability that there is no speech in its window.
     pub no_speech_prob: f32,
+    /// Its words, if their times were asked for.
+    pub words: Vec<Word>,
+    /// The channel in which it was heard, from 0 on, if each channel is transcribed by itself.
+    pub channel: Option<usize>,
+}
+
+/// A word with the time at which it was said.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Word {
+    /// The word with its punctuation.
+    pub word: String,
+    /// When it begins, in seconds.
+    pub start: f64,
+    /// When it ends.
+    pub end: f64,
 }
 
 impl Transcript {
@@ -87,6 +104,7 @@ impl Transcript {
                 avg_logprob,
                 compression_ratio,
                 no_speech_prob,
+                channel: segment.channel,
             }
         };
         Verbose {
@@ -95,6 +113,16 @@ impl Transcript {
             duration: milliseconds(self.seconds),
             text: self.text(),
             segments: self.segments.iter().enumerate().map(segment).collect(),
+            words: self.has_words.then(|| {
+                let words = self.segments.iter().flat_map(|segment| &segment.words);
+                words
+                    .map(|it| VerboseWord {
+                        word: &it.word,
+                        start: milliseconds(it.start),
+                        end: milliseconds(it.end),
+                    })
+                    .collect()
+            }),
             usage: self.usage(),
         }
     }
@@ -151,7 +179,16 @@ struct Verbose<'a> {
     duration: f64,
     text: String,
     segments: Vec<VerboseSegment>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    words: Option<Vec<VerboseWord<'a>>>,
     usage: Usage,
+}
+
+#[derive(Serialize)]
+struct VerboseWord<'a> {
+    word: &'a str,
+    start: f64,
+    end: f64,
 }
 
 #[derive(Serialize)]
@@ -166,6 +203,8 @@ struct VerboseSegment {
     avg_logprob: f64,
     compression_ratio: f64,
     no_speech_prob: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    channel: Option<usize>,
 }
 
 /// A part of a reply: the text of a window.
@@ -199,8 +238,11 @@ mod tests {
             avg_logprob: -0.25,
             compression_ratio: 1.5,
             no_speech_prob: 0.125,
+            words: vec![Word { word: text.trim().to_owned(), start, end }],
+            channel: None,
         };
         Transcript {
+            has_words: false,
             task: Task::Transcribe,
             language: Some("en".to_owned()),
             seconds: 3_725.250_4,
@@ -235,6 +277,14 @@ mod tests {
             "temperature": 0.2, "avg_logprob": -0.25, "compression_ratio": 1.5, "no_speech_prob": 0.125,
         });
         assert_eq!(verbose["segments"][1], segment);
+        assert!(verbose.get("words").is_none(), "they were not asked for");
+        let with_words = Transcript { has_words: true, ..transcript() }.body(Format::VerboseJson).unwrap();
+        let verbose: serde_json::Value = serde_json::from_slice(&with_words.bytes).unwrap();
+        let expected = json!([
+            {"word": "One --> two.", "start": 0.0, "end": 1.5},
+            {"word": "Three.", "start": 3_723.456, "end": 3_725.25},
+        ]);
+        assert_eq!(verbose["words"], expected);
     }
 
     #[test]

@@ -24,7 +24,9 @@ const MOST_GRANULARITIES: usize = 2;
 
 const KEYS: Keys = Keys {
     taken: &[
+        "channels",
         FILE_URL,
+        KEYWORDS,
         "language",
         "model",
         "prompt",
@@ -36,12 +38,10 @@ const KEYS: Keys = Keys {
         "vad",
     ],
     unsupported: &[
-        Unsupported { key: "channels", only_value: "\"mix\"" },
         Unsupported { key: "chunking_strategy", only_value: "null" },
         Unsupported { key: "file", only_value: "null" },
         Unsupported { key: "hotwords", only_value: "null" },
         Unsupported { key: "include", only_value: "[]" },
-        Unsupported { key: "keywords", only_value: "[]" },
         Unsupported { key: "known_speaker_names", only_value: "[]" },
         Unsupported { key: "known_speaker_references", only_value: "[]" },
         Unsupported { key: "vad_filter", only_value: "false" },
@@ -49,7 +49,12 @@ const KEYS: Keys = Keys {
 };
 /// The fields whose value is not text. A header with a text is read as if the text were JSON, since some clients can
 /// only send texts.
-const NOT_TEXT: [&str; 4] = ["stream", "temperature", "timestamp_granularities", VAD];
+const NOT_TEXT: [&str; 5] = [KEYWORDS, "stream", "temperature", "timestamp_granularities", VAD];
+
+const KEYWORDS: &str = "keywords";
+/// The most keywords of a request, and the most bytes of one. Together they fill what a model reads before a text.
+const MAX_KEYWORDS: usize = 100;
+const KEYWORD_BYTES: usize = 64;
 
 const VAD: &str = "vad";
 /// The most milliseconds of a field of `vad`.
@@ -68,6 +73,10 @@ pub struct TranscriptionRequest {
     pub language: Option<String>,
     /// A text that might precede the recording, whose style and spelling the model follows.
     pub prompt: Option<String>,
+    /// Words that the model shall prefer.
+    pub keywords: Vec<String>,
+    /// Whether each channel is transcribed by itself.
+    pub split_channels: bool,
     /// The form of the reply.
     pub format: Format,
     /// From 0 to 1. If it is 0, doubtful texts are written again with higher temperatures.
@@ -76,6 +85,8 @@ pub struct TranscriptionRequest {
     pub vad: Option<VoiceDetection>,
     /// Whether the text of each finished window is sent as a part of the reply.
     pub stream: bool,
+    /// Whether the reply says when each word was said.
+    pub words: bool,
 }
 
 /// A file with sound.
@@ -176,14 +187,17 @@ impl TranscriptionRequest {
     }
 
     fn of_fields(fields: &Fields<'_>, sound: Sound, default: Task) -> Result<Self, TaskError> {
-        check_granularities(fields)?;
+        let format = named(fields, "response_format", &Format::ALL)?.unwrap_or(Format::Json);
         Ok(Self {
             sound,
             model: fields.string("model")?,
             task: named(fields, "task", &Task::ALL)?.unwrap_or(default),
             language: fields.short("language", LANGUAGE_BYTES)?.map(|code| code.to_ascii_lowercase()),
             prompt: fields.short("prompt", PROMPT_BYTES)?,
-            format: named(fields, "response_format", &Format::ALL)?.unwrap_or(Format::Json),
+            keywords: keywords(fields)?,
+            split_channels: named(fields, "channels", &[("mix", false), ("split", true)])?.unwrap_or(false),
+            words: asks_for_words(fields, format)?,
+            format,
             temperature: temperature(fields)?,
             vad: voice_detection(fields)?,
             stream: fields.boolean("stream", false)?,
@@ -265,7 +279,7 @@ fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
         Value::Bool(value) => Some((*value).into()),
         Value::F32(value) => number(f64::from(*value)),
         Value::F64(value) => number(*value),
-        Value::Array(items) if items.len() <= MOST_GRANULARITIES => {
+        Value::Array(items) if items.len() <= MAX_KEYWORDS => {
             let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
             texts.map(Json::from)
         }
@@ -302,16 +316,39 @@ fn temperature(fields: &Fields<'_>) -> Result<f32, TaskError> {
     }
 }
 
-/// Segments are the only granularity; they are in each reply that has times.
-fn check_granularities(fields: &Fields<'_>) -> Result<(), TaskError> {
+fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
+    let Some(raw) = fields.get(KEYWORDS) else { return Ok(Vec::new()) };
+    let mut keywords = Vec::new();
+    for (index, item) in list(raw.get(), KEYWORDS, MAX_KEYWORDS)?.into_iter().enumerate() {
+        let path = format!("{KEYWORDS}[{index}]");
+        let keyword = string(item.get(), &path)?;
+        if keyword.len() > KEYWORD_BYTES {
+            let message = format!("{path} has {} bytes; at most {KEYWORD_BYTES} are taken", keyword.len());
+            return Err(TaskError::bad_input(&path, message));
+        }
+        keywords.push(keyword);
+    }
+    Ok(keywords)
+}
+
+/// Whether the times of words are wanted. Those of segments are in each reply that has times.
+fn asks_for_words(fields: &Fields<'_>, format: Format) -> Result<bool, TaskError> {
     const KEY: &str = "timestamp_granularities";
-    let Some(raw) = fields.get(KEY) else { return Ok(()) };
+    let Some(raw) = fields.get(KEY) else { return Ok(false) };
+    let mut words = false;
     for (index, item) in list(raw.get(), KEY, MOST_GRANULARITIES)?.into_iter().enumerate() {
-        if item.get() != "\"segment\"" {
-            return Err(wrong(&format!("{KEY}[{index}]"), "\"segment\"", item.get()));
+        match item.get() {
+            "\"segment\"" => {}
+            "\"word\"" if format == Format::VerboseJson => words = true,
+            "\"word\"" => {
+                let message =
+                    format!("{KEY}[{index}] is \"word\", for which response_format must be \"verbose_json\"");
+                return Err(TaskError::bad_input(KEY, message));
+            }
+            other => return Err(wrong(&format!("{KEY}[{index}]"), "\"segment\" or \"word\"", other)),
         }
     }
-    Ok(())
+    Ok(words)
 }
 
 #[cfg(test)]
@@ -338,13 +375,16 @@ mod tests {
             ("stream", "true".into()),
             ("response_format", "srt".into()),
             ("timestamp_granularities", Value::Array(vec!["segment".into()])),
+            ("keywords", Value::Array(vec!["Norland".into(), "Dashwood".into()])),
+            ("channels", "split".into()),
             ("x-death", Value::Array(vec![Value::Void])),
         ];
         let of_body = raw(b"file", &headers).unwrap();
         assert_eq!((&*of_body.sound.bytes, of_body.sound.field), (&b"file"[..], None));
         let of_json = json(
             r#"{"file_url":"data:audio/wav;base64,ZmlsZQ==","language":"en","temperature":0.5,"stream":true,
-            "response_format":"srt","timestamp_granularities":["segment"],"prompt":null}"#,
+            "response_format":"srt","timestamp_granularities":["segment"],"prompt":null,
+            "keywords":["Norland","Dashwood"],"channels":"split"}"#,
         )
         .unwrap();
         assert_eq!(of_json.sound.field, Some("file_url"));
@@ -353,6 +393,16 @@ mod tests {
         let TranscriptionRequest { task, language, format, temperature, stream, .. } = plain;
         assert_eq!((task, language, format), (Task::Transcribe, None, Format::Json));
         assert_eq!((temperature, stream), (0.0, false));
+    }
+
+    #[test]
+    fn times_of_words_are_asked_for_by_name() {
+        let of = |value: Value| {
+            let headers = [("response_format", "verbose_json".into()), ("timestamp_granularities", value)];
+            raw(b"file", &headers).unwrap().words
+        };
+        assert!(of(Value::Array(vec!["segment".into(), "word".into()])) && of(r#"["word"]"#.into()));
+        assert!(!of(Value::Array(vec!["segment".into()])) && !of(Value::Void));
     }
 
     #[test]
@@ -381,6 +431,7 @@ mod tests {
     fn a_refusal_names_the_field_and_the_value() {
         let with = |field: &str| json(&format!(r#"{{"file_url":"data:audio/wav;base64,ZmlsZQ==",{field}}}"#));
         let long = format!(r#""prompt":"{}""#, "a".repeat(PROMPT_BYTES + 1));
+        let wide = format!(r#""keywords":["{}"]"#, "a".repeat(KEYWORD_BYTES + 1));
         for (field, param, message) in [
             (r#""temperature":1.5"#, "temperature", "temperature must be a number from 0 to 1, got 1.5"),
             (
@@ -398,11 +449,19 @@ mod tests {
             (r#""language":"a language of the far north""#, "language", "language has 27 bytes; at most 16"),
             (&long, "prompt", "prompt has 8193 bytes; at most 8192 are taken"),
             (
-                r#""timestamp_granularities":["word"]"#,
+                r#""timestamp_granularities":["letter"]"#,
                 "timestamp_granularities[0]",
-                "timestamp_granularities[0] must be",
+                "timestamp_granularities[0] must be \"segment\" or \"word\", got \"letter\"",
             ),
-            (r#""keywords":["a"]"#, "keywords", "keywords is not supported here"),
+            (
+                r#""timestamp_granularities":["segment","word"]"#,
+                "timestamp_granularities",
+                "timestamp_granularities[1] is \"word\", for which response_format must be",
+            ),
+            (r#""keywords":"a""#, "keywords", "keywords must be"),
+            (r#""keywords":["a",7]"#, "keywords[1]", "keywords[1] must be a string, got 7"),
+            (&wide, "keywords[0]", "keywords[0] has 65 bytes; at most 64 are taken"),
+            (r#""channels":"left""#, "channels", "channels must be one of \"mix\", \"split\", got \"left\""),
             (r#""vad":1"#, "vad", "vad must be true, false or an object, got 1"),
             (
                 r#""vad":{"threshold":1}"#,
@@ -433,6 +492,13 @@ mod tests {
             );
             assert!(error.message.starts_with(message), "{error}");
         }
+        let many = format!(r#""keywords":["a"{}]"#, r#","a""#.repeat(MAX_KEYWORDS));
+        let error = with(&many).unwrap_err();
+        assert_eq!(
+            (error.kind, error.param.as_deref()),
+            (TaskErrorKind::TooLarge, Some("keywords")),
+            "{error}"
+        );
         for (body, message) in [
             ("{}", "file_url is missing"),
             (r#"{"file_url":"https://example.org/a.wav"}"#, "file_url must be a data URL"),
@@ -448,7 +514,7 @@ mod tests {
             ("prompt", Value::Text(vec![0xff]), "the header prompt must be a text"),
             ("prompt", Value::I32(7), "prompt must be a string, got 7"),
             ("file_url", "data:".into(), "file_url is for a body of JSON"),
-            ("channels", "split".into(), "channels is not supported here"),
+            ("channels", Value::Bool(true), "channels must be a string, got true"),
         ] {
             let error = raw(b"file", &[(name, value)]).unwrap_err();
             assert!(error.message.starts_with(message), "{error}");

@@ -36,7 +36,7 @@ struct Breaker {
     is_probed: bool,
     /// When the queue last accepted a message. None: not since this breaker was created.
     taken_at: Option<Instant>,
-    /// When a reply last began or stopped waiting for the queue.
+    /// When a reply last stopped waiting for the queue; at first, when the first one began to.
     waited_at: Instant,
 }
 
@@ -61,9 +61,9 @@ pub(in crate::worker) enum Admission<'a> {
     Compute,
     /// It is computed. Until the probe is dropped, no other task with this reply queue is.
     Probe(Probe<'a>),
-    /// It waits: another task tries the queue.
+    /// It is put off: another task tries the queue.
     Probed,
-    /// It waits: the queue is known to accept nothing now.
+    /// It is put off: the queue accepts nothing now.
     Refused,
 }
 
@@ -115,8 +115,8 @@ impl Breakers {
         Admission::Probe(Probe { breakers: self, queue: queue.to_owned() })
     }
 
-    /// Records that a computed reply waits, because the queue accepts nothing now. `was_refused`: the broker has
-    /// refused the reply.
+    /// Records that a computed reply waits, because the broker has refused it (`was_refused`) or has not confirmed it yet.
+    /// If the table is full of queues for which replies wait, this one is not counted.
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> WaitingReply<'a> {
         let mut all = self.lock();
         if !all.contains_key(queue) {

@@ -73,8 +73,12 @@ pub(in crate::worker) enum WaitsFor {
     Turn,
     /// Its requester holds too many places. A place is one of the messages that the broker grants to this worker. Every
     /// accepted task holds a place, also one that needs no turn. A task that is put off for this gets the shortest
-    /// delay, because few tasks wait for it.
-    Place,
+    /// delay, because few tasks wait for it. A large one gets a long delay: each time that it is put off again, the broker
+    /// writes it.
+    Place {
+        /// Whether the task's body is large.
+        is_large: bool,
+    },
 }
 
 /// What becomes of the task's message.
@@ -137,8 +141,10 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
         Outcome::PutOff(waits_for) => {
             let time_left = tries.time_left.unwrap_or(Duration::MAX);
             let longest = match waits_for {
-                WaitsFor::Place => None,
-                WaitsFor::ReplyQueue | WaitsFor::Turn => longest_delay(tries.retry, time_left, tries.jitter),
+                WaitsFor::Place { is_large: false } => None,
+                WaitsFor::ReplyQueue | WaitsFor::Turn | WaitsFor::Place { is_large: true } => {
+                    longest_delay(tries.retry, time_left, tries.jitter)
+                }
             };
             Disposition::PutOff(longest.unwrap_or_else(|| shortest_delay(tries)), waits_for)
         }
@@ -266,7 +272,8 @@ mod tests {
         for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
             let time_left = left.map(Duration::from_secs);
             let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };
-            for (waits_for, waits) in [(WaitsFor::Turn, waits), (WaitsFor::Place, 1)] {
+            let (small, large) = (WaitsFor::Place { is_large: false }, WaitsFor::Place { is_large: true });
+            for (waits_for, waits) in [(WaitsFor::Turn, waits), (large, waits), (small, 1)] {
                 let Disposition::PutOff(delay, same) = disposition(Outcome::PutOff(waits_for), tries) else {
                     panic!("{left:?} s are left");
                 };

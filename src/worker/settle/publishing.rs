@@ -116,27 +116,31 @@ impl Settlement {
         let queue = to.queue;
         let in_vain =
             || Sent::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"));
-        if to.owner == Owner::Pool || limit <= STALLED_AFTER {
+        if to.owner == Owner::Pool {
             self.broker_takes_messages_for(limit).await;
             return in_vain();
         }
         let began = Instant::now();
+        // The task's deadline may be near, or over.
+        let stalled_after = STALLED_AFTER.min(limit);
         tokio::select! {
-            () = self.broker_takes_messages_for(STALLED_AFTER) => {}
+            () = self.broker_takes_messages_for(stalled_after) => {}
             () = attempts.refusal.notified() => {}
         }
         let mut evicted = self.stalled.enter(bytes);
-        let rest = STALLED_AFTER.saturating_sub(began.elapsed());
+        let rest = stalled_after.saturating_sub(began.elapsed());
         let is_evicted = tokio::select! {
             biased;
             _ = &mut evicted => true,
             () = self.broker_takes_messages_for(rest) => false,
         };
         let was_refused = attempts.was_refused.load(Ordering::Relaxed);
-        let _waiting = self.breakers.wait(queue, was_refused, Instant::now());
+        // In less time than [`STALLED_AFTER`], a queue that has refused nothing may only be slow.
+        let is_stalled = was_refused || limit > STALLED_AFTER;
+        let _waiting = is_stalled.then(|| self.breakers.wait(queue, was_refused, Instant::now()));
         let is_evicted = is_evicted
             || tokio::select! {
-                () = self.broker_takes_messages_for(limit - STALLED_AFTER) => false,
+                () = self.broker_takes_messages_for(limit - stalled_after) => false,
                 _ = evicted => true,
             };
         if !is_evicted {

@@ -100,7 +100,7 @@ async fn tasks_of_a_thousand_inputs_let_the_tasks_behind_them_be_delivered() {
         assert!(quick < Duration::from_secs(3), "{quick:?}: the quick task is delivered after the slow ones");
         // Two windows take 10 ms, so that the tasks take 200 s in all.
         assert!(all < Duration::from_secs(215), "{all:?}: too much is computed twice");
-        // Each returns within a second, and then takes a permit again.
+        // Each returns within a second, and then costs a token again.
         assert!(broker.put_off < 1_024 + 100 * 62 + 5 * 215, "{}", broker.put_off);
     })
     .await;

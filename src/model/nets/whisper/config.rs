@@ -18,6 +18,8 @@ const MAX_WIDTH: usize = 1 << 16;
 const MAX_INNER: usize = 1 << 18;
 const MAX_VOCABULARY: usize = 1 << 22;
 const MAX_CONTEXT: usize = 1 << 16;
+/// The most heads of [`WhisperConfig::alignment`]. OpenAI's models have up to 23.
+const MAX_ALIGNMENT_HEADS: usize = 64;
 /// The least context: it has room for a prompt's special tokens and some text.
 const MIN_CONTEXT: usize = 16;
 /// The most mel bins: each is a filter over 201 bins of a spectrum.
@@ -38,6 +40,17 @@ pub struct WhisperConfig {
     pub vocabulary: usize,
     /// The most tokens of a prompt with its answer.
     pub context: usize,
+    /// The decoder's heads of cross attention that look where a token is heard. Empty if the files do not name them.
+    pub alignment: Vec<Head>,
+}
+
+/// A head of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// Its layer.
+    pub layer: usize,
+    /// Its number in the layer.
+    pub number: usize,
 }
 
 /// The layers of one of the two networks.
@@ -69,15 +82,42 @@ struct Written {
     scale_embedding: bool,
 }
 
+/// The fields of `generation_config.json` that are read here.
+#[derive(Default, Deserialize)]
+struct Generation {
+    alignment_heads: Option<Vec<[usize; 2]>>,
+}
+
 impl WhisperConfig {
-    /// Reads `config.json`.
+    /// Reads `config.json`, and the heads for the alignment from `generation_config.json`, if there is one.
     ///
     /// # Errors
     /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not supported.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
         let written: Written = files.required_json("config.json")?;
         let refused = |reason| LoadError::Unsupported { model: source.to_owned(), reason };
-        Self::of(&written).map_err(refused)
+        let config = Self::of(&written).map_err(refused)?;
+        let generation = files.json::<Generation>("generation_config.json")?.unwrap_or_default();
+        config.with_alignment(&generation.alignment_heads.unwrap_or_default()).map_err(refused)
+    }
+
+    /// The same with these heads, which are pairs of a layer and a number.
+    fn with_alignment(self, heads: &[[usize; 2]]) -> Result<Self, String> {
+        let Layers { count, heads: each, .. } = self.decoder;
+        if heads.len() > MAX_ALIGNMENT_HEADS {
+            let listed = heads.len();
+            return Err(format!(
+                "alignment_heads lists {listed} heads; at most {MAX_ALIGNMENT_HEADS} are read"
+            ));
+        }
+        if let Some([layer, number]) = heads.iter().find(|[layer, number]| *layer >= count || *number >= each)
+        {
+            return Err(format!(
+                "alignment_heads names head {number} of layer {layer}; the decoder has {count} layers of {each} heads"
+            ));
+        }
+        let alignment = heads.iter().map(|[layer, number]| Head { layer: *layer, number: *number }).collect();
+        Ok(Self { alignment, ..self })
     }
 
     fn of(written: &Written) -> Result<Self, String> {
@@ -137,6 +177,7 @@ impl WhisperConfig {
             },
             vocabulary: written.vocab_size,
             context: written.max_target_positions,
+            alignment: Vec::new(),
         })
     }
 }
@@ -156,6 +197,17 @@ mod tests {
         });
         written[name] = value;
         WhisperConfig::of(&serde_json::from_value(written).unwrap())
+    }
+
+    #[test]
+    fn heads_for_the_alignment_are_those_of_the_decoder() {
+        let aligned =
+            |heads: &[[usize; 2]]| read("model_type", "whisper".into()).unwrap().with_alignment(heads);
+        assert_eq!(aligned(&[[2, 1]]).unwrap().alignment, [Head { layer: 2, number: 1 }]);
+        let wrong = aligned(&[[0, 0], [3, 0]]).unwrap_err();
+        assert_eq!(wrong, "alignment_heads names head 0 of layer 3; the decoder has 3 layers of 2 heads");
+        assert!(aligned(&[[0, 2]]).is_err());
+        assert!(aligned(&[[0, 0]; 65]).unwrap_err().starts_with("alignment_heads lists 65 heads"));
     }
 
     #[test]

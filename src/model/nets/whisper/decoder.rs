@@ -4,11 +4,11 @@
 
 use std::io;
 
-use super::config::{POSITIONS, WhisperConfig};
+use super::config::{Head, POSITIONS, WhisperConfig};
 use super::{LayerNorm, Linear, values};
 use crate::model::LoadError;
 use crate::model::load::weights::Weights;
-use crate::model::ops::causal::{self, CrossSpan, attend, attend_across};
+use crate::model::ops::causal::{self, CrossSpan, attend, attend_across, weights_across};
 use crate::model::ops::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
 use crate::model::ops::{Activation, Matrix, Panels, activate, multiply_rows, multiply_together};
 
@@ -36,6 +36,8 @@ pub struct Decoder {
     own: Cache,
     /// Of the encoded windows.
     across: Cache,
+    /// Of the slots that keep them, the queries of the heads for the alignment: for each head `[context, head's width]`.
+    kept_queries: Vec<Option<Vec<f32>>>,
     /// Reused by the next step.
     buffers: Buffers,
 }
@@ -165,6 +167,7 @@ impl Decoder {
             norm,
             own,
             across,
+            kept_queries: vec![None; slots],
             buffers: Buffers::default(),
         }))
     }
@@ -189,6 +192,29 @@ impl Decoder {
     pub fn release(&mut self, slot: usize) {
         self.own.release(slot);
         self.across.release(slot);
+        self.kept_queries[slot] = None;
+    }
+
+    /// Keeps what [`Decoder::alignment`] needs of the tokens that this slot computes from now on, until its release.
+    pub fn keep_queries(&mut self, slot: usize) {
+        let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
+        self.kept_queries[slot]
+            .get_or_insert_with(|| vec![0.0; alignment.len() * context * width / decoder.heads]);
+    }
+
+    /// How much each of the heads for the alignment attended, at each of these positions of a slot's text, to the first
+    /// `keys` positions of its window: `[heads, positions, keys]`, each row with the sum 1. The slot keeps its queries.
+    pub fn alignment(&self, slot: usize, positions: &[usize], keys: usize) -> Vec<f32> {
+        let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
+        let width = width / decoder.heads;
+        let Some(kept) = &self.kept_queries[slot] else { return Vec::new() };
+        let span = CrossSpan { blocks: &self.across.blocks[slot], keys, count: positions.len() };
+        let of_head = |(head, queries): (&Head, &[f32])| {
+            let queries: Vec<f32> =
+                positions.iter().flat_map(|at| &queries[at * width..][..width]).copied().collect();
+            weights_across(&self.across.kv, head.layer, head.number, span, &queries)
+        };
+        alignment.iter().zip(kept.chunks_exact(context * width)).flat_map(of_head).collect()
     }
 
     /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are the
@@ -255,12 +281,25 @@ impl Decoder {
     }
 
     /// x += attention(norm(x))·O + bias, over the window.
-    fn cross_attention(&self, index: usize, spans: &[Span], buffers: &mut Buffers) {
+    fn cross_attention(&mut self, index: usize, spans: &[Span], buffers: &mut Buffers) {
         let layer = &self.layers[index];
         let Buffers { x, normed, qkv: [queries, ..], attended, half, .. } = buffers;
         layer.cross_norm.apply(x, normed);
         layer.cross_q.multiply(normed, queries);
         activate(queries, &layer.cross_q.bias, Activation::Identity);
+        let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
+        let head_width = width / decoder.heads;
+        let places =
+            spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (span.slot, at)));
+        for ((slot, position), query) in places.zip(queries.chunks_exact(width)) {
+            let Some(kept) = &mut self.kept_queries[slot] else { continue };
+            for (head, kept) in alignment.iter().zip(kept.chunks_exact_mut(context * head_width)) {
+                if head.layer == index {
+                    let query = &query[head.number * head_width..][..head_width];
+                    kept[position * head_width..][..head_width].copy_from_slice(query);
+                }
+            }
+        }
         let across = &self.across;
         let spans = spans.iter().map(|span| CrossSpan {
             blocks: &across.blocks[span.slot],

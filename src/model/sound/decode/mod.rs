@@ -53,7 +53,7 @@ const MP3_SLACK: u64 = 4 * 1_152;
 /// The limits of a recording.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Seconds of sound.
+    /// Seconds of sound. If channels are split, those of each channel count.
     pub seconds: f64,
     /// Samples of all channels, at the recording's own rate. Decoding them takes time, and a file of a few kilobytes
     /// can hold billions.
@@ -136,7 +136,8 @@ impl Recording {
         let rate = codec.sample_rate.unwrap_or(0);
         let channels = codec.channels.as_ref().map_or(0, |channels| channels.count());
         check_form(format, rate, channels)?;
-        let length = Length { rate, channels, limits };
+        let streams = if mode == Channels::Split { channels } else { 1 };
+        let length = Length { rate, channels, streams, limits };
         declared.map_or(Ok(()), |frames| length.check(frames, "declares"))?;
         let decoder = decoder(&codec).map_err(|error| match error {
             Unusable::Codebooks(fault) => {
@@ -144,7 +145,6 @@ impl Recording {
             }
             Unusable::Codec(error) => failed(error),
         })?;
-        let streams = if mode == Channels::Split { channels } else { 1 };
         let resample = Resample::new(rate, streams);
         let resample = resample.map_err(|error| TaskError::internal(format!("resampling fails: {error}")))?;
         Ok(Self {
@@ -295,7 +295,7 @@ impl Recording {
     }
 
     fn length(&self) -> Length {
-        Length { rate: self.rate, channels: self.channels, limits: self.limits }
+        Length { rate: self.rate, channels: self.channels, streams: self.streams(), limits: self.limits }
     }
 
     fn cut_off(&self) -> TaskError {
@@ -331,19 +331,26 @@ fn mix(planes: &mut Vec<Vec<f32>>) {
 struct Length {
     rate: u32,
     channels: usize,
+    /// Each counts towards the seconds.
+    streams: usize,
     limits: Limits,
 }
 
 impl Length {
     /// Checks `frames` samples per channel. `verb` says where they are from: the file `declares` or `holds` them.
     fn check(&self, frames: u64, verb: &str) -> Result<(), TaskError> {
-        let Self { rate, channels, limits } = self;
+        let Self { rate, channels, streams, limits } = self;
         let seconds = frames as f64 / f64::from(*rate);
         let least = if verb == "declares" { "" } else { "at least " };
-        if seconds > limits.seconds {
+        if seconds * *streams as f64 > limits.seconds {
             let most = limits.seconds;
-            let text =
-                format!("the recording {verb} {least}{seconds:.1} s of sound; at most {most} s are taken");
+            let (each, in_all) = match streams {
+                1 => (String::new(), ""),
+                _ => (format!(" in each of {streams} channels"), " in all"),
+            };
+            let text = format!(
+                "the recording {verb} {least}{seconds:.1} s of sound{each}; at most {most} s are taken{in_all}"
+            );
             return Err(TaskError::new(TaskErrorKind::TooLarge, text));
         }
         let samples = frames.saturating_mul(*channels as u64);

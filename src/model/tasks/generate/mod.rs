@@ -26,8 +26,8 @@ use crate::model::sequences::blocks::Owner;
 use crate::model::sequences::grammar::{Found, Grammars};
 use crate::model::sequences::sampler::{Seed, seed_of_task};
 use crate::model::{
-    Body, Capacity, Device, Dtype, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route,
-    SizedInput, Streaming, TaskError, TaskErrorKind,
+    Body, Capacity, Device, Dtype, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
+    Route, SizedInput, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{
     Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
@@ -46,6 +46,10 @@ const MAX_ECHOED_BYTES: usize = 8 << 20;
 /// The most tokens that are listed with their probabilities for a task's answers. Each takes about 100 bytes of memory
 /// and as many in the reply.
 const MAX_LISTED_TOKENS: usize = 1 << 19;
+
+/// A body of more bytes may take long to prepare: a tokenizer takes 1.4 µs for each byte of a long run of one character,
+/// and so 12 ms for these; for prose it takes 0.03 µs.
+const LONG_BODY: usize = 8 << 10;
 
 /// Models that generate text.
 pub static FAMILY: Family = Family {
@@ -269,6 +273,10 @@ impl Processor for GenerateProcessor {
         Some(message)
     }
 
+    fn effort(&self, message: &Message) -> Effort {
+        if message.body.len() > LONG_BODY { Effort::Long } else { Effort::Usual }
+    }
+
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let is_chat = match message.url() {
             Some(url) => url == CHAT_URL,
@@ -423,14 +431,12 @@ impl GenerateProcessor {
                 let chat = self.vocabulary.chat.as_ref();
                 let chat =
                     chat.ok_or_else(|| TaskError::bad_input("messages", "this model has no chat template"))?;
-                vec![self.taken(
-                    self.vocabulary.conversation(&chat.render(messages)?, self.reach())?,
-                    "messages",
-                )?]
+                let prompt = self.vocabulary.conversation(&chat.render(messages)?, self.reach())?;
+                vec![self.taken(prompt, request, 0)?]
             }
             Prompts::Texts { texts } => prepared(texts.iter().collect(), MANY_TEXTS, |index, text| {
                 let prompt = self.vocabulary.prompt(text, self.reach()).map_err(at(index))?;
-                self.taken(prompt, &request.path(index))
+                self.taken(prompt, request, index)
             })?,
             Prompts::Tokens(lists) => {
                 for (index, list) in lists.iter().enumerate() {
@@ -460,16 +466,33 @@ impl GenerateProcessor {
         Reach { most: self.max_tokens(), side }
     }
 
-    /// The tokens of a prompt. Refuses a prompt so long that only a part of it was tokenised, unless it may be
-    /// truncated.
-    fn taken(&self, prompt: TextIds, path: &str) -> Result<Vec<u32>, TaskError> {
+    /// The tokens of a prompt. Refuses one that is too long, unless it may be truncated: before the next prompt is
+    /// tokenised, which may take as long.
+    fn taken(&self, prompt: TextIds, request: &GenerateRequest, index: usize) -> Result<Vec<u32>, TaskError> {
         let TextIds { ids, is_whole } = prompt;
-        if is_whole || self.options.truncate_prompts {
+        if self.options.truncate_prompts {
             return Ok(ids);
         }
-        let (known, most) = (ids.len(), self.max_tokens());
+        if is_whole {
+            return self.room(request, index, ids.len()).map(|_| ids);
+        }
+        let (path, known, most) = (request.path(index), ids.len(), self.max_tokens());
         let message = format!(
             "{path} has more than {known} tokens; this pool holds {most} of a prompt and its answer together"
+        );
+        Err(TaskError::bad_input(path, message))
+    }
+
+    /// The room for the answer to a prompt of so many tokens.
+    fn room(&self, request: &GenerateRequest, index: usize, tokens: usize) -> Result<usize, TaskError> {
+        let (most, wanted) = (self.max_tokens(), request.max_tokens.unwrap_or(1));
+        let room = most.saturating_sub(tokens);
+        if room >= wanted {
+            return Ok(room);
+        }
+        let path = request.path(index);
+        let message = format!(
+            "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {most} of both together"
         );
         Err(TaskError::bad_input(path, message))
     }
@@ -496,14 +519,7 @@ impl GenerateProcessor {
             // The end of the prompt is kept, since the answer continues it.
             ids.drain(..ids.len() + wanted - most);
         }
-        let room = most.saturating_sub(ids.len());
-        if room < wanted {
-            let (path, tokens) = (request.path(index), ids.len());
-            let message = format!(
-                "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {most} of both together"
-            );
-            return Err(TaskError::bad_input(path, message));
-        }
+        let room = self.room(request, index, ids.len())?;
         Ok((ids, request.max_tokens.unwrap_or(default).min(room)))
     }
 

@@ -10,6 +10,7 @@ mod segments;
 mod speech;
 mod tokens;
 mod windows;
+mod words;
 
 use std::sync::Arc;
 
@@ -29,7 +30,7 @@ use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::whisper::Whisper;
 use crate::model::nets::whisper::config::{MODEL_TYPE, WhisperConfig};
 use crate::model::sequences::sampler::{Seed, seed_of_task};
-use crate::model::sound::decode::Limits;
+use crate::model::sound::decode::{Channels, Limits};
 use crate::model::sound::features::LogMel;
 use crate::model::sound::voice::{Listener, VoiceDetector};
 use crate::model::{
@@ -110,6 +111,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
         log_mel: Arc::new(LogMel::new(config.mels)),
         voice: Arc::new(VoiceDetector::load()?),
         texts: tokens.texts(),
+        has_alignment: !config.alignment.is_empty(),
         context: config.context,
         tokens,
         options,
@@ -124,6 +126,8 @@ pub struct TranscribeProcessor {
     texts: TokenTexts,
     log_mel: Arc<LogMel>,
     voice: Arc<VoiceDetector>,
+    /// Whether words can get times.
+    has_alignment: bool,
     /// The most tokens of a prompt and its text.
     context: usize,
     options: Options,
@@ -136,6 +140,7 @@ pub struct TranscribeContext {
     language: Option<String>,
     format: Format,
     stream: bool,
+    words: bool,
     /// How much of the recording was decoded.
     decoded_length: DecodedLength,
 }
@@ -143,10 +148,12 @@ pub struct TranscribeContext {
 impl TranscribeProcessor {
     /// What all windows of a request have in common.
     fn prompt(&self, request: &TranscriptionRequest, properties: &Properties) -> Result<Prompt, TaskError> {
-        let previous = match &request.prompt {
-            Some(text) => self.tokens.prompt(text)?,
-            None => Vec::new(),
-        };
+        let previous = self.tokens.prompt(&request.keywords, request.prompt.as_deref())?;
+        if request.words && !self.has_alignment {
+            let message = "timestamp_granularities is [\"word\"], but this model's generation_config.json names no \
+                           alignment_heads, by which words get their times";
+            return Err(TaskError::bad_input("timestamp_granularities", message));
+        }
         let language = self.tokens.language(request.language.as_deref())?;
         let languages = self.tokens.task(request.task)?.map(|task| LanguagePrompt { language, task });
         let prompt = Prompt {
@@ -156,6 +163,7 @@ impl TranscribeProcessor {
             languages,
             max_tokens: 0,
             temperature: request.temperature,
+            words: request.words,
             seed: Seed { task: seed_of_task(self.options.seed, properties), sequence: 0 },
         };
         // As OpenAI's: half of the context at most.
@@ -164,8 +172,15 @@ impl TranscribeProcessor {
     }
 
     /// The segments of a window; none if there is no speech in it.
-    fn segments(&self, heard: &Heard) -> Vec<Segment> {
-        if has_no_speech(heard) { Vec::new() } else { segments(heard, &self.tokens.rules, &self.texts) }
+    fn segments(&self, heard: &Heard, task: Task) -> Vec<Segment> {
+        if has_no_speech(heard) {
+            return Vec::new();
+        }
+        let language = match task {
+            Task::Transcribe => self.tokens.code(heard.language),
+            Task::Translate => None,
+        };
+        segments(heard, language.as_deref(), &self.tokens.rules, &self.texts)
     }
 }
 
@@ -194,8 +209,9 @@ impl Processor for TranscribeProcessor {
         let request = TranscriptionRequest::parse(message)?;
         self.names.check(request.model.as_deref())?;
         let prompt = self.prompt(&request, &message.properties)?;
-        let TranscriptionRequest { sound, task, language, format, stream, vad, .. } = request;
-        let speech = match &vad {
+        let TranscriptionRequest { sound, task, language, format, stream, vad, words, .. } = request;
+        let channels = if request.split_channels { Channels::Split } else { Channels::Mix };
+        let speech = || match &vad {
             Some(by) => Speech::detected(Listener::new(self.voice.clone()), by),
             None => Speech::all(),
         };
@@ -204,9 +220,16 @@ impl Processor for TranscribeProcessor {
             Some(field) => error.at(field),
             None => error,
         };
-        let windows = Windows::open(sound.bytes, limits, self.log_mel.clone(), speech, prompt).map_err(at)?;
-        let context =
-            TranscribeContext { task, language, format, stream, decoded_length: windows.decoded_length() };
+        let windows =
+            Windows::open(sound.bytes, limits, channels, self.log_mel.clone(), speech, prompt).map_err(at)?;
+        let context = TranscribeContext {
+            task,
+            language,
+            format,
+            stream,
+            words,
+            decoded_length: windows.decoded_length(),
+        };
         let windows = windows.map(move |window| window.map_err(at));
         Ok((context, Inputs::Slices(Box::new(windows))))
     }
@@ -219,19 +242,24 @@ impl Processor for TranscribeProcessor {
         Streaming::Outputs.of(context.stream)
     }
 
-    fn output_parts(&self, _: &mut TranscribeContext, _: usize, heard: &Heard) -> Vec<Body> {
-        let text: String = self.segments(heard).into_iter().map(|segment| segment.text).collect();
+    fn output_parts(&self, context: &mut TranscribeContext, _: usize, heard: &Heard) -> Vec<Body> {
+        let text: String =
+            self.segments(heard, context.task).into_iter().map(|segment| segment.text).collect();
         if text.is_empty() { Vec::new() } else { vec![delta(&text)] }
     }
 
     fn finish(&self, context: TranscribeContext, all: Vec<Heard>) -> Result<Body, TaskError> {
-        let TranscribeContext { task, language, format, decoded_length, .. } = context;
+        let TranscribeContext { task, language, format, words, decoded_length, .. } = context;
         let heard = all.first().and_then(|first| first.language);
+        let mut segments: Vec<Segment> = all.iter().flat_map(|heard| self.segments(heard, task)).collect();
+        // Windows of several channels are made in another order.
+        segments.sort_by(|one, other| one.start.total_cmp(&other.start));
         let transcript = Transcript {
             task,
             language: language.or_else(|| self.tokens.code(heard)),
             seconds: decoded_length.seconds(),
-            segments: all.iter().flat_map(|heard| self.segments(heard)).collect(),
+            segments,
+            has_words: words,
         };
         transcript.body(format)
     }

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use super::rules::{Chosen, Rules};
 use super::segments::{Heard, TIMESTAMP_STEP, Window, compression_ratio, text};
 use super::tokens::{Multilingual, SpeechTokens};
+use super::words::{Said, said};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::whisper::config::{POSITIONS, WhisperConfig};
-use crate::model::nets::whisper::{Span, Whisper};
+use crate::model::nets::whisper::{Decoder, Span, Whisper};
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::{Sampler, Seed};
 use crate::model::sound::RATE;
@@ -55,6 +56,8 @@ pub struct Prompt {
     pub max_tokens: usize,
     /// If it is 0, a doubtful text is written again.
     pub temperature: f32,
+    /// Whether the times of words are wanted.
+    pub words: bool,
     /// The seed of the random choices.
     pub seed: Seed,
 }
@@ -123,6 +126,8 @@ struct Sequence {
 struct Texts {
     /// With times from the beginning of the window.
     tokens: Vec<u32>,
+    /// When each token of text was said, if that is wanted.
+    said: Vec<Said>,
     logprobs: f32,
     /// The numbers of which `logprobs` is the sum.
     count: usize,
@@ -183,6 +188,9 @@ impl Transcriber {
         let encoded = self.network.encoder.forward(&windows).map_err(|error| ForwardError::from(&error))?;
         for (slot, encoded) in waiting.iter().zip(encoded.chunks_exact(POSITIONS * self.width)) {
             self.network.decoder.hold(slot.0, encoded);
+            if self.open.get(slot).is_some_and(|it| it.prompt.words) {
+                self.network.decoder.keep_queries(slot.0);
+            }
         }
         let unknown: Vec<Slot> = waiting.iter().filter(|slot| self.lacks_language(**slot)).copied().collect();
         let detected = self.detect(&unknown);
@@ -277,9 +285,15 @@ impl Transcriber {
                 return Ok(Advance::More(()));
             }
         }
-        let heard = sequence.heard();
+        let mut heard = sequence.heard();
         match next_temperature(&sequence.prompt, &heard, &text(&heard.tokens, &self.rules, &self.texts)) {
-            None => Ok(sequence.end(&heard, &self.rules)),
+            None => {
+                if sequence.prompt.words {
+                    let is_whole = id == self.rules.end;
+                    heard.said = sequence.said(&self.network.decoder, chunk.slot, is_whole, &self.rules);
+                }
+                Ok(sequence.end(&heard, &self.rules))
+            }
             Some(temperature) => {
                 sequence.temperature = temperature;
                 sequence.logprobs = 0.0;
@@ -365,6 +379,20 @@ impl Sequence {
         (self.temperature > 0.0).then(|| Sampler::new(Sampling::at(self.temperature), seed, &[]))
     }
 
+    /// When each token of the text was said. `is_whole`: the text has its end, so that all of its tokens were computed.
+    fn said(&self, decoder: &Decoder, slot: Slot, is_whole: bool, rules: &Rules) -> Vec<Said> {
+        let (before, computed) = (self.prompt.tokens(), self.answer.len() - usize::from(!is_whole));
+        // A token is chosen at the position before its own. What follows the last one tells its end.
+        let text = (0..self.answer.len()).filter(|at| self.answer[*at] < rules.end);
+        let mut positions: Vec<usize> = text.map(|at| before + at - 1).collect();
+        let tokens = positions.len();
+        positions.extend(positions.last().map(|last| last + 1).filter(|at| *at < before + computed));
+        let sound = (self.prompt.window.seconds / TIMESTAMP_STEP) as usize;
+        let keys = sound.saturating_sub(self.began).clamp(1, POSITIONS);
+        let weights = decoder.alignment(slot.0, &positions, keys);
+        said(weights, positions.len(), keys, tokens, self.began)
+    }
+
     /// Adds a text that has ended to those before it. Begins again in the rest of the window, if there is one.
     fn end(&mut self, heard: &Heard, rules: &Rules) -> Advance<(), Heard> {
         let has_speech = !has_no_speech(heard);
@@ -387,17 +415,19 @@ impl Sequence {
             let shifted =
                 |id: &u32| if rules.is_time(*id) { (*id + self.began as u32).min(last) } else { *id };
             before.tokens.extend(heard.tokens[..kept].iter().map(shifted));
+            let words = heard.tokens[..kept].iter().filter(|id| **id < rules.end).count();
+            before.said.extend(heard.said.iter().take(words));
             before.logprobs += self.logprobs;
             before.count += heard.tokens.len() + 1;
             before.temperature = before.temperature.max(heard.temperature);
         }
         before.number += 1;
         let Some(Rest { steps, .. }) = rest else {
-            let Texts { tokens, logprobs, count, no_speech, temperature, .. } = std::mem::take(before);
+            let Texts { tokens, said, logprobs, count, no_speech, temperature, .. } = std::mem::take(before);
             let avg_logprob = logprobs / count as f32;
             return Advance::Done(
                 None,
-                Heard { tokens, avg_logprob, no_speech, temperature, ..heard.clone() },
+                Heard { tokens, said, avg_logprob, no_speech, temperature, ..heard.clone() },
             );
         };
         self.began += steps;
@@ -416,6 +446,7 @@ impl Sequence {
             avg_logprob: self.logprobs / (self.answer.len() + 1) as f32,
             no_speech: self.no_speech,
             temperature: self.temperature,
+            said: Vec::new(),
         }
     }
 }
@@ -487,8 +518,8 @@ mod tests {
     use super::*;
 
     fn heard(avg_logprob: f32, no_speech: f32, temperature: f32) -> Heard {
-        let (window, tokens) = (Window::default(), Vec::new());
-        Heard { window, language: None, tokens, avg_logprob, no_speech, temperature }
+        let (window, tokens, said) = (Window::default(), Vec::new(), Vec::new());
+        Heard { window, language: None, tokens, avg_logprob, no_speech, temperature, said }
     }
 
     #[test]
@@ -500,6 +531,7 @@ mod tests {
             languages: None,
             max_tokens: 1,
             temperature,
+            words: false,
             seed: Seed { task: 0, sequence: 0 },
         };
         let next = |heard: &Heard, text: &str| next_temperature(&prompt(0.0), heard, text);

@@ -8,8 +8,9 @@ use flate2::Compression;
 use flate2::write::ZlibEncoder;
 
 use super::rules::Rules;
+use super::words::{Said, TimedWord, words};
 use crate::model::load::vocabulary::TokenTexts;
-use crate::protocol::transcriptions::Segment;
+use crate::protocol::transcriptions::{Segment, Word};
 
 /// The place of a window in its recording. Its sound may be several parts of the recording, back to back.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -18,6 +19,8 @@ pub struct Window {
     pub parts: Arc<[Part]>,
     /// Seconds of sound in it, 30 at most.
     pub seconds: f64,
+    /// Its channel, if each channel is transcribed by itself.
+    pub channel: Option<usize>,
 }
 
 /// Where a part of a window was in the recording.
@@ -65,6 +68,8 @@ pub struct Heard {
     pub no_speech: f32,
     /// The temperature with which it was written.
     pub temperature: f32,
+    /// When each token of text was said, if that was asked for.
+    pub said: Vec<Said>,
 }
 
 /// Seconds from one timestamp token to the next.
@@ -85,11 +90,14 @@ pub fn compression_ratio(text: &str) -> f32 {
     compressed.map_or(0.0, |bytes| text.len() as f32 / bytes.len() as f32)
 }
 
-/// The segments of a window.
-pub fn segments(heard: &Heard, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
+/// The segments of a window. `language` is the code of the text's language; none is one that is written with spaces.
+pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
     let window = &heard.window;
     let ratio = compression_ratio(&text(&heard.tokens, rules, texts));
+    let words = words(&heard.tokens, &heard.said, language, rules, texts);
+    let mut words = Words { window, words: words.into_iter(), given: 0, tokens: 0 };
     let segment = |span: Span<'_>| {
+        let words = words.of(&span, rules);
         let text = text(span.tokens, rules, texts);
         // The model hears 30 s, and may place the end of a shorter recording in the silence after it.
         let begins = span.start.min(window.seconds);
@@ -104,11 +112,42 @@ pub fn segments(heard: &Heard, rules: &Rules, texts: &TokenTexts) -> Vec<Segment
             avg_logprob: heard.avg_logprob,
             compression_ratio: ratio,
             no_speech_prob: heard.no_speech,
+            channel: window.channel,
             text,
+            words,
         };
         (!segment.text.trim().is_empty()).then_some(segment)
     };
     spans(&heard.tokens, rules).into_iter().filter_map(segment).collect()
+}
+
+/// Gives a window's words to its segments, in their order.
+struct Words<'a> {
+    window: &'a Window,
+    words: std::vec::IntoIter<TimedWord>,
+    /// Tokens of text of the words that were given.
+    given: usize,
+    /// Tokens of text of the segments so far.
+    tokens: usize,
+}
+
+impl Words<'_> {
+    /// The words of the next segment, with times of the recording. A word that two segments share belongs to the first.
+    fn of(&mut self, span: &Span<'_>, rules: &Rules) -> Vec<Word> {
+        self.tokens += span.tokens.iter().filter(|id| **id < rules.end).count();
+        let mut own = Vec::new();
+        while self.given < self.tokens
+            && let Some(word) = self.words.next()
+        {
+            self.given += word.tokens;
+            let Said { start, end } = word.said;
+            let start = self.window.start_in_recording(start.min(self.window.seconds));
+            let end = self.window.end_in_recording(end.min(self.window.seconds)).max(start);
+            own.push(Word { word: word.text.trim().to_owned(), start, end });
+        }
+        own.retain(|it| !it.word.is_empty());
+        own
+    }
 }
 
 /// Tokens between two times, these included.
@@ -159,20 +198,21 @@ mod tests {
             avg_logprob: -0.5,
             no_speech: 0.25,
             temperature: 0.0,
+            said: Vec::new(),
         }
     }
 
     /// It begins at 30 s, and leaves out 10 s after its first second.
     fn window() -> Window {
         let parts = [Part { at: 0.0, from: 30.0 }, Part { at: 1.0, from: 41.0 }];
-        Window { parts: parts.into(), seconds: 2.0 }
+        Window { parts: parts.into(), seconds: 2.0, channel: None }
     }
 
     /// Times and texts.
     fn found(tokens: &[u32]) -> Vec<(f64, f64, String)> {
         let texts = TokenTexts::of(&[" a", " b", " ", "c", "d"]);
         let round = |at: f64| (at * 1e6).round() / 1e6;
-        let segments = segments(&heard(tokens), &rules(), &texts).into_iter();
+        let segments = segments(&heard(tokens), None, &rules(), &texts).into_iter();
         segments.map(|it| (round(it.start), round(it.end), it.text)).collect()
     }
 
@@ -181,6 +221,24 @@ mod tests {
         let expected = [(30.0, 30.4, " a"), (30.5, 31.0, " bc")].map(|(a, b, text)| (a, b, text.to_owned()));
         assert_eq!(found(&[10, 0, 30, 35, 1, 3, 60]), expected);
         assert_eq!(found(&[10, 0, 30, 35, 1, 3, 60, 60]), expected);
+    }
+
+    #[test]
+    fn words_belong_to_the_segment_of_their_first_token() {
+        let texts = TokenTexts::of(&[" a", " b", " ", "c", "."]);
+        let said = |at: usize| Said { start: 0.2 * at as f64, end: 0.2 * (at + 1) as f64 };
+        let heard = Heard { said: (0..5).map(said).collect(), ..heard(&[10, 0, 3, 30, 35, 3, 1, 4, 60]) };
+        let words: Vec<Vec<(f64, f64, String)>> = segments(&heard, None, &rules(), &texts)
+            .into_iter()
+            .map(|it| it.words.into_iter().map(|it| (it.start, it.end, it.word)).collect())
+            .collect();
+        // The second segment begins within the word of the first; after 1 s of the window 10 s were left out.
+        let round = |at: f64| (at * 1e6).round() / 1e6;
+        let rounded: Vec<Vec<_>> = words
+            .into_iter()
+            .map(|it| it.into_iter().map(|(start, end, word)| (round(start), round(end), word)).collect())
+            .collect();
+        assert_eq!(rounded, [vec![(30.0, 30.6, "acc".to_owned())], vec![(30.6, 30.8, "b.".to_owned())]]);
     }
 
     #[test]

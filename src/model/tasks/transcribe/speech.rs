@@ -74,6 +74,11 @@ impl Speech {
         &self.kept
     }
 
+    /// The sample of the recording at which what is kept begins.
+    pub fn start(&self) -> u64 {
+        self.parts.first().map_or(self.position, |part| part.in_recording)
+    }
+
     /// The beginnings of parts in what is kept, except at its start.
     pub fn cuts(&self) -> impl DoubleEndedIterator<Item = usize> {
         self.parts.iter().map(|part| part.in_kept).filter(|at| *at > 0)
@@ -181,7 +186,7 @@ impl Speech {
         }
         let rest = self.kept.split_off(samples);
         let taken = std::mem::replace(&mut self.kept, rest);
-        let window = Window { parts, seconds: seconds(taken.len() as u64) };
+        let window = Window { parts, seconds: seconds(taken.len() as u64), channel: None };
         if self.kept.is_empty() {
             self.parts.clear();
         }

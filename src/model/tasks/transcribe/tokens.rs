@@ -131,24 +131,36 @@ impl SpeechTokens {
         self.vocabulary.texts()
     }
 
-    /// The tokens of a request's prompt with the token before them, as many of the last ones as the model reads; none
-    /// for an empty prompt.
+    /// The tokens of a request's keywords and of its prompt, with the token before them; none if both are empty. As many
+    /// of the first keywords as fill half of what the model reads, and of the prompt's last tokens as fill the rest.
     ///
     /// # Errors
-    /// `BadInput` if the prompt holds a special token, which could command the model.
-    pub fn prompt(&self, text: &str) -> Result<Vec<u32>, TaskError> {
-        let text = text.trim();
-        if text.is_empty() || self.most_previous == 0 {
+    /// `BadInput` if one of them holds a special token, which could command the model.
+    pub fn prompt(&self, keywords: &[String], text: Option<&str>) -> Result<Vec<u32>, TaskError> {
+        let keywords: Vec<&str> = keywords.iter().map(|it| it.trim()).filter(|it| !it.is_empty()).collect();
+        let text = text.unwrap_or_default().trim();
+        let room = if text.is_empty() { self.most_previous } else { self.most_previous / 2 };
+        let mut ids = self.text_ids("keywords", &keywords.join(", "), room, Side::Beginning)?;
+        ids.truncate(room);
+        let room = self.most_previous - ids.len();
+        let of_text = self.text_ids("prompt", text, room, Side::End)?;
+        ids.extend_from_slice(&of_text[of_text.len().saturating_sub(room)..]);
+        if !ids.is_empty() {
+            ids.insert(0, self.previous);
+        }
+        Ok(ids)
+    }
+
+    /// The tokens of a text of the request's `field`, at least `most` from one side, if it has as many.
+    fn text_ids(&self, field: &str, text: &str, most: usize, side: Side) -> Result<Vec<u32>, TaskError> {
+        if text.is_empty() || most == 0 {
             return Ok(Vec::new());
         }
-        let reach = Reach { most: self.most_previous, side: Side::End };
-        let mut ids = self.vocabulary.conversation(&format!(" {text}"), reach)?.ids;
+        let ids = self.vocabulary.conversation(&format!(" {text}"), Reach { most, side })?.ids;
         if ids.iter().any(|id| *id >= self.rules.end) {
-            let message = format!("prompt holds a special token of the model, got {:?}", shorten(text, 40));
-            return Err(TaskError::bad_input("prompt", message));
+            let message = format!("{field} holds a special token of the model, got {:?}", shorten(text, 40));
+            return Err(TaskError::bad_input(field, message));
         }
-        ids.drain(..ids.len().saturating_sub(self.most_previous));
-        ids.insert(0, self.previous);
         Ok(ids)
     }
 

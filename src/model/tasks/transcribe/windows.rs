@@ -1,7 +1,7 @@
 //! Makes the windows of a recording on demand: decodes it block by block, drops what is no speech, cuts it into pieces of
 //! at most 30 s, and computes their features. Decides where a recording is cut: near the end of a window, where silence
 //! was dropped, or else at the quietest place, so that few words are divided. A window that is silent is left out,
-//! because Whisper invents a word for it. Holds one window of sound.
+//! because Whisper invents a word for it. Holds one window of sound of each stream.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 
 use super::network::Prompt;
+use super::segments::Window;
 use super::speech::Speech;
 use crate::model::sequences::sampler::Seed;
 use crate::model::sound::RATE;
@@ -53,8 +54,10 @@ pub struct Windows {
     log_mel: Arc<LogMel>,
     /// What all windows have in common.
     prompt: Prompt,
-    /// What was decoded and is in no window yet.
-    speech: Speech,
+    /// What was decoded of each stream and is in no window yet.
+    speech: Vec<Speech>,
+    /// Whether there is a stream for each channel.
+    is_split: bool,
     decoded_length: DecodedLength,
     /// The number of windows so far.
     count: u64,
@@ -62,20 +65,30 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Reads the header of a recording. Its windows are made from `prompt` and of what `speech` keeps.
+    /// Reads the header of a recording. Its windows are made from `prompt` and of what a `speech` keeps of each stream.
     ///
     /// # Errors
     /// The file is of no supported format, is broken, or declares more than the limits allow.
     pub fn open(
         file: Bytes,
         limits: Limits,
+        channels: Channels,
         log_mel: Arc<LogMel>,
-        speech: Speech,
+        speech: impl Fn() -> Speech,
         prompt: Prompt,
     ) -> Result<Self, TaskError> {
-        let recording = Recording::open(Cursor::new(file), limits, Channels::Mix)?;
-        let decoded_length = DecodedLength::default();
-        Ok(Self { recording, log_mel, prompt, speech, decoded_length, count: 0, is_decoded: false })
+        let recording = Recording::open(Cursor::new(file), limits, channels)?;
+        let speech = std::iter::repeat_with(speech).take(recording.streams()).collect();
+        Ok(Self {
+            recording,
+            log_mel,
+            prompt,
+            speech,
+            is_split: channels == Channels::Split,
+            decoded_length: DecodedLength::default(),
+            count: 0,
+            is_decoded: false,
+        })
     }
 
     /// How much of the recording was decoded. The returned value goes on counting.
@@ -85,16 +98,15 @@ impl Windows {
 
     /// Decodes a few blocks.
     fn decode(&mut self) -> Result<(), TaskError> {
-        for _ in 0..BLOCKS {
+        for _ in 0..(BLOCKS / self.speech.len().max(1)).max(1) {
             match self.recording.next_block()? {
                 Some(block) => {
-                    let samples = block.into_iter().next().unwrap_or_default();
-                    self.decoded_length.add(samples.len());
-                    self.speech.push(&samples);
+                    self.decoded_length.add(block.first().map_or(0, Vec::len));
+                    self.speech.iter_mut().zip(&block).for_each(|(speech, samples)| speech.push(samples));
                 }
                 None => {
                     self.is_decoded = true;
-                    self.speech.end();
+                    self.speech.iter_mut().for_each(Speech::end);
                     break;
                 }
             }
@@ -102,16 +114,25 @@ impl Windows {
         Ok(())
     }
 
-    /// The window of the first samples; none if it is silent.
-    fn window(&mut self) -> Option<SizedInput<Prompt>> {
-        let kept = self.speech.kept();
+    /// The stream of which a window can be made: the one that begins first, if there are several.
+    fn ready(&self) -> Option<usize> {
+        let least = if self.is_decoded { 0 } else { WINDOW };
+        let ready = self.speech.iter().enumerate().filter(|(_, speech)| speech.kept().len() > least);
+        ready.min_by_key(|(_, speech)| speech.start()).map(|(stream, _)| stream)
+    }
+
+    /// The window of the first samples of a stream; none if it is silent.
+    fn window(&mut self, stream: usize) -> Option<SizedInput<Prompt>> {
+        let speech = &mut self.speech[stream];
+        let kept = speech.kept();
         let length = if kept.len() <= WINDOW {
             kept.len()
         } else {
-            let last = self.speech.cuts().rfind(|at| *at <= WINDOW);
+            let last = speech.cuts().rfind(|at| *at <= WINDOW);
             last.filter(|at| *at > WINDOW - CUT).unwrap_or_else(|| cut(&kept[..WINDOW]))
         };
-        let (sound, window) = self.speech.take(length);
+        let (sound, window) = speech.take(length);
+        let window = Window { channel: self.is_split.then_some(stream), ..window };
         let seed = Seed { sequence: self.count, ..self.prompt.seed };
         self.count += 1;
         if is_silent(&sound) {
@@ -128,20 +149,23 @@ impl Iterator for Windows {
     /// Does a bounded piece of work: decodes a few blocks, and returns an empty list; or makes a window, and returns that,
     /// unless it is silent.
     fn next(&mut self) -> Option<Self::Item> {
-        if !self.is_decoded && self.speech.kept().len() <= WINDOW {
-            if let Err(error) = self.decode() {
-                // Nothing follows an error.
-                self.is_decoded = true;
-                self.speech = Speech::all();
-                return Some(Err(error));
-            }
-            return Some(Ok(Vec::new()));
+        match self.ready() {
+            Some(stream) => Some(Ok(self.window(stream).into_iter().collect())),
+            None if self.is_decoded => None,
+            None => Some(match self.decode() {
+                Ok(()) => Ok(Vec::new()),
+                Err(error) => {
+                    // Nothing follows an error.
+                    self.is_decoded = true;
+                    self.speech.clear();
+                    Err(error)
+                }
+            }),
         }
-        (!self.speech.kept().is_empty()).then(|| Ok(self.window().into_iter().collect()))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let is_over = self.is_decoded && self.speech.kept().is_empty();
+        let is_over = self.is_decoded && self.ready().is_none();
         (usize::from(!is_over), is_over.then_some(0))
     }
 }

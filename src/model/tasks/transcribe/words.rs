@@ -1,0 +1,405 @@
+//! Finds when each word was said, by the attention of the decoder's heads that look where a token is heard, as OpenAI's
+//! program does: normalised weights, smoothed over time, and the cheapest monotonic path through them (dynamic time
+//! warping). Pure functions.
+
+use super::rules::Rules;
+use super::segments::TIMESTAMP_STEP;
+use crate::model::load::vocabulary::TokenTexts;
+
+/// The weights are smoothed by the median of so many positions.
+const MEDIAN: usize = 7;
+/// The neighbours of a position on each side.
+const SIDE: usize = MEDIAN / 2;
+/// Punctuation that belongs to the word after it.
+const OPENING: &str = "\"'“¿([{-";
+/// Punctuation that belongs to the word before it.
+const CLOSING: &str = "\"'.。,，!！?？:：”)]}、";
+/// Punctuation that ends a sentence, after which a pause is likely.
+const SENTENCE_ENDS: &str = ".。!！?？";
+/// A median duration of words above this, in seconds, is taken for this.
+const MAX_MEDIAN_SECONDS: f64 = 0.7;
+/// The codes of languages that are written without spaces. Each of their characters counts as a word.
+const WITHOUT_SPACES: [&str; 6] = ["zh", "ja", "th", "lo", "my", "yue"];
+
+/// When a token of text was said, in seconds of its window.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Said {
+    /// The beginning.
+    pub start: f64,
+    /// The end.
+    pub end: f64,
+}
+
+/// A word of a window.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TimedWord {
+    /// With its punctuation, and with the space before it.
+    pub text: String,
+    /// When it was said, in seconds of its window.
+    pub said: Said,
+    /// The number of tokens of text.
+    pub tokens: usize,
+}
+
+/// When each of `tokens` tokens was said, by `weights` `[heads, rows, keys]`: a row for each token, and perhaps one more
+/// for what follows the last one. A key is a [`TIMESTAMP_STEP`] of the window, whose first is number `began`.
+pub fn said(weights: Vec<f32>, rows: usize, keys: usize, tokens: usize, began: usize) -> Vec<Said> {
+    let first = path(&smoothed(weights, rows, keys), keys);
+    let second = |key: usize| (began + key) as f64 * TIMESTAMP_STEP;
+    let end = |token: usize| first.get(token + 1).copied().unwrap_or(keys);
+    let said = |token| Some(Said { start: second(*first.get(token)?), end: second(end(token)) });
+    (0..tokens).filter_map(said).collect()
+}
+
+/// The mean over the heads of `weights` `[heads, rows, keys]`, after each key's weights were brought to the mean 0 and
+/// the variance 1 over the rows, and each row was smoothed.
+fn smoothed(mut weights: Vec<f32>, rows: usize, keys: usize) -> Vec<f32> {
+    let heads = weights.len() / (rows * keys).max(1);
+    let mut sum = vec![0.0; rows * keys];
+    for head in weights.chunks_exact_mut((rows * keys).max(1)) {
+        normalise(head, rows, keys);
+        for (row, sum) in head.chunks_exact(keys).zip(sum.chunks_exact_mut(keys)) {
+            add_medians(row, sum);
+        }
+    }
+    sum.iter_mut().for_each(|x| *x /= heads as f32);
+    sum
+}
+
+/// Brings each column of `[rows, keys]` to the mean 0 and the variance 1.
+fn normalise(head: &mut [f32], rows: usize, keys: usize) {
+    let (mut mean, mut variance) = (vec![0.0; keys], vec![0.0; keys]);
+    for row in head.chunks_exact(keys) {
+        mean.iter_mut().zip(row).for_each(|(mean, x)| *mean += x / rows as f32);
+    }
+    for row in head.chunks_exact(keys) {
+        let all = variance.iter_mut().zip(row).zip(&mean);
+        all.for_each(|((variance, x), mean)| *variance += (x - mean) * (x - mean) / rows as f32);
+    }
+    for row in head.chunks_exact_mut(keys) {
+        for ((x, mean), variance) in row.iter_mut().zip(&mean).zip(&variance) {
+            // A key at which all tokens look alike says nothing.
+            *x = if *variance > 0.0 { (*x - mean) / variance.sqrt() } else { 0.0 };
+        }
+    }
+}
+
+/// Adds to `sum` the median of each number of `row` and its neighbours. The row goes on at its ends as in a mirror; one
+/// that is too short for that stays as it is.
+fn add_medians(row: &[f32], sum: &mut [f32]) {
+    let keys = row.len();
+    if keys <= SIDE {
+        sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        return;
+    }
+    let before = (1..=SIDE).rev();
+    let after = (1..=SIDE).map(|by| keys - 1 - by);
+    let mirrored: Vec<f32> = before.chain(0..keys).chain(after).map(|at| row[at]).collect();
+    for (sum, near) in sum.iter_mut().zip(mirrored.windows(MEDIAN)) {
+        *sum += median(std::array::from_fn(|at| near[at]));
+    }
+}
+
+/// The median, by a network of exchanges without branches.
+fn median(mut x: [f32; MEDIAN]) -> f32 {
+    let mut order = |a: usize, b: usize| (x[a], x[b]) = (x[a].min(x[b]), x[a].max(x[b]));
+    for (a, b) in [
+        (0, 6),
+        (2, 3),
+        (4, 5),
+        (0, 2),
+        (1, 4),
+        (3, 6),
+        (0, 1),
+        (2, 5),
+        (3, 4),
+        (1, 2),
+        (4, 6),
+        (2, 3),
+        (4, 5),
+        (1, 2),
+        (3, 4),
+        (5, 6),
+    ] {
+        order(a, b);
+    }
+    x[SIDE]
+}
+
+/// A step of the path to a cell.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// From the cell before, in time and row.
+    Both,
+    /// From the row before, at the same key.
+    Row,
+    /// From the key before, in the same row.
+    Key,
+}
+
+/// The first key of each row on the monotonic path from the first cell of `[rows, keys]` to the last one whose sum is the
+/// largest.
+fn path(gains: &[f32], keys: usize) -> Vec<usize> {
+    let rows = gains.len() / keys.max(1);
+    if rows == 0 {
+        return Vec::new();
+    }
+    let mut steps = vec![Step::Key; gains.len()];
+    // The sums of the row before, with a border before the first key.
+    let mut above = vec![f64::NEG_INFINITY; keys + 1];
+    above[0] = 0.0;
+    for (gains, steps) in gains.chunks_exact(keys).zip(steps.chunks_exact_mut(keys)) {
+        let mut left = f64::NEG_INFINITY;
+        let mut diagonal = above[0];
+        above[0] = f64::NEG_INFINITY;
+        for (key, (gain, step)) in gains.iter().zip(steps).enumerate() {
+            let up = above[key + 1];
+            let (best, from) = if diagonal > up && diagonal > left {
+                (diagonal, Step::Both)
+            } else if up > diagonal && up > left {
+                (up, Step::Row)
+            } else {
+                (left, Step::Key)
+            };
+            *step = from;
+            diagonal = up;
+            left = best + f64::from(*gain);
+            above[key + 1] = left;
+        }
+    }
+    let mut first = vec![0; rows];
+    let (mut row, mut key) = (rows - 1, keys - 1);
+    loop {
+        first[row] = key;
+        match steps[row * keys + key] {
+            Step::Both if row > 0 && key > 0 => (row, key) = (row - 1, key - 1),
+            Step::Row if row > 0 => row -= 1,
+            Step::Key if key > 0 => key -= 1,
+            _ if row > 0 => row -= 1,
+            _ if key > 0 => key -= 1,
+            _ => return first,
+        }
+    }
+}
+
+/// The words of a window's text. `said` has a time for each token of text, or is empty: then there are no words.
+/// `language` is the code of the text's language; none is one that is written with spaces.
+pub fn words(
+    tokens: &[u32],
+    said: &[Said],
+    language: Option<&str>,
+    rules: &Rules,
+    texts: &TokenTexts,
+) -> Vec<TimedWord> {
+    let has_spaces = language.is_none_or(|code| !WITHOUT_SPACES.contains(&code));
+    let mut words: Vec<TimedWord> = Vec::new();
+    for unit in characters(tokens.iter().filter(|id| **id < rules.end), said, texts) {
+        let bare = unit.text.trim();
+        let is_mark = !bare.is_empty() && bare.chars().all(|it| it.is_ascii_punctuation());
+        match words.last_mut() {
+            Some(word) if has_spaces && !unit.text.starts_with(' ') && !is_mark => word.append(&unit, true),
+            _ => words.push(unit),
+        }
+    }
+    shorten_pauses(&mut words);
+    join_punctuation(words)
+}
+
+impl TimedWord {
+    /// Adds what follows, with its time or without it.
+    fn append(&mut self, other: &Self, with_time: bool) {
+        self.text += &other.text;
+        self.tokens += other.tokens;
+        if with_time {
+            self.said.end = other.said.end;
+        }
+    }
+}
+
+/// The least groups of tokens that are whole characters. Bytes that are none are left to the group before.
+fn characters<'a>(
+    tokens: impl Iterator<Item = &'a u32>,
+    said: &[Said],
+    texts: &TokenTexts,
+) -> Vec<TimedWord> {
+    let (mut units, mut bytes, mut open): (Vec<TimedWord>, Vec<u8>, Option<(Said, usize)>) =
+        (Vec::new(), Vec::new(), None);
+    for (id, at) in tokens.zip(said) {
+        bytes.extend_from_slice(texts.get(*id));
+        let (since, count) = open.map_or((*at, 1), |(since, count)| (since, count + 1));
+        let said = Said { start: since.start, end: at.end };
+        match std::str::from_utf8(&bytes) {
+            Ok(text) => {
+                units.push(TimedWord { text: text.to_owned(), said, tokens: count });
+                bytes.clear();
+                open = None;
+            }
+            Err(_) => open = Some((said, count)),
+        }
+    }
+    if let (Some((said, count)), Some(last)) = (open, units.last_mut()) {
+        last.text += &String::from_utf8_lossy(&bytes);
+        last.tokens += count;
+        last.said.end = said.end;
+    }
+    units
+}
+
+/// Where a sentence ends, the path may spread a word over the pause. Such a word keeps twice the median duration.
+fn shorten_pauses(words: &mut [TimedWord]) {
+    let mut durations: Vec<f64> =
+        words.iter().map(|it| it.said.end - it.said.start).filter(|it| *it > 0.0).collect();
+    durations.sort_by(f64::total_cmp);
+    let Some(median) = durations.get(durations.len() / 2) else { return };
+    let most = 2.0 * median.min(MAX_MEDIAN_SECONDS);
+    let ends_sentence = |word: &TimedWord| {
+        let text = word.text.trim();
+        !text.is_empty() && text.chars().all(|it| SENTENCE_ENDS.contains(it))
+    };
+    for at in 1..words.len() {
+        let Said { start, end } = words[at].said;
+        if end - start <= most {
+            continue;
+        }
+        if ends_sentence(&words[at]) {
+            words[at].said.end = start + most;
+        } else if ends_sentence(&words[at - 1]) {
+            words[at].said.start = end - most;
+        }
+    }
+}
+
+/// Joins punctuation to its word. The word keeps its own time.
+fn join_punctuation(words: Vec<TimedWord>) -> Vec<TimedWord> {
+    let is_of = |text: &str, marks: &str| !text.is_empty() && text.chars().all(|it| marks.contains(it));
+    let mut joined: Vec<TimedWord> = Vec::new();
+    for word in words {
+        match joined.last_mut() {
+            Some(last) if is_of(&word.text, CLOSING) && !last.text.ends_with(' ') => {
+                last.append(&word, false)
+            }
+            Some(last) if last.text.starts_with(' ') && is_of(last.text.trim_start(), OPENING) => {
+                let said = word.said;
+                last.append(&word, true);
+                last.said = said;
+            }
+            _ => joined.push(word),
+        }
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules() -> Rules {
+        Rules { end: 90, first_time: 100, ..Rules::default() }
+    }
+
+    /// Times of a tenth of a second for each token.
+    fn tenths(count: usize) -> Vec<Said> {
+        (0..count).map(|at| Said { start: at as f64 / 10.0, end: (at + 1) as f64 / 10.0 }).collect()
+    }
+
+    /// The words of tokens that are numbered from 0 on, with their times in tenths of a second.
+    fn found(texts: &[&[u8]], language: Option<&str>) -> Vec<(String, i64, i64)> {
+        let tokens: Vec<u32> = (0..texts.len() as u32).collect();
+        let texts = TokenTexts::of(texts);
+        let words = words(&tokens, &tenths(tokens.len()), language, &rules(), &texts);
+        let tenth = |at: f64| (at * 10.0).round() as i64;
+        words.into_iter().map(|it| (it.text, tenth(it.said.start), tenth(it.said.end))).collect()
+    }
+
+    #[test]
+    fn the_path_is_the_monotonic_one_with_the_largest_sum() {
+        // Each row prefers later keys than the one before.
+        let mut gains = vec![-1.0; 4 * 12];
+        for (row, keys) in [0..3, 3..4, 4..9, 9..12].into_iter().enumerate() {
+            keys.for_each(|key| gains[row * 12 + key] = 1.0);
+        }
+        assert_eq!(path(&gains, 12), [0, 3, 4, 9]);
+        assert_eq!(path(&[1.0; 3], 1), [0, 0, 0], "more rows than keys");
+        assert_eq!(path(&[1.0; 3], 3), [0]);
+        assert!(path(&[], 5).is_empty());
+    }
+
+    #[test]
+    fn the_median_of_seven_is_their_fourth() {
+        let mut state = 1_u32;
+        for _ in 0..500 {
+            let x: [f32; MEDIAN] = std::array::from_fn(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 28) as f32
+            });
+            let mut sorted = x;
+            sorted.sort_by(f32::total_cmp);
+            assert_eq!(median(x), sorted[SIDE], "{x:?}");
+        }
+    }
+
+    #[test]
+    fn a_row_goes_on_at_its_ends_as_in_a_mirror() {
+        let mut sum = vec![0.0; 5];
+        add_medians(&[5.0, 1.0, 2.0, 3.0, 4.0], &mut sum);
+        // 3 2 1 [5 1 2 3 4] 3 2 1
+        assert_eq!(sum, [2.0, 2.0, 3.0, 3.0, 2.0]);
+        let mut short = vec![1.0; 3];
+        add_medians(&[1.0, 2.0, 3.0], &mut short);
+        assert_eq!(short, [2.0, 3.0, 4.0]);
+    }
+
+    #[test]
+    fn a_token_is_said_from_its_own_key_to_that_of_the_next() {
+        // One head whose rows look at three keys each.
+        let mut weights = vec![0.01; 4 * 40];
+        for row in 0..4 {
+            weights[row * 40 + 10 * row..][..10].fill(1.0);
+        }
+        let said = said(weights, 4, 40, 3, 100);
+        let steps: Vec<(i64, i64)> = said
+            .iter()
+            .map(|it| ((it.start * 50.0).round() as i64, (it.end * 50.0).round() as i64))
+            .collect();
+        assert_eq!(steps, [(100, 110), (110, 120), (120, 130)]);
+    }
+
+    #[test]
+    fn a_word_begins_with_a_space_and_has_its_punctuation() {
+        let texts: [&[u8]; 8] =
+            [b" \xe2\x80\x9c", b"He", b"llo", b",", b" wor", b"ld", b".", b"\xe2\x80\x9d"];
+        let expected = [(" \u{201c}Hello,", 0, 3), (" world.\u{201d}", 4, 6)];
+        assert_eq!(found(&texts, None), expected.map(|(text, start, end)| (text.to_owned(), start, end)));
+    }
+
+    #[test]
+    fn in_languages_without_spaces_each_character_is_a_word() {
+        // The second character is in two tokens.
+        let texts: [&[u8]; 4] = ["你".as_bytes(), b"\xe5\xa5", b"\xbd", "。".as_bytes()];
+        let expected = [("你", 0, 1), ("好。", 1, 3)];
+        let expected = expected.map(|(text, start, end)| (text.to_owned(), start, end));
+        assert_eq!(found(&texts, Some("zh")), expected);
+        assert_eq!(found(&[b" a", b"\xe5"], None), [(" a\u{fffd}".to_owned(), 0, 2)]);
+    }
+
+    #[test]
+    fn a_word_is_not_spread_over_the_pause_after_a_sentence() {
+        let word = |text: &str, start: f64, end: f64| TimedWord {
+            text: text.to_owned(),
+            said: Said { start, end },
+            tokens: 1,
+        };
+        let mut words = [
+            word(" a", 0.0, 0.5),
+            word(".", 0.5, 4.0),
+            word(" b", 4.0, 9.0),
+            word(" c", 9.0, 9.5),
+            word(" d", 9.5, 15.0),
+            word(" e", 15.0, 15.5),
+        ];
+        shorten_pauses(&mut words);
+        let times = words.map(|it| (it.said.start, it.said.end));
+        // Twice 0.7 s at most; only beside the end of a sentence.
+        assert_eq!(times, [(0.0, 0.5), (0.5, 1.9), (7.6, 9.0), (9.0, 9.5), (9.5, 15.0), (15.0, 15.5)]);
+    }
+}
