@@ -14,7 +14,7 @@ use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use sconce::model::ops::{RowNumbers, may_use_vnni};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
-    Advance, Device, Dtype, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
+    Advance, Device, Dtype, Effort, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
 };
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
@@ -544,4 +544,16 @@ fn what_cannot_be_answered_is_refused_with_the_field_and_the_numbers() {
     let (truncating, _) = load(&fixture("generate-llama"), json!({"context": 64, "truncate_prompts": true}));
     let cut = inputs(&truncating, COMPLETIONS, &json!({"prompt": "a ".repeat(100), "max_tokens": 8}));
     assert_eq!((cut[0].tokens, cut[0].answer_tokens), (56, 8));
+}
+
+#[test]
+fn a_prompt_that_is_too_long_is_refused_before_the_next_and_large_bodies_wait_for_a_turn() {
+    let (processor, _) = load(&fixture("generate-llama"), json!({"context": 64}));
+    let body = json!({"prompt": ["a ".repeat(100), ""], "max_tokens": 1});
+    let error = preprocess(&processor, COMPLETIONS, &body).err().expect("it is too long");
+    assert_eq!(error.param.as_deref(), Some("prompt[0]"), "{error}");
+    assert!(error.message.contains("this pool holds 64 of both together"), "{error}");
+    let effort =
+        |bytes: usize| processor.effort(&message(COMPLETIONS, &json!({"prompt": "a".repeat(bytes)})));
+    assert_eq!([effort(100), effort(10_000)], [Effort::Usual, Effort::Long]);
 }

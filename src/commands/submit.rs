@@ -56,8 +56,9 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     };
     let ended = runtime.block_on(async {
         let ended = drive(arguments, &settings, &options, &job).await?;
-        if ended.is_ok() && job.borrow().progress().in_flight > 0 {
-            withdraw_left(&settings, &job.borrow(), queue).await;
+        let (id, left) = (job.borrow().id().to_owned(), job.borrow().progress().in_flight);
+        if ended.is_ok() && left > 0 {
+            withdraw_left(&settings, &id, left, queue).await;
         }
         anyhow::Ok(ended)
     });
@@ -233,9 +234,7 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
 }
 
 /// Withdraws the tasks that an interrupted job leaves in the queue: the next run publishes their rows again.
-#[allow(clippy::await_holding_refcell_ref, reason = "nothing else runs by now")]
-async fn withdraw_left(settings: &Settings, job: &Job, queue: &str) {
-    let (id, left) = (job.id(), job.progress().in_flight);
+async fn withdraw_left(settings: &Settings, id: &str, left: u64, queue: &str) {
     let cancellation = Cancellation { job: Some(id.to_owned()), ..Cancellation::default() };
     // A closed stderr changes nothing.
     let _ = match withdraw(settings, cancellation).await {

@@ -12,7 +12,14 @@ async fn refused(url: String, words: &[&str]) {
     // `broker.give_up_after` is minutes, which no wait here is: a refusal is not tried for so long.
     let commands = [&["launch"][..], &["worker"], &["publish", "text"], &["stop"]];
     // All at once: services bear a refusal for 15 s.
-    let runs = commands.map(|arguments| (arguments, Sconce::run(&Settings::echo(&url), arguments)));
+    let plain = commands.map(|arguments| (arguments, Settings::echo(&url)));
+    // With remote control its workers wait for the withdrawals that it cannot read.
+    let controlled = (&["launch"][..], Settings::echo(&url).controlled());
+    let runs: Vec<_> = plain
+        .into_iter()
+        .chain([controlled])
+        .map(|(arguments, settings)| (arguments, Sconce::run(&settings, arguments)))
+        .collect();
     for (arguments, mut sconce) in runs {
         assert_eq!(sconce.exit_code().await, 78, "{arguments:?}: {}", sconce.log());
         let log = sconce.log();

@@ -283,6 +283,29 @@ async fn refusals_of_many_queues_free_their_places_within_a_second() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn expired_tasks_with_a_full_reply_queue_free_their_places_at_once() {
+    here(async {
+        let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
+        rig.memory.grant(8);
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        let past = [("expires", "2001-01-01T00:00:00Z")];
+        rig.memory.deliver((0..20).map(|n| with_headers(to("full", &n.to_string()), &past)));
+        let begun = tokio::time::Instant::now();
+        // Half of the granted places may wait, here for a second.
+        rig.memory.publishes(DEAD, 16).await;
+        assert!(begun.elapsed() < Duration::from_millis(900), "{:?}", begun.elapsed());
+        rig.memory.publishes(DEAD, 20).await;
+        rig.memory.settles(20).await;
+        // The queue is known now.
+        rig.memory.deliver([to("full", "again")]);
+        assert_eq!(ids(&rig.memory.publishes("tasks, later", 1).await), ["again"]);
+        let (_, events) = rig.finish().await;
+        assert!(computed(&events).is_empty(), "{:?}", computed(&events));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_task_that_claims_to_have_waited_for_years_does_not_circle_beside_a_probe() {
     here(async {
         let rig = Rig::start("echo", |_| ());
