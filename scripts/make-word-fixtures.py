@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes tests/fixtures/whisper-tiny.en/words.json: when each word of real recordings was said, by OpenAI's own program.
 
-Needs `pip install torch openai-whisper safetensors`, scripts/fetch-whisper and scripts/fetch-recordings.
+Needs `pip install torch openai-whisper safetensors`, scripts/fetch-whisper and scripts/fetch-recordings. Made with
+openai-whisper 20250625 and torch 2.8.0.
 """
 
 import json

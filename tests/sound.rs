@@ -318,9 +318,15 @@ fn a_flac_file_of_silence_that_decodes_to_weeks_is_refused_at_the_bound() {
     assert!(recording.next_block().unwrap().is_none());
     // A file of 8 channels costs as much time in an eighth of the seconds.
     let limits = Limits { seconds: 600.0, samples: 600 * 16_000 };
-    let eight = Recording::open(Cursor::new(constant_flac(400, 8)), limits, Channels::Split).unwrap();
-    let error = decoded(eight).unwrap_err();
-    assert!(error.message.contains("8 channels); at most 9600000 are taken"), "{}", error.message);
+    for (channels, words) in [
+        (Channels::Mix, "8 channels); at most 9600000 are taken"),
+        // The seconds of each channel count.
+        (Channels::Split, "s of sound in each of 8 channels; at most 600 s are taken in all"),
+    ] {
+        let eight = Recording::open(Cursor::new(constant_flac(400, 8)), limits, channels).unwrap();
+        let error = decoded(eight).unwrap_err();
+        assert!(error.message.contains(words), "{}", error.message);
+    }
 }
 
 #[test]

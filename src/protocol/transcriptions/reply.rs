@@ -19,6 +19,8 @@ pub struct Transcript {
     pub language: Option<String>,
     /// Seconds of sound.
     pub seconds: f64,
+    /// Seconds of sound that were transcribed, without the silence that was left out. Those of split channels add up.
+    pub speech_seconds: f64,
     /// In the order of time.
     pub segments: Vec<Segment>,
     /// Whether the times of words were asked for.
@@ -76,7 +78,8 @@ impl Transcript {
             Format::Srt => Body::new(PLAIN, self.subtitles(',', true)),
             Format::Vtt => Body::new(PLAIN, format!("WEBVTT\n\n{}", self.subtitles('.', false))),
         };
-        Ok(body.header("audio_seconds", milliseconds(self.seconds)))
+        let body = body.header("audio_seconds", milliseconds(self.seconds));
+        Ok(body.header("speech_seconds", milliseconds(self.speech_seconds)))
     }
 
     /// The whole text.
@@ -246,6 +249,7 @@ mod tests {
             task: Task::Transcribe,
             language: Some("en".to_owned()),
             seconds: 3_725.250_4,
+            speech_seconds: 3_000.5,
             segments: vec![segment(0.0, 1.5, " One --> two."), segment(3_723.456, 3_725.25, " Three.")],
         }
     }
@@ -253,6 +257,7 @@ mod tests {
     fn text(format: Format) -> String {
         let body = transcript().body(format).unwrap();
         assert_eq!(body.headers["audio_seconds"], 3_725.25.into());
+        assert_eq!(body.headers["speech_seconds"], 3_000.5.into());
         assert_eq!(
             body.content_type.starts_with("text/plain"),
             !matches!(format, Format::Json | Format::VerboseJson)

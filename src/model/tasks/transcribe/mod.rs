@@ -258,6 +258,7 @@ impl Processor for TranscribeProcessor {
             task,
             language: language.or_else(|| self.tokens.code(heard)),
             seconds: decoded_length.seconds(),
+            speech_seconds: all.iter().map(|heard| heard.window.seconds).sum(),
             segments,
             has_words: words,
         };

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::rules::{Chosen, Rules};
-use super::segments::{Heard, TIMESTAMP_STEP, Window, compression_ratio, text};
+use super::rules::{Chosen, Rules, TIMESTAMP_STEP};
+use super::segments::{Heard, Window, compression_ratio, text};
 use super::tokens::{Multilingual, SpeechTokens};
 use super::words::{Said, said};
 use crate::model::load::vocabulary::TokenTexts;

@@ -4,6 +4,9 @@
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::Sampler;
 
+/// Seconds from one timestamp token to the next.
+pub const TIMESTAMP_STEP: f64 = 0.02;
+
 /// The rules of a model.
 #[derive(Clone, Debug, Default)]
 pub struct Rules {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
 
-use super::rules::Rules;
+use super::rules::{Rules, TIMESTAMP_STEP};
 use super::words::{Said, TimedWord, words};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::protocol::transcriptions::{Segment, Word};
@@ -71,9 +71,6 @@ pub struct Heard {
     /// When each token of text was said, if that was asked for.
     pub said: Vec<Said>,
 }
-
-/// Seconds from one timestamp token to the next.
-pub const TIMESTAMP_STEP: f64 = 0.02;
 
 /// The text of tokens, without times and special tokens.
 pub fn text(tokens: &[u32], rules: &Rules, texts: &TokenTexts) -> String {

@@ -2,8 +2,7 @@
 //! program does: normalised weights, smoothed over time, and the cheapest monotonic path through them (dynamic time
 //! warping). Pure functions.
 
-use super::rules::Rules;
-use super::segments::TIMESTAMP_STEP;
+use super::rules::{Rules, TIMESTAMP_STEP};
 use crate::model::load::vocabulary::TokenTexts;
 
 /// The weights are smoothed by the median of so many positions.
