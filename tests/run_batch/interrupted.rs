@@ -46,6 +46,8 @@ fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
     let run = rig.start_echo(&[&ONE_BY_ONE[..], &["--set", "launcher.shutdown_grace=1s"]].concat());
     let workers = eventually("both workers run", || Some(run.workers()).filter(|found| found.len() == 2));
     let guard = run.guard().expect("a guard");
+    // The launcher tells its guard of a worker right after it has started it.
+    std::thread::sleep(std::time::Duration::from_millis(200));
     run.signal(Signal::SIGKILL);
     for worker in &workers {
         // Behind the kill: the kernel continues those that are stopped before it.
