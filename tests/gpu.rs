@@ -429,7 +429,13 @@ fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_
 fn a_worker_is_killed_when_the_driver_says_that_its_device_has_failed_and_none_is_started_on_it() {
     let folder = tempfile::tempdir().unwrap();
     let story = folder.path().join("story");
-    fs::write(&story, format!("wants {GPU} 1\nxid {GPU} 95\n")).unwrap();
+    fs::write(&story, "").unwrap();
+    // Told only once the worker runs. Otherwise none is started on the device.
+    let later = story.clone();
+    std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        fs::write(later, format!("wants {GPU} 1\nxid {GPU} 95\n")).unwrap();
+    });
     let variables = [("NVML_STORY", story.to_str().unwrap())];
     let words =
         ["Xid 95: uncontained memory error", "killing the worker", "wants the GPU reset", "slot given up"];
