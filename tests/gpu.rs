@@ -430,14 +430,29 @@ fn a_worker_is_killed_when_the_driver_says_that_its_device_has_failed_and_none_i
     let folder = tempfile::tempdir().unwrap();
     let story = folder.path().join("story");
     fs::write(&story, "").unwrap();
-    // Told only once the worker runs. Otherwise none is started on the device.
-    let later = story.clone();
-    std::thread::spawn(move || {
-        std::thread::sleep(std::time::Duration::from_millis(300));
-        fs::write(later, format!("wants {GPU} 1\nxid {GPU} 95\n")).unwrap();
-    });
     let variables = [("NVML_STORY", story.to_str().unwrap())];
     let words =
         ["Xid 95: uncontained memory error", "killing the worker", "wants the GPU reset", "slot given up"];
-    is_given_up(&variables, &["launcher.max_quick_failures=2"], &words);
+    std::thread::scope(|scope| {
+        // Told only once the worker runs. Otherwise none is started on the device.
+        scope.spawn(|| {
+            while !has_worker(&story) {
+                std::thread::yield_now();
+            }
+            fs::write(&story, format!("wants {GPU} 1\nxid {GPU} 95\n")).unwrap();
+        });
+        is_given_up(&variables, &["launcher.max_quick_failures=2"], &words);
+    });
+}
+
+/// Whether a worker runs that was given this story.
+fn has_worker(story: &Path) -> bool {
+    let processes = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path());
+    let holds = |file: PathBuf, words: &str| {
+        fs::read(file).is_ok_and(|bytes| String::from_utf8_lossy(&bytes).contains(words))
+    };
+    let story = story.to_str().unwrap();
+    processes
+        .into_iter()
+        .any(|it| holds(it.join("cmdline"), "\0worker\0") && holds(it.join("environ"), story))
 }

@@ -79,9 +79,13 @@ pub struct Request {
     pub requester: u64,
     /// Whether it runs only in room that others leave, until it has waited for [`BACKGROUND_PENALTY`].
     pub background: bool,
-    /// Whether it runs only with other isolated sequences.
-    pub isolated: bool,
+    /// The group of isolated sequences to which it belongs.
+    pub group: Option<Group>,
 }
+
+/// The number of a group of isolated sequences. While a group is isolated, no other sequence runs; afterwards its
+/// sequences run as all others do.
+pub type Group = u64;
 
 impl Request {
     fn tokens(&self) -> usize {
@@ -89,8 +93,8 @@ impl Request {
     }
 
     fn party(&self) -> Party {
-        let Self { requester, background, isolated, .. } = *self;
-        Party { requester, background, isolated }
+        let Self { requester, background, group, .. } = *self;
+        Party { requester, background, group }
     }
 
     /// The time by which requests are ordered, for a request of this priority that counts as having arrived at
@@ -155,7 +159,7 @@ pub enum Change<K> {
 struct Party {
     requester: u64,
     background: bool,
-    isolated: bool,
+    group: Option<Group>,
 }
 
 /// A position in a queue: a time, and a number that decides between equal times.
@@ -292,11 +296,11 @@ struct Preemptible<'a, K> {
 }
 
 impl<K> Preemptible<'_, K> {
-    /// Whether it may be preempted for `next`. `isolated`: only isolated sequences are admitted.
-    fn yields_to(&self, next: &Next<K>, isolated: bool) -> bool {
+    /// Whether it may be preempted for `next`. `isolated`: only sequences of this group are admitted.
+    fn yields_to(&self, next: &Next<K>, isolated: Option<Group>) -> bool {
         let Running { sequence: Sequence { request, order, turn, number, .. }, overtook, .. } = self.running;
-        if isolated {
-            return !request.isolated;
+        if isolated.is_some() {
+            return request.group != isolated;
         }
         let is_background = next.sequence.request.background;
         // The rules on gaps and on overtaking require that the turn of `next` is earlier, so that two sequences cannot
@@ -434,9 +438,9 @@ impl<K: Copy + Ord> Scheduler<K> {
         Some(running)
     }
 
-    /// Admits the sequences that may run now; only isolated ones if `isolated`. The caller must make the changes in the
+    /// Admits the sequences that may run now; only those of the group `isolated`, if there is one. The caller must make the changes in the
     /// order in which they are returned.
-    pub fn admit(&mut self, isolated: bool, now: Instant) -> Vec<Change<K>> {
+    pub fn admit(&mut self, isolated: Option<Group>, now: Instant) -> Vec<Change<K>> {
         let mut changes = Vec::new();
         // The number of slots bounds the admissions, so that this ends whatever the rules decide.
         for _ in 0..self.running.len() {
@@ -451,13 +455,13 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// The first sequence in order that may run now.
-    fn next(&self, isolated: bool, now: Instant) -> Option<Admission<K>> {
+    fn next(&self, isolated: Option<Group>, now: Instant) -> Option<Admission<K>> {
         let next_of_each = self.next_of_each(isolated, now);
         let rank = next_of_each.first()?.rank;
         let considered = next_of_each.into_iter().take_while(|next| next.rank == rank);
         let preemptible = LazyCell::new(|| self.preemptible(isolated));
         // Isolated sequences do not overtake each other, because they are few.
-        let considered = considered.take(if isolated { 1 } else { usize::MAX });
+        let considered = considered.take(if isolated.is_some() { 1 } else { usize::MAX });
         considered.enumerate().find_map(|(index, next)| {
             let request = &next.sequence.request;
             let preempts = if self.fits(request, self.held) {
@@ -469,15 +473,15 @@ impl<K: Copy + Ord> Scheduler<K> {
         })
     }
 
-    /// The first waiting sequence of each party, in the order in which they are considered for admission; only isolated
-    /// ones if `isolated`.
-    fn next_of_each(&self, isolated: bool, now: Instant) -> Vec<Next<K>> {
+    /// The first waiting sequence of each party, in the order in which they are considered for admission; only those of
+    /// the group `isolated`, if there is one.
+    fn next_of_each(&self, isolated: Option<Group>, now: Instant) -> Vec<Next<K>> {
         let share = self.share();
         let large = LazyCell::new(|| self.held_by_large(share));
         let next = |(party, queue): (&Party, &Queue<K>)| {
             let (_, sequence) = queue.waiting.first_key_value()?;
             let Sequence { request, arrival, order, turn, .. } = sequence;
-            let rank = if isolated {
+            let rank = if isolated.is_some() {
                 Rank::WithinShare
             } else if party.background && *arrival > now {
                 Rank::Background
@@ -491,9 +495,9 @@ impl<K: Copy + Ord> Scheduler<K> {
             let is_large = queue.held.sequences == 0 && share.is_large(request);
             Some(Next { rank, turn, sequence: *sequence, is_large })
         };
-        let queues = self.queues.iter().filter(|(party, _)| party.isolated || !isolated);
+        let queues = self.queues.iter().filter(|(party, _)| isolated.is_none() || party.group == isolated);
         let mut next_of_each: Vec<Next<K>> = queues.filter_map(next).collect();
-        if !isolated {
+        if isolated.is_none() {
             // The room of large sequences is for the one whose turn is first. Otherwise the smaller ones among them
             // would take each gap, and no gap would ever be large enough for it.
             let competes = |next: &&Next<K>| next.is_large && next.rank < Rank::Background;
@@ -521,7 +525,7 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// bounds a party that runs several.
     fn held_by_large(&self, share: Share) -> Held {
         let (mut parties, mut large) = (BTreeSet::new(), Held::default());
-        for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(false) {
+        for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(None) {
             if parties.insert(request.party()) && share.is_large(request) {
                 large = large.with(request);
             }
@@ -529,13 +533,13 @@ impl<K: Copy + Ord> Scheduler<K> {
         large
     }
 
-    /// The running sequences that waiting ones may preempt, the last admitted first: all if `isolated`, otherwise those
-    /// beyond a share, background sequences, and those that overtook others.
-    fn preemptible(&self, isolated: bool) -> Vec<Preemptible<'_, K>> {
+    /// The running sequences that waiting ones may preempt, the last admitted first: all if a group is
+    /// `isolated`, otherwise those beyond a share, background sequences, and those that overtook others.
+    fn preemptible(&self, isolated: Option<Group>) -> Vec<Preemptible<'_, K>> {
         let share = self.share();
         let (mut held, mut large): (BTreeMap<Party, Held>, _) = (BTreeMap::new(), Held::default());
         let mut preemptible = Vec::new();
-        for (slot, running) in self.in_order(false) {
+        for (slot, running) in self.in_order(None) {
             let request = &running.sequence.request;
             let held_by_party = held.entry(request.party()).or_default();
             let beyond_share = !share.allows(request, *held_by_party, large);
@@ -543,7 +547,7 @@ impl<K: Copy + Ord> Scheduler<K> {
                 large = large.with(request);
             }
             *held_by_party = held_by_party.with(request);
-            if isolated || beyond_share || request.background || running.overtook {
+            if isolated.is_some() || beyond_share || request.background || running.overtook {
                 preemptible.push(Preemptible { slot, running, beyond_share });
             }
         }
@@ -620,26 +624,27 @@ impl<K: Copy + Ord> Scheduler<K> {
         Some(Change::Preempted { key: sequence.key, slot })
     }
 
-    /// The running sequences with their slots, in the order of their admission; only isolated ones if `isolated`.
-    fn in_order(&self, isolated: bool) -> Vec<(usize, &Running<K>)> {
+    /// The running sequences with their slots, in the order of their admission; only those of the group
+    /// `isolated`, if there is one.
+    fn in_order(&self, isolated: Option<Group>) -> Vec<(usize, &Running<K>)> {
         let slots = self.running.iter().enumerate();
         let mut running: Vec<(usize, &Running<K>)> = slots
             .filter_map(|(slot, it)| Some((slot, it.as_ref()?)))
-            .filter(|(_, it)| it.sequence.request.isolated || !isolated)
+            .filter(|(_, it)| isolated.is_none() || it.sequence.request.group == isolated)
             .collect();
         running.sort_unstable_by_key(|(_, it)| it.sequence.number);
         running
     }
 
-    /// Whether any sequence decodes; only isolated ones count if `isolated`.
-    pub fn is_decoding(&self, isolated: bool) -> bool {
-        self.running.iter().flatten().any(|it| it.decodes() && (it.sequence.request.isolated || !isolated))
+    /// Whether any sequence decodes; only those of the group `isolated` count, if there is one.
+    pub fn is_decoding(&self, isolated: Option<Group>) -> bool {
+        self.in_order(isolated).iter().any(|(_, it)| it.decodes())
     }
 
-    /// The rows of the next step, which the caller must compute now; only of isolated sequences if `isolated`. They are
+    /// The rows of the next step, which the caller must compute now; only of the group `isolated`, if there is one. They are
     /// all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each prompt may have
     /// one. The limit of the step bounds all rows.
-    pub fn rows(&mut self, isolated: bool, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
+    pub fn rows(&mut self, isolated: Option<Group>, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
         let (windows, fed): (Vec<_>, Vec<_>) =
             self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
         let (decoding, prompts): (Vec<_>, Vec<_>) = fed.into_iter().partition(|(_, it)| it.decodes());
@@ -753,7 +758,7 @@ mod tests {
 
     fn request(prompt: usize, answer: usize) -> Request {
         let (priority, requester) = (0, 0);
-        Request { encodes: false, prompt, answer, priority, requester, background: false, isolated: false }
+        Request { encodes: false, prompt, answer, priority, requester, background: false, group: None }
     }
 
     fn window(prompt: usize, answer: usize) -> Request {
@@ -801,7 +806,7 @@ mod tests {
             self.scheduler.enqueue(key, request, self.now);
         }
 
-        fn admit(&mut self, isolated: bool) -> Vec<Change<u32>> {
+        fn admit(&mut self, isolated: Option<Group>) -> Vec<Change<u32>> {
             let changes = self.scheduler.admit(isolated, self.now);
             for change in &changes {
                 if let Change::Preempted { key, .. } = change {
@@ -813,7 +818,7 @@ mod tests {
         }
 
         /// Computes a step that takes 10 ms. Returns its rows.
-        fn step(&mut self, isolated: bool) -> Vec<Row<u32>> {
+        fn step(&mut self, isolated: Option<Group>) -> Vec<Row<u32>> {
             self.admit(isolated);
             self.check_shares(isolated);
             let steps_since_window = self.scheduler.steps_since_window;
@@ -843,7 +848,7 @@ mod tests {
         }
 
         /// Checks the rows of a step before it is computed: neither windows nor tokens starve.
-        fn check_windows(&mut self, isolated: bool, steps_since_window: usize, rows: &[Row<u32>]) {
+        fn check_windows(&mut self, isolated: Option<Group>, steps_since_window: usize, rows: &[Row<u32>]) {
             let Limits { step_tokens, encoding: Encoding { interval, batch }, .. } = self.scheduler.limits;
             // The r-th window of a requester waits for at most r windows of each other requester. r and the number of
             // these requesters are at most the number of slots.
@@ -882,14 +887,14 @@ mod tests {
         }
 
         /// Checks that no sequence within its share waits, unless it or a running one is alone larger than a share.
-        fn check_shares(&self, isolated: bool) {
+        fn check_shares(&self, isolated: Option<Group>) {
             let scheduler = &self.scheduler;
-            if isolated || scheduler.share().limit.sequences == 0 {
+            if isolated.is_some() || scheduler.share().limit.sequences == 0 {
                 return;
             }
-            let beyond = scheduler.preemptible(false).into_iter().filter(|it| it.beyond_share);
+            let beyond = scheduler.preemptible(None).into_iter().filter(|it| it.beyond_share);
             let held = beyond.fold(scheduler.held, |held, it| held.without(&it.running.sequence.request));
-            let next = scheduler.next_of_each(false, self.now);
+            let next = scheduler.next_of_each(None, self.now);
             let mut within = next
                 .iter()
                 .filter(|next| next.rank == Rank::WithinShare && !next.sequence.request.background);
@@ -908,7 +913,7 @@ mod tests {
         /// Steps until this sequence has ended.
         fn steps_until(&mut self, key: u32, most: usize) -> usize {
             let steps = (1..=most).find(|_| {
-                self.step(false);
+                self.step(None);
                 self.ended.contains_key(&key)
             });
             steps.unwrap_or_else(|| panic!("{key} has not ended in {most} steps"))
@@ -924,10 +929,10 @@ mod tests {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, request(20, 5));
         run.enqueue(2, request(20, 5));
-        assert_eq!(takes(run.step(false)), [(1, 16)]);
-        assert_eq!(takes(run.step(false)), [(1, 4), (2, 12)]);
+        assert_eq!(takes(run.step(None)), [(1, 16)]);
+        assert_eq!(takes(run.step(None)), [(1, 4), (2, 12)]);
         run.enqueue(3, request(40, 5));
-        assert_eq!(takes(run.step(false)), [(1, 1), (2, 8), (3, 7)]);
+        assert_eq!(takes(run.step(None)), [(1, 1), (2, 8), (3, 7)]);
     }
 
     #[test]
@@ -938,7 +943,7 @@ mod tests {
             for key in 0..3 {
                 run.enqueue(key, of(1, 4_000, 100));
             }
-            run.step(false);
+            run.step(None);
             run.enqueue(9, of(requester, 1, 1));
             assert_eq!(run.steps_until(9, 100), 1);
         }
@@ -952,12 +957,12 @@ mod tests {
             run.enqueue(key, of(1, 40, 4_000));
         }
         for _ in 0..100 {
-            run.step(false);
+            run.step(None);
         }
         run.enqueue(9, of(2, 600, 1));
-        assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)], "one of four is preempted");
+        assert_eq!(run.admit(None), [preempted(3, 3), admitted(9, 3)], "one of four is preempted");
         assert_eq!(run.steps_until(9, 100), 1);
-        assert_eq!(run.admit(false), [admitted(3, 3)], "it restarts in its slot");
+        assert_eq!(run.admit(None), [admitted(3, 3)], "it restarts in its slot");
         for key in 0..8 {
             run.steps_until(key, 10_000);
         }
@@ -970,24 +975,24 @@ mod tests {
         run.enqueue(1, of(1, 10, 10));
         run.enqueue(2, of(1, 10, 10));
         run.enqueue(3, of(1, 10, 10));
-        assert_eq!(run.admit(false).len(), 3);
+        assert_eq!(run.admit(None).len(), 3);
         run.enqueue(4, of(2, 10, 51));
         assert_eq!(
-            run.admit(false),
+            run.admit(None),
             [],
             "preempting one makes too little room, and two of three are within half"
         );
         run.scheduler.leave(4, run.now);
         run.enqueue(5, of(2, 10, 40));
-        assert_eq!(run.admit(false), [preempted(3, 2), admitted(5, 2)]);
+        assert_eq!(run.admit(None), [preempted(3, 2), admitted(5, 2)]);
         run.enqueue(6, of(2, 10, 10));
-        assert_eq!(run.admit(false), [], "6 is beyond the share of its requester");
+        assert_eq!(run.admit(None), [], "6 is beyond the share of its requester");
         run.enqueue(7, of(3, 5, 5));
-        assert_eq!(run.admit(false), [admitted(7, 3)], "6 holds up nobody else");
+        assert_eq!(run.admit(None), [admitted(7, 3)], "6 holds up nobody else");
         run.scheduler.leave(7, run.now);
         run.enqueue(8, of(3, 20, 20));
         assert_eq!(
-            run.admit(false),
+            run.admit(None),
             [],
             "the only sequence of a requester is kept, although it is larger than a third"
         );
@@ -999,15 +1004,15 @@ mod tests {
         for (key, tokens) in [(1, 30), (2, 50), (3, 10)] {
             run.enqueue(key, of(1, 1, tokens - 1));
         }
-        assert_eq!(run.admit(false).len(), 3);
+        assert_eq!(run.admit(None).len(), 3);
         run.enqueue(9, of(2, 1, 49));
-        assert_eq!(run.admit(false), [preempted(2, 1), admitted(9, 1)], "the last one is spared");
+        assert_eq!(run.admit(None), [preempted(2, 1), admitted(9, 1)], "the last one is spared");
         let mut run = Run::new(LIMITS);
         run.enqueue(1, of(1, 1, 79));
         run.enqueue(2, of(1, 1, 9));
-        assert_eq!(run.admit(false).len(), 2);
+        assert_eq!(run.admit(None).len(), 2);
         run.enqueue(9, of(2, 1, 39));
-        assert_eq!(run.admit(false), []);
+        assert_eq!(run.admit(None), []);
     }
 
     #[test]
@@ -1016,27 +1021,27 @@ mod tests {
         run.enqueue(1, request(50, 10));
         run.enqueue(2, request(50, 10));
         run.enqueue(3, request(1, 1));
-        assert_eq!(run.admit(false), [admitted(1, 0)]);
+        assert_eq!(run.admit(None), [admitted(1, 0)]);
         assert_eq!(run.scheduler.leave(1, run.now), Some(0));
-        assert_eq!(run.admit(false), [admitted(2, 0), admitted(3, 1)]);
+        assert_eq!(run.admit(None), [admitted(2, 0), admitted(3, 1)]);
     }
 
     #[test]
     fn a_small_sequence_runs_before_a_large_one_until_the_large_one_fits() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, of(1, 10, 20));
-        run.step(false);
+        run.step(None);
         run.enqueue(2, of(2, 10, 80));
-        run.step(false);
+        run.step(None);
         run.enqueue(3, of(3, 5, 25));
-        assert_eq!(run.admit(false), [admitted(3, 1)]);
+        assert_eq!(run.admit(None), [admitted(3, 1)]);
         run.scheduler.leave(1, run.now);
-        assert_eq!(run.admit(false), [preempted(3, 1), admitted(2, 0)]);
+        assert_eq!(run.admit(None), [preempted(3, 1), admitted(2, 0)]);
         run.enqueue(4, of(4, 10, 80));
         run.enqueue(5, of(5, 5, 5));
-        assert_eq!(run.admit(false), [admitted(5, 1)]);
+        assert_eq!(run.admit(None), [admitted(5, 1)]);
         run.scheduler.leave(2, run.now);
-        assert_eq!(run.admit(false), [admitted(3, 0)], "before 5, which arrived later");
+        assert_eq!(run.admit(None), [admitted(3, 0)], "before 5, which arrived later");
     }
 
     #[test]
@@ -1051,7 +1056,7 @@ mod tests {
             if step == 100 {
                 run.enqueue(1, of(1, 30, 65));
             }
-            run.step(false);
+            run.step(None);
             // It needs 66 steps.
             assert!(step < 190 || run.ended.contains_key(&1));
         }
@@ -1069,7 +1074,7 @@ mod tests {
             if step.is_multiple_of(5) {
                 run.enqueue(100 + step, of((100 + step).into(), 2, 3));
             }
-            run.step(false);
+            run.step(None);
         }
         assert!((0..12).all(|key| run.ended.contains_key(&key)), "{:?}", run.ended);
         assert!((0..79).all(|n| run.ended.contains_key(&(100 + 5 * n))));
@@ -1082,24 +1087,24 @@ mod tests {
         for key in 0..4 {
             run.enqueue(key, of(key.into(), 5, 20));
         }
-        assert_eq!(run.admit(false).len(), 4, "each has a quarter of the tokens");
+        assert_eq!(run.admit(None).len(), 4, "each has a quarter of the tokens");
         run.enqueue(4, of(4, 1, 1));
-        assert_eq!(run.admit(false), [preempted(3, 3), admitted(4, 3)]);
+        assert_eq!(run.admit(None), [preempted(3, 3), admitted(4, 3)]);
         run.enqueue(5, of(5, 5, 20));
         run.enqueue(6, of(6, 1, 1));
-        assert_eq!(run.admit(false), [admitted(6, 4)]);
+        assert_eq!(run.admit(None), [admitted(6, 4)]);
         for (key, slot) in [(7, 5), (8, 6)] {
             run.enqueue(key, of(key.into(), 5, 5));
-            assert_eq!(run.admit(false), [admitted(key, slot)]);
+            assert_eq!(run.admit(None), [admitted(key, slot)]);
         }
         run.enqueue(9, of(9, 1, 4));
-        assert_eq!(run.admit(false), [preempted(2, 2), admitted(9, 2)]);
+        assert_eq!(run.admit(None), [preempted(2, 2), admitted(9, 2)]);
         run.enqueue(10, of(10, 5, 5));
         run.enqueue(11, of(11, 5, 5));
-        assert_eq!(run.admit(false), [admitted(10, 7)], "for 11 no slot is left; two large ones run");
+        assert_eq!(run.admit(None), [admitted(10, 7)], "for 11 no slot is left; two large ones run");
         let order = [0, 1, 4].map(|key| {
             run.scheduler.leave(key, run.now);
-            run.admit(false)
+            run.admit(None)
         });
         let expected = [[admitted(2, 0)], [admitted(3, 1)], [admitted(11, 3)]].map(Vec::from);
         assert_eq!(order, expected, "those that were preempted keep their turns");
@@ -1116,7 +1121,7 @@ mod tests {
             if step % 5 == 0 {
                 run.enqueue(100 + step, of((100 + step).into(), 1, 2));
             }
-            run.step(false);
+            run.step(None);
         }
         assert!((0..8).all(|key| run.ended.contains_key(&key)), "{:?}", run.ended);
     }
@@ -1141,7 +1146,7 @@ mod tests {
                 run.enqueue(1, of(99, 1, 39));
                 ended = run.ended.len();
             }
-            run.step(false);
+            run.step(None);
         }
         assert!(run.ended.contains_key(&1) && run.ended.len() > ended + 100);
     }
@@ -1156,7 +1161,7 @@ mod tests {
                 run.scheduler.enqueue(key, request, begun + later * PRIORITY_STEP);
             }
             run.now = begun;
-            let order = [(); 3].map(|()| takes(run.step(false))[0].0);
+            let order = [(); 3].map(|()| takes(run.step(None))[0].0);
             assert_eq!(order, [2, 1, 3]);
         }
     }
@@ -1178,12 +1183,12 @@ mod tests {
         for key in 0..5 {
             run.enqueue(key, of(1, 1, 1));
         }
-        let mut order = takes(run.step(false));
+        let mut order = takes(run.step(None));
         run.enqueue(8, of(8, 1, 1));
         run.enqueue(9, of(9, 1, 1));
         run.enqueue(10, of(9, 1, 1));
         while !run.is_idle() {
-            order.extend(takes(run.step(false)));
+            order.extend(takes(run.step(None)));
         }
         let keys: Vec<u32> = order.into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys, [0, 1, 8, 9, 2, 10, 3, 4]);
@@ -1195,14 +1200,14 @@ mod tests {
         for key in 0..4 {
             run.enqueue(key, request(1, 20));
         }
-        run.step(false);
+        run.step(None);
         run.scheduler.limit_step(2);
         for _ in 0..4 {
-            assert_eq!(run.step(false).len(), 2);
+            assert_eq!(run.step(None).len(), 2);
         }
         assert_eq!(run.given.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
         run.enqueue(4, request(1, 1));
-        assert!(run.admit(false).is_empty(), "four are running, and only two may");
+        assert!(run.admit(None).is_empty(), "four are running, and only two may");
     }
 
     #[test]
@@ -1212,22 +1217,18 @@ mod tests {
         for key in 0..3 {
             run.enqueue(key, background(4, 26));
         }
-        assert_eq!(run.admit(false).len(), 3);
+        assert_eq!(run.admit(None).len(), 3);
         run.now = begun + BACKGROUND_PENALTY / 2;
         run.enqueue(9, request(4, 30));
-        assert_eq!(run.admit(false), [preempted(2, 2), admitted(9, 2)]);
-        assert_eq!(run.admit(false), [], "only a background sequence waits");
+        assert_eq!(run.admit(None), [preempted(2, 2), admitted(9, 2)]);
+        assert_eq!(run.admit(None), [], "only a background sequence waits");
         run.now = begun + 2 * BACKGROUND_PENALTY;
         run.enqueue(10, request(4, 30));
-        assert_eq!(run.admit(false), [], "those that run have waited longer");
+        assert_eq!(run.admit(None), [], "those that run have waited longer");
         run.scheduler.leave(9, run.now);
-        assert_eq!(
-            run.admit(false),
-            [admitted(10, 2)],
-            "the two background sequences are within their share"
-        );
+        assert_eq!(run.admit(None), [admitted(10, 2)], "the two background sequences are within their share");
         run.scheduler.leave(10, run.now);
-        assert_eq!(run.admit(false), [admitted(2, 2)], "it restarts");
+        assert_eq!(run.admit(None), [admitted(2, 2)], "it restarts");
     }
 
     #[test]
@@ -1241,13 +1242,13 @@ mod tests {
         let of_background = |run: &Run| run.scheduler.running().filter(|key| *key >= 100).count();
         for step in 0..20 {
             run.now = begun + step * Duration::from_secs(1);
-            run.step(false);
+            run.step(None);
             assert_eq!(of_background(&run), 0);
         }
         run.now = begun + BACKGROUND_PENALTY;
-        assert_eq!(run.admit(false), [], "it preempts nobody even then");
+        assert_eq!(run.admit(None), [], "it preempts nobody even then");
         for _ in 0..10 {
-            run.step(false);
+            run.step(None);
         }
         assert_eq!(of_background(&run), 2);
         assert_eq!(run.preempted, 0);
@@ -1259,13 +1260,25 @@ mod tests {
         for key in 0..3 {
             run.enqueue(key, request(4, 26));
         }
-        assert_eq!(run.step(false).len(), 3);
-        run.enqueue(9, Request { isolated: true, ..request(4, 30) });
-        assert_eq!(run.admit(true), [preempted(2, 2), admitted(9, 2)]);
-        assert!(run.scheduler.rows(true, usize::MAX, run.now).iter().all(|row| row.key == 9));
+        assert_eq!(run.step(None).len(), 3);
+        run.enqueue(9, Request { group: Some(1), ..request(4, 30) });
+        assert_eq!(run.admit(Some(1)), [preempted(2, 2), admitted(9, 2)]);
+        assert!(run.scheduler.rows(Some(1), usize::MAX, run.now).iter().all(|row| row.key == 9));
         assert_eq!(run.scheduler.leave(9, run.now), Some(2));
-        assert_eq!(run.admit(true), []);
-        assert_eq!(run.admit(false), [admitted(2, 2)], "it restarts in its slot");
+        assert_eq!(run.admit(Some(1)), []);
+        assert_eq!(run.admit(None), [admitted(2, 2)], "it restarts in its slot");
+    }
+
+    #[test]
+    fn sequences_of_an_earlier_group_are_like_all_others_for_the_next() {
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, Request { group: Some(1), ..request(4, 26) });
+        assert_eq!(run.step(Some(1)).len(), 1);
+        run.enqueue(2, request(4, 26));
+        assert_eq!(run.step(None).len(), 2, "the group is not isolated any more");
+        run.enqueue(3, Request { group: Some(2), ..request(4, 26) });
+        assert_eq!(run.step(Some(2)).iter().map(|row| row.key).collect::<Vec<_>>(), [3]);
+        assert_eq!(run.step(None).len(), 3);
     }
 
     /// What a step has.
@@ -1293,14 +1306,14 @@ mod tests {
     fn while_sequences_decode_there_are_eight_steps_between_two_windows() {
         let mut run = Run::new(Limits { sequences: 6, ..LIMITS });
         run.enqueue(1, request(4, 30));
-        assert_eq!(contents(&run.step(false)), Tokens(4));
+        assert_eq!(contents(&run.step(None)), Tokens(4));
         run.enqueue(2, window(3, 10));
         run.enqueue(3, window(0, 10));
-        assert_eq!(contents(&run.step(false)), Windows(vec![2]), "no window was encoded before");
-        let steps: Vec<_> = (0..8).map(|_| contents(&run.step(false))).collect();
+        assert_eq!(contents(&run.step(None)), Windows(vec![2]), "no window was encoded before");
+        let steps: Vec<_> = (0..8).map(|_| contents(&run.step(None))).collect();
         assert_eq!(steps, [4, 2, 2, 2, 2, 2, 2, 2].map(Tokens));
-        assert_eq!(contents(&run.step(false)), Windows(vec![3]));
-        assert_eq!(contents(&run.step(false)), Tokens(3), "3 has no prompt, and decodes at once");
+        assert_eq!(contents(&run.step(None)), Windows(vec![3]));
+        assert_eq!(contents(&run.step(None)), Tokens(3), "3 has no prompt, and decodes at once");
     }
 
     #[test]
@@ -1309,12 +1322,12 @@ mod tests {
         for key in 0..6 {
             run.enqueue(key, window(40, 10));
         }
-        let steps: Vec<_> = (0..4).map(|_| contents(&run.step(false))).collect();
+        let steps: Vec<_> = (0..4).map(|_| contents(&run.step(None))).collect();
         assert_eq!(steps, [Windows(vec![0, 1, 2, 3]), Tokens(16), Windows(vec![4, 5]), Tokens(16)]);
         let mut run = Run::new(LIMITS);
         run.scheduler.limit_windows(1);
         (0..3).for_each(|key| run.enqueue(key, window(0, 10)));
-        assert_eq!(contents(&run.step(false)), Windows(vec![0]), "the limit after a memory failure");
+        assert_eq!(contents(&run.step(None)), Windows(vec![0]), "the limit after a memory failure");
     }
 
     #[test]
@@ -1323,7 +1336,7 @@ mod tests {
         for key in 0..1_000 {
             run.enqueue(key, Request { requester: 1, ..window(1, 20) });
         }
-        (0..100).for_each(|_| drop(run.step(false)));
+        (0..100).for_each(|_| drop(run.step(None)));
         run.enqueue(1_000, Request { requester: 2, ..window(1, 1) });
         assert!(run.steps_until(1_000, 100) <= 20, "two windows, each after eight token steps");
     }
@@ -1336,8 +1349,8 @@ mod tests {
         run.enqueue(100, Request { requester: 2, ..window(1, 1) });
         run.now += Duration::from_millis(10);
         let order = [(); 3].map(|()| {
-            run.admit(false);
-            let row = run.scheduler.rows(false, usize::MAX, run.now)[0];
+            run.admit(None);
+            let row = run.scheduler.rows(None, usize::MAX, run.now)[0];
             run.now += Duration::from_millis(10);
             run.scheduler.leave(row.key, run.now);
             row.key
@@ -1349,14 +1362,14 @@ mod tests {
     fn a_sequence_that_begins_again_waits_for_its_turn_to_encode() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, window(2, 9));
-        let rows = [(); 2].map(|()| takes(run.step(false)));
+        let rows = [(); 2].map(|()| takes(run.step(None)));
         assert_eq!(rows, [[(1, 0)], [(1, 2)]]);
         run.enqueue(2, request(1, 50));
-        run.step(false);
+        run.step(None);
         run.scheduler.begin_again(0);
-        let waits = (0..).find(|_| takes(run.step(false)) == [(1, 0)]).unwrap();
+        let waits = (0..).find(|_| takes(run.step(None)) == [(1, 0)]).unwrap();
         assert!((5..8).contains(&waits), "{waits} steps in which the other one decodes");
-        assert_eq!(takes(run.step(false)), [(2, 1), (1, 2)]);
+        assert_eq!(takes(run.step(None)), [(2, 1), (1, 2)]);
     }
 
     #[test]
@@ -1367,11 +1380,11 @@ mod tests {
         }
         run.scheduler.leave(3, run.now);
         run.enqueue(3, Request { requester: 1, ..window(1, 20) });
-        assert_eq!(run.admit(false).len(), 4);
-        while contents(&run.step(false)) != Windows(vec![3]) {}
+        assert_eq!(run.admit(None).len(), 4);
+        while contents(&run.step(None)) != Windows(vec![3]) {}
         run.enqueue(9, of(2, 1, 1));
-        assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)]);
-        let again = (0..30).filter(|_| contents(&run.step(false)) == Windows(vec![3])).count();
+        assert_eq!(run.admit(None), [preempted(3, 3), admitted(9, 3)]);
+        let again = (0..30).filter(|_| contents(&run.step(None)) == Windows(vec![3])).count();
         assert_eq!(again, 1);
     }
 
@@ -1390,7 +1403,7 @@ mod tests {
             (background, encodes) in (prop::bool::weighted(0.2), prop::bool::weighted(0.5)),
         ) -> Arrival {
             let prompt = if encodes { prompt - 1 } else { prompt };
-            let request = Request { encodes, prompt, answer, priority, requester, background, isolated: false };
+            let request = Request { encodes, prompt, answer, priority, requester, background, group: None };
             Arrival { step, request, is_cancelled: fate == 0 }
         }
     }
@@ -1427,7 +1440,7 @@ mod tests {
                 for (key, at) in &cancelled {
                     if *at == steps { run.scheduler.leave(*key, run.now); }
                 }
-                let rows = run.step(false);
+                let rows = run.step(None);
                 prop_assert!(run.scheduler.held.tokens <= reserved_tokens);
                 prop_assert!(rows.iter().map(|row| row.feed.tokens()).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
@@ -1464,7 +1477,7 @@ mod tests {
                     if it.step == steps { run.enqueue(key, it.request) }
                 }
                 if steps == arrival_step { run.enqueue(1_000, Request { priority, ..of(9, 1, 1) }) }
-                run.step(false);
+                run.step(None);
             }
             prop_assert!(run.ended.contains_key(&1_000));
         }
@@ -1483,10 +1496,10 @@ mod tests {
             }
             for steps in 0..arrival_step + 2 {
                 if steps == arrival_step { run.enqueue(1_000, of(99, 1, 1)) }
-                run.step(false);
+                run.step(None);
             }
             prop_assert!(run.ended.contains_key(&1_000));
-            for _ in 0..20_000 { run.step(false); }
+            for _ in 0..20_000 { run.step(None); }
             prop_assert!(run.is_idle(), "the large ones end, too");
         }
 
@@ -1503,7 +1516,7 @@ mod tests {
                     if it.step == steps { run.enqueue(key, it.request) }
                 }
                 if steps == arrival_step { run.enqueue(1_000, Request { requester: 9, ..window(0, 1) }) }
-                run.step(false);
+                run.step(None);
                 waited = run.waited.get(&1_000).map_or(waited, |(_, others)| *others);
                 if run.ended.contains_key(&1_000) { break; }
                 prop_assert!(steps < arrival_step + 12 * 9, "it has ended");

@@ -13,5 +13,6 @@ mod fill;
 mod prompts;
 mod windows;
 
+pub use admit::Group;
 pub use fill::{Batch, Batcher, Device, Policy};
 pub use windows::Encoding;

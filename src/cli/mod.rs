@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::protocol::control::RUN_ID_DIGITS;
 use crate::shutdown::Exit;
 
 pub use bench::{Bench, BenchDevice, Texts};
@@ -20,12 +21,9 @@ pub use ctl::{Ctl, CtlOrder, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 pub use submit::Submit;
 
-/// The digits of the id of a stop or of a job, which the commands print.
-const PRINTED_ID_LENGTH: usize = 12;
-
 /// Model inference behind a message queue: one process per device, fed by RabbitMQ.
 ///
-/// Its checks have passed on one kind of GPU, an NVIDIA H200. docs/gpu.md says what was run there.
+/// It has run on one kind of GPU, an NVIDIA H200. docs/gpu.md says what was tried there.
 #[derive(Debug, Parser)]
 #[command(name = "sconce", version, long_version = version::LONG, about, after_help = exit_codes())]
 #[command(max_term_width = 100)]
@@ -285,10 +283,10 @@ fn duration(text: &str) -> Result<Duration, String> {
 /// Parses the id of a stop or of a job.
 fn printed_id(text: &str) -> Result<String, String> {
     let is_digit = |byte: u8| byte.is_ascii_digit() || matches!(byte, b'a'..=b'f');
-    if text.len() == PRINTED_ID_LENGTH && text.bytes().all(is_digit) {
+    if text.len() == RUN_ID_DIGITS && text.bytes().all(is_digit) {
         return Ok(text.to_owned());
     }
-    Err(format!("expected the id that the command printed: {PRINTED_ID_LENGTH} hexadecimal digits"))
+    Err(format!("expected the id that the command printed: {RUN_ID_DIGITS} hexadecimal digits"))
 }
 
 fn exit_codes() -> String {
@@ -344,7 +342,7 @@ mod tests {
     #[test]
     fn the_help_and_the_readme_agree_on_what_has_run_on_gpus() {
         let help = Cli::command().render_long_help().to_string();
-        let claim = "Its checks have passed on one kind of GPU, an NVIDIA H200.";
+        let claim = "It has run on one kind of GPU, an NVIDIA H200.";
         assert!(help.contains(claim), "{help}");
         assert!(include_str!("../../README.md").contains(claim));
     }

@@ -59,12 +59,13 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             (None, None) => control.request_until_quiet(&target, &request, until).await,
             _ => control.request(&target, &request, until, expected).await,
         };
-        let answers = answers.map_err(with_exit)?;
-        let answers = match arguments.wait {
-            Some(limit) => wait_for(&mut control, &target, &request, answers, limit).await?,
-            None => answers,
+        let mut answers = answers.map_err(with_exit)?;
+        let waited = match arguments.wait {
+            Some(limit) => wait_for(&mut control, &target, &request, &mut answers, limit).await,
+            None => Ok(()),
         };
         print(&answers, arguments)?;
+        waited?;
         control.close().await;
         anyhow::Ok(answers)
     });
@@ -92,12 +93,13 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         };
         return Err(anyhow!("{message} for {key:?} within {timeout:?}").exits_with(Exit::Refused));
     }
-    // A slot without a worker refuses, but cannot hold the task.
-    let is_cancelled = cancelled(&answers).is_some_and(|tasks| tasks > 0);
-    if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled(&answers), refused) {
+    let cancelled = cancelled(&answers);
+    if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled, refused) {
         let hint = "a task that still waits in a queue cannot be cancelled by its id";
         return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::Refused));
     }
+    // A slot without a worker refuses to cancel, but cannot hold the task.
+    let is_cancelled = cancelled > Some(0);
     Ok(if refused && !is_cancelled { Exit::Refused } else { Exit::Done })
 }
 
@@ -107,7 +109,7 @@ fn cancelled(answers: &[Answer]) -> Option<u64> {
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
 
-/// Waits until the slots that accepted an order have carried it out. Returns the answers with the states after the wait.
+/// Waits until the slots that accepted an order have carried it out. The answers then have the states after the wait.
 ///
 /// # Errors
 /// Some slots have not carried it out within `limit`; the error names them.
@@ -115,9 +117,9 @@ async fn wait_for(
     control: &mut Control,
     target: &Target,
     order: &Request,
-    answers: Vec<Answer>,
+    answers: &mut [Answer],
     limit: Duration,
-) -> anyhow::Result<Vec<Answer>> {
+) -> anyhow::Result<()> {
     let until = Instant::now() + limit;
     let accepted = |slot: &&SlotReport| slot.refused.is_none();
     let ordered: Vec<&SlotReport> =
@@ -141,7 +143,8 @@ async fn wait_for(
             })
             .collect();
         if pending.is_empty() {
-            return Ok(with_current_states(answers, &current));
+            set_current_states(answers, &current);
+            return Ok(());
         }
         if Instant::now() >= until {
             let message = format!("not carried out after {limit:?} by {}", pending.join(", "));
@@ -151,9 +154,9 @@ async fn wait_for(
     }
 }
 
-/// Answers with the states that slots have now. A slot without a report is shown as stopped: its launcher has ended, or
+/// Gives answers the states that slots have now. A slot without a report is shown as stopped: its launcher has ended, or
 /// does not answer.
-fn with_current_states(mut answers: Vec<Answer>, current: &[Answer]) -> Vec<Answer> {
+fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
     for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
         // It says that the order begins to be carried out.
         slot.done = None;
@@ -162,7 +165,6 @@ fn with_current_states(mut answers: Vec<Answer>, current: &[Answer]) -> Vec<Answ
             None => (slot.state, slot.state_ms, slot.pid) = (State::Stopped, 0, None),
         }
     }
-    answers
 }
 
 /// Whether a slot has carried out an order, judged by its report when it accepted the order and by the present one.
@@ -349,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn after_waiting_answers_have_the_states_of_then() {
+    fn answers_get_the_states_after_the_wait() {
         let slot = |worker: &str, state, pid| SlotReport {
             worker: worker.to_owned(),
             state,
@@ -358,11 +360,12 @@ mod tests {
             ..SlotReport::default()
         };
         let answer = |slots| Answer { slots, ..Answer::default() };
-        let before =
-            vec![answer(vec![slot("a/x/0", State::Ready, Some(1)), slot("a/x/1", State::Ready, Some(2))])];
+        let mut answers =
+            [answer(vec![slot("a/x/0", State::Ready, Some(1)), slot("a/x/1", State::Ready, Some(2))])];
         let current = [answer(vec![slot("a/x/0", State::Busy, Some(3))])];
-        let after = with_current_states(before, &current);
-        let states: Vec<_> = after[0].slots.iter().map(|it| (it.state, it.pid, it.done.is_some())).collect();
+        set_current_states(&mut answers, &current);
+        let states: Vec<_> =
+            answers[0].slots.iter().map(|it| (it.state, it.pid, it.done.is_some())).collect();
         assert_eq!(states, [(State::Busy, Some(3), false), (State::Stopped, None, false)]);
     }
 

@@ -16,7 +16,7 @@ use crate::client::publish;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::admin::{Request, Target};
-use crate::protocol::control::Cancellation;
+use crate::protocol::control::{Cancellation, new_run_id};
 use crate::protocol::task::{SHUTDOWN, STOP};
 use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::Exit;
@@ -59,7 +59,7 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
         writeln!(io::stdout(), "nobody consumes from {queue}, so there is no worker to stop")?;
         return Ok(Exit::Done);
     }
-    let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
+    let id = new_run_id();
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let publisher = AmqpPublisher::new(connector());
     for _ in 0..count {

@@ -20,7 +20,7 @@ use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
 use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
 use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
-use crate::batching::{Encoding, Policy};
+use crate::batching::{Encoding, Group, Policy};
 use crate::model::{
     self, Advance, Capacity, Feed, ForwardError, Generate, Processor, SizedInput, Slot, TaskError,
     TaskErrorKind,
@@ -50,9 +50,10 @@ pub(super) struct Sequences<R: Processor> {
 
 struct State<R: Processor> {
     arrived: Vec<Arrived<R>>,
-    is_isolated: bool,
-    /// The value of `is_isolated` that the loop has read.
-    known_isolated: bool,
+    /// The group that runs alone.
+    isolated: Option<Group>,
+    /// The value of `isolated` that the loop has read.
+    known_isolated: Option<Group>,
     /// New bounds that the loop has not read yet.
     policy: Option<Policy>,
     is_asleep: bool,
@@ -62,15 +63,14 @@ struct State<R: Processor> {
 /// A sequence that the loop has not taken in yet.
 struct Arrived<R: Processor> {
     item: Item<R>,
-    /// It runs with other isolated sequences only.
-    isolated: bool,
+    group: Option<Group>,
 }
 
 impl<R: Processor> Sequences<R> {
     pub(super) fn new(capacity: Capacity, policy: Policy, waker: Waker) -> Self {
         let (arrived, policy) = (Vec::new(), Some(policy));
-        let (is_isolated, known_isolated, is_asleep, is_closed) = (false, false, false, false);
-        let state = State { arrived, is_isolated, known_isolated, policy, is_asleep, is_closed };
+        let (isolated, known_isolated, is_asleep, is_closed) = (None, None, false, false);
+        let state = State { arrived, isolated, known_isolated, policy, is_asleep, is_closed };
         Self { capacity, state: Mutex::new(state), waker, step_us: AtomicU64::new(0) }
     }
 
@@ -90,15 +90,15 @@ impl<R: Processor> Sequences<R> {
     /// Called before the loop sleeps. False: something new is in the queue.
     fn sleep(&self) -> bool {
         let mut state = self.lock();
-        let is_unchanged = state.policy.is_none() && state.is_isolated == state.known_isolated;
+        let is_unchanged = state.policy.is_none() && state.isolated == state.known_isolated;
         state.is_asleep = state.arrived.is_empty() && is_unchanged && !state.is_closed;
         state.is_asleep
     }
 }
 
 impl<R: Processor> Queue<R> for Sequences<R> {
-    fn enqueue(&self, items: Vec<Item<R>>, isolated: bool) {
-        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, isolated })));
+    fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>) {
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
     }
 
     /// Nothing to do: this loop never waits for further sequences.
@@ -108,8 +108,8 @@ impl<R: Processor> Queue<R> for Sequences<R> {
         self.change(|state| state.policy = Some(policy));
     }
 
-    fn isolate(&self, isolated: bool) {
-        self.change(|state| state.is_isolated = isolated);
+    fn isolate(&self, isolated: Option<Group>) {
+        self.change(|state| state.isolated = isolated);
     }
 
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
@@ -370,20 +370,20 @@ where
         });
     }
 
-    /// Takes in new sequences and settings. Returns whether only isolated sequences may run.
-    fn take_in(&mut self) -> bool {
+    /// Takes in new sequences and settings. Returns the group that runs alone, if one does.
+    fn take_in(&mut self) -> Option<Group> {
         let queue = self.queue.clone();
         let mut state = queue.lock();
         state.is_asleep = false;
         let arrived = mem::take(&mut state.arrived);
-        let (policy, is_isolated) = (state.policy.take(), state.is_isolated);
-        state.known_isolated = is_isolated;
+        let (policy, isolated) = (state.policy.take(), state.isolated);
+        state.known_isolated = isolated;
         drop(state);
         if let Some(policy) = policy {
             self.apply(policy);
         }
         let time = now();
-        for Arrived { item, isolated } in arrived {
+        for Arrived { item, group } in arrived {
             let request = Request {
                 encodes: item.encode_tokens > 0,
                 prompt: prompt_tokens(item.encode_tokens, item.tokens),
@@ -391,13 +391,13 @@ where
                 priority: item.task().priority,
                 requester: item.task().requester,
                 background: item.task().background,
-                isolated,
+                group,
             };
             self.last_key += 1;
             self.scheduler.enqueue(self.last_key, request, time);
             self.sequences.insert(self.last_key, Sequence { item, slot: None, given: 0, delivered: 0 });
         }
-        is_isolated
+        isolated
     }
 
     /// Ends the sequences that are cancelled, expired or withdrawn: running ones each time, waiting ones every
@@ -445,7 +445,7 @@ where
     ///
     /// # Errors
     /// The device has failed.
-    fn admit(&mut self, isolated: bool) -> Result<(), String> {
+    fn admit(&mut self, isolated: Option<Group>) -> Result<(), String> {
         let time = now();
         for change in self.scheduler.admit(isolated, time) {
             match change {
@@ -503,7 +503,7 @@ where
     }
 
     /// Computes a step. Returns false if there is no row to compute.
-    fn step(&mut self, isolated: bool) -> bool {
+    fn step(&mut self, isolated: Option<Group>) -> bool {
         let is_decoding = self.scheduler.is_decoding(isolated);
         let prompt_tokens = self.pace.prompt_tokens(is_decoding);
         let rows = self.scheduler.rows(isolated, prompt_tokens, now());

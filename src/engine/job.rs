@@ -16,7 +16,7 @@ use super::reply::{BRIEF_PARTS, PIECES_AT_ONCE, Reply};
 use super::{
     Completion, Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Unwritten, now,
 };
-use crate::batching::Policy;
+use crate::batching::{Group, Policy};
 use crate::model::{
     Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, Streaming, TaskError,
 };
@@ -52,13 +52,13 @@ pub(super) struct Ahead {
 /// threads, read by the loop.
 pub(super) trait Queue<R: Processor>: Send + Sync {
     /// Enqueues items of one task: all, or a slice of them. They stay adjacent.
-    fn enqueue(&self, items: Vec<Item<R>>, isolated: bool);
+    fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>);
     /// As [`Engine::expect`](super::Engine::expect).
     fn expect(&self, one: Expect);
     /// As [`Engine::set_policy`](super::Engine::set_policy).
     fn set_policy(&self, policy: Policy);
     /// As [`Engine::isolate`](super::Engine::isolate).
-    fn isolate(&self, isolated: bool);
+    fn isolate(&self, isolated: Option<Group>);
     /// Refuses inputs that this model can never compute.
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError>;
     /// As [`Job::estimate`].
@@ -136,7 +136,7 @@ impl<R: Processor> Model<R> {
         &self,
         slice: Slice<R>,
         outputs: &Arc<Outputs<R>>,
-        isolated: bool,
+        group: Option<Group>,
     ) -> Option<Slices<R::Input>> {
         let sizes = slice.sizes();
         let Slice { inputs, held, rest } = slice;
@@ -147,7 +147,7 @@ impl<R: Processor> Model<R> {
             Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _held }
         };
         if !inputs.is_empty() {
-            self.queue.enqueue((first..).zip(inputs).map(item).collect(), isolated);
+            self.queue.enqueue((first..).zip(inputs).map(item).collect(), group);
         }
         rest
     }
@@ -199,7 +199,7 @@ impl<R: Processor> super::Engine for Handle<R> {
         self.0.queue.set_policy(policy);
     }
 
-    fn isolate(&self, isolated: bool) {
+    fn isolate(&self, isolated: Option<Group>) {
         self.0.queue.isolate(isolated);
     }
 
@@ -245,7 +245,7 @@ struct Task<R: Processor> {
 struct Feed<R: Processor> {
     model: Arc<Model<R>>,
     outputs: Arc<Outputs<R>>,
-    isolated: bool,
+    group: Option<Group>,
     /// None: all are made, or one failed. Locked while a slice is made; the worker requests one at a time.
     rest: Mutex<Option<Slices<R::Input>>>,
 }
@@ -267,7 +267,7 @@ impl<R: Processor> InputSource for Feed<R> {
         }
         let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(slices) = rest.take() {
-            *rest = self.model.enqueue(self.model.next(slices)?, &self.outputs, self.isolated);
+            *rest = self.model.enqueue(self.model.next(slices)?, &self.outputs, self.group);
         }
         Ok(())
     }
@@ -316,13 +316,13 @@ impl<R: Processor> Job for Task<R> {
         }
     }
 
-    fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool) {
+    fn enqueue(&mut self, task: Arc<TaskState>, group: Option<Group>) {
         let First::Made(first) = mem::replace(&mut self.first, First::Enqueued) else { return };
         let outputs = Arc::new(Outputs::new(task, self.streaming));
         self.outputs = Some(WantedOutputs(outputs.clone()));
-        if let Some(rest) = self.model.enqueue(first, &outputs, isolated) {
+        if let Some(rest) = self.model.enqueue(first, &outputs, group) {
             let (model, rest) = (self.model.clone(), Mutex::new(Some(rest)));
-            self.feed = Some(Arc::new(Feed { model, outputs, isolated, rest }));
+            self.feed = Some(Arc::new(Feed { model, outputs, group, rest }));
         }
     }
 
@@ -676,12 +676,12 @@ mod tests {
     struct Kept(Mutex<Vec<Item<Numbers>>>);
 
     impl Queue<Numbers> for Kept {
-        fn enqueue(&self, items: Vec<Item<Numbers>>, _: bool) {
+        fn enqueue(&self, items: Vec<Item<Numbers>>, _: Option<Group>) {
             self.0.lock().unwrap().extend(items);
         }
         fn expect(&self, _: Expect) {}
         fn set_policy(&self, _: Policy) {}
-        fn isolate(&self, _: bool) {}
+        fn isolate(&self, _: Option<Group>) {}
         fn check(&self, inputs: &[SizedInput<u32>]) -> Result<(), TaskError> {
             let bad = inputs.iter().any(|sized| sized.input == 9);
             if bad { Err(TaskError::bad_input("input", "nine")) } else { Ok(()) }
@@ -704,7 +704,7 @@ mod tests {
         let queue = Arc::new(Kept::default());
         let mut job = handle(queue.clone()).preprocess(message).unwrap();
         let name = TaskName { id: "t".into(), fingerprint: "f".into() };
-        job.enqueue(Arc::new(TaskState::new(name, None)), false);
+        job.enqueue(Arc::new(TaskState::new(name, None)), None);
         (job, queue)
     }
 

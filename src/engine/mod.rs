@@ -40,7 +40,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::mpsc;
 
-use crate::batching::Policy;
+use crate::batching::{Group, Policy};
 use crate::model::{Body, Effort, LoadError, LoadSpec, Message, Processor, Route, TaskError};
 use crate::protocol::control::TaskName;
 
@@ -75,8 +75,8 @@ pub trait Engine: Send + Sync {
     /// Changes the bounds of batches. The new bounds also apply to inputs that already wait.
     fn set_policy(&self, policy: Policy);
 
-    /// While this is set to true, only jobs that were enqueued as isolated are computed.
-    fn isolate(&self, isolated: bool);
+    /// While a group is isolated, only jobs that were enqueued with it are computed.
+    fn isolate(&self, isolated: Option<Group>);
 
     /// The number of batches that may be submitted or in preparation. A worker should hold enough tasks for all of
     /// them.
@@ -120,9 +120,9 @@ pub trait Job: Send {
     /// What is wrong with the task: it has no result.
     fn make(&mut self) -> Result<(), TaskError>;
 
-    /// Hands the inputs to the model thread. Called once, when they are made. `isolated`: they are computed together
-    /// with other isolated jobs only.
-    fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
+    /// Hands the inputs to the model thread. Called once, when they are made. `group`: the one that the task
+    /// belongs to, which is isolated now.
+    fn enqueue(&mut self, task: Arc<TaskState>, group: Option<Group>);
 
     /// The source of the job's further inputs, once it is enqueued; none: all of them are prepared.
     fn source(&self) -> Option<Arc<dyn InputSource>>;

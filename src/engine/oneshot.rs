@@ -10,7 +10,7 @@ use super::job::{Ahead, Item, Queue};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
 use super::{Expect, Notice, Pass, Passed, TaskState, now};
-use crate::batching::{Batch, Batcher, Device, Policy};
+use crate::batching::{Batch, Batcher, Device, Group, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
 /// The queue of inputs that wait for a batch.
@@ -23,10 +23,10 @@ pub(super) struct WaitingInputs<R: Processor> {
 
 struct State<R: Processor> {
     ordinary: Batcher<Item<R>>,
-    /// Inputs of isolated tasks. They go first, one batch at a time.
+    /// Inputs of the isolated group. They go first, one batch at a time.
     isolated: Batcher<Item<R>>,
-    /// While this is set, no ordinary input goes to the device.
-    is_isolated: bool,
+    /// While a group is isolated, no other input goes to the device.
+    group: Option<Group>,
     sizing: Sizing,
     /// Tasks that are on their way.
     expected: usize,
@@ -55,7 +55,7 @@ impl<R: Processor> WaitingInputs<R> {
         let state = State {
             ordinary: Batcher::new(policy, |item| item.tokens),
             isolated: Batcher::new(policy, |item| item.tokens),
-            is_isolated: false,
+            group: None,
             sizing: Sizing::new(policy.max_tokens, Unit::Tokens),
             expected: 0,
             asleep: None,
@@ -129,7 +129,7 @@ impl<R: Processor> State<R> {
             // An isolated batch runs alone, so that a crash has its cause among few tasks.
             return if busy { None } else { self.isolated.take(now, Device::Idle, false) };
         }
-        if self.is_isolated {
+        if self.group.is_some() {
             return None;
         }
         let device = if busy { Device::Busy } else { Device::Idle };
@@ -141,7 +141,7 @@ impl<R: Processor> State<R> {
         if !self.isolated.is_empty() {
             return Ok(());
         }
-        if self.is_isolated {
+        if self.group.is_some() {
             return Err(None);
         }
         if self.ordinary.is_ready(now, Device::Idle, self.expected > 0) {
@@ -153,10 +153,12 @@ impl<R: Processor> State<R> {
 }
 
 impl<R: Processor> Queue<R> for WaitingInputs<R> {
-    fn enqueue(&self, items: Vec<Item<R>>, isolated: bool) {
+    fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>) {
         let now = now();
         self.change(|state| {
-            let batcher = if isolated { &mut state.isolated } else { &mut state.ordinary };
+            // The group of a later slice may not be isolated any more.
+            let is_isolated = group.is_some() && group == state.group;
+            let batcher = if is_isolated { &mut state.isolated } else { &mut state.ordinary };
             let Some(first) = items.first() else { return };
             let background = first.task().background;
             if first.index == 0 {
@@ -187,8 +189,16 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
         });
     }
 
-    fn isolate(&self, isolated: bool) {
-        self.change(|state| state.is_isolated = isolated);
+    fn isolate(&self, isolated: Option<Group>) {
+        let now = now();
+        self.change(|state| {
+            // What the group before has not computed is like all other inputs.
+            while let Some(Batch { inputs, .. }) = state.isolated.take(now, Device::Idle, false) {
+                let background = inputs.first().is_some_and(|first| first.task().background);
+                state.ordinary.push(inputs, background, now);
+            }
+            state.group = isolated;
+        });
     }
 
     /// An input larger than a batch is computed alone.

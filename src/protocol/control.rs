@@ -103,6 +103,14 @@ pub fn job_queue(job: &str) -> String {
     format!("sconce.job.{job}")
 }
 
+/// The hexadecimal digits of the id of a run of `sconce stop` or `sconce submit`, by which it is withdrawn.
+pub const RUN_ID_DIGITS: usize = 12;
+
+/// A new id of such a run, which cannot be guessed.
+pub fn new_run_id() -> String {
+    uuid::Uuid::new_v4().simple().to_string()[..RUN_ID_DIGITS].to_owned()
+}
+
 /// How long withdrawals of jobs and stops are remembered.
 pub const WITHDRAWN_FOR: Duration = Duration::from_secs(60 * 60);
 /// The most withdrawals that are remembered; the oldest are forgotten first.

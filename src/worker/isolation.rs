@@ -1,9 +1,9 @@
 //! Keeps tasks that may have killed a worker apart from all others, from preprocessing to reply: if they kill
 //! this worker too, no other task is affected. Such tasks run in groups, each at most half as large as the
 //! group that a worker died of before, so the task to blame among n is found in log₂ n deaths. Tasks of which no death is
-//! known run alone for a short time only, because others wait meanwhile. Decides who is
-//! in a group, and who may preprocess, compute and reply meanwhile; tells the launcher. Owns the tasks that
-//! wait for a group, and the latest crash records of the launcher.
+//! known run alone for a short time only, because others wait meanwhile. Decides who is in a group, and who may
+//! preprocess, compute and reply meanwhile; tells the launcher. Owns the tasks that wait for a group, and the latest
+//! crash records of the launcher.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +14,7 @@ use tokio::sync::{RwLock, RwLockReadGuard, mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::report::Reporter;
+use crate::batching::Group;
 use crate::engine::Engine;
 use crate::protocol::control::{CrashRecord, Event, TaskName};
 
@@ -89,17 +90,26 @@ struct Candidate {
     admit: oneshot::Sender<Membership>,
 }
 
-/// One task's membership in its group. The group ends when all its members are dropped, or when its time is over.
+/// One task's membership in its group. The group ends when all its members are dropped, or when its time is over: then
+/// its members are like all other tasks.
 pub(super) struct Membership {
     task: TaskName,
+    group: Group,
+    /// Written once, by the group runner.
+    is_over: Arc<AtomicBool>,
     /// Receives the tasks that were finished. Read by the group runner. Bound: the size of the group.
     through: mpsc::Sender<TaskName>,
 }
 
 impl Membership {
+    /// Its group, while that is isolated.
+    pub(super) fn group(&self) -> Option<Group> {
+        (!self.is_over.load(Ordering::Acquire)).then_some(self.group)
+    }
+
     /// Records that the task was finished, and that this process survived it.
     pub(super) fn end(self) {
-        let Self { task, through } = self;
+        let Self { task, through, .. } = self;
         let _ = through.try_send(task);
     }
 }
@@ -134,21 +144,22 @@ impl Isolation {
 
     /// Runs one group: admits its tasks, and waits until all have left, or until the time of a group without records is
     /// over. Returns whether all have left; otherwise the others run on beside all tasks.
-    async fn admit(&self, mut group: Vec<Candidate>) -> bool {
+    async fn admit(&self, group: Group, mut members: Vec<Candidate>) -> bool {
         let door = self.door.write().await;
-        group.retain(|candidate| !candidate.admit.is_closed());
-        if group.is_empty() {
+        members.retain(|candidate| !candidate.admit.is_closed());
+        let Some(Candidate { suspicion: Suspicion { has_record, .. }, .. }) = members.first() else {
             return true;
-        }
-        let has_record = group.iter().any(|candidate| candidate.suspicion.has_record);
-        self.engine.isolate(true);
-        let tasks = group.iter().map(|it| it.task.clone()).collect();
+        };
+        let (has_record, is_over) = (*has_record, Arc::new(AtomicBool::new(false)));
+        self.engine.isolate(Some(group));
+        let tasks = members.iter().map(|it| it.task.clone()).collect();
         self.reporter.send(&Event::Isolated { tasks, through: Vec::new() }).await;
         // Written before the group starts, since the process may die of it.
         self.reporter.flush().await;
-        let (ends, mut ended) = mpsc::channel(group.len());
-        for Candidate { task, admit, .. } in group {
-            let _ = admit.send(Membership { task, through: ends.clone() });
+        let (ends, mut ended) = mpsc::channel(members.len());
+        for Candidate { task, admit, .. } in members {
+            let (is_over, through) = (is_over.clone(), ends.clone());
+            let _ = admit.send(Membership { task, group, is_over, through });
         }
         drop(ends);
         let mut through = Vec::new();
@@ -163,10 +174,11 @@ impl Isolation {
         } else {
             timeout(UNPROVEN_FOR, leave).await.is_ok()
         };
+        is_over.store(true, Ordering::Release);
         if !self.closed.load(Ordering::Acquire) {
             self.reporter.send(&Event::Isolated { tasks: Vec::new(), through }).await;
         }
-        self.engine.isolate(false);
+        self.engine.isolate(None);
         drop(door);
         have_left
     }
@@ -175,7 +187,7 @@ impl Isolation {
 /// The group runner: runs one group after the other.
 async fn run_groups(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
     let mut waiting = VecDeque::new();
-    loop {
+    for number in 1.. {
         if waiting.is_empty() {
             match queued.recv().await {
                 Some(first) => waiting.push_back(first),
@@ -187,22 +199,25 @@ async fn run_groups(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candi
             waiting.push_back(more);
         }
         waiting.retain(|candidate: &Candidate| !candidate.admit.is_closed());
-        let group = next_group(&mut waiting, |candidate| candidate.suspicion.most);
+        let members = next_group(&mut waiting, |candidate| candidate.suspicion);
         let Some(isolation) = isolation.upgrade() else { return };
-        if !group.is_empty() && !isolation.admit(group).await {
+        if !members.is_empty() && !isolation.admit(number, members).await {
             tokio::time::sleep(UNPROVEN_FOR).await;
         }
     }
 }
 
-/// Takes the first candidate, and further ones while no member's size limit is exceeded.
-fn next_group<T>(waiting: &mut VecDeque<T>, most: impl Fn(&T) -> usize) -> Vec<T> {
+/// Takes the first candidate, and further ones while no member's size limit is exceeded. Candidates with a crash record
+/// and without do not share a group, because only the former run alone for as long as they take.
+fn next_group<T>(waiting: &mut VecDeque<T>, suspicion: impl Fn(&T) -> Suspicion) -> Vec<T> {
     let mut group = Vec::new();
     let mut limit = usize::MAX;
     let mut passed = VecDeque::new();
+    let first_has_record = waiting.front().is_some_and(|first| suspicion(first).has_record);
     while let Some(candidate) = waiting.pop_front() {
-        let smaller = limit.min(most(&candidate));
-        if group.len() < smaller {
+        let Suspicion { most, has_record } = suspicion(&candidate);
+        let smaller = limit.min(most);
+        if group.len() < smaller && has_record == first_has_record {
             limit = smaller;
             group.push(candidate);
         } else {
@@ -240,10 +255,15 @@ mod tests {
     #[test]
     fn a_group_starts_with_the_first_task_and_respects_every_size_limit() {
         let mut waiting = VecDeque::from([4, 32, 1, 4, 4, 4]);
-        assert_eq!(next_group(&mut waiting, |most| *most), [4, 32, 4, 4]);
-        assert_eq!(next_group(&mut waiting, |most| *most), [1]);
-        assert_eq!(next_group(&mut waiting, |most| *most), [4]);
-        assert!(next_group(&mut waiting, |most| *most).is_empty());
+        let of = |most: &usize| Suspicion { most: *most, has_record: true };
+        assert_eq!(next_group(&mut waiting, of), [4, 32, 4, 4]);
+        assert_eq!(next_group(&mut waiting, of), [1]);
+        assert_eq!(next_group(&mut waiting, of), [4]);
+        assert!(next_group(&mut waiting, of).is_empty());
+        let mut waiting = VecDeque::from([(9, true), (9, false), (9, true), (9, false)]);
+        let of = |(most, has_record): &(usize, bool)| Suspicion { most: *most, has_record: *has_record };
+        assert_eq!(next_group(&mut waiting, of), [(9, true), (9, true)]);
+        assert_eq!(next_group(&mut waiting, of), [(9, false), (9, false)]);
     }
 
     /// Simulates workers that die of one task: returns the number of deaths until it was alone.
@@ -259,7 +279,8 @@ mod tests {
                 let mut queue = VecDeque::from(waiting.clone());
                 let group = loop {
                     let most = |task: &usize| (among[*task] as usize / 2).max(1);
-                    let group = next_group(&mut queue, most);
+                    let of = |task: &usize| Suspicion { most: most(task), has_record: true };
+                    let group = next_group(&mut queue, of);
                     if group.contains(&culprit) {
                         break group;
                     }
@@ -296,8 +317,8 @@ mod tests {
         }
         fn expect(&self, _: crate::engine::Expect) {}
         fn set_policy(&self, _: crate::batching::Policy) {}
-        fn isolate(&self, isolated: bool) {
-            self.0.store(isolated, Ordering::SeqCst);
+        fn isolate(&self, isolated: Option<Group>) {
+            self.0.store(isolated.is_some(), Ordering::SeqCst);
         }
         fn depth(&self) -> usize {
             1
@@ -343,11 +364,14 @@ mod tests {
         let began = tokio::time::Instant::now();
         drop(isolation.keep_out().await);
         assert!(!is_occupied() && began.elapsed() <= UNPROVEN_FOR + GATHER_TIME, "{:?}", began.elapsed());
+        let long = long.unwrap();
+        assert_eq!(long.group(), None, "it is like all others now");
         // Others run for as long before the next group begins, though the first one has not left.
-        let next = isolation.enter(name("c"), unproven).await;
+        let next = isolation.enter(name("c"), unproven).await.unwrap();
         assert!(is_occupied() && began.elapsed() >= 2 * UNPROVEN_FOR, "{:?}", began.elapsed());
-        next.unwrap().end();
-        long.unwrap().end();
+        assert!(next.group().is_some());
+        next.end();
+        long.end();
         drop(isolation.keep_out().await);
         assert!(!is_occupied());
     }

@@ -17,6 +17,7 @@ use super::prefetch::SharedPrefetch;
 use super::preparation_turns::{Crowded, Turns};
 use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
 use super::{Reporter, Withdrawn, WorkerError, requester};
+use crate::batching::Group;
 use crate::broker::{PerSource, Source};
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
 use crate::model::{Effort, Route};
@@ -113,7 +114,7 @@ impl Shared {
                     source: accepted.delivery.source,
                     task: &task,
                     state: &state,
-                    isolated: isolated.is_some(),
+                    isolated: isolated.as_ref(),
                     place: place.as_ref().filter(|_| may_leave),
                 };
                 let computed = tokio::select! {
@@ -317,12 +318,18 @@ struct Run<'a> {
     source: Source,
     task: &'a Arc<Task>,
     state: &'a Arc<TaskState>,
-    isolated: bool,
+    /// Its group of isolated tasks.
+    isolated: Option<&'a Membership>,
     /// Its place, if it may be put off for the sake of others.
     place: Option<&'a Place>,
 }
 
 impl Run<'_> {
+    /// The group that the task belongs to, while that is isolated.
+    fn group(&self) -> Option<Group> {
+        self.isolated.and_then(Membership::group)
+    }
+
     /// Returns when the task is to be put off because its requester holds too many places.
     async fn put_off(&self) {
         match self.place {
@@ -362,7 +369,7 @@ impl Run<'_> {
         timings: &mut Timings,
         parts: &mut Option<Parts>,
     ) -> Result<Body, Outcome> {
-        let Self { shared, task, state, isolated, .. } = *self;
+        let Self { shared, task, state, .. } = *self;
         let accepted_at = now();
         task.deadline()?;
         shared.check(task, state)?;
@@ -390,7 +397,7 @@ impl Run<'_> {
         timings.prepare_us = micros(began.elapsed());
         self.check_time(job.estimate())?;
         let enqueued = now();
-        job.enqueue(state.clone(), isolated);
+        job.enqueue(state.clone(), self.group());
         // Dropped only now, because an engine that waits for this task must find it in its queue.
         drop(expected);
         *parts = Parts::of(&shared.settlement, task, &*job);
@@ -462,7 +469,7 @@ impl Run<'_> {
         let Self { shared, state, .. } = *self;
         let turn = async {
             // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
-            if self.isolated {
+            if self.group().is_some() {
                 return Ok(None);
             }
             shared.turns.take(state.requester, self.place.is_some()).await.map(Some)
@@ -518,7 +525,7 @@ impl Run<'_> {
         };
         // An isolated task does not wait for memory. Tasks that are computed only after it hold that memory, so
         // waiting would deadlock.
-        let _held = if self.isolated { None } else { Some(engine.memory().room().await) };
+        let _held = if self.group().is_some() { None } else { Some(engine.memory().room().await) };
         self.beside_others(pool.run(brief, work)).await.map_err(internal)?
     }
 
@@ -639,7 +646,7 @@ impl Run<'_> {
 
     /// Does `work` of this task. Unless the task is isolated, no group of isolated tasks runs meanwhile.
     async fn beside_others<T>(&self, work: impl Future<Output = T>) -> T {
-        let _out = if self.isolated { None } else { Some(self.shared.isolation.keep_out().await) };
+        let _out = if self.group().is_some() { None } else { Some(self.shared.isolation.keep_out().await) };
         work.await
     }
 }

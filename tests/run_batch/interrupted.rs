@@ -43,11 +43,15 @@ fn a_killed_run_resumes_without_computing_a_finished_line_again() {
 #[test]
 fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
     let rig = Rig::new(&slow_lines(4, 600_000));
-    let run = rig.start_echo(&[&ONE_BY_ONE[..], &["--set", "launcher.shutdown_grace=1s"]].concat());
-    let workers = eventually("both workers run", || Some(run.workers()).filter(|found| found.len() == 2));
-    let guard = run.guard().expect("a guard");
-    // The launcher tells its guard of a worker right after it has started it.
-    std::thread::sleep(std::time::Duration::from_millis(200));
+    let mut command = rig.command(&["--model", "echo", "--devices", "cpu,cpu"]);
+    command.args(ONE_BY_ONE).args(["--set", "launcher.shutdown_grace=1s"]).env("SCONCE_LOG", "info");
+    let run = rig.start_command(command);
+    // The launcher logs this once it has told its guard of the worker.
+    eventually("both workers are spawned", || {
+        (run.stderr().matches("worker spawned").count() == 2).then_some(())
+    });
+    let (workers, guard) = (run.workers(), run.guard().expect("a guard"));
+    assert_eq!(workers.len(), 2);
     run.signal(Signal::SIGKILL);
     for worker in &workers {
         // Behind the kill: the kernel continues those that are stopped before it.

@@ -19,6 +19,7 @@ use crate::client::batch_file::{ErrorCounts, ResumePoint};
 use crate::client::tally::{Report, Tally};
 use crate::client::{self, Request, Task};
 use crate::protocol::Message;
+use crate::protocol::control::new_run_id;
 
 /// The `status_code` of a task that was withdrawn.
 const CANCELLED: i64 = 499;
@@ -83,7 +84,7 @@ impl Job {
     /// A job whose rows are answered in `output`, from `point` on. A task without a reply is published `attempts`
     /// times in all.
     pub(super) fn new(output: Ordered, point: Option<ResumePoint>, attempts: u32) -> Self {
-        let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
+        let id = new_run_id();
         let before = output.written();
         let total = point.as_ref().map(|point| point.input.lines);
         let in_output = point.as_ref().map(|point| point.errors.clone()).unwrap_or_default();

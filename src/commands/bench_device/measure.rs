@@ -125,7 +125,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
     let begun = Instant::now();
     for (number, job) in jobs.iter_mut().enumerate() {
         let name = TaskName { id: number.to_string(), fingerprint: String::new() };
-        job.enqueue(Arc::new(TaskState::new(name, None)), false);
+        job.enqueue(Arc::new(TaskState::new(name, None)), None);
     }
     let mut left = 0;
     for (job, number) in jobs.iter_mut().zip(1..) {

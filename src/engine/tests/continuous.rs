@@ -8,6 +8,7 @@ use tokio::task::LocalSet;
 use tokio::time::Instant;
 
 use super::*;
+use crate::batching::Group;
 use crate::model::TaskErrorKind;
 use crate::model::testing::script;
 
@@ -60,17 +61,17 @@ impl Rig {
     }
 
     pub(super) async fn run(&self, id: &str, script: Value) -> Ended {
-        self.run_as(state(id, None), script, false).await
+        self.run_as(state(id, None), script, None).await
     }
 
     /// Runs a task, and takes its parts every 50 ms, as a worker does.
-    pub(super) async fn run_as(&self, task: Arc<TaskState>, script: Value, isolated: bool) -> Ended {
+    pub(super) async fn run_as(&self, task: Arc<TaskState>, script: Value, group: Option<Group>) -> Ended {
         let message = Message { body: script.to_string().into(), ..Message::default() };
         let mut job = match self.engine.preprocess(&message) {
             Ok(job) => job,
             Err(error) => return self.ended(Err(error), Vec::new(), Computed::default()),
         };
-        job.enqueue(task, isolated);
+        job.enqueue(task, group);
         let (mut parts, mut next) = (Vec::new(), Instant::now());
         let mut write = |unwritten: Unwritten| {
             let text = |body: Body| String::from_utf8(body.bytes.to_vec()).unwrap();
@@ -196,11 +197,11 @@ async fn unwanted_sequences_end_between_two_steps_and_free_their_slots() {
             tokio::join!(rig.run("x", sequence(1, 1)), rig.run("y", sequence(1, 1)))
         };
         let (gone, late, (x, y), ()) = tokio::join!(
-            rig.run_as(cancelled.clone(), sequence(4, 100), false),
-            rig.run_as(state("late", deadline), sequence(4, 100), false),
+            rig.run_as(cancelled.clone(), sequence(4, 100), None),
+            rig.run_as(state("late", deadline), sequence(4, 100), None),
             end,
             async {
-                let run = rig.run_as(withdrawn.clone(), sequence(4, 100), false);
+                let run = rig.run_as(withdrawn.clone(), sequence(4, 100), None);
                 let _ =
                     tokio::time::timeout(Duration::from_secs(5), run).await.expect_err("it is not answered");
             },
@@ -289,9 +290,9 @@ async fn isolated_sequences_run_alone_and_interrupted_ones_give_the_same_text() 
         let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
         let isolated = async {
             rig.log.passes(3).await;
-            rig.engine.isolate(true);
-            let ended = rig.run_as(state("suspect", None), sequence(4, 5), true).await;
-            rig.engine.isolate(false);
+            rig.engine.isolate(Some(1));
+            let ended = rig.run_as(state("suspect", None), sequence(4, 5), Some(1)).await;
+            rig.engine.isolate(None);
             ended
         };
         let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);
@@ -336,7 +337,7 @@ async fn the_highest_priority_is_next() {
         let (a, b, urgent) = tokio::join!(
             rig.run("a", sequence(1, 2)),
             rig.run("b", sequence(1, 2)),
-            rig.run_as(urgent, sequence(1, 2), false)
+            rig.run_as(urgent, sequence(1, 2), None)
         );
         assert_eq!((urgent.at, a.at, b.at), (20, 40, 60));
     })
@@ -355,10 +356,10 @@ async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
     here(async {
         for requester in [1, 2] {
             let rig = Rig::new("script?tokens=32768&context=8192", 512);
-            let long = ["a", "b", "c"].map(|id| rig.run_as(state_of(id, 1), sequence(4_000, 1), false));
+            let long = ["a", "b", "c"].map(|id| rig.run_as(state_of(id, 1), sequence(4_000, 1), None));
             let short = async {
                 rig.log.passes(1).await;
-                rig.run_as(state_of("short", requester), sequence(1, 1), false).await
+                rig.run_as(state_of("short", requester), sequence(1, 1), None).await
             };
             let (long, short) = tokio::join!(futures_util::future::join_all(long), short);
             assert!(short.at <= 30, "requester {requester}: {} ms", short.at);
@@ -375,7 +376,7 @@ async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
 async fn eight_long(rig: &Rig) -> Vec<Ended> {
     let names: Vec<String> = (0..8).map(|n| n.to_string()).collect();
     let streamed = with(sequence(40, 3_900), json!({"stream": true}));
-    let runs = names.iter().map(|id| rig.run_as(state_of(id, 1), streamed.clone(), false));
+    let runs = names.iter().map(|id| rig.run_as(state_of(id, 1), streamed.clone(), None));
     futures_util::future::join_all(runs).await
 }
 
@@ -386,7 +387,7 @@ async fn preemption_makes_room_for_another_requester_and_repeats_no_part() {
         let other = async {
             rig.log.passes(1_200).await;
             let came = rig.ms();
-            let ended = rig.run_as(state_of("other", 2), sequence(600, 1), false).await;
+            let ended = rig.run_as(state_of("other", 2), sequence(600, 1), None).await;
             ended.at - came
         };
         let (long, waited) = tokio::join!(eight_long(&rig), other);

@@ -108,11 +108,11 @@ async fn a_hundred_windows_of_one_requester_delay_another_by_one_window() {
     here(async {
         let rig = Rig::new("script", 64);
         let names = names(100);
-        let many = join_all(names.iter().map(|id| rig.run_as(state_of(id, 1), window(1, 20), false)));
+        let many = join_all(names.iter().map(|id| rig.run_as(state_of(id, 1), window(1, 20), None)));
         let other = async {
             rig.log.passes(10).await;
             let came = rig.ms();
-            rig.run_as(state_of("other", 2), window(1, 1), false).await.at - came
+            rig.run_as(state_of("other", 2), window(1, 1), None).await.at - came
         };
         let (many, waited) = tokio::join!(many, other);
         assert!(waited <= 2 * (400 + 80) + 10, "{waited} ms");
@@ -134,17 +134,17 @@ async fn unwanted_tasks_end_after_the_current_window_and_free_their_slots() {
         };
         let late = state("late", Some(Duration::from_millis(200)));
         let (gone, late, next, waited, (), ()) = tokio::join!(
-            rig.run_as(cancelled.clone(), window(1, 100), false),
-            rig.run_as(late, window(1, 100), false),
+            rig.run_as(cancelled.clone(), window(1, 100), None),
+            rig.run_as(late, window(1, 100), None),
             rig.run("next", window(1, 3)),
             async {
                 // Enqueued last, so that it is the fifth; four windows are encoded together.
                 tokio::time::sleep(Duration::from_millis(1)).await;
-                rig.run_as(waiting.clone(), window(1, 100), false).await
+                rig.run_as(waiting.clone(), window(1, 100), None).await
             },
             end,
             async {
-                let run = rig.run_as(withdrawn.clone(), window(1, 100), false);
+                let run = rig.run_as(withdrawn.clone(), window(1, 100), None);
                 let _ = tokio::time::timeout(Duration::from_secs(5), run).await.expect_err("no answer");
             },
         );
@@ -226,9 +226,9 @@ async fn a_preempted_sequence_encodes_again_and_gives_the_same_text() {
         let ordinary = |id: &'static str| rig.run(id, with(window(4, 10), json!({"stream": true})));
         let isolated = async {
             rig.log.passes(3).await;
-            rig.engine.isolate(true);
-            let ended = rig.run_as(state("suspect", None), window(4, 5), true).await;
-            rig.engine.isolate(false);
+            rig.engine.isolate(Some(1));
+            let ended = rig.run_as(state("suspect", None), window(4, 5), Some(1)).await;
+            rig.engine.isolate(None);
             ended
         };
         let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);

@@ -8,6 +8,7 @@ use super::super::job::Handle;
 use super::super::oneshot::{OneShot, WaitingInputs};
 use super::super::run_loop::{Loop as _, Next};
 use super::*;
+use crate::batching::Group;
 use crate::model::{Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
 /// A network whose inputs decide how the batch goes: 0 fails, 1 breaks the device, 2 runs out of memory unless it is
@@ -104,11 +105,11 @@ impl Rig {
         Self { engine, waiting, work, notices, calls, log, jobs, together, fault: None, woken }
     }
 
-    fn enqueue(&mut self, inputs: &[u8], isolated: bool) {
+    fn enqueue(&mut self, inputs: &[u8], group: Option<Group>) {
         let message = Message { body: inputs.to_vec().into(), ..Message::default() };
         let mut job = self.engine.preprocess(&message).unwrap();
         let task = state(&inputs[0].to_string(), None);
-        job.enqueue(task.clone(), isolated);
+        job.enqueue(task.clone(), group);
         self.jobs.push((task, job));
     }
 
@@ -141,7 +142,7 @@ impl Rig {
         rig.engine.expect(Expect::More);
         for batch in batches {
             for input in *batch {
-                rig.enqueue(&[*input], false);
+                rig.enqueue(&[*input], None);
             }
         }
         rig.engine.expect(Expect::Less);
@@ -259,7 +260,7 @@ fn withdrawn_and_cancelled_inputs_are_not_computed() {
     let mut rig = Rig::new(false);
     rig.engine.expect(Expect::More);
     for input in [10, 11, 12] {
-        rig.enqueue(&[input], false);
+        rig.enqueue(&[input], None);
     }
     assert!(rig.jobs[0].0.withdraw());
     rig.jobs[1].0.cancel();
@@ -279,11 +280,11 @@ fn an_idle_device_waits_for_expected_tasks_and_wakes_after_the_last() {
     assert_eq!(rig.run(), Next::Sleep(None));
     rig.engine.expect(Expect::More);
     rig.engine.expect(Expect::More);
-    rig.enqueue(&[10], false);
+    rig.enqueue(&[10], None);
     assert!(rig.woken.swap(false, Ordering::SeqCst), "it must learn when this one is due");
     rig.engine.expect(Expect::Less);
     assert!(matches!(rig.run(), Next::Sleep(Some(_))));
-    rig.enqueue(&[11], false);
+    rig.enqueue(&[11], None);
     assert!(!rig.woken.load(Ordering::SeqCst), "a second task makes nothing due earlier");
     rig.engine.expect(Expect::Less);
     assert!(rig.woken.load(Ordering::SeqCst));
@@ -296,7 +297,7 @@ fn a_task_enqueued_just_before_the_sleep_is_noticed() {
     let mut rig = Rig::new(false);
     rig.engine.expect(Expect::More);
     rig.engine.expect(Expect::More);
-    rig.enqueue(&[10], false);
+    rig.enqueue(&[10], None);
     rig.engine.expect(Expect::Less);
     // As if the loop had read the queue before this task was enqueued: it has no time at which to wake.
     assert!(!rig.waiting.sleep(None, now()), "10 is due in 2 ms, whether another task arrives or not");
@@ -307,18 +308,35 @@ fn a_task_enqueued_just_before_the_sleep_is_noticed() {
 fn isolated_tasks_run_first_and_alone_and_the_others_wait() {
     let mut rig = Rig::new(true);
     rig.engine.expect(Expect::More);
-    rig.enqueue(&[10], false);
-    rig.engine.isolate(true);
-    rig.enqueue(&[20], true);
-    rig.enqueue(&[21], true);
+    rig.enqueue(&[10], None);
+    rig.engine.isolate(Some(1));
+    rig.enqueue(&[20], Some(1));
+    rig.enqueue(&[21], Some(1));
     rig.engine.expect(Expect::Less);
     rig.run();
     assert_eq!(rig.calls(), ["submit [20, 21]", "wait [20, 21]"]);
     rig.woken.store(false, Ordering::SeqCst);
-    rig.engine.isolate(false);
+    rig.engine.isolate(None);
     assert!(rig.woken.load(Ordering::SeqCst));
     rig.run();
     assert_eq!(rig.calls(), ["submit [10]", "wait [10]"]);
+}
+
+#[test]
+fn tasks_of_an_earlier_group_are_computed_with_all_others() {
+    let mut rig = Rig::new(true);
+    rig.engine.isolate(Some(1));
+    rig.enqueue(&[20], Some(1));
+    rig.engine.isolate(None);
+    rig.enqueue(&[10], None);
+    rig.enqueue(&[21], Some(1));
+    rig.run();
+    assert_eq!(rig.calls(), ["submit [20, 10, 21]", "wait [20, 10, 21]"]);
+    rig.engine.isolate(Some(2));
+    rig.enqueue(&[22], Some(1));
+    rig.enqueue(&[30], Some(2));
+    rig.run();
+    assert_eq!(rig.calls(), ["submit [30]", "wait [30]"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -9,6 +9,8 @@ use crate::model::load::vocabulary::TokenTexts;
 const MEDIAN: usize = 7;
 /// The neighbours of a position on each side.
 const SIDE: usize = MEDIAN / 2;
+/// The numbers whose medians are found at a time, so that the compiler uses vector instructions.
+const LANES: usize = 16;
 /// Punctuation that belongs to the word after it.
 const OPENING: &str = "\"'“¿([{-";
 /// Punctuation that belongs to the word before it.
@@ -67,19 +69,20 @@ fn smoothed(mut weights: Vec<f32>, rows: usize, keys: usize) -> Vec<f32> {
 
 /// Brings each column of `[rows, keys]` to the mean 0 and the variance 1.
 fn normalise(head: &mut [f32], rows: usize, keys: usize) {
-    let (mut mean, mut variance) = (vec![0.0; keys], vec![0.0; keys]);
+    let (mut mean, mut scale) = (vec![0.0; keys], vec![0.0; keys]);
     for row in head.chunks_exact(keys) {
-        mean.iter_mut().zip(row).for_each(|(mean, x)| *mean += x / rows as f32);
+        mean.iter_mut().zip(row).for_each(|(mean, x)| *mean += x);
     }
+    mean.iter_mut().for_each(|mean| *mean /= rows as f32);
     for row in head.chunks_exact(keys) {
-        let all = variance.iter_mut().zip(row).zip(&mean);
-        all.for_each(|((variance, x), mean)| *variance += (x - mean) * (x - mean) / rows as f32);
+        let all = scale.iter_mut().zip(row).zip(&mean);
+        all.for_each(|((sum, x), mean)| *sum += (x - mean) * (x - mean));
     }
+    // A key at which all tokens look alike says nothing.
+    scale.iter_mut().for_each(|sum| *sum = if *sum > 0.0 { (rows as f32 / *sum).sqrt() } else { 0.0 });
     for row in head.chunks_exact_mut(keys) {
-        for ((x, mean), variance) in row.iter_mut().zip(&mean).zip(&variance) {
-            // A key at which all tokens look alike says nothing.
-            *x = if *variance > 0.0 { (*x - mean) / variance.sqrt() } else { 0.0 };
-        }
+        let all = row.iter_mut().zip(&mean).zip(&scale);
+        all.for_each(|((x, mean), scale)| *x = (*x - mean) * scale);
     }
 }
 
@@ -93,37 +96,31 @@ fn add_medians(row: &[f32], sum: &mut [f32]) {
     }
     let before = (1..=SIDE).rev();
     let after = (1..=SIDE).map(|by| keys - 1 - by);
-    let mirrored: Vec<f32> = before.chain(0..keys).chain(after).map(|at| row[at]).collect();
-    for (sum, near) in sum.iter_mut().zip(mirrored.windows(MEDIAN)) {
-        *sum += median(std::array::from_fn(|at| near[at]));
+    let mut mirrored: Vec<f32> = before.chain(0..keys).chain(after).map(|at| row[at]).collect();
+    mirrored.resize(keys.next_multiple_of(LANES) + 2 * SIDE, 0.0);
+    for (first, sum) in (0..keys).step_by(LANES).zip(sum.chunks_mut(LANES)) {
+        let near: [[f32; LANES]; MEDIAN] =
+            std::array::from_fn(|by| std::array::from_fn(|lane| mirrored[first + by + lane]));
+        sum.iter_mut().zip(medians(near)).for_each(|(sum, x)| *sum += x);
     }
 }
 
-/// The median, by a network of exchanges without branches.
-fn median(mut x: [f32; MEDIAN]) -> f32 {
-    let mut order = |a: usize, b: usize| (x[a], x[b]) = (x[a].min(x[b]), x[a].max(x[b]));
-    for (a, b) in [
-        (0, 6),
-        (2, 3),
-        (4, 5),
-        (0, 2),
-        (1, 4),
-        (3, 6),
-        (0, 1),
-        (2, 5),
-        (3, 4),
-        (1, 2),
-        (4, 6),
-        (2, 3),
-        (4, 5),
-        (1, 2),
-        (3, 4),
-        (5, 6),
-    ] {
-        order(a, b);
+/// The median of each lane, by a network of exchanges without branches.
+fn medians(mut x: [[f32; LANES]; MEDIAN]) -> [f32; LANES] {
+    for (a, b) in EXCHANGES {
+        let (one, other) = (x[a], x[b]);
+        x[a] = std::array::from_fn(|lane| if one[lane] < other[lane] { one[lane] } else { other[lane] });
+        x[b] = std::array::from_fn(|lane| if one[lane] < other[lane] { other[lane] } else { one[lane] });
     }
     x[SIDE]
 }
+
+/// They sort seven numbers.
+#[rustfmt::skip]
+const EXCHANGES: [(usize, usize); 16] = [
+    (0, 6), (2, 3), (4, 5), (0, 2), (1, 4), (3, 6), (0, 1), (2, 5), (3, 4), (1, 2), (4, 6), (2, 3), (4, 5), (1, 2),
+    (3, 4), (5, 6),
+];
 
 /// A step of the path to a cell.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -333,7 +330,7 @@ mod tests {
             });
             let mut sorted = x;
             sorted.sort_by(f32::total_cmp);
-            assert_eq!(median(x), sorted[SIDE], "{x:?}");
+            assert_eq!(medians(x.map(|x| [x; LANES])), [sorted[SIDE]; LANES], "{x:?}");
         }
     }
 
