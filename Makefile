@@ -72,6 +72,8 @@ soak: ## an hour of faults, then ten minutes of hostile requesters: make soak SE
 	scripts/fetch-model
 	scripts/fetch-efficientnet
 	scripts/fetch-smollm2
+	scripts/fetch-whisper
+	scripts/fetch-recordings
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
 		$(CARGO) test --locked --test soak -- --nocapture a_storm_of_faults
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) \

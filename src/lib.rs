@@ -21,6 +21,7 @@
 //! | 1 | `config` | raw settings → validated settings; the worker's assignment |
 //! | 2 | `telemetry` | where log lines and spans go, and how they look |
 //! | 2 | `model` | the traits of models; loading; devices; the networks; what serves which architecture; models for tests |
+//! | 2 | `fetch` | which files that tasks name by URLs are fetched, from where, and how many bytes of them are held |
 //! | 2 | `broker` | deliver, publish with confirm, settle, reconnect |
 //! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |
 //! | 4 | `worker` | session → intake → preprocess → engine → settle; the drain; isolation |
@@ -54,6 +55,7 @@ mod cli;
 mod client;
 mod commands;
 mod engine;
+mod fetch;
 pub mod model;
 mod worker;
 

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, CpuFeatures, Devices, Drain, Dtype, Launcher, Loaded, Pool, Replace, Retry, Secret,
-    Settings, Telemetry, Tls, load, redact_url,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, Dtype, Fetch, Launcher, Loaded, Pool, Replace, Retry,
+    S3, Secret, Settings, Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -62,6 +62,9 @@ fn default_pool() -> Pool {
         prepared_bytes: 512 * 1024 * 1024,
         max_body: 8 * 1024 * 1024,
         max_inputs: 2048,
+        allowed_sources: Vec::new(),
+        fetch: Fetch { max_size: 256 << 20, timeout: Duration::from_secs(60), at_once: 4, memory: 1 << 30 },
+        s3: S3 { endpoint: None, region: "us-east-1".into(), access_key_id: None, secret_access_key: None },
         batch: Batch {
             max_tokens: None,
             max_requests: 512,

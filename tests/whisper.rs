@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use safetensors::SafeTensors;
 use sconce::model::load::ModelFiles;
 use sconce::model::nets::whisper::config::{POSITIONS, WhisperConfig};
-use sconce::model::nets::whisper::{Span, Whisper};
+use sconce::model::nets::whisper::{DeviceWhisper, HostWhisper, Span, Whisper};
 use sconce::model::sound::decode::{Channels, Limits, Recording};
 use sconce::model::sound::features::LogMel;
 use sconce::model::{Device, LoadSpec};
@@ -46,12 +46,12 @@ fn numbers<T>(tensors: &SafeTensors<'_>, name: &str, read: fn([u8; 4]) -> T) -> 
 }
 
 /// A network with four slots, and the features of the reading for it.
-fn network(model: &str) -> (Whisper, Vec<f32>) {
+fn network(model: &str) -> (HostWhisper, Vec<f32>) {
     assert!(path(model).join("model.safetensors").is_file(), "{model} is missing: run scripts/fetch-whisper");
     let spec = LoadSpec::new(path(model).to_str().expect("a path in UTF-8"));
     let files = ModelFiles::locate(&spec.source).expect("files");
     let config = WhisperConfig::read(&files, &spec.source).expect("a configuration");
-    let network = Whisper::load(&spec, &Device::Cpu, &config, 4).unwrap_or_else(|error| panic!("{error}"));
+    let network = HostWhisper::load(&spec, &config, 4).unwrap_or_else(|error| panic!("{error}"));
     (network, LogMel::new(config.mels).features(&reading()))
 }
 
@@ -121,5 +121,44 @@ fn windows_and_tokens_have_the_same_bits_in_any_company() {
             network.decoder.forward(&ids, &[span(slot, 0, 10)], &[9], logits);
         }
         assert!(logits[0] == logits[1] && logits[0] != whole, "{model}");
+    }
+}
+
+#[test]
+fn candles_operations_give_the_numbers_of_the_cpus_kernels() {
+    for (model, _, start) in MODELS {
+        let (host, features) = network(model);
+        let spec = LoadSpec::new(path(model).to_str().expect("a path in UTF-8"));
+        let config = WhisperConfig::read(&ModelFiles::locate(&spec.source).expect("files"), &spec.source);
+        let config = config.expect("a configuration");
+        let on_device = DeviceWhisper::load(&spec, &Device::Cpu, &config, 4);
+        let on_device = on_device.unwrap_or_else(|error| panic!("{error}"));
+        let mut networks = [Whisper::Host(Box::new(host)), Whisper::Device(Box::new(on_device))];
+        let other: Vec<f32> = features.iter().rev().copied().collect();
+        let span = |slot, first, count| Span { slot, first, count };
+        let [expected, found] = networks.each_mut().map(|network| {
+            let mut all = Vec::new();
+            network.encode(&[2, 0], &[&features, &other]).expect("encoded windows");
+            network.keep_queries(2);
+            let mut forward = |ids: &[u32], spans: &[Span], wanted: &[usize]| {
+                let mut logits = Vec::new();
+                network.forward(ids, spans, wanted, &mut logits).expect("a step");
+                all.extend(logits);
+            };
+            // Two prompts of different lengths, then a token of each, and then one of them beside a longer span.
+            forward(&[start, 5, 6, start, 7], &[span(2, 0, 3), span(0, 0, 2)], &[2, 4]);
+            forward(&[8, 9], &[span(0, 2, 1), span(2, 3, 1)], &[1, 0]);
+            forward(&[10, 11, 12], &[span(2, 4, 1), span(0, 3, 2)], &[0, 2]);
+            let weights = network.alignment(2, &[1, 3, 4], 700).expect("weights of attention");
+            assert_eq!(network.alignment(0, &[1], 700).expect("weights"), [0.0; 0], "it keeps no queries");
+            network.release(2);
+            (all, weights)
+        });
+        assert_eq!((expected.0.len(), expected.1.len()), (found.0.len(), found.1.len()), "{model}");
+        assert!(!expected.1.is_empty() || config.alignment.is_empty());
+        let off = worst(found.0.into_iter(), &expected.0);
+        assert!(off < TOLERANCE, "{model}: logits differ by {off}");
+        let off = worst(found.1.into_iter(), &expected.1);
+        assert!(off < 1e-4, "{model}: weights of attention differ by {off}");
     }
 }

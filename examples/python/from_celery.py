@@ -1,7 +1,7 @@
 """Calls sconce from a Celery task, with sconce-client.
 
-AMQP_URL=amqp://… celery -A from_celery worker      the tasks' worker
-AMQP_URL=amqp://… python from_celery.py             calls one, and prints what it returns
+SCONCE_BROKER__URL=amqp://… celery -A from_celery worker      the tasks' worker
+SCONCE_BROKER__URL=amqp://… python from_celery.py             calls one, and prints what it returns
 
 Celery's tasks and sconce's have queues of their own. SCONCE_QUEUE names sconce's.
 """
@@ -15,7 +15,7 @@ from celery import Celery, Task
 
 from sconce_client import BadRequest, Client, NotServed, SconceError, TooLarge
 
-URL = os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
+URL = os.environ.get("SCONCE_BROKER__URL") or os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
 QUEUE = os.environ.get("SCONCE_QUEUE", "sconce.tasks")
 TEXTS = ["how do I light a room?", "a lamp on the wall", "a queue of tasks"]
 

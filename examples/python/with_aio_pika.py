@@ -1,4 +1,4 @@
-"""Embeds texts with aio-pika alone: AMQP_URL=amqp://… python with_aio_pika.py [QUEUE]"""
+"""Embeds texts with aio-pika alone: SCONCE_BROKER__URL=amqp://… python with_aio_pika.py [QUEUE]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import aio_pika
 from aio_pika.abc import AbstractIncomingMessage
 from aio_pika.exceptions import PublishError
 
-URL = os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
+URL = os.environ.get("SCONCE_BROKER__URL") or os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
 QUEUE = sys.argv[1] if len(sys.argv) > 1 else "sconce.tasks"
 TEXTS = ["how do I light a room?", "a lamp on the wall", "a queue of tasks"]
 TIMEOUT = 60.0  # seconds

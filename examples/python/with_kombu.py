@@ -1,4 +1,4 @@
-"""Embeds texts with kombu, Celery's library for messages: AMQP_URL=amqp://… python with_kombu.py [QUEUE]"""
+"""Embeds texts with kombu, Celery's library for messages: SCONCE_BROKER__URL=amqp://… python with_kombu.py [QUEUE]"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kombu import Connection, Consumer, Producer, Queue, uuid
 
-URL = os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
+URL = os.environ.get("SCONCE_BROKER__URL") or os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
 QUEUE = sys.argv[1] if len(sys.argv) > 1 else "sconce.tasks"
 TEXTS = ["how do I light a room?", "a lamp on the wall", "a queue of tasks"]
 TIMEOUT = 60.0  # seconds

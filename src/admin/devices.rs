@@ -26,7 +26,7 @@ impl Default for Devices {
 }
 
 impl Devices {
-    /// The driver's answer, or its last one if it takes too long.
+    /// Queries the driver. Returns its last answer if the query takes over a second, or if another one is under way.
     pub(super) async fn query(&self) -> Gpus {
         if let Ok(permit) = self.query_permit.clone().try_acquire_owned() {
             let last = self.last.clone();

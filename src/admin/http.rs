@@ -286,6 +286,7 @@ mod tests {
             idle_clients.push((connection(address, sent).await, left));
         }
         probe(address).await;
+        // With the probe there were 201 connections; all but the youngest `MAX_CONNECTIONS` were closed.
         let youngest = idle_clients.split_off(200 + 1 - MAX_CONNECTIONS);
         for (stream, _) in idle_clients {
             assert_eq!(answer(stream).await, "");

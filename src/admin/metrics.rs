@@ -144,7 +144,7 @@ fn slots_with_stats(status: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats
     status.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
 }
 
-fn sums<'a>(
+fn slot_values<'a>(
     status: &'a SlotStatus,
     of: impl Fn(&Stats) -> f64 + 'a,
 ) -> impl Iterator<Item = (Labels<'a>, f64)> {
@@ -183,17 +183,21 @@ fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
         })
     });
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
-    out.counter("inputs", "Inputs computed", sums(status, |stats| stats.inputs as f64))?;
-    out.counter("tokens", "Tokens computed", sums(status, |stats| stats.tokens as f64))?;
+    out.counter("inputs", "Inputs computed", slot_values(status, |stats| stats.inputs as f64))?;
+    out.counter("tokens", "Tokens computed", slot_values(status, |stats| stats.tokens as f64))?;
     out.counter(
         "redelivered",
         "Deliveries that are not the first of their message",
-        sums(status, |stats| stats.redelivered as f64),
+        slot_values(status, |stats| stats.redelivered as f64),
     )?;
-    out.counter("retried", "Tasks tried again", sums(status, |stats| stats.retried as f64))?;
-    out.counter("put_off", "Tasks put off uncomputed", sums(status, |stats| stats.put_off as f64))?;
-    out.counter("requeued", "Deliveries handed back", sums(status, |stats| stats.requeued as f64))?;
-    out.counter("sentinels", "Sentinels that stopped a worker", sums(status, |it| it.sentinels as f64))?;
+    out.counter("retried", "Tasks tried again", slot_values(status, |stats| stats.retried as f64))?;
+    out.counter("put_off", "Tasks put off uncomputed", slot_values(status, |stats| stats.put_off as f64))?;
+    out.counter("requeued", "Deliveries handed back", slot_values(status, |stats| stats.requeued as f64))?;
+    out.counter(
+        "sentinels",
+        "Sentinels that stopped a worker",
+        slot_values(status, |it| it.sentinels as f64),
+    )?;
     let dead_letters = slots_with_stats(status).flat_map(|(entry, stats)| {
         Reason::ALL.iter().map(move |reason| {
             let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
@@ -227,7 +231,7 @@ fn batch_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.histogram("batch_inputs", "Inputs of a forward pass", &INPUTS, inputs)?;
     let tokens = slots_with_stats(status).map(|(entry, stats)| (slot_labels(entry), &stats.batch_tokens));
     out.histogram("batch_tokens", "Tokens of a forward pass", &TOKENS, tokens)?;
-    let busy = sums(status, |stats| stats.busy_us as f64 / 1e6);
+    let busy = slot_values(status, |stats| stats.busy_us as f64 / 1e6);
     out.counter("device_busy_seconds", "Time that the device computed", busy)
 }
 
@@ -276,16 +280,16 @@ fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
         .values()
         .map(|entry| (slot_labels(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
     out.gauge("worker_stuck", "1 while the worker is past its time limit, and /livez fails", stuck)?;
-    let resident = sums(status, |stats| stats.now.resident as f64);
+    let resident = slot_values(status, |stats| stats.now.resident as f64);
     out.gauge("worker_resident_memory_bytes", "Resident memory that only the worker uses", resident)?;
     let started = status
         .slots
         .values()
         .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot_labels(entry), at as f64 / 1e3)));
     out.gauge("worker_start_time_seconds", "When the worker became ready, in seconds since 1970", started)?;
-    let connected = sums(status, |stats| f64::from(u8::from(stats.now.connected)));
+    let connected = slot_values(status, |stats| f64::from(u8::from(stats.now.connected)));
     out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
-    let lost = sums(status, |stats| stats.lost_sessions as f64);
+    let lost = slot_values(status, |stats| stats.lost_sessions as f64);
     out.counter("broker_reconnects", "Sessions with the broker that were lost", lost)?;
     let prefetched = slots_with_stats(status).map(|(entry, stats)| {
         (slot_labels(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64)

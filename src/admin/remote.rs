@@ -50,7 +50,8 @@ pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) 
                 // first.
                 let _permit = launcher.answer_permit.acquire().await;
                 handle_delivery(&session, launcher, &delivery).await;
-                // Acked last: with a prefetch of one, further requests can still expire at the broker.
+                // Acked last: the prefetch is one, so until then further requests wait at the broker, where they can
+                // expire.
                 session.acker.ack(delivery.delivery_tag).await;
             }
             Event::Lost { .. } => {}

@@ -32,8 +32,8 @@ const STACK_BYTES: usize = 64 << 20;
 /// have the size given there.
 pub fn main(registry: &Registry) -> ExitCode {
     deepen_stacks();
-    // The shell limits the first thread's stack. The thread spawned here lives to the end too: the kernel ties
-    // workers to the thread that spawned them.
+    // The command runs on a thread of its own, because the shell limits the first thread's stack. Like the first
+    // thread, this one lives to the end: the kernel ties workers to the thread that spawned them.
     let exit = thread::scope(|scope| {
         let main = thread::Builder::new().name("main".into()).stack_size(STACK_BYTES);
         match main.spawn_scoped(scope, || run(registry)) {

@@ -9,9 +9,9 @@
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
 //! - **Large sequences.** A sequence is large if it has more tokens than a share of the tokens, and also more than the
-//!   tokens divided by the slots, and if its requester runs no other. A running large sequence is within the share of
-//!   its requester while the large ones admitted before it and itself hold at most half of the tokens, or while it is
-//!   the only one. Of the waiting large ones, only the one whose turn is first can be within a share. Thus a few
+//!   tokens divided by the slots, and if its requester runs no other. A running large sequence is within its
+//!   requester's share if no large one was admitted before it, or if it and those admitted before it hold at most half
+//!   of the tokens. Of the waiting large ones, only the one whose turn is first can be within a share. Thus a few
 //!   requesters whose sequences are as long as the context do not hold all room until their sequences end, and each
 //!   large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
@@ -25,16 +25,16 @@
 //!   run, no step has a row of another sequence.
 //! - **Background** sequences count as having arrived [`BACKGROUND_PENALTY`] later. Until then they run only while
 //!   nobody else waits, and are preempted by ordinary sequences.
-//! - **Steps.** A step first has a row (1 token) for each sequence that decodes, which means that its whole prompt has
-//!   been fed. The tokens left are for chunks of prompts, divided by `prompts`. No more sequences are admitted than a
+//! - **Steps.** A step first has a row (1 token) for each sequence that decodes: one whose whole prompt has been fed.
+//!   The tokens left are for chunks of prompts, and `prompts` divides them. No more sequences are admitted than a
 //!   step has tokens, so that every prompt makes progress. If steps become smaller while more sequences run, these take
 //!   turns.
-//! - **Windows.** A window is what an encoder computes whole before the first token, such as 30 s of sound. It is
-//!   encoded by a step that has only windows, so that other sequences are not suspected if a window fails or kills the
-//!   worker.
-//!   While sequences decode, such a step has one window, and at least [`Encoding::interval`] token steps lie between
-//!   two. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows` decides
-//!   whose windows they are. They do not count as tokens of a step. A preempted sequence encodes its window again.
+//! - **Windows.** A window is input that an encoder processes as a whole before the first token, such as 30 s of sound.
+//!   It is encoded by a step that has only windows, so that other sequences are not suspected if a window fails or
+//!   kills the worker. While sequences decode, such a step has one window, and at least [`Encoding::interval`] token
+//!   steps lie between two such steps. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks
+//!   of prompts. `windows` decides whose windows they are. They do not count as tokens of a step. A preempted sequence
+//!   encodes its window again.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -438,8 +438,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         Some(running)
     }
 
-    /// Admits the sequences that may run now; only those of the group `isolated`, if there is one. The caller must make the changes in the
-    /// order in which they are returned.
+    /// Admits the sequences that may run now; only those of the group `isolated`, if there is one. The caller must make
+    /// the changes in the order in which they are returned.
     pub fn admit(&mut self, isolated: Option<Group>, now: Instant) -> Vec<Change<K>> {
         let mut changes = Vec::new();
         // The number of slots bounds the admissions, so that this ends whatever the rules decide.
@@ -641,9 +641,9 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.in_order(isolated).iter().any(|(_, it)| it.decodes())
     }
 
-    /// The rows of the next step, which the caller must compute now; only of the group `isolated`, if there is one. They are
-    /// all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each prompt may have
-    /// one. The limit of the step bounds all rows.
+    /// The rows of the next step, which the caller must compute now; only those of the group `isolated`, if there is
+    /// one. They are all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each
+    /// prompt may have one. The limit of the step bounds all rows.
     pub fn rows(&mut self, isolated: Option<Group>, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
         let (windows, fed): (Vec<_>, Vec<_>) =
             self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
@@ -654,7 +654,7 @@ impl<K: Copy + Ord> Scheduler<K> {
             ([], []) => (0, batch),
             // Windows alternate with chunks of prompts.
             ([], _) => (1, batch),
-            // Answers are delayed by few windows.
+            // Each window delays the answers, so there is only one at a time.
             _ => (interval, 1),
         };
         if !windows.is_empty() && self.steps_since_window >= steps_between {
@@ -721,7 +721,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         }
     }
 
-    /// The sequence in this slot is to encode again, and then to be fed its prompt again.
+    /// Makes the sequence in this slot begin again: it encodes its window, if it has one, and then is fed its prompt.
     pub fn begin_again(&mut self, slot: usize) {
         if let Some(running) = self.running.get_mut(slot).and_then(Option::as_mut) {
             let Request { encodes, prompt, .. } = running.sequence.request;
@@ -886,7 +886,7 @@ mod tests {
             }
         }
 
-        /// Checks that no sequence within its share waits, unless it or a running one is alone larger than a share.
+        /// Checks that no ordinary sequence within its share waits if preempting those beyond theirs makes room.
         fn check_shares(&self, isolated: Option<Group>) {
             let scheduler = &self.scheduler;
             if isolated.is_some() || scheduler.share().limit.sequences == 0 {
@@ -1127,11 +1127,12 @@ mod tests {
     }
 
     #[test]
-    fn a_large_sequence_does_not_starve_behind_endless_ones_that_are_a_little_smaller() {
+    fn a_large_sequence_does_not_starve_behind_endless_slightly_smaller_ones() {
         let limits = Limits { sequences: 16, reserved_tokens: 160, step_tokens: 64, ..LIMITS };
         let mut run = Run::new(limits);
         let (mut key, mut ended) = (1_000, 0);
-        // Eight requesters with 11 tokens each fill the half of the large ones; with twelve more, the slots are too few.
+        // Eight requesters with 11 tokens each fill the half of the tokens that large sequences may hold. With twelve
+        // more requesters, the slots are too few.
         let request = |requester: u64| of(requester, 1, if requester < 8 { 10 } else { 2 });
         let mut current: BTreeMap<u64, u32> = BTreeMap::new();
         for step in 0..300 {

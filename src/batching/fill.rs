@@ -10,8 +10,9 @@ use std::vec::IntoIter;
 /// broker would eventually take back (`consumer_timeout`).
 const BACKGROUND_WAIT: Duration = Duration::from_secs(60);
 /// Background inputs fill a batch only up to 1/4 of `max_tokens`: a task waits for the batch before its own and for
-/// its own, and background inputs must lengthen neither by much. (Up to all of `max_tokens`, they raised the median
-/// latency at a third of the pool's load from 12 to 318 ms; docs/performance.md has the figures with 1/4.)
+/// its own, and background inputs must lengthen neither by much. (When they filled batches up to all of `max_tokens`,
+/// they raised the median latency at a third of the pool's rate from 12 to 318 ms; docs/performance.md has the figures
+/// with 1/4.)
 const BACKGROUND_DIVISOR: usize = 4;
 
 /// The bounds of a batch.
@@ -224,7 +225,7 @@ struct Shares {
     /// Inputs of each task, for the first tasks in the order of their turns.
     of_tasks: Vec<usize>,
     tokens: usize,
-    /// The task whose turn is next.
+    /// The index of the task whose turn is next.
     next: usize,
 }
 
@@ -297,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_one_request_works() {
+    fn with_max_requests_of_one_each_input_has_a_batch_of_its_own() {
         let (mut batcher, now) = (batcher(100, 1), Instant::now());
         batcher.push(vec![(1, 1)], false, now);
         batcher.push(vec![(2, 1)], false, now);

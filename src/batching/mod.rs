@@ -1,5 +1,5 @@
-//! Decides what the device computes together. Pure state machines: time is passed in; they know no task, clock
-//! or channel.
+//! Decides what the device computes together. Pure state machines: time is passed in, and they know neither clocks nor
+//! channels.
 //!
 //! | file | decides |
 //! |---|---|

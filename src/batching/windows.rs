@@ -1,8 +1,8 @@
-//! Decides whose windows a step encodes. A window is what the encoder of a sequence computes whole: 30 s of sound, an
-//! image. Pure.
+//! Decides whose windows a step encodes. A window is input that the encoder of a sequence processes as a whole: 30 s of
+//! sound, an image. Pure.
 //!
-//! Requesters take turns: the next window of every requester is encoded before a second one of any. The first turn has
-//! the requester that has waited longest since its window arrived, or since one of its windows was last encoded. So a
+//! Requesters take turns: the next window of every requester is encoded before a second one of any. The requester that
+//! has waited longest since its window arrived, or since one of its windows was last encoded, comes first. So a
 //! thousand windows of another requester delay a window by at most one of them, and new requesters cannot keep an old
 //! window waiting.
 

@@ -80,8 +80,8 @@ pub trait Consumer: Send {
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
 
     /// Changes how many unsettled messages the broker may send. Over AMQP the change needs a new consumer, and takes
-    /// effect once the former prefetch is full. The unsettled messages of the former consumer do not count against
-    /// the new prefetch.
+    /// effect once as many messages are unsettled as the former prefetch allows. The unsettled messages of the former
+    /// consumer do not count against the new prefetch.
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
     /// The prefetch that the broker applies now. Over AMQP it may differ from the one that was set last.
@@ -129,7 +129,7 @@ pub struct BrokerSession {
 pub struct Delay {
     /// The wait.
     pub after: Duration,
-    /// Upper bound of the random wait. Messages with the same ceiling wait in one retry queue.
+    /// Upper bound of `after`. Messages with the same ceiling wait in one retry queue.
     pub ceiling: Duration,
 }
 
@@ -220,7 +220,7 @@ pub enum BrokerError {
     /// help.
     #[error("{broker} refused: {reason}")]
     Refused {
-        /// The broker's address, without its password.
+        /// The broker's address, without its password, or the name of the exchange that was used.
         broker: String,
         /// The broker's message, and what to check.
         reason: String,
@@ -233,7 +233,7 @@ pub enum BrokerError {
         /// The broker's message, and what to check.
         reason: String,
     },
-    /// No broker could be reached for longer than allowed.
+    /// No broker could be reached for longer than allowed, a connection was lost, or an answer did not come in time.
     #[error("no broker reached{}: {reason}", duration(*seconds))]
     Unreachable {
         /// How long this process tried, in seconds.

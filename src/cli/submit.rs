@@ -16,7 +16,7 @@ pub(super) const EXAMPLES: &str = "Examples:
 Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all \
 hosts. Answers are written in the order of the rows; an error is a line of its own. After an \
 interruption, the same command continues after the last finished line. Ctrl-C waits for the tasks in \
-flight, at most for --grace, or until Ctrl-C again; then it withdraws those left.";
+flight until --grace is over, or until Ctrl-C is pressed again; then it withdraws those that are left.";
 
 /// `sconce submit`.
 #[derive(Debug, Args)]
@@ -39,11 +39,11 @@ pub struct Submit {
     /// Rows per task, for embeddings and text classification; only rows with the same parameters share a task
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=512))]
     pub rows_per_task: u16,
-    /// Publish a task again if a later one was answered this long ago, or none for this long. Time counts only
-    /// while workers consume
+    /// Publish a task again if its reply has not come this long after the reply to a task that was published later, or
+    /// after the last reply of all. Time without workers does not count
     #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = duration)]
     pub reply_timeout: Duration,
-    /// How often to publish a task before its rows become error lines
+    /// How many times to publish a task before its rows become error lines
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     pub attempts: u32,
     /// How long Ctrl-C waits for the tasks in flight
@@ -52,7 +52,7 @@ pub struct Submit {
     /// Print progress as JSON lines, every 5 s, and at the end a report as `run-batch` does
     #[arg(long)]
     pub json: bool,
-    /// Cancel a job: workers answer its tasks with 499; those still in the queue, when they are delivered
+    /// Cancel a job: workers answer its tasks with 499, and those still in the queue are answered when they are delivered
     #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output"], value_parser = printed_id)]
     pub cancel: Option<String>,
 }

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_is_not_json_is_answered_and_states_no_tokens() {
+    fn a_reply_that_is_not_json_succeeds_and_states_no_tokens() {
         for (content_type, body) in
             [("text/plain", r#"{"usage":{"total_tokens":12}}"#), ("audio/wav", "RIFF")]
         {

@@ -36,7 +36,7 @@ impl<M> Gather<M> {
         true
     }
 
-    /// The next answer to pass on; none if no task, or in order the next task, is answered yet.
+    /// The next answer to pass on; none if no task is answered yet. In order, also none if an earlier task is not.
     pub(super) fn next(&mut self) -> Option<(u64, M, Option<Message>, Instant)> {
         let oldest = self.waiting.first_key_value().map(|(number, _)| *number);
         let (number, _) = self.answered.first_key_value()?;

@@ -44,7 +44,7 @@ const MAX_PUBLISHING: usize = 2_048;
 const MAX_BURST: usize = 512;
 /// How often a job checks whether workers consume, and which replies are late.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// Delay before a task is published again that a full queue did not accept.
+/// Delay before a task that a full queue did not accept is published again.
 const NACK_DELAY: Duration = Duration::from_secs(1);
 
 /// A task to publish, with the caller's data.
@@ -60,7 +60,7 @@ pub(crate) struct Request {
     pub(crate) message_id: String,
     pub(crate) headers: Headers,
     pub(crate) body: RequestBody,
-    /// Another queue than the client's.
+    /// A queue other than the client's; none: the client's.
     pub(crate) queue: Option<Arc<str>>,
     /// Time to live, for tasks whose reply nobody waits for after that time.
     pub(crate) expires: Option<Duration>,
@@ -110,7 +110,7 @@ pub(crate) trait Sink<M, E> {
         Ok(())
     }
 
-    /// This number of replies arrived that were duplicates.
+    /// This number of duplicate replies arrived.
     fn duplicates(&mut self, _count: usize) {}
 
     /// The broker will never accept this task, for this reason. `answered` follows, without a reply. Called only where
@@ -216,7 +216,7 @@ impl Client {
         Self { publisher, task_queue: task_queue.into(), replies }
     }
 
-    /// Publishes a message until the broker has it in `queue`.
+    /// Publishes a message to `queue`, and returns once the broker has confirmed it.
     ///
     /// # Errors
     /// The broker refuses it, or is lost.
@@ -363,7 +363,7 @@ impl<'a, M> Run<'a, M> {
         self.bounds.timeout.zip(oldest).map(|(timeout, at)| at.max(self.last_reply) + timeout)
     }
 
-    /// The task's publish; none where nothing is to be published.
+    /// Begins a task. Returns the future that publishes it; none if nothing is to be published.
     fn begin<E>(&mut self, task: Task<M>, sink: &mut impl Sink<M, E>) -> Option<Publishing<'a>> {
         let Task { meta, request } = task;
         let (number, now) = (self.gather.begun() + self.first, Instant::now());
@@ -445,8 +445,9 @@ impl Replies {
     }
 }
 
-/// All deliveries that have arrived, at least one. None: the session is over. Without replies it never returns.
-/// Safe to cancel: deliveries that were read are returned at once.
+/// Waits for an event, and returns the deliveries that have arrived, at most [`MAX_BURST`]. The list may be empty if
+/// the session with a durable queue was lost. None: the session is over. Never returns if no replies are consumed. Safe
+/// to cancel: deliveries that were read are returned at once.
 async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
     let Some(Replies { consumer, unacked, is_durable, .. }) = replies else {
         return std::future::pending().await;

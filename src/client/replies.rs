@@ -1,5 +1,5 @@
 //! Computes rates and busy shares from replies as they come. Owns the sums; has no clock: times are passed in,
-//! from any one start.
+//! counted from an instant that the caller chooses.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::answer::Answer;
 /// Sums over replies.
 #[derive(Debug, Default)]
 pub(crate) struct ReplyStats {
-    /// When the measured time began.
+    /// When the measured time began. Set by the owner of these sums.
     pub(crate) began: Duration,
     /// Time of the last reply.
     pub(crate) ended: Duration,
@@ -68,7 +68,7 @@ impl ReplyStats {
         self.ended.saturating_sub(self.began).as_secs_f64()
     }
 
-    /// `count` in the span as a rate per second; 0 for an empty span.
+    /// `count` in the measured time as a rate per second; 0 if that time is empty.
     pub(crate) fn per_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
@@ -76,7 +76,7 @@ impl ReplyStats {
 
     pub(crate) fn shares(&self) -> Vec<WorkerShare> {
         let seconds = self.seconds();
-        // A batch at the edge may have begun before the span, which would give over 100 %.
+        // The first batch may have begun before the measured time, which would give over 100 %.
         let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
         let share = |(worker, of): (&String, &Worker)| WorkerShare {
             worker: worker.clone(),

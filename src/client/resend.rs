@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::protocol::Message;
 
 /// When a task without a reply is published again. A queue delivers its tasks in order, so a task counts as late only
-/// if a task that was published after it was answered long ago, or if no task has been answered for long.
+/// if a later task was answered long ago, or if no task has been answered for long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resend {
     /// How long ago that answer, or the last answer of all, must be. Only time in which workers consume counts.
@@ -57,8 +57,8 @@ struct UnderWay {
 /// Decides which tasks were overtaken long ago. All times are by the [`Clock`].
 #[derive(Default)]
 struct Overtaken {
-    /// For each answer, its time and when the broker had accepted the answered task. Bound: one entry for each second
-    /// of [`Resend::after`].
+    /// For each second with answers, the time of its first one, and when the broker had accepted the latest of the
+    /// answered tasks. Bound: one entry for each second of [`Resend::after`].
     answers: VecDeque<(Duration, Duration)>,
     /// A task that the broker accepted before this time was overtaken long ago.
     overtaken_before: Duration,
@@ -153,13 +153,13 @@ impl Resends {
         }
     }
 
-    /// Whether workers consume, as far as is known.
+    /// Runs the clock if workers consume, as far as is known, and stops it if they do not.
     pub(super) fn consumed(&mut self, is_consumed: bool, now: Instant) {
         self.clock.passed = self.clock.now(now);
         self.clock.running_since = is_consumed.then_some(now);
     }
 
-    /// The tasks that are late.
+    /// The tasks that are late, each with what happens to it. Counts an attempt for those that are published again.
     pub(super) fn late(&mut self, now: Instant) -> Vec<Late> {
         let (now, Resend { after, attempts }) = (self.clock.now(now), self.policy);
         let overtaken = &mut self.overtaken;

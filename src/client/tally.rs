@@ -10,6 +10,7 @@ use super::batch_file::{CommonError, ErrorCounts};
 use super::replies::{ReplyStats, WorkerShare, busy_percent, rounded};
 
 pub(crate) struct Tally {
+    /// When the tally was made. Other times are counted from it.
     made: Instant,
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
@@ -82,7 +83,8 @@ impl Tally {
         self.replies.shares().into_iter().map(|share| (share.worker, share.tasks)).collect()
     }
 
-    /// The report for this pool, with this many lines of this run that hold an error, and the errors of the output.
+    /// The report for this pool. `errors` counts the lines of this run that hold an error, and `in_output` those of the
+    /// whole output.
     pub(crate) fn report(&mut self, pool: &str, errors: u64, in_output: &ErrorCounts) -> Report {
         self.replies.began = self.began.unwrap_or_default();
         let replies = &self.replies;
@@ -155,7 +157,7 @@ mod tests {
     use super::*;
     use crate::protocol::{Message, Properties, Value};
 
-    /// A reply to a line of one input, one of four in its batch, which took 300 ms in its worker's hands.
+    /// A reply to a line of one input, in a batch of four inputs. The worker had the line for 300 ms.
     fn reply(device: &str) -> Message {
         let headers = [
             ("status_code", Value::from(200)),
@@ -190,7 +192,7 @@ mod tests {
         assert_eq!(report["devices"], serde_json::json!({"a": 3, "b": 1}));
         let batch = serde_json::json!({"passes": 1, "mean_inputs": 4.0, "mean_tokens": 40.0});
         assert_eq!(report["batch"], batch);
-        // 150 of 500 ms, and 50.
+        // The mean of the busy shares of two workers: 150 ms of 500 ms, and 50 ms of 500 ms.
         assert_eq!(report["device_busy_percent"], 20.0);
     }
 

@@ -23,8 +23,8 @@ use crate::telemetry::QUIET;
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time between two pings of `--wait`.
 const PING_INTERVAL: Duration = Duration::from_millis(300);
-/// How long `--wait` waits for the answers to one ping. A launcher that does not answer has not carried out the order,
-/// unless it was told to shut down. So this does not depend on the time that is left.
+/// How long `--wait` waits for the answers to one ping. It is not shortened when little time is left, because a missing
+/// answer has a meaning: a shutdown is carried out, and any other order is not.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
@@ -98,12 +98,12 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         let hint = "a task that still waits in a queue cannot be cancelled by its id";
         return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::Refused));
     }
-    // A slot without a worker refuses to cancel, but cannot hold the task.
+    // If a task was cancelled, refusals do not count: a slot without a worker refuses, but cannot hold the task.
     let is_cancelled = cancelled > Some(0);
     Ok(if refused && !is_cancelled { Exit::Refused } else { Exit::Done })
 }
 
-/// How many tasks were cancelled; none if no launcher reports it, as those of older versions do not.
+/// How many tasks were cancelled; none if no launcher reports it. Launchers of older versions do not.
 fn cancelled(answers: &[Answer]) -> Option<u64> {
     let slots = answers.iter().flat_map(|answer| &answer.slots);
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
@@ -158,7 +158,7 @@ async fn wait_for(
 /// does not answer.
 fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
     for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
-        // It says that the order begins to be carried out.
+        // `done` says that the slot has begun to carry out the order. By now it has finished.
         slot.done = None;
         match current.iter().flat_map(|answer| &answer.slots).find(|after| after.worker == slot.worker) {
             Some(after) => (slot.state, slot.state_ms, slot.pid) = (after.state, after.state_ms, after.pid),
@@ -195,7 +195,7 @@ pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
         FleetError::Broker(error) => error.into(),
         FleetError::NoExchange => anyhow::Error::new(error).exits_with(Exit::Config),
         FleetError::Nobody(_) => anyhow::Error::new(error).exits_with(Exit::Refused),
-        FleetError::Lost => error.into(),
+        FleetError::Lost => anyhow::Error::new(error).exits_with(Exit::BrokerLost),
     }
 }
 
@@ -231,8 +231,10 @@ fn line(slot: &SlotReport, order: &CtlOrder) -> String {
     match order {
         CtlOrder::Active => format!("{head}  {}", active(slot)),
         CtlOrder::Ping => {
-            let failure = slot.last_failure.as_ref().map(|failure| format!("  last failure: {failure}"));
-            format!("{head}  {}  {}{}", slot.device, slot.model, failure.unwrap_or_default())
+            // The failure of a slot that works again is left out. `--json` shows it nevertheless.
+            let failure = slot.last_failure.as_ref().filter(|_| !slot.state.works());
+            let failure = failure.map(|failure| format!("  last failure: {failure}")).unwrap_or_default();
+            format!("{head}  {}  {}{failure}", slot.device, slot.model)
         }
         _ => {
             let outcome = slot.refused.as_ref().map(|reason| format!("refused: {reason}"));

@@ -25,7 +25,8 @@ impl Error for WithExit {
     }
 }
 
-/// Gives an error its exit code. If an error is given several, the last one counts.
+/// Gives an error its exit code. If an error is given several, the last one counts. An error whose kind has an exit
+/// code, such as one of the broker, keeps that code.
 pub(crate) trait ExitsWith {
     /// The type of `self`, with an exit code.
     type Output;

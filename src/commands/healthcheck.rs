@@ -16,7 +16,8 @@ use crate::shutdown::Exit;
 /// Prints the launcher's answer. Returns exit code 0 if the check passes, and 1 if it fails.
 pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     let (base, expected_name) = match &arguments.url {
-        Some(url) => (url.trim_end_matches('/').to_owned(), None),
+        Some(url) if url.contains("://") => (url.trim_end_matches('/').to_owned(), None),
+        Some(address) => (format!("http://{}", address.trim_end_matches('/')), None),
         None => {
             let settings = load(&arguments.settings, &[])?.settings;
             let address = settings

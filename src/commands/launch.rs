@@ -109,7 +109,7 @@ async fn serve(
         while hangups.next().await {
             hangup.notify_one();
         }
-        // The terminal is gone: its user cannot want the service to run for ever.
+        // The terminal was closed: a service that was started in it ends with it.
         stop.advance(Phase::Returning, "SIGHUP, and the terminal is gone");
     };
     let reload_on_hangups = async {
@@ -119,7 +119,7 @@ async fn serve(
             reload(load, settings, host, &mut in_force, &handle).await;
         }
     };
-    // Never completes; runs beside the launcher.
+    // `side_tasks` never completes; it runs beside the launcher.
     let withdrawals = launching.withdrawals();
     let side_tasks = async {
         let read_withdrawals = load_withdrawals(settings, &host.launcher, &withdrawals);

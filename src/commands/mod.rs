@@ -44,7 +44,8 @@ pub use registry::Registry;
 /// Runs a command.
 ///
 /// # Errors
-/// The cause of the end; an [`Exit`] in its chain is the exit code.
+/// Why the command failed. The kind of the error decides the exit code; if it does not, the code that `exits_with`
+/// attached does.
 pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
     match command {
         Command::Launch(settings) => launch::run(&settings, registry),
@@ -90,7 +91,10 @@ fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, 
     config::load(&files, environment, &overrides)
 }
 
-/// The pool with this name, or the only one.
+/// Returns the pool with this name, with its index. Without a name, returns the only pool.
+///
+/// # Errors
+/// No pool has this name, or none is named and there are several.
 fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usize, &'a Pool)> {
     let names = || pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     let mut numbered = pools.iter().enumerate();

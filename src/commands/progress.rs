@@ -5,6 +5,7 @@ use std::fmt::Write;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 /// A bar up to `total`, or a counter if the total is unknown. It starts at `done`, the work of an earlier run.
+/// `what` is its label.
 pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
     let template = match total {
         Some(_) => "{prefix} [{bar:32}] {human_pos}/{human_len}  {rate}  {eta} left  {msg}",

@@ -33,7 +33,7 @@ use crate::telemetry::QUIET;
 const WINDOW: usize = 4_096;
 /// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 256;
-/// How long a queue that does not exist is waited for.
+/// How long to wait for a queue that does not exist yet.
 const DECLARED_WITHIN: Duration = Duration::from_secs(3);
 /// Lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
@@ -121,8 +121,9 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     })
 }
 
-/// Fails if the queue does not exist, and prints a note if nobody consumes from it. Otherwise a mistyped name would
-/// show only when the replies time out. With `waits`, a launcher that has just been started may still declare it.
+/// Fails if the queue does not exist. Otherwise a mistyped name would show only when the replies time out. With
+/// `waits`, gives a launcher that has just been started [`DECLARED_WITHIN`] to declare the queue, and prints a note if
+/// nobody consumes from it.
 async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
     let until = Instant::now() + if waits { DECLARED_WITHIN } else { Duration::ZERO };
     let consumers = loop {
@@ -159,6 +160,7 @@ struct Output {
     bar: ProgressBar,
     /// With `--stream`: prints the texts of replies while they are generated, instead of the replies.
     show: Option<Show<io::Stdout>>,
+    /// The number of tasks answered or, if no replies are awaited, published.
     published: u64,
     /// The number of replies that are errors.
     errors: u64,

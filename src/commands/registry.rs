@@ -22,7 +22,7 @@ use crate::worker::{load_spec, pool_spec};
 /// The models that this program serves.
 #[derive(Clone)]
 pub struct Registry {
-    /// Models that are served by their name, which `pool.model` begins with.
+    /// Models that are served by their name: the part of `pool.model` before the first `:` or `?`.
     named: BTreeMap<String, Named>,
     /// The families that serve models by their files.
     by_files: Vec<(&'static Family, Starter)>,
@@ -96,7 +96,7 @@ impl Registry {
         self
     }
 
-    /// Adds a model of your own that generates sequences in many steps. `name` and `load` as in
+    /// Adds a model of your own that generates sequences in many steps. `name` and `load` are as in
     /// [`with_forward`](Self::with_forward).
     #[must_use]
     pub fn with_generate<R, G>(
@@ -159,7 +159,7 @@ impl Registry {
     }
 
     /// Replaces each pool's `model` by the whole path of the folder or file that it names. Leaves the names of
-    /// registered models and the ids of the hub as they are.
+    /// registered models and the ids of the hub as they are. Sets `missing_folder` for each id of the hub.
     pub(super) fn resolve_folders(&self, loaded: &mut Loaded) {
         for index in 0..loaded.settings.pools.len() {
             let Some(folder) = loaded.model_folder(index) else { continue };
@@ -198,8 +198,8 @@ impl Registry {
         }
     }
 
-    /// The function that makes tasks for a pool out of texts. For a model that is not known here, requests of
-    /// `/v1/embeddings`.
+    /// Returns the function that makes tasks for a pool out of texts. For a model that is not known here, they are
+    /// requests of `/v1/embeddings`.
     pub(super) fn sample(&self, pool: &Pool) -> fn(&[String]) -> Sample {
         self.family(pool).unwrap_or(&embed::FAMILY).sample
     }
@@ -243,7 +243,7 @@ impl Registry {
         self.family(pool).is_some_and(|family| family.urls().any(|own| own == url))
     }
 
-    /// The slots of the settings on a host. Checks that its devices have the memory, and that code serves each model.
+    /// The slots of the settings on a host. Checks that its devices have enough memory, and that each model is served.
     ///
     /// # Errors
     /// The operator must change the settings.

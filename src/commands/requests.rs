@@ -30,8 +30,8 @@ pub(super) fn embed(text: &str) -> Request {
     Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
-/// The task of a file whose media type is one of `media_types`, or of a data URL. The file's extension tells its media
-/// type.
+/// Makes a task of a file or of a data URL. The extension of the file's name tells its media type, which must be one of
+/// `media_types`.
 pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Request> {
     let body = if file.starts_with("data:") {
         RequestBody::of_data_url(file).map_err(|problem| anyhow!("the argument {problem}"))?
@@ -41,7 +41,8 @@ pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Reques
         let subtype = if extension == "jpg" { "jpeg" } else { &*extension };
         let matches = |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
         let media_type = media_types.iter().find(matches).with_context(|| {
-            format!("{file}: this pool takes files of the types {}", media_types.join(", "))
+            let types = media_types.join(", ");
+            format!("this pool takes files of the types {types}, and no texts; {file:?} names no such file")
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
         RequestBody { bytes: bytes.into(), media_type: Some((*media_type).to_owned()) }
@@ -93,6 +94,7 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
             (Some(Json::String(id)), Some(_)) => {
                 bail!("the body of {id:?} is neither a JSON object nor a data URL")
             }
+            (Some(id), Some(_)) => bail!("custom_id must be a string, is {}", shorten(&id.to_string(), 80)),
             _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line).into() },
         },
         _ => bail!(unexpected()),
@@ -125,6 +127,8 @@ mod tests {
         assert!(read("[1]").unwrap_err().contains("got \"[1]\""));
         assert!(read("{").unwrap_err().contains("expected a JSON object or a JSON string"));
         assert!(read(r#"{"custom_id":"x","body":1}"#).unwrap_err().contains("\"x\""));
+        let numbered = read(r#"{"custom_id":7,"body":{"input":"a"}}"#);
+        assert_eq!(numbered.unwrap_err(), "custom_id must be a string, is 7");
         let error = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
         assert!(error.contains("\"x\"") && error.contains("in base64"), "{error}");
     }

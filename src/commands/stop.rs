@@ -104,7 +104,7 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
     let mut control = Control::open(settings).await.map_err(with_exit)?;
     let kept = control.keep_withdrawal(&cancellation).await;
     if let Err(error) = &kept {
-        writeln!(io::stderr(), "launchers that start later will not know it: {error}")?;
+        writeln!(io::stderr(), "the withdrawal is not kept for launchers that start later: {error}")?;
     }
     let (target, request) = (Target::All, Request::Cancel(cancellation));
     let until = Instant::now() + CONFIRM_TIMEOUT;
@@ -117,11 +117,12 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
         writeln!(io::stderr(), "{} refuses the withdrawal: {error}", refusal.host)?;
     }
     let confirmed_by = match confirmed.len() {
+        0 => "no launcher has answered".to_owned(),
         1 => "1 launcher has confirmed".to_owned(),
         count => format!("{count} launchers have confirmed"),
     };
     if kept.is_err() && confirmed.is_empty() || !refusals.is_empty() {
-        let message = format!("the withdrawal is incomplete: {confirmed_by} it within {CONFIRM_TIMEOUT:?}");
+        let message = format!("the withdrawal is incomplete: {confirmed_by} within {CONFIRM_TIMEOUT:?}");
         return Err(anyhow!(message).exits_with(Exit::Refused));
     }
     let later = if kept.is_ok() { ", and those that start later will know" } else { "" };

@@ -140,7 +140,7 @@ async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool
         let job = job.borrow();
         let progress = job.progress();
         draw(bar, &progress);
-        // A visible bar shows it all the time.
+        // A visible bar always shows whether workers consume.
         if let Some(notice) = consumers.notice(progress.consumed, Instant::now()).filter(|_| bar.is_hidden())
         {
             let _ = writeln!(io::stderr(), "{notice} {queue}");
@@ -206,7 +206,7 @@ fn print_progress(progress: &Progress<'_>, rate: f64) -> io::Result<()> {
 /// Prints what was done and what is missing. With `report_for`, the name of a pool, prints a JSON report too.
 ///
 /// # Errors
-/// `ended`: why the run ended before its rows were answered. Or the output could not be written.
+/// The error of `ended`, which is the result of the run; or the output could not be written.
 fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) -> anyhow::Result<Exit> {
     let ended = ended.and(job.sync().map_err(with_exit));
     if let Some(pool) = report_for {
@@ -225,7 +225,7 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     summary += &batch_errors::summary(errors);
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
-        let _ = writeln!(summary, "stopped after row {written}{of}; the same command goes on from there");
+        let _ = writeln!(summary, "stopped after row {written}{of}; run the same command again to continue");
     }
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());

@@ -104,7 +104,7 @@ fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
     }
 }
 
-/// Requests a signal from the kernel for the death of the launcher, in case another process holds our stdin open.
+/// Asks the kernel to signal this process when the launcher dies, in case another process holds our stdin open.
 fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
     set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
     // The launcher may have died before the request.

@@ -38,7 +38,7 @@ pub struct Assignment {
     pub broker: Broker,
     /// Where tracing spans are sent.
     pub telemetry: Telemetry,
-    /// Task and dead-letter queues of all pools: no reply may go there.
+    /// Task, background and dead-letter queues of all pools: no reply may go there.
     #[serde(default)]
     pub reserved_queues: Vec<String>,
     /// Whether the broker has accepted a worker with the same settings before. If so, a refusal is worth retrying.
@@ -57,8 +57,8 @@ impl Assignment {
         self.pool.batch.max_tokens.unwrap_or(by_device)
     }
 
-    /// The share of the device's possible speed that it must reach: the pool's setting, divided by the workers
-    /// on the device.
+    /// The share of the device's possible speed that this worker must reach: the pool's setting, divided by the number
+    /// of workers that share the device.
     pub fn min_speed(&self) -> f64 {
         self.pool.min_speed / self.sharers.max(1) as f64
     }
@@ -69,8 +69,8 @@ impl Assignment {
         if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_PREPROCESS_THREADS) }
     }
 
-    /// The first prefetch, while the size of messages is unknown: the pool's setting, or as many of the largest
-    /// messages as its bytes allow.
+    /// The first prefetch, while the size of messages is unknown: the pool's setting, or the usual prefetch, but no
+    /// more than `prefetch_bytes` holds of the largest messages.
     pub fn first_prefetch(&self) -> u16 {
         let affordable = (self.pool.prefetch_bytes / self.pool.max_body.max(1)).clamp(1, u16::MAX.into());
         self.pool.prefetch.unwrap_or(self.usual_prefetch().min(affordable as u16))

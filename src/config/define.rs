@@ -33,9 +33,11 @@ pub(super) trait Section: Sized {
 
 /// Defines a section: a struct with a public field for each setting, and its [`Section`].
 ///
-/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `derived key: Type, doc;`
-/// is a field that is no setting: reading fills it with its type's default, and other code sets it. `check` gets the
-/// section when each of its settings is valid, and reports combinations that are not.
+/// - `key: Type = default, reader;` is a setting.
+/// - `nested key: Type;` is a section within this one.
+/// - `derived key: Type, doc;` is a field that is no setting: reading fills it with its type's default, and other code
+///   sets it.
+/// - `check` gets the section when each of its settings is valid, and reports combinations that are not.
 macro_rules! section {
     (
         $(#[doc = $about:literal])+

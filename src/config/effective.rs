@@ -154,9 +154,15 @@ fn as_read(value: &Value, default: &str) -> Value {
     if default.starts_with('"') { value.clone() } else { typed(value) }
 }
 
+/// The setting that is a secret as a whole.
+const SECRET: &str = "secret_access_key";
+
 /// A value as TOML, with secrets masked.
 fn shown(key: &str, value: &Value, default: &str) -> String {
     let shown = inline(&as_read(value, default));
+    if key == SECRET && shown != "\"\"" {
+        return "\"***\"".to_owned();
+    }
     // An address that was given to another setting by mistake may hold a password too.
     let lower = shown.to_ascii_lowercase();
     let is_address = key == "url" || ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
@@ -241,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_compares_values_not_their_display_or_origin() {
+    fn changes_are_found_by_value_not_by_display_or_origin() {
         let url = |password: &str| load_text(&format!("broker.url = \"amqp://me:{password}@h\""));
         let (one, two) = (url("hunter2"), url("hunter3"));
         assert_eq!(one.changes(&two), ["broker.url = \"amqp://me:***@h\""], "another password is a change");
@@ -278,6 +284,16 @@ mod tests {
         }
         let shown = load_text(&format!("broker.url = {list}")).effective;
         assert!(!shown.contains("hunter"), "{shown}");
+    }
+
+    #[test]
+    fn no_secret_key_is_rendered_or_quoted_in_a_problem() {
+        let shown = load_text("[[pool]]\ns3 = { access_key_id = \"AKIA\", secret_access_key = \"hunter2\" }");
+        assert!(shown.effective.contains(r#"secret_access_key = "***""#), "{}", shown.effective);
+        assert!(!format!("{shown:?}").contains("hunter"), "{shown:?}");
+        let number = [("pool[0].s3.secret_access_key".to_owned(), "[\"hunter2\"]".to_owned())];
+        let problem = load(&[], Vec::new(), &number).map(|loaded| loaded.effective);
+        assert!(!format!("{problem:?}").contains("hunter"), "{problem:?}");
     }
 
     #[test]

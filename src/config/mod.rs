@@ -40,11 +40,11 @@ pub use assignment::Assignment;
 pub use options::{OptionDefault, OptionProblem, OptionSpec, Options, Takes, check_options, with_defaults};
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
-pub use read::{Devices, Secret};
+pub use read::{AllowedSource, Devices, Secret};
 pub use redact::redact_url;
 pub use settings::{
-    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, Launcher, Pool, Replace, Retry, Sentinels, Settings,
-    Telemetry, Tls,
+    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, Fetch, Launcher, Pool, Replace, Retry, S3, Sentinels,
+    Settings, Telemetry, Tls,
 };
 
 /// Valid settings, and their origins.
@@ -72,9 +72,9 @@ impl Loaded {
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
     }
 
-    /// Checks that the caller has found no problem with `[pool.options]`. Each problem comes with the index of its
-    /// pool; the error adds the origins of the options. The caller finds the problems, since this module does not know
-    /// which options a model takes.
+    /// Turns the problems that the caller has found with `[pool.options]` into one error, and adds the origins of the
+    /// options. Each problem comes with the index of its pool. The caller finds the problems, since this module does
+    /// not know which options a model takes.
     ///
     /// # Errors
     /// `problems` is not empty. The operator must act.

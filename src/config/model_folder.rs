@@ -1,6 +1,6 @@
-//! Which folder a pool's `model` may name. It is relative to the settings file that names it; from a flag or a
-//! variable, to the current folder. For the built-in default it is in `models/` of the current folder. Does not check whether the
-//! folder exists, or whether `model` names something else.
+//! Decides which folder a pool's `model` may name. It is relative to the settings file that names it, or to the current
+//! folder if a flag or a variable names it. For the built-in default it is in `models/` of the current folder. Does not
+//! check whether the folder exists, or whether `model` names something else.
 
 use std::path::{Component, Path, PathBuf};
 

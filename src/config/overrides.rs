@@ -1,5 +1,5 @@
-//! Reads environment variables and flags into layers. Decides which variables are settings, and refuses names
-//! that no setting in the tree of the lower layers has. The environment is passed in, never read here.
+//! Reads environment variables and flags into layers. Decides which variables are settings. Refuses a name that is
+//! neither in the tree of the lower layers nor an option of a model. The environment is passed in, never read here.
 
 use std::collections::BTreeMap;
 
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_sets_its_setting_and_says_so() {
+    fn a_variable_sets_its_setting_and_is_recorded_as_its_origin() {
         let (_, set, problems) = environment(&[("SCONCE_POOL__0__BATCH__MAX_TOKENS", "2")]);
         assert!(problems.is_empty(), "{problems:?}");
         let value = &set["pool[0].batch.max_tokens"];

@@ -13,7 +13,7 @@ pub struct Problem {
     pub path: String,
     /// The written value as TOML, secrets masked; none if the value is not the mistake.
     pub value: Option<String>,
-    /// What was expected instead.
+    /// What was expected instead, or what is wrong, such as "unknown key".
     pub expected: String,
     /// The origin of the value: a file, an environment variable, a flag, the built-in default.
     pub origin: Option<String>,
@@ -105,8 +105,8 @@ pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str
     }
 }
 
-/// The closest known name, if the written one is likely a typo: at most a third of the known name's letters, and at
-/// least one, may be wrong.
+/// Finds the closest known name, if the written one is likely a typo: up to a third of the known name's letters may be
+/// wrong, and one letter always may.
 pub(super) fn nearest<'a>(written: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let written = written.to_ascii_lowercase().replace(['-', ' '], "_");
     let distances = known.into_iter().map(|name| (strsim::osa_distance(&written, name), name));

@@ -34,13 +34,17 @@ fn values_out_of_bounds_are_refused_with_what_was_expected() {
         ("pool[0].devices", "[]", "\"auto\", or a list of devices"),
         ("pool[0].devices", "cpu,,cpu", "\"auto\", or a list of devices"),
         ("pool[0].devices", "auto,cpu", "\"auto\", or a list of devices"),
-        ("pool[0].devices", "cuda:1,cpu,cuda:1", "each device once, not cuda:1"),
+        ("pool[0].devices", "cuda:1,cpu,cuda:1", "each GPU once, not cuda:1"),
         ("pool[0].workers_per_device", "0", "a whole number from 1"),
         ("pool[0].threads", "0", "\"auto\" or a whole number from 1"),
         ("pool[0].prefetch", "2001", "\"auto\" or a whole number from 1 to 2000"),
         ("pool[0].max_body", "8", "a size with its unit"),
         ("pool[0].max_body", "0B", "a size from 1B to 512MiB"),
         ("pool[0].max_inputs", "-1", "a whole number from 1"),
+        ("pool[0].allowed_sources", "https://host/in", "URLs of the form scheme://host:port/path/"),
+        ("pool[0].fetch.at_once", "0", "a whole number from 1 to 64"),
+        ("pool[0].s3.endpoint", "minio", "\"\", or an address such as"),
+        ("pool[0].s3.access_key_id", "AKIA", "both access_key_id and secret_access_key"),
         ("pool[0].batch.max_tokens", "lots", "\"auto\" or a whole number from 1"),
         ("pool[0].batch.max_requests", "0", "a whole number from 1"),
         ("pool[0].batch.max_delay", "2m", "a duration from 0s to 1m"),
@@ -85,6 +89,7 @@ fn values_at_their_bounds_are_accepted() {
         ("pool[0].prefetch", "2000"),
         ("pool[0].prefetch", "512"),
         ("pool[0].max_body", "512MiB"),
+        ("pool[0].allowed_sources", "file:///data/,s3://bucket/"),
         ("pool[0].batch.max_tokens", "auto"),
         ("pool[0].batch.max_delay", "0ms"),
         ("admin.listen", ""),
@@ -111,7 +116,7 @@ fn a_prefetch_too_small_to_fill_a_batch_names_both_settings() {
 }
 
 #[test]
-fn a_pools_queues_must_not_feed_each_other() {
+fn replies_and_dead_letters_must_not_go_to_the_task_queue() {
     for key in ["pool[0].reply_queue", "pool[0].dead_letter_queue"] {
         let problems = problems_with(&[(key, "sconce.tasks")]);
         let start = format!("{key} = \"sconce.tasks\": expected a queue other than");

@@ -11,14 +11,15 @@ use std::time::Duration;
 use ::config::{Value, ValueKind};
 pub use sconce_kernels::CpuFeatures;
 use serde::{Deserialize, Serialize};
+use url::Url;
 
 use super::define::{Outline, Section, section};
 use super::options::Options;
-use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
+use super::read::{self, AllowedSource, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
 use super::text::show_duration;
 use crate::backoff::Backoff;
 
-/// Range of a wait: longer than zero, and with 30 days short enough to be added to an `Instant`.
+/// Range of a wait: longer than zero, and at most 30 days, so that it can be added to an `Instant`.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
 /// AMQP carries the heartbeat as a 16-bit number of seconds, in which 0 means no heartbeat.
 const HEARTBEAT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(u16::MAX as u64);
@@ -26,6 +27,8 @@ const HEARTBEAT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::f
 const PREFETCH: RangeInclusive<u64> = 1..=2000;
 /// RabbitMQ's largest message is 512 MiB, whatever its configuration.
 const BODY_SIZE: RangeInclusive<u64> = 1..=512 << 20;
+/// Range of the sizes of fetched files, which a worker holds in its memory: at most 1 TiB.
+const FETCHED_SIZE: RangeInclusive<u64> = 1..=1 << 40;
 const COUNT: RangeInclusive<u64> = 1..=1_000_000;
 const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
 const PROCESSES: RangeInclusive<u64> = 1..=1024;
@@ -110,8 +113,8 @@ section! {
         large_reply: u64 = "1MiB", read::size(BODY_SIZE);
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
-        /// docs/requests.md). A value that begins with "./", "../" or "/" is a folder or a GGUF file. Any other value
-        /// is a folder if there is one, else a Hugging Face id. A folder is relative to the settings file that names
+        /// docs/requests.md). A value that begins with ".", "/" or "~", or ends with ".gguf", is a folder or a GGUF
+        /// file. Any other value is a folder if there is one, else a Hugging Face id. A folder is relative to the settings file that names
         /// it; from a flag or a variable, to the current folder. For this default, models/all-MiniLM-L6-v2 in the
         /// current folder is taken first (scripts/fetch-model puts it there).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
@@ -157,6 +160,11 @@ section! {
         max_body: u64 = "8MiB", read::size(BODY_SIZE);
         /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
+        /// Where tasks may point to with a URL, in the place of sending a file (docs/requests.md#files-by-url): a list
+        /// of beginnings of URLs, each a scheme (file, https, http, s3), a host with its port, and a path that ends
+        /// with "/". A host with a private address, such as 10.0.0.5, needs `{ url = "…", private = true }`. [] for
+        /// none.
+        allowed_sources: Vec<AllowedSource> = [], read::sources;
         /// Which messages in the task queue stop a worker: "null_and_type", those of the type control.shutdown
         /// (`sconce stop`) and those whose body is null; "type", only the former; "none", no message.
         sentinels: Sentinels = "null_and_type", read::choice(&Sentinels::ALL);
@@ -165,6 +173,8 @@ section! {
         /// text comes out the same). "finish": accepted tasks are finished for up to three quarters of
         /// launcher.shutdown_grace; then the rest is requeued.
         drain: Drain = "hand_back", read::choice(&Drain::ALL);
+        nested fetch: Fetch;
+        nested s3: S3;
         nested batch: Batch;
         nested retry: Retry;
         nested options: Options;
@@ -172,6 +182,42 @@ section! {
             "The folder that `model` would name, if it does not exist. `model` is then the id of a model of the hub.";
     }
     check check_pool
+}
+
+section! {
+    /// Bounds of the files that a worker fetches from allowed_sources.
+    Fetch {
+        /// Largest file.
+        max_size: u64 = "256MiB", read::size(FETCHED_SIZE);
+        /// Longest time for one file, from its turn to its last byte. A task whose file is not there by then is tried
+        /// again later.
+        timeout: Duration = "60s", read::duration(WAIT);
+        /// Most files that a worker fetches at once. A requester has half of these places at most.
+        at_once: usize = 4, read::whole(1..=64);
+        /// Most bytes of fetched files that a worker holds. A requester may hold half of them.
+        memory: u64 = "1GiB", read::size(FETCHED_SIZE);
+    }
+}
+
+section! {
+    /// Access to the buckets of s3:// in allowed_sources. "" stands for none.
+    S3 {
+        /// Address of a service other than AWS, such as "https://minio.example.org".
+        endpoint: Option<Url> = "", read::service;
+        /// Region of the buckets.
+        region: String = "us-east-1", read::name;
+        /// Access key. Without it, requests are not signed. The environment and the metadata of an instance are not
+        /// searched.
+        access_key_id: Option<String> = "", read::optional_name;
+        /// Secret of the access key. Set both or neither.
+        secret_access_key: Option<Secret> = "", read::optional_secret;
+    }
+    check |s3, reader| {
+        if s3.access_key_id.is_some() != s3.secret_access_key.is_some() {
+            let expected = "both access_key_id and secret_access_key, or neither";
+            reader.refuse("access_key_id", s3.access_key_id.as_deref().unwrap_or(""), expected.to_owned());
+        }
+    }
 }
 
 section! {
@@ -328,7 +374,7 @@ impl Settings {
         report.problems.is_empty().then_some(settings)
     }
 
-    /// Task and dead-letter queues of all pools: no reply may go there.
+    /// Task, background and dead-letter queues of all pools: no reply may go there.
     pub fn reserved_queues(&self) -> Vec<String> {
         let queues_of = |pool: &Pool| {
             let background = pool.background_queue.clone();
@@ -355,8 +401,8 @@ impl Retry {
         Backoff { first: self.delay, most: self.delay_max }
     }
 
-    /// Longest wait of a task whose reply queue takes nothing, before it is delivered again. Each pool has a retry queue
-    /// with this delay. It is long because many thousand tasks of one requester may circulate at once.
+    /// Longest wait of a task whose reply queue takes nothing, before it is delivered again. Each pool has a retry
+    /// queue with this delay. It is long because many thousand tasks of one requester may circulate at once.
     pub const PUT_OFF: Duration = Duration::from_secs(15);
 
     /// The shortest of the ceilings.

@@ -6,12 +6,12 @@ use std::time::Duration;
 use ::config::{Value, ValueKind};
 use jiff::fmt::friendly::{Spacing, SpanParser, SpanPrinter};
 
-/// A TOML basic string: JSON's escapes are TOML's too, but TOML refuses a bare DEL as well.
+/// Writes the text as a TOML basic string. JSON's escapes are valid in TOML, which requires DEL to be escaped too.
 pub(super) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }
 
-/// A value as TOML; a table is only named, since its keys are settings of their own.
+/// Writes a value as TOML. A table is written as `{…}`, since its keys are settings of their own.
 pub(super) fn as_toml(value: &Value) -> String {
     match &value.kind {
         ValueKind::String(text) => quoted(text),
@@ -162,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_reads_back(nanos in 0..u64::MAX / 2, bytes: u64) {
+        fn shown_durations_and_sizes_read_back(nanos in 0..u64::MAX / 2, bytes: u64) {
             let duration = Duration::from_nanos(nanos);
             prop_assert_eq!(parse_duration(&show_duration(duration)), Some(duration));
             prop_assert_eq!(parse_size(&show_size(bytes)), Some(bytes));
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_short() {
+    fn durations_and_sizes_are_shown_in_short_form() {
         assert_eq!(show_duration(Duration::from_secs(90)), "1m30s");
         assert_eq!(show_duration(Duration::from_millis(2)), "2ms");
         assert_eq!(show_duration(Duration::ZERO), "0s");

@@ -56,7 +56,7 @@ where
         Ok(outputs.map_err(ProbeError::failed)?.into_iter().collect::<Result<_, _>>()?)
     }
 
-    /// After a failure with this `error`: computes the probe again, to check the device.
+    /// Computes the probe again, to check the device after a failure with this `error`.
     fn check_device(&mut self, error: &str) -> Result<(), String> {
         if self.probe.is_empty() {
             return Ok(());

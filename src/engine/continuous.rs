@@ -29,13 +29,13 @@ use crate::protocol::control::TaskName;
 
 /// The most steps of the probe. If its sequence takes more, it counts as one that never ends.
 const PROBE_STEPS: usize = 10_000;
-/// How often the loop checks waiting sequences for cancellations and passed deadlines. Not at each step, as for running
-/// ones, because tens of thousands may wait.
+/// How often the loop checks waiting sequences for cancellations and passed deadlines. Running ones are checked at each
+/// step. Waiting ones are not, because there may be tens of thousands.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The weight of the latest step in the average duration of recent steps.
-const PACE_SHARE: f64 = 0.02;
-/// How often the launcher is sent what is on the device even if that has not changed. It takes a worker that sends
-/// nothing for long to be stuck.
+const LATEST_STEP_WEIGHT: f64 = 0.02;
+/// How often the launcher is sent what is on the device even if that has not changed. A worker that sends nothing for
+/// long counts as stuck.
 const ANNOUNCE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The queue of sequences that the loop has not taken in yet.
@@ -87,7 +87,8 @@ impl<R: Processor> Sequences<R> {
         }
     }
 
-    /// Called before the loop sleeps. False: something new is in the queue.
+    /// Records that the loop is about to sleep, so that a change wakes it. False: something new is in the queue, and
+    /// the loop must not sleep.
     fn sleep(&self) -> bool {
         let mut state = self.lock();
         let is_unchanged = state.policy.is_none() && state.isolated == state.known_isolated;
@@ -127,7 +128,8 @@ impl<R: Processor> Queue<R> for Sequences<R> {
         Ok(())
     }
 
-    /// Assumes that the task's sequences run in rounds of as many as run at once, in steps that other sequences fill.
+    /// Assumes that the task's sequences run in rounds, each of as many as can run at once, and that steps take as long
+    /// as on average, because other sequences fill them.
     fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
         let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
         let steps =
@@ -174,7 +176,7 @@ impl<R: Processor> Probe<R> {
             (Some(input), 0) => Ok(Some(Self { context, input })),
             (last, before) => {
                 let sequences = before + usize::from(last.is_some());
-                Err(ProbeError::Refused(format!("it is {sequences} sequences, and not one")))
+                Err(ProbeError::Refused(format!("it has {sequences} sequences, but must have one")))
             }
         }
     }
@@ -186,7 +188,8 @@ impl<R: Processor> Probe<R> {
     }
 }
 
-/// Encodes the window of the open sequence of this input, feeds its prompt, and computes steps until it is done.
+/// Runs the sequence of `input`, which is open in `slot`, alone to its end: encodes its window, feeds its prompt, and
+/// computes steps until it is done.
 fn run_to_end<G: Generate>(
     network: &mut G,
     slot: Slot,
@@ -226,7 +229,7 @@ enum Unwanted {
 }
 
 impl<R: Processor> Sequence<R> {
-    /// None: its output is wanted.
+    /// What becomes of the sequence if its output is no longer wanted; none if it is wanted.
     fn unwanted(&self, time: Instant) -> Option<Unwanted> {
         let task = self.item.task();
         let is_over = self.item.outputs.is_over();
@@ -345,7 +348,7 @@ where
         output
     }
 
-    /// After a failure with this `error`: computes the probe in this slot, which is free now.
+    /// Computes the probe in this slot, which is free now, to check the device after a failure with this `error`.
     fn check_device(&mut self, slot: usize, error: &str) -> Result<(), String> {
         if self.probe.is_none() {
             return Ok(());
@@ -554,6 +557,7 @@ where
         let is_encoding = is_encoding(&rows);
         let tokens = rows.iter().map(|row| self.tokens(row)).sum();
         let pass = Pass { number: self.steps, size: rows.len(), tokens };
+        // A row of one token is not counted as a prompt, because the rows of answers have one token.
         let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
         let tasks = self.tasks(&rows);
         let mut too_large = None;
@@ -562,7 +566,7 @@ where
         let fault = settled.as_ref().err().map(String::as_str);
         let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
         self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, reserved, fault });
-        self.learn_pace(took);
+        self.learn_step_time(took);
         if is_encoding {
             self.pace.encoded(took);
             if let Some(most) = self.encode_sizing.learn(too_large) {
@@ -587,8 +591,8 @@ where
 
     /// Updates the average duration of a step. It starts at 0, so that the first steps, which often have long prompts,
     /// count little.
-    fn learn_pace(&mut self, took: Duration) {
-        self.average_us += PACE_SHARE * (took.as_micros() as f64 - self.average_us);
+    fn learn_step_time(&mut self, took: Duration) {
+        self.average_us += LATEST_STEP_WEIGHT * (took.as_micros() as f64 - self.average_us);
         self.queue.step_us.store(self.average_us as u64, Ordering::Relaxed);
     }
 

@@ -1,5 +1,5 @@
 //! One task in the engine. The worker holds the [`Job`], with what the reply is written from ([`Reply`]). The loop
-//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A [`Feed`]
+//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A [`FurtherInputs`]
 //! makes further items of a task whose inputs are made on demand.
 
 use std::collections::VecDeque;
@@ -18,12 +18,14 @@ use super::{
 };
 use crate::batching::{Group, Policy};
 use crate::model::{
-    Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, Streaming, TaskError,
+    Body, Effort, FileUrl, Files, Inputs, Later, Message, Processor, Route, SizedInput, Slices, Streaming,
+    TaskError,
 };
 
 /// One input of a task, on its way through the device.
 pub(super) struct Item<R: Processor> {
     pub(super) input: R::Input,
+    /// This and the next two fields are those of [`SizedInput`].
     pub(super) encode_tokens: usize,
     pub(super) tokens: usize,
     pub(super) answer_tokens: usize,
@@ -173,14 +175,18 @@ impl<R: Processor> super::Engine for Handle<R> {
         self.0.processor.routes()
     }
 
-    fn preprocess(&self, message: &Message) -> Result<Box<dyn Job>, TaskError> {
+    fn preprocess(&self, message: &Message, files: &Files) -> Result<Box<dyn Job>, TaskError> {
         let model = self.0.clone();
-        let (context, inputs) = model.processor.preprocess(message)?;
+        let (context, inputs) = model.processor.preprocess_with(message, files)?;
         let first = model.first(inputs)?;
         let streaming = model.processor.streaming(&context);
         let are_parts_brief = streaming != Streaming::Off && model.processor.are_parts_brief(&context);
         let reply = Arc::new(Mutex::new(Reply::new(context)));
         Ok(Box::new(Task { model, reply, streaming, are_parts_brief, first, outputs: None, feed: None }))
+    }
+
+    fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
+        self.0.processor.file_urls(message)
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -238,11 +244,11 @@ struct Task<R: Processor> {
     /// None until the job is enqueued.
     outputs: Option<WantedOutputs<R>>,
     /// None if all inputs were in the first slice.
-    feed: Option<Arc<Feed<R>>>,
+    feed: Option<Arc<FurtherInputs<R>>>,
 }
 
 /// Makes the further inputs of a task.
-struct Feed<R: Processor> {
+struct FurtherInputs<R: Processor> {
     model: Arc<Model<R>>,
     outputs: Arc<Outputs<R>>,
     group: Option<Group>,
@@ -250,7 +256,7 @@ struct Feed<R: Processor> {
     rest: Mutex<Option<Slices<R::Input>>>,
 }
 
-impl<R: Processor> InputSource for Feed<R> {
+impl<R: Processor> InputSource for FurtherInputs<R> {
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool> {
         // Registered before the state is read, so that a change after the read wakes this task.
         self.outputs.feed_waker.register(context.waker());
@@ -322,7 +328,7 @@ impl<R: Processor> Job for Task<R> {
         self.outputs = Some(WantedOutputs(outputs.clone()));
         if let Some(rest) = self.model.enqueue(first, &outputs, group) {
             let (model, rest) = (self.model.clone(), Mutex::new(Some(rest)));
-            self.feed = Some(Arc::new(Feed { model, outputs, group, rest }));
+            self.feed = Some(Arc::new(FurtherInputs { model, outputs, group, rest }));
         }
     }
 
@@ -401,7 +407,8 @@ impl<R: Processor> Task<R> {
 pub(super) struct Outputs<R: Processor> {
     pub(super) task: Arc<TaskState>,
     streaming: Streaming,
-    /// Whether the job may report that it is done. Set by the worker when it receives the notice of a whole batch.
+    /// Whether the job may report that it is done. Set by the worker when it receives the notice of a whole batch, and
+    /// by `grow` if the task is done without a further pass.
     notified: AtomicBool,
     /// Whether the job waits for pieces or outputs from which a part can be written. Set by the job, cleared by the
     /// model thread when they arrive.
@@ -432,6 +439,7 @@ struct Gathered<R: Processor> {
     /// Pieces that are in no part yet, in the order in which parts are written. Each entry has pieces of one input.
     /// Bound: the tokens that the task's answers may have.
     pieces: Vec<(usize, Vec<R::Piece>)>,
+    /// Whether nothing more is needed: the task is done, or its job was dropped.
     is_complete: bool,
 }
 
@@ -474,7 +482,8 @@ impl<R: Processor> Outputs<R> {
         first
     }
 
-    /// Ready with whether more inputs are to be prepared. Pending until so few are left that they are.
+    /// `Ready(true)`: few inputs are left, so more are to be prepared. `Ready(false)`: no more are needed. `Pending`:
+    /// enough are left, and `feed_waker` is woken when that changes.
     fn wants(&self, ahead: Ahead) -> Poll<bool> {
         let mut gathered = self.lock();
         if gathered.is_complete || !gathered.is_open {
@@ -502,6 +511,7 @@ impl<R: Processor> Outputs<R> {
         computed.started.get_or_insert(began);
     }
 
+    /// Records that a piece was given, and keeps it if the parts of the reply are made from pieces.
     pub(super) fn piece(&self, input: usize, piece: R::Piece, now: Instant) {
         let mut gathered = self.lock();
         gathered.computed.first_piece.get_or_insert(now);
@@ -702,7 +712,7 @@ mod tests {
     fn job(message: &Message) -> (Box<dyn Job>, Arc<Kept>) {
         use crate::engine::Engine as _;
         let queue = Arc::new(Kept::default());
-        let mut job = handle(queue.clone()).preprocess(message).unwrap();
+        let mut job = handle(queue.clone()).preprocess(message, &Files::default()).unwrap();
         let name = TaskName { id: "t".into(), fingerprint: "f".into() };
         job.enqueue(Arc::new(TaskState::new(name, None)), None);
         (job, queue)
@@ -764,7 +774,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_come_together_in_the_order_of_the_inputs_and_once_they_are_told() {
+    fn outputs_are_in_input_order_and_the_job_is_done_once_it_is_notified() {
         let (mut job, outputs) = enqueued(&[5, 6, 7]);
         assert_eq!((job.inputs(), job.tokens()), (3, 6));
         let pass = |number, size| Pass { number, size, tokens: 2 * size };
@@ -791,7 +801,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_gather_until_a_part_is_asked_for_and_the_last_are_there_after_the_end() {
+    fn pieces_gather_until_a_part_is_wanted_and_the_last_follow_after_the_end() {
         let (mut job, outputs) = enqueued(&[5, 6]);
         let piece = |input, piece| outputs.piece(input, piece, Instant::now());
         piece(0, 1);
@@ -809,7 +819,7 @@ mod tests {
     }
 
     #[test]
-    fn many_pieces_are_written_on_another_thread_and_in_several_parts() {
+    fn many_pieces_are_no_brief_work_and_are_written_in_several_parts() {
         let (job, outputs) = enqueued(&[5, 6]);
         let give =
             |input, count: u32| (0..count).for_each(|piece| outputs.piece(input, piece, Instant::now()));
@@ -850,7 +860,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_are_in_parts_in_the_order_of_the_inputs_each_once_and_the_reply_has_all() {
+    fn parts_have_each_output_once_in_input_order_and_the_reply_has_all() {
         let (mut job, queue) = of_outputs("all", &[5, 6, 7, 8]);
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         let deliver = |index: u32| outputs.deliver(index as usize, Ok(10 + index));
@@ -870,7 +880,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_output_wakes_the_job_and_one_that_waits_for_it_does_not() {
+    fn only_an_output_that_is_next_in_order_wakes_the_job() {
         use futures_util::task::{ArcWake, waker};
         struct Woken(AtomicBool);
         impl ArcWake for Woken {
@@ -933,7 +943,7 @@ mod tests {
         use crate::engine::Engine as _;
         let body = &[9][..];
         let message = Message { body: body.into(), ..Message::default() };
-        assert!(handle(Arc::default()).preprocess(&message).is_err());
+        assert!(handle(Arc::default()).preprocess(&message, &Files::default()).is_err());
         let (job, queue) = on_demand("counted", &[5, 9]);
         assert!(job.source().unwrap().pull().is_err());
         assert_eq!(queue.0.lock().unwrap().len(), 1);
@@ -949,7 +959,7 @@ mod tests {
     }
 
     #[test]
-    fn inputs_on_demand_are_made_while_few_wait_and_the_task_is_done_when_the_last_is_computed() {
+    fn inputs_on_demand_are_made_while_few_wait_until_the_source_is_exhausted() {
         let (mut job, queue) = on_demand("open", &[5, 6, 7, 8]);
         let source = job.source().unwrap();
         // `Kept` has no sequences: one input may wait.
@@ -970,7 +980,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_whose_last_slice_is_known_to_be_the_last_is_done_with_it() {
+    fn a_task_is_done_with_its_last_slice_if_that_is_known_to_be_the_last() {
         let (job, queue) = on_demand("counted", &[5]);
         assert!(job.source().is_none() && compute(&queue));
         let (job, queue) = on_demand("counted", &[5, 6]);
@@ -991,7 +1001,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_in_a_later_input_is_the_tasks() {
+    fn pull_returns_the_error_of_a_later_input() {
         let (job, _) = on_demand("open", &[5, 0, 6]);
         let source = job.source().unwrap();
         assert_eq!(source.pull().unwrap_err().message, "zero");

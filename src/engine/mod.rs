@@ -41,7 +41,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
 
 use crate::batching::{Group, Policy};
-use crate::model::{Body, Effort, LoadError, LoadSpec, Message, Processor, Route, TaskError};
+use crate::model::{Body, Effort, FileUrl, Files, LoadError, LoadSpec, Message, Processor, Route, TaskError};
 use crate::protocol::control::TaskName;
 
 use job::Item;
@@ -60,7 +60,10 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// What is wrong with the task.
-    fn preprocess(&self, message: &Message) -> Result<Box<dyn Job>, TaskError>;
+    fn preprocess(&self, message: &Message, files: &Files) -> Result<Box<dyn Job>, TaskError>;
+
+    /// As [`Processor::file_urls`].
+    fn file_urls(&self, message: &Message) -> Vec<FileUrl>;
 
     /// As [`Processor::effort`].
     fn effort(&self, message: &Message) -> Effort;
@@ -75,7 +78,8 @@ pub trait Engine: Send + Sync {
     /// Changes the bounds of batches. The new bounds also apply to inputs that already wait.
     fn set_policy(&self, policy: Policy);
 
-    /// While a group is isolated, only jobs that were enqueued with it are computed.
+    /// Isolates a group: from now on, only jobs that were enqueued with this group are computed. None: all jobs are
+    /// computed again.
     fn isolate(&self, isolated: Option<Group>);
 
     /// The number of batches that may be submitted or in preparation. A worker should hold enough tasks for all of
@@ -117,11 +121,11 @@ pub trait Job: Send {
     /// Makes the inputs that take long. Blocks until that is done.
     ///
     /// # Errors
-    /// What is wrong with the task: it has no result.
+    /// What is wrong with the task, which then has no result.
     fn make(&mut self) -> Result<(), TaskError>;
 
-    /// Hands the inputs to the model thread. Called once, when they are made. `group`: the one that the task
-    /// belongs to, which is isolated now.
+    /// Hands the inputs to the model thread. Called once, when they are made. `group`: the isolated group to which the
+    /// task belongs, if it belongs to one.
     fn enqueue(&mut self, task: Arc<TaskState>, group: Option<Group>);
 
     /// The source of the job's further inputs, once it is enqueued; none: all of them are prepared.
@@ -131,8 +135,8 @@ pub trait Job: Send {
     /// is done.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
 
-    /// The parts of the reply that can be written now, or the first of them; none: there are none. The caller writes
-    /// them before it asks for the next, and before `finish`. After an error, no more parts are made of outputs.
+    /// The parts of the reply that can be written now, or the first of them; none if there is no such part. The caller
+    /// writes them before it asks for the next, and before `finish`. After an error, no more parts are made of outputs.
     fn unwritten(&self) -> Option<Unwritten>;
 
     /// Writes the reply, once the job is done. Blocks until that is done.
@@ -142,7 +146,7 @@ pub trait Job: Send {
     fn finish(self: Box<Self>) -> Result<Body, TaskError>;
 }
 
-/// Makes the inputs of a job that has not all of them yet, slice by slice.
+/// Makes the further inputs of a job, slice by slice.
 pub trait InputSource: Send + Sync {
     /// Ready once few of the job's inputs wait for the model. True: the next slice is wanted. False: none is wanted any
     /// more.
@@ -151,7 +155,7 @@ pub trait InputSource: Send + Sync {
     /// Makes the next slice, and hands it to the model thread. Blocks until that is done.
     ///
     /// # Errors
-    /// What is wrong with the task, or why it is no longer wanted: it has no result.
+    /// What is wrong with the task, or why its answer is no longer wanted. The task then has no result.
     fn pull(&self) -> Result<(), TaskError>;
 }
 
@@ -184,9 +188,9 @@ impl Unwritten {
 /// The time that a job spent on the device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Computed {
-    /// When its first pass began; none: the job was never on the device.
+    /// When its first pass began; none if the job was never on the device.
     pub started: Option<Instant>,
-    /// When the model gave its first piece; none: it gave none.
+    /// When the model gave the job's first piece; none if it gave no piece.
     pub first_piece: Option<Instant>,
     /// The sum of the times of all its passes.
     pub compute: Duration,

@@ -97,7 +97,8 @@ impl<R: Processor> WaitingInputs<R> {
         }
     }
 
-    /// Called before the loop sleeps. Returns false if there is something to do.
+    /// Records that the loop is about to sleep, so that a change wakes it. `until`: when a batch is due, as far as the
+    /// loop knows. Returns false if there is something to do.
     pub(super) fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
         let mut state = self.lock();
         let is_due = match state.peek(now) {
@@ -192,7 +193,7 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
     fn isolate(&self, isolated: Option<Group>) {
         let now = now();
         self.change(|state| {
-            // What the group before has not computed is like all other inputs.
+            // Inputs of the previous group that are not computed yet join the ordinary ones.
             while let Some(Batch { inputs, .. }) = state.isolated.take(now, Device::Idle, false) {
                 let background = inputs.first().is_some_and(|first| first.task().background);
                 state.ordinary.push(inputs, background, now);
@@ -264,7 +265,7 @@ where
 
     /// Submits a batch, and finishes the one before it. Returns false if the device has failed.
     fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
-        // Committed only now, so that tasks that wait for the device can still be handed back.
+        // The tasks are committed only now, so that they can be handed back as long as they wait for the device.
         let wanted = self.still_wanted(batch);
         // Sent now, so that unwanted tasks do not wait for the batch.
         self.network.notices.send_done();

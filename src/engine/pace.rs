@@ -1,6 +1,7 @@
-//! Decides how many prompt tokens a step may have so that it does not take long, from how long recent steps took. A new
-//! task, and each sequence that decodes, waits for the whole step. A sequence that decodes also waits for the windows
-//! that are encoded before the step. A window cannot be divided, so the prompts get the time that it leaves. Pure.
+//! Decides from the durations of recent steps how many prompt tokens a step may have, so that it does not take long.
+//! A new task, and each sequence that decodes, waits for the whole step. A sequence that decodes also waits for the
+//! windows that are encoded before the step. A window cannot be divided, so the prompts get the time that it leaves.
+//! Pure.
 
 use std::time::Duration;
 

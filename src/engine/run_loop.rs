@@ -50,7 +50,7 @@ const IDLE_REPORT_DELAY: Duration = Duration::from_millis(5);
 pub(super) struct Idle(Option<Instant>);
 
 impl Idle {
-    /// The device was busy until `now`.
+    /// Records that the device was busy until `now`.
     pub(super) fn since(&mut self, now: Instant) {
         self.0 = Some(now);
     }

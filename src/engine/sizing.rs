@@ -1,4 +1,4 @@
-//! Decides how large a batch may be to fit in the device's memory, from which batches failed. Pure.
+//! Decides, from the batches that failed, how large a batch may be so that it fits in the device's memory. Pure.
 
 /// The number of batches of a reduced size that must fit before a larger one is tried.
 const FITTING_BATCHES: u32 = 256;
@@ -11,8 +11,8 @@ pub(super) enum Unit {
     Windows,
 }
 
-/// The bound is half of the size that did not fit. It doubles after every [`FITTING_BATCHES`] batches that fit, because
-/// another process may have taken the memory only for a while.
+/// The bound on the size of a batch. After a batch that did not fit, it is half of that batch's size. It doubles after
+/// every [`FITTING_BATCHES`] batches that fit, because another process may have taken the memory only for a while.
 pub(super) struct Sizing {
     unit: Unit,
     policy_bound: usize,

@@ -22,8 +22,8 @@ pub struct Starter(Arc<Assemble>);
 
 type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadError> + Send + Sync;
 
-/// An engine for a one-pass model. `load` is called once for each engine, on its model thread, with the opened
-/// device.
+/// Makes a starter of engines for a one-pass model. `load` is called once for each engine, on its model thread, with
+/// the opened device.
 pub fn oneshot<R, F>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(R, F), LoadError> + Send + Sync + 'static,
 ) -> Starter
@@ -45,7 +45,7 @@ where
     }))
 }
 
-/// An engine for a model whose sequences join and leave. `load` as in [`oneshot`].
+/// Makes a starter of engines for a model whose sequences join and leave. `load` is called as in [`oneshot`].
 pub fn continuous<R, G>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(R, G), LoadError> + Send + Sync + 'static,
 ) -> Starter
@@ -71,7 +71,8 @@ where
     }))
 }
 
-/// An engine whose type is known only once the model's files have been read. `choose` is called on the model thread.
+/// Makes a starter of engines whose type is known only once the model's files have been read. `choose` is called on the
+/// model thread.
 pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + Sync + 'static) -> Starter {
     Starter(Arc::new(move |setup, waker| choose(&setup.spec)?.0(setup, waker)))
 }
@@ -129,7 +130,7 @@ pub(crate) mod paused {
     use crate::model::clock;
 
     impl Starter {
-        /// Loads the model on a thread that can be waited for.
+        /// Loads the model and runs its loop on a thread that can be joined.
         pub(crate) fn start_joined(&self, setup: Setup) -> (thread::JoinHandle<()>, Loading) {
             let (done, loading) = answer::channel();
             let assemble = self.0.clone();

@@ -74,7 +74,7 @@ impl TaskState {
     /// Why the answer is no longer wanted; none if it is wanted.
     pub fn unwanted(&self, now: Instant) -> Option<TaskError> {
         let is_late = self.deadline.is_some_and(|deadline| deadline <= now);
-        let message = "the task's deadline passed before it was computed to its end";
+        let message = "the task's deadline passed before its answer was complete";
         let late = || is_late.then(|| TaskError::new(TaskErrorKind::Expired, message));
         self.cancellation().or_else(late)
     }

@@ -33,7 +33,7 @@ pub(super) struct Worker {
     stdin: Option<ChildStdin>,
     events: Option<Lines<ChildStdout>>,
     logs: Option<Lines<ChildStderr>>,
-    /// How it ended, and the time until which the rest of its log is read.
+    /// How it ended, and the time until which the rest of its events and its log is read.
     ended: Option<(ExitStatus, Instant)>,
     /// Makes the guard watch this worker until it is reaped. None if the guard does not know it, or it is reaped.
     guarded: Option<Guarded>,
@@ -47,7 +47,7 @@ pub(super) enum ChildEvent {
 
 impl Worker {
     /// Spawns `program worker …`, tells the guard, and sends the worker its assignment, the crash records and the
-    /// withdrawals, if they are read.
+    /// withdrawals. `withdrawn`: none while the withdrawals are still being read. A later command sends them.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -149,8 +149,8 @@ pub fn environment(assignment: &Assignment) -> [(&'static str, String); 4] {
     [
         ("RAYON_NUM_THREADS", threads.clone()),
         ("CANDLE_NUM_THREADS", threads),
-        // CUDA shows the worker only its own device, as number 0; a CPU worker sees none. By UUID, because an
-        // index that does not exist would silently hide every later one.
+        // CUDA shows the worker only its own device, as number 0; a CPU worker sees none. The device is named by UUID,
+        // because an index that does not exist would silently hide every later one.
         ("CUDA_VISIBLE_DEVICES", device.to_owned()),
         ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
     ]

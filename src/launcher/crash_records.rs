@@ -10,14 +10,14 @@ use tokio::sync::watch;
 
 use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
 
-/// The most records, of the latest tasks: with their crash tails they fit into the `start` line.
+/// The most records. Those of the latest deaths are kept. With their crash tails they fit into the `start` line.
 const MAX_RECORDS: usize = 2_000;
 /// The most records of poison tasks among these. Only they carry crash tails.
 const MAX_POISON: usize = 200;
 
 /// The crash records of all tasks. Shared by all slots.
 pub(super) struct Register {
-    /// The number of deaths with a task alone that makes it poison.
+    /// A task is poison after this many deaths of workers that had only this task.
     limit: AtomicU32,
     /// Oldest death first. Locked for one pass over the records.
     tasks: Mutex<VecDeque<CrashRecord>>,

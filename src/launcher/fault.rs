@@ -68,12 +68,12 @@ impl Circumstances {
         if let Some((reason, message)) = &self.unfit {
             return ((*reason).into(), Some(shorten(message, MESSAGE_BYTES)));
         }
-        let by_itself = match death.exit {
+        let event_can_be_the_cause = match death.exit {
             Some(Exit::DeviceFailed | Exit::Internal) => true,
             Some(_) => false,
             None => status.is_some(),
         };
-        match recent_event.filter(|_| by_itself) {
+        match recent_event.filter(|_| event_can_be_the_cause) {
             Some(device_fault) => (
                 device_fault.kind.reason(),
                 Some(format!("{}, and then the worker died", device_fault.message)),

@@ -1,5 +1,5 @@
-//! The guard: a small process that outlives the launcher, and kills workers that outlive it too
-//! because they are stopped or their driver hangs. This file has both sides: the launcher's, which starts the
+//! The guard: a small process that outlives the launcher. It kills workers that outlive the launcher too, because they
+//! are suspended (SIGSTOP) or their driver hangs. This file has both sides: the launcher's, which starts the
 //! guard and registers every worker with it, and the guard's own ([`guard_workers`]). A worker is killed when the
 //! launcher's end of their socket is closed and the shutdown grace is over. The guard never signals another process
 //! that has got the same id in the meantime.
@@ -145,7 +145,7 @@ impl GuardProcess {
             .arg(COMMAND)
             .stdin(Stdio::from(OwnedFd::from(stdin)))
             .stdout(Stdio::null())
-            // Its stderr is ours. Its own process group: it must not get the terminal's Ctrl-C.
+            // The guard inherits our stderr. It has its own process group, so that it gets no Ctrl-C from the terminal.
             .process_group(0)
             .spawn()?;
         tracing::debug!(pid = child.id(), "guard started");

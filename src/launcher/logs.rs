@@ -25,7 +25,7 @@ pub(super) const QUEUE_MADE_WINDOW: Duration = Duration::from_secs(10);
 pub(super) const REASON_WINDOW: Duration = Duration::from_secs(60);
 
 /// Texts that several workers report and that are logged once in a window of time. Written and read by the slots and by
-/// whoever forwards their lines. Bound: the texts of the last window.
+/// the handles of their workers. Bound: the texts of the last window.
 pub(super) struct RecentlyLogged {
     window: Duration,
     logged_at: Mutex<HashMap<String, Instant>>,
@@ -48,7 +48,8 @@ impl RecentlyLogged {
     }
 }
 
-/// Forwards one line, through `raw` if given, unless it was `logged` just before. Returns its text.
+/// Forwards one line, through `raw` if given. A line about a created queue is dropped if it was `logged` just before.
+/// Returns the text of the line.
 pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &RecentlyLogged) -> String {
     let parsed =
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));

@@ -198,7 +198,7 @@ impl Launching {
         self.launch.board.clone()
     }
 
-    /// What was withdrawn before it runs.
+    /// The list of withdrawals, into which the caller reads the broker's stream.
     pub fn withdrawals(&self) -> Arc<Withdrawals> {
         self.launch.withdrawals.clone()
     }

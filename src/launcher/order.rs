@@ -42,8 +42,8 @@ impl From<&'static str> for Done {
 pub(super) enum SlotCommand {
     /// An order from outside.
     Order(Request, oneshot::Sender<Outcome>),
-    /// From the fleet: replace the worker by one with other settings, in the order of the settings. While the
-    /// permit exists, no other slot replaces its worker.
+    /// From the fleet: replace the worker by one with other settings, in the way that `launcher.replace` sets. While
+    /// the permit exists, no other slot replaces its worker.
     Replace(Box<Assignment>, OwnedSemaphorePermit, oneshot::Sender<Result<(), String>>),
 }
 

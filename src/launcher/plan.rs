@@ -196,7 +196,8 @@ struct Refused {
     reason: String,
 }
 
-/// Every GPU; if there are none, a share of the cores.
+/// The devices of a pool with `devices = "auto"`: every usable GPU, or those that `CUDA_VISIBLE_DEVICES` lists. If
+/// there are none, or this program has no CUDA: `share` times the CPU.
 fn automatic(host: &Host, share: usize) -> Result<Vec<String>, Refused> {
     let usable = host.gpus.usable();
     let cpus = || vec![CPU.to_owned(); share];

@@ -76,7 +76,7 @@ impl Slot {
         self.probation = Some(Probation { before, replacement });
     }
 
-    /// A worker is ready, so the settings on probation are good.
+    /// Ends the probation once the current worker is ready: counts the restart, and reports success.
     pub(super) fn pass_probation(&mut self, current: &WorkerHandle) {
         if current.monitor.ready.is_none() || current.is_ending() {
             return;
@@ -87,7 +87,8 @@ impl Slot {
         }
     }
 
-    /// If the ended worker was on probation and never became ready, restores the previous settings.
+    /// If the ended worker was on probation and never became ready, restores the previous settings. Returns what
+    /// follows the end; `then` is what would follow without probation.
     pub(super) fn judge_probation(&mut self, then: NextAction, worker_exit: &WorkerExit) -> NextAction {
         if matches!(then, NextAction::Start) {
             return then;
@@ -147,7 +148,7 @@ impl Slot {
         Some(self.install(next))
     }
 
-    /// The current worker has died. Its successor takes over before it is ready, on probation.
+    /// Lets the successor take over before it is ready, on probation, because the current worker has died.
     pub(super) fn promote_successor(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
         let Successor { mut running, mut replacement } = next;
         tracing::warn!(slot = self.assignment.slot, "the worker died while its successor was starting");

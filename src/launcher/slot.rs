@@ -104,7 +104,8 @@ impl Slot {
         }
     }
 
-    /// Waits without a worker for `delay`, or until an order comes.
+    /// Waits without a worker until `delay` is over, or until an order starts a worker or ends the slot. None: waits
+    /// only for such an order.
     async fn wait_without_worker(&mut self, delay: Option<Duration>) -> NextAction {
         let mut until = delay.map(|delay| tokio::time::Instant::now() + delay);
         loop {
@@ -129,6 +130,7 @@ impl Slot {
     }
 
     /// Carries out an order while there is no worker. `failing`: the last worker failed, and a restart is scheduled.
+    /// None: the slot continues to wait.
     fn carry_out_without_worker(&mut self, ordered: SlotCommand, failing: bool) -> Option<NextAction> {
         let (order, answer) = match ordered {
             SlotCommand::Order(order, answer) => (order, answer),
@@ -200,7 +202,8 @@ impl Slot {
         }
     }
 
-    /// Starts a worker and runs it, and those that replace it, until the last one ends.
+    /// Starts a worker and runs it, and those that replace it, until the last one ends. Returns how it ended, and what
+    /// follows.
     async fn run_workers(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
         let launch = self.launch.clone();
         let mut known = launch.deaths.known();
@@ -270,7 +273,7 @@ impl Slot {
         }
     }
 
-    /// Carries out an order while there is a worker.
+    /// Carries out an order while there is a worker. `then`: what follows the worker's end, which an order may change.
     async fn carry_out(
         &mut self,
         ordered: SlotCommand,

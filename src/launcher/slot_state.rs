@@ -131,7 +131,7 @@ impl Slot {
     }
 }
 
-/// Why a worker is replaced.
+/// A replacement of a worker: its reason, its turn, and who waits for the outcome.
 pub(super) struct Replacement {
     pub(super) reason: RestartReason,
     /// While this is held, no other slot replaces its worker.

@@ -57,6 +57,7 @@ pub struct Entry {
 }
 
 impl SlotStatus {
+    /// Whether every pool has had a worker that was ready.
     fn started(&self) -> bool {
         let ready: BTreeSet<_> =
             self.slots.values().filter(|it| it.was_ready).map(|it| &it.report.pool).collect();

@@ -16,7 +16,8 @@ const KILL_DELAY: Duration = Duration::from_secs(1);
 /// The next step in ending a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The end has not been requested. The worker is told to drain when the launcher stops.
+    /// The end has not been requested. When the launcher stops, the worker is told to drain, or to finish if
+    /// `pool.drain` says so.
     Drain,
     /// The worker was told to finish. It is told to drain at this time, or when the launcher stops.
     DrainAt(Instant),
@@ -72,6 +73,7 @@ impl Step {
         match self {
             Self::Drain if drain == Drain::Finish => {
                 worker.send(&Command::Finish).await;
+                // The last quarter of the grace is left for the drain.
                 Self::HandBackAt(Instant::now() + grace - grace / 4)
             }
             Self::Drain | Self::DrainAt(_) => {

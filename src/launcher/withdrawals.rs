@@ -40,7 +40,7 @@ impl Withdrawals {
         }
     }
 
-    /// The broker's stream is to be read. Until [`Withdrawals::end_reading`], workers take no tasks.
+    /// Records that the broker's stream is to be read. Until [`Withdrawals::end_reading`], workers take no tasks.
     pub fn begin_reading(&self) {
         self.are_expected.send_replace(true);
     }

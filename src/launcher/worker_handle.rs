@@ -50,8 +50,8 @@ pub(super) struct WorkerHandle {
     pub(super) assignment: Assignment,
     /// Whether the board shows this worker.
     pub(super) shown: bool,
-    /// Cancellations that were sent to it and not answered yet, with the channels for their outcomes. Bound: orders are
-    /// few, and each new one drops those that nobody waits for any more.
+    /// Cancellations that were sent to it and not answered yet, with the channels for their outcomes. Bound: only
+    /// operators' cancellations are kept, and each new one removes those for which nobody waits any more.
     cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum WorkerEvent {
     Child(ChildEvent),
     /// The next step in ending it is due.
     Step,
-    /// It exceeds the limit for a pass or for silence.
+    /// It exceeds a time limit, or the kill that follows is due.
     Overdue,
     /// Its device has failed.
     DeviceFailed(DeviceFault),
@@ -218,7 +218,7 @@ impl WorkerHandle {
         self.kill_at = Some(Instant::now() + Duration::from_secs(10));
     }
 
-    /// What remains of the worker after its end.
+    /// Judges the end of the worker. `status`: none if it is unknown.
     pub(super) fn worker_exit(self, status: Option<ExitStatus>, launch: &Launch) -> WorkerExit {
         let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
         self.monitor.end(status, forced, launch, &self.assignment)
@@ -246,7 +246,7 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
             tracing::debug!(slot, cause, "worker stopped");
         }
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
-        // A device's fault is in the worker's own log, and in the reason for its end.
+        // The fault that `Unfit` reports is in the worker's own log, and in the reason for its end.
         Ok(
             Event::Loading | Event::Serving | Event::Stats(_) | Event::Cancelled { .. } | Event::Unfit { .. },
         ) => {}

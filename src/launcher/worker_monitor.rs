@@ -36,6 +36,7 @@ pub(super) struct SuspectTasks {
     tasks: Vec<TaskName>,
     /// Whether the worker had no other tasks.
     isolated: bool,
+    /// How the worker ended, and the last lines of its log.
     last: CrashTail,
 }
 
@@ -52,6 +53,8 @@ pub(super) struct WorkerMonitor {
     pub(super) ready: Option<Instant>,
     death: Death,
     found_poison: bool,
+    /// The tasks that may be to blame for a failure of the device: those of the previous worker until this one is
+    /// ready, and at the end perhaps its own.
     suspects: Option<SuspectTasks>,
     /// The tasks of the current pass, by its last report.
     on_device: Vec<TaskName>,
@@ -261,7 +264,7 @@ impl WorkerMonitor {
         memory.then(|| format!("its memory has grown by {} MiB", grown >> 20))
     }
 
-    /// Judges the worker's end. `forced`: the launcher had told it to abort, had killed it, or was stopping.
+    /// Judges the worker's end. `forced`: the launcher had told it to abort, or was stopping.
     pub(super) fn end(
         mut self,
         status: Option<ExitStatus>,
@@ -288,8 +291,8 @@ impl WorkerMonitor {
         if is_device_fault && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
             self.death.exit = Some(Exit::DeviceFailed);
         }
-        // Nothing is logged if no process was spawned. If the worker announced its exit, the restart line reports the
-        // cause.
+        // Nothing is logged if no process was spawned because the device has failed. If the worker announced its exit,
+        // the death is logged at the debug level, because the restart line reports the cause.
         let gives_reason = announced.as_ref().is_some_and(|(exit, _)| Some(*exit) == self.death.exit);
         if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);

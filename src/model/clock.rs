@@ -28,7 +28,7 @@ pub(crate) fn pretend() {
     OWED.set(Some(Duration::ZERO));
 }
 
-/// How long this thread would have slept since [`pretend`].
+/// Returns how long this thread would have slept since [`pretend`]. From now on it really sleeps again.
 #[cfg(test)]
 pub(crate) fn owed() -> Duration {
     OWED.take().unwrap_or_default()

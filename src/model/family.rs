@@ -24,7 +24,7 @@ pub struct Family {
     pub serves: Serves,
     /// The settings that it takes in `[pool.options]`.
     pub options: &'static [OptionSpec],
-    /// Makes a task of one or more texts, for `sconce bench`.
+    /// Makes a task from one or more texts, for `sconce bench`.
     pub sample: fn(&[String]) -> Sample,
     /// A small model of the family, with which tests and the fuzz target load it.
     pub example: Example,
@@ -58,7 +58,7 @@ pub struct FileRules {
 /// A task that a tool makes for a family.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Its URL; none: any.
+    /// Its URL. None for a family that answers any.
     pub url: Option<&'static str>,
     /// Its body.
     pub body: RequestBody,
@@ -72,7 +72,7 @@ impl Sample {
         Self { url: Some(url), body: body.to_string().into(), inputs }
     }
 
-    /// The same with the texts in `field`: a text alone, or a list of several.
+    /// A task whose body is JSON with the texts in `field`: one text as a string, several as a list.
     pub fn of_texts(url: &'static str, field: &str, texts: &[String]) -> Self {
         let input = if let [alone] = texts { Value::from(alone.as_str()) } else { Value::from(texts) };
         Self::json(url, &json!({ field: input }), texts.len())
@@ -103,7 +103,7 @@ pub enum Format {
 pub struct Description {
     /// The format of the description.
     pub format: Format,
-    /// The architecture that it names; empty: none.
+    /// The architecture that it names. Empty if it names none.
     pub architecture: String,
     /// The fields of `config.json` or `model_index.json`. Except for the architecture's name, they may mean something
     /// else in an architecture that is not served.
@@ -111,7 +111,7 @@ pub struct Description {
 }
 
 impl Description {
-    /// Reads the description of the model `source` in `files`.
+    /// Reads the description of the model from its `files`.
     ///
     /// # Errors
     /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Hub`] if the hub cannot be reached.

@@ -5,7 +5,7 @@
 //!
 //! A model has two parts, because they run on different threads:
 //!
-//! - A [`Processor`] turns messages into inputs and outputs into bodies (a tokenizer, an image decoder).
+//! - A [`Processor`] turns messages into inputs, and outputs into bodies (a tokenizer, an image decoder).
 //!   Several threads share it. They preprocess the next tasks and write the last replies while the device computes.
 //! - The network owns the weights. It is loaded on the thread that will run it and stays there, so that it
 //!   need not be `Send`. It is either [`Forward`] (one pass: embeddings, classification, images) or
@@ -48,7 +48,7 @@ pub use crate::batching::Encoding;
 pub use crate::batching::admit::Feed;
 pub use crate::config::{CpuFeatures, Dtype, OptionProblem};
 pub use crate::protocol::control::Unfit;
-pub use crate::protocol::{Body, Message, Properties, TaskError, TaskErrorKind};
+pub use crate::protocol::{Body, FileUrl, Files, Message, Properties, TaskError, TaskErrorKind};
 
 /// A URL that a model answers, and the media types of its bodies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,11 +75,11 @@ impl Route {
 pub struct SizedInput<I> {
     /// The input, ready for the device.
     pub input: I,
-    /// The tokens (frames, patches) that the model's encoder computes before the first token. An encoding is computed
-    /// whole, by a row of its own ([`Feed::Encode`]). 0 if there is none; always 0 for a one-pass model.
+    /// The tokens (frames, patches) that the model's encoder computes before the sequence is fed any token. An encoding
+    /// is computed whole, by a row of its own ([`Feed::Encode`]). 0 without an encoding, and for every one-pass model.
     pub encode_tokens: usize,
-    /// Its tokens (patches, frames), whose sum `batch.max_tokens` bounds. For a sequence these are the tokens of its
-    /// prompt; there may be 0 if it has an encoding.
+    /// Its tokens (patches, frames). `batch.max_tokens` bounds their sum. For a sequence these are the tokens of its
+    /// prompt; 0 is allowed if it has an encoding.
     pub tokens: usize,
     /// The most tokens of its answer. They are reserved together with `tokens` when the sequence begins. 0 for a
     /// one-pass model.
@@ -194,14 +194,32 @@ pub trait Processor: Send + Sync + 'static {
     /// The URLs that this model answers. A message without a `url` goes to the first route.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and makes its inputs, or what makes them one by one ([`Inputs::Slices`]). The message's
-    /// URL and media type match a route.
+    /// Decodes a message and makes its inputs, or returns what makes them on demand ([`Inputs::Slices`]) or on a
+    /// separate thread ([`Inputs::Later`]). The message's URL and media type match a route.
     ///
     /// # Errors
     /// What is wrong with this task. The task is answered with the error; other tasks are not affected.
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError>;
 
-    /// How long `preprocess`, and `finish` for a few outputs, may take for this message, whatever its sender put into it.
+    /// The URLs that the message gives in the place of files. The worker fetches those that `pool.allowed_sources`
+    /// admits, and refuses the task if there are others. Not called for pools that admit none.
+    /// Empty if the message cannot be read: [`Processor::preprocess`] finds the error.
+    fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
+        let _ = message;
+        Vec::new()
+    }
+
+    /// As [`Processor::preprocess`], with the files that were fetched for the message.
+    ///
+    /// # Errors
+    /// As [`Processor::preprocess`].
+    fn preprocess_with(&self, message: &Message, files: &Files) -> Result<Preprocessed<Self>, TaskError> {
+        let _ = files;
+        self.preprocess(message)
+    }
+
+    /// Returns how long `preprocess` takes at most for this message, whatever its content. The same bound must hold for
+    /// `finish` with a few outputs.
     fn effort(&self, message: &Message) -> Effort {
         let _ = message;
         Effort::Usual
@@ -220,23 +238,25 @@ pub trait Processor: Send + Sync + 'static {
         Streaming::Off
     }
 
-    /// Whether the parts of 32 pieces or outputs take about ten microseconds at most, whatever they hold. If so, up to
-    /// 32 are written on the thread that talks to the broker, since waking another thread would take as long. All
-    /// others are written on the reply threads.
+    /// Whether the parts of 32 pieces or outputs are written within about ten microseconds, whatever they hold. If so,
+    /// up to 32 pieces or outputs are handled on the thread that talks to the broker, since waking another thread would
+    /// take as long. All others are handled on the reply threads.
     fn are_parts_brief(&self, context: &Self::Context) -> bool {
         let _ = context;
         false
     }
 
-    /// Writes parts of the reply from the pieces, 256 at most, that the sequence `input` has produced since the last
-    /// call. Usually this is one part; none if there is nothing to send yet. Called with [`Streaming::Pieces`].
+    /// Writes parts of the reply from the pieces that a sequence has produced since the last call, 256 at most. `input`
+    /// is the index of the sequence's input. Usually this is one part; none if there is nothing to send yet. Called
+    /// with [`Streaming::Pieces`].
     fn parts(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Vec<Body> {
         let _ = (context, input, pieces);
         Vec::new()
     }
 
-    /// Writes parts of the reply, usually one, from the output of an input. Called with [`Streaming::Outputs`], once for
-    /// each input and in their order. The inputs that finish last may be left out, since the whole reply has them.
+    /// Writes parts of the reply, usually one, from the output of an input. Called with [`Streaming::Outputs`], at most
+    /// once for each input, in their order. The engine may omit the call for the inputs that finish last, since the
+    /// whole reply has them.
     fn output_parts(&self, context: &mut Self::Context, input: usize, output: &Self::Output) -> Vec<Body> {
         let _ = (context, input, output);
         Vec::new()
@@ -251,8 +271,8 @@ pub trait Processor: Send + Sync + 'static {
     /// A small task that this model can certainly answer. It is computed before the worker takes work, and
     /// again when the model fails on an input. If the probe fails then, the device is broken, and the worker ends
     /// instead of answering tasks with errors. Without a probe, the input is blamed. For a one-pass model the probe has
-    /// one input or more, otherwise it is one sequence. A probe that the model refuses as it would refuse a request
-    /// ([`LoadError::Probe`]) is a mistake of the model's author.
+    /// one input or more, otherwise it is one sequence. If the model refuses the probe as a bad request, loading fails
+    /// with [`LoadError::Probe`]: the model's author must correct it.
     fn probe(&self) -> Option<Message> {
         None
     }
@@ -326,12 +346,11 @@ pub struct Row {
 /// The progress of a sequence in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Advance<P, O> {
-    /// Its encoding or tokens of its prompt were fed, and more must be fed.
+    /// It was encoded, or was fed tokens of its prompt, and must be fed more.
     Fed,
     /// It has produced a piece, and continues.
     More(P),
-    /// It goes on from its beginning: it is to encode again, and then to be fed its prompt again. Its window is another
-    /// one now.
+    /// It starts over with another window: it must be encoded again, and then be fed its prompt again.
     Again,
     /// It has ended, perhaps with a last piece.
     Done(Option<P>, O),
@@ -368,9 +387,9 @@ pub trait Generate: 'static {
     /// Computes one step: feeds each row's sequence what the row says. A sequence whose [`SizedInput::encode_tokens`]
     /// are not 0 has one [`Feed::Encode`] first, whose result is [`Advance::Fed`] unless it ends the sequence. Then it
     /// is fed the tokens of its prompt, in chunks, and then one token of its answer in each step. After
-    /// [`Advance::Again`] all this follows once more. Either all rows of a
-    /// step are [`Feed::Encode`], or none is. A step must be repeatable: an error for the step or for one row leaves
-    /// the sequences concerned unchanged, and the step may be computed again with fewer rows.
+    /// [`Advance::Again`] all this follows once more. Either all rows of a step are [`Feed::Encode`], or none is. A
+    /// step must be repeatable: an error for the step or for one row leaves the sequences concerned unchanged, and the
+    /// step may be computed again with fewer rows.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the step or the device rather than one sequence.
@@ -394,7 +413,7 @@ pub struct LoadSpec {
     pub max_inputs: usize,
     /// The type of the weights and of their products.
     pub dtype: Dtype,
-    /// The vector units of a CPU.
+    /// The vector units that a CPU computes with: the pool's `cpu_features` setting.
     pub cpu_features: CpuFeatures,
     /// The pool's `[pool.options]`: settings that only this model knows.
     pub options: BTreeMap<String, Value>,
@@ -424,12 +443,12 @@ impl LoadSpec {
         }
     }
 
-    /// The error of an option of the pool.
+    /// Makes the error for a pool's option that the model does not take.
     pub(crate) fn refused_option(&self, problem: OptionProblem) -> LoadError {
         LoadError::Option { model: self.source.clone(), problem: Box::new(problem) }
     }
 
-    /// Converts a failure of candle while the model is loaded.
+    /// Converts a failure of candle, while the model is loaded, into a [`LoadError::Device`].
     pub fn failed(&self, error: impl std::fmt::Display) -> LoadError {
         LoadError::Device { device: self.device.clone(), reason: error.to_string() }
     }

@@ -56,7 +56,7 @@ pub fn families() -> Vec<&'static Family> {
     all.0
 }
 
-/// The families that serve models of files, with their rules.
+/// The families whose models are loaded from files, with their rules.
 fn of_files() -> impl Iterator<Item = (&'static Family, &'static FileRules)> {
     families().into_iter().filter_map(|family| Some((family, family.files()?)))
 }
@@ -93,7 +93,7 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
     find(source, Description::read(&ModelFiles::locate(source)?)?, task)
 }
 
-/// The same without network access. None if some of the files are not on this host.
+/// Finds the family as [`served`] does, but without network access. None if some of the files are not on this host.
 ///
 /// # Errors
 /// As [`served`].
@@ -110,6 +110,7 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
     let served = find(source, Description::read(&files)?, task)?;
+    // The digest covers the files that were requested. `locate` has requested a GGUF file, which is the whole model.
     if let (None, Some(rules)) = (files.gguf(), served.rules()) {
         (rules.find)(&files)?;
     }

@@ -84,7 +84,7 @@ fn the_architecture_of_a_gguf_file_is_read_from_it() {
 }
 
 #[test]
-fn a_model_that_is_not_on_this_host_is_none() {
+fn served_here_finds_no_model_that_is_not_on_this_host() {
     assert!(served_here("nobody/no-such-model-of-sconce", None).unwrap().is_none());
 }
 
@@ -146,7 +146,7 @@ fn the_example_of_every_family_is_served_by_it_and_passes_its_check() {
 }
 
 #[test]
-fn the_defaults_of_options_have_their_types() {
+fn the_default_of_every_option_passes_its_check() {
     for family in families() {
         for option in family.options {
             if let OptionDefault::Value(json) = option.default {
@@ -218,15 +218,15 @@ fn a_truncated_gguf_file_fails_the_check() {
     );
 }
 
-/// A number with a comma before each three digits.
-fn in_digits(number: u64) -> String {
+/// A number whose digits are grouped in threes by commas.
+fn with_commas(number: u64) -> String {
     let digits = number.to_string();
     let groups: Vec<&str> =
         digits.as_bytes().rchunks(3).rev().map(|group| std::str::from_utf8(group).unwrap()).collect();
     groups.join(",")
 }
 
-/// The options of all families as the table in the docs.
+/// The table in the docs: the options of all families whose models are loaded from files.
 fn options_table() -> String {
     let mut table = "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned();
     for family in families().iter().filter(|family| matches!(family.serves, Serves::Files(_))) {
@@ -236,10 +236,10 @@ fn options_table() -> String {
         for option in family.options {
             let values = match &option.takes {
                 Takes::Whole(range) if *range.end() == u64::MAX => {
-                    format!("from {}", in_digits(*range.start()))
+                    format!("from {}", with_commas(*range.start()))
                 }
                 Takes::Whole(range) => {
-                    format!("{} to {}", in_digits(*range.start()), in_digits(*range.end()))
+                    format!("{} to {}", with_commas(*range.start()), with_commas(*range.end()))
                 }
                 Takes::Switch => "true, false".to_owned(),
                 Takes::Text => "text".to_owned(),
@@ -251,7 +251,7 @@ fn options_table() -> String {
                 OptionDefault::Derived(text) => text.to_owned(),
                 OptionDefault::Value(json) => match serde_json::from_str(json).unwrap() {
                     Value::String(name) => format!("`{name}`"),
-                    value => value.as_u64().map_or_else(|| value.to_string(), in_digits),
+                    value => value.as_u64().map_or_else(|| value.to_string(), with_commas),
                 },
             };
             table += &format!("| `{}` | {of} | {values} | {default} | {} |\n", option.name, option.help);

@@ -51,8 +51,8 @@ impl Request {
         matches!(self, Self::Ping | Self::Stats | Self::Active)
     }
 
-    /// The cancellation that a message of type [`CANCEL`] is, by which a requester cancels its own task. None for any
-    /// other message.
+    /// Returns the cancellation in a message of the type [`CANCEL`], with which a requester cancels its own task. None
+    /// for any other message.
     pub fn cancellation_in(properties: &Properties) -> Option<Self> {
         let Properties { kind, correlation_id, reply_to, .. } = properties;
         let (correlation_id, reply_to) = (correlation_id.clone(), reply_to.clone());
@@ -66,8 +66,8 @@ impl Request {
 pub enum Target {
     /// Every slot of every launcher.
     All,
-    /// Every slot of every launcher, for messages of the type [`CANCEL`] only. So the broker can allow requesters to
-    /// publish with this key that must not control workers.
+    /// Every slot of every launcher, for messages of the type [`CANCEL`] only. The broker can allow this key alone to
+    /// requesters that must not control workers.
     Cancel,
     /// The slots of all launchers of a host.
     Host(String),

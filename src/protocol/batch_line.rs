@@ -97,7 +97,7 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
         serde_json::from_str(text).map_err(|error| without_id(not_an_object(text, &error)))?;
     let custom_id = string("custom_id", fields.custom_id).map_err(without_id)?;
     let with_id = |problem: String| InvalidLine { custom_id: Some(custom_id.clone()), ..without_id(problem) };
-    // OpenAI requires the method. There is only one, so a line without it is clear.
+    // OpenAI requires the method. Only POST exists, so a line without a method is accepted.
     if let Some(method) = fields.method {
         let method = string("method", Some(method)).map_err(with_id)?;
         if method != "POST" {
@@ -170,8 +170,8 @@ struct LineError {
     message: String,
 }
 
-/// The body of a reply as a JSON value: JSON as it is, `text/*` as a string, and anything else as
-/// `{"content_type", "base64"}`. The latter too where a body is not what its content type says.
+/// Returns the body of a reply as a JSON value: JSON as it is, `text/*` as a string, and anything else as
+/// `{"content_type", "base64"}`. A body that is not what its content type says also becomes such an object.
 pub fn body_value(reply: &Message) -> Cow<'_, RawValue> {
     #[derive(Serialize)]
     struct Other<'a> {
@@ -246,7 +246,7 @@ pub fn is_torn_output(bytes: &[u8]) -> bool {
 /// What an output line says.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OutputSummary {
-    /// None for a line that is not a request with an id.
+    /// The id of the request. None if the input line had no readable id.
     pub custom_id: Option<String>,
     /// Why the request has no result; none if it has one.
     pub error: Option<OutputError>,
@@ -255,7 +255,7 @@ pub struct OutputSummary {
 /// The error of an output line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutputError {
-    /// The status code of a reply, or what became of a line that has none.
+    /// The status code of the reply; for a line without a reply the code of its error, such as `invalid_line`.
     pub code: String,
     /// The message, shortened, without the number of the line.
     pub message: String,

@@ -26,8 +26,8 @@ pub enum Command {
         /// Load the model, and consume only after `Resume`.
         #[serde(default)]
         paused: bool,
-        /// Jobs and stops that were withdrawn before. None: they follow as `Withdrawals`, and the worker takes no
-        /// tasks before.
+        /// Jobs and stops that were withdrawn before the start. If the field is absent, they follow as `Withdrawals`,
+        /// and the worker takes no tasks until then.
         withdrawn: Option<Vec<Cancellation>>,
     },
     /// The launcher has learned which jobs and stops were withdrawn before it started.
@@ -69,7 +69,7 @@ pub struct BatchChange {
     pub max_tokens: Option<usize>,
     /// Most inputs.
     pub max_requests: Option<usize>,
-    /// Longest wait of an idle device, in milliseconds.
+    /// Longest time for which an idle device waits for further inputs, in milliseconds.
     pub max_delay_ms: Option<f64>,
 }
 
@@ -103,7 +103,8 @@ pub fn job_queue(job: &str) -> String {
     format!("sconce.job.{job}")
 }
 
-/// The hexadecimal digits of the id of a run of `sconce stop` or `sconce submit`, by which it is withdrawn.
+/// The number of hexadecimal digits in the id of a run of `sconce stop` or `sconce submit`. A user withdraws the
+/// run by this id.
 pub const RUN_ID_DIGITS: usize = 12;
 
 /// A new id of such a run, which cannot be guessed.
@@ -279,7 +280,7 @@ pub struct CrashRecord {
     /// How many of them died while the task was isolated alone.
     #[serde(default)]
     pub alone: u32,
-    /// The smallest number of tasks, this one included, that were on the device of one of them.
+    /// The fewest tasks, this one included, with which a worker died. The deaths of isolated groups are included.
     #[serde(default)]
     pub among: u32,
     /// How the last worker died. It is set once the task counts as poison and is not tried again.
@@ -305,7 +306,7 @@ pub struct BadLine {
     column: usize,
 }
 
-/// One line, with its line feed.
+/// Writes `value` as one line of JSON, with its line feed.
 pub fn encode(value: &impl Serialize) -> Vec<u8> {
     let mut line = serde_json::to_vec(value).unwrap_or_default();
     line.push(b'\n');
@@ -394,7 +395,7 @@ mod tests {
             (start.to_owned(), "(64 bytes): it ends too early at column 64"),
             (format!("{start} hunter2"), "not JSON"),
             (r#"{"command":"hunter2"}"#.to_owned(), "unknown"),
-            (r#"{"command":"deaths","tasks":"hunter2"}"#.to_owned(), "of another type"),
+            (r#"{"command":"crash_records","tasks":"hunter2"}"#.to_owned(), "of another type"),
             (format!("{{\"x\":{}", "[".repeat(1 << 20)), "127 deep"),
         ] {
             let error = decode::<Command>(&line).unwrap_err();

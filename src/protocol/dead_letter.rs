@@ -10,11 +10,11 @@ use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, is_broker_header, without_a
 use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
 use super::{Headers, Message, Task, Value, shorten};
 
-/// Longest `error` header: all headers, the producer's too, must fit one AMQP frame.
+/// Longest `error` header, in bytes: all headers, the producer's too, must fit one AMQP frame.
 const ERROR_BYTES: usize = 2_000;
 
 /// Longest header kept in a dead letter that was too large, in bytes: a producer may use our header names, too.
-const OUR_BYTES: usize = 8_192;
+const KEPT_HEADER_BYTES: usize = 8_192;
 
 /// Header with the time of dead-lettering, ISO-8601.
 const DEAD_LETTERED_AT: &str = "dead_lettered_at";
@@ -32,7 +32,7 @@ const OURS: [&str; 9] = [
 ];
 
 /// The reasons that RabbitMQ gives in `x-death`.
-const BROKERS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
+const BROKER_REASONS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
 /// The reason of a dead letter without one.
 const UNKNOWN: &str = "unknown";
 
@@ -90,7 +90,7 @@ pub struct Cause<'a> {
     pub error: &'a str,
     /// launcher/pool/index.
     pub worker: &'a str,
-    /// The time at which it does.
+    /// When the message becomes a dead letter.
     pub at: SystemTime,
 }
 
@@ -124,8 +124,8 @@ pub fn with_deaths(mut message: Message, deaths: &CrashRecord) -> Message {
     message
 }
 
-/// Reduces a dead letter that the broker refuses for its size to our headers: the producer's may be as large as
-/// a whole frame.
+/// Removes all headers but our small ones from a dead letter that the broker refuses for its size: the producer's may
+/// be as large as a whole frame. The header `headers_dropped` says how many were removed.
 pub fn without_producer_headers(mut message: Message) -> Message {
     let headers = &mut message.properties.headers;
     let before = headers.len();
@@ -141,14 +141,14 @@ fn is_ours(header: &str) -> bool {
 
 fn is_small(value: &Value) -> bool {
     match value {
-        Value::Text(text) => text.len() <= OUR_BYTES,
+        Value::Text(text) => text.len() <= KEPT_HEADER_BYTES,
         other => other.as_i64().is_some(),
     }
 }
 
 /// Every reason that [`DeadLetter::reason`] knows: the workers', the broker's, and `unknown`.
 pub fn reasons() -> impl Iterator<Item = &'static str> {
-    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKERS).chain([UNKNOWN])
+    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKER_REASONS).chain([UNKNOWN])
 }
 
 /// A message of a dead-letter queue.
@@ -193,7 +193,7 @@ impl<'a> DeadLetter<'a> {
         Some(now.duration_since(self.dead_lettered_at()?).unwrap_or_default())
     }
 
-    /// The task's id, as the worker wrote it.
+    /// Returns the task's id: as the worker wrote it, else the `message_id`, else the `correlation_id`.
     pub fn task_id(&self) -> Option<&'a str> {
         let properties = &self.message.properties;
         let given = [&properties.message_id, &properties.correlation_id];
@@ -230,7 +230,7 @@ impl<'a> DeadLetter<'a> {
         }
     }
 
-    /// Why it may not be requeued: it is a control message, and was not selected by its id.
+    /// Returns why it may not be requeued, if it is a control message that was not selected `by_id`. None: it may be.
     pub fn refusal(&self, by_id: bool) -> Option<String> {
         let kind = self.message.properties.kind.as_deref().unwrap_or("null");
         (is_control(self.message) && !by_id)
@@ -257,7 +257,8 @@ impl<'a> DeadLetter<'a> {
     }
 }
 
-/// The reason, if all headers of a worker are present: a producer may use a `reason` header itself.
+/// Returns the reason, if all headers are present that each dead letter of a worker has: a producer may use a `reason`
+/// header itself.
 fn our_reason(headers: &Headers) -> Option<Reason> {
     let written = headers.get("reason")?.as_str()?;
     let complete = OURS[..4].iter().all(|name| headers.contains_key(*name));
@@ -461,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_reason_is_unknown_and_a_missing_time_the_timestamp() {
+    fn a_missing_reason_is_unknown_and_a_missing_time_is_the_timestamp() {
         let bare = Message::default();
         let read = DeadLetter::of(&bare);
         assert_eq!((read.reason(), read.dead_lettered_at(), read.task_id()), ("unknown", None, None));

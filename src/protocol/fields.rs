@@ -111,7 +111,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A number from 1.
+    /// A whole number, at least 1.
     ///
     /// # Errors
     /// `BadInput` if it is anything else.
@@ -190,7 +190,7 @@ struct Key<'a>(#[serde(borrow)] std::borrow::Cow<'a, str>);
 /// The items of a list of texts, or one text. Errors name the path of the item (`input`, `input[3]`).
 ///
 /// # Errors
-/// `BadInput` if it is neither or empty, `TooLarge` over `most` items.
+/// `BadInput` if it is neither, or an empty list; `TooLarge` over `most` items.
 pub fn texts(raw: &RawValue, key: &str, most: usize) -> Result<Vec<String>, TaskError> {
     if raw.get().starts_with('"') {
         return Ok(vec![string(raw.get(), key)?]);
@@ -205,7 +205,7 @@ pub fn texts(raw: &RawValue, key: &str, most: usize) -> Result<Vec<String>, Task
 /// The items of a list.
 ///
 /// # Errors
-/// `BadInput` if it is no list or empty, `TooLarge` over `most` items.
+/// `BadInput` if it is not a list, or is empty; `TooLarge` over `most` items.
 pub fn list<'a>(raw: &'a str, path: &str, most: usize) -> Result<Vec<&'a RawValue>, TaskError> {
     if !raw.starts_with('[') {
         return Err(wrong(path, "a list", raw));
@@ -335,7 +335,7 @@ pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskE
 }
 
 fn unreadable(path: &str, error: &serde_json::Error) -> TaskError {
-    // serde_json's messages for this speak of escapes, and differ.
+    // serde_json has several messages for half a surrogate pair, all in terms of escapes.
     let message = match error.to_string() {
         it if it.contains("surrogate") || it.contains("hex escape") => {
             "it has one half of a surrogate pair (\\ud800 to \\udfff), which is not a character".to_owned()

@@ -11,13 +11,13 @@ use super::fields::{Fields, Keys, Unsupported, list, shortened, string};
 use super::labels::best;
 use super::message::Headers;
 use super::reply::written;
-use super::{JSON, Message, TaskError, TaskErrorKind, Value, data_url};
+use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, Value};
 
 /// The URL of these requests.
 pub const URL: &str = "/classify";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["image_url", "inputs"];
-/// Labels in a reply to a request that does not say how many.
+/// The number of labels for each image, if the request does not say how many.
 const DEFAULT_TOP_K: usize = 5;
 
 /// The field that holds the texts in a request to classify texts, which has the same URL.
@@ -33,7 +33,7 @@ const PARAMETERS: Keys =
     Keys { taken: &["top_k"], unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }] };
 
 /// Reads the image in a value, with its path for errors.
-type ReadImage = fn(&RawValue, &str) -> Result<ImageFile, TaskError>;
+type ReadImage = fn(&RawValue, &str, &Files) -> Result<ImageFile, TaskError>;
 
 /// An image file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,11 +67,27 @@ impl ImagesRequest {
     /// # Errors
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images, else `BadInput` with the field
     /// and the value.
-    pub fn parse(message: &Message, most: usize) -> Result<Self, TaskError> {
+    pub fn parse(message: &Message, most: usize, files: &Files) -> Result<Self, TaskError> {
         match message.media_type() {
             Some(media_type) if media_type != JSON => Self::from_raw_image(message, media_type),
-            _ => Self::from_json(&message.body, most),
+            _ => Self::from_json(&message.body, most, files),
         }
+    }
+
+    /// The URLs of images in a message, data URLs excepted; none of a message that cannot be read.
+    pub fn file_urls(message: &Message, most: usize) -> Vec<FileUrl> {
+        let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok()).flatten();
+        let Some(raw) = fields.as_ref().and_then(|fields| fields.get("image_url")) else { return Vec::new() };
+        let of = |raw: &RawValue, path: &str| {
+            let (raw, path) = url_of(raw, path).ok()?;
+            FileUrl::of(&string(raw.get(), &path).ok()?, &path)
+        };
+        if !raw.get().starts_with('[') {
+            return of(raw, "image_url").into_iter().collect();
+        }
+        let items = list(raw.get(), "image_url", most).unwrap_or_default();
+        let numbered = items.iter().enumerate();
+        numbered.filter_map(|(index, item)| of(item, &format!("image_url[{index}]"))).collect()
     }
 
     fn from_raw_image(message: &Message, media_type: String) -> Result<Self, TaskError> {
@@ -101,7 +117,7 @@ impl ImagesRequest {
         })
     }
 
-    fn from_json(body: &[u8], most: usize) -> Result<Self, TaskError> {
+    fn from_json(body: &[u8], most: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
         let top_k_in_parameters = match fields.get("parameters") {
             Some(raw) => Fields::parse(raw.get().as_bytes(), &PARAMETERS)?.positive("top_k")?,
@@ -132,10 +148,10 @@ impl ImagesRequest {
         let listed = raw.get().starts_with('[');
         let images = if listed {
             let items = list(raw.get(), key, most)?;
-            let image = |(index, item): (usize, &&RawValue)| read(item, &format!("{key}[{index}]"));
+            let image = |(index, item): (usize, &&RawValue)| read(item, &format!("{key}[{index}]"), files);
             items.iter().enumerate().map(image).collect::<Result<_, _>>()?
         } else {
-            vec![read(raw, key)?]
+            vec![read(raw, key, files)?]
         };
         Ok(Self {
             images,
@@ -147,25 +163,31 @@ impl ImagesRequest {
     }
 }
 
-/// A data URL, or OpenAI's object that holds one as `url`.
-fn of_url(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
+/// The URL in a value, which is a text or OpenAI's object that holds one as `url`, with its path.
+fn url_of<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), TaskError> {
     const KEYS: Keys =
         Keys { taken: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
-    if raw.get().starts_with('{') {
-        let fields = Fields::parse(raw.get().as_bytes(), &KEYS).map_err(|error| error.at(path))?;
-        return of_url(fields.required("url")?, &format!("{path}.url"));
+    if !raw.get().starts_with('{') {
+        return Ok((raw, path.to_owned()));
     }
-    let url = string(raw.get(), path)?;
-    let (media_type, bytes) = data_url::parse(&url).map_err(|message| {
-        TaskError::bad_input(path, format!("{path} {message}, got {}", shortened(raw.get())))
+    let fields = Fields::parse(raw.get().as_bytes(), &KEYS).map_err(|error| error.at(path))?;
+    Ok((fields.required("url")?, format!("{path}.url")))
+}
+
+/// The image of a URL.
+fn of_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
+    let (raw, path) = url_of(raw, path)?;
+    let url = string(raw.get(), &path)?;
+    let (media_type, bytes) = files.read(&url).map_err(|message| {
+        TaskError::bad_input(&*path, format!("{path} {message}, got {}", shortened(raw.get())))
     })?;
-    Ok(ImageFile { media_type: Some(media_type), bytes: bytes.into(), path: Some(path.to_owned()) })
+    Ok(ImageFile { media_type, bytes, path: Some(path) })
 }
 
 /// Base64, or a data URL.
-fn of_base64(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
+fn of_base64(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     if raw.get().starts_with("\"data:") {
-        return of_url(raw, path);
+        return of_url(raw, path, files);
     }
     decoded(&string(raw.get(), path)?, path)
 }
@@ -191,8 +213,11 @@ fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
 fn count_of(value: &Value) -> Result<usize, TaskError> {
     let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
     let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
-    let message =
-        || format!("top_k must be a positive integer, got {}", value.as_str().unwrap_or("another value"));
+    let given = || match (value.as_i64(), value.as_str()) {
+        (Some(number), _) => number.to_string(),
+        (_, text) => text.unwrap_or("another value").to_owned(),
+    };
+    let message = || format!("top_k must be a positive integer, got {}", given());
     number.ok_or_else(|| TaskError::bad_input("top_k", message()))
 }
 
@@ -220,14 +245,18 @@ mod tests {
     use crate::protocol::Properties;
 
     fn json(body: &str) -> Result<ImagesRequest, TaskError> {
-        ImagesRequest::parse(&Message { body: body.to_owned().into(), ..Message::default() }, 3)
+        ImagesRequest::parse(
+            &Message { body: body.to_owned().into(), ..Message::default() },
+            3,
+            &Files::default(),
+        )
     }
 
     fn raw(body: &'static [u8], headers: &[(&str, Value)]) -> Result<ImagesRequest, TaskError> {
         let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         let content_type = Some("image/PNG; q=1".to_owned());
         let properties = Properties { headers, content_type, ..Properties::default() };
-        ImagesRequest::parse(&Message { properties, body: body.into() }, 3)
+        ImagesRequest::parse(&Message { properties, body: body.into() }, 3, &Files::default())
     }
 
     #[test]

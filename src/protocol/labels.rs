@@ -30,7 +30,7 @@ pub struct ClassifyRequest {
     pub texts: Vec<String>,
     /// The field of the texts, for errors that name one of them.
     pub field: &'static str,
-    /// Whether that was a list.
+    /// Whether the texts came as a list, so that errors name a text by its index.
     pub listed: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_text_or_a_list_is_read_and_the_rest_refused_by_name() {
+    fn one_text_or_a_list_is_read_and_a_refusal_names_the_field() {
         let one = ClassifyRequest::parse(br#"{"input":"a","top_k":2,"truncate":false}"#, 2).unwrap();
         assert_eq!((one.path(0).as_str(), one.top_k, one.truncate), ("input", Some(2), false));
         let many = ClassifyRequest::parse(br#"{"inputs":["a","b"]}"#, 2).unwrap();

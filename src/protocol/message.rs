@@ -84,7 +84,8 @@ impl Value {
         }
     }
 
-    /// The most bytes that it takes in a frame.
+    /// The most bytes that it takes in a frame: 1 for the type, then 4 for the length of a text, a list or a table, or
+    /// up to 8 for another value.
     fn bytes(&self) -> usize {
         match self {
             Value::Text(bytes) | Value::Bytes(bytes) => 5 + bytes.len(),
@@ -168,8 +169,8 @@ pub struct Properties {
 }
 
 /// The most bytes of a task's headers. All properties of a message travel in one frame of at most 128 KiB, and the
-/// broker adds headers of its own when a message is delivered again. If the frame then is larger, the client closes the
-/// connection, and all messages that it held are delivered again.
+/// broker adds headers of its own when a message is delivered again. If that makes the frame too large, the client
+/// closes the connection, and all messages that it held are delivered again.
 pub const MAX_HEADER_BYTES: usize = 64 << 10;
 /// The most bytes of a producer's headers: below this, they fit one AMQP frame together with ours.
 const PLAIN_BYTES: usize = 32 << 10;

@@ -9,6 +9,7 @@ pub mod data_url;
 pub mod dead_letter;
 pub mod embeddings;
 pub mod fields;
+pub mod files;
 pub mod generate;
 pub mod images;
 pub mod labels;
@@ -21,6 +22,7 @@ pub mod task;
 pub mod task_error;
 pub mod transcriptions;
 
+pub use files::{FileUrl, Files};
 pub use message::{Headers, MAX_HEADER_BYTES, Message, Properties, Value};
 pub use reply::{Body, Timings, WorkerInfo};
 pub use task::{Incoming, Sentinels, Task, classify};
@@ -29,7 +31,7 @@ pub use task_error::{TaskError, TaskErrorKind};
 /// Media type of every body, unless a model says otherwise.
 pub const JSON: &str = "application/json";
 
-/// Shortens `text` for an error message: a long one is cut, and its length in bytes added.
+/// Shortens `text` for an error message: if it has over `most` bytes, it is cut and its length in bytes is added.
 pub fn shorten(text: &str, most: usize) -> String {
     if text.len() <= most {
         return text.to_owned();

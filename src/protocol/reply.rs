@@ -130,6 +130,7 @@ impl TaskErrorKind {
             Self::TooLarge => ("rejected", 413, REQUEST, "too_large"),
             Self::Expired => ("expired", 408, REQUEST, "expired"),
             Self::Internal | Self::Fault => ("failed", 500, SERVER, "internal_error"),
+            Self::Unavailable => ("failed", 502, SERVER, "file_unavailable"),
             Self::OutOfMemory => ("failed", 507, SERVER, "out_of_device_memory"),
             Self::Cancelled => ("cancelled", 499, REQUEST, "cancelled"),
         }
@@ -187,7 +188,7 @@ pub fn reply(
     Message { properties, body: body.bytes }
 }
 
-/// The position of a [`part`] in a run.
+/// The position of a [`part`] in a run, which is one computation of its task.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// Identifies the run: a redelivered task gets a new one.
@@ -242,8 +243,8 @@ fn error_object(error: &TaskError) -> serde_json::Value {
     json!({"message": error.message, "type": kind, "param": error.param, "code": code})
 }
 
-/// The error as Celery's `rpc://` backend reads it, so that `AsyncResult.get` raises it; and as OpenAI's object.
-/// Celery makes an exception class for a type that it does not know.
+/// Writes the error in two forms in one object: as OpenAI's, and as Celery's `rpc://` backend reads it, so that
+/// `AsyncResult.get` raises it. Celery makes an exception class for a type that it does not know.
 fn celery_failure(task: &Task, error: &TaskError) -> Vec<u8> {
     let request = &task.message.properties;
     let id = request.headers.get("id").and_then(Value::as_str).or(request.correlation_id.as_deref());

@@ -140,7 +140,7 @@ pub fn divided(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, 
             item.insert("index".to_owned(), raw(&index)?);
         }
         fields.insert("data".to_owned(), raw(&own)?);
-        // From the second body on: the zeros stay in `fields`.
+        // Once, before the second body: the zeros stay in `fields` for all later bodies.
         if let (1, Some(usage)) = (number, fields.get_mut("usage")) {
             let counts: BTreeMap<String, Value> =
                 serde_json::from_str(usage.get()).map_err(unread("a reply's usage"))?;

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn one_text_is_paired_with_many_and_lists_in_order() {
+    fn one_text_is_paired_with_many_and_two_lists_item_by_item() {
         let one = PairsRequest::score(br#"{"text_1":"a","text_2":["b","c"]}"#, 9).unwrap();
         assert_eq!((one.first.len(), one.second.len()), (1, 2));
         let many = PairsRequest::score(br#"{"text_1":["a","b"],"text_2":["c","d"]}"#, 9).unwrap();

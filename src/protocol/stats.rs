@@ -67,7 +67,7 @@ impl Histogram {
         self.sum
     }
 
-    /// The count for each of `bounds`, above the bound before; the last count is of those above all bounds.
+    /// Returns the count of each bucket: one for each of `bounds`, and the last for values above all bounds.
     pub fn counts(&self, bounds: &[f64]) -> Vec<u64> {
         let mut counts = self.counts.clone();
         counts.resize(bounds.len() + 1, 0);
@@ -165,15 +165,15 @@ pub const OTHERS: &str = "(others)";
 /// Bytes of a user's name that are kept: as many as it may have in a request.
 const USER_BYTES: usize = 256;
 
-/// Tokens by user. At most 100 users (`USERS`) are counted separately. For another one, the least recently counted user
-/// is evicted and its tokens go to [`OTHERS`], so that the sum over all never falls. An evicted user that comes back
-/// begins at 0.
+/// Tokens by user. At most 100 users (`USERS`) are counted separately. To make room for a new one, the least recently
+/// counted user is evicted and its tokens go to [`OTHERS`], so that the sum over all never falls. An evicted user that
+/// comes back begins at 0.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Users {
     tokens: BTreeMap<String, TokenCounts>,
     /// The users that are counted separately, the least recently counted first. Control lines do not carry this order:
-    /// a line covers one second.
+    /// a line covers only one second, within which it does not matter.
     #[serde(skip)]
     recent: VecDeque<String>,
 }
@@ -228,7 +228,7 @@ pub struct Stats {
     pub answers: Vec<Answer>,
     /// Messages dead-lettered, by reason.
     pub dead_lettered: BTreeMap<String, u64>,
-    /// Deliveries that the broker had made before.
+    /// Deliveries that were not the first of their message.
     pub redelivered: u64,
     /// Deliveries requeued.
     pub requeued: u64,
@@ -280,7 +280,7 @@ pub struct Standing {
     pub kv_reserved: u64,
     /// Tokens that can be reserved; 0 for models that answer in one pass.
     pub kv_tokens: u64,
-    /// Why it cannot work, as a text for people; for example a problem with the broker or the dead-letter queue.
+    /// A problem of the worker, as a text for people: it has no broker, or dead letters wait to be published.
     pub problem: Option<String>,
 }
 
@@ -290,7 +290,7 @@ impl Stats {
         Self { span_ms: 0, now: Standing::default(), ..self.clone() } == Self::default()
     }
 
-    /// Counts a task that was answered with `status`, and with the error `reason`.
+    /// Counts `count` tasks that were answered with `status`, and with the error `reason`, which is empty for a result.
     pub fn answered(&mut self, status: &str, reason: &str, count: u64) {
         match self.answers.iter_mut().find(|it| it.status == status && it.reason == reason) {
             Some(answer) => answer.count += count,

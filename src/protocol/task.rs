@@ -5,6 +5,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
 use super::message::{is_broker_header, without_acting_properties};
@@ -20,18 +21,19 @@ pub const STOP: &str = "sconce_stop";
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header of a task that was put off because its reply queue took nothing: when that first happened, ISO-8601.
+/// Header with an ISO-8601 time. Of a task that was put off because its reply queue took nothing: when that first
+/// happened. Of a sentinel: when it was last published again.
 pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
 
-/// The first bytes of a body, which the fingerprint includes.
-const FINGERPRINTED: usize = 64 << 10;
+/// The most bytes of a body that its fingerprint includes, from the beginning.
+const FINGERPRINT_BYTES: usize = 64 << 10;
 
 /// Which messages are sentinels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sentinels {
-    /// Whether those of the type [`SHUTDOWN`] are; otherwise they are unknown control messages.
+    /// Whether messages of the type [`SHUTDOWN`] are sentinels; otherwise they are unknown control messages.
     pub by_type: bool,
-    /// Whether those whose body is JSON `null` are; otherwise they are tasks.
+    /// Whether messages whose body is JSON `null` are sentinels; otherwise they are tasks.
     pub by_null: bool,
 }
 
@@ -73,13 +75,13 @@ pub fn classify(
     Incoming::Task(Task::new(message, received, made_id))
 }
 
-/// Whether a worker would treat the message as something other than a task.
+/// Returns whether a worker with [`Sentinels::ALL`] treats the message as something other than a task.
 pub fn is_control(message: &Message) -> bool {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
     kind.starts_with(CONTROL) || is_null(&message.body)
 }
 
-/// Whether a body is JSON `null`. JSON's white space differs from ASCII's: a form feed, for example, is none.
+/// Whether a body is JSON `null`. JSON's white space differs from ASCII's: it does not include the form feed.
 fn is_null(body: &[u8]) -> bool {
     let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
     let start = body.iter().position(|byte| !blank(byte)).unwrap_or(body.len());
@@ -97,7 +99,7 @@ pub struct Task {
     pub received: SystemTime,
 }
 
-/// Who wants the answer to a task. A queue is another requester than a user of the same name, so that nobody can
+/// Who wants the answer to a task. A user and a queue of the same name are different requesters, so that nobody can
 /// compute at another user's cost by naming that user in `reply_to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Requester<'a> {
@@ -124,7 +126,7 @@ impl Task {
         let Message { properties, body } = &self.message;
         let mut hasher = DefaultHasher::new();
         (&properties.message_id, &properties.correlation_id, &properties.reply_to).hash(&mut hasher);
-        (body.len(), &body[..body.len().min(FINGERPRINTED)]).hash(&mut hasher);
+        (body.len(), &body[..body.len().min(FINGERPRINT_BYTES)]).hash(&mut hasher);
         format!("{:016x}", hasher.finish())
     }
 
@@ -158,14 +160,15 @@ impl Task {
         message
     }
 
-    /// Since when the task has been put off, which is at most `now`; `now` if it was not put off, or if the header is
-    /// malformed. A producer that writes the header can only shorten its own time.
+    /// Returns when the task was first put off because of its reply queue; `now` if it was not, or if the header is
+    /// malformed or in the future. A producer that writes the header can only shorten its own time.
     pub fn put_off_since(&self, now: SystemTime) -> SystemTime {
         let written = self.message.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str);
         let since = written.and_then(|text| text.parse::<Timestamp>().ok()).map(SystemTime::from);
         since.map_or(now, |since| since.min(now))
     }
 
+    /// Returns the message to publish again, with `deadline` in the header `expires`.
     fn again(&self, deadline: Option<SystemTime>) -> Message {
         let mut message = without_acting_properties(self.message.clone());
         let headers = &mut message.properties.headers;
@@ -173,6 +176,12 @@ impl Task {
             headers.insert(EXPIRES.into(), deadline.to_string().into());
         }
         message
+    }
+
+    /// The same task with another body.
+    pub fn with_body(&self, body: Bytes) -> Self {
+        let message = Message { body, ..self.message.clone() };
+        Self { message, ..self.clone() }
     }
 
     /// The queue for the reply, if the producer named one.
@@ -189,8 +198,8 @@ impl Task {
         user.map_or_else(queue, Requester::User)
     }
 
-    /// The task's deadline: the earlier of `expires` and `expiration`, the latter counted from its reception
-    /// (until then the broker counts).
+    /// Returns the task's deadline: the earlier of `expires` and `expiration`. The `expiration` counts from the task's
+    /// reception, because the broker applies it to the time in the queue.
     ///
     /// # Errors
     /// A header is not an ISO-8601 time; the task is answered with the error.
@@ -224,11 +233,12 @@ pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
 }
 
 /// How long the sentinel is still obeyed; none: without limit.
-pub fn sentinel_expires(message: &Message, now: SystemTime) -> Option<Duration> {
+pub fn sentinel_time_left(message: &Message, now: SystemTime) -> Option<Duration> {
     deadline(message, now).ok().flatten().map(|deadline| deadline.duration_since(now).unwrap_or_default())
 }
 
-/// The message of a sentinel that is published again, behind tasks that were before it in the queue. It keeps its time.
+/// Returns the message that puts off a sentinel: it is published again, so that it comes after put-off tasks that were
+/// before it in the queue. It keeps its deadline.
 pub fn sentinel_again(sentinel: &Message, now: SystemTime) -> Message {
     let since = published(sentinel).map_or(now, |at| at.min(now));
     let deadline = deadline(sentinel, since).ok().flatten();

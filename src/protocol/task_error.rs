@@ -26,6 +26,8 @@ pub enum TaskErrorKind {
     Internal,
     /// A forward pass failed on this input alone, on a healthy device: 500, when a retry fails too.
     Fault,
+    /// A file that the task names by its URL could not be fetched: 502, when a retry fails too.
+    Unavailable,
     /// The device had too little memory for this input, even alone: 507, when a retry fails too.
     OutOfMemory,
     /// The answer is no longer wanted: 499.
@@ -33,7 +35,8 @@ pub enum TaskErrorKind {
 }
 
 impl TaskErrorKind {
-    /// Whether the error means that the model itself failed. A broken device would cause the same error.
+    /// Returns whether the error blames the model itself. A broken device would cause the same error, so the device is
+    /// checked then.
     pub fn blames_the_model(self) -> bool {
         matches!(self, Self::Internal | Self::Fault | Self::OutOfMemory)
     }
@@ -47,7 +50,7 @@ impl TaskErrorKind {
     }
 
     /// Every kind.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Undecodable,
         Self::BadInput,
         Self::UnknownModel,
@@ -56,6 +59,7 @@ impl TaskErrorKind {
         Self::TooLarge,
         Self::Internal,
         Self::Fault,
+        Self::Unavailable,
         Self::OutOfMemory,
         Self::Cancelled,
     ];

@@ -1,4 +1,4 @@
-//! The documented exit codes, shared by the processes that set them and the launcher that reads them. 64 and 78
+//! The documented exit codes, shared by the processes that set them and the launcher that reads them. 64, 70 and 78
 //! are from `sysexits.h`.
 
 use std::fmt;

@@ -24,16 +24,16 @@ const DEFAULT_FILTER: &str = "warn,sconce=info";
 /// The filter of a command whose output a person reads.
 pub const QUIET: &str = "warn";
 
-/// Libraries whose events are never without_secrets, whatever the filter says. At WARN lapin prints every returned
-/// message as a list of bytes, and at TRACE every frame, including the one with our password. What it logs as
-/// an error (a closed channel, a lost connection) is handled and logged once by `broker::amqp`. symphonia warns of each
-/// broken packet of a recording, and a requester may send any number of these; the task's error has what matters.
+/// Libraries whose events are never shown, whatever the filter says. At WARN lapin prints every returned message as a
+/// list of bytes, and at TRACE every frame, including the one with our password. What it logs as an error (a closed
+/// channel, a lost connection) is handled and logged once by `broker::amqp`. symphonia warns of each broken packet of a
+/// recording, and a requester may send any number of these; the task's error has what matters.
 const NOT_SHOWN: [&str; 3] = ["amq_protocol", "lapin", "symphonia"];
 
-/// Libraries of which only warnings and errors are without_secrets, whatever the filter says. Below that they print what
-/// they carry: tokenizers each character of a text, ureq addresses and headers (a collector's key, a signed
-/// address of a model), OpenTelemetry the collector's answers, rustls its handshakes. All libraries that log
-/// are listed, so that new releases need no review of each log line.
+/// Libraries of which only warnings and errors are shown, whatever the filter says. Below that they print what they
+/// carry: tokenizers each character of a text, ureq addresses and headers (a collector's key, a signed address of a
+/// model), OpenTelemetry the collector's answers, rustls its handshakes. All libraries that log are listed, so that new
+/// releases need no review of each log line.
 const WARNINGS_ONLY: [&str; 14] = [
     "axum",
     "hf_hub",
@@ -60,7 +60,7 @@ pub enum Format {
     Json,
 }
 
-/// Installs the subscriber. `filter` as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`).
+/// Installs the subscriber. `filter` is spelled as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`).
 ///
 /// # Errors
 /// What is wrong with the filter; then nothing is installed.
@@ -82,8 +82,8 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
     Ok(())
 }
 
-/// Parses a filter, and checks that its levels and targets exist. The library takes any word for a target, so a mistyped
-/// level would otherwise silence everything.
+/// Parses a filter, and checks that its levels and targets exist. The library takes any word for a target, so a
+/// mistyped level would otherwise silence everything.
 fn parsed(written: &str) -> Result<EnvFilter, String> {
     const LEVELS: &str = "off, error, warn, info, debug or trace";
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();

@@ -6,10 +6,10 @@ use std::time::Duration;
 /// No links, since no spans are recorded.
 pub const MAX_LINKS: usize = 0;
 
-pub use super::span::{Came, Place};
+pub use super::span::{DeliveredTask, Place};
 
 /// A finished forward pass.
-pub type Passed<'a> = super::span::Passed<'a, TaskLink>;
+pub type ForwardPass<'a> = super::span::ForwardPass<'a, TaskLink>;
 
 /// Cannot be created in this build.
 pub struct TaskSpan(Infallible);
@@ -32,11 +32,11 @@ impl Traces {
         false
     }
 
-    pub fn task<'a>(&self, _: impl FnOnce() -> Came<'a>) -> Option<TaskSpan> {
+    pub fn task<'a>(&self, _: impl FnOnce() -> DeliveredTask<'a>) -> Option<TaskSpan> {
         None
     }
 
-    pub fn batch(&self, _: Passed<'_>) {}
+    pub fn batch(&self, _: ForwardPass<'_>) {}
 
     pub fn finish(&self, _: Duration) {}
 }

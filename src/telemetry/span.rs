@@ -21,7 +21,7 @@ pub struct Place<'a> {
 
 /// A finished forward pass.
 #[derive(Debug)]
-pub struct Passed<'a, L> {
+pub struct ForwardPass<'a, L> {
     /// When it began.
     pub began: SystemTime,
     /// Links to the recorded tasks in it, `MAX_LINKS` at most.
@@ -38,7 +38,7 @@ pub struct Passed<'a, L> {
 
 /// A task as it was delivered.
 #[derive(Clone, Copy, Debug)]
-pub struct Came<'a> {
+pub struct DeliveredTask<'a> {
     /// Its id.
     pub id: &'a str,
     /// Its correlation id.

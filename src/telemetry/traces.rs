@@ -25,11 +25,11 @@ use opentelemetry_sdk::trace::{
     Sampler, SamplingDecision, SamplingResult, SdkTracer, SdkTracerProvider, ShouldSample,
 };
 
-pub use super::span::{Came, Place};
+pub use super::span::{DeliveredTask, Place};
 pub use task::{TaskLink, TaskSpan};
 
 /// A finished forward pass, with links to its tasks' spans.
-pub type Passed<'a> = super::span::Passed<'a, TaskLink>;
+pub type ForwardPass<'a> = super::span::ForwardPass<'a, TaskLink>;
 
 /// The most links of a batch's span; further tasks are only counted.
 pub const MAX_LINKS: usize = 128;
@@ -51,8 +51,8 @@ struct On {
 }
 
 impl Traces {
-    /// Exports to the collector at `endpoint`, with OTLP's paths. Of traces without a sampling decision from
-    /// upstream, the share `sample` (0 to 1) is recorded.
+    /// Exports to the collector at `endpoint`, under OTLP's path `/v1/traces`. Of traces without a sampling decision
+    /// from upstream, the share `sample` (0 to 1) is recorded.
     ///
     /// # Errors
     /// What the exporter cannot use: the address, or a variable `OTEL_EXPORTER_OTLP_…`.
@@ -90,7 +90,7 @@ impl Traces {
     }
 
     /// Begins the span of a task; none if tracing is off.
-    pub fn task<'a>(&self, came: impl FnOnce() -> Came<'a>) -> Option<TaskSpan> {
+    pub fn task<'a>(&self, came: impl FnOnce() -> DeliveredTask<'a>) -> Option<TaskSpan> {
         let on = self.0.as_ref()?;
         let came = came();
         let parent = came.traceparent.and_then(|parent| context::parse(parent, came.tracestate));
@@ -113,9 +113,9 @@ impl Traces {
         Some(TaskSpan::of(span, continued))
     }
 
-    /// Writes the span of a forward pass. It is in a trace of its own, since its tasks belong to many traces. No span is
-    /// written if none of the tasks is recorded.
-    pub fn batch(&self, passed: Passed<'_>) {
+    /// Writes the span of a forward pass. It is in a trace of its own, since its tasks belong to many traces. Writes no
+    /// span if none of the tasks is recorded.
+    pub fn batch(&self, passed: ForwardPass<'_>) {
         let Some(on) = self.0.as_ref().filter(|_| !passed.links.is_empty()) else { return };
         let mut attributes = on.batch_attributes.clone();
         attributes.extend([
@@ -173,7 +173,7 @@ impl ShouldSample for Sampling {
 /// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
 fn resource(worker: &str) -> Resource {
     let found = Resource::builder().build();
-    // The SDK's default, `unknown_service`, if the environment names no service.
+    // If the environment names no service, the SDK makes up the name `unknown_service`.
     let is_made_up =
         |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
     let found = found.iter().filter(|(key, value)| !is_made_up(key, value));
@@ -240,13 +240,19 @@ mod tests {
 
     fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
         let at = std::time::SystemTime::now();
-        let came =
-            Came { id: "t", correlation_id: None, traceparent, tracestate: Some("vendor=1"), size: 2, at };
+        let came = DeliveredTask {
+            id: "t",
+            correlation_id: None,
+            traceparent,
+            tracestate: Some("vendor=1"),
+            size: 2,
+            at,
+        };
         traces.task(|| came).unwrap()
     }
 
-    fn pass(links: Vec<TaskLink>) -> Passed<'static> {
-        Passed {
+    fn pass(links: Vec<TaskLink>) -> ForwardPass<'static> {
+        ForwardPass {
             began: std::time::SystemTime::now(),
             links,
             tasks: 1,
@@ -257,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn with_tracing_off_the_task_is_not_described() {
+    fn with_tracing_off_no_span_begins_and_no_task_data_is_gathered() {
         let off = Traces::default();
         assert!(off.task(|| unreachable!()).is_none() && !off.is_on());
         off.batch(pass(Vec::new()));

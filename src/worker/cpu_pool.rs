@@ -27,7 +27,7 @@ pub(super) struct CpuPool {
     /// A permit for each piece of work that runs or waits for a thread. Without one, the caller waits before it hands
     /// work over.
     places: Arc<Semaphore>,
-    /// The average time of brief work, in microseconds. Written by whoever did some.
+    /// The average time of brief work, in microseconds. Written by the thread that did such work, read by callers.
     brief_us: Arc<AtomicU64>,
 }
 

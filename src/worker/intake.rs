@@ -21,7 +21,7 @@ use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
-use crate::protocol::task::{STOP, published, sentinel_expires, sentinel_is_expired, sentinel_put_off};
+use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off, sentinel_time_left};
 use crate::protocol::{Incoming, MAX_HEADER_BYTES, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
@@ -74,7 +74,8 @@ type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     consumers: Consumers<'a>,
-    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement.
+    /// The sum of the prefetches that the broker has granted to the consumers, as last passed on to the settlement and
+    /// the turns.
     granted: u16,
     stop: Stop,
     settings: LiveSettings,
@@ -87,8 +88,8 @@ pub(super) struct Intake<'a> {
     phase: Phase,
 }
 
-/// The next event, and the source of its consumer. Never returns if there is no consumer. Safe to cancel, because
-/// [`Consumer::next`] is.
+/// Waits for the next event of a consumer, and returns it with the consumer's source. Never returns if there is no
+/// consumer. Safe to cancel, because [`Consumer::next`] is.
 async fn next_of(consumers: &mut Consumers<'_>) -> (Source, Result<Event, BrokerError>) {
     let PerSource { main, background } = consumers;
     let next = async |consumer: &mut Option<&mut Box<dyn Consumer>>| match consumer {
@@ -152,8 +153,8 @@ impl<'a> Intake<'a> {
         let withdrawn = self.shared.withdrawn.clone();
         let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
-        // A delivery that came before the withdrawals were known, with its source. Everything else that a consumer says is
-        // heard meanwhile: it may be that the broker refuses this worker.
+        // A delivery that came before the withdrawals were known, with its source. Until one comes, events are read, so
+        // that a refusal by the broker is noticed. After that, none is read until the withdrawals are known.
         let mut early: Option<(Source, Box<Delivery>)> = None;
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
@@ -164,7 +165,7 @@ impl<'a> Intake<'a> {
                 continue;
             }
             tokio::select! {
-                // The launcher may read them later than this worker connects.
+                // The launcher may send the withdrawals only after this worker has connected.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
                 (source, event) = next_of(&mut self.consumers), if takes || early.is_none() => match event? {
                     Event::Delivery(delivery) if takes => self.take(*delivery).await,
@@ -238,7 +239,8 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Sets the prefetch by the sizes of the messages received so far, and tells the others how many the broker grants.
+    /// Sets the prefetch by the sizes of the messages received so far. Tells the settlement, the turns and the places
+    /// how many messages the broker grants.
     async fn update_prefetch(&mut self, delivery: &Delivery) {
         let source = delivery.delivery_tag.source;
         if let Some(prefetch) = self.shared.prefetch[source].received(delivery.message.body.len())
@@ -252,6 +254,7 @@ impl<'a> Intake<'a> {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
             self.shared.turns.set_granted(granted);
+            self.shared.fetch_turns.set_granted(granted);
         }
         self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
     }
@@ -311,7 +314,8 @@ impl<'a> Intake<'a> {
             && self.shared.settlement.put_off_sentinel(sentinel, now).await
         {
             // Otherwise earlier tasks could be put off behind the sentinel again and again.
-            let left = sentinel_expires(sentinel, now).map_or(SUSPENDED_FOR, |left| left.min(SUSPENDED_FOR));
+            let left =
+                sentinel_time_left(sentinel, now).map_or(SUSPENDED_FOR, |left| left.min(SUSPENDED_FOR));
             self.shared.places.suspend(left);
             tracing::info!(cause, "sentinel put off: tasks that were before it return to the queue");
             self.shared.settlement.acker.ack(delivery_tag).await;
@@ -326,8 +330,8 @@ impl<'a> Intake<'a> {
         self.stop.advance(Phase::Finishing, cause);
     }
 
-    /// Cancels the tasks in flight that this cancellation means. If it names a task by its id, reports to the launcher
-    /// how many there were.
+    /// Cancels the tasks in flight that match this cancellation. If it names a task by its id, reports to the launcher
+    /// how many matched.
     fn cancel(&self, cancellation: Cancellation) {
         let mut tasks = 0;
         for InFlight { task, state, .. } in self.in_flight.values() {

@@ -1,7 +1,7 @@
 //! Keeps tasks that may have killed a worker apart from all others, from preprocessing to reply: if they kill
 //! this worker too, no other task is affected. Such tasks run in groups, each at most half as large as the
-//! group that a worker died of before, so the task to blame among n is found in log₂ n deaths. Tasks of which no death is
-//! known run alone for a short time only, because others wait meanwhile. Decides who is in a group, and who may
+//! group that a worker died of before, so the task to blame among n is found in log₂ n deaths. A group without a known
+//! death runs alone for a short time only, because others wait meanwhile. Decides who is in a group, and who may
 //! preprocess, compute and reply meanwhile; tells the launcher. Owns the tasks that wait for a group, and the latest
 //! crash records of the launcher.
 
@@ -26,7 +26,8 @@ const MAX_GROUP: usize = 32;
 /// the launcher too.
 const SUSPECT_DELIVERIES: i64 = 2;
 /// How long a group without crash records runs alone. Its tasks may be long texts that stopping workers handed back. If
-/// one of them kills the worker later, there is a record. So long, too, others run before the next such group.
+/// one of them kills the worker later, there is a record. If tasks of the group are then still running, the other tasks
+/// have the same time before the next group.
 const UNPROVEN_FOR: Duration = Duration::from_secs(2);
 /// How long the group runner waits for further candidates, so that tasks that were redelivered together share a group.
 const GATHER_TIME: Duration = Duration::from_millis(5);
@@ -57,8 +58,8 @@ pub(super) struct Suspicion {
     has_record: bool,
 }
 
-/// What a task that was delivered `redeliveries` times before is suspected of, if it is. `counted`: the broker counts
-/// deliveries; otherwise it only says that there were some.
+/// Returns how a task that was delivered `redeliveries` times before must be kept apart. None: it is not suspect.
+/// `counted`: the broker counts deliveries; otherwise it only says that there were some.
 pub(super) fn suspicion(redeliveries: i64, counted: bool, deaths: Option<&CrashRecord>) -> Option<Suspicion> {
     // A message that is delivered for the first time is not suspect: a task that was published again is tried again.
     if redeliveries == 0 {
@@ -102,7 +103,7 @@ pub(super) struct Membership {
 }
 
 impl Membership {
-    /// Its group, while that is isolated.
+    /// Returns the task's group, until the time of the group is over.
     pub(super) fn group(&self) -> Option<Group> {
         (!self.is_over.load(Ordering::Acquire)).then_some(self.group)
     }
@@ -129,8 +130,8 @@ impl Isolation {
         self.door.read().await
     }
 
-    /// Waits until the task may run in a group, which it leaves when the returned value is dropped. Work that is already on
-    /// the device stays there; the launcher knows of it.
+    /// Waits until the task may run in a group, which it leaves when the returned value is dropped. None: the group
+    /// runner has ended. Other tasks that are already on the device stay there, and the launcher knows these tasks.
     pub(super) async fn enter(&self, task: TaskName, suspicion: Suspicion) -> Option<Membership> {
         let (admit, admitted) = oneshot::channel();
         self.candidates.send(Candidate { task, suspicion, admit }).await.ok()?;
@@ -143,7 +144,7 @@ impl Isolation {
     }
 
     /// Runs one group: admits its tasks, and waits until all have left, or until the time of a group without records is
-    /// over. Returns whether all have left; otherwise the others run on beside all tasks.
+    /// over. Returns whether all have left; if not, the rest run on beside all other tasks.
     async fn admit(&self, group: Group, mut members: Vec<Candidate>) -> bool {
         let door = self.door.write().await;
         members.retain(|candidate| !candidate.admit.is_closed());
@@ -266,7 +267,7 @@ mod tests {
         assert_eq!(next_group(&mut waiting, of), [(9, false), (9, false)]);
     }
 
-    /// Simulates workers that die of one task: returns the number of deaths until it was alone.
+    /// Simulates workers that die of one task, and counts the deaths until that task is alone in its group.
     #[test]
     fn the_culprit_among_n_tasks_is_found_in_about_log_n_deaths() {
         for (tasks, culprit, most_deaths) in [(64, 0, 7), (64, 63, 7), (500, 123, 10), (1, 0, 1)] {
@@ -306,7 +307,14 @@ mod tests {
         fn routes(&self) -> &[crate::model::Route] {
             &[]
         }
-        fn preprocess(&self, _: &crate::protocol::Message) -> Result<Box<dyn crate::engine::Job>, TaskError> {
+        fn file_urls(&self, _: &crate::protocol::Message) -> Vec<crate::protocol::FileUrl> {
+            Vec::new()
+        }
+        fn preprocess(
+            &self,
+            _: &crate::protocol::Message,
+            _: &crate::protocol::Files,
+        ) -> Result<Box<dyn crate::engine::Job>, TaskError> {
             unreachable!("no task comes here")
         }
         fn effort(&self, _: &crate::protocol::Message) -> crate::model::Effort {

@@ -65,12 +65,12 @@ pub(super) fn changed(policy: Policy, overrides: BatchChange) -> Policy {
     Policy {
         max_tokens: overrides.max_tokens.unwrap_or(policy.max_tokens),
         max_requests: overrides.max_requests.unwrap_or(policy.max_requests),
-        max_delay: overrides.max_delay_ms.and_then(seconds).unwrap_or(policy.max_delay),
+        max_delay: overrides.max_delay_ms.and_then(duration_of_ms).unwrap_or(policy.max_delay),
         ..policy
     }
 }
 
-fn seconds(ms: f64) -> Option<Duration> {
+fn duration_of_ms(ms: f64) -> Option<Duration> {
     Duration::try_from_secs_f64(ms / 1e3).ok()
 }
 

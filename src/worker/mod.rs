@@ -44,6 +44,7 @@ use crate::batching::Policy;
 use crate::broker::{BrokerError, BrokerSession};
 use crate::config::{Assignment, Pool};
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
+use crate::fetch::Fetcher;
 use crate::model::{LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
 use crate::protocol::control::{BatchChange, Cancellation, Event};
@@ -113,7 +114,7 @@ impl WorkerError {
     }
 }
 
-/// The worker's side of the launcher (control lines), and where spans go.
+/// The worker's end of the connection to its launcher (control lines), and where spans go.
 #[derive(Clone)]
 pub struct Control {
     /// Sends control lines.
@@ -145,7 +146,7 @@ pub type Open = dyn for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSes
 /// holds a task that it cannot compute.
 ///
 /// # Errors
-/// Exit with [`WorkerError::exit`].
+/// [`WorkerError`]: the worker cannot go on. The process ends with [`WorkerError::exit`].
 pub async fn run(
     assignment: &Assignment,
     starter: &Starter,
@@ -188,7 +189,7 @@ struct Own<'a> {
     pools: Pools,
 }
 
-/// Consumes with a loaded model, in one broker session, and in another after each pause.
+/// Serves tasks with a loaded model. Opens a broker session, and a new one after each pause.
 async fn serve(
     assignment: &Assignment,
     loaded: Loaded,
@@ -278,7 +279,7 @@ fn assemble(
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
-        // So many that all of one requester's sequences may be streamed: see `places`.
+        // Streams may hold three quarters of the messages (see `places`). With this many, all sequences may stream.
         let staying = sequences.div_ceil(3) * 4;
         let ahead = (sequences + SPARE_SEQUENCES).max(staying).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(ahead as u16);
@@ -295,11 +296,12 @@ fn assemble(
         engine,
         counters,
         control: control.clone(),
+        fetcher: Fetcher::new(&assignment.pool).map(Arc::new),
         assignment,
     }
 }
 
-/// Handles the notices of the model thread: wakes the jobs of `Done`, and sends a fault to the intake.
+/// Handles the notices of the model thread: wakes the jobs that are done, and sends a fault to the intake.
 async fn dispatch(
     mut notices: mpsc::Receiver<Notice>,
     isolation: Arc<isolation::Isolation>,

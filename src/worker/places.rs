@@ -1,7 +1,7 @@
-//! Decides which accepted tasks are put off because their requester holds too many places. A place is one message of the
-//! prefetch that the broker grants to this worker. If one requester's slow tasks hold all places, the worker does not
-//! learn of the tasks of others behind them. To put a task off is to publish it to a retry queue, from which it returns
-//! to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
+//! Decides which accepted tasks are put off because their requester holds too many places. A place is one message of
+//! the prefetch that the broker grants to this worker. If one requester's slow tasks hold all places, the worker does
+//! not learn of the tasks of others behind them. To put a task off is to publish it to a retry queue, from which it
+//! returns to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
 //!
 //! A requester is slow if its tasks take longer than [`SLOW`] on average, or if its oldest task has already taken
 //! longer. These rules leave places to tasks that may be quick:
@@ -9,14 +9,15 @@
 //! 1. Begun tasks of slow requesters may hold three quarters of the places.
 //! 2. Beyond that, a slow requester that has a begun task begins no further one. Its new task waits until others have
 //!    ended, and is put off meanwhile if the bucket below has tokens for that.
-//! 3. More may have begun: their requesters became slow later, or have one task each. Then the latest begun tasks of the
-//!    slow requesters with the most are put off, of which there is a limited number, too.
+//! 3. More may have begun: their requesters became slow later, or have one task each. Then begun tasks are put off, the
+//!    latest ones of the slow requesters that have the most. [`MAX_BEGUN_PUT_OFFS`] limits their number.
 //!
-//! To put a waiting task off costs tokens of a bucket ([`cost`]), which are refilled at a constant rate: a requester that
-//! is alone loses little by this, and it is not known whether tasks of others wait behind its tasks.
+//! To put a waiting task off costs tokens of a bucket ([`cost`]), which are refilled slowly, and faster for a while
+//! after a newcomer. The worker does not know whether tasks of others wait behind a slow task. With the bucket, a
+//! requester that is alone loses little by its put-offs.
 //!
-//! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its first
-//! part only while fewer than three quarters of the places are held by tasks that stay.
+//! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its
+//! first part only while fewer than three quarters of the places are held by tasks that stay.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,23 +31,24 @@ use crate::broker::DeliveryTag;
 
 /// How long the tasks of a requester may take before the requester counts as slow.
 const SLOW: Duration = Duration::from_secs(1);
-/// The weight of the latest task in that average.
+/// The weight of the latest task in [`Requester::average`].
 const LATEST_WEIGHT: f64 = 0.25;
-/// The most tokens of the bucket, from which it starts: a worker that comes to a queue of slow tasks looks behind so many
-/// of them at once.
+/// The most tokens of the bucket, which starts full: a worker that starts on a queue of slow tasks can put off about
+/// this many small ones at once, to see what is behind them.
 const BUCKET: f64 = 1_024.0;
 /// Tokens that are refilled in a second.
 const TOKENS_PER_SECOND: f64 = 5.0;
-/// The same for [`AFTER_NEWCOMER`] after a requester without tasks here sent one: more may be behind the slow ones.
+/// The same for [`AFTER_NEWCOMER`] after a newcomer: a task whose requester had none here while another had one. More
+/// tasks of others may be behind the slow ones.
 const TOKENS_PER_SECOND_AFTER_NEWCOMER: f64 = 100.0;
 const AFTER_NEWCOMER: Duration = Duration::from_secs(60);
-/// A task costs one token more for each so many bytes of its body, because the broker writes them: at most 100 MiB in a
-/// second.
+/// The bytes of a body that cost one more token, because the broker writes them. With 100 tokens per second, it writes
+/// at most 100 MiB per second.
 const BYTES_PER_TOKEN: f64 = 1024.0 * 1024.0;
 const MAX_COST: f64 = 32.0;
 /// How many begun tasks may be put off until the next newcomer. What was computed of them is lost.
 const MAX_BEGUN_PUT_OFFS: u32 = 32;
-/// A newcomer renews that number only so long after the last time.
+/// The shortest time between two renewals of that number by newcomers.
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The accepted tasks. Clones share the list.
@@ -94,7 +96,7 @@ struct Task {
     signal: Arc<Signal>,
 }
 
-/// The tokens that it costs to put off a task whose body has so many bytes.
+/// Returns the tokens that it costs to put off a task whose body has `bytes` bytes.
 fn cost(bytes: usize) -> f64 {
     (1.0 + bytes as f64 / BYTES_PER_TOKEN).min(MAX_COST)
 }
@@ -159,8 +161,8 @@ impl Place {
         }
     }
 
-    /// The task cannot be put off from now on, because its reply begins to be sent. It begins if it has not begun, and a
-    /// put-off that is not carried out yet is cancelled.
+    /// Lets the task stay: from now on it cannot be put off, because its reply begins to be sent. The task begins if it
+    /// has not begun. A put-off that is not carried out yet is cancelled.
     pub(super) fn stay(&self) {
         self.places.lock().stay(self.delivery);
     }
@@ -170,7 +172,7 @@ impl Place {
         self.places.lock().try_to_stay(self.delivery, Instant::now())
     }
 
-    /// Lets the task stay as soon as it may. Safe to cancel.
+    /// Waits until the task may stay, and lets it stay. Safe to cancel.
     pub(super) async fn wait_to_stay(&self) {
         loop {
             // Created first, so that no notification is missed.
@@ -191,7 +193,7 @@ impl Drop for Place {
 }
 
 impl Places {
-    /// `granted` as in [`Places::set_granted`].
+    /// Creates an empty list. [`Places::set_granted`] explains `granted`.
     pub(super) fn new(granted: u16) -> Self {
         let now = Instant::now();
         let list = List {
@@ -218,7 +220,7 @@ impl Places {
         }
     }
 
-    /// Adds a task of `requester`, whose body has so many bytes, until the place is dropped.
+    /// Adds a task of `requester` whose body has `bytes` bytes. It is in the list until the place is dropped.
     pub(super) fn enter(&self, delivery: DeliveryTag, requester: u64, bytes: usize) -> Place {
         let signal = Arc::new(Signal::default());
         let now = Instant::now();
@@ -228,8 +230,8 @@ impl Places {
         Place { places: self.clone(), delivery, signal }
     }
 
-    /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be called
-    /// from time to time, because requesters become slow without any event.
+    /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be
+    /// called from time to time, because requesters become slow without any event.
     pub(super) fn review(&self) {
         self.lock().review(Instant::now());
     }
@@ -274,8 +276,8 @@ impl List {
         (self.granted * 3 / 4).max(1)
     }
 
-    /// Adds a task. It begins at once, unless its requester crowds out others. Then it is put off if that is permitted, or
-    /// else waits.
+    /// Adds a task. It begins at once, unless its requester crowds out others. Then it is put off if that is permitted,
+    /// or else waits.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
         self.refill(now);
         let key = task.requester;
@@ -386,8 +388,9 @@ impl List {
         }
     }
 
-    /// Whether the waiting tasks of this requester must go on waiting. That is so if it is slow and has begun a task, and
-    /// if as many slow tasks have begun as may. `slow_begun` counts these, which takes long if there are many requesters.
+    /// Returns whether the waiting tasks of this requester must go on waiting. They must if the requester is slow and
+    /// has a begun task, and no further task of slow requesters may begin. `slow_begun` returns the number of their
+    /// begun tasks; it is called last, because it takes long if there are many requesters.
     fn is_crowding(&self, requester: u64, now: Instant, slow_begun: impl Fn() -> usize) -> bool {
         let Some(requester) = self.requesters.get(&requester) else { return false };
         !self.is_suspended(now)
@@ -430,7 +433,7 @@ impl List {
         self.tasks.get(&delivery).is_some_and(|task| task.state == State::Leaving)
     }
 
-    /// The task stays. It counts as begun again if it was leaving and could not be put off.
+    /// Lets the task stay. It counts as begun again if it was leaving and could not be put off.
     fn stay(&mut self, delivery: DeliveryTag) {
         self.begin(delivery);
         if let Some(task) = self.tasks.get_mut(&delivery) {
@@ -603,7 +606,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn few_tasks_that_have_begun_are_put_off_until_another_requester_is_found() {
+    async fn the_number_of_begun_tasks_to_put_off_is_limited_until_a_newcomer_comes() {
         let mut rig = Rig::new();
         rig.places.lock().begun_put_offs = 1;
         let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();

@@ -2,7 +2,7 @@
 //! enough for the batches that may be submitted, given the average message. It is small enough to leave messages for
 //! other workers, and to bound the bytes of the bodies. `Prefetch` is pure; `SharedPrefetch` adds a lock and the clock.
 //!
-//! A fixed prefetch does not do: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and the
+//! A fixed prefetch does not suffice: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and the
 //! prefetch that the largest bodies allow (8) makes small messages slow. With 8, two workers on two cores reached 4,309
 //! tasks/s instead of 8,356 with `echo`, and 192 texts/s instead of 209 with MiniLM.
 
@@ -28,7 +28,9 @@ const CHANGE_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct Limits {
     /// Batches that may be submitted or in preparation.
     pub(super) batches: usize,
+    /// The most tokens of a batch.
     pub(super) tokens: usize,
+    /// The most inputs of a batch.
     pub(super) requests: usize,
     /// The most bytes of the bodies that are held, if they have the average size.
     pub(super) bytes: u64,
@@ -89,7 +91,7 @@ impl Prefetch {
 
     /// The new prefetch, if it differs enough from the current one.
     pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
-        // At the start, it may change as soon as so many messages have arrived, without waiting for the interval.
+        // At the start, the prefetch may change once as many messages have arrived as it allows, without the interval.
         let starts = self.total < self.usual.into() && self.current < self.usual;
         let measured = if starts { self.current.into() } else { MIN_SAMPLES };
         if self.received < measured || !starts && now < self.changed + CHANGE_INTERVAL {
@@ -239,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_at_least_a_pause_apart() {
+    fn changes_are_at_least_one_interval_apart() {
         let mut hand = Hand::new();
         hand.take(256, (200, 1, 32));
         assert_eq!(hand.change(), Some(64));

@@ -1,7 +1,7 @@
-//! Decides whose task is prepared next on the thread for preparation that takes long (such as that of a grammar), and
-//! which tasks are put off instead. Requesters take turns, however many tasks each has. A waiting task holds one of
-//! the messages that the broker grants; so when too many wait, tasks of the requester that has the most are put off:
-//! they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
+//! Decides whose task is prepared next on the thread for preparation that takes long (such as that of a grammar), whose
+//! files are fetched next, and which tasks are put off instead. Requesters take turns, however many tasks each has. A
+//! waiting task holds one of the messages that the broker grants; so when too many wait, tasks of the requester that
+//! has the most are put off: they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,14 +17,16 @@ const SOON: Duration = Duration::from_secs(1);
 /// The weight of the latest turn in the average of how long turns take.
 const LATEST_WEIGHT: f64 = 0.25;
 
-/// The tasks that wait for the thread. Clones share the list.
+/// The tasks that wait for a turn. Clones share the list.
 #[derive(Clone)]
 pub(super) struct Turns(Arc<Mutex<Lane>>);
 
 #[derive(Default)]
 struct Lane {
-    /// The turn that is under way; none: nobody has one.
-    current: Option<Current>,
+    /// The turns that are under way. Bound: `max_turns`.
+    current: Vec<Current>,
+    /// The most turns at once. A requester has half of them at most.
+    max_turns: usize,
     /// How long turns take, on average.
     average: Duration,
     /// The waiting tasks, in the order of arrival. A task that no longer waits has dropped its receiver.
@@ -58,18 +60,21 @@ enum Call {
     PutOff,
 }
 
-/// While this exists, no other task has a turn.
-pub(super) struct Turn(Turns);
+/// While this exists, a task has a turn.
+pub(super) struct Turn {
+    turns: Turns,
+    requester: u64,
+}
 
 impl Drop for Turn {
     fn drop(&mut self) {
         let next = {
-            let mut lane = self.0.lock();
+            let mut lane = self.turns.lock();
             let now = Instant::now();
-            lane.end(now);
+            lane.end(self.requester, now);
             lane.next(now)
         };
-        self.0.call(next);
+        self.turns.call(next);
     }
 }
 
@@ -78,9 +83,10 @@ impl Drop for Turn {
 pub(super) struct Crowded;
 
 impl Turns {
-    /// `granted` as in [`Turns::set_granted`].
-    pub(super) fn new(granted: u16) -> Self {
+    /// Creates an empty list, for at most `max_turns` turns at once. [`Turns::set_granted`] explains `granted`.
+    pub(super) fn new(granted: u16, max_turns: usize) -> Self {
         let turns = Self(Arc::default());
+        turns.lock().max_turns = max_turns;
         turns.set_granted(granted);
         turns
     }
@@ -117,8 +123,8 @@ impl Turns {
 
     /// Gives a task its turn. If it no longer waits, its turn is dropped, which gives the next task a turn.
     fn call(&self, next: Option<WaitingTask>) {
-        if let Some(WaitingTask { call, .. }) = next {
-            let _ = call.send(Call::Turn(Turn(self.clone())));
+        if let Some(WaitingTask { call, requester, .. }) = next {
+            let _ = call.send(Call::Turn(Turn { turns: self.clone(), requester }));
         }
     }
 
@@ -133,27 +139,32 @@ impl Lane {
         self.waiting.push(task);
     }
 
-    /// Ends the current turn.
-    fn end(&mut self, now: Instant) {
-        if let Some(current) = self.current.take() {
+    /// Ends a turn of this requester.
+    fn end(&mut self, requester: u64, now: Instant) {
+        if let Some(index) = self.current.iter().position(|current| current.requester == requester) {
+            let current = self.current.remove(index);
             let took = now.saturating_duration_since(current.began);
             self.average = self.average.mul_f64(1.0 - LATEST_WEIGHT) + took.mul_f64(LATEST_WEIGHT);
         }
     }
 
-    /// Begins the turn of the next task, if nobody has one, and returns that task.
+    /// Begins the turn of the next task that may have one, and returns that task.
     fn next(&mut self, now: Instant) -> Option<WaitingTask> {
         self.forget();
-        if self.current.is_some() {
+        if self.current.len() >= self.max_turns {
             return None;
         }
+        let may_begin = |(_, task): &(usize, &WaitingTask)| {
+            let of_requester = self.current.iter().filter(|current| current.requester == task.requester);
+            of_requester.count() < self.max_turns.div_ceil(2)
+        };
         let rank = |(_, task): &(usize, &WaitingTask)| self.ranks.get(&task.requester);
         // The first of those with the same rank is the one that came first.
-        let (index, _) = self.waiting.iter().enumerate().min_by_key(rank)?;
+        let (index, _) = self.waiting.iter().enumerate().filter(may_begin).min_by_key(rank)?;
         let task = self.waiting.remove(index);
         self.turns += 1;
         self.ranks.insert(task.requester, 2 * self.turns + 1);
-        self.current = Some(Current { requester: task.requester, began: now });
+        self.current.push(Current { requester: task.requester, began: now });
         Some(task)
     }
 
@@ -163,8 +174,9 @@ impl Lane {
     fn review(&mut self, now: Instant) {
         self.forget();
         let elapsed = |current: &Current| now.saturating_duration_since(current.began);
-        let turn = self.current.as_ref().map_or(self.average, |current| elapsed(current).max(self.average));
-        while self.waiting.len() > self.most && turn * self.waiting.len() as u32 > SOON {
+        let turn = self.current.iter().map(elapsed).max().unwrap_or_default().max(self.average);
+        let all = |waiting: usize| turn * waiting as u32 / self.max_turns.max(1) as u32;
+        while self.waiting.len() > self.most && all(self.waiting.len()) > SOON {
             let mut counts: HashMap<u64, usize> = HashMap::new();
             for task in &self.waiting {
                 *counts.entry(task.requester).or_default() += 1;
@@ -185,7 +197,7 @@ impl Lane {
         self.waiting.retain(|task| !task.call.is_closed());
         let (waiting, current) = (&self.waiting, &self.current);
         let is_here = |requester: &u64| {
-            current.as_ref().is_some_and(|current| current.requester == *requester)
+            current.iter().any(|current| current.requester == *requester)
                 || waiting.iter().any(|task| task.requester == *requester)
         };
         self.ranks.retain(|requester, _| is_here(requester));
@@ -233,7 +245,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_newcomer_waits_for_the_current_turn_and_one_more_at_most() {
-        let turns = Turns::new(GRANTED);
+        let turns = Turns::new(GRANTED, 1);
         let turn = turns.take(1, true).await.unwrap();
         let mut waiting = Vec::new();
         for requester in [1, 1, 1, 2, 3, 2] {
@@ -245,7 +257,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn slow_turns_let_half_the_granted_tasks_wait_and_put_off_the_rest() {
-        let turns = Turns::new(GRANTED);
+        let turns = Turns::new(GRANTED, 1);
         let _turn = turns.take(1, true).await.unwrap();
         let mut waiting = Vec::new();
         for requester in [2, 1, 1, 1, 1, 1, 1] {
@@ -262,7 +274,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_newcomer_sometimes_stays_where_each_requester_has_one_task() {
-        let turns = Turns::new(GRANTED);
+        let turns = Turns::new(GRANTED, 1);
         let _turn = turns.take(0, true).await.unwrap();
         let mut waiting = Vec::new();
         for requester in 1..=4 {
@@ -280,8 +292,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_requester_has_at_most_half_of_several_turns_at_once() {
+        let turns = Turns::new(GRANTED, 4);
+        let mut first = Vec::new();
+        for _ in 0..4 {
+            first.push(waits(&turns, 1, true).await);
+        }
+        let begun: Vec<bool> = first.iter().map(|task| task.is_finished()).collect();
+        assert_eq!(begun, [true, true, false, false]);
+        let (second, third) = (waits(&turns, 2, true).await, waits(&turns, 3, true).await);
+        let fourth = waits(&turns, 4, true).await;
+        assert!(second.is_finished() && third.is_finished() && !fourth.is_finished());
+        drop(second.await.unwrap().unwrap());
+        tokio::task::yield_now().await;
+        assert!(fourth.is_finished() && !first[2].is_finished(), "the first requester has its half");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn tasks_that_cannot_be_put_off_keep_waiting() {
-        let turns = Turns::new(GRANTED);
+        let turns = Turns::new(GRANTED, 1);
         let turn = turns.take(1, true).await.unwrap();
         let mut waiting = Vec::new();
         for _ in 0..6 {
@@ -293,7 +322,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_task_that_stopped_waiting_gets_no_turn() {
-        let turns = Turns::new(GRANTED);
+        let turns = Turns::new(GRANTED, 1);
         let turn = turns.take(1, true).await.unwrap();
         let gone = waits(&turns, 2, true).await;
         let stays = waits(&turns, 3, true).await;

@@ -1,6 +1,7 @@
 //! Decides when a requester has left: its reply queue has been missing for ten seconds, according to at least three
-//! signs. A queue may be missing for a moment, because it is being declared again or its node restarts. A task that was
-//! ended for that would be lost to a requester who still waits. Owns the observations of one task's reply queue.
+//! signs. A queue may be missing for a moment, because it is being declared again or its node restarts. If its task
+//! were ended then, the requester, which still waits, would get no answer. Owns the observations of one task's reply
+//! queue.
 
 use std::time::Duration;
 

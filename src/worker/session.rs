@@ -21,6 +21,7 @@ use crate::batching::Policy;
 use crate::broker::{BrokerSession, PerSource};
 use crate::config::{self, Assignment};
 use crate::engine::Engine;
+use crate::fetch::Fetcher;
 use crate::protocol::control::BatchChange;
 use crate::protocol::{self, WorkerInfo};
 use crate::shutdown::Stop;
@@ -38,6 +39,8 @@ pub(super) struct Worker {
     pub(super) isolation: Arc<Isolation>,
     pub(super) counters: Arc<Counters>,
     pub(super) control: Control,
+    /// None if the pool admits no source of files.
+    pub(super) fetcher: Option<Arc<Fetcher>>,
 }
 
 impl Worker {
@@ -102,7 +105,9 @@ impl Worker {
         Shared {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
-            turns: Turns::new(self.assignment.first_prefetch()),
+            turns: Turns::new(self.assignment.first_prefetch(), 1),
+            fetcher: self.fetcher.clone(),
+            fetch_turns: Turns::new(self.assignment.first_prefetch(), pool.fetch.at_once),
             places: Places::new(self.assignment.first_prefetch()),
             settlement,
             isolation: self.isolation.clone(),
@@ -120,7 +125,7 @@ impl Worker {
         }
     }
 
-    /// How long to wait for reply queues.
+    /// Returns how long to wait for queues, at most three quarters of the broker's delivery timeout.
     fn waits(&self) -> Waits {
         // At its delivery timeout the broker closes the channel and takes back all deliveries on it.
         let own = self.assignment.broker.delivery_timeout().map_or(Duration::MAX, |limit| limit / 4 * 3);

@@ -14,24 +14,28 @@ use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::places::{Place, Places};
 use super::prefetch::SharedPrefetch;
-use super::preparation_turns::{Crowded, Turns};
+use super::preparation_turns::{Crowded, Turn, Turns};
 use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::batching::Group;
 use crate::broker::{PerSource, Source};
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
-use crate::model::{Effort, Route};
+use crate::fetch::{Claim, Failure, Fetcher};
+use crate::model::{Effort, FileUrl, Files, Route};
+use crate::protocol::files::DATAREF;
 use crate::protocol::reply::micros;
 use crate::protocol::{Body, MAX_HEADER_BYTES, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's crash records: the launcher may learn of a worker's death later
 /// than the broker does.
-const NEWS: Duration = Duration::from_millis(200);
+const CRASH_RECORDS_WAIT: Duration = Duration::from_millis(200);
 /// How often a task that waits for its turn checks whether it was cancelled or has expired.
 const WANTED_INTERVAL: Duration = Duration::from_millis(100);
-/// The bytes of a body from which on the broker should not write it again each second.
+/// A body of more bytes than this is large: the broker should not write it again each second.
 const LARGE_BODY: usize = 1 << 20;
+/// The most files that are fetched for a task.
+const MAX_URLS: usize = 16;
 /// The most inputs whose reply counts as brief work: writing 384 numbers takes 10 µs.
 const BRIEF_REPLY: usize = 4;
 
@@ -41,6 +45,10 @@ pub(super) struct Shared {
     pub(super) pools: Pools,
     /// Turns on the thread for preparation that takes long.
     pub(super) turns: Turns,
+    /// Fetches files; none if the pool admits no source.
+    pub(super) fetcher: Option<Arc<Fetcher>>,
+    /// Turns of fetching.
+    pub(super) fetch_turns: Turns,
     /// The accepted tasks of the main queue.
     pub(super) places: Places,
     pub(super) settlement: Settlement,
@@ -174,7 +182,7 @@ impl Shared {
         // The engine should not wait for this task meanwhile.
         drop(expected);
         // The launcher learns of a worker's death at about the same time as the broker.
-        tokio::time::sleep(NEWS).await;
+        tokio::time::sleep(CRASH_RECORDS_WAIT).await;
         let known = self.crashes.of(&state.name.fingerprint);
         let membership = match suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
             Some(suspicion) => self.isolation.enter(state.name.clone(), suspicion).await,
@@ -185,7 +193,7 @@ impl Shared {
         (membership, Expected::new(&self.engine))
     }
 
-    /// The outcome of a task that is not computed whatever its content is; none: it may be computed.
+    /// Returns the outcome of a task that must not be computed, whatever its body is. None: it may be computed.
     fn refused(&self, accepted: &Accepted) -> Option<Outcome> {
         let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
         if let Some(queue) = self.misaddressed(&accepted.task) {
@@ -224,8 +232,9 @@ impl Shared {
         })
     }
 
-    /// Returns when the deadline of a task passes before it is on the device; it will not be computed then. Tasks of
-    /// sequences may have been answered in part, so the engine checks their deadline, between two steps.
+    /// Returns the task's error if its deadline passes before it is on the device. The task is not computed then.
+    /// Otherwise never returns. Tasks of sequences may have been answered in part, so the engine checks their deadline,
+    /// between two steps.
     async fn expired(&self, state: &TaskState) -> TaskError {
         let Some(deadline) = state.deadline.filter(|_| self.engine.sequences().is_none()) else {
             return pending().await;
@@ -312,6 +321,14 @@ struct Ended {
     has_left: bool,
 }
 
+/// A task with its files.
+struct Fetched {
+    /// The task, with the file of its header `dataref` as its body.
+    task: Arc<Task>,
+    /// The files of the URLs in its body.
+    files: Files,
+}
+
 /// One task on its way through the engine.
 struct Run<'a> {
     shared: &'a Shared,
@@ -325,7 +342,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// The group that the task belongs to, while that is isolated.
+    /// Returns the task's isolated group, until the time of the group is over.
     fn group(&self) -> Option<Group> {
         self.isolated.and_then(Membership::group)
     }
@@ -375,9 +392,10 @@ impl Run<'_> {
         shared.check(task, state)?;
         let expected = self.begin(expected).await?;
         let began = Instant::now();
-        let (engine, own) = (shared.engine.clone(), task.clone());
-        let effort = engine.effort(&task.message);
-        let preprocess = move || engine.preprocess(&own.message);
+        let (Fetched { task: own, files }, expected) = self.fetched(expected).await?;
+        let engine = shared.engine.clone();
+        let effort = engine.effort(&own.message);
+        let preprocess = move || engine.preprocess(&own.message, &files);
         // The engine should not wait for a task while it waits for its turn.
         let (mut job, mut expected) = if effort == Effort::Long {
             drop(expected);
@@ -435,6 +453,63 @@ impl Run<'_> {
         }
     }
 
+    /// Fetches the files that the task names by their URLs.
+    async fn fetched(&self, expected: Expected) -> Result<(Fetched, Expected), Outcome> {
+        let Self { shared, task, .. } = *self;
+        let message = &task.message;
+        let dataref = message.properties.headers.get(DATAREF).filter(|_| message.body.is_empty());
+        let mut fetched = Fetched { task: task.clone(), files: Files::default() };
+        let urls = match (dataref.and_then(|url| url.as_str()), &shared.fetcher) {
+            (Some(_), None) => {
+                let words =
+                    format!("{DATAREF}: this pool fetches nothing, because its allowed_sources is empty");
+                return Err(TaskError::bad_input(DATAREF, words).into());
+            }
+            (Some(url), Some(_)) => vec![FileUrl { url: url.to_owned(), path: DATAREF.to_owned() }],
+            (None, Some(_)) if message.is_json() => {
+                let (engine, own) = (shared.engine.clone(), task.clone());
+                self.prepare(Effort::Usual, move || Ok(engine.file_urls(&own.message))).await?
+            }
+            _ => Vec::new(),
+        };
+        let Some(fetcher) = shared.fetcher.as_ref().filter(|_| !urls.is_empty()) else {
+            return Ok((fetched, expected));
+        };
+        if urls.len() > MAX_URLS {
+            let words = format!("the task has {} URLs of files; at most {MAX_URLS} are fetched", urls.len());
+            return Err(TaskError::new(TaskErrorKind::TooLarge, words).into());
+        }
+        // The engine should not wait for a task while it fetches.
+        drop(expected);
+        for FileUrl { url, path } in urls {
+            if fetched.files.has(&url) {
+                continue;
+            }
+            let failed = |failure: Failure| {
+                let (kind, why) = match failure {
+                    Failure::Refused(why) => (TaskErrorKind::BadInput, why),
+                    Failure::TooLarge(why) => (TaskErrorKind::TooLarge, why),
+                    Failure::Unavailable(why) => (TaskErrorKind::Unavailable, why),
+                };
+                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&url, 200))).at(&*path)
+            };
+            let location = fetcher.locate(&url).map_err(failed)?;
+            let turn = Arc::new(self.turn(&shared.fetch_turns).await?);
+            let claim = Claim { requester: self.state.requester, waits: self.group().is_none() };
+            let bytes = tokio::select! {
+                biased;
+                bytes = fetcher.fetch(location, claim, turn) => bytes.map_err(failed)?,
+                error = self.ceases_to_be_wanted() => return Err(error.into()),
+            };
+            if path == DATAREF {
+                fetched.task = Arc::new(task.with_body(bytes));
+            } else {
+                fetched.files.add(url, bytes);
+            }
+        }
+        Ok((fetched, Expected::new(&shared.engine)))
+    }
+
     /// Waits until a job that was enqueued is done, prepares more of its inputs meanwhile, and sends its parts.
     async fn computed(&self, job: &mut dyn Job, parts: Option<&mut Parts>) -> Result<Ended, TaskError> {
         let (source, limit) = (job.source(), self.shared.settlement.waits.own);
@@ -466,26 +541,31 @@ impl Run<'_> {
         &self,
         work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
     ) -> Result<T, Outcome> {
-        let Self { shared, state, .. } = *self;
-        let turn = async {
-            // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
-            if self.group().is_some() {
-                return Ok(None);
-            }
-            shared.turns.take(state.requester, self.place.is_some()).await.map(Some)
-        };
-        let turn = tokio::select! {
-            biased;
-            turn = turn => turn,
-            error = self.ceases_to_be_wanted() => return Err(error.into()),
-        };
-        let turn = turn.map_err(|Crowded| Outcome::PutOff(WaitsFor::Turn))?;
+        let Self { shared, .. } = *self;
+        let turn = self.turn(&shared.turns).await?;
         let work = move || {
             // The turn ends with the work, even if the task has stopped waiting for it.
             let _turn = turn;
             work()
         };
         Ok(self.prepare_on(&shared.pools.long, false, work).await?)
+    }
+
+    /// Waits for a turn of the task's requester.
+    async fn turn(&self, turns: &Turns) -> Result<Option<Turn>, Outcome> {
+        let turn = async {
+            // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
+            if self.group().is_some() {
+                return Ok(None);
+            }
+            turns.take(self.state.requester, self.place.is_some()).await.map(Some)
+        };
+        let turn = tokio::select! {
+            biased;
+            turn = turn => turn,
+            error = self.ceases_to_be_wanted() => return Err(error.into()),
+        };
+        turn.map_err(|Crowded| Outcome::PutOff(WaitsFor::Turn))
     }
 
     /// Returns with an error when the answer is no longer wanted.
@@ -507,8 +587,8 @@ impl Run<'_> {
         self.prepare_on(&self.shared.pools.preprocess, effort == Effort::Brief, work).await
     }
 
-    /// Does `work` that prepares inputs of this task, once there is memory for more of them. The only use of the
-    /// preprocess threads.
+    /// Does `work` that prepares inputs of this task in `pool`, once there is memory for more of them. Nothing else
+    /// uses the preprocess threads.
     async fn prepare_on<T: Send + 'static>(
         &self,
         pool: &CpuPool,
@@ -575,7 +655,7 @@ impl Run<'_> {
                     continue;
                 }
                 () = &mut leaves, if !has_left && self.state.cancellation().is_none() => {
-                    tracing::info!(task.id = self.task.id, "its reply_to does not exist any more; it ends");
+                    tracing::info!(task.id = self.task.id, "the task's reply queue does not exist any more; the task ends");
                     has_left = true;
                     self.state.cancel();
                     continue;

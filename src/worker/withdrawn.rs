@@ -1,6 +1,6 @@
-//! Remembers which jobs (runs of `sconce submit`) and which runs of `sconce stop` a user has withdrawn. Their messages may
-//! arrive from the queue later: the tasks of such a job are answered as cancelled, and such sentinels are ignored. Owns
-//! that list.
+//! Remembers which jobs (runs of `sconce submit`) and which runs of `sconce stop` a user has withdrawn. Their messages
+//! may arrive from the queue later: the tasks of such a job are answered as cancelled, and such sentinels are ignored.
+//! Owns that list.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,12 +32,12 @@ struct List {
 }
 
 impl Withdrawn {
-    /// The list is incomplete until [`Withdrawn::add_earlier`].
+    /// Marks the list as incomplete until [`Withdrawn::add_earlier`] is called.
     pub fn expect_earlier(&self) {
         self.0.is_incomplete.send_replace(true);
     }
 
-    /// Withdraws what was withdrawn before the worker started. From now on the list is complete.
+    /// Adds what was withdrawn before the worker started, and marks the list as complete.
     pub fn add_earlier(&self, cancellations: &[Cancellation], now: Instant) {
         cancellations.iter().for_each(|it| self.add_cancelled(it, now));
         self.0.is_incomplete.send_replace(false);

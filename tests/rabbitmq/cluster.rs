@@ -157,7 +157,7 @@ async fn a_classic_reply_queue_whose_node_is_down_for_a_while_gets_its_generated
     tokio::task::block_in_place(|| cluster.nodes[AWAY].kill());
     // Longer than a queue may be missing whose requester still counts as being there.
     tokio::time::sleep(Duration::from_secs(18)).await;
-    assert_eq!(sconce.logged("it ends"), 0, "{}", sconce.log());
+    assert_eq!(sconce.logged("the task ends"), 0, "{}", sconce.log());
     cluster.bring_back(AWAY, &[&settings.tasks, &settings.dead]).await;
     let back = Client::connect(&cluster.nodes[AWAY].url()).await;
     let found = until_within(Duration::from_secs(120), "a reply, or a dead letter", || async {

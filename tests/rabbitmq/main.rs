@@ -21,6 +21,7 @@ mod dead_command;
 mod dead_letters;
 mod devices;
 mod embeddings;
+mod files;
 mod generate;
 mod hostile;
 mod logs;

@@ -292,7 +292,7 @@ async fn a_launcher_that_starts_after_a_withdrawal_obeys_no_sentinel_of_it() {
     let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", &withdrawn]);
     assert_eq!(withdraw.exit_code().await, 0, "{}", withdraw.log());
     assert!(
-        withdraw.log().contains("0 launchers have confirmed, and those that start later"),
+        withdraw.log().contains("no launcher has answered, and those that start later"),
         "{}",
         withdraw.log()
     );

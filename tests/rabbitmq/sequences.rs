@@ -314,7 +314,7 @@ async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_
     drop((own, named, unheard));
     assert_eq!(inbox.next().await.correlation_id, "stays");
     client.becomes(&settings.tasks, (0, 1)).await;
-    until("both are missed", || async { (sconce.logged("it ends") == 2).then_some(()) }).await;
+    until("both are missed", || async { (sconce.logged("the task ends") == 2).then_some(()) }).await;
     for _ in 0..2 {
         let letter = client.get(&settings.dead).await;
         assert_eq!((&letter.header("reason")[..], &letter.body), ("unroutable", &long), "it is kept");

@@ -10,7 +10,7 @@ use crate::support::rabbit::{Conf, Rabbit};
 use crate::support::sconce::{Sconce, Settings};
 
 /// Writes an authority, and a certificate and key of each of `names`, as PEM files.
-fn certificates(folder: &Path, names: &[&str]) {
+pub(crate) fn certificates(folder: &Path, names: &[&str]) {
     let write = |name: &str, pem: String| fs::write(folder.join(name), pem).expect("a file");
     let mut authority = CertificateParams::new(Vec::new()).expect("an authority");
     authority.distinguished_name.push(DnType::CommonName, "the authority");

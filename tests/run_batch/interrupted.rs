@@ -109,7 +109,7 @@ fn sigterm_drains_and_the_same_command_goes_on() {
     run.signal(Signal::SIGTERM);
     let ended = run.wait();
     assert_eq!(ended.code, Some(84), "{}", ended.stderr);
-    assert!(ended.stderr.contains("the same command goes on from there"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("run the same command again to continue"), "{}", ended.stderr);
     assert!(workers.iter().all(|pid| !lives(*pid)), "a worker outlived its run");
     assert!(rig.left_behind().is_empty());
     let (before, done) = (rig.written(), rig.answers().len());

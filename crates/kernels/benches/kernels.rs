@@ -68,7 +68,7 @@ fn attention(criterion: &mut Criterion) {
     let (norm, x) = (norm(), noise(TOKENS * HIDDEN));
     for length in [8, 32, 128, 512] {
         let lengths = vec![length; TOKENS / length];
-        group.bench_function(BenchmarkId::new("half", length), |bencher| {
+        group.bench_function(BenchmarkId::new("sublayer", length), |bencher| {
             let run =
                 |x: &mut Vec<f32>| sublayer.attend(x, &lengths, &PositionTerms::default(), End::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
@@ -86,7 +86,7 @@ fn feed_forward(criterion: &mut Criterion) {
         let up_bias = noise(INNER);
         let published = Published { up: &up, up_bias, gate: None, down: &down, numbers: NumberFormat::F32 };
         let sublayer = FeedForward::new(published, activation).expect("whole groups");
-        group.bench_function(BenchmarkId::new("half", format!("{activation:?}")), |bencher| {
+        group.bench_function(BenchmarkId::new("sublayer", format!("{activation:?}")), |bencher| {
             let run = |x: &mut Vec<f32>| sublayer.forward(x, End::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });

@@ -41,7 +41,8 @@ pub struct Identity;
 /// max(x, 0) - ½|x|·erfc(|x|/√2). This form has no cancellation on either side of zero.
 ///
 /// erfc(z) = poly(t)·e^(-z²) with t = 1/(1 + 0.3275911·z): Abramowitz and Stegun 7.1.26. Its error of 1.5e-7 is
-/// multiplied by ½|x|, which is small wherever e^(-x²/2) does not make the product negligible.
+/// multiplied by ½|x|, which is small for a small |x|. For a large |x|, e^(-x²/2) makes the product and its error
+/// negligible.
 impl Lanes for Gelu {
     #[inline(always)]
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s {

@@ -15,7 +15,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// Numbers of a row.
+    /// The width of a row, in numbers.
     pub fn width(&self) -> usize {
         self.rows.len() / 3
     }
@@ -42,7 +42,7 @@ pub enum End<'a> {
 }
 
 impl End<'_> {
-    /// `rows` hold x on entry and the result on return. Runs on this thread alone.
+    /// Computes this step. `rows` hold x on entry and the result on return. Runs on this thread alone.
     pub(crate) fn rows(self, rows: &mut [f32], product: &[f32]) {
         match self {
             Self::Norm(norm) => norm.add_alone(rows, product),
@@ -169,7 +169,7 @@ fn sum<S: Simd>(simd: S, row: &[f32]) -> f32 {
 }
 
 /// RMSNorm: `out` ← `rows` `[n, width]`, each row divided by the root of its mean square and multiplied by `weight`.
-pub fn norm_by_squares(rows: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+pub fn rms_norm(rows: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     dispatch(RmsNorm { rows, weight, eps, out });
 }
 
@@ -257,7 +257,7 @@ mod tests {
         for width in [1, 7, 64, 401] {
             let (rows, weight) = (noise(&[5, width], 2.0, 1), noise(&[width], 2.0, 2));
             let mut out = vec![f32::NAN; rows.len()];
-            norm_by_squares(&rows, &weight, 1e-5, &mut out);
+            rms_norm(&rows, &weight, 1e-5, &mut out);
             for (row, out) in rows.chunks_exact(width).zip(out.chunks_exact(width)) {
                 let mean = row.iter().map(|x| f64::from(x * x)).sum::<f64>() / width as f64;
                 for ((ours, x), weight) in out.iter().zip(row).zip(&weight) {

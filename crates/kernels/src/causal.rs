@@ -1,7 +1,7 @@
-//! Attention of some tokens over keys and values in the paged cache: causal attention over those of their sequence up to
-//! each token, and cross attention over all of another sequence, such as the output of an encoder. Sums are computed in
-//! a fixed order, so a token's result does not depend on the other tokens that are computed with it, nor on how its
-//! sequence was split into steps.
+//! Attention of some tokens over keys and values in the paged cache. Causal attention is over those of a token's own
+//! sequence, up to the token. Cross attention is over all of another sequence, such as the output of an encoder. Sums
+//! are computed in a fixed order, so a token's result does not depend on the other tokens that are computed with it,
+//! nor on how its sequence was split into steps.
 
 use std::cell::RefCell;
 
@@ -14,7 +14,7 @@ use super::kv::{BLOCK, CachePosition, HeadBlock, KEY_LANES, KvBlocks, KvNumbers}
 
 /// The most queries whose scores are computed together.
 const MAX_QUERIES: usize = 8;
-/// The same if there are few queries, as of a single token.
+/// The same if there are few queries, such as those of a single token.
 const FEW_QUERIES: usize = 4;
 
 /// From this many multiplications on, several threads are faster than one: about 5 µs of work.
@@ -150,6 +150,7 @@ fn attend_parts(kv: &KvBlocks, layer: usize, parts: &[Part<'_>], queries: &[f32]
     let rows: usize = parts.iter().map(|part| part.count).sum();
     let row = queries.len() / rows.max(1);
     let group = row / (shape.heads * shape.width);
+    // The most tokens of a `Work`: their queries fill at least two chunks.
     let each = (2 * MAX_QUERIES).div_ceil(group);
     let mut works = Vec::new();
     let mut begun = 0;
@@ -160,6 +161,7 @@ fn attend_parts(kv: &KvBlocks, layer: usize, parts: &[Part<'_>], queries: &[f32]
         }
         begun += part.count;
     }
+    // The first row, the first column and the number of columns of a work's queries and results.
     let columns = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
     let mut results: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
     let compute = |(work, out): &mut (Work<'_>, Vec<f32>)| {
@@ -196,7 +198,7 @@ thread_local! {
     static SCORES: RefCell<Vec<f32>> = RefCell::default();
 }
 
-/// Computes the queries `[tokens, group, width]` of one head of keys and values.
+/// `out` ← the attention of the queries `[tokens, group, width]` that share one head of keys and values.
 fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &[f32], out: &mut [f32]) {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
     let blocks = &part.blocks[..part.keys().div_ceil(BLOCK)];
@@ -226,6 +228,7 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &
 
 /// Attention of at most [`MAX_QUERIES`] queries over the keys of one head.
 struct Chunk<'a> {
+    /// The blocks with the head's keys and values.
     held: &'a [HeadBlock<'a>],
     numbers: KvNumbers,
     /// The width of a value in memory.
@@ -262,8 +265,8 @@ impl Chunk<'_> {
         }
     }
 
-    /// Writes the weights to `scores` `[count, keys]`, where the number of keys is rounded up to whole groups. They are
-    /// not divided by their sums yet, which are returned.
+    /// Writes the weights to `scores` `[count, keys]`, where the number of keys is rounded up to a multiple of
+    /// [`KEY_LANES`]. Does not divide them by their sums yet, and returns the sums.
     #[inline(always)]
     fn weigh<S: Simd, N: Format, const COUNT: usize>(&mut self, simd: S) -> [f32; COUNT] {
         let Self { held, width, queries, positions, scores, .. } = self;
@@ -342,7 +345,7 @@ fn transposed<const COUNT: usize>(queries: &[f32], width: usize, scale: f32) -> 
     transposed
 }
 
-/// The dot products of queries with the keys of one register.
+/// The dot products of `queries` with some of the [`KEY_LANES`] keys in `keys`: those in register `part`.
 #[inline(always)]
 fn products<S: Simd, N: Format, const COUNT: usize>(
     simd: S,
@@ -426,10 +429,10 @@ fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
 /// A number format of keys and values. A trait and not closures, for the reason given at
 /// [`Lanes`](super::activation::Lanes).
 trait Format {
-    /// The words for so many numbers.
+    /// The words of 32 bits for so many numbers.
     fn words(numbers: usize) -> usize;
-    /// Unpacks two registers: the first and the second number of each pair. In memory `line` registers separate the
-    /// two, or they share a word.
+    /// Unpacks two registers: the first and the second number of each pair. The first is at register `at` of `words`.
+    /// In memory, the second is `line` registers after it (f32), or in the same words (bf16).
     fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2];
 }
 
@@ -534,7 +537,7 @@ mod tests {
                 let shape = KvShape { layers: 2, heads, width, numbers };
                 let lengths = [1, 40, 100];
                 let case = case(shape, &lengths);
-                // One token of an answer, a whole prompt, the end of a prompt.
+                // A single token, a whole prompt, the end of a prompt.
                 let firsts = [0, 0, 63];
                 let rows: usize = lengths.iter().zip(firsts).map(|(length, first)| length - first).sum();
                 let row = heads * group * width;
@@ -599,7 +602,7 @@ mod tests {
                             assert!(off < 2e-6, "{shape:?} {token} {head}: {off}");
                         }
                     }
-                    // The weights of the values give the same sums.
+                    // The values, weighted by `weights_across`, give the same sums.
                     for head in 0..heads {
                         let own = &own[head * width..][..width];
                         let one = CrossSpan { count: 1, ..span(sequence) };

@@ -14,7 +14,8 @@ use super::gemm::{Panels, Rows, by_blocks, multiply_rows};
 pub enum Padding {
     /// So many pixels on each side.
     Each(usize),
-    /// As many as give a result of the image's size divided by the stride. An odd one is to the right and below.
+    /// As many as make the result's side the image's side divided by the stride, rounded up. If the number is odd, the
+    /// extra one is to the right or below.
     Same,
 }
 
@@ -207,7 +208,7 @@ impl Convolution {
         });
     }
 
-    /// Copies the pixels of the patch of result number `index`. Leaves the pixels outside the image unchanged.
+    /// Copies the patch for pixel `index` of the result to `patch`. Leaves the pixels outside the image unchanged.
     fn fill(&self, image: &Images<'_>, index: usize, patch: &mut [f32]) {
         let Images { x, rows, columns, channels } = *image;
         let Patches { size, stride, .. } = self.patches;
@@ -249,7 +250,7 @@ impl WithSimd for DepthwiseLine<'_> {
         let (least, most) = (simd.splat_f32s(of.clamp.0), simd.splat_f32s(of.clamp.1));
         for (column, out) in line.chunks_exact_mut(channels).enumerate() {
             let (of_columns, first) = columns.taps(column, of.patches.size, of.patches.stride);
-            // As many channels at a time as have their sums in registers for all taps.
+            // The sums of this many channels stay in registers for all taps.
             let at_once = REGISTERS * S::F32_LANES;
             let mut channel = 0;
             while channel < channels {

@@ -45,7 +45,8 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
         CpuFeatures::Avx2 | CpuFeatures::Avx512 => None,
     };
     let name = CpuFeatures::ALL.iter().find(|(known, _)| *known == features).map_or("", |(_, name)| *name);
-    let arch = arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU lacks them"))?;
+    let arch =
+        arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU does not have these vector units"))?;
     // If it is set already, it is set to the same value, because a process has one worker.
     let _ = ARCH.set(arch);
     Ok(())

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn far_below_zero_e_to_the_x_is_almost_0_and_at_zero_1() {
+    fn e_to_the_x_is_almost_0_far_below_zero_and_1_at_zero() {
         let mut ys = [f32::NEG_INFINITY, -1e9, 0.0];
         dispatch(Exp(&mut ys));
         assert!(ys[0] < 2e-38 && ys[1] < 2e-38);

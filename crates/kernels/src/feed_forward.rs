@@ -20,9 +20,9 @@ pub struct FeedForward {
 }
 
 enum Weights {
-    /// In f32. The bias is padded with zeros to a whole run.
+    /// In f32. The bias is padded with zeros to a multiple of [`RUN`].
     Whole { up: Panels, up_bias: Vec<f32>, gate: Option<Panels>, down: Panels },
-    /// In 16 or 8 bits.
+    /// In any other number format.
     Narrow { up: Matrix, up_bias: Vec<f32>, gate: Option<Matrix>, down: Matrix },
 }
 
@@ -114,7 +114,7 @@ impl Whole<'_> {
             scratch.rows.pack(x, hidden);
             scratch.rows.multiply_activated(self.up, self.up_bias, self.activation, &mut scratch.inner);
             if let Some(gate) = self.gate {
-                // A gate has no bias; U's is then 0 too.
+                // A gate has no bias, so it gets U's, which is 0 if there is a gate.
                 scratch.rows.multiply_activated(gate, self.up_bias, Activation::Identity, &mut scratch.gate);
                 scratch.inner.gate(&scratch.gate);
             }

@@ -7,7 +7,7 @@
 //! | `cpu` | which vector units kernels are compiled for and run on |
 //! | `gemm` | layouts of matrices, matrix products, products of a few rows (`gemv`) |
 //! | `attention`, `positions` | attention of texts over all their tokens, and its positional terms |
-//! | `causal`, `kv` | attention of sequences over the tokens before or over an encoder's output, and the layout of keys and values |
+//! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
 //! | `convolution` | convolution of images |
 //! | `add_norm`, `activation`, `exp` | element-wise and row-wise operations |
@@ -27,7 +27,7 @@ pub mod pooling;
 mod positions;
 
 pub use activation::{Activation, activate, gate};
-pub use add_norm::{End, Norm, layer_norm, norm_by_squares};
+pub use add_norm::{End, Norm, layer_norm, rms_norm};
 pub use cpu::{CpuFeatures, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{

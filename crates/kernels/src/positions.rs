@@ -46,14 +46,14 @@ pub struct Bias {
 }
 
 impl Bias {
-    /// `of` returns the number of a head for the key's position minus the query's.
+    /// Fills the table. `of` returns the number for a head and for a distance: the key's position minus the query's.
     pub fn new(heads: usize, longest: usize, of: impl Fn(usize, isize) -> f32) -> Self {
         let width = 2 * longest - 1;
         let number = |index: usize| of(index / width, (index % width) as isize - (longest as isize - 1));
         Self { longest, numbers: (0..heads * width).map(number).collect() }
     }
 
-    /// The numbers of a query at `position`, for the keys from 0 to `keys`.
+    /// The numbers of a query at `position`, for the first `keys` keys.
     fn row(&self, head: usize, position: usize, keys: usize) -> &[f32] {
         let first = head * (2 * self.longest - 1) + self.longest - 1 - position;
         &self.numbers[first..][..keys]
@@ -71,13 +71,15 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// For heads of `d` numbers (even) and texts of up to `longest` tokens.
+    /// Fills the table for heads of `d` numbers (even) and texts of up to `longest` tokens. The frequency of
+    /// pair `i` is `1 / base^(2i/d)`.
     pub fn new(base: f64, d: usize, longest: usize) -> Self {
         let frequency = |pair: usize| (1.0 / base.powf(2.0 * pair as f64 / d as f64)) as f32;
         Self::of(&(0..d / 2).map(frequency).collect::<Vec<_>>(), longest)
     }
 
-    /// For texts of up to `longest` tokens. From one position to the next, pairs are rotated by these angles.
+    /// Fills the table for texts of up to `longest` tokens. `frequencies` are the angles, in radians, by which each
+    /// pair is rotated from one position to the next.
     pub fn of(frequencies: &[f32], longest: usize) -> Self {
         let half = frequencies.len();
         let turn = |index: usize| {
@@ -109,8 +111,7 @@ impl Rotary {
     }
 
     /// Rotates one head of all tokens, which is given transposed: `[d, stride]`. The tokens are in the first columns,
-    /// at
-    /// `positions` in their texts.
+    /// at `positions` in their texts.
     pub fn rotate_transposed(&self, positions: &[usize], head: &mut [f32], stride: usize) {
         let (first, second) = head.split_at_mut(self.half * stride);
         for (number, (first, second)) in

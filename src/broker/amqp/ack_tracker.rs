@@ -51,7 +51,8 @@ pub(super) struct AckTracker {
 }
 
 impl AckTracker {
-    /// Lets acks wait until `batch_size` of them wait. Without this call no ack waits.
+    /// Makes each ack wait until `batch_size` of them wait, or the gathering caller sends. Before this call, acks do
+    /// not wait.
     pub(super) fn gather(&mut self, batch_size: usize) {
         self.batch_size = batch_size;
     }
@@ -64,8 +65,9 @@ impl AckTracker {
         }
     }
 
-    /// Makes the caller the sender, so that no ack is sent until it calls [`AckTracker::take`]. False, without a
-    /// change, unless at least `full` deliveries are unsettled, all with tags from `first` on, and nobody is sending.
+    /// Makes the caller the sender, so that no ack is sent until it calls [`AckTracker::take`]. Returns true if at
+    /// least `full` deliveries are unsettled, all of them have tags from `first` on, and nobody else is sending.
+    /// Otherwise it returns false and changes nothing.
     pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
         let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
         own && self.unsettled.len() >= full && self.begin()

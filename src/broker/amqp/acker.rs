@@ -16,8 +16,9 @@ use crate::broker::{Acker, DeliveryTag};
 /// How long the broker takes to act on settlements, with a margin. It does not report that it has acted.
 /// `ack_tracker` explains which acks could be lost.
 const FLUSH_WAIT: Duration = Duration::from_millis(100);
-/// How long an ack waits for others. The broker writes each ack command to disk, and a task that a client sends on
-/// receiving a reply would wait for that write. After 2 ms that task has already been delivered.
+/// How long an ack waits for others. The broker writes each ack command to disk. A client that has received a reply may
+/// send its next task at once, and that task would wait for the write. Within 2 ms that task has been delivered, so the
+/// write no longer delays it.
 const GATHER_TIME: Duration = Duration::from_millis(2);
 /// Deliveries returned between two pauses: half of the 32 commands that RabbitMQ lets be under way on a quorum queue
 /// (see `ack_tracker`).
@@ -96,7 +97,7 @@ impl OpenSession {
     /// Sends the waiting acks, as the sender. False: the session is over.
     pub(super) async fn send_acks(&self) -> bool {
         loop {
-            // The rest of a batch is being confirmed at this moment, and its acks can go with these.
+            // The other replies of a batch are confirmed at the same moment, so their acks can go with these.
             tokio::task::yield_now().await;
             let acks = self.ack_tracker().take();
             if acks.is_empty() {

@@ -20,7 +20,8 @@ pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), B
     Ok(())
 }
 
-/// Declares the queue of a job's replies, if the job's task queue exists.
+/// Declares `replies`, the queue of a job's replies, if `task_queue` exists. The broker deletes it after `keep` without
+/// a consumer.
 ///
 /// # Errors
 /// As [`declare`]; a task queue that does not exist is refused.

@@ -17,8 +17,8 @@ pub(super) enum Cause {
     Exclusive,
     /// The user lacks a permission; or the password is wrong, or the broker's authentication service is down.
     AccessRefused,
-    /// A limit of connections (of a user, a virtual host or a node), which passes when others end; or a virtual host
-    /// that is starting.
+    /// The limit of connections (of a user, a virtual host or a node) is reached, or the virtual host is down, for
+    /// example while it starts. Both may pass.
     LimitReached,
     /// The virtual host does not exist, the user may not use it, or the connection has opened too many channels.
     NotAllowed,
@@ -28,8 +28,8 @@ pub(super) enum Cause {
     PreconditionFailed,
     /// The message is too large for the broker.
     ContentTooLarge,
-    /// Frame, syntax and internal errors, with which a broker closes the connection, for example over a header with
-    /// an infinite number.
+    /// A frame, syntax or internal error. The broker then closes the connection, for example because a header holds an
+    /// infinite number.
     BadFrame,
     /// The broker gave another reason.
     Other,
@@ -43,14 +43,14 @@ impl Cause {
     pub(super) fn of(error: &Error) -> Self {
         match error.kind() {
             ErrorKind::ProtocolError(amqp) => Self::of_reply(amqp.get_id(), amqp.get_message().as_str()),
-            // rustls reports both as invalid data.
+            // rustls reports a wrong certificate and an answer that is not TLS as invalid data.
             ErrorKind::IOError(error) if error.kind() == io::ErrorKind::InvalidData => Self::Tls,
             _ => Self::Connection,
         }
     }
 
-    /// RabbitMQ also answers 404 for a queue that it cannot reach, and only the text differs. The beginnings of its
-    /// texts decide, because anybody may choose the queue's name that follows.
+    /// Classifies a reply of the broker. RabbitMQ also answers 404 for a queue that it cannot reach, and only the text
+    /// differs. Only the beginning of a text is compared, because the queue's name follows, which anybody may choose.
     fn of_reply(code: u16, message: &str) -> Self {
         const AWAY: [&str; 3] = ["home node '", "queue '", "failed to perform operation on "];
         let reason = message.strip_prefix("NOT_FOUND - ").unwrap_or(message);
@@ -89,7 +89,8 @@ pub(super) fn message(error: &Error) -> String {
     }
 }
 
-/// The error of an operation that `broker` refused: the broker's address, or the queue or exchange that refused.
+/// Makes the error of an operation that was refused. `broker` is the broker's address, or the name of the exchange that
+/// was used.
 pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
     let reason = message(error);
     match Cause::of(error) {

@@ -104,7 +104,7 @@ async fn publish_and_confirm(
     message: Arc<Message>,
 ) -> Result<Confirmation, Error> {
     let properties = properties_to(&message.properties);
-    // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
+    // RabbitMQ 4.0 returns a mandatory message to a direct reply-to although it also delivers it.
     let mandatory = !queue.starts_with(DIRECT_REPLY_TO);
     let options = BasicPublishOptions { mandatory, immediate: false };
     // The first poll of this future enqueues the message behind earlier ones; the future ends once lapin's

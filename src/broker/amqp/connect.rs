@@ -22,8 +22,8 @@ use crate::broker::BrokerError;
 use crate::config::{Broker, Tls, redact_url};
 
 const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), most: Duration::from_secs(10) };
-/// After this many refusals before any success, the settings are taken to be wrong. More than one, because a
-/// broker that boots refuses its virtual hosts for a moment.
+/// After this many refusals before any success, the settings are taken to be wrong. It is more than one, because a
+/// broker that starts refuses its virtual hosts for a moment.
 const MAX_REFUSALS: u32 = 3;
 /// How long a starting service retries when the broker's refusal is ambiguous: the password is wrong, the
 /// authentication service is down, or the user does not exist yet.
@@ -122,8 +122,8 @@ impl Connector {
         Self { refusals, ..self }
     }
 
-    /// Tries the current address once. After a failure the next attempt takes the next address; after a
-    /// success it takes the same one.
+    /// Tries the current address once. Returns the connection and the address without its password. After a failure the
+    /// next attempt takes the next address; after a success it takes the same one.
     pub(super) async fn attempt(&self) -> Result<(OpenConnection, String), Failure> {
         let urls = &self.settings.url;
         let index = self.failed_attempts.load(Ordering::Relaxed) % urls.len().max(1);
@@ -301,7 +301,7 @@ impl ReconnectPolicy {
         Ok(delay)
     }
 
-    /// For how long, or how often, a refusal is retried in all, as text for the log.
+    /// Describes for the log how long, or how often, a refusal is retried in all.
     fn retry_limit(&self, refusal: Refusal, connector: &Connector) -> String {
         let give_up_after = connector.settings.give_up_after;
         match connector.refusals {
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_that_may_end_by_itself_is_retried() {
+    fn failures_that_the_policy_tolerates_do_not_end_the_attempts() {
         for (refusal, refusals) in [
             (Refusal::None, RefusalPolicy::Command),
             (Refusal::None, RefusalPolicy::Service),

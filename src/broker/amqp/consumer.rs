@@ -322,8 +322,8 @@ impl Supervisor {
         Ok(true)
     }
 
-    /// Lets acks gather until a quarter of the prefetch waits to be acked. Acks of private queues never wait,
-    /// because RabbitMQ does not write them to disk.
+    /// Lets the acks of a pool's queues gather until as many wait as a quarter of the prefetch. Acks of other queues
+    /// never wait. RabbitMQ does not write the acks of private queues to disk.
     fn let_acks_gather(&self, open: &OpenSession, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
             open.ack_tracker().gather(usize::from(prefetch) / 4);
@@ -331,13 +331,13 @@ impl Supervisor {
     }
 }
 
-/// Cancels the consumer, so that a new one with another prefetch can be made. Acks are held back meanwhile. False: that
-/// is not safe now.
+/// Cancels the consumer, so that a new one with another prefetch can be made. Acks are held back meanwhile. Returns
+/// false, and cancels nothing, if a cancel is not safe now.
 ///
-/// It is safe only while no delivery is in transit: RabbitMQ would requeue it, count it as a failed delivery and deliver
-/// it again. None is in transit while as many messages of this consumer are unsettled as its prefetch, and no ack is
-/// being sent. So the unsettled messages never belong to more than two consumers. A prefetch that never fills limits
-/// nothing, so it need not change.
+/// It is safe only while no delivery is in transit: RabbitMQ would requeue it, count it as a failed delivery and
+/// deliver it again. None is in transit while as many messages of this consumer are unsettled as its prefetch, and no
+/// ack is being sent. All messages of earlier consumers must be settled too, so the unsettled messages never belong to
+/// more than two consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {
     let full = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
     if full {

@@ -122,10 +122,8 @@ impl ControlClient {
         let inspected =
             timeout(ANSWER_TIMEOUT, inspect(&self.connection, queue)).await.map_err(unanswered)?;
         if !self.connection.status().connected() {
-            return Err(BrokerError::Refused {
-                broker: self.broker.clone(),
-                reason: "the connection is lost".into(),
-            });
+            let reason = format!("{}: the connection is lost", self.broker);
+            return Err(BrokerError::Unreachable { seconds: 0, reason });
         }
         let Ok(queue) = inspected else { return Ok(None) };
         Ok(Some(QueueDepth { ready: queue.message_count(), consumers: queue.consumer_count() }))

@@ -1,5 +1,5 @@
 //! Converts lapin's properties and field values to ours and back. Every AMQP field type survives the round
-//! trip.
+//! trip, except that a short string becomes a long string.
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, LongString, ShortString};

@@ -1,7 +1,7 @@
 //! The sending side of RabbitMQ. Each message is confirmed individually; `routes` decides its channel, so that
-//! no queue, refusal or large message delays others. Owns the channels to the tasks of two connections: one
-//! for messages with plain headers, and a second, opened when needed, for messages with foreign headers,
-//! because a broker may close a connection over those.
+//! no queue, refusal or large message delays others. Owns the handles to two connections, each with a task of its
+//! own: one for messages with plain headers (see `Properties::is_plain`), and a second, opened when needed, for
+//! messages with other headers, called foreign. Such headers may make a broker close the connection.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,7 +28,8 @@ const RESTORED_FOR: Duration = Duration::from_secs(1);
 /// pool sets a limit.
 const DEFAULT_LARGE: usize = 1 << 20;
 
-/// How long a queue that we may not inspect is not inspected again. The broker logs each refusal.
+/// How long a queue that we may not inspect is left alone. The inspection is not repeated earlier, because the broker
+/// logs each refusal.
 const REFUSAL_TTL: Duration = Duration::from_secs(60);
 /// Maximum number of such queues that are remembered. It is bounded because requesters choose their names.
 const MAX_REFUSED: usize = 1_024;

@@ -18,7 +18,7 @@ pub(super) const SLOW_AFTER: Duration = Duration::from_secs(1);
 const FRESH_FOR: Duration = Duration::from_millis(250);
 /// Maximum number of messages from the oldest unconfirmed one on the shared channel to the newest. RabbitMQ lets a
 /// connection send 400 messages to a channel that returns no credit, and returns credit for 200 at a time. With fewer
-/// than 200 the connection is never stopped, whatever a message waits for.
+/// than 200 the connection is never stopped, however long a message waits for its confirm.
 const MAX_SPAN: u64 = 190;
 /// Maximum bytes of bodies under way on the shared channel; a single message may be larger.
 const MAX_SHARED_BYTES: usize = 4 << 20;
@@ -107,10 +107,11 @@ pub(super) struct Routes<R> {
     next: u64,
     /// Bytes of bodies under way on the shared channel.
     shared_bytes: usize,
+    /// Whether there is a shared channel.
     is_shared: bool,
-    /// Size of the largest confirmed message. Larger ones go alone, because the broker may refuse them.
+    /// Bytes of the body of the largest confirmed message. Larger ones go alone, because the broker may refuse them.
     largest: usize,
-    /// Messages above this size always go alone; none: all messages do.
+    /// Messages with bodies of more bytes always go alone; none: all messages do.
     large: Option<usize>,
     /// Current limit of messages that go alone, at most [`MAX_ALONE`].
     max_alone: usize,
@@ -320,7 +321,7 @@ impl<R: Publishable> Routes<R> {
     }
 
     /// Applies `change` to all messages under way.
-    pub(super) fn suspect_all(&mut self, change: impl FnMut(&mut R)) {
+    pub(super) fn change_all(&mut self, change: impl FnMut(&mut R)) {
         self.under_way.values_mut().filter_map(|it| it.request.as_mut()).for_each(change);
     }
 
@@ -336,14 +337,15 @@ impl<R: Publishable> Routes<R> {
         self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW_AFTER)
     }
 
-    /// Halves the number of messages that may go alone, counted from those that are alone now, because the broker
-    /// allows fewer channels.
+    /// Lowers the limit of messages that go alone to half of those that are alone now, and at least to 1, because the
+    /// broker allows fewer channels.
     pub(super) fn allow_fewer(&mut self) {
         self.max_alone = (self.at(Place::Alone).count().min(self.max_alone) / 2).max(1);
     }
 
-    /// Whether messages wait, while messages that no caller waits for any more have occupied all channels for `long`.
-    /// Only a new connection frees these channels.
+    /// Whether messages wait only for abandoned ones, which have been under way for `long` and which no caller waits
+    /// for any more. These occupy all channels, or a suspect waits until nothing is under way. Only a new connection
+    /// ends this.
     pub(super) fn is_choked(&self, now: Instant, long: Duration) -> bool {
         let abandoned = |it: &UnderWay<R>| it.request.is_none() && now >= it.since + long;
         let full = self.at(Place::Alone).count() >= self.max_alone;

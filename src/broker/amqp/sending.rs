@@ -37,16 +37,16 @@ const MIN_BYTES_PER_SECOND: usize = 64 << 10;
 /// answers arrive within microseconds of each other.
 const RETURN_WAIT: Duration = Duration::from_millis(100);
 
-/// A message is refused when the broker has closed the connection this many times over it while it was sent
-/// alone. More than one, because a broker in trouble closes connections too.
+/// A message is refused when the broker has closed the connection this many times while it was under way. After the
+/// first time it is sent alone. The limit is more than one, because a broker in trouble closes connections too.
 const MAX_SUSPICIONS: u32 = 3;
 /// Delay before such a message is sent again; multiplied by the square of the number of closed connections.
 const SUSPICION_DELAY: Duration = Duration::from_millis(500);
 /// Delay before a message is sent again when its channel could not be opened, or was closed.
 const REOPEN_DELAY: Duration = Duration::from_millis(100);
 
-/// A shared channel older than this is given up when a message on it is nacked. If a quorum queue has no leader
-/// at a channel's first message to it, RabbitMQ 3.10 nacks all messages of that channel to it.
+/// A shared channel older than this is given up when a message on it is nacked. If a quorum queue has no leader when a
+/// channel sends it the first message, RabbitMQ 3.10 nacks all messages that this channel sends to it.
 const RETIRE_ON_NACK_AFTER: Duration = Duration::from_secs(1);
 
 /// The open connection and its channels.
@@ -102,7 +102,8 @@ pub(super) struct Sending {
 }
 
 impl Sending {
-    /// Connects when the first message comes; `large` as in [`Routes::new`].
+    /// Makes the state without a connection; the task connects when the first message comes. `large` is as in
+    /// [`Routes::new`].
     pub(super) fn new(
         connector: Arc<Connector>,
         large: Option<usize>,
@@ -335,12 +336,12 @@ impl Sending {
         // None when an earlier failure of this round lost the connection: this message will be sent again.
         let Some(place) = self.routes.place_of(id) else { return };
         let Some(live) = &mut self.live else { return };
-        let its_channels = error.is_amqp_soft_error()
+        let only_its_channel = error.is_amqp_soft_error()
             || matches!(error.kind(), ErrorKind::InvalidChannelState(..) | ErrorKind::ChannelsLimitReached);
-        if !its_channels || !live.connection.status().connected() {
+        if !only_its_channel || !live.connection.status().connected() {
             // One of the messages under way may have caused it.
             if Cause::of(error) == Cause::BadFrame {
-                self.routes.suspect_all(|request| {
+                self.routes.change_all(|request| {
                     request.suspicions += u32::from(!request.message.properties.is_plain())
                 });
             }
@@ -444,7 +445,7 @@ impl LiveConnection {
     }
 }
 
-/// Adds requests that arrive at this moment. The rest of a batch is just being published, and messages that are sent
+/// Adds the requests that arrive at the same moment, such as the other replies of a batch. Messages that are sent
 /// together cost the broker only one write to disk.
 async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
     loop {

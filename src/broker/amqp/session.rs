@@ -17,12 +17,12 @@ use super::topology::{Topology, declare_reply_queue};
 use crate::broker::{Delivery, DeliveryTag, Source};
 use crate::protocol::Message;
 
-/// RabbitMQ's default consumer timeout. It is not sent.
+/// RabbitMQ's default consumer timeout. If the setting equals it, no timeout is sent to the broker.
 const DEFAULT_CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// What to consume.
 pub enum Subscription {
-    /// A pool's task queue.
+    /// A pool's task queue or background queue.
     Tasks {
         /// The queue's name.
         queue: String,
@@ -31,8 +31,8 @@ pub enum Subscription {
         /// Whether it is the pool's task queue or its background queue.
         source: Source,
     },
-    /// The durable queue of a job's replies, which is declared. The broker deletes it when nobody has consumed from it
-    /// for `keep`.
+    /// The durable queue of a job's replies, which is declared if it is missing. The broker deletes it when nobody has
+    /// consumed from it for `keep`.
     Job {
         /// The queue's name.
         queue: String,
@@ -195,8 +195,8 @@ async fn consume(
     channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
 }
 
-/// Cancels a consumer. Returns when the broker has confirmed, or after [`CLOSE_TIMEOUT`]: a broker that does not
-/// answer ends the session by itself.
+/// Cancels a consumer. Returns when the broker has confirmed, or after [`CLOSE_TIMEOUT`]. Nobody need act on a missing
+/// answer: the session with a broker that does not answer ends anyway.
 pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, cancel).await;
@@ -209,8 +209,8 @@ pub(super) fn delivery_from(
     with_routing_key: bool,
 ) -> Delivery {
     let mut properties = properties_from(&lapin.properties);
-    // The broker's count for this message. Or an old count: somebody may have copied all headers of a redelivered
-    // message into this one.
+    // This is the broker's count for this message, or an old one: somebody may have copied all headers of a redelivered
+    // message into this one. So the header of a message that is not redelivered does not count.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
     let counted = counted.map(|count| count.max(1) as u64);
     let delivery_count = if lapin.redelivered { counted } else { Some(0) };

@@ -28,11 +28,11 @@ pub struct Topology {
     pub retry_ceilings: Vec<Duration>,
 }
 
-/// Name of a retry queue, where a task waits for its next attempt until the broker moves it into the task
-/// queue. RabbitMQ expires messages only at the head of a queue, so messages with very different delays must not share
-/// one. Each ceiling has its queue, and delays there are between half of the ceiling and the ceiling: a message waits
-/// for one before it for at most half of the ceiling. The queue's TTL equals the ceiling: without it, a message without
-/// an expiration would hold up all messages after it.
+/// Returns the name of the retry queue with this ceiling. A task waits there for its next attempt, until the broker
+/// moves it into the task queue. RabbitMQ expires messages only at the head of a queue, so messages with very different
+/// delays must not share one. Each ceiling has a queue of its own, whose delays are from half of the ceiling to the
+/// ceiling. So an earlier message holds up a later one for at most half of the ceiling. The queue's TTL equals the
+/// ceiling. Without the TTL, a message without an expiration would hold up all messages after it.
 pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
     format!("{task_queue}.retry-{}ms", ceiling.as_millis())
 }
@@ -75,8 +75,8 @@ impl Topology {
         Ok(())
     }
 
-    /// Arguments of a queue whose messages move into the task queue when they expire. Each is confirmed there
-    /// before it is removed here.
+    /// Returns the arguments of a retry queue, whose messages move into the task queue when they expire. The broker
+    /// removes a message here only when the task queue has confirmed it (`at-least-once`).
     fn retry_arguments(&self, ceiling: Duration) -> FieldTable {
         let mut arguments = quorum();
         let most = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
@@ -88,18 +88,19 @@ impl Topology {
         arguments
     }
 
-    /// Declares the exchange through which the broker dead-letters: a headers exchange that passes on messages
-    /// that exceeded the delivery limit, and drops those that only expired. A plain dead-letter route would put
-    /// expired tasks and old sentinels among the dead letters.
+    /// Declares the exchange through which the broker dead-letters, and returns its name. It is a headers exchange that
+    /// passes on messages that exceeded the delivery limit, and drops those that only expired. A plain dead-letter
+    /// route would put expired tasks and old sentinels among the dead letters.
     async fn declare_dead_letter_exchange(&self, connection: &Connection) -> Result<String, Error> {
         let exchange = format!("{}.dlx", self.task_queue);
         let channel = connection.create_channel().await?;
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let none = FieldTable::default();
         channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, none).await?;
-        // Two kinds of messages are bound. One has died for the first time, by the delivery limit. The other was
-        // retried: its headers still name the retry queue of its first death, so the reason of the later one cannot be
-        // matched. RabbitMQ removed its expiration in the retry queue, so only the delivery limit can have sent it here.
+        // The bindings match two kinds of messages. The first kind has died for the first time, by the delivery limit.
+        // The second kind was retried: its headers still name its first death, in a retry queue, so the reason of its
+        // later death cannot be matched. RabbitMQ removed its expiration in the retry queue, so only the delivery limit
+        // can have sent it here.
         let waited = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
         for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
@@ -169,7 +170,8 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
     }
 }
 
-/// Declares a stream, if it does not exist. The broker drops its oldest entries beyond either bound, a segment at a time.
+/// Declares a stream, if it does not exist. The broker drops its oldest entries beyond either bound, a segment at a
+/// time.
 pub(super) async fn declare_stream(
     connection: &Connection,
     queue: &str,

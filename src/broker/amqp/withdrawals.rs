@@ -63,8 +63,8 @@ pub(super) async fn add(
 }
 
 /// Reads the entries that were published to `exchange` in the last `max_age` by this host's clock, oldest first. A few
-/// older ones may be among them, because the broker finds the beginning only roughly. Tries again while no broker accepts
-/// the connection, and while a broker that is starting lacks the stream.
+/// older ones may be among them, because the broker finds the beginning only roughly. Tries again while no broker
+/// accepts the connection, and while a broker that is starting lacks the stream.
 ///
 /// # Errors
 /// The broker refuses, or the end of the stream is not reached in time.
@@ -75,7 +75,7 @@ pub async fn read_withdrawals(
 ) -> Result<Vec<Message>, BrokerError> {
     let mut connected_since = None;
     loop {
-        // The workers log why.
+        // A failure to connect is not logged here, because the workers log it.
         if let Ok((connection, broker)) = connect(connector).await {
             let since = *connected_since.get_or_insert_with(Instant::now);
             let is_late = since.elapsed() > START_TIMEOUT;

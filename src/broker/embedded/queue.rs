@@ -100,7 +100,7 @@ impl Queue {
         self.turns.retain(|turn| *turn != id);
     }
 
-    /// Removes the consumer; its unsettled messages return to their old places.
+    /// Removes the consumer; its unsettled messages return to their positions.
     pub fn remove_consumer(&mut self, id: ConsumerId) {
         self.turns.retain(|turn| *turn != id);
         for (position, entry) in
@@ -115,7 +115,7 @@ impl Queue {
         self.take_unacked(id, tag).is_some()
     }
 
-    /// Returns a message to its old place. False: the tag is not known.
+    /// Returns a message to its position. False: the tag is not known.
     pub fn requeue(&mut self, id: ConsumerId, tag: u64) -> bool {
         let taken = self.take_unacked(id, tag);
         let known = taken.is_some();

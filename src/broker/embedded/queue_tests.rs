@@ -146,6 +146,7 @@ struct Model {
     /// The number of the message, by the consumer that holds it and the tag.
     held: BTreeMap<(ConsumerId, u64), u32>,
     gone: BTreeSet<u32>,
+    /// The number of the last message that was delivered for the first time.
     last_fresh: Option<u32>,
 }
 
@@ -161,7 +162,7 @@ impl Model {
             }
             Step::Deliver => {
                 if let Some(queue_delivery) = queue.deliver() {
-                    self.saw(&queue_delivery);
+                    self.check_delivery(&queue_delivery);
                 }
             }
             Step::Ack(pick) => {
@@ -191,7 +192,7 @@ impl Model {
         }
     }
 
-    fn saw(&mut self, queue_delivery: &QueueDelivery) {
+    fn check_delivery(&mut self, queue_delivery: &QueueDelivery) {
         let n = number(&queue_delivery.message);
         assert!(!self.held.values().any(|held| *held == n), "{n} is held by two consumers");
         assert!(!self.gone.contains(&n), "{n} was settled before");

@@ -76,8 +76,8 @@ impl EmbeddedBroker {
         self.queue_store.stats(queue)
     }
 
-    /// Ends all connections, with a reason for each peer, and waits until they are closed, which takes at most a second
-    /// for each.
+    /// Ends all connections, tells each peer the reason, and waits until all are closed. They close at the same time,
+    /// each within about a second.
     pub async fn shutdown(&self) {
         self.stop.cancel();
         self.tasks.close();

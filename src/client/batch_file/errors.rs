@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::protocol::batch_line::{OutputError, read_output};
 
-/// Maximum number of errors that are counted by code and message, and of those counted by code alone.
+/// Maximum number of distinct errors that are counted by code and message, and of distinct codes counted alone.
 const MAX_DISTINCT: usize = 100;
 /// How many of the commonest errors are reported.
 const COMMONEST: usize = 5;

@@ -125,8 +125,8 @@ impl<R: BufRead> Answers<R> {
         Self { reader, line: 0, end: 0 }
     }
 
-    /// None at the end, and at a torn last line: the beginning of a line, without a newline or with nothing
-    /// after it.
+    /// The next whole line; none at the end, and at a torn last line. A torn line lacks only its newline, or holds the
+    /// beginning of an output line or only zeros (`is_torn_output`).
     fn next(&mut self, output: &Path) -> Result<Option<Answer>, FileError> {
         let name = output.display();
         let line = read_line(&mut self.reader, MAX_OUTPUT_LINE).map_err(FileError::at(&name))?;
@@ -156,6 +156,7 @@ impl<R: BufRead> Answers<R> {
     }
 }
 
+/// Checks that an output line has the `custom_id` of the request in its place.
 fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), FileError> {
     let asked = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
         Ok(request) => Some(request.custom_id),

@@ -1,5 +1,5 @@
 //! Decides which dead letters are selected: by id, reason, age and pool, since several pools may share a
-//! dead-letter queue and the settings may not name them all. Pure. Owns the set of found ids, and the number of
+//! dead-letter queue and the settings may not name them all. Owns the set of found ids, and the number of
 //! dead letters of other pools that were left out.
 
 use std::collections::BTreeSet;
@@ -13,9 +13,9 @@ use crate::protocol::dead_letter::DeadLetter;
 pub(crate) struct Filters {
     /// Its reason is one of these; empty: any.
     pub(crate) reason: Vec<String>,
-    /// It is older. A dead letter without a time never matches.
+    /// It is older than this. A dead letter without a time never matches.
     pub(crate) older_than: Option<Duration>,
-    /// It is not older. A dead letter without a time never matches.
+    /// It is not older than this. A dead letter without a time never matches.
     pub(crate) newer_than: Option<Duration>,
 }
 
@@ -34,7 +34,8 @@ pub(crate) struct Selection {
 }
 
 impl Selection {
-    /// Without ids and filters, selects all dead letters of this pool, and those that name none.
+    /// Without ids and filters, selects all dead letters of this pool, and those that name neither a pool nor the queue
+    /// that they come from.
     pub(crate) fn new(ids: &[String], filters: Filters, pool: &str, task_queue: &str) -> Self {
         Self {
             ids: ids.to_vec(),
@@ -47,6 +48,7 @@ impl Selection {
         }
     }
 
+    /// Whether a dead letter is selected. Records its ids as found. Counts it in `others` if only its pool excludes it.
     pub(crate) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
         let ids: Vec<&String> = self.ids.iter().filter(|id| dead_letter.has_id(id)).collect();
         let Filters { reason, older_than, newer_than } = &self.filters;
@@ -75,14 +77,15 @@ impl Selection {
         DeadLetter::of(&delivery.message).refusal(!self.ids.is_empty())
     }
 
-    /// A dead letter that names no pool counts as ours.
+    /// Whether a dead letter names another pool or, without a pool, comes from the queue of another one. A dead letter
+    /// that names neither counts as ours.
     fn is_of_another_pool(&self, dead_letter: &DeadLetter<'_>) -> bool {
         if let Some(pool) = dead_letter.pool() {
             return pool != self.pool;
         }
         let Some(queue) = dead_letter.source_queue() else { return false };
-        let behind = queue.strip_prefix(&self.task_queue);
-        !behind.is_some_and(|behind| behind.is_empty() || behind.starts_with(".retry"))
+        let suffix = queue.strip_prefix(&self.task_queue);
+        !suffix.is_some_and(|suffix| suffix.is_empty() || suffix.starts_with(".retry"))
     }
 
     /// The ids without a dead letter.

@@ -88,7 +88,7 @@ impl BrowserSession {
         self.browser.flush().await
     }
 
-    /// Returns the dead letters that were left to the queue.
+    /// Hands the dead letters that were left back to the queue. Returns what is known then.
     ///
     /// # Errors
     /// The broker is lost, or refuses.

@@ -9,7 +9,7 @@ use crate::broker::Delivery;
 use crate::protocol::dead_letter::DeadLetter;
 use crate::protocol::shorten;
 
-/// Longest text of a summary.
+/// Longest text of a summary, in bytes. The `error` header of a worker is shorter, so it is not cut a second time.
 const TEXT_BYTES: usize = 2_100;
 
 /// A dead letter in a list, and its line of JSON.
@@ -32,7 +32,7 @@ pub(crate) struct DeadLetterSummary {
 }
 
 impl DeadLetterSummary {
-    /// Ages are counted to `now`.
+    /// Summarizes a dead letter. Its age is counted up to `now`.
     pub(crate) fn of(delivery: &Delivery, now: SystemTime) -> Self {
         let (message, dead_letter) = (&delivery.message, DeadLetter::of(&delivery.message));
         let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
@@ -55,7 +55,7 @@ impl DeadLetterSummary {
     }
 }
 
-/// A time as ISO-8601, in milliseconds; none where it is out of range.
+/// Formats a time as ISO-8601 with milliseconds; none if it is out of range.
 pub(crate) fn iso(at: SystemTime) -> Option<String> {
     Timestamp::try_from(at).ok().map(|at| format!("{at:.3}"))
 }

@@ -69,7 +69,8 @@ impl Control {
         self.gather(target, request, until, None, true).await
     }
 
-    /// Sends a request, and returns the answers that arrive until this time, sorted by launcher; at most `expected`.
+    /// Sends a request, and returns the answers that arrive until this time, sorted by launcher. Returns earlier once
+    /// there are `expected` ones.
     ///
     /// # Errors
     /// Nobody can answer, or the broker is lost.

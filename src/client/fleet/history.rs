@@ -114,6 +114,7 @@ impl Slot {
             None => self.minute.push(None),
         }
         self.minute.drain(..self.minute.len().saturating_sub(MINUTE));
+        // The oldest count is dropped if the second oldest is old enough for the means.
         let is_enough =
             |second: Option<&(u64, Stats)>| second.is_some_and(|(at, _)| uptime_ms - at >= MEAN_MS);
         while is_enough(self.counts.get(1)) || self.counts.len() >= MAX_COUNTS {

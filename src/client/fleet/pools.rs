@@ -54,12 +54,17 @@ pub(crate) struct Total {
     pub(crate) slots: usize,
     /// Slots that take tasks.
     pub(crate) work: usize,
+    /// Tasks answered per second.
     pub(crate) tasks: f64,
+    /// Tokens computed per second.
     pub(crate) tokens: f64,
+    /// Tasks answered with an error per second.
     pub(crate) errors: f64,
     /// Mean share of the time that the devices of working slots computed, from 0 to 1.
     pub(crate) busy: f64,
+    /// Tasks delivered and not yet settled.
     pub(crate) held: u64,
+    /// Messages in the task queue.
     pub(crate) waiting: Depth,
     pub(crate) consumers: Option<u32>,
     pub(crate) background: Depth,

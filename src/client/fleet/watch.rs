@@ -32,7 +32,7 @@ pub(crate) enum Update {
     Trouble(String),
 }
 
-/// An order for these slots, sent between two rounds.
+/// A request for the slots of `target`, sent between two rounds.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Order {
     pub(crate) target: Target,

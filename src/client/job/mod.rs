@@ -71,7 +71,7 @@ pub(crate) enum JobError {
     #[error("the output")]
     Output(#[source] io::Error),
     /// Somebody has withdrawn this job, or cancelled one of its tasks.
-    #[error("job {0} was withdrawn, or one of its tasks cancelled; the same command goes on from there")]
+    #[error("job {0} was withdrawn, or one of its tasks cancelled; run the same command again to continue")]
     Withdrawn(String),
 }
 

@@ -116,6 +116,7 @@ impl Ordered {
         Ok(())
     }
 
+    /// Reads a waiting line from the spill file with this number. Removes the file after its last waiting line.
     fn read_spilled(&mut self, number: u64, at: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut line = vec![0; length];
         let Some(spill_file) = self.spill_files.get_mut(&number) else { return Ok(line) };

@@ -16,7 +16,7 @@ use crate::protocol::batch_line::{self, InvalidLine};
 
 /// Bound of the lines read ahead of publishing, and of the tasks made of them. Each may have 64 MiB.
 const READ_AHEAD: usize = 8;
-/// How long rows wait for others to share their task, where the input is slow.
+/// How long the input may be silent before the rows gathered so far become a task.
 const GATHERING: Duration = Duration::from_millis(100);
 
 /// A unit of work: a task, or an input line that is answered without one.
@@ -48,14 +48,14 @@ pub(super) fn read(
     let source: Source = match point {
         Some(point) => {
             let input = point.open_input(inputs).map_err(of_input)?;
-            Box::new(move |read| counted(input, read))
+            Box::new(move |read| send_counted(input, read))
         }
         None => {
             let name = inputs.first().cloned().unwrap_or_else(|| PathBuf::from("-"));
             Box::new(move |read| match opened(&name) {
                 Ok(reader) => {
                     let lines = InputLines::new(BufReader::new(reader));
-                    passed_on(lines.map(|line| line.map_err(of_input)), read);
+                    send_all(lines.map(|line| line.map_err(of_input)), read);
                 }
                 Err(error) => {
                     let error = JobError::Input { what: name.display().to_string(), source: error };
@@ -80,8 +80,8 @@ fn opened(name: &Path) -> io::Result<Box<dyn Read>> {
     Ok(if name == Path::new("-") { Box::new(io::stdin()) } else { Box::new(File::open(name)?) })
 }
 
-fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
-    if passed_on(input.by_ref().map(|line| line.map_err(of_input)), read) {
+fn send_counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
+    if send_all(input.by_ref().map(|line| line.map_err(of_input)), read) {
         let changed = match input.changed() {
             Ok(changed) => changed.map(JobError::InputChanged),
             Err(error) => Some(of_input(error)),
@@ -93,7 +93,7 @@ fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
 }
 
 /// Sends all lines. False: nobody reads them any more.
-fn passed_on(mut lines: impl Iterator<Item = Line>, read: &mpsc::Sender<Line>) -> bool {
+fn send_all(mut lines: impl Iterator<Item = Line>, read: &mpsc::Sender<Line>) -> bool {
     lines.all(|line| read.blocking_send(line).is_ok())
 }
 
@@ -143,8 +143,8 @@ fn units_of(line: InputLine, number: u64, packer: &mut Packer, ids: &mut Repeate
             packer.take(number, line.number, request).into_iter().map(Unit::Task).collect()
         }
         Err(invalid) => {
-            // The task of the rows before is complete. Otherwise the output of a long run of invalid lines would wait
-            // for it.
+            // Completes the task of the rows before this line. Otherwise the output of a long run of invalid lines
+            // would wait for it.
             let line = batch_line::error_line(line.number, &invalid);
             packer.flush().map(Unit::Task).into_iter().chain([Unit::Invalid { number, line }]).collect()
         }

@@ -1,4 +1,4 @@
-//! From lines to tasks, and from replies to output lines. Decides which lines share a task, and how its reply is
+//! Makes tasks of lines, and output lines of replies. Decides which lines share a task, and how its reply is
 //! divided among them. Pure.
 
 use crate::protocol::Message;
@@ -60,7 +60,8 @@ impl Packer {
         Self { limits, url: String::new(), open: Vec::new(), inputs: 0, bytes: 0 }
     }
 
-    /// Takes the next line, and returns the tasks that are now complete.
+    /// Takes the request of the next row. `number` is its number in the output, `line` that in the input. Returns the
+    /// tasks that are now complete.
     pub(super) fn take(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<Packed> {
         let BatchRequest { custom_id, url, body } = request;
         let row = Row { number, custom_id, line, inputs: 1, body: None };

@@ -100,7 +100,9 @@ fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> Strin
 /// The due times of an open loop's tasks, from its start: a Poisson process.
 pub(super) struct Arrivals {
     random: Xoshiro256PlusPlus,
+    /// Mean arrivals per second.
     rate: f64,
+    /// The due time of the latest task, in seconds.
     at: f64,
 }
 

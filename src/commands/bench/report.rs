@@ -59,7 +59,7 @@ pub(super) struct Measured {
     pub(super) tasks_per_second: f64,
     pub(super) inputs_per_second: f64,
     pub(super) tokens_per_second: Option<f64>,
-    /// Generated tokens, those of answers, per second.
+    /// Tokens of generated text per second.
     pub(super) generated_tokens_per_second: Option<f64>,
     pub(super) latency_ms: Option<Summary>,
     pub(super) queue_ms: Option<Summary>,
@@ -104,7 +104,7 @@ impl fmt::Display for Report {
             write!(f, ", {tokens:.0} tokens/s")?;
         }
         if let Some(tokens) = measured.generated_tokens_per_second {
-            write!(f, ", {tokens:.0} of answers")?;
+            write!(f, ", {tokens:.0} of them generated")?;
         }
         writeln!(f, " in {:.2} s", measured.seconds)?;
         f.write_str(&times(measured))?;

@@ -1,7 +1,7 @@
-//! Counts a load's replies, and decides which ones count. Latencies, stages, batches and errors cover the *tasks* after
-//! the warm-up, so that no slow task is left out. Rates and busy shares cover the same number of *replies*, by arrival,
-//! so that the load is constant while they are measured. Owns the published tasks and their replies. Has no clock:
-//! times are passed in, as durations since the start of the run.
+//! Counts a load's replies, and decides which ones are measured. Latencies, stages, batches and errors cover the
+//! *tasks* after the warm-up, so that no slow task is left out. Rates and busy shares cover the same number of
+//! *replies*, by arrival, so that the load is constant while they are measured. Owns the published tasks and their
+//! replies. Has no clock: times are passed in, as durations since the start of the run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -81,7 +81,7 @@ impl Tally {
         }
     }
 
-    /// Whether the task or reply with this number counts.
+    /// Whether the task or reply with this number is measured.
     fn measures(&self, number: usize) -> bool {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }

@@ -37,7 +37,7 @@ fn bad(status_code: Option<i64>) -> Answer<'static> {
     }
 }
 
-/// A tally of `tasks` after `warmup`, each due at 10 ms times its number.
+/// A tally that measures `tasks` tasks after `warmup` ones, with `published` tasks, each due at 10 ms times its number.
 fn tally(warmup: usize, tasks: usize, published: u64) -> Tally {
     let mut tally = Tally::new(warmup, tasks);
     (0..published).for_each(|number| tally.published(ms(10 * number), 1));
@@ -58,7 +58,7 @@ fn rates_count_as_many_replies_as_measured_tasks_after_the_warm_up() {
 }
 
 #[test]
-fn without_a_warm_up_the_span_begins_with_the_first_task() {
+fn without_a_warm_up_the_measured_time_starts_with_the_first_task() {
     let mut tally = Tally::new(0, 1);
     tally.published(ms(30), 1);
     tally.reply(0, ms(130), &good("w"));

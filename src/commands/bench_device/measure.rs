@@ -14,7 +14,7 @@ use crate::engine::{
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::message::URL;
-use crate::protocol::{Message, Properties, TaskError};
+use crate::protocol::{Files, Message, Properties, TaskError};
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
 
@@ -23,6 +23,7 @@ const WARMUP_DIVISOR: u32 = 4;
 
 pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
+    /// Inputs and tokens of all tasks, counted after they were preprocessed once.
     pub(super) inputs: usize,
     pub(super) tokens: usize,
     /// Time to preprocess all tasks once, on one thread.
@@ -112,8 +113,12 @@ fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn J
         let mut properties = Properties { content_type, ..Properties::default() };
         properties.headers.extend(task.url.clone().map(|url| (URL.to_owned(), url.into())));
         let message = Message { properties, body: task.body.bytes.clone() };
-        let job = loaded.engine.preprocess(&message).map_err(|error| anyhow!("task {number}: {error}"));
-        job.exits_with(Exit::Usage)
+        let job = loaded.engine.preprocess(&message, &Files::default()).and_then(|mut job| {
+            // Makes the inputs that `preprocess` leaves out because they take long, such as those with a grammar.
+            job.make()?;
+            Ok(job)
+        });
+        job.map_err(|error| anyhow!("task {number}: {error}").exits_with(Exit::Usage))
     };
     tasks.iter().zip(1..).map(job).collect()
 }
@@ -132,7 +137,8 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
         if let Some(source) = job.source() {
             prepare(&*source).map_err(|error| anyhow!("task {number}: {error}"))?;
         }
-        // There is no notice of a job that was computed before it was known to have no more inputs.
+        // A job may be done already: its inputs were computed before `prepare` found that there are no more. No notice
+        // comes for it.
         let is_done = matches!(poll(&mut **job), Poll::Ready(JobEvent::Done(_)));
         left += usize::from(!is_done);
     }
@@ -154,7 +160,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
     Ok(took)
 }
 
-/// Makes all inputs of a job, however many of them are waiting already.
+/// Makes all inputs of a job at once, even while many of them wait for the model.
 fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
     let mut context = Context::from_waker(Waker::noop());
     while source.poll_wanted(&mut context) != Poll::Ready(false) {

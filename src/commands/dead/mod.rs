@@ -16,7 +16,7 @@ use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// The most bytes of bodies that `show` keeps in memory: 64 MiB.
+/// Maximum bytes of bodies that `show` keeps in memory: 64 MiB. The first body is kept whatever its size.
 const SHOWN_BYTES: usize = 64 << 20;
 
 pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {

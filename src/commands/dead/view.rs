@@ -42,8 +42,13 @@ pub(super) fn full_text(delivery: &Delivery, now: SystemTime) -> String {
     let since =
         row.dead_lettered_at.map_or_else(|| "an unknown time".into(), |at| format!("{at}, {age} ago"));
     let mut text = format!("task    {id}\nreason  {reason}\nerror   {error}\nworker  {worker}\n");
-    let _ =
-        writeln!(text, "since   {since}; delivered {} times before", delivery.delivery_count.unwrap_or(1));
+    let delivered = match delivery.delivery_count {
+        // The broker does not count.
+        None => String::new(),
+        Some(1) => "; delivered once before".to_owned(),
+        Some(count) => format!("; delivered {count} times before"),
+    };
+    let _ = writeln!(text, "since   {since}{delivered}");
     text.push_str("\nproperties\n");
     fields(&mut text, properties(&message.properties));
     text.push_str("\nheaders\n");
@@ -72,7 +77,7 @@ fn fields(text: &mut String, fields: Map<String, Json>) {
 pub(super) fn full_json(delivery: &Delivery, now: SystemTime) -> Json {
     let mut full = json!(DeadLetterSummary::of(delivery, now));
     let message = &delivery.message;
-    full["delivery_count"] = json!(delivery.delivery_count.unwrap_or(1));
+    full["delivery_count"] = json!(delivery.delivery_count);
     full["properties"] = properties(&message.properties).into();
     full["headers"] = headers(&message.properties.headers).into();
     match std::str::from_utf8(&message.body) {
@@ -129,7 +134,7 @@ fn human_duration(seconds: u64) -> String {
     }
 }
 
-/// The text with a space for each control character, so on one line.
+/// Replaces each control character by a space, newlines too, so that the text is on one line.
 pub(super) fn printable(text: &str) -> String {
     text.chars().map(printable_char).collect()
 }

@@ -183,7 +183,8 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     }
     let (is_complete, changed) = (*done == total, output.input_changed.take());
     if !is_complete && changed.is_none() {
-        let _ = writeln!(summary, "stopped at line {done} of {total}; the same command goes on from there");
+        let _ =
+            writeln!(summary, "stopped at line {done} of {total}; run the same command again to continue");
     }
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
@@ -288,7 +289,7 @@ fn queues_of(pools: &[Pool]) -> Vec<QueueSpec> {
 struct Router {
     pools: Vec<Route>,
     /// The indices of the pools that answer a URL, by the URLs seen so far. Bound: [`MAX_CACHED_URLS`].
-    by_url: HashMap<String, Vec<usize>>,
+    by_url: HashMap<String, Arc<[usize]>>,
     registry: Registry,
 }
 
@@ -321,14 +322,20 @@ impl Router {
         }
     }
 
-    /// The queue of the pool that answers `url`. If several pools do: of the one that the body's `model` names, else of
-    /// the first of them. If no pool does: of the first pool, which answers with an error.
+    /// Returns the queue of the pool that answers `url`. If several pools do, chooses the one that the body's `model`
+    /// names, else the first of them. If no pool does, chooses the first pool, which answers with an error.
     fn queue(&mut self, url: &str, body: &[u8]) -> Arc<str> {
-        if !self.by_url.contains_key(url) && self.by_url.len() < MAX_CACHED_URLS {
-            let answers = |index: &usize| self.registry.answers(&self.pools[*index].pool, url);
-            self.by_url.insert(url.to_owned(), (0..self.pools.len()).filter(answers).collect());
-        }
-        let pools: &[usize] = self.by_url.get(url).map_or(&[], Vec::as_slice);
+        let pools = match self.by_url.get(url) {
+            Some(known) => known.clone(),
+            None => {
+                let answers = |index: &usize| self.registry.answers(&self.pools[*index].pool, url);
+                let found: Arc<[usize]> = (0..self.pools.len()).filter(answers).collect();
+                if self.by_url.len() < MAX_CACHED_URLS {
+                    self.by_url.insert(url.to_owned(), found.clone());
+                }
+                found
+            }
+        };
         let named = || {
             let model = model_of(body)?;
             pools.iter().find(|index| self.pools[**index].names.iter().any(|name| name == base_name(&model)))
@@ -474,7 +481,7 @@ struct Run {
     /// The task queue of each worker. Each worker gets a sentinel at the end.
     queues: Vec<String>,
     router: Router,
-    /// Wait after the sentinels, before workers that took none are stopped.
+    /// How long to wait after the sentinels, before the workers that still run are stopped.
     grace: Duration,
     output: Arc<Mutex<Output>>,
     stop: Stop,
@@ -506,15 +513,16 @@ impl Run {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             client.publish(queue, Message { properties, body: "null".into() }).await?;
         }
-        // A worker that died after it took its sentinel has been restarted, and no sentinel is left for it.
+        // A worker that died after it took its sentinel has been restarted, and no sentinel is left for it. It is
+        // stopped after the grace period.
         tokio::time::sleep(self.grace).await;
         self.stop.advance(Phase::Returning, "every line is answered");
         Ok(())
     }
 }
 
-/// Waits until every line is written or, if the run was stopped, every available reply. Does not wait if the launcher
-/// failed. Bound: five seconds.
+/// Waits until every line is written. If the run was stopped, waits only until the reply queue is empty. Does not wait
+/// if the launcher failed. Bound: five seconds.
 async fn wait_until_written(
     total: usize,
     output: &Mutex<Output>,

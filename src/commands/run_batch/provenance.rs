@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_without_whole_lines_takes_the_record_of_the_next_run() {
+    fn the_record_of_an_output_without_whole_lines_is_replaced() {
         let output = Output::new();
         fs::write(beside(&output.path), "not JSON").unwrap();
         let other = Provenance { pools: Vec::new(), ..run() };

@@ -27,7 +27,7 @@ pub(super) fn fit(bounds: &[Bounds], width: usize) -> Vec<Option<usize>> {
     let mut order: Vec<usize> = (0..bounds.len()).collect();
     order.sort_by_key(|at| bounds[*at].rank);
     let mut widths = vec![None; bounds.len()];
-    // Counts a separating column after the last part too.
+    // Each part takes one column more, to separate it from the next. The last part needs none, so one is added.
     let mut left = width + 1;
     for at in &order {
         if bounds[*at].min < left {
@@ -101,7 +101,8 @@ pub(super) struct SlotRow<'a> {
     pub(super) peak: f64,
 }
 
-/// The columns of slots. The longest name of a worker takes `longest` columns of the terminal, the screen `width`.
+/// The columns of slots. `longest` is the width of the longest name of a worker and `width` that of the screen, in
+/// columns of the terminal.
 pub(super) fn of_slots<'a>(list: &List, longest: usize, width: usize) -> Vec<Column<SlotRow<'a>>> {
     let mut columns: Vec<Column<SlotRow<'a>>> = vec![
         Column::text("worker", 0, name_width(longest, width), |it, most| {
@@ -131,8 +132,8 @@ pub(super) fn of_slots<'a>(list: &List, longest: usize, width: usize) -> Vec<Col
     columns
 }
 
-/// The width of a column of names: at most the longest name, and at least that or a quarter of the line, if that is
-/// less. Never below 6, the width of the title `worker`.
+/// The least and the greatest width of a column of names. The greatest is that of the longest name; the least is the
+/// same, but no more than a quarter of the line. Neither is below 6, the width of the title `worker`.
 fn name_width(longest: usize, width: usize) -> RangeInclusive<usize> {
     let longest = longest.max(6);
     longest.min(width / 4).max(6)..=longest

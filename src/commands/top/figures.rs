@@ -19,7 +19,7 @@ pub(super) fn count(count: u64) -> String {
     if count < 100_000 { count.to_string() } else { short(count as f64) }
 }
 
-/// A duration in seconds, in at most 5 columns below a day.
+/// A duration in seconds, in at most 5 columns up to 9,999 s.
 pub(super) fn seconds(seconds: f64) -> String {
     match seconds {
         it if it < 0.009_95 => format!("{:.1}ms", 1e3 * it),

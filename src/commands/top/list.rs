@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 
 use crate::client::fleet::{History, Key, Slot};
 
-/// The most characters of a filter.
+/// The longest filter, in characters.
 const MAX_FILTER_CHARS: usize = 60;
 
 /// A column that slots can be sorted by: its title, and the value that is compared.
@@ -55,6 +55,7 @@ impl List {
     fn compare(&self, one: &Slot, other: &Slot) -> Ordering {
         let (_, value) = SORTS[self.sort];
         let by_name = || name(&one.key).cmp(&name(&other.key)).then_with(|| one.key.cmp(&other.key));
+        // The order if `is_reversed`: names descending, numbers ascending. The default order is its reverse.
         let order = match self.sort {
             0 => by_name().reverse(),
             _ => value(one).total_cmp(&value(other)),

@@ -12,7 +12,7 @@ use crate::protocol::admin::{Request, State, Target};
 /// How long the result of an order is shown, unless a key is pressed.
 const NOTICE_DURATION: Duration = Duration::from_secs(20);
 
-/// An action of a key that is not only a change of the screen.
+/// What a key asks of the caller, beyond a change of the screen.
 #[derive(Debug, PartialEq)]
 pub(super) enum Action {
     Quit,
@@ -31,7 +31,7 @@ pub(super) struct Screen {
     pub(super) has_help: bool,
     /// Whether keys are typed into the filter.
     pub(super) is_typing: bool,
-    /// Why no data could be read since the last ones.
+    /// Why no data could be read after the last snapshot; none if there was no failure since.
     pub(super) trouble: Option<String>,
     /// Data older than this are stale, even if no trouble is known.
     pub(super) patience: Duration,
@@ -68,7 +68,7 @@ impl Screen {
         (self.trouble.is_some() || age > self.patience).then_some(age)
     }
 
-    /// The text of the bottom line: the question whether to send an order, or a notice. None for the list of keys.
+    /// The text of the bottom line: the question whether to send an order, or a notice; none if there is neither.
     pub(super) fn foot(&self, now: Instant) -> Option<String> {
         if let Some((worker, request)) = &self.unconfirmed {
             return Some(format!("{} {worker}? y/n", verb(request)));
@@ -77,7 +77,7 @@ impl Screen {
         (now.saturating_duration_since(*since) < NOTICE_DURATION).then(|| text.clone())
     }
 
-    /// Handles an event of the terminal.
+    /// Handles an event of the terminal. Returns an action if the caller has to carry one out.
     pub(super) fn press(&mut self, event: &Event, now: Instant) -> Option<Action> {
         let Event::Key(key) = event else { return None };
         if key.kind == KeyEventKind::Release {

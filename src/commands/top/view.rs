@@ -20,7 +20,7 @@ use crate::commands::ctl::span;
 
 /// A screen of at least this many lines has room for both pools and detail.
 const TALL_LINES: u16 = 32;
-/// The lines that the detail pane leaves to the table of slots.
+/// The least number of lines that the detail pane leaves to the table of slots.
 const MIN_SLOT_LINES: u16 = 6;
 
 /// The style of stale data: dim, without colours.
@@ -162,6 +162,7 @@ fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool
     let columns = usize::from(area.width);
     let slots = screen.list.slots(&screen.history);
     let (at, room) = (screen.list.at(), usize::from(area.height).saturating_sub(2).max(1));
+    // Scrolls no further than the selected row requires, and leaves no room empty below the last row.
     *offset = (*offset).clamp((at + 1).saturating_sub(room), at).min(slots.len().saturating_sub(room));
     let longest = slots.iter().map(|slot| width(&slot.key.worker)).max().unwrap_or_default();
     let peaks = peaks(slots.iter().copied());

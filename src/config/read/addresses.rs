@@ -37,6 +37,12 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// A secret, or `""` for none.
+pub(crate) fn optional_secret(value: &Value) -> Result<Option<Secret>, Expected> {
+    let written = text(value)?;
+    Ok((!written.is_empty()).then(|| Secret::new(written)))
+}
+
 /// The addresses of `broker.url`: one text with commas between them, or a list.
 pub(crate) fn urls(value: &Value) -> Result<Vec<Secret>, Expected> {
     match &value.kind {

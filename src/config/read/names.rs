@@ -86,7 +86,7 @@ pub(crate) fn devices(value: &Value) -> Result<Devices, Expected> {
     let mut gpus = devices.iter().filter(|device| *device != "cpu");
     match gpus.find(|device| !seen.insert(device.as_str())) {
         Some(device) => {
-            Err(format!("each device once, not {device} twice; workers_per_device runs several on one"))
+            Err(format!("each GPU once, not {device} twice; workers_per_device runs several workers on one"))
         }
         None => Ok(Devices::List(devices)),
     }

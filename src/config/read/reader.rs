@@ -82,7 +82,7 @@ impl<'r> Reader<'r> {
         value
     }
 
-    /// Adds a problem of a key whose value alone is valid.
+    /// Adds a problem of a key whose value is valid by itself, but not together with others.
     pub(crate) fn refuse(&mut self, key: &str, value: impl Into<Value>, expected: Expected) {
         let path = self.path_of(key);
         self.report.refuse(path, value, expected);
@@ -133,9 +133,9 @@ impl Report {
     /// Adds a problem of the setting at `path`, which was read before.
     pub(crate) fn refuse(&mut self, path: String, value: impl Into<Value>, expected: Expected) {
         let origin = self.origin_of(&path);
-        let problem =
-            Problem::new(path, format!("expected {expected}")).with_value(&value.into()).with_origin(origin);
-        self.problems.push(problem);
+        let is_secret = path.ends_with(".secret_access_key");
+        let problem = Problem::new(path, format!("expected {expected}")).with_origin(origin);
+        self.problems.push(if is_secret { problem } else { problem.with_value(&value.into()) });
     }
 
     /// The origin of the setting at `path`.

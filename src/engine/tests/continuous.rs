@@ -67,7 +67,7 @@ impl Rig {
     /// Runs a task, and takes its parts every 50 ms, as a worker does.
     pub(super) async fn run_as(&self, task: Arc<TaskState>, script: Value, group: Option<Group>) -> Ended {
         let message = Message { body: script.to_string().into(), ..Message::default() };
-        let mut job = match self.engine.preprocess(&message) {
+        let mut job = match self.engine.preprocess(&message, &Files::default()) {
             Ok(job) => job,
             Err(error) => return self.ended(Err(error), Vec::new(), Computed::default()),
         };
@@ -125,6 +125,7 @@ pub(super) fn words(count: usize) -> String {
     (0..count).map(|word| format!("{word} ")).collect()
 }
 
+/// Runs a test on a `LocalSet`, on which the rig spawns the loop.
 pub(super) async fn here<T>(test: impl Future<Output = T>) -> T {
     LocalSet::new().run_until(test).await
 }
@@ -363,8 +364,8 @@ async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
             };
             let (long, short) = tokio::join!(futures_util::future::join_all(long), short);
             assert!(short.at <= 30, "requester {requester}: {} ms", short.at);
-            // 12,001 tokens are 24 steps, however they are divided; the first ones are shorter, until it is known how
-            // long steps take.
+            // 12,001 tokens would be 24 steps of 512 tokens, however they are divided. The first steps have fewer,
+            // until it is known how long steps take, so there are 31.
             let last = long.iter().map(|ended| ended.at).max();
             assert_eq!(last, Some(310));
         }

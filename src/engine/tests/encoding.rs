@@ -58,7 +58,8 @@ async fn a_sequence_that_begins_again_encodes_again_and_keeps_its_pieces() {
         let (again, other) = tokio::join!(rig.run("again", again), rig.run("other", sequence(1, 100)));
         assert_eq!((again.text(), other.text()), (words(6).as_str(), words(100).as_str()));
         assert_eq!(other.at, 1_000 + 2 * 400);
-        // A step of 10 ms, the first window, and 3 pieces. Then 8 steps in all between the windows, and 3 pieces.
+        // The time is a step of 10 ms, the first window, 8 steps, of which 3 give pieces, the second window, and 3
+        // steps that give pieces.
         assert!((900..1_000).contains(&again.at), "{}", again.at);
     })
     .await;
@@ -115,6 +116,7 @@ async fn a_hundred_windows_of_one_requester_delay_another_by_one_window() {
             rig.run_as(state_of("other", 2), window(1, 1), None).await.at - came
         };
         let (many, waited) = tokio::join!(many, other);
+        // The bound is two windows, one of the others and its own, each with eight steps of 10 ms, and one more step.
         assert!(waited <= 2 * (400 + 80) + 10, "{waited} ms");
         assert!(many.iter().all(|ended| ended.text() == words(20)));
     })

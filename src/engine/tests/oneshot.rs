@@ -1,4 +1,4 @@
-//! The one-pass loop with a model whose device computes asynchronously.
+//! Tests of the one-pass loop with a model that computes asynchronously or synchronously.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker as StdWaker};
@@ -107,7 +107,7 @@ impl Rig {
 
     fn enqueue(&mut self, inputs: &[u8], group: Option<Group>) {
         let message = Message { body: inputs.to_vec().into(), ..Message::default() };
-        let mut job = self.engine.preprocess(&message).unwrap();
+        let mut job = self.engine.preprocess(&message, &Files::default()).unwrap();
         let task = state(&inputs[0].to_string(), None);
         job.enqueue(task.clone(), group);
         self.jobs.push((task, job));

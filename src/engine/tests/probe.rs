@@ -127,7 +127,10 @@ async fn a_refused_probe_is_its_authors_mistake_not_a_device_fault() {
             }
             let [one_pass, sequences] = loads("").map(|error| error.expect("it has no input").to_string());
             assert_eq!(one_pass, "model \"own\" refuses its own probe: it has no input");
-            assert_eq!(sequences, "model \"own\" refuses its own probe: it is 0 sequences, and not one");
+            assert_eq!(
+                sequences,
+                "model \"own\" refuses its own probe: it has 0 sequences, but must have one"
+            );
             let [one_pass, sequences] = loads("ab");
             assert!(one_pass.is_none(), "one pass computes several inputs");
             assert!(matches!(sequences, Some(LoadError::Probe { .. })), "{sequences:?}");

@@ -125,8 +125,8 @@ fn processes(device: &Device<'_>) -> Vec<Process> {
 fn parts(device: &Device<'_>) -> Option<Vec<Part>> {
     const MIG_ENABLED: u32 = 1;
     device.mig_mode().ok().filter(|mode| mode.current == MIG_ENABLED)?;
-    let places = 0..device.mig_device_count().unwrap_or(0);
+    let mig_indices = 0..device.mig_device_count().unwrap_or(0);
     // An index without a device returns an error.
-    let found = places.filter_map(|place| device.mig_device_by_index(place).ok());
+    let found = mig_indices.filter_map(|mig_index| device.mig_device_by_index(mig_index).ok());
     Some(found.filter_map(|part| Some(Part { uuid: part.uuid().ok()?, memory: memory(&part) })).collect())
 }

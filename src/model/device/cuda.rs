@@ -20,7 +20,8 @@ const NEEDED: [(&str, &str); 3] = [
     ("curand", "CUDA 13's cuRAND is not here; install CUDA's runtime libraries, or use an image with them"),
 ];
 
-/// The device, and the UUID that the driver reports.
+/// Opens the GPU. Returns it with its name: the UUID that the driver reports, after `MIG-` if `asked` begins with that,
+/// otherwise after `GPU-`.
 ///
 /// # Errors
 /// Why it cannot be opened.

@@ -44,9 +44,11 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
     let (opened, name) = open(device)?;
     let failed = |error: candle_core::Error| {
         let reason = match forward_error(&error) {
-            ForwardError::OutOfMemory(message) => format!("not enough memory for a known product: {message}"),
+            ForwardError::OutOfMemory(message) => {
+                format!("not enough memory for the test multiplication: {message}")
+            }
             ForwardError::Failed(message) | ForwardError::Device(message) => {
-                format!("a known product fails: {message}")
+                format!("the test multiplication fails: {message}")
             }
         };
         LoadError::Device { device: name.clone(), reason }
@@ -203,7 +205,7 @@ impl Factors {
 }
 
 /// Multiplies until the rate, in operations per second, reaches `wanted` or [`SPEED_TIMEOUT`] is over; returns the best
-/// rate. One product takes so many `operations`. The first product is not counted, since it loads code.
+/// rate. `operations` are those of one product. The first product is not counted, since it loads code.
 fn best_rate<E>(
     operations: f64,
     wanted: f64,

@@ -1,5 +1,5 @@
 //! Renders a conversation to a prompt by the model's own chat template. A template is a program by whoever published
-//! the model, so it may read no files and execute a limited number of instructions.
+//! the model, so it may read no files, and may execute only a limited number of instructions.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
@@ -17,15 +17,15 @@ const NAME: &str = "chat_template";
 pub struct ChatTemplate {
     environment: Environment<'static>,
     /// The special tokens that templates use: `bos_token`, `eos_token`.
-    names: Vec<(&'static str, String)>,
+    special_tokens: Vec<(&'static str, String)>,
 }
 
 impl ChatTemplate {
-    /// Reads a template. `names` are the special tokens that it may use.
+    /// Reads a template. `special_tokens` are the special tokens that it may use.
     ///
     /// # Errors
     /// The line that is not valid.
-    pub fn new(text: String, names: Vec<(&'static str, String)>) -> Result<Self, String> {
+    pub fn new(text: String, special_tokens: Vec<(&'static str, String)>) -> Result<Self, String> {
         let mut environment = Environment::new();
         // The same settings as in the transformers library.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -39,7 +39,7 @@ impl ChatTemplate {
         environment.add_function("strftime_now", |_: String| "");
         let added = environment.add_template_owned(NAME, text);
         added.map_err(|error| format!("the chat template cannot be read: {error:#}"))?;
-        Ok(Self { environment, names })
+        Ok(Self { environment, special_tokens })
     }
 
     /// The prompt for the next answer in a conversation.
@@ -52,7 +52,7 @@ impl ChatTemplate {
             let message = format!("the model's chat template refuses these messages: {reason}");
             TaskError::new(TaskErrorKind::BadInput, message).at("messages")
         };
-        let known = self.names.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
+        let known = self.special_tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
         let own = [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
         let context = Value::from_pairs(own.into_iter().chain(known));
         self.environment.get_template(NAME).and_then(|template| template.render(context)).map_err(refused)
@@ -66,9 +66,9 @@ mod tests {
     use super::*;
 
     fn rendered(template: &str) -> Result<String, TaskError> {
-        let names = vec![("bos_token", "<s>".to_owned())];
+        let special_tokens = vec![("bos_token", "<s>".to_owned())];
         let messages = json!([{"role": "user", "content": " hello "}]);
-        ChatTemplate::new(template.to_owned(), names).unwrap().render(&messages)
+        ChatTemplate::new(template.to_owned(), special_tokens).unwrap().render(&messages)
     }
 
     #[test]

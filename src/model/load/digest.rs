@@ -101,7 +101,7 @@ mod tests {
         let file = File::create(folder.0.path().join("large")).unwrap();
         file.set_len(size).unwrap();
         let zeros = folder.digest(&["large"]);
-        // A part of every sixtieth of the file is read.
+        // Some bytes of each sixtieth of the file are read.
         let part = size / 60;
         for (offset, length) in [(0, 1), (size - 1, 1), (size / 2, part), (size / 3, part)] {
             file.write_all_at(&vec![1; length as usize], offset).unwrap();

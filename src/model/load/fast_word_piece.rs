@@ -53,9 +53,9 @@ impl FastWordPiece {
         let (mut ids, mut rest) = (Vec::with_capacity(most.min(text.len() / 2)), text);
         while !rest.is_empty() && ids.len() < most {
             // BERT tokenises each word independently of its neighbours.
-            let (plain, behind) = rest.split_at(words_of(rest, true));
+            let (plain, behind) = rest.split_at(length_of_words(rest, true));
             self.words(model, plain, &mut ids, most);
-            let (foreign, behind) = behind.split_at(words_of(behind, false));
+            let (foreign, behind) = behind.split_at(length_of_words(behind, false));
             if !foreign.is_empty() && ids.len() < most {
                 let encode = |text: &str| Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec());
                 let foreign: tokenizers::Result<_> =
@@ -115,8 +115,9 @@ impl FastWordPiece {
     }
 }
 
-/// The length in bytes of the words at the beginning of `text` that are ASCII, or that are not.
-fn words_of(text: &str, ascii: bool) -> usize {
+/// Returns the length in bytes of the run of words at the beginning of `text` that are ASCII, or that are not if
+/// `ascii` is false.
+fn length_of_words(text: &str, ascii: bool) -> usize {
     let words = text.split_inclusive(BLANKS);
     words.take_while(|word| word.is_ascii() == ascii).map(str::len).sum()
 }

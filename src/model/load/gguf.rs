@@ -47,8 +47,8 @@ impl Gguf {
         architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
     }
 
-    /// Checks that the file has the matrix of a linear layer with `depth` inputs and `width` outputs, before memory is
-    /// allocated for so many outputs.
+    /// Checks that the file has the matrix of a linear layer with `depth` inputs and `width` outputs. Callers do this
+    /// before they allocate memory for the outputs.
     ///
     /// # Errors
     /// As [`Gguf::matrix`].
@@ -162,7 +162,8 @@ impl Gguf {
         self.tensor(name, &[width, depth])
     }
 
-    /// A tensor's description and bytes; its shape must be `shape`, the number of rows before their length.
+    /// Returns a tensor's description and bytes. Its shape must be `shape`: for a matrix, the number of rows, then
+    /// their length.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&TensorInfo, &[u8]), LoadError> {
         let info = self.content.tensor_infos.get(name);
         let info = info.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
@@ -179,7 +180,8 @@ impl Gguf {
             );
         }
         let bytes = self.bytes.get(self.place(name, info)?);
-        let bytes = bytes.ok_or_else(|| self.fault(format!("tensor {name} ends behind the file's end")))?;
+        let bytes =
+            bytes.ok_or_else(|| self.fault(format!("tensor {name} extends past the end of the file")))?;
         Ok((info, bytes))
     }
 
@@ -363,7 +365,7 @@ mod tests {
         assert!(error(&gguf, "w", [32, 2]).contains("Q5_0; read are F32"));
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 32]).unwrap();
-        assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("behind the file's end"));
+        assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("past the end of the file"));
         std::fs::write(&path, &bytes[..9]).unwrap();
         assert!(Gguf::read(&path).is_err());
     }
@@ -399,8 +401,8 @@ mod tests {
             ([1 << 33, 1 << 31], "is too large"),
             ([1 << 32, 1 << 32], "is too large"),
             ([u64::MAX, 1], "is too large"),
-            ([1 << 20, 1 << 20], "behind the file's end"),
-            ([32, 1], "behind the file's end"),
+            ([1 << 20, 1 << 20], "past the end of the file"),
+            ([32, 1], "past the end of the file"),
         ] {
             let gguf = lie(dimensions, &[]).unwrap();
             let [depth, width] = dimensions.map(|length| length as usize);

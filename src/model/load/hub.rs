@@ -32,7 +32,7 @@ enum Event {
     Finished(Result<Option<PathBuf>, String>),
 }
 
-/// Reports that bytes arrive. Holds one event: if the channel is full, an arrival is reported already.
+/// Reports that bytes arrive. The channel holds one event; if it is full, an arrival is already reported.
 struct Reporter(SyncSender<Event>);
 
 impl Progress for Reporter {
@@ -80,7 +80,8 @@ impl Hub {
         &self.id
     }
 
-    /// The local path of a file; none if the model does not have it.
+    /// Returns the local path of a file, and downloads it if it is not in the cache. None if the model does not have
+    /// it.
     pub fn file(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
         if let Some(path) = self.cached(name) {
             return Ok(Some(path));

@@ -4,7 +4,7 @@
 /// Bytes of text that are tokenised at first for each token that fits: four times the bytes of a token of prose.
 const FIRST_BYTES: usize = 16;
 
-/// The side of a text that is too long from which its tokens are taken.
+/// The side from which the tokens of a text are taken if it is too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The first tokens.
@@ -14,7 +14,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// At least so many bytes of a text from this side, or the whole text.
+    /// Returns at least `bytes` bytes of a text from this side, cut between characters, or the whole text.
     fn part(self, text: &str, bytes: usize) -> &str {
         if bytes >= text.len() {
             return text;

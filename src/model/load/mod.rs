@@ -1,5 +1,5 @@
-//! Finds a model's files: in a folder, or in the cache of the Hugging Face hub and then on the hub. Decides which of
-//! the two a `model` setting means. Never waits without a timeout, and uses no network for a model in the cache. The
+//! Finds a model's files: in a folder, or on the Hugging Face hub, whose local cache is searched first. Decides which
+//! of the two a `model` setting means. Never waits without a timeout, and uses no network for a model in the cache. The
 //! other modules of this folder read the files: weights, tokenizers.
 
 use std::cell::RefCell;
@@ -56,7 +56,8 @@ impl ModelFiles {
     /// `.`, `/` or `~`; otherwise as a hub id: `org/name`, `org/name@revision`.
     ///
     /// # Errors
-    /// [`LoadError::File`] for a folder that does not exist, [`LoadError::Hub`] for an invalid id.
+    /// [`LoadError::File`] for a folder or GGUF file that does not exist, [`LoadError::Unsupported`] for an invalid
+    /// id.
     pub fn locate(source: &str) -> Result<Self, LoadError> {
         let folder = expand_home(source);
         if let (true, Some(name)) = (is_gguf(source), folder.file_name().and_then(|name| name.to_str())) {
@@ -79,7 +80,8 @@ impl ModelFiles {
         source.starts_with(['.', '/', '~']) || is_gguf(source)
     }
 
-    /// The same without network access. None if some of the files are not on this host.
+    /// Does the same as [`locate`](Self::locate), without network access. None if some of the files are not on this
+    /// host.
     pub fn at_hand(source: &str) -> Option<Self> {
         let files = Self::locate(source).ok()?;
         let complete = match &files.location {
@@ -131,8 +133,8 @@ impl ModelFiles {
         Ok(found)
     }
 
-    /// The files with the weights: one, or shards in the order of their names. They are downloaded last, so
-    /// that a cache with the weights is complete.
+    /// Returns the files with the weights: one, or shards in the order of their names. They must be requested last,
+    /// since a cache that has the weights counts as complete.
     ///
     /// # Errors
     /// As [`required`](Self::required).

@@ -22,10 +22,10 @@ pub struct Tokens {
     pub truncated: bool,
 }
 
-/// A model's settings for texts beside its tokenizer.
+/// A model's settings for texts, besides those of its tokenizer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TextLimits {
-    /// The most tokens of a text, special ones included, if the files say so.
+    /// The most tokens of a text, special ones included. None if the model's files have no such limit.
     pub max_tokens: Option<usize>,
     /// Whether texts are lower-cased before the tokenizer's own normalising.
     pub lower_case: bool,
@@ -47,8 +47,8 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// Reads `tokenizer.json`. Its truncation and padding are replaced, since published files have those of the
-    /// training. `max_tokens` and `vocabulary` are the network's.
+    /// Reads `tokenizer.json`. Its truncation and padding are ignored, since published files have those that were used
+    /// in training. `max_tokens` and `vocabulary` are the network's.
     ///
     /// # Errors
     /// [`LoadError::File`] if the file is not a tokenizer, or the limit leaves no room for text.
@@ -126,7 +126,8 @@ impl TextTokenizer {
         Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room() })
     }
 
-    /// The ids of a text without special tokens: all of them, or more than fit.
+    /// Returns the ids of a text without special tokens. Of a text that is too long it returns only the beginning,
+    /// which has more ids than fit.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.

@@ -131,8 +131,10 @@ impl Vocabulary {
                 None => None,
             },
         };
-        let chat =
-            template.map(|text| ChatTemplate::new(text, names(begin, end))).transpose().map_err(fault)?;
+        let chat = template
+            .map(|text| ChatTemplate::new(text, special_tokens(begin, end)))
+            .transpose()
+            .map_err(fault)?;
         let texts = TokenTexts::read(&tokenizer, vocab_size);
         // The tokenizer adds the first token itself, if the model has one.
         Ok(Self { tokenizer, begin: None, ends, chat, texts })
@@ -186,7 +188,7 @@ impl Vocabulary {
         let (begin, end) = (id("tokenizer.ggml.bos_token_id"), id("tokenizer.ggml.eos_token_id"));
         let text = |id: Option<u32>| tokens.get(id? as usize).cloned();
         let chat = gguf.text("tokenizer.chat_template").map(|template| {
-            ChatTemplate::new(template.to_owned(), names(text(begin), text(end)))
+            ChatTemplate::new(template.to_owned(), special_tokens(text(begin), text(end)))
                 .map_err(|reason| gguf.fault(reason))
         });
         let adds = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
@@ -196,7 +198,7 @@ impl Vocabulary {
         Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
     }
 
-    /// The tokens of a prompt, as many as [`ids_of`] returns.
+    /// The tokens of a prompt. Of a long text they may be only a part, as [`ids_of`] says.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails.
@@ -240,7 +242,7 @@ impl Vocabulary {
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 
-fn names(begin: Option<String>, end: Option<String>) -> Vec<(&'static str, String)> {
+fn special_tokens(begin: Option<String>, end: Option<String>) -> Vec<(&'static str, String)> {
     [("bos_token", begin), ("eos_token", end)]
         .into_iter()
         .map(|(name, text)| (name, text.unwrap_or_default()))

@@ -76,7 +76,7 @@ impl Weights {
     /// # Errors
     /// As [`Weights::get`].
     pub fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
-        let (shard, info) = self.whole_name(name.to_owned(), shape)?;
+        let (shard, info) = self.info_by_full_name(name.to_owned(), shape)?;
         let bytes = &shard.bytes[shard.place(info)];
         let values = DType::try_from(info.dtype)
             .and_then(|dtype| Tensor::from_raw_buffer(bytes, dtype, &info.shape, &Device::Cpu))
@@ -98,7 +98,7 @@ impl Weights {
     /// As [`Weights::get`].
     pub fn matrix_of(&self, name: &str, [depth, width]: [usize; 2]) -> Result<Matrix, LoadError> {
         let columns = self.values(name, &[width, depth])?;
-        let (_, info) = self.whole_name(name.to_owned(), &[width, depth])?;
+        let (_, info) = self.info_by_full_name(name.to_owned(), &[width, depth])?;
         let is_half = info.dtype == safetensors::Dtype::BF16 && depth % 2 == 0;
         Ok(if is_half { Matrix::of_bf16(&columns, depth) } else { Matrix::of_f32(&columns, depth) })
     }
@@ -124,6 +124,11 @@ impl Weights {
         self.numbers
     }
 
+    /// The type of tensors.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// The device on which tensors are created.
     #[cfg(feature = "cuda")]
     pub fn device(&self) -> &Device {
@@ -136,10 +141,10 @@ impl Weights {
     }
 
     fn info(&self, name: &str, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
-        self.whole_name(format!("{}{name}", self.prefix), shape)
+        self.info_by_full_name(format!("{}{name}", self.prefix), shape)
     }
 
-    fn whole_name(&self, name: String, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
+    fn info_by_full_name(&self, name: String, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
         // Checkpoints converted from TensorFlow keep its names for a norm's parameters.
         let older =
             name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
@@ -177,7 +182,7 @@ impl Weights {
         self.get(name, &[rows, width]).map(Table::Tensor)
     }
 
-    /// Converts the error of candle while weights are prepared.
+    /// Converts an error that candle returns while weights are prepared.
     ///
     /// # Errors
     /// [`LoadError::File`] naming `what`.

@@ -25,7 +25,8 @@ pub struct Block {
 }
 
 impl Blocks {
-    /// Computes all blocks on `x` `[tokens, hidden]`. `attend` knows which tokens belong to one text.
+    /// Computes all blocks on `x` `[tokens, hidden]`. `attend` applies an attention sublayer, and knows which tokens
+    /// belong to one text.
     ///
     /// # Errors
     /// The error of candle or the device.
@@ -37,9 +38,9 @@ impl Blocks {
         for Block { before, attention, feed_forward } in &self.blocks {
             match before {
                 None => x = feed_forward.forward(attend(attention, x)?)?,
-                Some((out_norm, down_norm)) => {
-                    x = (&x + attend(attention, normed(&x, out_norm.as_ref())?)?)?;
-                    x = (&x + feed_forward.forward(normed(&x, Some(down_norm))?)?)?;
+                Some((attention_norm, feed_forward_norm)) => {
+                    x = (&x + attend(attention, normed(&x, attention_norm.as_ref())?)?)?;
+                    x = (&x + feed_forward.forward(normed(&x, Some(feed_forward_norm))?)?)?;
                 }
             }
         }

@@ -11,21 +11,21 @@ pub fn is_to_be_compared(device: &Device, dtype: Dtype) -> bool {
     !device.is_cpu() || dtype != Dtype::F32
 }
 
-/// The largest accepted error of a vector, as a share of its length. f32 results differ by the order of sums, half
-/// precision by rounding in every layer; those of a broken device differ by much more.
+/// Returns the largest accepted error of a vector, relative to its Euclidean norm. f32 results differ by the order of
+/// sums, half precision by rounding in every layer; those of a broken device differ by much more.
 pub fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 1e-3,
         Dtype::F16 => 0.025,
-        // bf16 has three bits less.
+        // bf16 has three bits of precision fewer than f16.
         Dtype::Bf16 => 0.2,
         // 8 bits, with a scale for each 32 numbers.
         Dtype::Int8 => 0.2,
     }
 }
 
-/// Compares the vector `found` of a known input with the one `expected`, of a CPU in f32. A vector is none if not all
-/// its numbers are finite. `what` names the input.
+/// Compares `found`, the vector of a known input, with `expected`, which a CPU computes in f32. A vector is None if any
+/// of its numbers is not finite. `what` names the input.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] if they differ.
@@ -51,12 +51,12 @@ pub fn compare(
     Err(LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason })
 }
 
-/// The error for a forward pass over known inputs that fails.
+/// Makes the load error of a forward pass that fails over known inputs.
 pub fn failed(spec: &LoadSpec, error: &ForwardError) -> LoadError {
-    spec.failed(format!("a known forward pass fails: {error}"))
+    spec.failed(format!("the test forward pass fails: {error}"))
 }
 
-/// The distance of `found` from `expected`, as a share of the length of `expected`.
+/// Returns the Euclidean distance of `found` from `expected`, relative to the norm of `expected`.
 pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
     let pairs = found.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
     let (off, all) = pairs.fold((0.0, 0.0), |(off, all), (a, b)| (off + (a - b).powi(2), all + b * b));

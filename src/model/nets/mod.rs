@@ -1,6 +1,7 @@
 //! Networks: they compute numbers from inputs. They do not know requests; `tasks` does.
 
 mod block;
+mod cached_attention;
 pub mod decoder;
 pub mod encoder;
 mod fitness;
@@ -25,8 +26,8 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
     names
 }
 
-/// The precision in which a network of linear layers computes on a device. On a CPU only the matrices may have less
-/// than f32.
+/// The precision in which a network of linear layers computes on a device. On a CPU, bf16 and int8 are only for the
+/// matrices, and all other numbers are f32.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that the device does not have.

@@ -59,7 +59,7 @@ pub struct Bias {
 }
 
 impl Epilogue {
-    /// Only this bias `[width]` is added.
+    /// Makes an epilogue that only adds this bias `[width]`.
     ///
     /// # Errors
     /// The device fails.
@@ -83,7 +83,7 @@ impl Epilogue {
         }
     }
 
-    /// Applies it to the last `product` of a sublayer whose input was `x`, on any device.
+    /// Applies the epilogue to the last `product` of a sublayer whose input was `x`, on any device.
     pub(super) fn apply(&self, x: Tensor, product: &Tensor) -> Result<Tensor> {
         match self {
             Self::Norm(norm) => add_norm(x, product, norm),

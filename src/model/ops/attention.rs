@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_equals_the_steps_for_any_length_and_head_size() {
+    fn the_kernel_equals_candles_operations_for_any_length_and_head_size() {
         for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
             let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
             assert!(off < 2e-5, "{heads} heads of {d}: {off}");
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_equals_the_steps_with_positional_terms() {
+    fn the_kernel_equals_candles_operations_with_positional_terms() {
         let lengths = [1, 2, 17, 33, 70];
         let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
         let cases = [

@@ -42,7 +42,7 @@ pub struct InputWeights {
 }
 
 impl FeedForward {
-    /// Prepares U and G, and `down`, which is D `[hidden, inner]` as in the model's file, for their device.
+    /// Prepares the weights for their device. `down` is D `[hidden, inner]`, as in the model's file.
     ///
     /// # Errors
     /// The device fails.
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_equals_the_steps() {
+    fn the_kernel_equals_candles_operations() {
         for (rows, hidden, inner) in [(1, 32, 64), (50, 24, 40), (131, 384, 1536)] {
             let up = noise(&[inner, hidden], 0.1, 1).unwrap();
             let up_bias = noise(&[inner], 0.5, 6).unwrap();

@@ -19,7 +19,7 @@ pub use sconce_kernels::convolution::{Clamp, Padding};
 pub use sconce_kernels::{
     Activation, Bias, Group, Matrix, NumberFormat, PackedWords, Panels, PositionTerms, Rotary, RowNumbers,
     activate, causal, exponentials, gate, kv, largest, layer_norm, may_use_vnni, multiply_rows,
-    multiply_together, norm_by_squares, pooling, use_features,
+    multiply_together, pooling, rms_norm, use_features,
 };
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};

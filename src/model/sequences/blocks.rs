@@ -1,7 +1,7 @@
-//! Decides which sequence holds which blocks of keys and values. Full blocks are kept after their sequences have
-//! closed, so that a later sequence that begins with the same tokens reuses them instead of computing them (prefix
-//! reuse). They are evicted when memory is needed, the least recently used first. Only sequences of one owner share
-//! blocks. Does not own the keys and values.
+//! Decides which sequence holds which blocks of keys and values. A full block becomes known by its tokens and the
+//! blocks before it, so that another sequence that begins with the same tokens reuses it instead of computing it
+//! (prefix reuse). Known blocks are kept after their sequences have closed. They are evicted when memory is needed, the
+//! least recently used first. Only sequences of one owner share blocks. Does not own the keys and values.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -90,7 +90,7 @@ impl Table {
 }
 
 impl Blocks {
-    /// So many blocks, all empty.
+    /// Makes `count` blocks, all empty.
     pub fn new(count: u32) -> Self {
         Self {
             blocks: vec![Block::default(); count as usize],
@@ -139,7 +139,8 @@ impl Blocks {
         Some(block)
     }
 
-    /// Makes the full blocks of a table known. `tokens` are the sequence's computed tokens.
+    /// Makes the full blocks of a table known, so that other sequences can reuse them. `tokens` are the sequence's
+    /// computed tokens.
     pub fn publish(&mut self, table: &mut Table, tokens: &[u32]) {
         while let Some(content) = table.content(table.names.len(), tokens) {
             let block = table.blocks[table.names.len()];
@@ -248,7 +249,8 @@ mod tests {
             let (table, _) = computed(&mut blocks, "a", &tokens(seed, 65));
             blocks.release(table);
         }
-        // Each sequence has three blocks. Two blocks of the first one were evicted, its first block among them.
+        // Each sequence takes three blocks, two of which are full. For the second one, a full block of the first was
+        // evicted.
         let (table, reused) = computed(&mut blocks, "a", &tokens(2, 65));
         assert_eq!(reused, 64);
         blocks.release(table);

@@ -1,4 +1,4 @@
-//! The parts that all models share whose answers are sequences of tokens: which sequence holds which blocks of keys and
+//! The parts shared by all models whose answers are sequences of tokens: which sequence holds which blocks of keys and
 //! values (`blocks`), which token comes next (`sampler`, `grammar`), and which text may be sent (`text`). Knows no
 //! request and no network.
 

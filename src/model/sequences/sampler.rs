@@ -1,6 +1,6 @@
 //! Chooses the next token of a sequence. Random numbers are a function of the seed, the sequence and the token's
-//! position (`same-seed-same-text`), so that a task that is computed again gets the same text. Owns the counts of the
-//! tokens so far, for the penalties.
+//! position, so that a task that is computed again gets the same text. Owns the counts of the tokens so far, for the
+//! penalties.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -79,8 +79,9 @@ impl Sampler {
         frequency_penalty != 0.0 || presence_penalty != 0.0 || repetition_penalty != 1.0
     }
 
-    /// The token at `position` of the answer, by the network's `logits`, which are modified. None if they are not all
-    /// finite. May be called again for the same position.
+    /// The token at `position` of the answer, by the network's `logits`, which are modified. None if one of them is NaN
+    /// or +∞, or if all are -∞, which is the logit of tokens that may not come next. May be called again for the same
+    /// position.
     pub fn choose(&mut self, logits: &mut [f32], position: usize) -> Option<u32> {
         if let Some((_, id)) = self.last.take_if(|(before, _)| *before < position) {
             *self.counts.entry(id).or_default() += 1;
@@ -113,7 +114,7 @@ impl Sampler {
         }
     }
 
-    /// Draws a token by `weights`, whose largest is 1, with the random number `uniform`.
+    /// Draws a token by `weights`, whose largest is 1 and whose sum is `sum`, with the random number `uniform`.
     fn draw(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         if top_k == 0 && top_p >= 1.0 && min_p <= 0.0 {
@@ -218,7 +219,7 @@ mod tests {
             assert!(count.abs_diff(right) < 110, "{count} {right}");
         }
         let cold = drawn(Sampling { temperature: 0.5, ..PLAIN }, &logits);
-        // 0.25, 0.0625, 2 × 0.015625 of 0.34375.
+        // At temperature 0.5 the weights are the squares 0.25, 0.0625 and twice 0.015625: 0.34375 in all.
         assert!(cold[0].abs_diff(2_909) < 110 && cold[1].abs_diff(727) < 110, "{cold:?}");
     }
 
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn no_token_is_chosen_from_logits_that_are_not_finite() {
+    fn no_token_is_chosen_from_logits_with_nan_or_infinity() {
         assert_eq!(Sampler::new(PLAIN, SEED, &[]).choose(&mut [0.0, f32::NAN], 0), None);
         assert_eq!(Sampler::new(PLAIN, SEED, &[]).choose(&mut [f32::INFINITY, 0.0], 0), None);
         let tiny = Sampling { temperature: 1e-3, ..PLAIN };

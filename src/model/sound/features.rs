@@ -40,7 +40,7 @@ struct Filter {
 }
 
 impl LogMel {
-    /// For models with this number of mel bins: 80, or 128 from large-v3 on.
+    /// Prepares the transform and the filters for models with this number of mel bins: 80, or 128 from large-v3 on.
     pub fn new(mels: usize) -> Self {
         let window = (0..FRAME).map(|at| (0.5 - 0.5 * (TAU * at as f64 / FRAME as f64).cos()) as f32);
         Self {
@@ -94,7 +94,8 @@ fn mirrored(samples: &[f32], at: isize) -> f32 {
     samples.get(at as usize).copied().unwrap_or(0.0)
 }
 
-/// Triangles whose corners lie at equal distances on the mel scale, each of area 2 over its width in Hz.
+/// Triangles whose corners lie at equal distances on the mel scale. The height of each is 2 over its width in Hz, so
+/// its area is 1.
 fn filters(mels: usize) -> Vec<Filter> {
     let highest = mel(f64::from(RATE) / 2.0);
     let corner = |at: usize| hertz(highest * at as f64 / (mels + 1) as f64);

@@ -87,14 +87,14 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
 
 /// The parts of a request that its response needs.
 #[derive(Clone, Debug)]
-pub struct EmbeddingOptions {
+pub struct EmbeddingContext {
     encoding: Encoding,
     dimensions: Option<usize>,
     /// The counts of the inputs, and the errors that replace inputs.
     made: Arc<Made>,
 }
 
-/// Turns embedding requests into tokens and vectors into responses.
+/// Turns embedding requests into tokens, and vectors into responses.
 pub struct EmbeddingProcessor {
     pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     names: ServedNames,
@@ -106,7 +106,7 @@ pub struct EmbeddingProcessor {
 }
 
 impl Processor for EmbeddingProcessor {
-    type Context = EmbeddingOptions;
+    type Context = EmbeddingContext;
     type Input = Tokens;
     type Piece = ();
     type Output = Vec<f32>;
@@ -129,14 +129,14 @@ impl Processor for EmbeddingProcessor {
         }
         let (encoding, dimensions) = (request.encoding, request.dimensions);
         let (made, inputs) = self.inputs(request)?;
-        Ok((EmbeddingOptions { encoding, dimensions, made }, inputs))
+        Ok((EmbeddingContext { encoding, dimensions, made }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, request: EmbeddingOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+    fn finish(&self, request: EmbeddingContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         let (counts, errors) = request.made.take();
         if let (true, Some((_, error))) = (outputs.is_empty(), errors.first()) {
             return Err(error.clone());
@@ -161,10 +161,11 @@ impl Processor for EmbeddingProcessor {
 }
 
 impl EmbeddingProcessor {
-    /// The inputs that can be computed; the errors of the others are kept if each is answered by itself.
+    /// Makes the inputs. If the request's `errors_per_input` is set, the errors of bad inputs are kept for the reply; otherwise the
+    /// first error fails the task.
     fn inputs(&self, mut request: EmbeddingRequest) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
         let prompt = self.prompts.of(request.prompt_name.as_deref())?.to_owned();
-        let (texts, each) = (std::mem::take(&mut request.texts), request.each);
+        let (texts, each) = (std::mem::take(&mut request.texts), request.errors_per_input);
         let bytes = |text: &Result<Text, TaskError>| match text {
             Ok(Text::Plain(text)) => text.len(),
             Ok(Text::Ids(ids)) => ids.len(),
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn with_errors_each_good_inputs_are_computed_and_bad_ones_named() {
+    fn errors_each_computes_good_inputs_and_reports_bad_ones() {
         let answered = |body: &str| {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
             let processor = processor();

@@ -1,6 +1,6 @@
-//! Classification of texts: turns `/classify` bodies into token ids, and the labels' numbers into response bodies.
-//! Decides, as the transformers library does by `config.json`, the labels' names and whether softmax or sigmoid is
-//! applied to their numbers. Never touches the device.
+//! Classification of texts: turns `/classify` bodies into token ids, and the labels' logits into response bodies.
+//! Decides the labels' names, and whether softmax or sigmoid is applied to their logits, by `config.json` as the
+//! transformers library does. Never touches the device.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,27 +22,27 @@ use crate::model::{
 use crate::protocol::labels::{ClassifyRequest, URL, write_labels};
 use crate::protocol::reply::Usage;
 
-/// The most labels of a classifier, far above that of any model. Each label gets a name before the shape of a tensor
-/// confirms their number.
+/// The most labels of a classifier, far more than any model has. A name is made for each label before the shape of a
+/// tensor confirms their number.
 const MAX_LABELS: usize = 1 << 20;
 
 /// The labels of a classifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Labels {
-    /// Their names, in the order of the network's numbers.
+    /// Their names, in the order of the network's logits.
     pub names: Vec<String>,
-    /// The function that turns the numbers into probabilities.
+    /// The function that turns the logits into probabilities.
     pub function: Function,
 }
 
-/// The function that turns a network's numbers into probabilities.
+/// The function that turns a network's logits into probabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Function {
     /// The labels exclude each other; the sum of their probabilities is 1.
     Softmax,
     /// Each label applies or not, independently of the others.
     Sigmoid,
-    /// The numbers are the answer (regression).
+    /// The logits are the answer, unchanged (regression).
     None,
 }
 
@@ -97,7 +97,7 @@ impl Labels {
         Ok(Self { names, function })
     }
 
-    /// Turns the network's numbers for one input into probabilities.
+    /// Turns the network's logits for one input into probabilities, in place.
     pub fn probabilities(&self, numbers: &mut [f32]) {
         match self.function {
             Function::Softmax => softmax(numbers),
@@ -170,7 +170,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
     Ok((processor, network))
 }
 
-/// Turns requests to classify texts into tokens, and the labels' numbers into responses.
+/// Turns requests to classify texts into tokens, and the labels' logits into responses.
 pub struct LabelProcessor {
     tokenizer: Arc<TextTokenizer>,
     labels: Labels,
@@ -179,14 +179,14 @@ pub struct LabelProcessor {
 }
 
 /// The parts of a request that its response needs.
-pub struct LabelOptions {
+pub struct LabelContext {
     top_k: Option<usize>,
     raw_scores: bool,
     made: Arc<Made>,
 }
 
 impl Processor for LabelProcessor {
-    type Context = LabelOptions;
+    type Context = LabelContext;
     type Input = Tokens;
     type Piece = ();
     type Output = Vec<f32>;
@@ -210,14 +210,14 @@ impl Processor for LabelProcessor {
             sized(tokens, request.truncate, path, tokenizer.max_tokens())
         });
         let (made, inputs) = texts.inputs()?;
-        Ok((LabelOptions { top_k, raw_scores, made }, inputs))
+        Ok((LabelContext { top_k, raw_scores, made }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, request: LabelOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+    fn finish(&self, request: LabelContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         if !request.raw_scores {
             outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
         }
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_ordered_by_number_and_the_function_follows_the_problem() {
+    fn names_are_in_order_of_ids_and_problem_type_chooses_the_function() {
         let names: Vec<String> = (0..12).map(|id| format!(r#""{id}":"label {id}""#)).collect();
         let twelve = labels(&format!(r#"{{"id2label":{{{}}}}}"#, names.join(","))).unwrap();
         assert_eq!((twelve.names[2].as_str(), twelve.names[11].as_str()), ("label 2", "label 11"));

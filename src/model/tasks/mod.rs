@@ -1,4 +1,4 @@
-//! Kinds of requests. Each file or folder has the processor of one kind and loads its network; its `FAMILY` describes
+//! Kinds of requests. Each public module has the processor of one kind and loads its network; its `FAMILY` describes
 //! it to other modules. Bodies are read and written by `protocol`; the networks are in `nets`.
 
 pub mod embed;
@@ -24,9 +24,11 @@ use super::nets::encoder::{Output, TextNetwork};
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
 use crate::protocol::Body;
 
-/// The largest body of texts that counts as brief: a tokenizer takes about 2 ms for 4 KiB of text.
+/// The largest body of texts that counts as brief, in bytes. A tokenizer takes about 2 ms for 4 KiB of text,
+/// so this body takes about 1 ms.
 const BRIEF_BODY: usize = 2 << 10;
-/// Bytes of the texts in a slice, for each thread: tokenising them takes about 16 ms. A longer text is a slice.
+/// Bytes of the texts in a slice, for each thread: tokenising them takes about 16 ms. A longer text is a slice by
+/// itself.
 const SLICE_BYTES: usize = 32 << 10;
 /// The cost of a text beside its bytes, expressed in bytes.
 const TEXT_BYTES: usize = 64;
@@ -48,7 +50,7 @@ fn check_text_files(files: &ModelFiles, source: &str) -> Result<(), LoadError> {
     weights::check(&files.weights()?)
 }
 
-/// A network for texts with its tokenizer.
+/// Loads a network for texts, and its tokenizer.
 fn text_model(
     spec: &LoadSpec,
     device: &Device,
@@ -63,7 +65,7 @@ fn text_model(
     Ok((tokenizer, network))
 }
 
-/// Prepares each item, with its index; `many` items are shared among the threads of the caller's pool.
+/// Prepares each item, given its index. If there are `many` items or more, the threads of the caller's pool share them.
 fn prepared<T: Send, O: Send>(
     items: Vec<T>,
     many: usize,
@@ -79,7 +81,8 @@ fn prepared<T: Send, O: Send>(
     all.into_iter().collect()
 }
 
-/// An input of a text network. A text that is too long is refused unless `truncate` is set.
+/// Makes the input of a text network from a text's tokens. Refuses a text that was cut to the `most` tokens of the
+/// model, unless `truncate` is set. The error names the text's `path` in the request.
 fn sized(
     tokens: Tokens,
     truncate: bool,
@@ -117,7 +120,7 @@ struct Texts<T, F> {
 struct Made(Mutex<(InputCounts, Vec<(usize, TaskError)>)>);
 
 impl Made {
-    /// The counts, and the errors that replace inputs in the reply, with their indices.
+    /// Takes the counts, and the errors that replace inputs in the reply, with their indices.
     fn take(&self) -> (InputCounts, Vec<(usize, TaskError)>) {
         mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -154,7 +157,7 @@ where
         self.items.as_slice().iter().take_while(fits).count()
     }
 
-    /// The inputs of the next `count` items.
+    /// Makes the inputs of the next `count` items, and records their counts and errors.
     fn slice(&mut self, count: usize) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
         let (first, input, each) = (self.next, &self.input, self.each);
         let items: Vec<T> = self.items.by_ref().take(count).collect();
@@ -190,7 +193,7 @@ where
         (self.items.len() > 0).then(|| self.slice(count))
     }
 
-    /// A slice has at least one text.
+    /// Each slice takes at least one text, so there are at most as many slices as texts.
     fn size_hint(&self) -> (usize, Option<usize>) {
         (usize::from(self.items.len() > 0), Some(self.items.len()))
     }

@@ -20,12 +20,12 @@ impl ServedNames {
         Self { own: spec.model_name().to_owned(), others }
     }
 
-    /// The name in replies: the source, or a folder's last component.
+    /// The name in replies, by [`LoadSpec::model_name`].
     pub fn own(&self) -> &str {
         &self.own
     }
 
-    /// Accepts a request's `model`, or none. Last components are compared too, so that the folder
+    /// Accepts a request that names this model, or none. Last components are compared too, so that the folder
     /// `models/all-MiniLM-L6-v2` answers to `sentence-transformers/all-MiniLM-L6-v2`.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_answers_to_the_id_of_the_same_last_component() {
+    fn a_folder_answers_to_an_id_with_the_same_last_component() {
         let names = names("./models/all-MiniLM-L6-v2/", &[]);
         assert_eq!(names.own(), "all-MiniLM-L6-v2");
         assert!(names.check(Some("sentence-transformers/all-MiniLM-L6-v2")).is_ok());

@@ -63,14 +63,14 @@ pub struct PairProcessor {
 }
 
 /// The parts of a request that its response needs.
-pub struct PairOptions {
+pub struct PairContext {
     /// The request with its documents, which the reply may repeat.
     request: Arc<PairsRequest>,
     made: Arc<Made>,
 }
 
 impl Processor for PairProcessor {
-    type Context = PairOptions;
+    type Context = PairContext;
     type Input = Tokens;
     type Piece = ();
     type Output = Vec<f32>;
@@ -92,14 +92,14 @@ impl Processor for PairProcessor {
         self.names.check(request.model.as_deref())?;
         let request = Arc::new(request);
         let (made, inputs) = self.inputs(request.clone())?;
-        Ok((PairOptions { request, made }, inputs))
+        Ok((PairContext { request, made }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, options: PairOptions, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+    fn finish(&self, options: PairContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         let (request, (counts, _)) = (&options.request, options.made.take());
         let score = |logit: f32| if request.raw_scores { logit } else { sigmoid(logit) };
         let scores: Vec<f32> = outputs.into_iter().flatten().map(score).collect();

@@ -25,7 +25,7 @@ const TRANSFORMER_CONFIGS: [&str; 5] = [
 pub struct SentenceSettings {
     /// How the vectors of tokens become one vector.
     pub pooling: Pooling,
-    /// How texts are cut, and changed before the tokenizer.
+    /// The most tokens of a text, and whether texts are lower-cased before they are tokenised.
     pub limits: TextLimits,
     /// The prompts that may be put before each text.
     pub prompts: Prompts,
@@ -40,7 +40,7 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// The same with the default that the pool's option `prompt_name` sets.
+    /// Sets the default prompt: the one with this name, the pool's `prompt_name`. Without a name, nothing changes.
     ///
     /// # Errors
     /// The model has no such prompt.
@@ -58,7 +58,7 @@ impl Prompts {
         Ok(self)
     }
 
-    /// The prompt of a request that names `name`.
+    /// The prompt of a request that names `name`; without a name, the default.
     ///
     /// # Errors
     /// `BadInput` if the model has no such prompt.
@@ -123,7 +123,8 @@ struct PromptsConfig {
     default_prompt_name: Option<String>,
 }
 
-/// The older form of `pooling_mode`: one flag for each mode, joined in this order.
+/// The older form of `pooling_mode`: one flag for each mode. The results of several modes are concatenated in this
+/// order.
 const FLAGS: [(&str, &str); 6] = [
     ("pooling_mode_cls_token", "cls"),
     ("pooling_mode_max_tokens", "max"),
@@ -149,6 +150,8 @@ impl SentenceSettings {
                 let normalize = check(&modules).map_err(&refused)?;
                 let folder = modules.get(1).map_or("1_Pooling", |module| &module.path);
                 let config: PoolingConfig = files.required_json(&format!("{folder}/config.json"))?;
+                // The prompt's tokens would have to be left out of the pooling, which is not supported. The model's
+                // prompts are dropped, and a default prompt is refused.
                 if config.include_prompt == Some(false) {
                     let Prompts { default, .. } = std::mem::take(&mut prompts);
                     if !default.is_empty() {

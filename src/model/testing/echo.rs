@@ -35,7 +35,7 @@ use crate::protocol::{JSON, data_url, shorten};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
-/// The same for tests: obeys `fail` and `fits`.
+/// The same for tests. With it, a task's `fail`, `fits` and `hold` have an effect.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
 /// Answers each task with its input.

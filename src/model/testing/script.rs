@@ -1,27 +1,28 @@
 //! A generator that computes nothing: each task describes how its sequence runs. It serves to try out a deployment that
 //! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined by `&`:
-//! `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `encode_interval=8`, `encode_batch=4` (how encode rows
-//! are spread among steps), `faults` (for tests).
+//! `sequences=16`, `tokens=16384`, `context=1024` (the capacity), `encode_interval=8`, `encode_batch=4` (how encode
+//! rows are spread among steps), `faults` (for tests). The numbers here are the defaults.
 //!
 //! A body is `{"prompt": 12, "max_tokens": 20}`: the number of tokens of the prompt and of the answer. The answer is
 //! `0 1 2 …`. Further fields:
 //!
 //! - `stream`: the reply is sent in parts.
 //! - `step_ms`: the least duration of a step with this sequence.
-//! - `encode_ms`: how long its window is encoded before its prompt. The prompt may then be 0. Windows that are encoded
-//!   together take the sum of their times.
-//! - `encode_at`: before the piece with this number, from 1, the window is encoded a second time.
+//! - `encode_ms`: how long the encoding of its window takes, before its prompt is fed. The prompt may then be 0.
+//!   Windows that are encoded together take the sum of their times.
+//! - `encode_at`: before the piece with this number, which is at least 1, the window is encoded a second time. The
+//!   first piece has the number 0.
 //! - `content_type`: the media type of the parts and of the reply. Their bodies are then the numbers alone, not JSON.
 //! - `sequences`: a list that replaces `max_tokens`. There is one sequence for each of its numbers, with so many
 //!   tokens. The reply joins their answers, and each answer is one part.
 //!
 //! Only with `faults`:
 //!
-//! - `fail`: the step fails in which the sequence has produced `at` pieces (default 0). `error`: the step fails. `row`:
-//!   the sequence fails. `panic`. `oom`: if the step has more than `fits` tokens. `device`. `exit`: the process aborts.
-//!   `stall`: the step takes `stall_ms`.
-//! - `fail_encode`: the step fails that encodes the window. The values are the same, but `oom` fails if the step has
-//!   more than `fits` windows.
+//! - `fail`: the fault of a step that begins when the sequence has produced `at` pieces (default 0). `error`: the step
+//!   fails. `row`: the sequence fails. `panic`: the step panics. `oom`: the step runs out of memory if it has more than
+//!   `fits` tokens. `device`: the device fails. `exit`: the process aborts. `stall`: the step takes `stall_ms`.
+//! - `fail_encode`: the fault of the step that encodes the window. The values are the same, but with `oom` the step
+//!   fails if it has more than `fits` windows.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -126,7 +127,7 @@ enum Fault {
     Stall,
 }
 
-/// Loads a network with the capacity in the source.
+/// Loads the model with the options in the source.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for another source.

@@ -29,10 +29,10 @@ pub enum Text {
 /// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EmbeddingRequest {
-    /// What to embed, in order; at least one, at most the pool's `max_inputs`. An item is an error only if `each`.
+    /// What to embed, in order; at least one, at most the pool's `max_inputs`. An item is an error only if `errors_per_input`.
     pub texts: Vec<Result<Text, TaskError>>,
     /// Whether a bad input is answered by an error in its place; otherwise it fails the task.
-    pub each: bool,
+    pub errors_per_input: bool,
     /// Whether `input` was a list of texts, so that errors say `input[i]`.
     pub listed: bool,
     /// The model asked for, if any.
@@ -55,14 +55,14 @@ impl EmbeddingRequest {
     /// with the field and the value.
     pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let each = fields.get("errors").map(each).transpose()?.unwrap_or(false);
+        let errors_per_input = fields.get("errors").map(wants_errors_per_input).transpose()?.unwrap_or(false);
         let (texts, listed) = texts(fields.required("input")?.get(), max_inputs)?;
-        if !each && let Some(error) = texts.iter().find_map(|text| text.as_ref().err()) {
+        if !errors_per_input && let Some(error) = texts.iter().find_map(|text| text.as_ref().err()) {
             return Err(error.clone());
         }
         Ok(Self {
             texts,
-            each,
+            errors_per_input,
             listed,
             model: fields.string("model")?,
             encoding: fields.get("encoding_format").map(encoding).transpose()?.unwrap_or_default(),
@@ -79,7 +79,7 @@ impl EmbeddingRequest {
 }
 
 /// Whether each bad input is answered by an error in its place.
-fn each(raw: &RawValue) -> Result<bool, TaskError> {
+fn wants_errors_per_input(raw: &RawValue) -> Result<bool, TaskError> {
     match string(raw.get(), "errors").as_deref() {
         Ok("each") => Ok(true),
         Ok("task") => Ok(false),
@@ -95,7 +95,7 @@ fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Result<Text, TaskError>>, 
         Some(b'[') => {}
         _ => return Err(wrong("input", KINDS, raw)),
     }
-    // The ids of one text are not bounded by the number of texts.
+    // A list of ids is one text: `max_inputs` does not bound the ids.
     if is_number(raw[1..].trim_start()) {
         return Ok((vec![Ok(Text::Ids(token_ids(raw, "input")?))], false));
     }
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn with_errors_each_a_bad_input_is_an_error_in_its_place() {
+    fn with_errors_each_a_bad_input_becomes_an_error_in_its_place() {
         let request = parse(r#"{"input":["a",7,"b"],"errors":"each"}"#).unwrap();
         let errors: Vec<_> =
             request.texts.iter().map(|text| text.as_ref().err().map(|it| it.param.clone())).collect();

@@ -8,7 +8,7 @@ use super::Encoding;
 use crate::protocol::reply::error_body;
 use crate::protocol::{TaskError, TaskErrorKind};
 
-/// Room for one number as digits and its comma: sign, `0.`, nine digits, exponent.
+/// Bytes reserved for one number and its comma: a sign, `0.0` and nine digits. The buffer grows if numbers are longer.
 const DIGITS: usize = 14;
 
 /// The contents of a response.
@@ -20,7 +20,7 @@ pub struct EmbeddingResponse<'a> {
     pub vectors: &'a [Vec<f32>],
     /// Errors of inputs, with their indices, ascending.
     pub errors: &'a [(usize, TaskError)],
-    /// How they are written.
+    /// How the vectors are written.
     pub encoding: Encoding,
     /// Tokens computed, special ones included.
     pub prompt_tokens: usize,
@@ -32,6 +32,7 @@ pub struct EmbeddingResponse<'a> {
 /// `Internal`, naming the vector, when a number is not finite.
 pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskError> {
     let numbers: usize = response.vectors.iter().map(Vec::len).sum();
+    // An estimate: 200 bytes around the list, and 60 around each vector.
     let mut body = Vec::with_capacity(200 + 60 * response.vectors.len() + DIGITS * numbers);
     body.extend_from_slice(b"{\"object\":\"list\",\"data\":[");
     let (mut vectors, mut errors) = (response.vectors.iter(), response.errors.iter().peekable());

@@ -6,8 +6,8 @@ use super::Api;
 use crate::protocol::TaskError;
 use crate::protocol::reply::written;
 
-/// Is written for a log probability that is not finite, which JSON cannot express. OpenAI writes it for very unlikely
-/// tokens.
+/// The log probability that is written for one that is not finite, which JSON cannot express. OpenAI writes it for very
+/// unlikely tokens.
 const UNLIKELY: f32 = -9999.0;
 
 /// Why an answer ended.

@@ -161,7 +161,7 @@ const TEMPERATURE: Span = Span { low: 0.0, with_low: true, high: 2.0 };
 const TOP_P: Span = Span { low: 0.0, with_low: false, high: 1.0 };
 const MIN_P: Span = Span { low: 0.0, with_low: true, high: 1.0 };
 const PENALTY: Span = Span { low: -2.0, with_low: true, high: 2.0 };
-/// The same factor to either side of 1. A logit is divided by the penalty: a penalty near 0 would make it infinite.
+/// From a tenth to ten times the neutral 1. A logit is divided by the penalty: a penalty near 0 would make it infinite.
 const REPETITION_PENALTY: Span = Span { low: 0.1, with_low: true, high: 10.0 };
 
 /// The endpoint, which decides the fields of the request and the form of the reply.
@@ -525,7 +525,7 @@ fn json_schema(raw: &str) -> Result<serde_json::Value, TaskError> {
     if schema.starts_with('{') { read(schema, SCHEMA) } else { Err(wrong(SCHEMA, "an object", schema)) }
 }
 
-/// A regular expression, in either of the names in use.
+/// A regular expression. Both names of its field, `regex` and `pattern`, are in use.
 fn regex(fields: &Fields<'_>, path: &str) -> Result<String, TaskError> {
     let key = match (fields.get("regex"), fields.get("pattern")) {
         (Some(_), Some(_)) => {
@@ -546,7 +546,7 @@ fn completion_prompts(raw: &str, most: usize) -> Result<Prompts, TaskError> {
         Some(b'[') => {}
         _ => return Err(wrong("prompt", KINDS, raw)),
     }
-    // The ids of one prompt are not bounded by the number of prompts.
+    // A list of ids is one prompt: `most` does not bound the ids.
     if is_number(raw[1..].trim_start()) {
         return Ok(Prompts::Tokens(vec![token_ids(raw, "prompt")?]));
     }
@@ -577,6 +577,7 @@ fn completion_prompts(raw: &str, most: usize) -> Result<Prompts, TaskError> {
     }
 }
 
+/// Checks that the inputs, which are the prompts times `n`, are at most `most`.
 fn bounded(prompts: &Prompts, n: usize, most: usize) -> Result<(), TaskError> {
     let count = prompts.count();
     let inputs = count.saturating_mul(n);
@@ -679,7 +680,7 @@ mod tests {
         GenerateRequest::read(Api::Chat, body.as_bytes(), 8).map(|request| request.prompts)
     }
 
-    /// Checks that each text is refused with this path of a field, and with a message of the path and this rest.
+    /// Checks that each text is refused: the error has this `param`, and its message is `param` and then `rest`.
     fn refused<T>(read: fn(&str) -> Result<T, TaskError>, cases: &[(&str, &str, &str)]) {
         for (text, param, rest) in cases {
             let Err(error) = read(text) else { panic!("{text} is accepted") };

@@ -7,19 +7,19 @@ use super::{Format, Task};
 use crate::protocol::reply::written;
 use crate::protocol::{Body, TaskError};
 
-/// The media types of the formats that are not JSON.
+/// The media type of the formats that are not JSON.
 const PLAIN: &str = "text/plain; charset=utf-8";
 
 /// The text of a recording.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Transcript {
-    /// The language of the text.
+    /// Whether the text is in the language of the recording or in English.
     pub task: Task,
     /// The code of the language that is spoken; none if nothing was heard and the request did not say it.
     pub language: Option<String>,
     /// Seconds of sound.
     pub seconds: f64,
-    /// Seconds of sound that were transcribed, without the silence that was left out. Those of split channels add up.
+    /// Seconds of sound that were transcribed, without the silence that was left out; summed over split channels.
     pub speech_seconds: f64,
     /// In the order of time.
     pub segments: Vec<Segment>,
@@ -30,7 +30,7 @@ pub struct Transcript {
 /// A part of the text, about a sentence long.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Segment {
-    /// When the window begins in which it was heard, in seconds from the beginning of the recording.
+    /// When the window in which it was heard begins, in seconds from the beginning of the recording.
     pub window: f64,
     /// When it begins, in seconds.
     pub start: f64,
@@ -40,9 +40,9 @@ pub struct Segment {
     pub text: String,
     /// The tokens of the model, those of times included.
     pub tokens: Vec<u32>,
-    /// The temperature with which its window was written.
+    /// The temperature with which its window was decoded.
     pub temperature: f32,
-    /// The mean of the logarithmic probabilities of its window's tokens.
+    /// The mean log probability of its window's tokens.
     pub avg_logprob: f32,
     /// How many times smaller the text of its window is when it is compressed.
     pub compression_ratio: f32,
@@ -103,7 +103,7 @@ impl Transcript {
                 end: milliseconds(segment.end),
                 text: segment.text.clone(),
                 tokens: segment.tokens.clone(),
-                temperature: tenths(segment.temperature),
+                temperature: rounded_temperature(segment.temperature),
                 avg_logprob,
                 compression_ratio,
                 no_speech_prob,
@@ -130,7 +130,8 @@ impl Transcript {
         }
     }
 
-    /// A block for each segment, with its times and perhaps its number.
+    /// Returns a block for each segment, with its times, and with its number if `is_numbered`. `point` separates the
+    /// milliseconds.
     fn subtitles(&self, point: char, is_numbered: bool) -> String {
         let mut out = String::new();
         for (index, segment) in self.segments.iter().enumerate() {
@@ -153,12 +154,13 @@ fn time(seconds: f64, point: char) -> String {
     format!("{hours:02}:{minutes:02}:{seconds:02}{point}{:03}", all % 1_000)
 }
 
+/// Rounds seconds to whole milliseconds; the result is in seconds.
 fn milliseconds(seconds: f64) -> f64 {
     (seconds * 1_000.0).round() / 1_000.0
 }
 
-/// The temperature without the rounding of f32.
-fn tenths(temperature: f32) -> f64 {
+/// Returns the temperature with four decimals, so that 0.2 is not written with the rounding error of f32.
+fn rounded_temperature(temperature: f32) -> f64 {
     (f64::from(temperature) * 1e4).round() / 1e4
 }
 
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn each_format_is_openais() {
+    fn each_format_is_written_as_openai_does() {
         let usage = r#""usage":{"type":"duration","seconds":3726}"#;
         assert_eq!(text(Format::Json), format!(r#"{{"text":"One --> two. Three.",{usage}}}"#));
         assert_eq!(text(Format::Text), "One --> two. Three.\n");

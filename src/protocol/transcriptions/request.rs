@@ -11,7 +11,7 @@ use serde_json::{Map, Number, Value as Json};
 use super::TRANSLATIONS_URL;
 use crate::protocol::fields::{Fields, Keys, Unsupported, list, string, wrong};
 use crate::protocol::message::Headers;
-use crate::protocol::{Message, TaskError, Value, data_url};
+use crate::protocol::{FileUrl, Files, Message, TaskError, Value};
 
 /// The field with a recording in JSON.
 const FILE_URL: &str = "file_url";
@@ -52,7 +52,8 @@ const KEYS: Keys = Keys {
 const NOT_TEXT: [&str; 5] = [KEYWORDS, "stream", "temperature", "timestamp_granularities", VAD];
 
 const KEYWORDS: &str = "keywords";
-/// The most keywords of a request, and the most bytes of one. Together they fill what a model reads before a text.
+/// The most keywords of a request, and the most bytes of one. A model reads the first 223 tokens of all keywords
+/// together, or half as many beside a prompt.
 const MAX_KEYWORDS: usize = 100;
 const KEYWORD_BYTES: usize = 64;
 
@@ -67,19 +68,19 @@ pub struct TranscriptionRequest {
     pub sound: Sound,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// The language of the text.
+    /// Whether the text is in the language of the recording or in English.
     pub task: Task,
     /// The code of the language that is spoken; none: the model detects it.
     pub language: Option<String>,
     /// A text that might precede the recording, whose style and spelling the model follows.
     pub prompt: Option<String>,
-    /// Words that the model shall prefer.
+    /// Words that the model should prefer.
     pub keywords: Vec<String>,
     /// Whether each channel is transcribed by itself.
     pub split_channels: bool,
     /// The form of the reply.
     pub format: Format,
-    /// From 0 to 1. If it is 0, doubtful texts are written again with higher temperatures.
+    /// From 0 to 1. If it is 0, windows with a doubtful text are decoded again with higher temperatures.
     pub temperature: f32,
     /// How speech is told from silence, which is left out; none: nothing is left out.
     pub vad: Option<VoiceDetection>,
@@ -105,7 +106,7 @@ pub struct VoiceDetection {
     pub threshold: f32,
     /// Milliseconds of silence that end speech. A shorter pause is kept.
     pub min_silence_ms: u32,
-    /// Milliseconds that are kept before and behind speech.
+    /// Milliseconds that are kept before and after speech.
     pub speech_pad_ms: u32,
 }
 
@@ -115,7 +116,7 @@ impl Default for VoiceDetection {
     }
 }
 
-/// The language of the text.
+/// Whether the text is in the language of the recording or in English.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// That of the recording.
@@ -163,16 +164,22 @@ impl Format {
 }
 
 impl TranscriptionRequest {
-    /// Reads a message.
+    /// The URL of the recording in a message; none if the message holds the recording, or cannot be read.
+    pub fn file_url(message: &Message) -> Option<FileUrl> {
+        let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok())??;
+        FileUrl::of(&string(fields.get(FILE_URL)?.get(), FILE_URL).ok()?, FILE_URL)
+    }
+
+    /// Reads a message. `files` are those that were fetched for it.
     ///
     /// # Errors
     /// `Undecodable` for a body that should be JSON and is not, else `BadInput` with the field and the value.
-    pub fn parse(message: &Message) -> Result<Self, TaskError> {
+    pub fn parse(message: &Message, files: &Files) -> Result<Self, TaskError> {
         let default =
             if message.url() == Some(TRANSLATIONS_URL) { Task::Translate } else { Task::Transcribe };
         if message.is_json() {
             let fields = Fields::parse(&message.body, &KEYS)?;
-            return Self::of_fields(&fields, of_url(&fields)?, default);
+            return Self::of_fields(&fields, of_url(&fields, files)?, default);
         }
         if message.body.is_empty() {
             return Err(TaskError::bad_input("body", "the body is empty; it should be a recording"));
@@ -244,15 +251,15 @@ fn voice_detection(fields: &Fields<'_>) -> Result<Option<VoiceDetection>, TaskEr
 }
 
 /// The recording in a request of JSON.
-fn of_url(fields: &Fields<'_>) -> Result<Sound, TaskError> {
+fn of_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError> {
     let Some(raw) = fields.get(FILE_URL) else {
         let message = "file_url is missing; send a recording as a data URL in file_url, or as the body of a message of \
                        type audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
     let url = string(raw.get(), FILE_URL)?;
-    let (_, bytes) = data_url::parse(&url).map_err(|message| wrong_url(&message, raw))?;
-    Ok(Sound { bytes: bytes.into(), field: Some(FILE_URL) })
+    let (_, bytes) = files.read(&url).map_err(|message| wrong_url(&message, raw))?;
+    Ok(Sound { bytes, field: Some(FILE_URL) })
 }
 
 fn wrong_url(message: &str, raw: &RawValue) -> TaskError {
@@ -357,14 +364,15 @@ mod tests {
     use crate::protocol::{Properties, TaskErrorKind};
 
     fn json(body: &str) -> Result<TranscriptionRequest, TaskError> {
-        TranscriptionRequest::parse(&Message { body: body.to_owned().into(), ..Message::default() })
+        let message = Message { body: body.to_owned().into(), ..Message::default() };
+        TranscriptionRequest::parse(&message, &Files::default())
     }
 
     fn raw(body: &'static [u8], headers: &[(&str, Value)]) -> Result<TranscriptionRequest, TaskError> {
         let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         let content_type = Some("audio/WAV; rate=1".to_owned());
         let properties = Properties { headers, content_type, ..Properties::default() };
-        TranscriptionRequest::parse(&Message { properties, body: body.into() })
+        TranscriptionRequest::parse(&Message { properties, body: body.into() }, &Files::default())
     }
 
     #[test]
@@ -396,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn times_of_words_are_asked_for_by_name() {
+    fn the_granularity_word_asks_for_the_times_of_words() {
         let of = |value: Value| {
             let headers = [("response_format", "verbose_json".into()), ("timestamp_granularities", value)];
             raw(b"file", &headers).unwrap().words

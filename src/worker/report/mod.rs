@@ -36,8 +36,9 @@ enum Line {
 /// Sends control lines. Clones share the thread that writes them.
 #[derive(Clone)]
 pub struct Reporter {
-    /// Written by the worker's tasks, read by the writing thread. Bound: 64. When it is full, `stats` are skipped and
-    /// other events wait. That does not last: a launcher that does not read is about to end.
+    /// Written by the worker's tasks, read by the writing thread. Bound: 64. When it is full, `stats` are skipped,
+    /// [`Reporter::mention`] drops its event, and [`Reporter::send`] waits. That does not last: a launcher that does
+    /// not read is about to end.
     lines: mpsc::Sender<Line>,
     /// Locked for one write, by the writing thread or the model thread.
     out: Arc<Mutex<Out>>,
@@ -318,7 +319,7 @@ impl Counters {
         count(&mut self.lock().stats);
     }
 
-    /// The counts since the last call, if they are `wanted`.
+    /// Takes the counts since the last call, if `wanted` returns true for them. The current values in `now` are kept.
     pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
         let mut span = self.lock();
         span.stats.now.resident = resident();

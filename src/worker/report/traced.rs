@@ -8,7 +8,9 @@ use crate::engine::{Pass, Passed};
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::reply::micros;
 use crate::protocol::{Message, Task, TaskError, Timings, shorten};
-use crate::telemetry::traces::{Came, MAX_LINKS, Passed as BatchSpan, TaskLink, TaskSpan, Traces};
+use crate::telemetry::traces::{
+    DeliveredTask, ForwardPass as BatchSpan, MAX_LINKS, TaskLink, TaskSpan, Traces,
+};
 
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
@@ -43,7 +45,7 @@ impl Traced {
 
     pub(in crate::worker) fn begin(traces: &Traces, task: &Task, redeliveries: i64) -> Self {
         let header = |name| task.message.properties.headers.get(name).and_then(|value| value.as_str());
-        let span = traces.task(|| Came {
+        let span = traces.task(|| DeliveredTask {
             id: &task.id,
             correlation_id: task.message.properties.correlation_id.as_deref(),
             traceparent: header(TRACEPARENT),

@@ -2,10 +2,10 @@
 //! queue are computed. Owns what this worker knows of such queues. Does no I/O.
 //!
 //! - Open: no task is computed. A waiting reply was refused; or replies wait unanswered, and the queue has accepted
-//!   nothing for [`STALLED_AFTER`]; or none waits, and less than [`PROBE_INTERVAL`] has passed since the last one did.
+//!   nothing for [`STALLED_AFTER`]; or none waits, and the last one stopped waiting less than [`PROBE_INTERVAL`] ago.
 //! - Slow: all tasks are computed. Replies wait unanswered, but the queue accepted a message within [`STALLED_AFTER`].
-//! - Half open, otherwise: one task at a time is computed, as a probe. The first message that the queue accepts while
-//!   no reply waits closes the breaker.
+//! - Half open, in all other cases: one task at a time is computed, as a probe. The first message that the queue
+//!   accepts while no reply waits closes the breaker.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -115,8 +115,8 @@ impl Breakers {
         Admission::Probe(Probe { breakers: self, queue: queue.to_owned() })
     }
 
-    /// Records that a computed reply waits, because the broker has refused it (`was_refused`) or has not confirmed it yet.
-    /// If the table is full of queues for which replies wait, this one is not counted.
+    /// Records that a computed reply waits until the returned value is dropped. The broker has refused the reply
+    /// (`was_refused`), or has not confirmed it yet. If the table is full of queues in use, this reply is not counted.
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> WaitingReply<'a> {
         let mut all = self.lock();
         if !all.contains_key(queue) {

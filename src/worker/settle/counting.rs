@@ -47,6 +47,7 @@ impl Settlement {
             }
             if let Some(Generated { user, answers, tokens }) = generated {
                 stats.used(&user, tokens);
+                // The tokens after the first of each answer. The answers count as generated at the same time.
                 let later = tokens.answer.saturating_sub(answers);
                 if later > 0 {
                     let each = seconds(timings.answer_us) * answers as f64 / later as f64;

@@ -24,7 +24,7 @@ pub(super) enum Sent {
 pub(super) enum Publication<'a> {
     /// The task, for another attempt after this error.
     NextAttempt(&'a TaskError),
-    /// The task, which was not computed: its reply queue accepts nothing, or too many tasks wait to be prepared.
+    /// The task, which is put off before it is answered (`WaitsFor` has the reasons).
     PutOff,
     /// The task, after its computed reply was not accepted by the reply queue, for this reason.
     PutOffAgain(&'a str),

@@ -112,8 +112,8 @@ pub(super) struct Accepted {
     pub(super) deadline: Option<SystemTime>,
     /// The record of workers that died with this task on their device.
     pub(super) deaths: Option<CrashRecord>,
-    /// Resolves when the broker has answered the parts of the reply, which are published before it; none: there are
-    /// none.
+    /// Resolves when the broker has answered the parts of the reply, which are published before it. None if the reply
+    /// has no parts.
     pub(super) parts: Option<PartsAnswered>,
     /// The task's span, which ends when this is dropped.
     pub(super) traced: Traced,
@@ -143,8 +143,8 @@ impl Accepted {
         }
     }
 
-    /// Which attempt this is, for the reply. Counts failed attempts, and those in which a worker died, except in an
-    /// isolated group. A drain or a lost connection that hands a task back does not count.
+    /// Returns the number of this attempt, for the reply. Earlier attempts count if they failed, or if a worker died
+    /// with the task outside an isolated group. A drain or a lost connection that hands a task back does not count.
     pub(super) fn attempt(&self) -> i64 {
         let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
         i64::from(self.task.attempt()) + i64::from(deaths)
@@ -189,8 +189,8 @@ impl Settlement {
         }
         let blocked = |is_probed: bool| {
             let left = self.time_to_wait(accepted);
-            // The header that says since when it waits is the requester's: without a limit, a task with an old time
-            // would circle for as long as the probe takes.
+            // The header with the time of the first put-off comes with the message, so a requester can set it. Without
+            // this limit, a task with an old time would be put off again and again for as long as the probe takes.
             let may_wait_for_probe = is_probed && self.waited(accepted) < self.waits.requesters + PROBE_TIME;
             ReplyQueueBlocked { queue: queue.to_owned(), left, may_wait_for_probe }
         };
@@ -202,8 +202,8 @@ impl Settlement {
         }
     }
 
-    /// Publishes a sentinel again, which returns to its queue after the shortest delay. Returns whether the broker has
-    /// it.
+    /// Publishes a sentinel to a retry queue, from which it returns after the shortest delay. Returns whether the
+    /// broker has it.
     pub(super) async fn put_off_sentinel(&self, sentinel: &Message, now: SystemTime) -> bool {
         let ceiling = self.retry.shortest();
         let message = Arc::new(sentinel_again(sentinel, now));
@@ -233,7 +233,7 @@ impl Settlement {
             jitter: rand::random(),
         };
         let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), timings));
-        // Nearly all tasks are settled within this time, and a wait for several events at once costs more.
+        // Nearly all tasks are settled within this time. After it, `must_hand_back` is polled too, which costs more.
         let soon = timeout(POLL_INTERVAL, &mut carried_out).await;
         let settled = tokio::select! {
             biased;

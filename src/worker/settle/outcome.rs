@@ -68,13 +68,12 @@ pub(in crate::worker) struct Tries<'a> {
 pub(in crate::worker) enum WaitsFor {
     /// Its reply queue accepts nothing. The task waits for `pool.reply_timeout` at most.
     ReplyQueue,
-    /// Too many tasks wait for a turn. Requesters take turns at preparation that takes long. The task waits as long as
-    /// that takes.
+    /// Too many tasks wait for a turn. Requesters take turns at preparation that takes long, and at fetching files. The
+    /// task waits as long as that takes.
     Turn,
     /// Its requester holds too many places. A place is one of the messages that the broker grants to this worker. Every
     /// accepted task holds a place, also one that needs no turn. A task that is put off for this gets the shortest
-    /// delay, because few tasks wait for it. A large one gets a long delay: each time that it is put off again, the broker
-    /// writes it.
+    /// delay, because few tasks wait for it. A large one gets a long delay, because the broker writes it each time.
     Place {
         /// Whether the task's body is large.
         is_large: bool,
@@ -109,7 +108,9 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             | TaskErrorKind::TooLarge
             | TaskErrorKind::Cancelled
             | TaskErrorKind::Internal => Disposition::ReplyErrorAndAck(error),
-            TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => try_again(error, tries),
+            TaskErrorKind::Fault | TaskErrorKind::Unavailable | TaskErrorKind::OutOfMemory => {
+                try_again(error, tries)
+            }
         },
         Outcome::Poison => {
             let message = "every worker that computed this task as the only one in its batch crashed; it is not \
@@ -231,7 +232,7 @@ mod tests {
 
     #[test]
     fn transient_errors_are_retried_with_growing_delays_up_to_the_limit() {
-        for kind in [TaskErrorKind::Fault, TaskErrorKind::OutOfMemory] {
+        for kind in [TaskErrorKind::Fault, TaskErrorKind::Unavailable, TaskErrorKind::OutOfMemory] {
             let delays = [1, 2].map(|attempt| match fate(kind, attempt, None) {
                 Disposition::Retry(delay, _) => (delay.after.as_secs(), delay.ceiling.as_secs()),
                 other => panic!("{other:?}"),
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_with_a_blocked_reply_queue_is_put_off_while_time_remains_and_then_dead_lettered() {
+    fn a_task_with_a_blocked_reply_queue_is_put_off_until_its_time_is_over() {
         for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
             let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = blocked(left, false) else {
                 panic!("{left} s are left")
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crowded_task_is_put_off_until_shortly_before_its_deadline() {
+    fn waits_for_turns_and_large_tasks_get_the_longest_delay_that_fits() {
         for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
             let time_left = left.map(Duration::from_secs);
             let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };

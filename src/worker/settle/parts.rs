@@ -1,5 +1,5 @@
 //! Publishes the parts of one task's reply while the task is computed: the first at once, and then at most one per
-//! [`EVERY`] and sequence. Parts may be lost, because the reply has everything. Owns the parts that are being
+//! [`INTERVAL`] and sequence. Parts may be lost, because the reply has everything. Owns the parts that are being
 //! published; until they are confirmed, further pieces gather in the engine.
 //!
 //! The reply is published only once the broker has answered each part. On a channel of its own, or after a lost
@@ -20,11 +20,11 @@ use crate::protocol::reply::{Place, part};
 use crate::protocol::{Body, Message, Task};
 
 /// The shortest time between two parts of a sequence.
-const EVERY: Duration = Duration::from_millis(50);
+const INTERVAL: Duration = Duration::from_millis(50);
 /// The pause after a part that reached no queue. The queue may be declared again.
-const UNROUTABLE: Duration = Duration::from_secs(1);
+const UNROUTABLE_PAUSE: Duration = Duration::from_secs(1);
 /// How long the reply waits for parts that are not sent yet. After that time they are left out.
-const LAST: Duration = Duration::from_millis(250);
+const GRACE: Duration = Duration::from_millis(250);
 
 /// Resolves once the broker has answered all parts that were sent to it.
 pub(in crate::worker) type PartsAnswered = Shared<BoxFuture<'static, ()>>;
@@ -39,7 +39,7 @@ pub(in crate::worker) struct Parts {
     /// Publishes what is unsent, one part after the other. Resolves with true if the broker could not route the last.
     sending: Option<BoxFuture<'static, bool>>,
     not_before: Instant,
-    /// When the parts that are not sent yet are left out; none while the task is computed.
+    /// Until when the reply waits for parts that are not sent yet. None while the task is computed.
     last: Option<Instant>,
     is_unroutable: bool,
 }
@@ -82,6 +82,7 @@ impl Parts {
         })
     }
 
+    /// Returns whether the next part may be sent: none is being published, and the pause after the last is over.
     pub(in crate::worker) fn is_ready(&self) -> bool {
         self.sending.is_none() && self.not_before <= Instant::now()
     }
@@ -102,7 +103,7 @@ impl Parts {
             self.place.seq += 1;
         }
         drop(unsent);
-        self.not_before = Instant::now() + EVERY;
+        self.not_before = Instant::now() + INTERVAL;
         let (publisher, queue, unsent) = (self.publisher.clone(), self.queue.clone(), self.unsent.clone());
         let publish = async move {
             let mut is_unroutable = false;
@@ -122,18 +123,18 @@ impl Parts {
                 self.is_unroutable = sending.await;
                 self.sending = None;
                 if self.is_unroutable {
-                    self.not_before = Instant::now() + UNROUTABLE;
+                    self.not_before = Instant::now() + UNROUTABLE_PAUSE;
                 }
             }
             None => tokio::time::sleep_until(self.not_before).await,
         }
     }
 
-    /// Waits until all parts are sent, now that the task is computed; all such waits together take at most [`LAST`].
+    /// Waits until all parts are sent, now that the task is computed; all such waits together take at most [`GRACE`].
     /// Returns false if that time is over: parts that are not under way by then are left out, and no more should be
     /// written.
     pub(in crate::worker) async fn send_last(&mut self) -> bool {
-        let last = *self.last.get_or_insert_with(|| Instant::now() + LAST);
+        let last = *self.last.get_or_insert_with(|| Instant::now() + GRACE);
         let Some(sending) = &mut self.sending else { return true };
         let is_sent = timeout_at(last, sending).await.is_ok();
         if is_sent {
@@ -144,7 +145,8 @@ impl Parts {
         is_sent
     }
 
-    /// Called when no more parts follow. Those that are not sent in time are left out.
+    /// Ends the parts. Returns a future that resolves once the broker has answered all that were sent. Those that are
+    /// not sent in time are left out.
     pub(in crate::worker) fn finish(mut self) -> PartsAnswered {
         let answered = async move {
             if !self.send_last().await

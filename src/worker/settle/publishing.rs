@@ -1,5 +1,5 @@
 //! Publishes the messages of settled tasks. Decides how long to wait for a queue that does not accept a message, and
-//! when the broker counts as not having a message. Owns nothing.
+//! when it is certain that the broker does not have a message. Owns nothing.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ struct Attempts {
     is_out: AtomicBool,
     /// The broker has refused it at least once.
     was_refused: AtomicBool,
-    /// Tells the first refusal to who waits for the message.
+    /// Notifies whoever waits for the message of its first refusal.
     refusal: Notify,
 }
 
@@ -103,9 +103,9 @@ impl Settlement {
     }
 
     /// Waits until the time for this queue is over, or until too many tasks wait for such queues. Returns the result
-    /// that then counts for the message of `bytes` bytes. The message is entered into `stalled` at its first refusal, and
-    /// its queue into `breakers` after [`STALLED_AFTER`], until which it may be full or slow for a moment. Without a refusal,
-    /// both are entered then.
+    /// that then counts for the message of `bytes` bytes. The message is entered into `stalled` at its first refusal,
+    /// or after [`STALLED_AFTER`] without one. Its queue is entered into `breakers` after [`STALLED_AFTER`], or as soon
+    /// as the message must stop waiting: before that, the queue may be full or slow for a moment only.
     async fn wait_until_given_up(
         &self,
         to: To<'_>,
@@ -182,7 +182,9 @@ impl Settlement {
                 Published::Confirmed => return Ok(Sent::Confirmed),
                 Published::Unroutable => return Ok(Sent::Unroutable),
                 Published::Refused(message) => return Ok(Sent::Refused(message)),
-                Published::Nacked => "is it full?".to_owned(),
+                Published::Nacked => {
+                    "the broker did not accept the message (nack); the queue may be full".to_owned()
+                }
                 Published::Forbidden(message) => message,
             };
             attempts.is_out.store(false, Ordering::Relaxed);

@@ -22,7 +22,7 @@ struct StalledTasks {
 }
 
 impl Stalled {
-    /// `granted` as in [`Stalled::set_granted`].
+    /// Creates an empty list. [`Stalled::set_granted`] explains `granted`; `most_bytes` bounds the replies that wait.
     pub(in crate::worker) fn new(granted: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
         let stalled = Self(Mutex::new(StalledTasks { tasks: VecDeque::new(), most: 0, most_bytes }));

@@ -193,6 +193,7 @@ fn body(message: &Message) -> Value {
     serde_json::from_slice(&message.body).unwrap()
 }
 
+/// Runs a test that spawns local tasks. Panics if it does not end before `deadline`, in paused time.
 async fn here<T>(test: impl Future<Output = T>) -> T {
     let deadline = Duration::from_secs(100_000);
     LocalSet::new().run_until(tokio::time::timeout(deadline, test)).await.expect("it ends")

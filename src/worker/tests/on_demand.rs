@@ -147,7 +147,7 @@ fn statuses(replies: &[Message]) -> Vec<(&str, i64)> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_of_many_inputs_makes_few_of_them_ahead_and_its_reply_has_all_in_order() {
+async fn a_task_of_many_inputs_makes_few_ahead_and_its_reply_has_all_in_order() {
     here(async {
         let (rig, record) = start(|_| ());
         rig.memory.deliver([windows("a", 50)]);
@@ -248,7 +248,7 @@ async fn a_drain_hands_back_a_task_whose_inputs_are_not_all_made() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_bytes_of_all_inputs_that_wait_are_bounded_also_while_a_suspect_task_runs_alone() {
+async fn bytes_of_waiting_inputs_are_bounded_even_while_a_suspect_task_runs_alone() {
     here(async {
         let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
         let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
@@ -373,7 +373,7 @@ async fn a_streamed_task_that_is_handed_back_gets_its_parts_again_in_another_str
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_that_stops_reading_costs_no_part_that_is_written_for_nothing() {
+async fn only_the_first_part_is_written_for_a_reader_that_stops_reading() {
     here(async {
         let (rig, record) = start(|_| ());
         rig.memory.queue("stuck", Does::Nothing);

@@ -258,7 +258,7 @@ async fn a_full_queue_without_waiting_replies_is_probed_by_one_task_at_a_time() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusals_of_many_queues_free_their_places_within_a_second() {
+async fn tasks_of_many_refusing_queues_are_put_off_within_a_second() {
     here(async {
         let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
         rig.memory.grant(8);
@@ -291,7 +291,7 @@ async fn expired_tasks_with_a_full_reply_queue_free_their_places_at_once() {
         let past = [("expires", "2001-01-01T00:00:00Z")];
         rig.memory.deliver((0..20).map(|n| with_headers(to("full", &n.to_string()), &past)));
         let begun = tokio::time::Instant::now();
-        // Half of the granted places may wait, here for a second.
+        // The replies of half of the granted tasks may wait, here for one second.
         rig.memory.publishes(DEAD, 16).await;
         assert!(begun.elapsed() < Duration::from_millis(900), "{:?}", begun.elapsed());
         rig.memory.publishes(DEAD, 20).await;

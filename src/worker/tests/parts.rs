@@ -20,9 +20,9 @@ struct Watched {
 
 #[derive(Default)]
 struct Places {
-    /// The task of the runtime that stands for a reply thread.
+    /// The tokio task that stands for a reply thread.
     reply: Option<tokio::task::Id>,
-    /// The task of the runtime that wrote each part, and the part's number of pieces.
+    /// The tokio task that wrote each part, and the part's number of pieces.
     parts: Vec<(tokio::task::Id, usize)>,
 }
 

@@ -100,7 +100,7 @@ async fn tasks_of_a_thousand_inputs_let_the_tasks_behind_them_be_delivered() {
         assert!(quick < Duration::from_secs(3), "{quick:?}: the quick task is delivered after the slow ones");
         // Two windows take 10 ms, so that the tasks take 200 s in all.
         assert!(all < Duration::from_secs(215), "{all:?}: too much is computed twice");
-        // Each returns within a second, and then costs a token again.
+        // A put-off costs a token: the full bucket, 100 per second for a minute after the newcomer, and 5 per second.
         assert!(broker.put_off < 1_024 + 100 * 62 + 5 * 215, "{}", broker.put_off);
     })
     .await;
@@ -207,7 +207,7 @@ async fn a_worker_stops_at_a_sentinel_only_after_tasks_that_were_put_off() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn cancellations_that_name_no_task_do_not_postpone_the_review_of_places() {
+async fn cancellations_that_match_no_task_do_not_postpone_the_review_of_places() {
     here(async {
         let mut broker = Broker::new(Rig::start("script", |_| ()));
         let slow = json!({"prompt": 1, "max_tokens": 800, "step_ms": 50});

@@ -4,7 +4,8 @@
 //! nothing.
 //!
 //! There is no bias of the keys: it would add the same number to all scores of a query, which the softmax removes. The
-//! bias of the values is a constant after O, because the softmax weights sum to one; so it is part of the bias.
+//! bias of the values is a constant after O, because the softmax weights sum to one. The caller computes this constant
+//! with [`through`], and adds it to the bias.
 
 use std::cell::RefCell;
 use std::mem;
@@ -21,7 +22,7 @@ use crate::gemm::{
 use crate::positions::{PositionTerms, places};
 use text::{Heads, Text};
 
-/// The most queries of one text that are computed together.
+/// The most queries of one text in one part of the parallel work.
 const QUERIES: usize = 64;
 
 /// One layer's attention weights, packed for a CPU.
@@ -40,7 +41,7 @@ pub struct Attention {
 
 /// The projection to keys.
 enum Keys {
-    /// In f32, as the left matrix of the product, which so gives transposed keys.
+    /// In f32, as the left matrix of the product, so that the product gives transposed keys.
     Left(Rows),
     /// With fewer bits, as the right matrix. The keys are transposed after the product.
     Right(Matrix),
@@ -100,8 +101,8 @@ impl Attention {
     }
 }
 
-/// The product of a linear layer's weights `[width, vector's length]` with `vector`. With O and the bias of the values
-/// it is the constant that this bias adds after O.
+/// The product of a linear layer's weights `[width, vector's length]` with `vector`. For O and the bias of the values,
+/// this is the constant that the bias adds after O.
 pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
     let rows = weights.chunks_exact(vector.len());
     let sum = |row: &[f32]| row.iter().zip(vector).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
@@ -219,8 +220,9 @@ impl Batch<'_> {
     }
 }
 
-/// `to` `[columns, stride]` ← the transpose of the first columns of `rows`, which are `width` apart. Transposes some
-/// rows at a time, so that their cache lines stay in the first-level cache while column after column is read.
+/// `to` `[columns, stride]` ← the transpose of the first columns of `rows`, as many as `to` has. Rows are `width`
+/// numbers apart. Transposes some rows at a time, so that their cache lines stay in the first-level cache while column
+/// after column is read.
 fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
     const ROWS: usize = 16;
     for (index, rows) in rows.chunks(ROWS * width).enumerate() {
@@ -231,7 +233,7 @@ fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
     }
 }
 
-/// For each block of queries the rows of its text and the rows of the queries.
+/// Returns, for each block of queries, the rows of its text and the rows of the queries.
 fn parts(lengths: &[usize]) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
     let mut start = 0;
     lengths.iter().flat_map(move |n| {

@@ -1,6 +1,7 @@
-//! Attention for some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. For the scores a
-//! register holds one number of several keys, for the values several numbers of one value. Four queries are computed at
-//! a time, over two registers of columns, so that eight sums stay in registers during each inner loop.
+//! Attention for some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. For the scores, a
+//! register holds one number of each of several keys. For the values, it holds several numbers of one value. Four
+//! queries are computed at a time, over two registers of columns, so that eight sums stay in registers during each
+//! inner loop.
 
 use std::cell::RefCell;
 use std::ops::Range;

@@ -101,7 +101,7 @@ fn height(left: usize) -> usize {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: NumberFormat, packed: &mut ByteRows) {
-    let (groups, by_group) = (depth / GROUP, numbers.group());
+    let (groups, matrix_group) = (depth / GROUP, numbers.group());
     let mut rows = rows.chunks_exact(depth);
     packed.tiles.clear();
     packed.numbers.clear();
@@ -114,11 +114,11 @@ fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: NumberFormat, p
         let (first, scale, sum) = (packed.numbers.len(), packed.scales.len(), packed.sums.len());
         packed.numbers.resize(first + groups * STEPS * PARTS * height, 0);
         packed.scales.resize(scale + groups * height, 0.0);
-        packed.sums.resize(sum + depth / by_group * height, 0.0);
+        packed.sums.resize(sum + depth / matrix_group * height, 0.0);
         for (at, row) in rows.by_ref().take(taken).enumerate() {
             let places = packed.numbers[first..].chunks_exact_mut(STEPS * PARTS * height);
             let scales = packed.scales[scale..].chunks_exact_mut(height);
-            let sums = packed.sums[sum..].chunks_exact_mut(GROUP / by_group * height);
+            let sums = packed.sums[sum..].chunks_exact_mut(GROUP / matrix_group * height);
             for (((group, steps), scale), sums) in
                 row.as_chunks::<GROUP>().0.iter().zip(places).zip(scales).zip(sums)
             {
@@ -128,7 +128,7 @@ fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: NumberFormat, p
                     step[at] = *word;
                 }
                 scale[at] = own;
-                if by_group == GROUP {
+                if matrix_group == GROUP {
                     sums[at] = (a + b) as f32 * own;
                 } else {
                     (sums[at], sums[height + at]) = (a as f32 * own, b as f32 * own);
@@ -189,8 +189,8 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
     Rounded { words, scale: if is_finite { most / largest } else { f32::NAN }, totals }
 }
 
-/// Multiplies all tiles by some panels. The matrix has `WORDS` words for the numbers of a group, which are of 4 or 8
-/// bits.
+/// Multiplies all tiles by some panels. A group of the matrix has `WORDS` words of numbers, of 4 bits if `BITS4` and
+/// otherwise of 8.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
     packed: &ByteRows,
@@ -234,7 +234,8 @@ struct Tile<'a> {
     sums: &'a [f32],
 }
 
-/// Multiplies a tile of rows by a panel, `WIDTH` registers at a time.
+/// Multiplies a tile of rows by a panel, `WIDTH` registers at a time. Writes the results to `out` `[rows, stride]` from
+/// `column` on, and drops columns beyond the stride.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
 fn across<
@@ -267,7 +268,8 @@ fn across<
     }
 }
 
-/// The products of `HEIGHT` rows with `WIDTH` registers of columns, over the whole depth.
+/// The products of `HEIGHT` rows with `WIDTH` registers of columns, from register `part` of the panel on, over the
+/// whole depth.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
 fn sums<
@@ -283,8 +285,8 @@ fn sums<
 ) -> [[__m512; WIDTH]; HEIGHT] {
     let low = _mm512_set1_epi32(0x0f0f_0f0f);
     let mut results = [[_mm512_setzero_ps(); WIDTH]; HEIGHT];
-    // Two groups of 16 numbers of the matrix share one scale of the rows.
     let steps = if BITS4 { 2 * WORDS } else { WORDS };
+    // Two groups of 16 numbers of the matrix share one scale of the rows.
     let groups_per_scale = STEPS / steps;
     let own = tile.numbers.chunks_exact(steps * PARTS * HEIGHT);
     let groups = panel.chunks_exact((WORDS + 2) * PANEL_REGISTERS).zip(own);

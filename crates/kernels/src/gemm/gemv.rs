@@ -1,5 +1,5 @@
 //! The product of one row (GEMV) or a few rows with a [`Matrix`](super::matrix::Matrix), whose numbers are unpacked to
-//! f32 in registers. Reading the weights takes most of the time, and they are smaller than f32.
+//! f32 in registers. Reading the weights takes most of the time, and packed weights have fewer bytes than f32.
 
 use std::cell::RefCell;
 
@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
 use super::number_format::{NumberFormat, PANEL};
-use super::size::{ROWS_OF_32, Tile as Height};
+use super::size::{ROWS_OF_32, Tile as TileSize};
 use super::tile::store;
 
 /// The rows of the highest tile; it needs 32 registers.
@@ -50,7 +50,7 @@ pub fn multiply_few_rows(few: FewRows<'_>) {
         // A tile of 16 rows takes as long as 12 rows in tiles of 4, so it pays from 9 rows on.
         let height = match left {
             1 => 1,
-            9.. if Height::of_this_cpu().rows == ROWS_OF_32 => MOST_ROWS,
+            9.. if TileSize::of_this_cpu().rows == ROWS_OF_32 => MOST_ROWS,
             _ => SOME_ROWS,
         };
         let taken = left.min(height);
@@ -99,6 +99,7 @@ impl WithSimd for Tile<'_> {
 }
 
 impl Tile<'_> {
+    /// Multiplies the tile by all panels, whose numbers are packed as `C` says.
     #[inline(always)]
     fn coded<S: Simd, C: Coding>(self, simd: S) {
         match self.height {
@@ -109,7 +110,7 @@ impl Tile<'_> {
         }
     }
 
-    /// `WIDTH` registers of columns at a time.
+    /// Multiplies the tile by all panels, `WIDTH` registers of columns at a time.
     #[inline(always)]
     fn multiply<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(self, simd: S) {
         let rows = self.rows.as_chunks::<HEIGHT>().0;
@@ -130,7 +131,8 @@ impl Tile<'_> {
     }
 }
 
-/// The products of `HEIGHT` rows with `WIDTH` registers of columns, over the whole depth.
+/// The products of `HEIGHT` rows with part number `part` of a panel, which is `WIDTH` registers wide, over the whole
+/// depth.
 #[inline(always)]
 fn sums<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(
     simd: S,

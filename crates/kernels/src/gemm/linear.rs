@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_keeps_its_extremes_and_numbers_that_are_not_finite() {
+    fn a_group_keeps_its_extremes_and_is_nan_if_a_number_is_not_finite() {
         let numbers: Vec<f32> = (0..32).map(|n| n as f32 - 9.5).collect();
         let Group { scale, offset, q } = quantised(&numbers, 255);
         for (q, number) in q.iter().zip(&numbers) {

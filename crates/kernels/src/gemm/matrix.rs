@@ -1,8 +1,9 @@
 //! The right matrix of a product in the number format of its file: f32, bf16, or quantised numbers of 4 or 8 bits with
 //! a scale and an offset for each group. Owns the packed numbers, which can be a part of a mapped file.
 //!
-//! A result is the sum over the depth in order, of each number as f32. So it is the same for one row and for a
-//! thousand, and for any number of threads that share the work.
+//! A result is a sum over the depth in order: of products in f32, or of the sums of groups if the rows are quantised
+//! too (see `bytes`). So it is the same for one row and for a thousand, and for any number of threads that share the
+//! work.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -136,8 +137,8 @@ impl Matrix {
         })
     }
 
-    /// `word` returns a word of a column; its arguments are the column, the group's index, and the word's index in the
-    /// group.
+    /// Packs the words that `word` returns. Its arguments are the column, the group's index, and the word's index in
+    /// the group.
     fn pack(
         numbers: NumberFormat,
         [depth, width]: [usize; 2],
@@ -160,7 +161,7 @@ impl Matrix {
         whole.then_some(Self { numbers, depth, width, words, rows: RowNumbers::F32 })
     }
 
-    /// From now on converts rows to this format before they are multiplied. Has no effect on a matrix that is not
+    /// Sets the format to which rows are converted before they are multiplied. Has no effect on a matrix that is not
     /// quantised, or whose depth is not a multiple of 32. Formats other than f32 require that the CPU
     /// [`may_use_vnni`](crate::may_use_vnni).
     #[must_use]
@@ -378,7 +379,7 @@ impl<'a> Left<'a> {
     }
 }
 
-/// From this product of words and rows on, several threads are faster than one: about 5 µs of work.
+/// From this many words times rows on, several threads are faster than one: about 5 µs of work.
 const WORTH_SHARING: usize = 1 << 15;
 /// Above this number of rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
 const MANY: usize = 2 * MOST_ROWS;

@@ -4,7 +4,7 @@ use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
 
-/// The adjacent numbers of a row in a tile: a run. It is one cache line, and is copied as a whole.
+/// Numbers in a run: the adjacent numbers of a row in a tile. A run is one cache line, and is copied as a whole.
 pub const RUN: usize = 16;
 
 /// Registers for one row of a tile.

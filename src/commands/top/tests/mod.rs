@@ -1,4 +1,4 @@
-//! Tests of the live view, with slots from two polls of the fleet.
+//! Tests of the live view, with made-up snapshots of the fleet.
 
 mod pages;
 mod state;

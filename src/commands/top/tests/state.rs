@@ -1,4 +1,4 @@
-//! Tests of staleness, sort order, selection and keys, without a terminal.
+//! Tests of staleness, sort order, selection, keys and the widths of columns, without a terminal.
 
 use std::time::{Duration, Instant};
 

@@ -101,9 +101,10 @@ struct Rope {
 /// Why a configuration is refused: a property is not supported or impossible.
 type Refusal = String;
 
-/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow.
-/// Until a tensor shows that a size is wrong, what is made from it takes about 100 MB at most.
+/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow. At
+/// most about 100 MB are allocated before the shape of a tensor reveals a wrong size.
 const MAX_LAYERS: usize = 1 << 16;
+/// Also the largest width of a head.
 const MAX_HEADS: usize = 1 << 16;
 const MAX_WIDTH: usize = 1 << 24;
 const MAX_VOCABULARY: usize = 1 << 22;
@@ -212,7 +213,7 @@ impl DecoderConfig {
             ("the number of heads", heads, MAX_HEADS),
             ("the number of heads of keys", kv_heads, MAX_HEADS),
             ("the width", hidden, MAX_WIDTH),
-            ("the width of the feed-forward half", self.inner, MAX_WIDTH),
+            ("the width of the feed-forward sublayer", self.inner, MAX_WIDTH),
             ("the vocabulary", self.vocabulary, MAX_VOCABULARY),
             ("the context", self.context, MAX_CONTEXT),
         ] {
@@ -256,11 +257,11 @@ impl Rope {
             return Err("rope scaling llama3 lacks one of its four numbers".to_owned());
         };
         for frequency in frequencies {
-            let length = 2.0 * PI / *frequency;
-            if length > original / low {
+            let wavelength = 2.0 * PI / *frequency;
+            if wavelength > original / low {
                 *frequency /= factor;
-            } else if length >= original / high {
-                let share = (original / length - low) / (high - low);
+            } else if wavelength >= original / high {
+                let share = (original / wavelength - low) / (high - low);
                 *frequency = (1.0 - share) * *frequency / factor + share * *frequency;
             }
         }
@@ -290,7 +291,7 @@ mod tests {
         assert_eq!(read(&[]).unwrap().frequencies.len(), 8);
         for (name, message) in [
             ("hidden_size", "head_dim is"),
-            ("intermediate_size", "the width of the feed-forward half is"),
+            ("intermediate_size", "the width of the feed-forward sublayer is"),
             ("num_hidden_layers", "the number of layers is"),
             ("num_attention_heads", "the number of heads is"),
             ("num_key_value_heads", "the number of heads of keys is"),

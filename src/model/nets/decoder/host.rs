@@ -1,5 +1,5 @@
 //! A decoder on a CPU. One pass computes some tokens of any sequences; each row has its own position. Owns the weights.
-//! All steps but attention treat each row by itself, and attention treats each token by itself, so that a token's
+//! All operations but attention treat each row by itself, and attention treats each token by itself, so that a token's
 //! results do not depend on what else is in the step.
 
 use super::Weights;
@@ -7,7 +7,7 @@ use super::config::DecoderConfig;
 use crate::model::LoadError;
 use crate::model::ops::causal::{Span, attend};
 use crate::model::ops::kv::KvBlocks;
-use crate::model::ops::{Matrix, Rotary, gate, multiply_together, norm_by_squares};
+use crate::model::ops::{Matrix, Rotary, gate, multiply_together, rms_norm};
 
 /// The weights of a decoder.
 pub struct Decoder {
@@ -166,7 +166,7 @@ impl Decoder {
         let mut last = Vec::with_capacity(wanted.len() * hidden);
         wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
         let mut normed = vec![0.0; last.len()];
-        norm_by_squares(&last, &self.norm, self.config.eps, &mut normed);
+        rms_norm(&last, &self.norm, self.config.eps, &mut normed);
         self.head.as_ref().unwrap_or(&self.token_embeddings).multiply(&normed, logits);
         self.buffers = buffers;
     }
@@ -184,7 +184,7 @@ impl Decoder {
         let Buffers { x, normed, qkv, attended, product, .. } = buffers;
         let rows = x.len() / hidden;
         normed.resize(x.len(), 0.0);
-        norm_by_squares(x, &layer.norm, eps, normed);
+        rms_norm(x, &layer.norm, eps, normed);
         for (part, matrix) in qkv.iter_mut().zip(&layer.qkv) {
             part.resize(rows * matrix.width(), 0.0);
         }
@@ -197,7 +197,7 @@ impl Decoder {
         if let Some(norms) = &layer.head_norms {
             for (part, norm) in qkv.iter_mut().zip(norms) {
                 let given = part.clone();
-                norm_by_squares(&given, norm, eps, part);
+                rms_norm(&given, norm, eps, part);
             }
         }
         let [queries, keys, values] = qkv;
@@ -228,7 +228,7 @@ impl Decoder {
         let DecoderConfig { hidden, inner, eps, .. } = self.config;
         let Buffers { x, normed, product, gate: gates, up, .. } = buffers;
         let rows = x.len() / hidden;
-        norm_by_squares(x, &layer.inner_norm, eps, normed);
+        rms_norm(x, &layer.inner_norm, eps, normed);
         gates.resize(rows * inner, 0.0);
         up.resize(rows * inner, 0.0);
         multiply_together([&layer.gate, &layer.up], normed, [gates, up]);

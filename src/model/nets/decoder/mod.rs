@@ -24,7 +24,7 @@ use crate::model::ops::{Matrix, RowNumbers};
 
 /// A decoder with the keys and values of its sequences.
 pub enum WithBlocks {
-    /// On the host, with results that are equal to the bit in any batch.
+    /// On the host. Results are equal to the bit, whatever else is in the batch.
     Host(Box<Decoder>, KvBlocks),
     /// On any device, by candle's operations.
     Device(DeviceDecoder),
@@ -65,7 +65,7 @@ pub struct Weights {
     family: Family,
     /// The cache of packed matrices, if there is one.
     packed_cache: Option<PackedCache>,
-    /// The type to which rows are converted before they are multiplied with matrices of whole numbers.
+    /// The type to which rows are converted before they are multiplied with quantised matrices.
     rows: RowNumbers,
 }
 
@@ -84,15 +84,15 @@ pub struct Parts {
     pub biases: Option<[&'static str; 3]>,
     /// The norms of heads of queries and keys, where the architecture has them.
     pub head_norms: Option<[&'static str; 2]>,
-    /// O.
+    /// The output matrix of attention, O.
     pub out: &'static str,
     /// The norm before the feed-forward sublayer.
     pub inner_norm: &'static str,
-    /// G.
+    /// The gate of the feed-forward sublayer, G.
     pub gate: &'static str,
-    /// U.
+    /// Its up projection, U.
     pub up: &'static str,
-    /// D.
+    /// Its down projection, D.
     pub down: &'static str,
 }
 
@@ -178,10 +178,10 @@ impl Weights {
     }
 
     fn vector(&self, layer: usize, part: &str, length: usize) -> Result<Vec<f32>, LoadError> {
-        self.whole_vector(&self.layer(layer, part), length)
+        self.vector_by_name(&self.layer(layer, part), length)
     }
 
-    fn whole_vector(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+    fn vector_by_name(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
         match &self.files {
             Files::Safetensors(tensors) => tensors.values(&format!("{}{name}", tensors.prefix()), &[length]),
             Files::Gguf(gguf) => gguf.vector(name, length),
@@ -190,7 +190,7 @@ impl Weights {
 
     /// The matrix `[depth, width]` of a linear layer.
     fn matrix(&self, layer: usize, part: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.whole_matrix(&self.layer(layer, part), shape, |column| column)
+        self.matrix_by_name(&self.layer(layer, part), shape, |column| column)
     }
 
     /// The matrix of queries or keys, whose heads are rotated in pairs of numbers. In GGUF files of Llama the two
@@ -203,15 +203,15 @@ impl Weights {
         heads: usize,
     ) -> Result<Matrix, LoadError> {
         let width = shape[1] / heads;
-        let is_paired = matches!(self.files, Files::Gguf(_)) && self.family == Family::Llama;
-        self.whole_matrix(&self.layer(layer, part), shape, |column| {
+        let is_interleaved = matches!(self.files, Files::Gguf(_)) && self.family == Family::Llama;
+        self.matrix_by_name(&self.layer(layer, part), shape, |column| {
             let (head, number) = (column / width, column % width);
             let paired = number % (width / 2) * 2 + number / (width / 2);
-            if is_paired { head * width + paired } else { column }
+            if is_interleaved { head * width + paired } else { column }
         })
     }
 
-    fn whole_matrix(
+    fn matrix_by_name(
         &self,
         name: &str,
         [depth, width]: [usize; 2],
@@ -229,12 +229,12 @@ impl Weights {
 
     /// The token embeddings `[hidden, vocabulary]`.
     fn token_embeddings(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.whole_matrix(self.token_embeddings_name(), shape, |column| column)
+        self.matrix_by_name(self.token_embeddings_name(), shape, |column| column)
     }
 
     /// The last layer.
     fn head(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.whole_matrix(self.head_name(), shape, |column| column)
+        self.matrix_by_name(self.head_name(), shape, |column| column)
     }
 
     fn token_embeddings_name(&self) -> &'static str {
@@ -252,7 +252,7 @@ impl Weights {
     }
 
     fn last_norm(&self, hidden: usize) -> Result<Vec<f32>, LoadError> {
-        self.whole_vector(
+        self.vector_by_name(
             match self.files {
                 Files::Safetensors(_) => "norm.weight",
                 Files::Gguf(_) => "output_norm.weight",

@@ -1,31 +1,28 @@
 //! A decoder by candle's operations, for any device and precision. One pass computes some tokens of any sequences; each
 //! row has its own position. Decides which rows share a product of attention. Owns the weights, and the keys and values
-//! of all blocks, on the device. Numbers between products of weights are f32; attention is computed in f32.
+//! of all blocks, on the device. Between the products with weights, numbers are f32; attention is computed in f32.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
 //! may sum in another order, so equality to the bit is not guaranteed.
 //!
 //! Every operation here has a kernel in candle-kernels for f32 and, where weights or keys pass through it, for f16 and
-//! bf16. No operation counts more than [`MAX_NUMBERS`] numbers.
-
-use std::ops::Range;
+//! bf16. No operation takes or makes a tensor of more than [`MAX_NUMBERS`] numbers.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::ops::{rms_norm, softmax_last_dim};
+use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope;
 
 use super::config::DecoderConfig;
 use super::{Weights, host};
+use crate::model::nets::cached_attention::{Group, Packed, indices, linear, slot};
 use crate::model::nets::{fitness, uniform};
 use crate::model::ops::causal::Span;
-use crate::model::ops::kv::{BLOCK, CachePosition, KvNumbers};
+use crate::model::ops::kv::{BLOCK, KvNumbers};
 use crate::model::ops::{Matrix, Rotary, turns};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 /// Candle's kernels count the numbers of a tensor in 32 bits (candle-kernels, indexing.cu).
 const MAX_NUMBERS: usize = u32::MAX as usize;
-/// The most numbers of keys, and of scores, that are computed at once: 256 MiB in f32. A single token may have more.
-const MAX_AT_ONCE: usize = 1 << 26;
 /// Tokens of the known prompt by which a device is compared with a CPU.
 const KNOWN_TOKENS: usize = 40;
 /// The number of layers that are compared.
@@ -83,18 +80,6 @@ struct Step {
     /// Cosines and sines of the rotation at the rows' positions.
     turns: [Tensor; 2],
     groups: Vec<Group>,
-}
-
-/// Rows that are attended together: either one token of each of some sequences, or some tokens of one.
-struct Group {
-    rows: Range<usize>,
-    sequences: usize,
-    /// The number of keys of each sequence: that of the longest one.
-    keys: usize,
-    /// The slots of the keys: `[sequences·keys]`.
-    slots: Tensor,
-    /// 0 for a key that a row attends to, −∞ for others: `[1, sequences, rows of each, keys]`.
-    mask: Tensor,
 }
 
 impl DeviceDecoder {
@@ -208,7 +193,8 @@ impl DeviceDecoder {
         let packed = Packed::new(spans, self.config.heads, self.config.kv_heads * self.config.head_width);
         let step = self.step(&packed)?;
         let ids: Vec<u32> = packed.order.iter().map(|row| ids[*row]).collect();
-        let mut x = self.token_embeddings.index_select(&self.indices(ids)?, 0)?.to_dtype(DType::F32)?;
+        let mut x =
+            self.token_embeddings.index_select(&indices(ids, &self.device)?, 0)?.to_dtype(DType::F32)?;
         for layer in layers {
             x = (&x + self.attention(layer, &x, &step)?)?;
             let normed = rms_norm(&x, &layer.inner_norm, eps)?;
@@ -221,13 +207,8 @@ impl DeviceDecoder {
         let mut packed_rows = vec![0; packed.order.len()];
         (0..).zip(&packed.order).for_each(|(at, row)| packed_rows[*row] = at);
         let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
-        let last = rms_norm(&x.index_select(&self.indices(wanted)?, 0)?, &self.norm, eps)?;
+        let last = rms_norm(&x.index_select(&indices(wanted, &self.device)?, 0)?, &self.norm, eps)?;
         linear(&last, &self.head)?.flatten_all()?.to_vec1()
-    }
-
-    fn indices(&self, indices: Vec<u32>) -> Result<Tensor> {
-        let count = indices.len();
-        Tensor::from_vec(indices, count, &self.device)
     }
 
     /// Copies the plan of a step to the device.
@@ -236,30 +217,12 @@ impl DeviceDecoder {
         let slots = packed.rows.iter().map(|(span, position)| slot(span, *position)).collect();
         let positions: Vec<usize> = packed.rows.iter().map(|(_, position)| *position).collect();
         let shape = (kv_heads, positions.len(), head_width);
+        let group = |group| Group::new(packed, group, self.padding_slot, &self.device);
         Ok(Step {
-            slots: self.indices(slots)?.reshape((1, (), 1))?.broadcast_as(shape)?.contiguous()?,
+            slots: indices(slots, &self.device)?.reshape((1, (), 1))?.broadcast_as(shape)?.contiguous()?,
             turns: turns(&self.rotary, &positions, &self.device)?,
-            groups: packed.groups.iter().map(|group| self.group(packed, group)).collect::<Result<_>>()?,
+            groups: packed.groups.iter().map(group).collect::<Result<_>>()?,
         })
-    }
-
-    fn group(&self, packed: &Packed<'_>, group: &PackedGroup) -> Result<Group> {
-        let PackedGroup { rows, sequences } = group;
-        let own = &packed.rows[rows.clone()];
-        let keys = own.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
-        let mut slots = Vec::with_capacity(sequences * keys);
-        for (span, position) in &own[own.len() - sequences..] {
-            slots.extend((0..=*position).map(|key| slot(span, key)));
-            slots.resize(slots.len().next_multiple_of(keys), self.padding_slot);
-        }
-        let mask = |(_, position): &(&Span<'_>, usize)| {
-            let position = *position;
-            (0..keys).map(move |key| if key <= position { 0.0 } else { f32::NEG_INFINITY })
-        };
-        let mask: Vec<f32> = own.iter().flat_map(mask).collect();
-        let shape = (1, *sequences, own.len() / sequences, keys);
-        let mask = Tensor::from_vec(mask, shape, &self.device)?;
-        Ok(Group { rows: rows.clone(), sequences: *sequences, keys, slots: self.indices(slots)?, mask })
     }
 
     /// attention(norm(x))·O.
@@ -289,100 +252,6 @@ impl DeviceDecoder {
         let attended: Vec<Tensor> =
             step.groups.iter().map(|group| group.attend(&queries, &layer.held)).collect::<Result<_>>()?;
         linear(&Tensor::cat(&attended, 0)?.reshape((rows, heads * head_width))?, &layer.out)
-    }
-}
-
-impl Group {
-    /// softmax(Q·Kᵀ)·V of these rows of `queries` `[kv_heads, shared, all rows, head_width]`, which are scaled.
-    /// Returns `[rows, kv_heads, shared, head_width]`.
-    fn attend(&self, queries: &Tensor, [keys, values]: &[Tensor; 2]) -> Result<Tensor> {
-        let (heads, shared, _, width) = queries.dims4()?;
-        let rows = self.rows.len();
-        let own = queries.narrow(2, self.rows.start, rows)?;
-        // Queries that attend to the same keys are made adjacent: the heads of a token, or the tokens of a sequence.
-        let is_mixed = self.sequences > 1;
-        let (own, [a, b]) = match is_mixed {
-            true => (own.transpose(1, 2)?, [rows, shared]),
-            false => (own, [shared, rows]),
-        };
-        let each = shared * rows / self.sequences;
-        let held = |all: &Tensor| {
-            let own = all.index_select(&self.slots, 1)?;
-            own.reshape((heads, self.sequences, self.keys, width))?.to_dtype(DType::F32)
-        };
-        let own = own.contiguous()?.reshape((heads, self.sequences, each, width))?;
-        let scores = own.matmul(&held(keys)?.t()?)?.reshape((heads, a, b, self.keys))?;
-        // The weights and the values of padding are exactly 0, whatever the blocks hold.
-        let weights = softmax_last_dim(&scores.broadcast_add(&self.mask)?)?;
-        let weights = weights.reshape((heads, self.sequences, each, self.keys))?;
-        let attended = weights.matmul(&held(values)?)?.reshape((heads, a, b, width))?;
-        if is_mixed { attended.permute((1, 0, 2, 3)) } else { attended.permute((2, 0, 1, 3)) }
-    }
-}
-
-/// `x` `[rows, depth]` in f32 times the transposed `matrix` `[width, depth]`, multiplied in the matrix's precision.
-fn linear(x: &Tensor, matrix: &Tensor) -> Result<Tensor> {
-    x.to_dtype(matrix.dtype())?.matmul(&matrix.t()?)?.to_dtype(DType::F32)
-}
-
-/// The slot of the token at `position` of a sequence, among the slots of all blocks.
-fn slot(span: &Span<'_>, position: usize) -> u32 {
-    let CachePosition { block, offset } = span.cache_position(position);
-    block * BLOCK as u32 + offset as u32
-}
-
-/// The rows of a step in the order of their groups.
-struct Packed<'a> {
-    /// For each packed row, its row in the order of `spans`.
-    order: Vec<usize>,
-    /// The span of each packed row, and its position in its sequence.
-    rows: Vec<(&'a Span<'a>, usize)>,
-    groups: Vec<PackedGroup>,
-}
-
-/// Packed rows whose keys are read together.
-struct PackedGroup {
-    rows: Range<usize>,
-    /// The number of their sequences.
-    sequences: usize,
-}
-
-impl<'a> Packed<'a> {
-    /// Groups the rows. Spans of one token come first, the shortest sequences first; sequences of similar lengths are
-    /// padded to the longest of them. The longer spans follow, in parts. `heads` is the number of heads of queries, and
-    /// `narrow` the number of numbers in a token's key.
-    fn new(spans: &'a [Span<'a>], heads: usize, narrow: usize) -> Self {
-        let starts = spans.iter().scan(0, |next, span| Some(std::mem::replace(next, *next + span.count)));
-        let (mut singles, longer): (Vec<_>, Vec<_>) =
-            spans.iter().zip(starts).partition(|(span, _)| span.count == 1);
-        singles.sort_by_key(|(span, _)| span.first);
-        let mut packed = Self { order: Vec::new(), rows: Vec::new(), groups: Vec::new() };
-        for (span, start) in singles {
-            let at = packed.take(span, start, 0..1);
-            let fits = |group: &&mut PackedGroup| {
-                (group.rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MAX_AT_ONCE
-            };
-            match packed.groups.last_mut().filter(fits) {
-                Some(group) => (group.rows.end, group.sequences) = (at.end, group.sequences + 1),
-                None => packed.groups.push(PackedGroup { rows: at, sequences: 1 }),
-            }
-        }
-        for (span, start) in longer {
-            let most = (MAX_AT_ONCE / ((span.first + span.count) * heads)).max(1);
-            for first in (0..span.count).step_by(most) {
-                let at = packed.take(span, start, first..span.count.min(first + most));
-                packed.groups.push(PackedGroup { rows: at, sequences: 1 });
-            }
-        }
-        packed
-    }
-
-    /// Appends some tokens of a span whose first row is `start`.
-    fn take(&mut self, span: &'a Span<'a>, start: usize, tokens: Range<usize>) -> Range<usize> {
-        let begin = self.rows.len();
-        self.order.extend(tokens.clone().map(|token| start + token));
-        self.rows.extend(tokens.map(|token| (span, span.first + token)));
-        begin..self.rows.len()
     }
 }
 
@@ -524,8 +393,8 @@ mod tests {
             self.prompts.iter().map(|ids| free.split_off(free.len() - ids.len().div_ceil(BLOCK))).collect()
         }
 
-        /// Feeds all prompts together, each in chunks of its own size, from the `first` token on. Returns the logits
-        /// after each.
+        /// Feeds all prompts together, each in chunks of its own size, from the token `first` on, or from its beginning
+        /// if it is not longer than that. Returns the logits after each prompt.
         fn fed(
             &self,
             decoder: &mut DeviceDecoder,

@@ -1,5 +1,5 @@
-//! Reads the network's `config.json`: architecture and sizes. Decides which properties are supported, and refuses
-//! those whose numbers would differ from the published model.
+//! Reads the network's `config.json`: architecture and sizes. Decides which properties are supported. Refuses those
+//! with which the results would differ from those of the published model.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -66,8 +66,8 @@ impl Family {
     }
 }
 
-/// The largest sizes that are accepted, far above those of any model. The shapes of tensors do not check all of them,
-/// and memory is allocated for some.
+/// The largest sizes that are accepted, far above those of any model. Some sizes are not confirmed by the shape of any
+/// tensor, and some determine how much memory is allocated.
 const MAX_LAYERS: usize = 1 << 12;
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_POSITIONS: usize = 1 << 17;
@@ -83,19 +83,19 @@ pub struct NetworkConfig {
     pub layers: usize,
     /// Heads in a block.
     pub heads: usize,
-    /// Width between the two products of a feed-forward sublayer.
+    /// The inner width of a feed-forward sublayer.
     pub inner: usize,
     /// Number of token ids.
     pub vocabulary: usize,
     /// The number of position embeddings; without them, the most tokens of a text.
     pub positions: usize,
-    /// RoBERTa's padding id; its positions start after this number.
+    /// The padding id, for families whose positions start after this number.
     pub padding: Option<u32>,
     /// The number of token type embeddings; 0 if there are none.
     pub token_types: usize,
     /// Added to the variance in LayerNorm.
     pub eps: f32,
-    /// The function between the two products of a feed-forward sublayer.
+    /// The activation of a feed-forward sublayer.
     pub activation: Activation,
     /// The positional terms of each layer.
     pub position_terms: Vec<LayerPositionTerms>,
@@ -112,7 +112,7 @@ pub struct LayerPositionTerms {
     pub window: Option<usize>,
 }
 
-/// `config.json`, with its path for errors.
+/// `config.json`, with the model's files and name for errors.
 struct Written<'a> {
     fields: Map<String, Value>,
     files: &'a ModelFiles,
@@ -169,12 +169,13 @@ impl NetworkConfig {
             return Err(written.refused(format!("model_type is {kind:?}; supported are {known}")));
         };
         written.only("is_decoder", &false.into())?;
-        // Nomic's config has the names of GPT-2, and the usual names with other meanings. The number of layers is
-        // checked first, since a list with an entry for each layer is made at once.
+        // The number of layers is checked before the rest, since the next step allocates a list with an entry for each
+        // layer.
         let layers: Option<usize> = written.optional(&["num_hidden_layers", "n_layers", "n_layer"])?;
         if let Some(layers) = layers.filter(|layers| *layers > MAX_LAYERS) {
             return Err(written.fault(format!("it has {layers} layers; at most {MAX_LAYERS} are read")));
         }
+        // Nomic's config uses GPT-2's names, and gives other meanings to the usual names.
         let config = if family == Family::Nomic { nomic(&written) } else { usual(&written, family) }?;
         config.check().map_err(|reason| written.fault(reason))?;
         Ok(config)
@@ -189,7 +190,7 @@ impl NetworkConfig {
         let Self { hidden, heads, positions, .. } = *self;
         for (name, size, most) in [
             ("the width", hidden, MAX_WIDTH),
-            ("the width of the feed-forward half", self.inner, MAX_WIDTH),
+            ("the width of the feed-forward sublayer", self.inner, MAX_WIDTH),
             ("max_position_embeddings", positions, MAX_POSITIONS),
         ] {
             if size > most {
@@ -257,8 +258,8 @@ fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadErr
     })
 }
 
-/// ModernBERT's layers, from a configuration of transformers 4 or 5. One layer of every `global_attn_every_n_layers`
-/// attends to the whole text, the others to a window.
+/// Returns ModernBERT's layers, from a file written by version 4 or 5 of the transformers library. One layer of every
+/// `global_attn_every_n_layers` attends to the whole text, the others to a window.
 fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerPositionTerms>, LoadError> {
     let every = written.optional(&["global_attn_every_n_layers"])?.unwrap_or(3_usize).max(1);
     let kinds: Option<Vec<String>> = written.optional(&["layer_types"])?;

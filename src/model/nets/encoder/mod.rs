@@ -1,4 +1,4 @@
-//! Encoders of BERT's family, which compute a vector or a number for each label from each text. Owns the loaded
+//! Encoders of BERT's family. From each text they compute a vector, or a number for each label. Owns the loaded
 //! network; does not know where texts come from or how they are batched.
 //!
 //! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any lengths can be in
@@ -84,7 +84,7 @@ impl TextNetwork {
         Ok(network)
     }
 
-    /// The outputs of texts with these pooled vectors. `lengths` are their numbers of tokens.
+    /// Computes the outputs of texts from their pooled vectors. `lengths` are the numbers of tokens of the texts.
     fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
         let outputs = match &self.head {
             None => vectors,
@@ -98,7 +98,7 @@ impl TextNetwork {
 pub enum Pending {
     /// Already computed.
     Outputs(Vec<Result<Vec<f32>, TaskError>>),
-    /// Submitted to the device, with the tokens of each text.
+    /// Submitted to the device, with the number of tokens of each text.
     #[cfg(feature = "cuda")]
     OnGpu(on_gpu::Submitted, Vec<usize>),
 }

@@ -52,7 +52,8 @@ enum Counting {
     None,
     /// From 0.
     FromZero,
-    /// From the number after this padding id. Tokens with that id, which a text can contain, are not counted.
+    /// From the number after this padding id. Tokens with that id, which a text can contain, get the id itself as their
+    /// position, and are not counted.
     AfterPadding(u32),
 }
 
@@ -74,10 +75,10 @@ enum Qkv {
     Joined(&'static str),
 }
 
-/// The matrix of a feed-forward sublayer that the activation follows, and its gate.
+/// The matrices by which a feed-forward sublayer multiplies its input: the one before the activation, and the gate.
 enum InputMatrices {
     Plain(&'static str),
-    /// Two matrices: the one that the activation follows, and the gate.
+    /// Two matrices: the one before the activation, then the gate.
     Gated([&'static str; 2]),
     /// Both in one matrix, in the same order.
     Joined(&'static str),

@@ -61,8 +61,8 @@ struct Kind {
 }
 
 impl ImageNetwork {
-    /// Loads a network for images with these sides and so many labels, and compares its results on its device with
-    /// those of a CPU.
+    /// Loads a network for images with these sides and for this number of labels, and compares its results on its
+    /// device with those of a CPU.
     ///
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, for a size the network cannot have, and for a device
@@ -148,6 +148,7 @@ enum NetError {
 }
 
 impl NetError {
+    /// Makes the [`LoadError`]. `refused` converts the reason of a refusal.
     fn or(self, refused: impl FnOnce(String) -> LoadError) -> LoadError {
         match self {
             Self::Load(error) => error,
@@ -227,7 +228,7 @@ struct Normed<'a> {
 }
 
 impl Normed<'_> {
-    /// One convolution that does both: the norm's constants are multiplied into the weights, in f64.
+    /// Reads both as one convolution. The constants of the norm are folded into the weights and the bias, in f64.
     fn load(&self) -> Loaded<Convolution> {
         let (weights, out) = (self.weights, self.shape[0]);
         let full = |name: &str| format!("{}{name}", weights.prefix());

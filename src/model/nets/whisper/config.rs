@@ -12,7 +12,7 @@ pub const MODEL_TYPE: &str = "whisper";
 pub const POSITIONS: usize = FRAMES / 2;
 
 /// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow, and
-/// until a tensor shows that a size is wrong, what is made from it takes a few megabytes.
+/// at most a few megabytes are allocated before the shape of a tensor reveals a wrong size.
 const MAX_LAYERS: usize = 1 << 10;
 const MAX_WIDTH: usize = 1 << 16;
 const MAX_INNER: usize = 1 << 18;
@@ -40,7 +40,8 @@ pub struct WhisperConfig {
     pub vocabulary: usize,
     /// The most tokens of a prompt with its answer.
     pub context: usize,
-    /// The decoder's heads of cross attention that look where a token is heard. Empty if the files do not name them.
+    /// The cross-attention heads of the decoder that show where in the audio a token is spoken. Empty if the files do
+    /// not name them.
     pub alignment: Vec<Head>,
 }
 
@@ -60,7 +61,7 @@ pub struct Layers {
     pub count: usize,
     /// Heads of attention; they divide the width.
     pub heads: usize,
-    /// The inner width of the feed-forward half.
+    /// The inner width of the feed-forward sublayer.
     pub inner: usize,
 }
 
@@ -101,7 +102,7 @@ impl WhisperConfig {
         config.with_alignment(&generation.alignment_heads.unwrap_or_default()).map_err(refused)
     }
 
-    /// The same with these heads, which are pairs of a layer and a number.
+    /// Returns this configuration with these alignment heads, which are pairs of a layer and the number of a head.
     fn with_alignment(self, heads: &[[usize; 2]]) -> Result<Self, String> {
         let Layers { count, heads: each, .. } = self.decoder;
         if heads.len() > MAX_ALIGNMENT_HEADS {
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_for_the_alignment_are_those_of_the_decoder() {
+    fn unknown_or_too_many_alignment_heads_are_refused() {
         let aligned =
             |heads: &[[usize; 2]]| read("model_type", "whisper".into()).unwrap().with_alignment(heads);
         assert_eq!(aligned(&[[2, 1]]).unwrap().alignment, [Head { layer: 2, number: 1 }]);

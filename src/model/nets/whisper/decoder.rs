@@ -1,6 +1,7 @@
-//! Whisper's decoder. One pass computes some tokens of any slots; each slot has its window's keys and values, and those
-//! of its own tokens. Owns the weights and both caches. All steps but attention treat each row by itself, and attention
-//! treats each token by itself, so that a token's results do not depend on what else is in the step.
+//! Whisper's decoder. A slot is the place of one window and its text, and has the keys and values of both. One pass
+//! computes some tokens of any slots. Owns the weights and both caches. All operations but attention treat each row by
+//! itself, and attention treats each token by itself, so that a token's results do not depend on what else is in the
+//! step.
 
 use std::io;
 
@@ -32,11 +33,11 @@ pub struct Decoder {
     positions: Vec<f32>,
     layers: Vec<Layer>,
     norm: LayerNorm,
-    /// Of the tokens that were fed.
+    /// The keys and values of the tokens that were fed.
     own: Cache,
-    /// Of the encoded windows.
+    /// The keys and values of the encoded windows.
     across: Cache,
-    /// Of the slots that keep them, the queries of the heads for the alignment: for each head `[context, head's width]`.
+    /// The queries of the alignment heads, for each slot that keeps them: for each head `[context, head width]`.
     kept_queries: Vec<Option<Vec<f32>>>,
     /// Reused by the next step.
     buffers: Buffers,
@@ -52,7 +53,7 @@ struct Layer {
     out: Linear,
     cross_norm: LayerNorm,
     cross_q: Linear,
-    /// From encoded positions to keys, which have no bias, and to values.
+    /// The matrix from encoded positions to keys, which have no bias. The next one leads to values.
     cross_k: Panels,
     cross_v: Panels,
     cross_v_bias: Vec<f32>,
@@ -131,12 +132,12 @@ struct Buffers {
     normed: Vec<f32>,
     qkv: [Vec<f32>; 3],
     attended: Vec<f32>,
-    half: Vec<f32>,
+    product: Vec<f32>,
     inner: Vec<f32>,
 }
 
 impl Decoder {
-    /// Reads the weights. The inner error is the system's, if there is no address space for the caches.
+    /// Reads the weights. The inner result is the system's error if there is no address space for the caches.
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
@@ -172,7 +173,7 @@ impl Decoder {
         }))
     }
 
-    /// Gives a slot its window, `encoded` `[POSITIONS, width]`, in the place of the one before.
+    /// Gives a slot the window `encoded` `[POSITIONS, width]`, which replaces its previous one.
     pub fn hold(&mut self, slot: usize, encoded: &[f32]) {
         let width = self.config.width;
         let (mut keys, mut values) = (vec![0.0; encoded.len()], vec![0.0; encoded.len()]);
@@ -195,15 +196,16 @@ impl Decoder {
         self.kept_queries[slot] = None;
     }
 
-    /// Keeps what [`Decoder::alignment`] needs of the tokens that this slot computes from now on, until its release.
+    /// Makes a slot keep the queries that [`Decoder::alignment`] needs, from its next token on, until its release.
     pub fn keep_queries(&mut self, slot: usize) {
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
         self.kept_queries[slot]
             .get_or_insert_with(|| vec![0.0; alignment.len() * context * width / decoder.heads]);
     }
 
-    /// How much each of the heads for the alignment attended, at each of these positions of a slot's text, to the first
-    /// `keys` positions of its window: `[heads, positions, keys]`, each row with the sum 1. The slot keeps its queries.
+    /// Returns how much each alignment head attended to the first `keys` positions of a slot's window, at each of these
+    /// positions of its text: `[heads, positions, keys]`. Each row has the sum 1. Empty if the slot keeps no queries
+    /// ([`Decoder::keep_queries`]).
     pub fn alignment(&self, slot: usize, positions: &[usize], keys: usize) -> Vec<f32> {
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
         let width = width / decoder.heads;
@@ -217,14 +219,15 @@ impl Decoder {
         alignment.iter().zip(kept.chunks_exact(context * width)).flat_map(of_head).collect()
     }
 
-    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are the
-    /// tokens of all `spans`, in their order, each in the vocabulary and within the context. The slots hold windows. A
-    /// token may be computed again, which replaces it.
+    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
+    /// the tokens of all `spans`, in their order; they must be in the vocabulary and within the context. Each slot must
+    /// hold a window. A token that is computed again is replaced.
     pub fn forward(&mut self, ids: &[u32], spans: &[Span], wanted: &[usize], logits: &mut Vec<f32>) {
         if rayon::current_num_threads() == 1 {
             return self.step(ids, spans, wanted, logits);
         }
-        // The step runs on one of the threads that share the products, as in the decoder of texts.
+        // The step runs on one of the threads that share the matrix products; `Decoder::forward` in
+        // `nets/decoder/host.rs` says why.
         rayon::scope(|_| self.step(ids, spans, wanted, logits));
     }
 
@@ -253,10 +256,10 @@ impl Decoder {
         self.buffers = buffers;
     }
 
-    /// x += attention(norm(x))·O + bias, over the tokens before.
+    /// x += attention(norm(x))·O + bias. Each token attends to itself and to the tokens before it.
     fn attention(&mut self, index: usize, spans: &[Span], buffers: &mut Buffers) {
         let (layer, width) = (&self.layers[index], self.config.width);
-        let Buffers { x, normed, qkv, attended, half, .. } = buffers;
+        let Buffers { x, normed, qkv, attended, product, .. } = buffers;
         layer.norm.apply(x, normed);
         qkv.iter_mut().for_each(|part| part.resize(x.len(), 0.0));
         multiply_together(layer.qkv.each_ref(), normed, qkv.each_mut().map(Vec::as_mut_slice));
@@ -277,13 +280,13 @@ impl Decoder {
         });
         attended.resize(x.len(), 0.0);
         attend(&own.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
-        add_layer(x, &layer.out, attended, half);
+        add_layer(x, &layer.out, attended, product);
     }
 
     /// x += attention(norm(x))·O + bias, over the window.
     fn cross_attention(&mut self, index: usize, spans: &[Span], buffers: &mut Buffers) {
         let layer = &self.layers[index];
-        let Buffers { x, normed, qkv: [queries, ..], attended, half, .. } = buffers;
+        let Buffers { x, normed, qkv: [queries, ..], attended, product, .. } = buffers;
         layer.cross_norm.apply(x, normed);
         layer.cross_q.multiply(normed, queries);
         activate(queries, &layer.cross_q.bias, Activation::Identity);
@@ -308,25 +311,25 @@ impl Decoder {
         });
         attended.resize(x.len(), 0.0);
         attend_across(&across.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
-        add_layer(x, &layer.cross_out, attended, half);
+        add_layer(x, &layer.cross_out, attended, product);
     }
 
     /// x += gelu(norm(x)·U + bias)·D + bias.
     fn feed_forward(&self, index: usize, buffers: &mut Buffers) {
         let layer = &self.layers[index];
-        let Buffers { x, normed, half, inner, .. } = buffers;
+        let Buffers { x, normed, product, inner, .. } = buffers;
         layer.inner_norm.apply(x, normed);
         layer.up.multiply(normed, inner);
         activate(inner, &layer.up.bias, Activation::Gelu);
-        add_layer(x, &layer.down, inner, half);
+        add_layer(x, &layer.down, inner, product);
     }
 }
 
-/// `x` += `rows` times the layer's matrix, plus its bias. `half` is overwritten.
-fn add_layer(x: &mut [f32], layer: &Linear, rows: &[f32], half: &mut Vec<f32>) {
-    layer.multiply(rows, half);
-    activate(half, &layer.bias, Activation::Identity);
-    add(x, half);
+/// `x` += `rows` times the layer's matrix, plus its bias. `product` is overwritten.
+fn add_layer(x: &mut [f32], layer: &Linear, rows: &[f32], product: &mut Vec<f32>) {
+    layer.multiply(rows, product);
+    activate(product, &layer.bias, Activation::Identity);
+    add(x, product);
 }
 
 /// `x` += `other`.

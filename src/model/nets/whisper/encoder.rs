@@ -14,7 +14,7 @@ use crate::model::ops::{
 };
 use crate::model::sound::features::FRAMES;
 
-/// Frames that a convolution joins.
+/// The kernel size of each convolution, in frames.
 const TAPS: usize = 3;
 
 /// The encoder.
@@ -34,18 +34,13 @@ impl Encoder {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub(super) fn load(weights: &Weights, config: &WhisperConfig) -> std::result::Result<Self, LoadError> {
         let WhisperConfig { width, mels, encoder: layers, .. } = *config;
-        let reader = Reader { weights, width, layers };
-        let blocks = (0..layers.count).map(|index| reader.block(index));
         Ok(Self {
             convolutions: [
                 TimeConvolution::load(weights, "encoder.conv1", [mels, width], 1)?,
                 TimeConvolution::load(weights, "encoder.conv2", [width, width], 2)?,
             ],
             positions: values(weights, "encoder.embed_positions.weight", &[POSITIONS, width])?,
-            blocks: Blocks {
-                blocks: blocks.collect::<std::result::Result<_, _>>()?,
-                last_norm: Some(reader.norm("encoder.layer_norm")?),
-            },
+            blocks: blocks(weights, width, layers)?,
             mels,
             width,
         })
@@ -129,7 +124,22 @@ impl TimeConvolution {
     }
 }
 
-/// Reads the transformer's blocks.
+/// Reads the blocks of the transformer, for the device of the weights.
+///
+/// # Errors
+/// [`LoadError::File`] naming a tensor that is missing or has another shape.
+pub(super) fn blocks(
+    weights: &Weights,
+    width: usize,
+    layers: Layers,
+) -> std::result::Result<Blocks, LoadError> {
+    let reader = Reader { weights, width, layers };
+    let blocks = (0..layers.count).map(|index| reader.block(index));
+    let blocks = blocks.collect::<std::result::Result<_, _>>()?;
+    Ok(Blocks { blocks, last_norm: Some(reader.norm("encoder.layer_norm")?) })
+}
+
+/// Reads blocks.
 struct Reader<'a> {
     weights: &'a Weights,
     width: usize,

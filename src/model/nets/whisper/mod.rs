@@ -1,17 +1,21 @@
-//! Whisper, OpenAI's network for speech recognition, on a CPU in f32: an encoder of windows of 30 s, and a decoder that
-//! writes a text about one window. Defines the names of their tensors, which are those of the transformers library. Owns
-//! no state; `encoder` and `decoder` own the weights, and `decoder` the keys and values of each slot.
+//! Whisper, OpenAI's network for speech recognition: an encoder of windows of 30 s, and a decoder that writes a text about
+//! one window. Defines the names of their tensors, which are those of the transformers library. `encoder` and `decoder`
+//! compute on a CPU in f32, `on_device` on any device by candle's operations; they own the weights, and the keys and
+//! values of each slot.
 
 pub mod config;
 mod decoder;
 mod encoder;
+mod on_device;
 
 pub use decoder::{Decoder, Span};
 pub use encoder::Encoder;
+pub use on_device::DeviceWhisper;
 
 use candle_core::Device;
 
-use self::config::WhisperConfig;
+use self::config::{POSITIONS, WhisperConfig};
+use super::uniform;
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{Matrix, layer_norm};
@@ -20,8 +24,16 @@ use crate::model::{Dtype, LoadError, LoadSpec};
 /// Added to the variance of each norm.
 const EPS: f32 = 1e-5;
 
-/// Both networks.
-pub struct Whisper {
+/// Both networks. A slot is the place of one window and its text.
+pub enum Whisper {
+    /// On a CPU in f32. Results are equal to the bit, whatever else is in the batch.
+    Host(Box<HostWhisper>),
+    /// On any device.
+    Device(Box<DeviceWhisper>),
+}
+
+/// Both networks on a CPU.
+pub struct HostWhisper {
     /// Encodes windows.
     pub encoder: Encoder,
     /// Writes texts about encoded windows.
@@ -29,34 +41,115 @@ pub struct Whisper {
 }
 
 impl Whisper {
-    /// Reads the weights. The decoder has `slots` places for windows with their texts.
+    /// Reads the weights. There are `slots` places for windows with their texts. On a device, its results are compared
+    /// with those of a CPU.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a device
-    /// or precision that is not supported, [`LoadError::Device`] if the address space for keys and values is missing.
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
+    /// precision that is not supported, [`LoadError::Device`] if the memory for keys and values is missing,
+    /// [`LoadError::Unfit`] for a device that computes something else than a CPU.
     pub fn load(
         spec: &LoadSpec,
         device: &Device,
         config: &WhisperConfig,
         slots: usize,
     ) -> Result<Self, LoadError> {
-        let unsupported = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
-        if !device.is_cpu() {
-            return Err(unsupported(format!("the device is {}; Whisper is served on CPUs", spec.device)));
+        if device.is_cpu() {
+            return Ok(Self::Host(Box::new(HostWhisper::load(spec, config, slots)?)));
         }
+        let on_device = DeviceWhisper::load(spec, device, config, slots)?;
+        on_device.compare_with_cpu(spec, config)?;
+        Ok(Self::Device(Box::new(on_device)))
+    }
+
+    /// Encodes windows, each given by its features `[mels, FRAMES]`, and gives each to its slot, where it replaces the
+    /// previous one.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn encode(&mut self, slots: &[usize], windows: &[&[f32]]) -> candle_core::Result<()> {
+        match self {
+            Self::Host(host) => {
+                let encoded = host.encoder.forward(windows)?;
+                let each = encoded.len() / slots.len().max(1);
+                let windows = slots.iter().zip(encoded.chunks_exact(each.max(POSITIONS)));
+                windows.for_each(|(slot, window)| host.decoder.hold(*slot, window));
+                Ok(())
+            }
+            Self::Device(device) => device.encode(slots, windows),
+        }
+    }
+
+    /// Makes a slot keep the queries that [`Whisper::alignment`] needs, from its next token on, until its release.
+    pub fn keep_queries(&mut self, slot: usize) {
+        match self {
+            Self::Host(host) => host.decoder.keep_queries(slot),
+            Self::Device(device) => device.keep_queries(slot),
+        }
+    }
+
+    /// As [`Decoder::alignment`].
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn alignment(&self, slot: usize, positions: &[usize], keys: usize) -> candle_core::Result<Vec<f32>> {
+        match self {
+            Self::Host(host) => Ok(host.decoder.alignment(slot, positions, keys)),
+            Self::Device(device) => device.alignment(slot, positions, keys),
+        }
+    }
+
+    /// As [`Decoder::forward`].
+    ///
+    /// # Errors
+    /// The device has no memory for the step, or fails.
+    pub fn forward(
+        &mut self,
+        ids: &[u32],
+        spans: &[Span],
+        wanted: &[usize],
+        logits: &mut Vec<f32>,
+    ) -> candle_core::Result<()> {
+        match self {
+            Self::Host(host) => {
+                host.decoder.forward(ids, spans, wanted, logits);
+                Ok(())
+            }
+            Self::Device(device) => device.forward(ids, spans, wanted, logits),
+        }
+    }
+
+    /// Ends the text of a slot. On a CPU its memory goes back to the system.
+    pub fn release(&mut self, slot: usize) {
+        match self {
+            Self::Host(host) => host.decoder.release(slot),
+            Self::Device(device) => device.release(slot),
+        }
+    }
+}
+
+impl HostWhisper {
+    /// Reads the weights, for `slots` windows with their texts.
+    ///
+    /// # Errors
+    /// As [`Whisper::load`].
+    pub fn load(spec: &LoadSpec, config: &WhisperConfig, slots: usize) -> Result<Self, LoadError> {
         if spec.dtype != Dtype::F32 {
-            let reason = format!("dtype is {:?}; Whisper is computed in f32", spec.dtype.name());
-            return Err(unsupported(reason));
+            let reason = format!("dtype is {:?}; on a CPU, Whisper is computed in f32", spec.dtype.name());
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
-        let paths = ModelFiles::locate(&spec.source)?.weights()?;
-        let marker = "decoder.embed_tokens.weight";
-        let weights = Weights::read(&paths, "model", marker, &Device::Cpu, Precision::F32)?;
+        let weights = weights(spec, &Device::Cpu, Precision::F32)?;
         let decoder = Decoder::load(&weights, config, slots)?;
         Ok(Self {
             encoder: Encoder::load(&weights, config)?,
             decoder: decoder.map_err(|error| spec.failed(format!("keys and values: {error}")))?,
         })
     }
+}
+
+fn weights(spec: &LoadSpec, device: &Device, precision: Precision) -> Result<Weights, LoadError> {
+    let paths = ModelFiles::locate(&spec.source)?.weights()?;
+    Weights::read(&paths, "model", "decoder.embed_tokens.weight", device, precision)
 }
 
 /// The numbers of the tensor `name`.

@@ -63,7 +63,7 @@ struct Group {
 }
 
 impl Group {
-    /// Whether a text of this length may join, which is at least the length of the others.
+    /// Returns whether a text of this length may join. It must not be shorter than the texts of the group.
     fn takes(&self, length: usize) -> bool {
         let rows = (self.starts.len() + 1) * length;
         ROWS_PER_PADDING * (rows - self.tokens - length) < rows && rows * length <= MAX_SCORES
@@ -91,7 +91,7 @@ fn groups(lengths: &[usize]) -> Vec<Group> {
 }
 
 impl Group {
-    /// Returns `[texts·longest, heads·d]`.
+    /// Computes the attention of these texts, padded to the longest of them. Returns `[texts·longest, heads·d]`.
     fn attend(&self, qkv: &Tensor, heads: usize, position_terms: &PositionTerms) -> Result<Tensor> {
         let (texts, n, device) = (self.starts.len(), self.longest, qkv.device());
         let mut rows = Vec::with_capacity(texts * n);

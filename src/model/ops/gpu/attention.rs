@@ -3,7 +3,7 @@
 
 use super::{Argument, COMPUTE_CAP, ElementType, Launch, MAX_GRID_Y, Plan, Pointer, Source, WARP};
 
-/// The sizes of queries, keys and values; those of all heads are side by side.
+/// The sizes of the heads of queries, keys and values. In memory the heads of a token are side by side.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
     /// The type of their numbers in memory.
@@ -37,6 +37,7 @@ impl Heads {
 pub fn attend([out, qkv, q_bias]: [Pointer; 3], heads: Heads, plan: &Plan, planned: Pointer) -> Vec<Launch> {
     let by = if heads.use_matrix_units() { "_by_matrices" } else { "" };
     let kernel = format!("attend{by}_{}_{}", heads.element_type.name(), heads.size);
+    // The kernels compute powers of 2, so the scale includes log2(e).
     let scale = std::f32::consts::LOG2_E / (heads.size as f32).sqrt();
     let launch = |tiles: &super::Tiles| Launch {
         source: Source::Attention,

@@ -26,7 +26,7 @@ pub struct Plan {
 pub struct Tiles {
     /// The queries of each tile.
     pub size: u32,
-    /// Index of the first tile in the plan.
+    /// The index of the first tile in [`Plan::words`].
     pub at: usize,
     /// The number of tiles.
     pub count: u32,
@@ -65,7 +65,7 @@ impl Plan {
         Self { words, tokens: ids.len(), texts: lengths.len(), tiles }
     }
 
-    /// Index of the texts' first rows in the plan.
+    /// Returns the index in [`Plan::words`] at which the list of the texts' first rows begins.
     pub fn starts(&self) -> usize {
         2 * self.tokens
     }

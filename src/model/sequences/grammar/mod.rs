@@ -42,12 +42,12 @@ pub const COMMAND: &str = "grammar-server";
 const SPECIAL: u8 = 0xff;
 /// The number of grammars that are remembered: their builders are kept after the last sequence, as are refusals.
 const MAX_KNOWN: usize = 16;
-/// The longest regular expression, in bytes. The time to build one grows with the square of its length: optional letters
-/// of this length take about 0.3 s.
+/// The longest regular expression, in bytes. The time to build one grows with the square of its length: an expression
+/// of this length that consists of optional letters takes about 0.3 s.
 const MAX_EXPRESSION_BYTES: usize = 8 << 10;
-/// The most optional properties of one object. llguidance keeps about four items for each, and refuses an object with more
-/// than 2,000 of them at its first token, after a time that grows with the square of their number: 4,000 properties take
-/// 2 s.
+/// The most optional properties of one object. llguidance keeps about four items for each. It refuses an object with
+/// more than 2,000 items at its first token, after a time that grows with the square of the number of properties: 4,000
+/// properties take 2 s.
 const MAX_OPTIONAL: usize = 490;
 /// How long the worker waits for a builder. The limit of its processor time ends it far sooner, unless the machine is
 /// overloaded; in that case the task is tried again.
@@ -271,7 +271,7 @@ fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
     TopLevelGrammar::from_json_schema(schema)
 }
 
-/// The sizes with whose square the time to build a grammar grows.
+/// The sizes of a format. The time to build its grammar grows with the square of each.
 #[derive(Clone, Copy, Default)]
 struct Sizes {
     /// The bytes of the longest expression: values of `pattern`, and names in `patternProperties`.

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grammar_that_allows_no_text_has_no_mask() {
+    fn a_grammar_that_is_invalid_or_allows_no_text_has_no_mask() {
         for grammar in [
             TopLevelGrammar::from_regex("("),
             TopLevelGrammar::from_regex(r"[^\s\S]"),

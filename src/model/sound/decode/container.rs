@@ -20,7 +20,7 @@ const MAX_CHUNKS: usize = 256;
 /// From this number of bytes on, a WAV header states no length: programs that write to a pipe put a very large number
 /// there (ffmpeg 2^32 - 1, sox 2^31 - 4096).
 const UNKNOWN_LENGTH: u32 = 0x7fff_0000;
-/// The last page of an Ogg file begins at most this many bytes before its end. A page has 65,307 bytes at most.
+/// The bytes at the end of an Ogg file in which its last page is looked for: twice the most bytes of a page, 65,307.
 const OGG_TAIL: u64 = 2 * 65_307;
 
 /// A file format that can be decoded.

@@ -26,10 +26,10 @@ use self::resample::Resample;
 use self::source::{Allowance, Metered};
 use crate::model::{TaskError, TaskErrorKind};
 
-/// The range of accepted sample rates, in Hz. Recordings have no others.
+/// The range of accepted sample rates, in Hz. No usual recording has another.
 const LOWEST_RATE: u32 = 1_000;
 const HIGHEST_RATE: u32 = 192_000;
-/// The most channels of a recording. FLAC and Vorbis define the meaning of up to as many.
+/// The most channels of a recording. FLAC and Vorbis define what each channel means for up to 8 channels.
 const MAX_CHANNELS: usize = 8;
 
 /// Samples at 16 kHz of a block, for each stream: half a second, which is decoded in a few milliseconds.
@@ -61,7 +61,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Recordings of up to so many seconds, with as many samples as that has at 48 kHz in stereo.
+    /// Allows this many seconds, and as many samples as they have at 48 kHz in stereo.
     pub fn of_seconds(seconds: f64) -> Self {
         Self { seconds, samples: (seconds * 2.0 * 48_000.0) as u64 }
     }
@@ -88,7 +88,7 @@ pub struct Recording {
     channels: usize,
     mode: Channels,
     limits: Limits,
-    /// Samples per channel, according to the header.
+    /// Samples per channel, according to the header, or to the last page of an Ogg file if the header does not say.
     declared: Option<u64>,
     /// Samples per channel that were decoded.
     frames: u64,
@@ -176,8 +176,8 @@ impl Recording {
         if self.mode == Channels::Split { self.channels } else { 1 }
     }
 
-    /// Seconds that the header declares, if it does. Fewer may be decoded. If more are, the recording is refused only
-    /// above the limits.
+    /// Seconds that the header or the last page of an Ogg file declares, if one does. Fewer may be decoded. If more are
+    /// decoded, the recording is refused only above the limits.
     pub fn declared_seconds(&self) -> Option<f64> {
         self.declared.map(|frames| frames as f64 / f64::from(self.rate))
     }

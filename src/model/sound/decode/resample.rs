@@ -12,8 +12,8 @@ use crate::model::sound::RATE;
 /// Frames that are resampled together, counted at the lower of both rates. The filter has the same length.
 const CHUNK: usize = 512;
 /// The most frames in a common period of both rates, since transforms are at least two periods long. All usual rates
-/// have 441 or fewer. The ratio of an odd rate (47,999 Hz) is rounded to one with a period of this length. The error is
-/// 61 in a million at most, and the clocks of sound cards are no better.
+/// have 441 or fewer. If the period of a rate is longer (47,999 Hz), the nearest ratio within this limit is taken. The
+/// error is 61 in a million at most, and the clocks of sound cards are no better.
 const MAX_PERIOD: usize = 8_192;
 
 /// One or more streams of one rate, resampled together.
@@ -34,6 +34,8 @@ pub(super) struct Resample {
 }
 
 impl Resample {
+    /// Prepares to resample `streams` streams of `rate` Hz, in blocks of any length.
+    ///
     /// # Errors
     /// The rates cannot be resampled.
     pub(super) fn new(rate: u32, streams: usize) -> Result<Self, ResamplerConstructionError> {
@@ -108,7 +110,8 @@ impl Resample {
 
 fn resampler(rate: u32, streams: usize) -> Result<Fft<f32>, ResamplerConstructionError> {
     let (from, to) = ratio(rate);
-    // The filter's delay is half of a chunk. The library drops half a sample of it, so the number of periods is even.
+    // The filter's delay is half of a chunk, which the library rounds down to whole samples. With an even number of
+    // periods nothing is rounded.
     let periods = (CHUNK * from.max(to)).div_ceil(to * from).next_multiple_of(2);
     let window = WindowFunction::BlackmanHarris2;
     Fft::new_custom(from, to, periods * from, 1, streams, window, FixedSync::Both)
@@ -167,7 +170,7 @@ mod tests {
     #[test]
     fn tones_of_every_rate_keep_their_length_phase_and_shape() {
         let rates = [8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000];
-        // For odd rates, a tone that is low enough for the rounded ratio.
+        // The ratios of unusual rates may be rounded. A low tone tolerates that.
         let tones = [1_000, 4_001, 15_999, 44_056, 47_999, 191_999].map(|rate| (rate, 100.0, -20.0));
         let highest = |rate: u32| f64::from(rate.min(RATE)) * 0.4;
         let exact = rates

@@ -1,6 +1,6 @@
 //! Voice activity detection by silero-vad 6.2 (MIT, see LICENSE.silero): the probability that there is speech, for each
-//! [`CHUNK`] of a recording. The network is small: it takes about a million products for a chunk. The weights are
-//! part of the program; scripts/convert-silero-vad.py made the file from the published one.
+//! [`CHUNK`] of a recording. The network is small: it takes about 0.7 million multiplications for a chunk. The weights
+//! are part of the program; scripts/convert-silero-vad.py made the file from the published one.
 //!
 //! The network: a Fourier transform as a convolution, four convolutions with ReLU over the magnitudes, an LSTM over the
 //! chunks, ReLU, and a linear layer with a sigmoid.
@@ -15,7 +15,7 @@ use crate::model::LoadError;
 /// Samples of a chunk, which gets one probability: 32 ms at 16 kHz.
 pub const CHUNK: usize = 512;
 
-/// Samples before a chunk that are computed with it, and samples of it that are mirrored behind it.
+/// Samples before a chunk that are computed with it. As many samples of the chunk are mirrored behind it.
 const EDGE: usize = 64;
 /// Samples of a frame, which is transformed as a whole.
 const FRAME: usize = 256;
@@ -95,8 +95,8 @@ impl VoiceDetector {
         })
     }
 
-    /// The inputs of the LSTM, `[chunks, HIDDEN]`. `chunks` has for each chunk the [`EDGE`] samples before it, its own, and
-    /// room for [`EDGE`] mirrored ones.
+    /// Computes the inputs of the LSTM, `[chunks, HIDDEN]`. For each chunk, `chunks` has the [`EDGE`] samples before
+    /// it, its own, and room for [`EDGE`] mirrored ones.
     fn encode(&self, mut chunks: Vec<f32>) -> Vec<f32> {
         const PADDED: usize = CHUNK + 2 * EDGE;
         for chunk in chunks.chunks_exact_mut(PADDED) {
@@ -123,7 +123,7 @@ impl VoiceDetector {
 }
 
 impl Convolution {
-    /// `x` is `[chunks, steps, from]`. Returns the output, and its number of steps.
+    /// Convolves `x` `[chunks, steps, from]`, and applies ReLU. Returns the output, and its number of steps.
     fn forward(&self, x: &[f32], steps: usize) -> (Vec<f32>, usize) {
         let from = self.matrix.depth() / KERNEL;
         let out_steps = (steps - 1) / self.stride + 1;

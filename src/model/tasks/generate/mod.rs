@@ -47,8 +47,8 @@ const MAX_ECHOED_BYTES: usize = 8 << 20;
 /// and as many in the reply.
 const MAX_LISTED_TOKENS: usize = 1 << 19;
 
-/// A body of more bytes may take long to prepare: a tokenizer takes 1.4 µs for each byte of a long run of one character,
-/// and so 12 ms for these; for prose it takes 0.03 µs.
+/// A body of more bytes may take long to prepare. For each byte a tokenizer takes 0.03 µs in prose, but 1.4 µs in a
+/// long run of one character, and so 12 ms for a body of this length.
 const LONG_BODY: usize = 8 << 10;
 
 /// Models that generate text.
@@ -91,7 +91,8 @@ fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
     Ok((gguf, config))
 }
 
-/// Loads a model that generates text. On a CPU its weights are kept as in the file; a GPU is loaded by [`load_onto`].
+/// Loads a model that generates text. On a CPU its weights are kept as in the file. On a GPU it is loaded by
+/// [`load_onto`].
 ///
 /// # Errors
 /// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
@@ -164,6 +165,7 @@ impl Model {
     }
 }
 
+/// Makes the two parts of a model from what was loaded of it.
 fn served(
     spec: &LoadSpec,
     options: Options,
@@ -233,7 +235,7 @@ pub struct GenerateContext {
     seed: u64,
     stream: bool,
     include_usage: bool,
-    /// Whether each token is listed with probabilities, whose text is far longer than the token's.
+    /// Whether each token is listed with probabilities. A part is then far longer than its text.
     lists_tokens: bool,
     user: String,
     /// Tokens of the prompts, and of the parts that were written.
@@ -395,7 +397,7 @@ impl Processor for GenerateProcessor {
         let [prompt, cached, answer] = [prompt_tokens, cached_tokens, completion_tokens].map(|it| it as u64);
         let tokens = TokenCounts { prompt, cached, answer };
         let generated = Some(Generated { user, answers: choices.len() as u64, tokens });
-        // The seed is written in two's complement, as a request may have it.
+        // A header holds an i64: a seed from 2^63 on is written as a negative number, which a request may have too.
         Ok(Body { generated, ..Body::json(body).header("seed", seed.cast_signed()) })
     }
 }
@@ -466,8 +468,8 @@ impl GenerateProcessor {
         Reach { most: self.max_tokens(), side }
     }
 
-    /// The tokens of a prompt. Refuses one that is too long, unless it may be truncated: before the next prompt is
-    /// tokenised, which may take as long.
+    /// The tokens of a prompt. Refuses a prompt that is too long, unless prompts may be truncated. It is refused here,
+    /// before the next prompt is tokenised, because that may take as long.
     fn taken(&self, prompt: TextIds, request: &GenerateRequest, index: usize) -> Result<Vec<u32>, TaskError> {
         let TextIds { ids, is_whole } = prompt;
         if self.options.truncate_prompts {
@@ -483,7 +485,8 @@ impl GenerateProcessor {
         Err(TaskError::bad_input(path, message))
     }
 
-    /// The room for the answer to a prompt of so many tokens.
+    /// The most tokens of the answer to a prompt of so many tokens. Refuses a prompt that leaves less than the
+    /// request's `max_tokens`, or no token.
     fn room(&self, request: &GenerateRequest, index: usize, tokens: usize) -> Result<usize, TaskError> {
         let (most, wanted) = (self.max_tokens(), request.max_tokens.unwrap_or(1));
         let room = most.saturating_sub(tokens);
@@ -502,7 +505,8 @@ impl GenerateProcessor {
         self.options.context.min(self.options.kv_tokens)
     }
 
-    /// The tokens of a prompt and the most tokens of its answer, if both together fit.
+    /// The tokens of a prompt, truncated if that is allowed and needed, and the most tokens of its answer. Refuses a
+    /// prompt if both together do not fit.
     fn bounded(
         &self,
         request: &GenerateRequest,

@@ -28,9 +28,10 @@ pub struct Prompt {
     pub seed: Seed,
     /// Strings before which the answer ends; shared by all answers of a task.
     pub stop: Arc<[String]>,
-    /// Whether the model's end token does not end the answer.
+    /// Whether the answer goes on after the model's end token. A grammar overrides this.
     pub ignore_eos: bool,
-    /// How many of the likeliest tokens are listed for each token. If none, not even the chosen one is listed.
+    /// How many of the likeliest tokens are listed beside each chosen one. With `None`, not even the chosen ones are
+    /// listed.
     pub logprobs: Option<usize>,
     /// The grammar that the text must match.
     pub constraint: Option<Constraint>,
@@ -101,7 +102,7 @@ struct Chunk {
     ids: Vec<u32>,
     /// The position of the first token in the sequence.
     first: usize,
-    /// Whether the sequence has a next token after this chunk.
+    /// Whether a next token is chosen after this chunk.
     is_last: bool,
 }
 
@@ -139,6 +140,7 @@ impl TextGenerator {
             self.blocks.grow(&mut sequence.table, first + 1).ok_or_else(no_block)?;
             return Ok(Chunk { slot, take: 0, ids, first, is_last: true });
         }
+        // Only whole blocks are reused, so all blocks of the table must be full.
         if sequence.held == sequence.table.blocks.len() * BLOCK {
             let held = self.blocks.reuse(&mut sequence.table, &prompt);
             sequence.cached += held - sequence.held;
@@ -151,8 +153,8 @@ impl TextGenerator {
         Ok(Chunk { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
     }
 
-    /// The next token after a row, if the sequence has one then. `logits` are those of the row's last token. May be
-    /// called again for the same row.
+    /// Chooses the next token after a row; none if more of the prompt must be fed first. `logits` are those of the
+    /// row's last token. May be called again for the same row.
     fn choose(&mut self, chunk: &Chunk, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
         if !chunk.is_last {
             return Ok(None);
@@ -323,7 +325,7 @@ mod tests {
     use crate::model::tasks::generate::load;
     use crate::model::{Device, LoadSpec};
 
-    /// The seed's sequence number of a sequence whose rows panic.
+    /// A sequence with this number in its seed panics when its next token is chosen.
     pub(super) const BROKEN: u64 = u64::MAX;
 
     fn prompt() -> Prompt {

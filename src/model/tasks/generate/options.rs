@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_fit_a_small_host() {
+    fn the_default_context_is_4096_tokens_and_kv_tokens_are_four_contexts() {
         let options = read(json!({})).unwrap();
         assert_eq!((options.context, options.sequences, options.kv_tokens), (4_096, 16, 16_384));
         assert_eq!((options.activations, options.seed), (Activations::Auto, 0));

@@ -82,7 +82,7 @@ impl Limits {
 
 /// Bytes of metadata (a colour profile, comments) that may be unpacked beside the samples. The metadata is not used.
 const METADATA: u64 = 4 << 20;
-/// The number of scans from which on a JPEG counts as more pixels. Encoders write about a dozen, and the decoder
+/// The pixels of a JPEG count once more for every `SCANS` scans. Encoders write about a dozen scans, and the decoder
 /// accepts 100. At 40 million pixels each scan takes 80 ms, beside 650 ms for the image.
 const SCANS: u64 = 20;
 /// The most bytes of a pixel's samples: red, green, blue and alpha of 16 bits.
@@ -290,14 +290,14 @@ fn readable(bytes: &[u8], format: Format) -> Cow<'_, [u8]> {
     Cow::Owned(blanked)
 }
 
-/// The header of a PNG file, which is its first chunk. None if the file ends before.
+/// The header of a PNG file, which is its first chunk. None if the file ends within it.
 fn png_header(bytes: &[u8]) -> Option<Header> {
     let side = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
     Some(Header::new(side(16)?, side(20)?))
 }
 
 /// The header of a WebP file: the size in its first chunk, and the pixels of the largest picture in any chunk. The
-/// decoder compares these only after it has decoded the picture. None if the file is cut off.
+/// decoder compares the two sizes only after it has decoded the picture. None if the file is cut off.
 fn webp_header(bytes: &[u8]) -> Option<Header> {
     let (first, _) = chunk(bytes.get(12..)?)?;
     let mut header = match first.name {
@@ -363,8 +363,8 @@ fn picture(chunk: &Chunk<'_>) -> Option<(u32, u32)> {
     }
 }
 
-/// Whether the file is complete, as far as its decoder does not check that. The JPEG decoder fills what is missing with
-/// gray.
+/// Whether the file is complete. Checks only the formats whose decoders do not check that: the JPEG decoder fills what
+/// is missing with gray.
 fn whole(bytes: &[u8], format: Format) -> bool {
     match format {
         Format::Jpeg => jpeg_ends(bytes),
@@ -390,7 +390,7 @@ fn jpeg_ends(bytes: &[u8]) -> bool {
         };
         rest = rest.get(length..).unwrap_or_default();
         if *marker == 0xda {
-            // Within a scan, each 0xff of the data is followed by 0.
+            // Within a scan, each 0xff of the data is followed by 0 or begins a restart marker.
             return rest.windows(2).rev().any(|pair| pair == [0xff, 0xd9]);
         }
     }

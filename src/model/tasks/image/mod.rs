@@ -1,4 +1,4 @@
-//! Classification of images: turns files into pixels, and the labels' numbers into response bodies. Decides which files
+//! Classification of images: turns files into pixels, and the labels' logits into response bodies. Decides which files
 //! are decoded and in which slices. The headers of all files are checked before any of them is decoded. Never touches
 //! the device.
 
@@ -21,8 +21,8 @@ use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec
 use crate::model::load::{self, ModelFiles, weights};
 use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels, Sides};
 use crate::model::{
-    Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
-    SizedInput, TaskError, TaskErrorKind,
+    Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
+    Route, SizedInput, TaskError, TaskErrorKind,
 };
 use crate::protocol::JSON;
 use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
@@ -76,7 +76,7 @@ pub static FAMILY: Family = Family {
         },
     ],
     sample: sample::images,
-    // A fuzzed file may declare any number of pixels.
+    // The limit is low for the fuzz target, whose files may declare any number of pixels.
     example: Example { model: "tiny-vit", options: &[("max_pixels", 1_000_000)] },
 };
 
@@ -153,7 +153,7 @@ impl PixelLimits {
     }
 }
 
-/// Turns files into pixels, and the labels' numbers into responses.
+/// Turns files into pixels, and the labels' logits into responses.
 pub struct ImageProcessor {
     decoder: Arc<Decoder>,
     labels: Labels,
@@ -170,14 +170,14 @@ struct Decoder {
 }
 
 /// The parts of a request that its response needs.
-pub struct ImageOptions {
+pub struct ImageContext {
     top_k: usize,
     listed: bool,
     raw_scores: bool,
 }
 
 impl Processor for ImageProcessor {
-    type Context = ImageOptions;
+    type Context = ImageContext;
     type Input = Pixels;
     type Piece = ();
     type Output = Vec<f32>;
@@ -191,20 +191,28 @@ impl Processor for ImageProcessor {
         Some(Message { properties, body: PROBE.to_vec().into() })
     }
 
+    fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
+        ImagesRequest::file_urls(message, self.max_inputs)
+    }
+
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        self.preprocess_with(message, &Files::default())
+    }
+
+    fn preprocess_with(&self, message: &Message, files: &Files) -> Result<Preprocessed<Self>, TaskError> {
         let ImagesRequest { images, listed, model, top_k, raw_scores } =
-            ImagesRequest::parse(message, self.max_inputs)?;
+            ImagesRequest::parse(message, self.max_inputs, files)?;
         self.names.check(model.as_deref())?;
         let images = self.decoder.declared(images)?.into_iter();
         let slices = Slicer { decoder: self.decoder.clone(), images };
-        Ok((ImageOptions { top_k, listed, raw_scores }, Inputs::Slices(Box::new(slices))))
+        Ok((ImageContext { top_k, listed, raw_scores }, Inputs::Slices(Box::new(slices))))
     }
 
     fn bytes(&self, Pixels(numbers): &Pixels) -> usize {
         size_of_val(&**numbers)
     }
 
-    fn finish(&self, request: ImageOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+    fn finish(&self, request: ImageContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         if !request.raw_scores {
             outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
         }
@@ -219,7 +227,8 @@ struct Declared {
     header: Header,
 }
 
-/// Decodes the images of a task slice by slice. By the images' headers, a slice takes about ten milliseconds.
+/// Decodes the images of a task slice by slice. The sizes in the images' headers limit a slice to about ten
+/// milliseconds of work.
 struct Slicer {
     decoder: Arc<Decoder>,
     images: IntoIter<Declared>,
@@ -244,7 +253,7 @@ impl Iterator for Slicer {
     }
 }
 
-/// How many of the next images so many threads decode together.
+/// How many of the next images are the next slice for this number of threads; at least 1.
 fn slice(images: &[Declared], threads: usize) -> usize {
     let mut left = SLICE_PIXELS.saturating_mul(threads as u64);
     let fits = |image: &&Declared| match left.checked_sub(image.header.pixels) {
@@ -333,7 +342,7 @@ pub(crate) mod test_files {
         serde_json::from_slice(&read("expected.json")).unwrap()
     }
 
-    /// A lossless WebP file whose pixels are all the same, and are encoded in no bits.
+    /// A lossless WebP file of one colour, whose pixels take no bits.
     pub(crate) fn one_colour_webp(width: u32, height: u32) -> Vec<u8> {
         let mut bits: u64 = 0;
         let mut length = 0;

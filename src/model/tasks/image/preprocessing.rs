@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::decode::Rgb8;
 use super::resize::{Filter, Window, resize};
 
-/// A key of the file that is not supported, with its value.
+/// Why the file cannot be used: usually a key that is missing, wrong or not supported.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("preprocessor_config.json: {0}")]
 pub struct ConfigError(String);
@@ -75,7 +75,7 @@ const HARMLESS: [&str; 9] = [
 /// The longest side of an input, in pixels. A longer one is taken for a mistake.
 const MAX_SIDE: u64 = 8192;
 
-/// The classes of transformers that give a config different meanings.
+/// The image processors of the transformers library, as far as they read a config differently.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Vit,

@@ -1,5 +1,5 @@
-//! Resizes 8-bit RGB pixels exactly as Pillow's `Image.resize` before version 13. From version 13 on Pillow exchanges
-//! the two directions for some sizes, and its samples differ by 1 at most. Pure.
+//! Resizes 8-bit RGB pixels exactly as Pillow's `Image.resize` does before version 13. From version 13 on, Pillow swaps
+//! the order of the two passes for some sizes, and its samples differ by 1 at most. Pure.
 //!
 //! When an image shrinks, the filter is stretched over all source pixels of a target pixel, so that pixels are averaged
 //! instead of skipped. Rows are resized first, then columns. Each pass has integer weights and rounds to 8 bits.
@@ -90,6 +90,7 @@ const ONE: i32 = 1 << FRACTION;
 
 /// The source samples of one target sample, with their weights.
 struct Tap {
+    /// The index of the first source sample; one sample for each weight.
     first: usize,
     weights: Vec<i32>,
 }

@@ -15,7 +15,7 @@ use crate::protocol::images::URL;
 
 /// The sides of an image, in pixels.
 const SIDES: [u32; 2] = [480, 360];
-/// The side of the squares that an image consists of.
+/// The side of the squares that an image consists of, in pixels.
 const SQUARE: u32 = 12;
 
 /// A task with an image for each text. A single image is the body itself; several are data URLs.

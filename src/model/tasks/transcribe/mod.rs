@@ -34,8 +34,8 @@ use crate::model::sound::decode::{Channels, Limits};
 use crate::model::sound::features::LogMel;
 use crate::model::sound::voice::{Listener, VoiceDetector};
 use crate::model::{
-    Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
-    Streaming, TaskError,
+    Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
+    Route, Streaming, TaskError,
 };
 use crate::protocol::JSON;
 use crate::protocol::transcriptions::{
@@ -74,7 +74,7 @@ pub static FAMILY: Family = Family {
     }),
     options: &options::OPTIONS,
     sample: sample::recordings,
-    // A fuzzed file may declare any length.
+    // The limit is low for the fuzz target, whose files may declare any length.
     example: Example { model: "whisper-random", options: &[("max_seconds", 120)] },
 };
 
@@ -166,7 +166,7 @@ impl TranscribeProcessor {
             words: request.words,
             seed: Seed { task: seed_of_task(self.options.seed, properties), sequence: 0 },
         };
-        // As OpenAI's: half of the context at most.
+        // As in OpenAI's program, a text has at most half of the context.
         let room = self.context.saturating_sub(prompt.tokens());
         Ok(Prompt { max_tokens: room.min(self.context / 2), ..prompt })
     }
@@ -197,16 +197,24 @@ impl Processor for TranscribeProcessor {
     fn probe(&self) -> Option<Message> {
         let mut message = Message { body: sample::probe().into(), ..Message::default() };
         message.properties.content_type = Some("audio/wav".to_owned());
-        // With a temperature of its own the text is written once, and with one so small it is the likeliest.
-        // A tone is no speech.
+        // With a temperature other than 0 the text is written only once, and with one so small it is the likeliest
+        // text. Voice detection would drop the tone, which is no speech.
         for (name, value) in [("url", TRANSCRIPTIONS_URL), ("temperature", "0.00001"), ("vad", "false")] {
             message.properties.headers.insert(name.to_owned(), value.into());
         }
         Some(message)
     }
 
+    fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
+        TranscriptionRequest::file_url(message).into_iter().collect()
+    }
+
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
-        let request = TranscriptionRequest::parse(message)?;
+        self.preprocess_with(message, &Files::default())
+    }
+
+    fn preprocess_with(&self, message: &Message, files: &Files) -> Result<Preprocessed<Self>, TaskError> {
+        let request = TranscriptionRequest::parse(message, files)?;
         self.names.check(request.model.as_deref())?;
         let prompt = self.prompt(&request, &message.properties)?;
         let TranscriptionRequest { sound, task, language, format, stream, vad, words, .. } = request;
@@ -252,7 +260,7 @@ impl Processor for TranscribeProcessor {
         let TranscribeContext { task, language, format, words, decoded_length, .. } = context;
         let heard = all.first().and_then(|first| first.language);
         let mut segments: Vec<Segment> = all.iter().flat_map(|heard| self.segments(heard, task)).collect();
-        // Windows of several channels are made in another order.
+        // The windows of several channels overlap, so their segments are not in order yet.
         segments.sort_by(|one, other| one.start.total_cmp(&other.start));
         let transcript = Transcript {
             task,

@@ -1,6 +1,6 @@
 //! The sequences of Whisper: one for each window. Decides when a text ends, when a doubtful one is written again with a
-//! higher temperature, and where a text goes on that ends before its window does. A step changes a sequence only when its
-//! result is known (`Generate::step`).
+//! higher temperature, and where in the window the next text begins if a text ends too early. A step changes a sequence
+//! only when its result is known (`Generate::step`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,23 +11,24 @@ use super::tokens::{Multilingual, SpeechTokens};
 use super::words::{Said, said};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::whisper::config::{POSITIONS, WhisperConfig};
-use crate::model::nets::whisper::{Decoder, Span, Whisper};
+use crate::model::nets::whisper::{Span, Whisper};
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::{Sampler, Seed};
 use crate::model::sound::RATE;
 use crate::model::sound::features::{FRAMES, WINDOW};
 use crate::model::{
     Advance, Advances, Capacity, Encoding, Feed, ForwardError, Generate, Row, SizedInput, Slot, TaskError,
+    TaskErrorKind,
 };
 use crate::protocol::generate::Sampling;
 
-/// The temperatures with which a text is written until it is not doubtful, as OpenAI's.
+/// The temperatures that are tried in turn until a text is not doubtful. OpenAI's program has the same.
 const TEMPERATURES: [f32; 6] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0];
-/// Above this ratio a text is doubtful, because it repeats itself.
+/// Above this compression ratio a text is doubtful, because it repeats itself.
 const MAX_COMPRESSION: f32 = 2.4;
-/// Below this mean of logarithmic probabilities a text is doubtful.
+/// Below this mean log probability of its tokens, a text is doubtful.
 const MIN_LOGPROB: f32 = -1.0;
-/// The most texts for a window that are joined.
+/// The most texts that are written one after the other for a window, and joined.
 const MAX_TEXTS: usize = 6;
 /// The least length of a text's part of the window, in [`TIMESTAMP_STEP`]s: 1 s.
 const MIN_STEPS: usize = 50;
@@ -37,8 +38,8 @@ const FRAMES_IN_STEP: usize = 2;
 const MIN_NO_SPEECH: f32 = 0.6;
 /// Seconds of a window.
 const WINDOW_SECONDS: f64 = (WINDOW / RATE as usize) as f64;
-/// Texts of speech are short: while some are written, a window is encoded in each so many steps, so that slots do not
-/// stay empty.
+/// Texts of speech are short. Windows are therefore encoded more often than by default while texts are written, so that
+/// slots do not stay empty.
 const ENCODING: Encoding = Encoding { interval: 4, batch: 4 };
 
 /// One window to transcribe.
@@ -48,13 +49,13 @@ pub struct Prompt {
     pub features: Arc<[f32]>,
     /// Its place in the recording.
     pub window: Window,
-    /// The tokens of a text that precedes, with the token before them. May be empty.
+    /// The tokens of a preceding text, after the token that introduces it. May be empty.
     pub previous: Arc<[u32]>,
     /// The tokens of the language and of the task, for a model of several languages.
     pub languages: Option<LanguagePrompt>,
     /// The most tokens of the text.
     pub max_tokens: usize,
-    /// If it is 0, a doubtful text is written again.
+    /// The temperature. If it is 0, a doubtful text is written again with a higher one.
     pub temperature: f32,
     /// Whether the times of words are wanted.
     pub words: bool,
@@ -65,9 +66,9 @@ pub struct Prompt {
 /// The tokens by which a model of several languages is told what to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanguagePrompt {
-    /// None: it is detected.
+    /// The token of the language. None if it is to be detected.
     pub language: Option<u32>,
-    /// To transcribe or to translate.
+    /// The token that says to transcribe or to translate.
     pub task: u32,
 }
 
@@ -110,7 +111,7 @@ struct Sequence {
     fed: usize,
     /// The text so far.
     answer: Vec<u32>,
-    /// The sum of the logarithmic probabilities of its tokens.
+    /// The sum of the log probabilities of its tokens and, once it has ended, of the end token.
     logprobs: f32,
     /// The probability that there is no speech.
     no_speech: f32,
@@ -124,14 +125,14 @@ struct Sequence {
 /// Texts of a window that were written one after the other.
 #[derive(Default)]
 struct Texts {
-    /// With times from the beginning of the window.
+    /// Their tokens. The times among them count from the beginning of the window.
     tokens: Vec<u32>,
     /// When each token of text was said, if that is wanted.
     said: Vec<Said>,
     logprobs: f32,
-    /// The numbers of which `logprobs` is the sum.
+    /// How many log probabilities `logprobs` is the sum of.
     count: usize,
-    /// The probability of the first text that there is no speech.
+    /// The probability that there is no speech, as found with the first text.
     no_speech: f32,
     /// The highest temperature of a text.
     temperature: f32,
@@ -185,15 +186,15 @@ impl Transcriber {
         let waiting: Vec<Slot> = slots.iter().flatten().copied().collect();
         let windows: Vec<&[f32]> =
             waiting.iter().filter_map(|slot| self.open.get(slot)).map(|it| &*it.prompt.features).collect();
-        let encoded = self.network.encoder.forward(&windows).map_err(|error| ForwardError::from(&error))?;
-        for (slot, encoded) in waiting.iter().zip(encoded.chunks_exact(POSITIONS * self.width)) {
-            self.network.decoder.hold(slot.0, encoded);
+        let numbers: Vec<usize> = waiting.iter().map(|slot| slot.0).collect();
+        self.network.encode(&numbers, &windows).map_err(|error| ForwardError::from(&error))?;
+        for slot in &waiting {
             if self.open.get(slot).is_some_and(|it| it.prompt.words) {
-                self.network.decoder.keep_queries(slot.0);
+                self.network.keep_queries(slot.0);
             }
         }
         let unknown: Vec<Slot> = waiting.iter().filter(|slot| self.lacks_language(**slot)).copied().collect();
-        let detected = self.detect(&unknown);
+        let detected = self.detect(&unknown).map_err(|error| ForwardError::from(&error))?;
         // Nothing fails from here on.
         for (slot, language) in unknown.iter().zip(detected) {
             if let Some(sequence) = self.open.get_mut(slot) {
@@ -212,20 +213,20 @@ impl Transcriber {
         self.open.get(&slot).is_some_and(|it| it.language.is_none() && it.prompt.languages.is_some())
     }
 
-    /// The likeliest language of each slot: the likeliest token of a language after the token that begins a text. The
-    /// prompt then takes the place of this token.
-    fn detect(&mut self, slots: &[Slot]) -> Vec<Option<u32>> {
-        let Some(multilingual) = &self.multilingual else { return vec![None; slots.len()] };
+    /// The likeliest language of each slot: the likeliest token of a language after the token that begins a text. That
+    /// token is computed at position 0, where the prompt later replaces it.
+    fn detect(&mut self, slots: &[Slot]) -> candle_core::Result<Vec<Option<u32>>> {
+        let Some(multilingual) = &self.multilingual else { return Ok(vec![None; slots.len()]) };
         let ids = vec![self.start_token; slots.len()];
         let spans: Vec<Span> = slots.iter().map(|slot| Span { slot: slot.0, first: 0, count: 1 }).collect();
         let wanted: Vec<usize> = (0..slots.len()).collect();
-        self.network.decoder.forward(&ids, &spans, &wanted, &mut self.logits);
+        self.network.forward(&ids, &spans, &wanted, &mut self.logits)?;
         let width = self.logits.len() / slots.len().max(1);
         let likeliest = |logits: &[f32]| {
             let of = |id: &u32| logits.get(*id as usize).copied().unwrap_or(f32::NEG_INFINITY);
             multilingual.languages.values().copied().max_by(|a, b| of(a).total_cmp(&of(b)))
         };
-        self.logits.chunks_exact(width.max(1)).map(likeliest).collect()
+        Ok(self.logits.chunks_exact(width.max(1)).map(likeliest).collect())
     }
 
     /// The tokens that a row computes: those of the prompt, or the last one of the text so far.
@@ -245,9 +246,10 @@ impl Transcriber {
         Ok(Chunk { slot, take, start: start.filter(|at| *at < ids.len()), ids, first, is_last })
     }
 
-    /// Chooses the next token of a row, and reads the probability that there is no speech. Does not change the sequence.
-    /// `logits` are those after the token that begins the text, if the chunk has it, and then those after the chunk's last
-    /// token, if another token; `step` asks for them in this order.
+    /// Chooses the next token of a row, and reads the probability that there is no speech. Does not change the
+    /// sequence. `logits` has those after the token that begins the text, if the chunk has that token. Then it has
+    /// those after the chunk's last token, if a token is chosen. If both are the same token, it has them once. `step`
+    /// requests them in this order.
     fn choose<'a>(
         &self,
         chunk: Chunk,
@@ -290,7 +292,7 @@ impl Transcriber {
             None => {
                 if sequence.prompt.words {
                     let is_whole = id == self.rules.end;
-                    heard.said = sequence.said(&self.network.decoder, chunk.slot, is_whole, &self.rules);
+                    heard.said = sequence.said(&self.network, chunk.slot, is_whole, &self.rules)?;
                 }
                 Ok(sequence.end(&heard, &self.rules))
             }
@@ -304,7 +306,8 @@ impl Transcriber {
     }
 }
 
-/// The temperature with which a text is written again; none if it is not doubtful, or was written often enough.
+/// The temperature with which a text is written again. None if the text is not doubtful, if it was written with all
+/// temperatures, if there is no speech, or if the request has a temperature other than 0.
 fn next_temperature(prompt: &Prompt, heard: &Heard, text: &str) -> Option<f32> {
     let is_unlikely = heard.avg_logprob < MIN_LOGPROB;
     let is_doubtful = is_unlikely || compression_ratio(text) > MAX_COMPRESSION;
@@ -345,8 +348,8 @@ fn rest(tokens: &[u32], rules: &Rules) -> Option<Rest> {
     Some(Rest { kept: pair, steps: (tokens[pair] - rules.first_time) as usize })
 }
 
-/// The features from this frame on, followed by silence. `LogMel` raises features to 2 below the largest, which is the
-/// value of silence.
+/// The features from the frame `from` on, followed by silence. Silence is 2 below the largest feature, because `LogMel`
+/// raises all smaller features to that value.
 fn shifted_features(features: &[f32], from: usize) -> Vec<f32> {
     let silence = largest(features) - 2.0;
     let rest = |bin: &[f32]| {
@@ -380,17 +383,28 @@ impl Sequence {
     }
 
     /// When each token of the text was said. `is_whole`: the text has its end, so that all of its tokens were computed.
-    fn said(&self, decoder: &Decoder, slot: Slot, is_whole: bool, rules: &Rules) -> Vec<Said> {
+    ///
+    /// # Errors
+    /// The device fails.
+    fn said(
+        &self,
+        network: &Whisper,
+        slot: Slot,
+        is_whole: bool,
+        rules: &Rules,
+    ) -> Result<Vec<Said>, TaskError> {
         let (before, computed) = (self.prompt.tokens(), self.answer.len() - usize::from(!is_whole));
-        // A token is chosen at the position before its own. What follows the last one tells its end.
+        // A token is chosen at the position before its own. The position after the last token tells when that token
+        // ends.
         let text = (0..self.answer.len()).filter(|at| self.answer[*at] < rules.end);
         let mut positions: Vec<usize> = text.map(|at| before + at - 1).collect();
         let tokens = positions.len();
         positions.extend(positions.last().map(|last| last + 1).filter(|at| *at < before + computed));
         let sound = (self.prompt.window.seconds / TIMESTAMP_STEP) as usize;
         let keys = sound.saturating_sub(self.began).clamp(1, POSITIONS);
-        let weights = decoder.alignment(slot.0, &positions, keys);
-        said(weights, positions.len(), keys, tokens, self.began)
+        let weights = network.alignment(slot.0, &positions, keys);
+        let weights = weights.map_err(|error| TaskError::new(TaskErrorKind::Fault, error.to_string()))?;
+        Ok(said(weights, positions.len(), keys, tokens, self.began))
     }
 
     /// Adds a text that has ended to those before it. Begins again in the rest of the window, if there is one.
@@ -495,7 +509,7 @@ impl Generate for Transcriber {
             spans.push(Span { slot: chunk.slot.0, first: chunk.first, count: chunk.ids.len() });
         }
         let mut all = std::mem::take(&mut self.logits);
-        self.network.decoder.forward(&ids, &spans, &wanted, &mut all);
+        self.network.forward(&ids, &spans, &wanted, &mut all).map_err(|error| ForwardError::from(&error))?;
         let width = all.len() / wanted.len().max(1);
         let mut logits = all.chunks_exact_mut(width.max(1));
         // All choices, which may fail, come before all advances, so that a step that fails can be computed again.
@@ -508,7 +522,7 @@ impl Generate for Transcriber {
 
     fn close(&mut self, slot: Slot) {
         if self.open.remove(&slot).is_some() {
-            self.network.decoder.release(slot.0);
+            self.network.release(slot.0);
         }
     }
 }
@@ -545,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_goes_on_at_its_last_beginning_unless_it_has_an_end_alone() {
+    fn the_rest_begins_at_the_last_pair_of_times_unless_a_single_time_ends_it() {
         let rules = Rules { end: 5, first_time: 10, ..Rules::default() };
         for (tokens, expected) in [
             (&[10, 0, 30, 30][..], Some(Rest { kept: 3, steps: 20 })),
@@ -568,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probability_is_a_share_of_all_tokens() {
+    fn a_probability_is_the_softmax_of_the_logits() {
         let logits = [0.25_f32, 0.5, 0.25].map(f32::ln);
         assert!((probability(&logits, 1) - 0.5).abs() < 1e-6);
         assert_eq!(probability(&logits, 9), 0.0);

@@ -11,7 +11,7 @@ const MAX_SECONDS: u64 = 86_400;
 /// An upper bound that keeps tables within any host's memory.
 const MAX_SEQUENCES: u64 = 4_096;
 
-/// The options.
+/// What each option takes, its default and its help.
 pub static OPTIONS: [OptionSpec; 3] = [
     OptionSpec {
         name: "max_seconds",
@@ -35,10 +35,10 @@ pub static OPTIONS: [OptionSpec; 3] = [
     },
 ];
 
-/// The settings.
+/// The values of the options of one pool.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// Seconds of a recording.
+    /// The most seconds of a recording.
     pub max_seconds: f64,
     /// The most windows at once.
     pub sequences: usize,

@@ -52,7 +52,7 @@ impl Rules {
         let most = largest(logits);
         let mut weights = logits.to_vec();
         let mut total = exponentials(&mut weights, 1.0);
-        // If all times together are likelier than the likeliest text, it is time for a time.
+        // If all times together are likelier than the likeliest other token, a time is chosen.
         let (texts, times) = weights.split_at(self.first_time as usize);
         let times: f32 = times.iter().sum();
         if times > largest(texts) {
@@ -93,7 +93,7 @@ impl Rules {
             forbid(first_time..usize::MAX);
         }
         if let Some(time) = answer.iter().rev().find(|id| self.is_time(**id)) {
-            // A segment may begin when the last one ends, but has some length.
+            // A segment may begin when the last one ends, but must end later than it begins.
             let least = *time as usize + usize::from(!is_end);
             forbid(first_time..least);
         }
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn text_follows_the_first_time_and_a_later_time_or_the_end_follows_text() {
+    fn after_a_time_comes_text_and_after_text_a_later_time_or_the_end() {
         assert_eq!(allowed(&[8]), [0, 1, 2, 4, 5]);
         assert_eq!(allowed(&[8, 0]), [0, 1, 2, 4, 5, 9, 10, 11, 12]);
     }

@@ -29,7 +29,7 @@ pub fn probe() -> Vec<u8> {
 pub fn recordings(texts: &[String]) -> Sample {
     let samples: Vec<u8> = texts.iter().flat_map(|text| sound(text)).collect();
     let url = format!("data:audio/wav;base64,{}", STANDARD.encode(wav(&samples)));
-    // Each window is written once. No tone is speech.
+    // With a temperature other than 0 each text is written only once. Voice detection would drop the tones.
     Sample::json(
         TRANSCRIPTIONS_URL,
         &json!({"file_url": url, "temperature": 1e-5, "vad": false}),

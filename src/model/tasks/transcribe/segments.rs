@@ -38,15 +38,15 @@ impl Window {
         self.parts.first().map_or(0.0, |part| part.from)
     }
 
-    /// Maps a second of the window to the recording. At the border of two parts this is the start of the later one, as
-    /// for the start of a segment.
+    /// Maps the start of a segment or a word from seconds of the window to seconds of the recording. The border of two
+    /// parts maps to the start of the later one.
     fn start_in_recording(&self, at: f64) -> f64 {
         let part = self.parts.iter().rfind(|part| part.at <= at);
         part.map_or(at, |part| part.from + (at - part.at))
     }
 
-    /// As [`Window::start_in_recording`], but at the border of two parts this is the end of the earlier one, as for the
-    /// end of a segment.
+    /// Maps the end of a segment or a word, as [`Window::start_in_recording`] maps its start. The border of two parts
+    /// maps to the end of the earlier one.
     fn end_in_recording(&self, at: f64) -> f64 {
         let part = self.parts.iter().rfind(|part| part.at < at);
         part.map_or_else(|| self.start_in_recording(at), |part| part.from + (at - part.at))
@@ -62,7 +62,7 @@ pub struct Heard {
     pub language: Option<u32>,
     /// Tokens of text and timestamp tokens, without the token that ends the text.
     pub tokens: Vec<u32>,
-    /// The mean of the logarithmic probabilities of its tokens, the end included.
+    /// The mean log probability of its tokens, the end included.
     pub avg_logprob: f32,
     /// The probability that there is no speech.
     pub no_speech: f32,
@@ -87,7 +87,8 @@ pub fn compression_ratio(text: &str) -> f32 {
     compressed.map_or(0.0, |bytes| text.len() as f32 / bytes.len() as f32)
 }
 
-/// The segments of a window. `language` is the code of the text's language; none is one that is written with spaces.
+/// The segments of a window. `language` is the code of the text's language; none stands for one that is written with
+/// spaces.
 pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
     let window = &heard.window;
     let ratio = compression_ratio(&text(&heard.tokens, rules, texts));
@@ -122,9 +123,9 @@ pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &To
 struct Words<'a> {
     window: &'a Window,
     words: std::vec::IntoIter<TimedWord>,
-    /// Tokens of text of the words that were given.
+    /// How many tokens of text the words have that were given to segments.
     given: usize,
-    /// Tokens of text of the segments so far.
+    /// How many tokens of text the segments have so far.
     tokens: usize,
 }
 
@@ -152,7 +153,7 @@ impl Words<'_> {
 struct Span<'a> {
     /// Seconds from the beginning of the window.
     start: f64,
-    /// None if the tokens end before a time.
+    /// Seconds from the beginning of the window. None if the tokens end without a time.
     end: Option<f64>,
     tokens: &'a [u32],
 }
@@ -205,7 +206,7 @@ mod tests {
         Window { parts: parts.into(), seconds: 2.0, channel: None }
     }
 
-    /// Times and texts.
+    /// The start, the end and the text of each segment.
     fn found(tokens: &[u32]) -> Vec<(f64, f64, String)> {
         let texts = TokenTexts::of(&[" a", " b", " ", "c", "d"]);
         let round = |at: f64| (at * 1e6).round() / 1e6;

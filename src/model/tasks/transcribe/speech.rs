@@ -19,11 +19,11 @@ pub struct Speech {
     kept: Vec<f32>,
     /// The parts of `kept`, in their order.
     parts: Vec<KeptPart>,
-    /// The sample of the recording that is kept next, if it is kept.
+    /// The number in the recording of the next sample that is kept or dropped.
     position: u64,
 }
 
-/// The beginning of a part that follows in the recording without a gap.
+/// The beginning of a part, which has no gap in the recording.
 struct KeptPart {
     /// Its first sample in what is kept.
     in_kept: usize,
@@ -36,11 +36,11 @@ struct Detection {
     threshold: f32,
     /// Samples of silence that end a part.
     min_silence: usize,
-    /// Samples that are kept before and behind speech.
+    /// Samples that are kept before and after speech.
     pad: usize,
     /// Samples that are no whole chunk yet.
     rest: Vec<f32>,
-    /// While there is no speech: the last samples, of which `pad` may precede speech.
+    /// While there is no speech: the last samples. When speech begins, the last `pad` of them are kept before it.
     before: Vec<f32>,
     is_speech: bool,
     /// While there is speech: samples since the detector heard it last.
@@ -79,7 +79,7 @@ impl Speech {
         self.parts.first().map_or(self.position, |part| part.in_recording)
     }
 
-    /// The beginnings of parts in what is kept, except at its start.
+    /// Where parts begin in what is kept, except at 0. Silence was dropped at these places.
     pub fn cuts(&self) -> impl DoubleEndedIterator<Item = usize> {
         self.parts.iter().map(|part| part.in_kept).filter(|at| *at > 0)
     }
@@ -93,7 +93,7 @@ impl Speech {
         self.judge(&chunks);
     }
 
-    /// The recording has ended.
+    /// Ends the recording: decides on the samples that are left, and ends the last part.
     pub fn end(&mut self) {
         let rest = self.detection.as_mut().map(|it| std::mem::take(&mut it.rest)).unwrap_or_default();
         self.judge(&rest);
@@ -127,7 +127,7 @@ impl Speech {
             detection.is_speech = true;
             let mut before = std::mem::take(&mut detection.before);
             before.drain(..before.len().saturating_sub(detection.pad));
-            // They were passed over, and are kept after all.
+            // These samples were counted as dropped, and are kept after all.
             self.position -= before.len() as u64;
             self.keep(&before);
         }
@@ -158,7 +158,7 @@ impl Speech {
         self.position += samples.len() as u64;
     }
 
-    /// Speech has ended: drops the silence behind it, except for the pad.
+    /// Ends a part: drops the silence after its speech, except for the pad.
     fn end_part(&mut self) {
         let Some(detection) = &mut self.detection else { return };
         // Some of the silence may be in a window already.
@@ -177,7 +177,7 @@ impl Speech {
         let place =
             |part: &KeptPart| Part { at: seconds(part.in_kept as u64), from: seconds(part.in_recording) };
         let parts: Arc<[Part]> = within.map(place).collect();
-        // Parts that end before the cut are dropped. The part in which the cut is begins there from now on.
+        // Parts that end before the cut are dropped. The part that contains the cut begins at the cut from now on.
         let first = self.parts.iter().rposition(|part| part.in_kept <= samples).unwrap_or(0);
         self.parts.drain(..first);
         for KeptPart { in_kept, in_recording } in &mut self.parts {
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_whose_beginning_is_in_a_window_is_dropped_to_there() {
+    fn silence_that_begins_in_a_taken_window_is_dropped_after_that_window() {
         let mut of = speech(&[], 4 * TWO_CHUNKS_MS, 0);
         [0.9, 0.0, 0.0, 0.0].iter().enumerate().for_each(|(at, it)| of.decide(&[at as f32; CHUNK], *it));
         assert_eq!(of.take(3 * CHUNK).0.len(), 3 * CHUNK);

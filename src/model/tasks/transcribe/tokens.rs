@@ -15,12 +15,13 @@ use crate::model::{LoadError, TaskError};
 use crate::protocol::shorten;
 use crate::protocol::transcriptions::Task;
 
-/// Multilingual models have at least so many tokens, and English ones fewer. It counts if the settings do not say it.
+/// Multilingual models have at least so many tokens, and English ones fewer. This decides if the settings lack
+/// `is_multilingual`.
 const MULTILINGUAL_TOKENS: usize = 51_865;
-/// The most tokens of 0.02 s by which the first time of a window may be away from its beginning, if the settings do not
-/// say it.
+/// The latest time with which a text may begin, in steps of 0.02 s from the beginning of its window, if the settings
+/// lack `max_initial_timestamp_index`.
 const MAX_INITIAL_TIMESTAMP: u32 = 50;
-/// Tokens that are never written, whatever the settings say, beside the languages.
+/// Special tokens that are never written, whatever the settings say.
 const NEVER: [&str; 7] =
     [START, "<|translate|>", "<|transcribe|>", "<|startoflm|>", PREVIOUS, "<|nospeech|>", "<|nocaptions|>"];
 const START: &str = "<|startoftranscript|>";
@@ -31,9 +32,9 @@ pub struct SpeechTokens {
     vocabulary: Vocabulary,
     /// The token that begins a text.
     pub start: u32,
-    /// The token before a text that precedes.
+    /// The token that introduces a preceding text.
     previous: u32,
-    /// Whose probability after `start` is that of no speech; none for models without it.
+    /// The token whose probability after `start` is that of no speech; none for models without it.
     pub no_speech: Option<u32>,
     /// None for a model of English only.
     pub multilingual: Option<Multilingual>,
@@ -52,7 +53,7 @@ pub struct Multilingual {
     translate: u32,
 }
 
-/// The fields of `generation_config.json`, or of the older `config.json`.
+/// The fields of `generation_config.json`. Models without that file have them in `config.json`.
 #[derive(Default, Deserialize)]
 struct Settings {
     suppress_tokens: Option<Vec<i64>>,
@@ -120,7 +121,7 @@ impl SpeechTokens {
                 last_initial: first_time
                     + settings.max_initial_timestamp_index.unwrap_or(MAX_INITIAL_TIMESTAMP),
             },
-            // As OpenAI's: with the token before it, half of the context.
+            // As in OpenAI's program: half of the context, less the token that introduces the text.
             most_previous: (config.context / 2).saturating_sub(1),
             vocabulary,
         })
@@ -131,8 +132,9 @@ impl SpeechTokens {
         self.vocabulary.texts()
     }
 
-    /// The tokens of a request's keywords and of its prompt, with the token before them; none if both are empty. As many
-    /// of the first keywords as fill half of what the model reads, and of the prompt's last tokens as fill the rest.
+    /// The tokens of a request's keywords and of its prompt, after the token that introduces them; none if both are
+    /// empty. If there is a prompt, the keywords may fill half of the room, and the prompt the rest. If keywords are
+    /// too long, their first tokens are kept. If a prompt is too long, its last tokens are kept.
     ///
     /// # Errors
     /// `BadInput` if one of them holds a special token, which could command the model.
@@ -151,7 +153,8 @@ impl SpeechTokens {
         Ok(ids)
     }
 
-    /// The tokens of a text of the request's `field`, at least `most` from one side, if it has as many.
+    /// The tokens of the text in the request's `field`. Of a long text, these may be the tokens at one side only, but
+    /// at least `most` of them.
     fn text_ids(&self, field: &str, text: &str, most: usize, side: Side) -> Result<Vec<u32>, TaskError> {
         if text.is_empty() || most == 0 {
             return Ok(Vec::new());
@@ -197,7 +200,7 @@ impl SpeechTokens {
         Err(TaskError::bad_input("language", format!("language is {code:?}; this model knows {known}")))
     }
 
-    /// The code of a language's token. A model of English has no such token.
+    /// The code of a language's token. For a model of English only, which has no such tokens, it is always `en`.
     pub fn code(&self, language: Option<u32>) -> Option<String> {
         let Some(tokens) = &self.multilingual else { return Some(ENGLISH.to_owned()) };
         let found = tokens.languages.iter().find(|(_, id)| Some(**id) == language);

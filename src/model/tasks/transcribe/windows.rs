@@ -28,7 +28,7 @@ const PAUSE: usize = RATE as usize / 5;
 const STEP: usize = RATE as usize / 50;
 /// Samples whose loudness decides whether a window is silent: 100 ms, about as long as a short syllable.
 const SYLLABLE: usize = RATE as usize / 10;
-/// The mean power of the loudest syllable of a window below which it is silent: -60 dB of full scale. Quiet speech is 20
+/// A window is silent if the mean power of its loudest syllable is below this: -60 dB of full scale. Quiet speech is 20
 /// dB louder.
 const SILENCE: f32 = 1e-6;
 
@@ -65,7 +65,8 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Reads the header of a recording. Its windows are made from `prompt` and of what a `speech` keeps of each stream.
+    /// Reads the header of a recording. All windows have `prompt` in common. `speech` is called once for each stream,
+    /// and makes what keeps its sound.
     ///
     /// # Errors
     /// The file is of no supported format, is broken, or declares more than the limits allow.

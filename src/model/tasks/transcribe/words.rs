@@ -1,6 +1,6 @@
-//! Finds when each word was said, by the attention of the decoder's heads that look where a token is heard, as OpenAI's
-//! program does: normalised weights, smoothed over time, and the cheapest monotonic path through them (dynamic time
-//! warping). Pure functions.
+//! Finds when each word was said, as OpenAI's program does, from the attention of the decoder's alignment heads, which
+//! look where a token is heard. The weights are normalised and smoothed over time. Dynamic time warping finds the
+//! monotonic path with the largest sum through them. Pure functions.
 
 use super::rules::{Rules, TIMESTAMP_STEP};
 use crate::model::load::vocabulary::TokenTexts;
@@ -17,7 +17,7 @@ const OPENING: &str = "\"'“¿([{-";
 const CLOSING: &str = "\"'.。,，!！?？:：”)]}、";
 /// Punctuation that ends a sentence, after which a pause is likely.
 const SENTENCE_ENDS: &str = ".。!！?？";
-/// A median duration of words above this, in seconds, is taken for this.
+/// The upper bound of the median duration of words, in seconds.
 const MAX_MEDIAN_SECONDS: f64 = 0.7;
 /// The codes of languages that are written without spaces. Each of their characters counts as a word.
 const WITHOUT_SPACES: [&str; 6] = ["zh", "ja", "th", "lo", "my", "yue"];
@@ -43,7 +43,7 @@ pub struct TimedWord {
 }
 
 /// When each of `tokens` tokens was said, by `weights` `[heads, rows, keys]`: a row for each token, and perhaps one more
-/// for what follows the last one. A key is a [`TIMESTAMP_STEP`] of the window, whose first is number `began`.
+/// for what follows the last one. A key is a [`TIMESTAMP_STEP`] of the window; the first key is step `began`.
 pub fn said(weights: Vec<f32>, rows: usize, keys: usize, tokens: usize, began: usize) -> Vec<Said> {
     let first = path(&smoothed(weights, rows, keys), keys);
     let second = |key: usize| (began + key) as f64 * TIMESTAMP_STEP;
@@ -115,7 +115,7 @@ fn medians(mut x: [[f32; LANES]; MEDIAN]) -> [f32; LANES] {
     x[SIDE]
 }
 
-/// They sort seven numbers.
+/// A sorting network for seven numbers: the pairs of places that are compared and exchanged, in order.
 #[rustfmt::skip]
 const EXCHANGES: [(usize, usize); 16] = [
     (0, 6), (2, 3), (4, 5), (0, 2), (1, 4), (3, 6), (0, 1), (2, 5), (3, 4), (1, 2), (4, 6), (2, 3), (4, 5), (1, 2),
@@ -133,8 +133,8 @@ enum Step {
     Key,
 }
 
-/// The first key of each row on the monotonic path from the first cell of `[rows, keys]` to the last one whose sum is the
-/// largest.
+/// The first key of each row on a path through `gains` `[rows, keys]`: of the monotonic paths from the first cell to
+/// the last one, the path with the largest sum.
 fn path(gains: &[f32], keys: usize) -> Vec<usize> {
     let rows = gains.len() / keys.max(1);
     if rows == 0 {
@@ -179,7 +179,7 @@ fn path(gains: &[f32], keys: usize) -> Vec<usize> {
 }
 
 /// The words of a window's text. `said` has a time for each token of text, or is empty: then there are no words.
-/// `language` is the code of the text's language; none is one that is written with spaces.
+/// `language` is the code of the text's language; none stands for one that is written with spaces.
 pub fn words(
     tokens: &[u32],
     said: &[Said],
@@ -212,7 +212,8 @@ impl TimedWord {
     }
 }
 
-/// The least groups of tokens that are whole characters. Bytes that are none are left to the group before.
+/// The smallest groups of tokens that are whole characters. Bytes at the end that are no whole character go to the last
+/// group.
 fn characters<'a>(
     tokens: impl Iterator<Item = &'a u32>,
     said: &[Said],
@@ -347,7 +348,7 @@ mod tests {
 
     #[test]
     fn a_token_is_said_from_its_own_key_to_that_of_the_next() {
-        // One head whose rows look at three keys each.
+        // One head whose rows look at ten keys each.
         let mut weights = vec![0.01; 4 * 40];
         for row in 0..4 {
             weights[row * 40 + 10 * row..][..10].fill(1.0);

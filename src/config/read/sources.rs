@@ -1,0 +1,127 @@
+//! Reads `pool.allowed_sources`: the beginnings of URLs that tasks may give in the place of files. Fetches nothing.
+
+use ::config::{Value, ValueKind};
+use serde::{Deserialize, Serialize};
+use url::Url;
+
+use super::reader::Expected;
+use super::values::{list, parse_array, switch, text};
+
+/// The schemes of URLs that can be fetched.
+pub(crate) const SCHEMES: [&str; 4] = ["file", "http", "https", "s3"];
+
+/// The beginning of URLs that a task may give in the place of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AllowedSource {
+    /// A scheme, a host with its port, and a path that ends with `/`. The host of `s3` is the bucket, `file` has none.
+    pub url: Url,
+    /// Whether the host may have an address that is private, such as 10.0.0.1 or 127.0.0.1.
+    pub private: bool,
+}
+
+/// A list whose items are URLs or tables `{ url = "…", private = true }`.
+pub(crate) fn sources(value: &Value) -> Result<Vec<AllowedSource>, Expected> {
+    match &value.kind {
+        ValueKind::String(written) if written.trim_start().starts_with('[') => {
+            sources(&parse_array(written).ok_or_else(expected_list)?)
+        }
+        ValueKind::String(_) => list(value)?.iter().map(|url| source(url, false)).collect(),
+        ValueKind::Array(items) => items.iter().map(item).collect(),
+        _ => Err(expected_list()),
+    }
+}
+
+fn item(value: &Value) -> Result<AllowedSource, Expected> {
+    let ValueKind::Table(fields) = &value.kind else {
+        return source(&text(value).map_err(|_| expected_list())?, false);
+    };
+    if let Some(unknown) = fields.keys().find(|key| !["url", "private"].contains(&key.as_str())) {
+        return Err(format!("entries with the keys url and private, got {unknown}"));
+    }
+    let private = fields.get("private").map_or(Ok(false), switch);
+    source(&text(fields.get("url").ok_or_else(expected_list)?)?, private.map_err(|_| expected_list())?)
+}
+
+fn source(written: &str, private: bool) -> Result<AllowedSource, Expected> {
+    let url = Url::parse(written).map_err(|error| format!("URLs, got {written:?} ({error})"))?;
+    let is_file = url.scheme() == "file";
+    let is_whole = SCHEMES.contains(&url.scheme())
+        && url.has_host() != is_file
+        && url.path().ends_with('/')
+        && url.username().is_empty()
+        && url.password().is_none()
+        && url.query().is_none()
+        && url.fragment().is_none()
+        && (url.scheme() != "s3" || url.port().is_none());
+    if !is_whole {
+        return Err(format!(
+            "URLs of the form scheme://host:port/path/, with a / at the end, where the scheme is one of {}; file:// has \
+             no host, and the host of s3:// is the bucket",
+            SCHEMES.join(", ")
+        ));
+    }
+    Ok(AllowedSource { url, private })
+}
+
+/// The address of a service, or `""` for none.
+pub(crate) fn service(value: &Value) -> Result<Option<Url>, Expected> {
+    let expected = || "\"\", or an address such as \"https://minio.example.org:9000\"".to_owned();
+    let written = text(value).map_err(|_| expected())?;
+    if written.is_empty() {
+        return Ok(None);
+    }
+    let url = Url::parse(&written).map_err(|_| expected())?;
+    let is_plain = ["http", "https"].contains(&url.scheme())
+        && url.username().is_empty()
+        && url.password().is_none()
+        && url.query().is_none()
+        && url.fragment().is_none();
+    if is_plain { Ok(Some(url)) } else { Err(expected()) }
+}
+
+fn expected_list() -> Expected {
+    "a list such as [\"https://media.example.org/in/\", { url = \"http://10.0.0.5/in/\", private = true }]"
+        .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(written: &str) -> Result<Vec<(String, bool)>, Expected> {
+        let read = sources(&Value::from(written))?;
+        Ok(read.into_iter().map(|it| (it.url.to_string(), it.private)).collect())
+    }
+
+    #[test]
+    fn sources_are_urls_or_tables() {
+        let all = r#"["file:///data/in/", {url = "http://10.0.0.5:81/", private = true}, {url = "s3://bucket/in/"}]"#;
+        let expected =
+            [("file:///data/in/", false), ("http://10.0.0.5:81/", true), ("s3://bucket/in/", false)];
+        assert_eq!(read(all), Ok(expected.map(|(url, private)| (url.to_owned(), private)).to_vec()));
+        assert_eq!(read("https://a.org/b/,https://c.org/").map(|all| all.len()), Ok(2));
+        assert_eq!(read(""), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn a_source_without_a_whole_prefix_is_refused() {
+        for wrong in [
+            "https://host/in",
+            "https://me@host/in/",
+            "https://me:pw@host/",
+            "https://host/?a=/",
+            "https://host/#/",
+            "ftp://host/",
+            "file://host/data/",
+            "s3://bucket:80/",
+            "data/in/",
+            "in/",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        assert!(read(r#"[{url = "https://host/", privat = true}]"#).unwrap_err().contains("privat"));
+        for wrong in [r#"[{private = true}]"#, r#"[{url = "https://host/", private = "often"}]"#, "[1]"] {
+            assert!(read(wrong).unwrap_err().starts_with("a list such as"), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Decides whether the settings admit a URL that a task gives, and where its file is. Compares parsed parts of URLs,
+//! never their text. Pure: resolves and opens nothing.
+
+use std::path::PathBuf;
+
+use percent_encoding::percent_decode_str;
+use url::Url;
+
+use crate::config::AllowedSource;
+
+/// The most bytes of a URL: more than a signed URL of S3 has.
+const MAX_URL: usize = 4_096;
+/// Encoded characters that would change the meaning of a path if a server decoded them before it splits the path: `/`,
+/// `\` and NUL.
+const AMBIGUOUS: [&str; 3] = ["%2f", "%5c", "%00"];
+
+/// Where a file is.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Location {
+    /// In this folder, which the settings name, at a relative path.
+    File { folder: PathBuf, path: PathBuf },
+    /// On a server.
+    Web { url: Url, private: bool },
+    /// In a bucket of S3.
+    Bucket { bucket: String, key: String, private: bool },
+}
+
+/// Finds out where the file of the URL `written` is.
+///
+/// # Errors
+/// Why it is not fetched, to be put after the URL.
+pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, String> {
+    if written.len() > MAX_URL {
+        return Err(format!("has {} bytes; a URL may have {MAX_URL}", written.len()));
+    }
+    if written.contains(|c: char| c.is_control() || c == '\\') {
+        return Err("has control characters or backslashes".to_owned());
+    }
+    // The parser resolves `..` segments, so that they cannot be seen later.
+    if written.split(['/', '?', '#']).any(|part| percent_decode_str(part).eq(*b"..")) {
+        return Err("has the path segment \"..\"".to_owned());
+    }
+    let url = Url::parse(written).map_err(|error| format!("is no URL: {error}"))?;
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err("has a user name or a password".to_owned());
+    }
+    if url.fragment().is_some() {
+        return Err("has a fragment (#)".to_owned());
+    }
+    let path = url.path().to_ascii_lowercase();
+    if AMBIGUOUS.iter().any(|encoded| path.contains(encoded)) {
+        return Err("has an encoded slash, backslash or NUL in its path".to_owned());
+    }
+    let Some(entry) = allowed.iter().find(|entry| begins_with(&url, &entry.url)) else {
+        return Err("is not below one of the allowed_sources of this pool".to_owned());
+    };
+    let private = entry.private;
+    match url.scheme() {
+        "http" | "https" => Ok(Location::Web { url, private }),
+        _ if url.query().is_some() => Err("has a query (?)".to_owned()),
+        "file" => {
+            let paths = entry.url.to_file_path().and_then(|folder| Ok((folder, url.to_file_path()?)));
+            let (folder, path) = paths.map_err(|()| "is no path".to_owned())?;
+            let path = path.strip_prefix(&folder).map_err(|_| "is not below its folder".to_owned())?;
+            Ok(Location::File { path: path.to_owned(), folder })
+        }
+        _ => {
+            let key = percent_decode_str(url.path().trim_start_matches('/')).decode_utf8();
+            let key = key.map_err(|_| "is not UTF-8".to_owned())?.into_owned();
+            Ok(Location::Bucket { bucket: url.host_str().unwrap_or_default().to_owned(), key, private })
+        }
+    }
+}
+
+/// Whether `url` names something below `prefix`, whose path ends with a slash.
+fn begins_with(url: &Url, prefix: &Url) -> bool {
+    let is_same_host = url.scheme() == prefix.scheme()
+        && url.host() == prefix.host()
+        && url.port_or_known_default() == prefix.port_or_known_default();
+    let (Some(mut segments), Some(of_prefix)) = (url.path_segments(), prefix.path_segments()) else {
+        return false;
+    };
+    let folders = of_prefix.filter(|segment| !segment.is_empty());
+    let is_below = folders.into_iter().all(|folder| segments.next() == Some(folder));
+    is_same_host && is_below && segments.any(|segment| !segment.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn allowed() -> Vec<AllowedSource> {
+        ["file:///data/in/", "https://media.org/in/", "http://10.0.0.5:81/", "s3://bucket/in/"]
+            .map(|url| AllowedSource { url: Url::parse(url).unwrap(), private: url.starts_with("http:") })
+            .to_vec()
+    }
+
+    fn web(url: &str, private: bool) -> Result<Location, String> {
+        Ok(Location::Web { url: Url::parse(url).unwrap(), private })
+    }
+
+    #[test]
+    fn what_is_below_an_allowed_source_is_located() {
+        let file = |path: &str| Ok(Location::File { folder: "/data/in".into(), path: path.into() });
+        let located = |url: &str| locate(url, &allowed());
+        assert_eq!(located("file:///data/in/a%20b/c.wav"), file("a b/c.wav"));
+        assert_eq!(located("file://localhost/data/in/c.wav"), file("c.wav"));
+        assert_eq!(located("https://media.org/in/c.wav?a=b"), web("https://media.org/in/c.wav?a=b", false));
+        assert_eq!(located("HTTPS://MEDIA.org:443/in/c"), web("https://media.org/in/c", false));
+        assert_eq!(located("http://10.0.0.5:81/c"), web("http://10.0.0.5:81/c", true));
+        let bucket = |key: &str| {
+            Ok(Location::Bucket { bucket: "bucket".to_owned(), key: key.to_owned(), private: false })
+        };
+        assert_eq!(located("s3://bucket/in/a%20b.flac"), bucket("in/a b.flac"));
+    }
+
+    #[test]
+    fn what_is_not_below_an_allowed_source_is_refused() {
+        for url in [
+            "file:///etc/passwd",
+            "file:///data/in",
+            "file:///data/in/",
+            "file:///data/inside/c.wav",
+            "file:///data/in/../../etc/passwd",
+            "file:///data/in/%2e%2E/secret",
+            "file:///data/in/..%2f..%2fetc%2fpasswd",
+            "file:///data/in/a%00b",
+            "file:///data/in/a\\..\\b",
+            "file:///data/in/.\n./b",
+            "file://other/data/in/c.wav",
+            "file:///data/in/c.wav?x",
+            "/data/in/c.wav",
+            "https://media.org/inside",
+            "https://media.org/IN/c",
+            "https://media.org:8443/in/c",
+            "https://media.org.evil.org/in/c",
+            "https://media.org@evil.org/in/c",
+            "https://me:pw@media.org/in/c",
+            "https://evil.org/https://media.org/in/c",
+            "https://media.org/in/../out/c",
+            "https://media.org/in/..%2fout/c",
+            "https://media.org/in/%2e%2e/out/c",
+            "https://media.org/in/c#https://evil.org",
+            "http://media.org/in/c",
+            "http://10.0.0.5/c",
+            "http://10.0.0.5:8181/c",
+            "s3://bucket2/in/c",
+            "s3://bucket/out/c",
+            "s3://bucket/in/../out/c",
+            "s3://bucket/in/c?versionId=1",
+            "ftp://media.org/in/c",
+            "gopher://10.0.0.5:81/c",
+            "",
+        ] {
+            assert!(locate(url, &allowed()).is_err(), "{url}");
+        }
+        let long = format!("https://media.org/in/{}", "a".repeat(MAX_URL));
+        assert!(locate(&long, &allowed()).unwrap_err().contains("4096"), "{long}");
+        assert!(locate("https://media.org/in/c", &[]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_leads_out_of_a_folder(tail in "(\\.|%2e|%2E|/|%2f|\\\\|%5c|a|\t|\\?|#|@|:){0,12}") {
+            if let Ok(Location::File { path, .. }) = locate(&format!("file:///data/in/{tail}"), &allowed()) {
+                let is_plain = |part: std::path::Component<'_>| matches!(part, std::path::Component::Normal(_));
+                prop_assert!(path.components().all(is_plain), "{path:?}");
+            }
+            if let Ok(Location::Web { url, .. }) = locate(&format!("https://media.org/in/{tail}"), &allowed()) {
+                prop_assert!(url.host_str() == Some("media.org") && url.path().starts_with("/in/"), "{url}");
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Bounds the bytes of fetched files that a worker holds. Owns the count. A requester may hold half of them, so that others
+//! can fetch meanwhile.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+
+/// The bytes that may be held. Clones share the count.
+#[derive(Clone)]
+pub(super) struct Budget(Arc<Shared>);
+
+struct Shared {
+    most: u64,
+    /// Written by [`Budget::take`] and by the drop of a share.
+    held: Mutex<Held>,
+    /// Notified when bytes are given back; the takers wait for it.
+    freed: Notify,
+}
+
+#[derive(Default)]
+struct Held {
+    all: u64,
+    /// The bytes of each requester that holds some.
+    by_requester: HashMap<u64, u64>,
+}
+
+/// Bytes that a file holds, until this is dropped.
+pub(super) struct Share {
+    budget: Budget,
+    requester: u64,
+    bytes: u64,
+}
+
+impl Budget {
+    /// Creates a budget of `most` bytes, none of which are held.
+    pub(super) fn new(most: u64) -> Self {
+        Self(Arc::new(Shared { most, held: Mutex::default(), freed: Notify::new() }))
+    }
+
+    /// Waits until the requester may hold `bytes` more bytes. A requester that holds none may exceed its half, and if
+    /// nobody holds any, even the whole. Safe to cancel.
+    pub(super) async fn take(&self, requester: u64, bytes: u64) -> Share {
+        loop {
+            let freed = self.0.freed.notified();
+            tokio::pin!(freed);
+            // From here no notification is missed.
+            freed.as_mut().enable();
+            let fits = self.lock().take(self.0.most, requester, bytes);
+            if fits {
+                return self.share(requester, bytes);
+            }
+            freed.await;
+        }
+    }
+
+    /// Counts bytes that cannot wait.
+    pub(super) fn exceed(&self, requester: u64, bytes: u64) -> Share {
+        self.lock().add(requester, bytes);
+        self.share(requester, bytes)
+    }
+
+    fn share(&self, requester: u64, bytes: u64) -> Share {
+        Share { budget: self.clone(), requester, bytes }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Held> {
+        self.0.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held {
+    fn take(&mut self, most: u64, requester: u64, bytes: u64) -> bool {
+        let own = self.by_requester.get(&requester).copied().unwrap_or(0);
+        let fits = self.all == 0 || self.all + bytes <= most && (own == 0 || own + bytes <= most / 2);
+        if fits {
+            self.add(requester, bytes);
+        }
+        fits
+    }
+
+    fn add(&mut self, requester: u64, bytes: u64) {
+        self.all += bytes;
+        *self.by_requester.entry(requester).or_default() += bytes;
+    }
+}
+
+impl Share {
+    /// Gives back all but `bytes`.
+    pub(super) fn shrink(&mut self, bytes: u64) {
+        let surplus = self.bytes.saturating_sub(bytes);
+        self.bytes -= surplus;
+        self.give_back(surplus);
+    }
+
+    fn give_back(&self, bytes: u64) {
+        let mut held = self.budget.lock();
+        held.all -= bytes;
+        if let Some(own) = held.by_requester.get_mut(&self.requester) {
+            *own -= bytes;
+            if *own == 0 {
+                held.by_requester.remove(&self.requester);
+            }
+        }
+        drop(held);
+        self.budget.0.freed.notify_waiters();
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.give_back(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_requester_holds_at_most_half_and_all_together_the_whole() {
+        let budget = Budget::new(100);
+        let one = budget.take(1, 40).await;
+        assert!(budget.take(1, 20).now_or_never().is_none(), "60 is more than half");
+        let two = budget.take(2, 60).now_or_never().expect("its first may be larger than half");
+        assert!(budget.take(3, 1).now_or_never().is_none(), "nothing is left");
+        drop(one);
+        let mut three = budget.take(3, 40).now_or_never().expect("40 are left");
+        three.shrink(10);
+        assert_eq!(budget.lock().all, 70);
+        drop((two, three));
+        assert!(budget.lock().by_requester.is_empty() && budget.lock().all == 0);
+        let huge = budget.take(1, 500).now_or_never().expect("a file alone may be larger than the whole");
+        let more = budget.exceed(2, 10);
+        assert_eq!(budget.lock().all, 510);
+        drop((huge, more));
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_is_woken_when_bytes_are_given_back() {
+        let budget = Budget::new(10);
+        let held = budget.take(1, 10).await;
+        let waiting = tokio::spawn({
+            let budget = budget.clone();
+            async move { budget.take(2, 5).await }
+        });
+        tokio::task::yield_now().await;
+        drop(held);
+        waiting.await.unwrap();
+    }
+}

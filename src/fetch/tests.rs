@@ -1,0 +1,209 @@
+//! Tests of fetching from servers that the tests start, and from a folder.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+
+use super::*;
+use crate::config::AllowedSource;
+
+const MOST: u64 = 1_000;
+
+/// A server that answers each request with what `answer` writes, given the request's first line.
+fn serve(answer: impl Fn(&str, &mut TcpStream) -> io::Result<()> + Send + 'static) -> Url {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/in/", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            let first = lines.next().unwrap().unwrap();
+            while lines.next().is_some_and(|line| line.is_ok_and(|line| !line.is_empty())) {}
+            // A client that has left is no failure of the server.
+            let _ = answer(&first, &mut stream);
+        }
+    });
+    Url::parse(&url).unwrap()
+}
+
+/// A server whose answers are these bytes.
+fn answering(answer: &'static str) -> Url {
+    serve(move |_, stream| stream.write_all(answer.as_bytes()))
+}
+
+fn fetcher(url: &Url, private: bool) -> Fetcher {
+    let allowed = vec![AllowedSource { url: url.clone(), private }];
+    let limits = Fetch { max_size: MOST, timeout: Duration::from_secs(1), at_once: 4, memory: 10 * MOST };
+    let s3 = S3 {
+        endpoint: None,
+        region: "eu-central-1".to_owned(),
+        access_key_id: Some("AKIAEXAMPLE".to_owned()),
+        secret_access_key: Some(crate::config::Secret::new("secret")),
+    };
+    Fetcher { allowed, budget: Budget::new(limits.memory), limits, s3, tls: OnceLock::new() }
+}
+
+const CLAIM: Claim = Claim { requester: 1, waits: true };
+
+async fn fetched(url: &Url) -> Result<Vec<u8>, Failure> {
+    let fetcher = fetcher(url, true);
+    let location = fetcher.locate(url.join("a.wav").unwrap().as_str())?;
+    fetcher.fetch(location, CLAIM, Arc::new(())).await.map(|bytes| bytes.to_vec())
+}
+
+#[tokio::test]
+async fn a_file_comes_with_or_without_a_declared_length() {
+    let declared = answering("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfile");
+    assert_eq!(fetched(&declared).await, Ok(b"file".to_vec()));
+    let chunked =
+        answering("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nfi\r\n2\r\nle\r\n0\r\n\r\n");
+    assert_eq!(fetched(&chunked).await, Ok(b"file".to_vec()));
+    let until_the_end = answering("HTTP/1.1 200 OK\r\n\r\nfile");
+    assert_eq!(fetched(&until_the_end).await, Ok(b"file".to_vec()));
+}
+
+#[tokio::test]
+async fn statuses_decide_whether_another_try_is_worth_it() {
+    let statuses =
+        [(404, false), (403, false), (301, false), (204, false), (408, true), (429, true), (503, true)];
+    for (status, is_tried_again) in statuses {
+        let url = serve(move |_, stream| {
+            let location = "Location: http://127.0.0.1:9/in/b";
+            write!(stream, "HTTP/1.1 {status} No\r\n{location}\r\nContent-Length: 0\r\n\r\n")
+        });
+        let failure = fetched(&url).await.unwrap_err();
+        let (Failure::Refused(why) | Failure::Unavailable(why)) = &failure else { panic!("{failure:?}") };
+        assert!(why.contains(&status.to_string()), "{why}");
+        assert_eq!(matches!(failure, Failure::Unavailable(_)), is_tried_again, "{status}");
+    }
+}
+
+#[tokio::test]
+async fn a_file_that_is_too_large_or_lies_about_its_length_is_not_taken() {
+    let declared = answering("HTTP/1.1 200 OK\r\nContent-Length: 1001\r\n\r\n");
+    let failure = fetched(&declared).await.unwrap_err();
+    assert_eq!(failure, Failure::TooLarge("has 1001 bytes; this pool takes at most 1000".to_owned()));
+    let endless = serve(|_, stream| {
+        write!(stream, "HTTP/1.1 200 OK\r\n\r\n")?;
+        loop {
+            stream.write_all(&[7; 4_096])?;
+        }
+    });
+    assert!(matches!(fetched(&endless).await, Err(Failure::TooLarge(_))));
+    let short = answering("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nfile");
+    assert!(matches!(fetched(&short).await, Err(Failure::Unavailable(_))));
+    let packed = answering("HTTP/1.1 200 OK\r\nContent-Encoding: br\r\nContent-Length: 4\r\n\r\nfile");
+    assert!(matches!(fetched(&packed).await, Err(Failure::Refused(why)) if why.contains("br")));
+    let nonsense = answering("220 smtp.example.org\r\n");
+    assert!(matches!(fetched(&nonsense).await, Err(Failure::Unavailable(_))));
+}
+
+#[tokio::test]
+async fn a_slow_server_is_left_at_the_deadline() {
+    let slow = serve(|_, stream| {
+        write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n")?;
+        loop {
+            stream.write_all(b"x")?;
+            thread::sleep(Duration::from_millis(50));
+        }
+    });
+    let began = Instant::now();
+    assert!(matches!(fetched(&slow).await, Err(Failure::Unavailable(_))));
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    let silent = serve(|_, stream| {
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).map(drop)
+    });
+    assert!(matches!(fetched(&silent).await, Err(Failure::Unavailable(_))));
+}
+
+#[tokio::test]
+async fn private_addresses_need_the_settings_consent() {
+    let url = answering("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nfile");
+    for host in ["127.0.0.1", "localhost", "[::1]", "0x7f.1", "2130706433"] {
+        let url = Url::parse(&format!("http://{host}:{}/in/", url.port().unwrap())).unwrap();
+        let fetcher = fetcher(&url, false);
+        let location = fetcher.locate(url.join("a.wav").unwrap().as_str()).unwrap();
+        let failure = fetcher.fetch(location, CLAIM, Arc::new(())).await.unwrap_err();
+        assert!(
+            matches!(&failure, Failure::Refused(why) if why.contains("private address")),
+            "{host}: {failure:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_server_or_host_that_is_not_there_may_be_there_later() {
+    let nobody = Url::parse("http://127.0.0.1:9/in/").unwrap();
+    assert!(matches!(fetched(&nobody).await, Err(Failure::Unavailable(why)) if why.contains("connection")));
+    let unknown = Url::parse("http://nobody.invalid/in/").unwrap();
+    assert!(matches!(fetched(&unknown).await, Err(Failure::Unavailable(why)) if why.contains("host")));
+}
+
+#[tokio::test]
+async fn a_signed_request_has_the_settings_key_and_errors_do_not_show_it() {
+    let (asked_sender, asked) = std::sync::mpsc::channel();
+    let url = serve(move |first, stream| {
+        asked_sender.send(first.to_owned()).unwrap();
+        write!(stream, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+    });
+    let mut fetcher = fetcher(&Url::parse("s3://bucket/in/").unwrap(), true);
+    fetcher.s3.endpoint = Some(url.join("/").unwrap());
+    let location = fetcher.locate("s3://bucket/in/a%20b.flac").unwrap();
+    let failure = fetcher.fetch(location, CLAIM, Arc::new(())).await.unwrap_err();
+    assert_eq!(failure, Failure::Refused("its server answers with the status 403".to_owned()));
+    let asked = asked.recv().unwrap();
+    assert!(asked.starts_with("GET /bucket/in/a%20b.flac?"), "{asked}");
+    for part in ["X-Amz-Signature=", "X-Amz-Credential=AKIAEXAMPLE%2F", "%2Feu-central-1%2Fs3%2Faws4_request"]
+    {
+        assert!(asked.contains(part), "{part} in {asked}");
+    }
+    fetcher.s3.access_key_id = None;
+    let location = fetcher.locate("s3://bucket/in/a").unwrap();
+    let Location::Bucket { bucket, key, .. } = location else { panic!("{location:?}") };
+    assert_eq!(fetcher.signed(&bucket, &key).unwrap().query().unwrap_or_default(), "", "a public bucket");
+}
+
+#[tokio::test]
+async fn files_are_read_from_a_folder_and_their_bytes_count_until_they_are_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("a.wav"), [7; 600]).unwrap();
+    std::fs::write(folder.path().join("large"), [7; 1_001]).unwrap();
+    let url = Url::from_directory_path(folder.path()).unwrap();
+    let fetcher = fetcher(&url, false);
+    let at = |name: &str| fetcher.locate(url.join(name).unwrap().as_str()).unwrap();
+    let fetch = |name: &str| fetcher.fetch(at(name), CLAIM, Arc::new(()));
+    let first = fetch("a.wav").await.unwrap();
+    let clone = first.clone();
+    drop(first);
+    let large = fetch("large").await.unwrap_err();
+    assert_eq!(large, Failure::TooLarge("has 1001 bytes; this pool takes at most 1000".to_owned()));
+    // Of the 10,000 bytes, a requester may hold half.
+    let mut more = Vec::new();
+    for _ in 0..7 {
+        more.push(fetch("a.wav").await.unwrap());
+    }
+    assert!(matches!(fetch("a.wav").await, Err(Failure::Unavailable(_))), "4,800 are held");
+    let others = Claim { requester: 2, waits: true };
+    assert!(fetcher.fetch(at("a.wav"), others, Arc::new(())).await.is_ok());
+    let isolated = Claim { requester: 1, waits: false };
+    assert!(fetcher.fetch(at("a.wav"), isolated, Arc::new(())).await.is_ok());
+    drop((clone, more));
+    assert!(fetch("a.wav").await.is_ok());
+}
+
+#[tokio::test]
+async fn a_turn_lasts_until_the_thread_ends_even_if_nobody_waits() {
+    let slow = serve(|_, stream| {
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).map(drop)
+    });
+    let fetcher = fetcher(&slow, true);
+    let location = fetcher.locate(slow.join("a.wav").unwrap().as_str()).unwrap();
+    let turn = Arc::new(());
+    let given_up = Duration::from_millis(200);
+    assert!(tokio::time::timeout(given_up, fetcher.fetch(location, CLAIM, turn.clone())).await.is_err());
+    assert_eq!(Arc::strong_count(&turn), 2, "the thread still waits for the server");
+    while Arc::strong_count(&turn) > 1 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}

@@ -1,0 +1,112 @@
+//! Opens files on servers: connects to the addresses that were checked and to no other, follows no redirects, uses no
+//! proxy, and ends at a deadline. Credentials are part of the URL or absent.
+
+use std::io::Read;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use rustls_platform_verifier::BuilderVerifierExt as _;
+use tokio::time::{Instant, timeout_at};
+use ureq::{AgentBuilder, Error, ErrorKind};
+use url::Url;
+
+use super::Failure;
+use super::address::is_public;
+
+/// A server's answer: the body, and its size if the server says it.
+pub(super) struct Opened {
+    pub(super) body: Box<dyn Read + Send>,
+    pub(super) size: Option<u64>,
+}
+
+/// The certificates that servers are verified with: those of the system, as for the broker.
+///
+/// # Errors
+/// The system's store cannot be read.
+pub(super) fn tls() -> Result<Arc<rustls::ClientConfig>, rustls::Error> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder =
+        rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
+    Ok(Arc::new(builder.with_platform_verifier()?.with_no_client_auth()))
+}
+
+/// The addresses of the URL's host.
+///
+/// # Errors
+/// It has none, or one of them is private and may not be.
+pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<Vec<SocketAddr>, Failure> {
+    let host = url.host_str().unwrap_or_default();
+    let port = url.port_or_known_default().unwrap_or_default();
+    let found = timeout_at(until, tokio::net::lookup_host((host.trim_matches(['[', ']']), port))).await;
+    let found: Vec<SocketAddr> = match found {
+        Ok(Ok(found)) => found.collect(),
+        Ok(Err(error)) => return Err(Failure::Unavailable(format!("its host is not found: {error}"))),
+        Err(_) => return Err(Failure::Unavailable("its host is not found in time".to_owned())),
+    };
+    match found.iter().find(|address| !private && !is_public(address.ip())) {
+        Some(address) => {
+            let reason = format!(
+                "its host has the private address {}, which its entry in allowed_sources does not admit",
+                address.ip()
+            );
+            Err(Failure::Refused(reason))
+        }
+        None => Ok(found),
+    }
+}
+
+/// Requests the file. Blocks the thread until its headers are there.
+///
+/// # Errors
+/// The server does not have it, or cannot be reached now.
+pub(super) fn open(
+    url: &Url,
+    addresses: Vec<SocketAddr>,
+    tls: Arc<rustls::ClientConfig>,
+    until: Instant,
+) -> Result<Opened, Failure> {
+    let left = until.saturating_duration_since(Instant::now());
+    let agent = AgentBuilder::new()
+        .resolver(move |_: &str| Ok(addresses.clone()))
+        .tls_config(tls)
+        .redirects(0)
+        .try_proxy_from_env(false)
+        .timeout_connect(left)
+        .timeout(left)
+        .user_agent(concat!("sconce/", env!("CARGO_PKG_VERSION")))
+        .build();
+    let answer = match agent.request_url("GET", url).set("Accept-Encoding", "identity").call() {
+        Ok(answer) if answer.status() == 200 => answer,
+        Ok(answer) | Err(Error::Status(_, answer)) => return Err(of_status(answer.status())),
+        // The error's own text would show the URL, which may be signed.
+        Err(Error::Transport(error)) => {
+            let why = match error.kind() {
+                ErrorKind::ConnectionFailed => "its server does not accept a connection".to_owned(),
+                _ if Instant::now() >= until => "its server has not answered in time".to_owned(),
+                kind => format!("its server has not answered: {kind}"),
+            };
+            return Err(Failure::Unavailable(why));
+        }
+    };
+    if let Some(encoding) =
+        answer.header("content-encoding").filter(|it| !it.eq_ignore_ascii_case("identity"))
+    {
+        let reason = format!("its server sends it in the content-encoding {:?}", shortened(encoding));
+        return Err(Failure::Refused(reason));
+    }
+    let size = answer.header("content-length").and_then(|size| size.parse().ok());
+    Ok(Opened { body: answer.into_reader(), size })
+}
+
+fn of_status(status: u16) -> Failure {
+    let reason = format!("its server answers with the status {status}");
+    match status {
+        300..=399 => Failure::Refused(format!("{reason}; redirects are not followed")),
+        408 | 429 | 500.. => Failure::Unavailable(reason),
+        _ => Failure::Refused(reason),
+    }
+}
+
+fn shortened(text: &str) -> String {
+    text.chars().take(40).collect()
+}

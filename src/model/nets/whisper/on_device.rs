@@ -1,0 +1,482 @@
+//! Whisper by candle's operations, for any device and precision. One pass of the decoder computes some tokens of any
+//! slots; each row has its own position. Owns the weights, and the keys and values of all slots, on the device. Between
+//! the products with the decoder's weights, numbers are f32.
+//!
+//! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
+//! may sum in another order, so equality to the bit is not guaranteed.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::ops::{layer_norm, softmax_last_dim};
+
+use super::config::{Head, Layers, POSITIONS, WhisperConfig};
+use super::{EPS, HostWhisper, Span, encoder, uniform, values};
+use crate::model::load::weights::Weights;
+use crate::model::nets::block::Blocks;
+use crate::model::nets::cached_attention::{Group, MAX_AT_ONCE, Packed, indices, linear, slot};
+use crate::model::nets::fitness;
+use crate::model::ops::causal;
+use crate::model::ops::kv::BLOCK;
+use crate::model::sound::features::FRAMES;
+use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
+
+/// Tokens that are fed over a known window, by which a device is compared with a CPU.
+const KNOWN_TOKENS: usize = 8;
+/// The number of layers that are compared, of the encoder and of the decoder.
+const COMPARED_LAYERS: usize = 2;
+
+type Loaded<T> = std::result::Result<T, LoadError>;
+
+/// Both networks on a device.
+pub struct DeviceWhisper {
+    config: WhisperConfig,
+    device: Device,
+    /// The precision of the weights, and of the encoder's numbers.
+    dtype: DType,
+    convolutions: [Convolution; 2],
+    /// `[POSITIONS, width]`.
+    encoded_positions: Tensor,
+    blocks: Blocks,
+    /// `[vocabulary, width]`; also the last layer.
+    token_embeddings: Tensor,
+    /// `[context, width]` in f32.
+    positions: Tensor,
+    layers: Vec<Layer>,
+    norm: Norm,
+    /// The numbers of the blocks of each slot's text.
+    text_blocks: Vec<Vec<u32>>,
+    /// A place in the memory of texts to which no token is written. Its keys and values are zeros.
+    padding: u32,
+    /// The queries of the alignment heads, for each slot that keeps them, on the host: for each head
+    /// `[context, head width]`.
+    kept_queries: Vec<Option<Vec<f32>>>,
+}
+
+/// A convolution over time.
+struct Convolution {
+    /// `[out, in, 3]`.
+    weights: Tensor,
+    /// `[1, out, 1]`.
+    bias: Tensor,
+    stride: usize,
+}
+
+/// The parameters of a layer norm, in f32.
+struct Norm {
+    weight: Tensor,
+    shift: Tensor,
+}
+
+/// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
+struct Layer {
+    norm: Norm,
+    /// Of queries, keys and values, one below the other. The bias of the keys is zero.
+    qkv: Linear,
+    out: Linear,
+    cross_norm: Norm,
+    cross_q: Linear,
+    /// From encoded positions to keys and values. The bias of the keys is zero.
+    cross_kv: Linear,
+    cross_out: Linear,
+    inner_norm: Norm,
+    up: Linear,
+    down: Linear,
+    /// Keys and values of the texts: `[heads, tokens of all slots + 1, head width]` in f32.
+    own: [Tensor; 2],
+    /// Keys and values of the windows: `[slots, heads, POSITIONS, head width]`, in the precision of the weights.
+    across: [Tensor; 2],
+}
+
+/// A linear layer with its bias.
+struct Linear {
+    matrix: Tensor,
+    bias: Tensor,
+}
+
+impl Linear {
+    /// `[rows, width]` in f32 from `[rows, depth]`.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        linear(x, &self.matrix)?.broadcast_add(&self.bias)
+    }
+}
+
+impl Norm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        layer_norm(x, &self.weight, &self.shift, EPS)
+    }
+}
+
+/// What all layers of a step share.
+struct Step<'a> {
+    packed: Packed<'a>,
+    /// The slot of each packed row.
+    slots: Vec<usize>,
+    /// Where the rows' keys and values are written: `[heads, rows, head width]`.
+    places: Tensor,
+    groups: Vec<Group>,
+}
+
+impl DeviceWhisper {
+    /// Reads the weights, and allocates the memory for `slots` windows with their texts.
+    ///
+    /// # Errors
+    /// As [`super::Whisper::load`].
+    pub fn load(spec: &LoadSpec, device: &Device, config: &WhisperConfig, slots: usize) -> Loaded<Self> {
+        let WhisperConfig { width, mels, vocabulary, context, decoder, .. } = *config;
+        let weights = super::weights(spec, device, uniform(spec)?)?;
+        let each = context.div_ceil(BLOCK);
+        let reader = Reader { spec, device, weights: &weights, config, slots };
+        let layers = (0..decoder.count).map(|index| reader.layer(index));
+        Ok(Self {
+            convolutions: [
+                reader.convolution("encoder.conv1", [mels, width], 1)?,
+                reader.convolution("encoder.conv2", [width, width], 2)?,
+            ],
+            encoded_positions: weights.get("encoder.embed_positions.weight", &[POSITIONS, width])?,
+            blocks: encoder::blocks(&weights, width, config.encoder)?,
+            token_embeddings: weights.get("decoder.embed_tokens.weight", &[vocabulary, width])?,
+            positions: reader.vector("decoder.embed_positions.weight", &[context, width])?,
+            layers: layers.collect::<Loaded<_>>()?,
+            norm: reader.norm("decoder.layer_norm")?,
+            text_blocks: (0..slots)
+                .map(|slot| (slot * each..(slot + 1) * each).map(|block| block as u32).collect())
+                .collect(),
+            padding: (slots * each * BLOCK) as u32,
+            kept_queries: vec![None; slots],
+            dtype: weights.dtype(),
+            device: device.clone(),
+            config: config.clone(),
+        })
+    }
+
+    /// As [`super::Whisper::encode`].
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn encode(&mut self, slots: &[usize], windows: &[&[f32]]) -> Result<()> {
+        if slots.is_empty() {
+            return Ok(());
+        }
+        let WhisperConfig { width, mels, decoder: Layers { heads, .. }, .. } = self.config;
+        let count = windows.len();
+        let features = Tensor::from_vec(windows.concat(), (count, mels, FRAMES), &Device::Cpu)?;
+        let mut x = features.to_dtype(self.dtype)?.to_device(&self.device)?;
+        for Convolution { weights, bias, stride } in &self.convolutions {
+            x = x.conv1d(weights, 1, *stride, 1, 1)?.broadcast_add(bias)?.gelu_erf()?;
+        }
+        let x = x.transpose(1, 2)?.contiguous()?.broadcast_add(&self.encoded_positions)?;
+        let lengths = vec![POSITIONS; count];
+        let x = x.reshape((count * POSITIONS, width))?;
+        let encoded = self.blocks.forward(x, |attention, x| attention.forward(x, &lengths))?;
+        for layer in &self.layers {
+            let both = layer.cross_kv.forward(&encoded)?.to_dtype(self.dtype)?;
+            let both = both.reshape((count, POSITIONS, 2 * heads, width / heads))?.transpose(1, 2)?;
+            for (part, cache) in layer.across.iter().enumerate() {
+                let part = both.narrow(1, part * heads, heads)?;
+                for (at, slot) in slots.iter().enumerate() {
+                    cache.slice_set(&part.narrow(0, at, 1)?.contiguous()?, 0, *slot)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`super::Whisper::keep_queries`].
+    pub fn keep_queries(&mut self, slot: usize) {
+        let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
+        self.kept_queries[slot]
+            .get_or_insert_with(|| vec![0.0; alignment.len() * context * width / decoder.heads]);
+    }
+
+    /// As [`super::Whisper::release`].
+    pub fn release(&mut self, slot: usize) {
+        self.kept_queries[slot] = None;
+    }
+
+    /// As [`super::Whisper::alignment`].
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn alignment(&self, slot: usize, positions: &[usize], keys: usize) -> Result<Vec<f32>> {
+        let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
+        let width = width / decoder.heads;
+        let Some(kept) = self.kept_queries[slot].as_ref().filter(|_| !positions.is_empty()) else {
+            return Ok(Vec::new());
+        };
+        let mut all = Vec::with_capacity(alignment.len() * positions.len() * keys);
+        for (Head { layer, number }, queries) in alignment.iter().zip(kept.chunks_exact(context * width)) {
+            let queries: Vec<f32> =
+                positions.iter().flat_map(|at| &queries[at * width..][..width]).copied().collect();
+            let queries = Tensor::from_vec(queries, (positions.len(), width), &self.device)?;
+            let [cache, _] = &self.layers[*layer].across;
+            let keys = cache.narrow(0, slot, 1)?.narrow(1, *number, 1)?.narrow(2, 0, keys)?;
+            let keys = keys.to_dtype(DType::F32)?.reshape(((), width))?;
+            let scores = (queries.matmul(&keys.t()?)? * scale(width))?;
+            all.extend(softmax_last_dim(&scores)?.flatten_all()?.to_vec1::<f32>()?);
+        }
+        Ok(all)
+    }
+
+    /// As [`super::Whisper::forward`].
+    ///
+    /// # Errors
+    /// The device has no memory for the step, or fails.
+    pub fn forward(
+        &mut self,
+        ids: &[u32],
+        spans: &[Span],
+        wanted: &[usize],
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        logits.clear();
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
+        let text = |span: &Span| causal::Span {
+            blocks: &self.text_blocks[span.slot],
+            first: span.first,
+            count: span.count,
+        };
+        let texts: Vec<causal::Span<'_>> = spans.iter().map(text).collect();
+        let step = self.step(Packed::new(&texts, heads, width), spans)?;
+        let ids: Vec<u32> = step.packed.order.iter().map(|row| ids[*row]).collect();
+        let positions = step.packed.rows.iter().map(|(_, position)| *position as u32).collect();
+        let x = self.token_embeddings.index_select(&indices(ids, &self.device)?, 0)?.to_dtype(DType::F32)?;
+        let mut x = (x + self.positions.index_select(&indices(positions, &self.device)?, 0)?)?;
+        let mut queries = Vec::new();
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = (&x + self.attention(layer, &x, &step)?)?;
+            let (across, of_layer) = self.cross_attention(layer, &x, &step)?;
+            x = (x + across)?;
+            let inner = layer.up.forward(&layer.inner_norm.forward(&x)?)?.gelu_erf()?;
+            x = (x + layer.down.forward(&inner)?)?;
+            let is_kept = self.config.alignment.iter().any(|head| head.layer == index)
+                && step.slots.iter().any(|slot| self.kept_queries[*slot].is_some());
+            if is_kept {
+                queries.push((index, of_layer.flatten_all()?.to_vec1::<f32>()?));
+            }
+        }
+        let mut packed_rows = vec![0; step.packed.order.len()];
+        (0..).zip(&step.packed.order).for_each(|(at, row)| packed_rows[*row] = at);
+        let kept: Vec<(usize, usize)> =
+            step.slots.iter().copied().zip(step.packed.rows.iter().map(|(_, at)| *at)).collect();
+        if !wanted.is_empty() {
+            let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
+            let last = self.norm.forward(&x.index_select(&indices(wanted, &self.device)?, 0)?)?;
+            *logits = linear(&last, &self.token_embeddings)?.flatten_all()?.to_vec1()?;
+        }
+        for (index, queries) in queries {
+            self.keep(index, &kept, &queries);
+        }
+        Ok(())
+    }
+
+    /// Keeps the queries `[heads, rows, head width]` of a layer for the rows whose slots keep them. `rows` has the slot
+    /// and the position of each row.
+    fn keep(&mut self, layer: usize, rows: &[(usize, usize)], queries: &[f32]) {
+        let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
+        let width = width / decoder.heads;
+        for (row, (slot, position)) in rows.iter().enumerate() {
+            let Some(kept) = &mut self.kept_queries[*slot] else { continue };
+            for (head, kept) in alignment.iter().zip(kept.chunks_exact_mut(context * width)) {
+                if head.layer == layer {
+                    let from = (head.number * rows.len() + row) * width;
+                    kept[position * width..][..width].copy_from_slice(&queries[from..][..width]);
+                }
+            }
+        }
+    }
+
+    /// Copies the plan of a step to the device.
+    fn step<'a>(&self, packed: Packed<'a>, spans: &[Span]) -> Result<Step<'a>> {
+        let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
+        let of_row: Vec<usize> =
+            spans.iter().flat_map(|span| std::iter::repeat_n(span.slot, span.count)).collect();
+        let places = packed.rows.iter().map(|(span, position)| slot(span, *position)).collect();
+        let shape = (heads, packed.rows.len(), width / heads);
+        let places = indices(places, &self.device)?.reshape((1, (), 1))?;
+        let group = |group| Group::new(&packed, group, self.padding, &self.device);
+        Ok(Step {
+            slots: packed.order.iter().map(|row| of_row[*row]).collect(),
+            places: places.broadcast_as(shape)?.contiguous()?,
+            groups: packed.groups.iter().map(group).collect::<Result<_>>()?,
+            packed,
+        })
+    }
+
+    /// attention(norm(x))·O + bias. Each token attends to itself and to the tokens before it.
+    fn attention(&self, layer: &Layer, x: &Tensor, step: &Step<'_>) -> Result<Tensor> {
+        let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
+        let (rows, head_width) = (x.dim(0)?, width / heads);
+        let qkv = layer.qkv.forward(&layer.norm.forward(x)?)?;
+        // Heads come first, so that queries, keys and values are contiguous.
+        let parts = qkv.reshape((rows, 3 * heads, head_width))?.transpose(0, 1)?.contiguous()?;
+        for (cache, part) in layer.own.iter().zip([1, 2]) {
+            cache.scatter_set(&step.places, &parts.narrow(0, part * heads, heads)?, 1)?;
+        }
+        let queries = (parts.narrow(0, 0, heads)? * scale(head_width))?.unsqueeze(1)?;
+        let attended: Vec<Tensor> =
+            step.groups.iter().map(|group| group.attend(&queries, &layer.own)).collect::<Result<_>>()?;
+        layer.out.forward(&Tensor::cat(&attended, 0)?.reshape((rows, width))?)
+    }
+
+    /// attention(norm(x))·O + bias over the windows, and the queries `[heads, rows, head width]`.
+    fn cross_attention(&self, layer: &Layer, x: &Tensor, step: &Step<'_>) -> Result<(Tensor, Tensor)> {
+        let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
+        let (rows, head_width) = (x.dim(0)?, width / heads);
+        let queries = layer.cross_q.forward(&layer.cross_norm.forward(x)?)?;
+        let queries = queries.reshape((rows, heads, head_width))?.transpose(0, 1)?.contiguous()?;
+        let scaled = (&queries * scale(head_width))?;
+        let at_once = (MAX_AT_ONCE / (POSITIONS * width)).max(1);
+        let mut attended = Vec::new();
+        for group in &step.packed.groups {
+            let each = group.rows.len() / group.sequences;
+            for first in group.rows.clone().step_by(at_once * each) {
+                let count = (group.rows.end - first).min(at_once * each);
+                let sequences = count / each;
+                let slots: Vec<u32> = (0..sequences).map(|at| step.slots[first + at * each] as u32).collect();
+                // `[sequences, heads, rows of each, head width]`.
+                let own = scaled.narrow(1, first, count)?;
+                let own = own.reshape((heads, sequences, each, head_width))?.transpose(0, 1)?.contiguous()?;
+                let [keys, values] = &layer.across;
+                let slots = indices(slots, &self.device)?;
+                let keys = keys.index_select(&slots, 0)?;
+                let scores = own.to_dtype(self.dtype)?.matmul(&keys.t()?)?.to_dtype(DType::F32)?;
+                let weights = softmax_last_dim(&scores)?.to_dtype(self.dtype)?;
+                let read = weights.matmul(&values.index_select(&slots, 0)?)?.to_dtype(DType::F32)?;
+                attended.push(read.transpose(1, 2)?.reshape((count, width))?);
+            }
+        }
+        Ok((layer.cross_out.forward(&Tensor::cat(&attended, 0)?)?, queries))
+    }
+
+    /// Compares the results of the first layers for a known window with those of a CPU in f32. On a CPU in f32 nothing is
+    /// compared. Only the first layers are compared, since the whole model would take as much memory on the host as on the
+    /// device.
+    ///
+    /// # Errors
+    /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
+    pub fn compare_with_cpu(&self, spec: &LoadSpec, config: &WhisperConfig) -> Loaded<()> {
+        if !fitness::is_to_be_compared(&self.device, spec.dtype) {
+            return Ok(());
+        }
+        let first = |layers: Layers| Layers { count: layers.count.min(COMPARED_LAYERS), ..layers };
+        let config = WhisperConfig {
+            encoder: first(config.encoder),
+            decoder: first(config.decoder),
+            alignment: Vec::new(),
+            ..config.clone()
+        };
+        let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
+        let mut on_device = super::Whisper::Device(Box::new(Self::load(spec, &self.device, &config, 1)?));
+        let mut on_cpu = super::Whisper::Host(Box::new(HostWhisper::load(&cpu_spec, &config, 1)?));
+        let candle = |error: candle_core::Error| fitness::failed(spec, &ForwardError::from(&error));
+        let found = known_logits(&mut on_device, &config).map_err(candle)?;
+        let expected = known_logits(&mut on_cpu, &config).map_err(candle)?;
+        let expected = Some(&*expected).filter(|logits| logits.iter().all(|x| x.is_finite()));
+        fitness::compare(spec, "window of 30 s", Some(&found), expected)
+    }
+}
+
+/// The logits after some tokens over a window of waves.
+fn known_logits(network: &mut super::Whisper, config: &WhisperConfig) -> Result<Vec<f32>> {
+    let wave = |at: usize| ((at % 97) as f32 * 0.13).sin();
+    let features: Vec<f32> = (0..config.mels * FRAMES).map(wave).collect();
+    network.encode(&[0], &[&features])?;
+    // 7,919 is a prime, so that the tokens differ.
+    let ids: Vec<u32> = (1..=KNOWN_TOKENS).map(|n| (n * 7_919 % config.vocabulary) as u32).collect();
+    let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
+    let mut logits = Vec::new();
+    network.forward(first, &[Span { slot: 0, first: 0, count: first.len() }], &[], &mut logits)?;
+    network.forward(last, &[Span { slot: 0, first: first.len(), count: 1 }], &[0], &mut logits)?;
+    Ok(logits)
+}
+
+/// The factor of the products of queries and keys.
+fn scale(head_width: usize) -> f64 {
+    1.0 / (head_width as f64).sqrt()
+}
+
+/// Reads weights onto a device.
+struct Reader<'a> {
+    spec: &'a LoadSpec,
+    device: &'a Device,
+    weights: &'a Weights,
+    config: &'a WhisperConfig,
+    slots: usize,
+}
+
+impl Reader<'_> {
+    /// A tensor in f32.
+    fn vector(&self, name: &str, shape: &[usize]) -> Loaded<Tensor> {
+        let numbers = values(self.weights, name, shape)?;
+        self.weights.checked(name, Tensor::from_vec(numbers, shape, self.device))
+    }
+
+    fn norm(&self, name: &str) -> Loaded<Norm> {
+        let part = |part: &str| self.vector(&format!("{name}.{part}"), &[self.config.width]);
+        Ok(Norm { weight: part("weight")?, shift: part("bias")? })
+    }
+
+    fn convolution(&self, name: &str, [from, to]: [usize; 2], stride: usize) -> Loaded<Convolution> {
+        let weights = self.weights.get(&format!("{name}.weight"), &[to, from, 3])?;
+        let bias = self.weights.get(&format!("{name}.bias"), &[to])?;
+        Ok(Convolution { weights, bias: self.weights.checked(name, bias.reshape((1, to, 1)))?, stride })
+    }
+
+    /// Linear layers of the same depth, one below the other. Keys have no bias.
+    fn linear(&self, names: &[String], [depth, width]: [usize; 2]) -> Loaded<Linear> {
+        let (mut matrices, mut bias) = (Vec::new(), Vec::new());
+        for name in names {
+            matrices.push(self.weights.get(&format!("{name}.weight"), &[width, depth])?);
+            match name.ends_with("k_proj") {
+                true => bias.resize(bias.len() + width, 0.0),
+                false => bias.extend(values(self.weights, &format!("{name}.bias"), &[width])?),
+            }
+        }
+        let what = names.join(", ");
+        let matrix = self.weights.checked(&what, Tensor::cat(&matrices, 0))?;
+        let bias = self.weights.checked(&what, Tensor::new(bias, self.device))?;
+        Ok(Linear { matrix, bias })
+    }
+
+    fn layer(&self, index: usize) -> Loaded<Layer> {
+        let WhisperConfig { width, context, decoder, .. } = *self.config;
+        let Layers { count, heads, inner } = decoder;
+        let named = |name: &str| format!("decoder.layers.{index}.{name}");
+        let square = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|name| named(name)).collect();
+            self.linear(&names, [width, width])
+        };
+        let tokens = self.slots * context.next_multiple_of(BLOCK) + 1;
+        let dtype = self.weights.dtype();
+        let empty = |shape: &[usize], dtype: DType| {
+            Tensor::zeros(shape, dtype, self.device).map_err(|error| {
+                let own = tokens * DType::F32.size_in_bytes();
+                let bytes =
+                    2 * count * width * (own + self.slots * POSITIONS * dtype.size_in_bytes());
+                self.spec.failed(format!(
+                    "keys and values of {} windows need {bytes} bytes of its memory: {error}; lower sequences in \
+                     [pool.options]",
+                    self.slots
+                ))
+            })
+        };
+        let own = || empty(&[heads, tokens, width / heads], DType::F32);
+        let across = || empty(&[self.slots, heads, POSITIONS, width / heads], dtype);
+        Ok(Layer {
+            norm: self.norm(&named("self_attn_layer_norm"))?,
+            qkv: square(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,
+            out: square(&["self_attn.out_proj"])?,
+            cross_norm: self.norm(&named("encoder_attn_layer_norm"))?,
+            cross_q: square(&["encoder_attn.q_proj"])?,
+            cross_kv: square(&["encoder_attn.k_proj", "encoder_attn.v_proj"])?,
+            cross_out: square(&["encoder_attn.out_proj"])?,
+            inner_norm: self.norm(&named("final_layer_norm"))?,
+            up: self.linear(&[named("fc1")], [width, inner])?,
+            down: self.linear(&[named("fc2")], [inner, width])?,
+            own: [own()?, own()?],
+            across: [across()?, across()?],
+        })
+    }
+}

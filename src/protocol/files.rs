@@ -1,0 +1,70 @@
+//! Files that a task names by their URLs instead of sending them. Pure: nothing is fetched here.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+
+use super::data_url;
+
+/// The header with the URL of a file. If the body of the task is empty, the worker fetches this file as the body.
+pub const DATAREF: &str = "dataref";
+
+/// A URL in a task.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileUrl {
+    /// The URL.
+    pub url: String,
+    /// The path of its field in the request, for errors.
+    pub path: String,
+}
+
+impl FileUrl {
+    /// The URL in this field; none if it is a data URL, which holds its file.
+    pub fn of(url: &str, path: &str) -> Option<Self> {
+        (!url.starts_with("data:")).then(|| Self { url: url.to_owned(), path: path.to_owned() })
+    }
+}
+
+/// The fetched files of a task, by their URLs.
+#[derive(Clone, Debug, Default)]
+pub struct Files(BTreeMap<String, Bytes>);
+
+impl Files {
+    /// Adds a file.
+    pub fn add(&mut self, url: String, bytes: Bytes) {
+        self.0.insert(url, bytes);
+    }
+
+    /// Whether the file of this URL was fetched.
+    pub fn has(&self, url: &str) -> bool {
+        self.0.contains_key(url)
+    }
+
+    /// The file of a URL that was fetched, or of a data URL, with its media type if the URL says it.
+    ///
+    /// # Errors
+    /// As [`data_url::parse`].
+    pub fn read(&self, url: &str) -> Result<(Option<String>, Bytes), String> {
+        match self.0.get(url) {
+            Some(bytes) => Ok((None, bytes.clone())),
+            None => data_url::parse(url).map(|(media_type, bytes)| (Some(media_type), bytes.into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_is_read_from_the_fetched_files_or_holds_its_file() {
+        let mut files = Files::default();
+        files.add("https://host/a.png".to_owned(), Bytes::from_static(b"fetched"));
+        assert_eq!(files.read("https://host/a.png"), Ok((None, Bytes::from_static(b"fetched"))));
+        let held = files.read("data:image/png;base64,ZmlsZQ==");
+        assert_eq!(held, Ok((Some("image/png".to_owned()), Bytes::from_static(b"file"))));
+        assert!(files.read("https://host/b.png").unwrap_err().contains("must be a data URL"));
+        assert_eq!(FileUrl::of("data:,", "file_url"), None);
+        assert_eq!(FileUrl::of("file:///a", "file_url").map(|it| it.path).as_deref(), Some("file_url"));
+    }
+}
