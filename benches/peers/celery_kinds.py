@@ -1,4 +1,4 @@
-"""The Celery application that reranking, images and text are compared with: one request a task, a model for each worker
+"""The Celery application that reranking, images, text and speech are compared with: one request a task, a model for each worker
 process, one thread each, late acks, results as JSON through RabbitMQ (`rpc://`)."""
 
 import os
@@ -34,6 +34,10 @@ def load(**_):
 
         generator = Generator(os.environ["MODEL"], 1)
         _compute = lambda body: generator.texts([body["prompt"]], body["max_tokens"])  # noqa: E731
+    elif os.environ["KIND"] == "speech":
+        from .faster_whisper_client import recogniser
+
+        _compute, _ = recogniser(1)
     else:
         from .images_client import classifier
 

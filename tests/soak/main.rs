@@ -117,8 +117,17 @@ async fn a_storm_of_faults_loses_no_task_and_repeats_none_that_was_not_in_flight
 async fn a_storm_of_faults_over_a_pool_that_generates_changes_no_word() {
     let Order { seconds, seed, .. } = order();
     let time = Duration::from_secs(seconds / 4);
-    let texts = texts::storm(seed, time).await;
+    let texts = texts::storm(seed, time, texts::Work::generation()).await;
     eprintln!("soak of texts: seed {seed}, {} s: {texts:?}", time.as_secs());
+    assert!(texts.answered > texts.faults && texts.faults > 2, "{texts:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_storm_of_faults_over_a_pool_that_transcribes_changes_no_word() {
+    let Order { seconds, seed, .. } = order();
+    let time = Duration::from_secs(seconds / 4);
+    let texts = texts::storm(seed, time, texts::Work::transcription()).await;
+    eprintln!("soak of recordings: seed {seed}, {} s: {texts:?}", time.as_secs());
     assert!(texts.answered > texts.faults && texts.faults > 2, "{texts:?}");
 }
 
