@@ -142,13 +142,13 @@ def write(found, waited, rows, cores, rounds):
         name: middle(one / bare for one, bare in zip(found[name], found["bare"], strict=True))
         for name in ("packed", "one")
     }
-    lines = ["| a file of rows | rows/s | : without a broker | client's CPU, µs a row |", "|---|---|---|---|"]
+    lines = ["| a file of rows | rows/s | × `run-batch` | client's CPU, µs a row |", "|---|---|---|---|"]
     lines.append(f"| `run-batch`, no broker | {middle(found['bare']):.0f} | 1.00 | |")
     for name, words in (("packed", f"`submit`, {PACKED} rows a task"), ("one", "`submit`, one row a task")):
         cpu = middle(found[f"cpu {name}"])
         lines.append(f"| {words} | {middle(found[name]):.0f} | {ratio[name]:.2f} | {cpu:.0f} |")
     lines += ["", f"The client's memory: at most {max(found['memory']):.0f} MB. {rows:,} rows, {len(cores)} workers.", ""]
-    lines += [f"| who waits, at {LOAD:.0%} of the pool's rate | p50, ms | p99, ms |", "|---|---|---|"]
+    lines += [f"| latency of single tasks, published at {LOAD:.0%} of the pool's rate | p50, ms | p99, ms |", "|---|---|---|"]
     for name, words in (
         ("alone", "alone"),
         ("background", "beside a job with `--background`"),
@@ -157,7 +157,7 @@ def write(found, waited, rows, cores, rounds):
         p50, p99 = (middle(report[part] for report in waited[name]) for part in ("p50", "p99"))
         lines.append(f"| {words} | {p50:.0f} | {p99:.0f} |")
     on = f"cores {','.join(map(str, cores))}, RabbitMQ and clients on them too"
-    lines += ["", f"Medians of {rounds} rounds (waiting: {len(waited['alone'])}) in turns, {on}."]
+    lines += ["", f"Medians of rounds in turns: {rounds} for the rates, {len(waited['alone'])} for the latencies; {on}."]
     return "\n".join(lines)
 
 

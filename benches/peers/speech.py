@@ -214,9 +214,10 @@ def write(found, rates, speech, cores):
         ratio = statistics.median(of_round[ours] / of_round[name] for of_round in found)
         lines.append(f"| {name} | {statistics.median(it[name] for it in found):.1f} | {ratio:.2f} |")
     named = ",".join(map(str, cores))
-    lines += ["", f"Medians of {len(found)} rounds in turns, cores {named}, RabbitMQ on them too. Whisper tiny.en, f32 unless"]
-    lines += [f"the row says otherwise. The long recording has {speech.seconds / 60:.0f} minutes of sentences, the short one"]
-    lines += [f"{speech.short_seconds:.1f} s. One worker with all cores.", ""]
+    lines += ["", f"The rates are medians of {len(found)} rounds in turns, on the cores {named}, which RabbitMQ shares. The model is"]
+    lines += [f"Whisper tiny.en in f32 unless the row says otherwise. A long recording has {speech.seconds / 60:.0f} minutes of sentences,"]
+    lines += [f"the short one {speech.short_seconds:.1f} s. sconce has one worker with all cores. The last column divides the rate of"]
+    lines += [f"sconce by that of the row: the rate with one short recording in rows about one, with {TASKS} long ones in the others.", ""]
     lines += ["| word error rate | LibriVox, 5 sentences | card games, 5 phrases |", "|---|---|---|"]
     for name, of in zip(("sconce", "faster-whisper float32"), rates, strict=True):
         lines.append(f"| {name} | {of['librivox']:.1f} % | {of['cards']:.1f} % |")

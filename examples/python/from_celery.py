@@ -3,7 +3,7 @@
 SCONCE_BROKER__URL=amqp://… celery -A from_celery worker      the tasks' worker
 SCONCE_BROKER__URL=amqp://… python from_celery.py             calls one, and prints what it returns
 
-Celery's tasks and sconce's have queues of their own. SCONCE_QUEUE names sconce's.
+Celery's tasks and sconce's have queues of their own. EMBED_QUEUE names sconce's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from celery import Celery, Task
 from sconce_client import BadRequest, Client, NotServed, SconceError, TooLarge
 
 URL = os.environ.get("SCONCE_BROKER__URL") or os.environ.get("AMQP_URL", "amqp://guest:guest@127.0.0.1:5672/%2f")
-QUEUE = os.environ.get("SCONCE_QUEUE", "sconce.tasks")
+QUEUE = os.environ.get("EMBED_QUEUE", "sconce.tasks")
 TEXTS = ["how do I light a room?", "a lamp on the wall", "a queue of tasks"]
 
 app = Celery("from_celery", broker=URL, backend="rpc://")

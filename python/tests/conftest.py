@@ -21,6 +21,7 @@ import pytest
 from sconce_client import AsyncClient, AsyncStream, Client, Part, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORDINGS = ROOT / "models/recordings"
 PATIENCE = 60.0
 T = TypeVar("T")
 
@@ -139,6 +140,7 @@ class Sconce:
         tables = (
             f'[[pool]]\nname = "{name}"\ntask_queue = "{name}"\nreply_queue = "{name}.replies"\n'
             f'dead_letter_queue = "{name}.dead"\nmodel = "{model}"\ndevices = ["cpu"]\nthreads = 1\n'
+            f'allowed_sources = ["{RECORDINGS.as_uri()}/"]\n'
             for name, model in POOLS.items()
         )
         self.cancelled = 0

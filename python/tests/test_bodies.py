@@ -163,6 +163,11 @@ def test_bodies_of_all_media_types(read: Callable[[bytes, str | None], Part | Re
             wrong()
 
 
+def test_transcriptions_have_their_text() -> None:
+    assert reply(b'{"text": "a", "usage": {}}', "application/json").text == "a"
+    assert part(b'{"type": "transcript.text.delta", "delta": "a"}', "application/json").text == "a"
+
+
 def test_a_part_with_a_chunk_has_its_text() -> None:
     one = part(b'{"choices": [{"delta": {"content": "a"}}, {"text": "b"}]}', "application/json")
     assert (one.text, one.chunk["choices"][1]["text"], one.seq) == ("ab", "b", 0)

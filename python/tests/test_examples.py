@@ -42,7 +42,7 @@ def test_a_library_alone(name: str, broker: Broker, sconce: Sconce) -> None:
 
 
 def test_from_celery(broker: Broker, sconce: Sconce, tmp_path: Path) -> None:
-    environment = {"AMQP_URL": broker.url, "SCONCE_QUEUE": "embed"}
+    environment = {"AMQP_URL": broker.url, "EMBED_QUEUE": "embed"}
     command = [sys.executable, "-m", "celery", "--workdir", str(FOLDER), "-A", "from_celery", "worker"]
     worker = Kept(tmp_path / "log", "TERM", [*command, "--pool", "solo", "--loglevel", "info"], environment)
     try:

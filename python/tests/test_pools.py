@@ -194,6 +194,9 @@ def test_speech(client: Any) -> None:
     timed = speech.transcribe(path, words=True)
     assert timed.text == found.text and " ".join(word.word for word in timed.words) == found.text
     assert all(0 <= word.start <= word.end <= found.duration for word in timed.words)
+    assert speech.transcribe(path.as_uri(), words=True, temperature=0) == timed
+    with pytest.raises(BadRequest, match="allowed_sources"):
+        speech.transcribe("https://media.example.org/a.wav")
     sound = (ROOT / "tests/fixtures/sound/short.ogg").read_bytes()
     assert speech.transcribe(sound, temperature=0.00001, vad={"threshold": 0.3}).text
     with pytest.raises(BadRequest, match="vad.threshold must be a number"):

@@ -30,7 +30,8 @@ impl Check {
     }
 }
 
-/// Whether the check passes, with lines that explain the result. `stopping`: the launcher is to stop.
+/// Returns whether the check passes, and lines that explain the result. `stopping` says that the stop of the launcher
+/// has begun.
 pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
     let wrong = match check {
         Check::Live => stuck(status),

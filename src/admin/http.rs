@@ -60,7 +60,8 @@ struct ServerState {
     devices: Devices,
 }
 
-/// Serves until the runtime ends. While another process listens on the address, tries again.
+/// Starts a server that runs until the runtime ends. While another process listens on the address, the server tries
+/// again to listen.
 ///
 /// # Errors
 /// The address is not of this host, or may not be used by this process.

@@ -15,7 +15,7 @@ use crate::protocol::admin::{Answer, CANCEL, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 
 /// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read
-/// its control messages.
+/// its control lines.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest wait for the broker to accept an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

@@ -8,8 +8,8 @@
 //!   share, and sequences that run beyond one are preempted for them: they wait again, and restart from the beginning.
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
-//! - **Large sequences.** A sequence is large if it has more tokens than a share of the tokens, and also more than the
-//!   tokens divided by the slots, and if its requester runs no other. A running large sequence is within its
+//! - **Large sequences.** A sequence is large if it has more tokens than a share, and also more than all reservable
+//!   tokens divided by the number of slots, and if its requester runs no other. A running large sequence is within its
 //!   requester's share if no large one was admitted before it, or if it and those admitted before it hold at most half
 //!   of the tokens. Of the waiting large ones, only the one whose turn is first can be within a share. Thus a few
 //!   requesters whose sequences are as long as the context do not hold all room until their sequences end, and each
@@ -176,7 +176,7 @@ struct Sequence<K> {
     /// Its position among the next sequences of all parties, once that is fixed: from its admission on. A preempted
     /// sequence may keep it (see [`Scheduler::preempt`]).
     turn: Option<Order>,
-    /// The serial number of its last change: its beginning to wait, or its admission.
+    /// The serial number of its last change: when it began to wait, or when it was admitted.
     number: u64,
 }
 
@@ -303,11 +303,11 @@ impl<K> Preemptible<'_, K> {
             return request.group != isolated;
         }
         let is_background = next.sequence.request.background;
-        // The rules on gaps and on overtaking require that the turn of `next` is earlier, so that two sequences cannot
-        // preempt each other in a loop.
+        // The rules on background sequences and on overtaking require that the turn of `next` is earlier, so that two
+        // sequences cannot preempt each other in a loop.
         let next_is_ahead = *turn > Some(next.turn);
-        let fills_gaps = request.background && !is_background && *order > next.sequence.order;
-        if next_is_ahead && fills_gaps {
+        let yields_as_background = request.background && !is_background && *order > next.sequence.order;
+        if next_is_ahead && yields_as_background {
             return true;
         }
         // It was admitted after `next` had begun to wait.
@@ -561,8 +561,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         held.with(request).is_within(Held { sequences, tokens: reserved_tokens })
     }
 
-    /// The slots to empty so that the request finds room. None if all of `preemptible` are not enough: their work would
-    /// be lost for nothing.
+    /// The slots to empty so that the request finds room. None if even all of `preemptible` leave too little room:
+    /// their work would be lost for nothing.
     fn slots_to_empty<'a>(
         &self,
         request: &Request,
@@ -642,8 +642,8 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// The rows of the next step, which the caller must compute now; only those of the group `isolated`, if there is
-    /// one. They are all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts, but each
-    /// prompt may have one. The limit of the step bounds all rows.
+    /// one. They are all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts together, but
+    /// counts as at least the number of prompts. The limit of the step bounds all rows.
     pub fn rows(&mut self, isolated: Option<Group>, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
         let (windows, fed): (Vec<_>, Vec<_>) =
             self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
@@ -1423,7 +1423,7 @@ mod tests {
         #[test]
         fn bounds_hold_and_nobody_starves(
             limits in limits(),
-            shrinks in 0_u64..60,
+            shrink_step in 0_u64..60,
             arrivals in prop::collection::vec(arrival(), 1..60),
         ) {
             let Limits { sequences, reserved_tokens, step_tokens, .. } = limits;
@@ -1445,7 +1445,7 @@ mod tests {
                 prop_assert!(run.scheduler.held.tokens <= reserved_tokens);
                 prop_assert!(rows.iter().map(|row| row.feed.tokens()).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
-                if steps == shrinks {
+                if steps == shrink_step {
                     // The device's memory takes less from here on.
                     run.scheduler.limit_step(step_tokens / 2);
                 }

@@ -394,7 +394,7 @@ mod tests {
                     prop_assert_eq!((index, size), (left[task], tasks[task][index]), "each task's inputs in order");
                     left[task] += 1;
                 }
-                // No task is ahead of one that still waits by more than one input.
+                // No task is more than one input ahead of one that still waits.
                 let waiting = (0..tasks.len()).filter(|task| left[*task] < tasks[*task].len());
                 let least = waiting.map(|task| left[task]).min().unwrap_or(usize::MAX);
                 prop_assert!(left.iter().all(|left| *left <= least.saturating_add(1)));

@@ -2,8 +2,8 @@
 //! lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows neither model nor batching nor
 //! worker.
 //!
-//! A consumer or publisher rebuilds its own connection with backoff. A consumer reports a lost session
-//! ([`Event::Lost`]), because its deliveries can no longer be settled.
+//! Over AMQP, a consumer or publisher rebuilds its own connection with backoff. The consumer then reports the lost
+//! session ([`Event::Lost`]), because the deliveries of that session can no longer be settled.
 
 pub mod amqp;
 pub mod embedded;
@@ -62,12 +62,12 @@ pub enum Event {
     Delivery(Box<Delivery>),
     /// The session ended. The broker will deliver its unsettled messages again; a new session is being made.
     Lost {
-        /// The queue that it consumed.
+        /// The queue that the session consumed.
         source: Source,
         /// The session that is over.
         session: u64,
     },
-    /// No more events follow. It comes only after [`Consumer::cancel`].
+    /// No more events follow. This event comes only after [`Consumer::cancel`].
     End,
 }
 
@@ -106,7 +106,8 @@ pub trait Acker: Send + Sync {
     fn flush(&self) -> BoxFuture<'_, ()>;
     /// Whether there is a session now.
     fn is_connected(&self) -> bool;
-    /// Why there is no session, if an attempt to make one failed: the broker's address and its message.
+    /// Why there is no session: the broker's address, and how the last session ended or why the last attempt failed.
+    /// None if there is a session, or before the first attempt has failed.
     fn trouble(&self) -> Option<String> {
         None
     }

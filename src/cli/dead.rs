@@ -148,7 +148,7 @@ pub struct DeadWhich {
 /// The arguments that select some of the dead letters, and exclude `--all`.
 const SELECTORS: [&str; 4] = ["ids", "reason", "older_than", "newer_than"];
 
-/// As [`duration`], also in days and weeks.
+/// Parses a duration as [`duration`] does, and also one in days or weeks.
 fn age(text: &str) -> Result<Duration, String> {
     for (unit, seconds) in [('d', 86_400), ('w', 7 * 86_400)] {
         if let Some(count) = text.strip_suffix(unit).and_then(|count| count.trim().parse::<u32>().ok()) {

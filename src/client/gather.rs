@@ -9,7 +9,9 @@ use crate::protocol::Message;
 
 /// The tasks of one run, numbered in the order of publishing.
 pub(super) struct Gather<M> {
+    /// The number of the first task.
     first: u64,
+    /// How many tasks were added.
     begun: u64,
     in_order: bool,
     /// Tasks not answered yet, with the time of their publishing. Bound: the caller's.
@@ -28,8 +30,8 @@ impl<M> Gather<M> {
         self.begun += 1;
     }
 
-    /// Records a reply. False: the task is unknown or was answered before, because the service delivers at least once
-    /// and may repeat replies.
+    /// Records the reply to the task with this number. False: the task is unknown, or it was answered before.
+    /// The latter happens because the service is at-least-once and may repeat replies.
     pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
         let Some((meta, _)) = self.waiting.remove(&number) else { return false };
         self.answered.insert(number, (meta, reply, at));

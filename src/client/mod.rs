@@ -1,6 +1,6 @@
 //! A client of a task queue, shared by `publish`, `bench`, `run-batch` and `submit`: publishes tasks with confirms and
 //! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
-//! bounded. Its folders hold what any front can use: a whole job, the fleet's figures, the handling of dead letters.
+//! bounded. Its folders hold what any front end can use: whole jobs, the fleet's figures, the handling of dead letters.
 //! Knows no worker, no model and no terminal.
 
 pub(crate) mod answer;
@@ -76,8 +76,9 @@ impl Request {
 
 pub(crate) use self::resend::Resend;
 
+/// The bounds of a run, and how it passes replies on.
 pub(crate) struct Bounds {
-    /// Tasks published and not yet given to the sink.
+    /// Maximum number of tasks that are begun and whose answers are not yet given to the sink.
     pub(crate) under_way: usize,
     /// Longest wait for the next reply; none: no limit.
     pub(crate) timeout: Option<Duration>,
@@ -131,7 +132,9 @@ pub(crate) enum ClientError {
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// No reply came in time. Published tasks stay published.
-    #[error("no reply for {timeout:?}; {missing} of {published} published tasks are not answered")]
+    #[error(
+        "no reply for {timeout:?}; {missing} of {published} published tasks are not answered, and stay in the queue"
+    )]
     NoReply { timeout: Duration, missing: usize, published: u64 },
     /// The session was lost, and with it replies: their queue was private to the connection.
     #[error(
@@ -435,7 +438,7 @@ impl Replies {
         let (mut consumer, acker) = subscribe(connector, Subscription::Private(name_sender), prefetch);
         let failed = |reason: &str| BrokerError::Unreachable { seconds: 0, reason: reason.into() };
         let queue = tokio::select! {
-            // An error means that the consumer has ended; its event has the reason.
+            // `wait_for` fails only if the consumer has ended; the consumer's event has the reason then.
             Ok(named) = name.wait_for(Option::is_some) => named.clone(),
             event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
         };

@@ -57,8 +57,8 @@ struct UnderWay {
 /// Decides which tasks were overtaken long ago. All times are by the [`Clock`].
 #[derive(Default)]
 struct Overtaken {
-    /// For each second with answers, the time of its first one, and when the broker had accepted the latest of the
-    /// answered tasks. Bound: one entry for each second of [`Resend::after`].
+    /// For each second with answers: the time of its first answer, and the latest time at which the broker accepted a
+    /// task that was answered in this second. Bound: one entry for each second of [`Resend::after`].
     answers: VecDeque<(Duration, Duration)>,
     /// A task that the broker accepted before this time was overtaken long ago.
     overtaken_before: Duration,

@@ -250,7 +250,7 @@ fn active(slot: &SlotReport) -> String {
     format!("{} for {ms} ms: {}{more}", slot.in_flight, slot.active.join(" "))
 }
 
-/// Writes the counts of slots as a table of at most 100 columns. A problem of a slot is on a separate line below it.
+/// Writes the counts of slots as a table of about 100 characters a line. A slot's problem is on a separate line below.
 fn table(text: &mut String, slots: &[SlotReport]) {
     let head =
         ["slot", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];

@@ -25,8 +25,8 @@ impl Error for WithExit {
     }
 }
 
-/// Gives an error its exit code. If an error is given several, the last one counts. An error whose kind has an exit
-/// code, such as one of the broker, keeps that code.
+/// Attaches an exit code to an error; of several attached codes, the last one counts. If an exit code follows from the
+/// error's kind, as for an error of the broker, `app` prefers that one to any attached code.
 pub(crate) trait ExitsWith {
     /// The type of `self`, with an exit code.
     type Output;

@@ -28,6 +28,11 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
             (format!("http://{}", reachable(address)), Some(own_name(settings.launcher.name, address)?))
         }
     };
+    if base.split_once("://").is_some_and(|(_, rest)| rest.contains('/')) {
+        let message =
+            format!("--url is an address without a path, such as http://gpu1:9464, and not {base:?}");
+        return Err(anyhow!(message).exits_with(Exit::Usage));
+    }
     let check = match (arguments.live, arguments.startup) {
         (true, _) => Check::Live,
         (_, true) => Check::Startup,

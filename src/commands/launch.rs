@@ -241,6 +241,7 @@ async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Wit
 }
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.
+/// `first`: the settings that the launcher started with.
 async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut Loaded, handle: &Handle) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load().map_err(anyhow::Error::from);

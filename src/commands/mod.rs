@@ -44,8 +44,7 @@ pub use registry::Registry;
 /// Runs a command.
 ///
 /// # Errors
-/// Why the command failed. The kind of the error decides the exit code; if it does not, the code that `exits_with`
-/// attached does.
+/// Why the command failed. The exit code follows from the error's kind, or else is the one that `exits_with` attached.
 pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
     match command {
         Command::Launch(settings) => launch::run(&settings, registry),
@@ -57,6 +56,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             Ok(Exit::Done)
         }
         Command::GrammarServer => {
+            // Stdin is the socket to the worker that starts this command.
             let worker = std::io::stdin().as_fd().try_clone_to_owned()?;
             grammar::serve(worker.into()).context("serving grammars")?;
             Ok(Exit::Done)
@@ -146,8 +146,8 @@ fn tolerate_broken_pipe(printed: io::Result<()>) -> io::Result<bool> {
     }
 }
 
-/// Replaces this process by a new one of the same program with these variables set. CUDA and thread pools read them
-/// only once. Returns if they are set already.
+/// Replaces this process by a new one of the same program with these variables set, because CUDA and thread pools read
+/// them only once. Does nothing if all of them have these values already.
 fn reexec_with_environment(variables: &[(&str, String)]) -> anyhow::Result<()> {
     if variables.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
         return Ok(());

@@ -121,9 +121,9 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     })
 }
 
-/// Fails if the queue does not exist. Otherwise a mistyped name would show only when the replies time out. With
-/// `waits`, gives a launcher that has just been started [`DECLARED_WITHIN`] to declare the queue, and prints a note if
-/// nobody consumes from it.
+/// Fails if the queue does not exist. Without this check, a mistyped name would show only when the replies time out.
+/// With `waits`, gives a launcher that has just been started [`DECLARED_WITHIN`] to declare the queue, and prints a
+/// note if nobody consumes from it.
 async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
     let until = Instant::now() + if waits { DECLARED_WITHIN } else { Duration::ZERO };
     let consumers = loop {

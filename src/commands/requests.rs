@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::embeddings::body_of_text;
@@ -30,10 +30,14 @@ pub(super) fn embed(text: &str) -> Request {
     Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
-/// Makes a task of a file or of a data URL. The extension of the file's name tells its media type, which must be one of
-/// `media_types`.
+/// Makes a task of a file, of a data URL, or of another URL, from which the worker fetches the file. The extension of the
+/// file's name tells its media type, which must be one of `media_types`.
 pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Request> {
-    let body = if file.starts_with("data:") {
+    let body = if file.contains("://") {
+        let is_sound = media_types.iter().any(|media_type| media_type.starts_with("audio/"));
+        let field = if is_sound { "file_url" } else { "image_url" };
+        json!({ field: file }).to_string().into()
+    } else if file.starts_with("data:") {
         RequestBody::of_data_url(file).map_err(|problem| anyhow!("the argument {problem}"))?
     } else {
         let path = Path::new(file);
@@ -150,6 +154,8 @@ mod tests {
         }
         let refused = of_file("what is a sconce?", &taken).err().unwrap().to_string();
         assert!(refused.contains("takes files of the types image/jpeg, image/png"), "{refused}");
+        let pointed = of_file("https://host/cat.png", &taken).unwrap().body;
+        assert_eq!(&pointed.bytes[..], br#"{"image_url":"https://host/cat.png"}"#);
         let missing = of_file("/no/such/cat.png", &taken).err().unwrap().to_string();
         assert!(missing.contains("/no/such/cat.png"), "{missing}");
     }

@@ -62,7 +62,7 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     let id = new_run_id();
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let publisher = AmqpPublisher::new(connector());
-    for _ in 0..count {
+    for published in 0..count {
         let properties = Properties {
             kind: Some(SHUTDOWN.into()),
             delivery_mode: Some(2),
@@ -74,10 +74,12 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
         };
         let sentinel = Message { properties, body: "null".into() };
         if let Err(error) = publish(&publisher, queue, sentinel).await {
-            writeln!(
-                io::stderr(),
-                "`sconce stop --withdraw {id}` withdraws what was published of this stop"
-            )?;
+            if published > 0 {
+                writeln!(
+                    io::stderr(),
+                    "`sconce stop --withdraw {id}` withdraws the {published} sentinels published"
+                )?;
+            }
             return Err(error.into());
         }
     }

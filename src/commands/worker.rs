@@ -52,8 +52,8 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             (manual_assignment(arguments, registry)?, Patience::SecondAborts)
         }
     };
-    // One thread: its tasks pass messages to each other, and waking another thread costs more than handling a
-    // message. Long computations have their own threads. Tasks that are woken together run one after the other, so
+    // One thread: its futures pass messages to each other, and waking another thread costs more than handling a
+    // message. Long computations have their own threads. Futures that are woken together run one after the other, so
     // the replies of a batch are sent together.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
@@ -107,7 +107,7 @@ fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
 /// Asks the kernel to signal this process when the launcher dies, in case another process holds our stdin open.
 fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
     set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
-    // The launcher may have died before the request.
+    // The launcher may have died before `prctl` was called.
     if getppid().as_raw() != launcher as i32 {
         bail!("the launcher (process {launcher}) is gone");
     }
@@ -231,6 +231,7 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
 /// Starts the export of spans, if the settings have an endpoint. If that fails, the worker runs without it.
 fn start_traces(assignment: &Assignment) -> Traces {
     let Some(endpoint) = &assignment.telemetry.otlp_endpoint else { return Traces::default() };
+    // Only the embedded queue has no delivery time-out.
     let is_embedded = assignment.broker.delivery_timeout().is_none();
     let spec = load_spec(assignment);
     let place = traces::Place {

@@ -1,6 +1,6 @@
 //! How a setting is defined, once: key, type, default, reader (which checks the range) and help. The validated
 //! struct, the built-in defaults, `config/default.toml` and the page of `sconce check-config` are derived from
-//! it. Defines no setting itself.
+//! that definition. Defines no setting itself.
 
 use super::read::Reader;
 

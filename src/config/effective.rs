@@ -291,8 +291,8 @@ mod tests {
         let shown = load_text("[[pool]]\ns3 = { access_key_id = \"AKIA\", secret_access_key = \"hunter2\" }");
         assert!(shown.effective.contains(r#"secret_access_key = "***""#), "{}", shown.effective);
         assert!(!format!("{shown:?}").contains("hunter"), "{shown:?}");
-        let number = [("pool[0].s3.secret_access_key".to_owned(), "[\"hunter2\"]".to_owned())];
-        let problem = load(&[], Vec::new(), &number).map(|loaded| loaded.effective);
+        let secret_as_list = [("pool[0].s3.secret_access_key".to_owned(), "[\"hunter2\"]".to_owned())];
+        let problem = load(&[], Vec::new(), &secret_as_list).map(|loaded| loaded.effective);
         assert!(!format!("{problem:?}").contains("hunter"), "{problem:?}");
     }
 

@@ -5,7 +5,7 @@
 //! | file | decides |
 //! |---|---|
 //! | `settings` | every setting: key, type, default, range, help; what must go together |
-//! | `options` | the form in which models declare their `[pool.options]`, and what is wrong with written ones |
+//! | `options` | the form in which models declare their `[pool.options]`, and the check of the values given for them |
 //! | `define` | the form of these definitions, and the text of `config/default.toml` |
 //! | `read/` | merged tree → values or problems |
 //! | `assignment` | what one worker is to run |
@@ -72,7 +72,7 @@ impl Loaded {
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
     }
 
-    /// Turns the problems that the caller has found with `[pool.options]` into one error, and adds the origins of the
+    /// Turns the problems that the caller has found in `[pool.options]` into one error, and adds the origins of the
     /// options. Each problem comes with the index of its pool. The caller finds the problems, since this module does
     /// not know which options a model takes.
     ///

@@ -17,7 +17,7 @@ pub(super) enum Step {
 pub(super) struct SettingPath(Vec<Step>);
 
 impl SettingPath {
-    /// Reads a variable's name without the prefix; none if a level is empty.
+    /// Reads a variable's name, which is given without the prefix; none if it is malformed, as with an empty level.
     pub(super) fn from_variable(name: &str) -> Option<Self> {
         let steps = name.split("__").map(|level| step(&level.to_lowercase()));
         steps.collect::<Option<_>>().map(Self)

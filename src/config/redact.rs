@@ -17,7 +17,7 @@ pub fn redact_url(text: &str) -> String {
             None if within_password => shown.push_str(&format!("{head}{MASK}")),
             _ => shown.push_str(&redact_one(address)),
         }
-        // Whether a password begins in this part, whose end may come in a later part.
+        // Whether a password begins in this part and may end in a later one.
         let begins = !head.is_empty() && password_without_host(rest).is_some();
         within_password = !rest.contains('@') && (within_password || begins);
     }

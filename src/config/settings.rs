@@ -31,7 +31,7 @@ const BODY_SIZE: RangeInclusive<u64> = 1..=512 << 20;
 const FETCHED_SIZE: RangeInclusive<u64> = 1..=1 << 40;
 const COUNT: RangeInclusive<u64> = 1..=1_000_000;
 const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
-const PROCESSES: RangeInclusive<u64> = 1..=1024;
+const WORKERS_OR_THREADS: RangeInclusive<u64> = 1..=1024;
 const TIMES: RangeInclusive<u64> = 1..=u32::MAX as u64;
 /// Zero is allowed, and means that no task waits.
 const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
@@ -54,9 +54,9 @@ section! {
         heartbeat: Duration = "20s", read::whole_seconds(HEARTBEAT);
         /// Longest wait for a connection to open.
         connect_timeout: Duration = "10s", read::duration(WAIT);
-        /// Longest wait for the broker to confirm a reply, plus a second for each 64 KiB under way. Then the
-        /// worker tests the connection and replaces it if the broker does not answer. The clock stops while the
-        /// broker reports a resource alarm.
+        /// Longest wait for the broker to answer a test of the connection, plus a second for each 64 KiB under way.
+        /// Then the worker replaces the connection. It sends a test when replies are under way and the broker has
+        /// confirmed nothing for half a second. The clock stops while the broker reports a resource alarm.
         confirm_timeout: Duration = "30s", read::duration(WAIT);
         /// How long a worker tries to connect before it exits with code 81.
         give_up_after: Duration = "10m", read::duration(WAIT);
@@ -93,8 +93,9 @@ section! {
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
-        /// A second task queue, for large jobs (`sconce submit --background`); "" for none. Its tasks are added to a batch
-        /// only up to a quarter of batch.max_tokens. After a minute in a worker they count like any other task.
+        /// A second task queue, for large jobs (`sconce submit --background`); "" for none. Its tasks are added to
+        /// a batch only up to a quarter of batch.max_tokens. After a minute in a worker they count like any other
+        /// task.
         background_queue: Option<String> = "", read::optional_queue;
         /// Queue for replies to tasks without `reply_to`; with "" these get no reply. sconce creates a quorum queue:
         /// a classic queue of a cluster is lost with its node, and replies would then be dead-lettered.
@@ -114,9 +115,9 @@ section! {
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
         /// docs/requests.md). A value that begins with ".", "/" or "~", or ends with ".gguf", is a folder or a GGUF
-        /// file. Any other value is a folder if there is one, else a Hugging Face id. A folder is relative to the settings file that names
-        /// it; from a flag or a variable, to the current folder. For this default, models/all-MiniLM-L6-v2 in the
-        /// current folder is taken first (scripts/fetch-model puts it there).
+        /// file. Any other value is a folder if there is one, else a Hugging Face id. A folder is relative to the
+        /// settings file that names it; from a flag or a variable, to the current folder. For this default,
+        /// models/all-MiniLM-L6-v2 in the current folder is taken first (scripts/fetch-model puts it there).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
         /// The kind of requests that the model answers, if its weights serve several, such as "embed" or "rerank"
         /// (docs/models.md). "auto": what the weights were published for.
@@ -127,10 +128,10 @@ section! {
         /// `["cpu", "cpu"]`, `["GPU-5a…", "cuda:1"]`. A device that cannot be opened is an error.
         devices: Devices = "auto", read::devices;
         /// Worker processes on each device, each with its own copy of the model.
-        workers_per_device: usize = 1, read::whole(PROCESSES);
+        workers_per_device: usize = 1, read::whole(WORKERS_OR_THREADS);
         /// Compute threads of a CPU worker. For a GPU worker: preprocess threads, and as many threads that write
         /// replies, at most 8 of each. "auto": the cores divided among the workers.
-        threads: Option<usize> = "auto", read::unless("auto", read::whole(PROCESSES));
+        threads: Option<usize> = "auto", read::unless("auto", read::whole(WORKERS_OR_THREADS));
         /// The number format of weights and products: "f32", "bf16", "f16" or "int8". In f32 results equal the
         /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply
         /// only to the matrices of linear layers, and f16 is slow. int8 is for CPUs only, and faster on those with
@@ -202,7 +203,7 @@ section! {
 section! {
     /// Access to the buckets of s3:// in allowed_sources. "" stands for none.
     S3 {
-        /// Address of a service other than AWS, such as "https://minio.example.org".
+        /// Address of a service other than AWS: http:// or https://, a host, and perhaps a port.
         endpoint: Option<Url> = "", read::service;
         /// Region of the buckets.
         region: String = "us-east-1", read::name;

@@ -513,7 +513,7 @@ where
         if rows.is_empty() {
             return false;
         }
-        // Reported to the launcher when sequences join or leave, not at every step.
+        // Reported to the launcher when the step has other sequences than the last one, and every `ANNOUNCE_INTERVAL`.
         let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
         let (began, wall) = (now(), SystemTime::now());
         if keys != self.announced || began >= self.announced_at + ANNOUNCE_INTERVAL {
@@ -597,7 +597,7 @@ where
     }
 
     /// Delivers the results of these rows, or repeats a failed step with halves of them until the failing row is alone.
-    /// `too_large` becomes the size of the smallest step that ran out of memory.
+    /// `too_large` becomes the size, in tokens or windows, of the smallest step larger than 1 that ran out of memory.
     fn settle_rows(
         &mut self,
         rows: Vec<Row<Key>>,

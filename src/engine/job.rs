@@ -1,6 +1,6 @@
 //! One task in the engine. The worker holds the [`Job`], with what the reply is written from ([`Reply`]). The loop
-//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A [`FurtherInputs`]
-//! makes further items of a task whose inputs are made on demand.
+//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A
+//! [`FurtherInputs`] makes further items of a task whose inputs are made on demand.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -50,8 +50,8 @@ pub(super) struct Ahead {
     pub(super) tokens: usize,
 }
 
-/// The queue of items for a loop. Written by jobs on the worker's thread and by their feeds on the preprocess
-/// threads, read by the loop.
+/// The queue of items for a loop. Written by jobs on the worker's thread and by their [`FurtherInputs`] on the
+/// preprocess threads, read by the loop.
 pub(super) trait Queue<R: Processor>: Send + Sync {
     /// Enqueues items of one task: all, or a slice of them. They stay adjacent.
     fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>);

@@ -68,7 +68,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         if self.bytes > 0 {
             self.memory.used.fetch_sub(self.bytes, Ordering::AcqRel);
-            // If no task waits now, `Notify` keeps this for the next one.
+            // If no task waits now, `Notify` keeps the notification for the next task that waits.
             self.memory.freed.notify_one();
         }
     }

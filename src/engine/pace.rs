@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
-/// How long a step should take at most while no sequence decodes. A new task waits for up to two such steps. Much shorter
-/// ones would compute prompts more slowly, because each step reads all weights.
+/// How long a step should take at most while no sequence decodes. A new task waits for up to two such steps. Much
+/// shorter ones would compute prompts more slowly, because each step reads all weights.
 const PREFILL_STEP: Duration = Duration::from_millis(250);
 /// How long a step should take at most while sequences decode. An answer takes a step for each of its tokens, so the
 /// prompts of others delay each of them. Where a step without prompts takes more than half of this time, prompts may
@@ -14,7 +14,7 @@ const PREFILL_STEP: Duration = Duration::from_millis(250);
 const DECODE_STEP: Duration = Duration::from_millis(60);
 /// The weight of the latest step in the average time of steps without prompts.
 const LATEST_WEIGHT: f64 = 0.1;
-/// The assumed pace of prompts in tokens/s, until a step of that kind was measured.
+/// The assumed pace of prompts in tokens/s. Each bound starts from it, and changes with the steps that are measured.
 const INITIAL_PACE: f64 = 512.0;
 /// The fewest prompt tokens of a step, however slow the device is: so many take hardly longer than one.
 const MIN_TOKENS: usize = 16;
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_takes_a_quarter_of_a_second_at_most_whatever_the_device() {
+    fn a_step_takes_a_quarter_of_a_second_at_most_or_has_the_fewest_tokens() {
         let slow = bounds(20, false, Duration::from_millis(20), Duration::from_millis(6));
         assert!(slow.iter().all(|bound| (33..=42).contains(bound)), "{slow:?}");
         let fast = bounds(60, false, Duration::from_millis(20), Duration::from_micros(20));

@@ -120,7 +120,8 @@ fn run_model(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Load
     }
 }
 
-/// Runs the loop as a task of the caller's runtime, whose time may be paused. For tests.
+/// Other ways to run the loop, for tests: as a task of the caller's runtime, whose time may be paused, or on a thread
+/// that can be joined.
 #[cfg(test)]
 pub(crate) mod paused {
     use tokio::sync::Notify;

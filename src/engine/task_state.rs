@@ -1,5 +1,5 @@
-//! The state of one accepted task, from its acceptance to its ack: whether it is answered, handed back or
-//! cancelled. The first change wins. Owns only flags.
+//! The state of one accepted task, from its acceptance to its ack: whether it is answered or handed back, where the
+//! first decision wins, and whether it is cancelled. Owns only flags.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Instant;
@@ -28,7 +28,7 @@ pub struct TaskState {
     pub link: Option<Box<TaskLink>>,
     /// Changed by the worker (withdraw, commit) and by the loop of one-pass models (commit).
     stage: AtomicU8,
-    /// Set by the worker, read by the model thread between steps.
+    /// Set by the worker. Read by the model thread between passes, and by the worker's own threads.
     cancelled: AtomicBool,
 }
 

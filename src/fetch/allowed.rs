@@ -19,7 +19,7 @@ const AMBIGUOUS: [&str; 3] = ["%2f", "%5c", "%00"];
 pub enum Location {
     /// In this folder, which the settings name, at a relative path.
     File { folder: PathBuf, path: PathBuf },
-    /// On a server.
+    /// On a server. `private`: its host may have a private address, such as 10.0.0.1; likewise below.
     Web { url: Url, private: bool },
     /// In a bucket of S3.
     Bucket { bucket: String, key: String, private: bool },

@@ -54,7 +54,7 @@ impl Budget {
         }
     }
 
-    /// Counts bytes that cannot wait.
+    /// Counts `bytes` bytes as held at once, even if they exceed the budget.
     pub(super) fn exceed(&self, requester: u64, bytes: u64) -> Share {
         self.lock().add(requester, bytes);
         self.share(requester, bytes)

@@ -31,7 +31,7 @@ pub use self::allowed::Location;
 use self::budget::{Budget, Share};
 use crate::config::{AllowedSource, Fetch, Pool, S3};
 
-/// The first size of the buffer for a file whose size is not known, and the step by which a file is read.
+/// The first size, in bytes, of the buffer for a file whose size is not known, and the step by which a file is read.
 const STEP: usize = 64 << 10;
 /// How long the signature of a URL is valid. The request is made at once.
 const SIGNED_FOR: Duration = Duration::from_secs(60);
@@ -60,10 +60,12 @@ pub struct Fetcher {
 /// Whose fetch it is, and whether it waits while too much is held.
 #[derive(Clone, Copy, Debug)]
 pub struct Claim {
-    /// The requester.
+    /// The hash of the requester's name.
     pub requester: u64,
-    /// If not, the file is fetched even if the worker holds more than it should.
+    /// Whether the fetch waits while the worker holds too many bytes. If not, it may exceed the limit.
     pub waits: bool,
+    /// The most bytes of the file; `fetch.max_size` bounds it too.
+    pub max_size: u64,
 }
 
 /// An open file, with its size if it is known.
@@ -101,8 +103,8 @@ impl Fetcher {
         allowed::locate(url, &self.allowed).map_err(Failure::Refused)
     }
 
-    /// Fetches a file. If it is cancelled, the thread that reads the file ends at the deadline. `turn` is dropped when no
-    /// thread needs it any more, so that turns bound the threads.
+    /// Fetches a file. If this call is cancelled, the thread that reads the file ends at the deadline. `turn` is
+    /// dropped when no thread needs it any more, so that turns bound the threads.
     ///
     /// # Errors
     /// [`Failure`].
@@ -115,7 +117,7 @@ impl Fetcher {
         let until = Instant::now() + self.limits.timeout;
         let late = |_| Failure::Unavailable(format!("is not there within {:?}", self.limits.timeout));
         let source = timeout_at(until, self.open(location, until, &turn)).await.map_err(late)??;
-        let most = self.limits.max_size;
+        let most = self.limits.max_size.min(claim.max_size);
         if let Some(size) = source.size.filter(|size| *size > most) {
             return Err(Failure::TooLarge(format!("has {size} bytes; this pool takes at most {most}")));
         }

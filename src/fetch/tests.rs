@@ -42,7 +42,7 @@ fn fetcher(url: &Url, private: bool) -> Fetcher {
     Fetcher { allowed, budget: Budget::new(limits.memory), limits, s3, tls: OnceLock::new() }
 }
 
-const CLAIM: Claim = Claim { requester: 1, waits: true };
+const CLAIM: Claim = Claim { requester: 1, waits: true, max_size: u64::MAX };
 
 async fn fetched(url: &Url) -> Result<Vec<u8>, Failure> {
     let fetcher = fetcher(url, true);
@@ -141,7 +141,7 @@ async fn a_server_or_host_that_is_not_there_may_be_there_later() {
 
 #[tokio::test]
 async fn a_signed_request_has_the_settings_key_and_errors_do_not_show_it() {
-    let (asked_sender, asked) = std::sync::mpsc::channel();
+    let (asked_sender, asked) = std::sync::mpsc::sync_channel(1);
     let url = serve(move |first, stream| {
         asked_sender.send(first.to_owned()).unwrap();
         write!(stream, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
@@ -150,7 +150,10 @@ async fn a_signed_request_has_the_settings_key_and_errors_do_not_show_it() {
     fetcher.s3.endpoint = Some(url.join("/").unwrap());
     let location = fetcher.locate("s3://bucket/in/a%20b.flac").unwrap();
     let failure = fetcher.fetch(location, CLAIM, Arc::new(())).await.unwrap_err();
-    assert_eq!(failure, Failure::Refused("its server answers with the status 403".to_owned()));
+    assert_eq!(
+        failure,
+        Failure::Refused("cannot be fetched: its server answers with the status 403".to_owned())
+    );
     let asked = asked.recv().unwrap();
     assert!(asked.starts_with("GET /bucket/in/a%20b.flac?"), "{asked}");
     for part in ["X-Amz-Signature=", "X-Amz-Credential=AKIAEXAMPLE%2F", "%2Feu-central-1%2Fs3%2Faws4_request"]
@@ -183,9 +186,9 @@ async fn files_are_read_from_a_folder_and_their_bytes_count_until_they_are_dropp
         more.push(fetch("a.wav").await.unwrap());
     }
     assert!(matches!(fetch("a.wav").await, Err(Failure::Unavailable(_))), "4,800 are held");
-    let others = Claim { requester: 2, waits: true };
+    let others = Claim { requester: 2, waits: true, max_size: u64::MAX };
     assert!(fetcher.fetch(at("a.wav"), others, Arc::new(())).await.is_ok());
-    let isolated = Claim { requester: 1, waits: false };
+    let isolated = Claim { requester: 1, waits: false, max_size: u64::MAX };
     assert!(fetcher.fetch(at("a.wav"), isolated, Arc::new(())).await.is_ok());
     drop((clone, more));
     assert!(fetch("a.wav").await.is_ok());

@@ -33,20 +33,24 @@ pub(super) fn tls() -> Result<Arc<rustls::ClientConfig>, rustls::Error> {
 /// The addresses of the URL's host.
 ///
 /// # Errors
-/// It has none, or one of them is private and may not be.
+/// The host is not found, or one of its addresses is private and `private` is false.
 pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<Vec<SocketAddr>, Failure> {
     let host = url.host_str().unwrap_or_default();
     let port = url.port_or_known_default().unwrap_or_default();
     let found = timeout_at(until, tokio::net::lookup_host((host.trim_matches(['[', ']']), port))).await;
     let found: Vec<SocketAddr> = match found {
         Ok(Ok(found)) => found.collect(),
-        Ok(Err(error)) => return Err(Failure::Unavailable(format!("its host is not found: {error}"))),
-        Err(_) => return Err(Failure::Unavailable("its host is not found in time".to_owned())),
+        Ok(Err(error)) => {
+            return Err(Failure::Unavailable(format!("cannot be fetched: its host is not found: {error}")));
+        }
+        Err(_) => {
+            return Err(Failure::Unavailable("cannot be fetched: its host is not found in time".to_owned()));
+        }
     };
     match found.iter().find(|address| !private && !is_public(address.ip())) {
         Some(address) => {
             let reason = format!(
-                "its host has the private address {}, which its entry in allowed_sources does not admit",
+                "is not fetched: its host has the private address {}, which its entry in allowed_sources does not admit",
                 address.ip()
             );
             Err(Failure::Refused(reason))
@@ -80,26 +84,43 @@ pub(super) fn open(
         Ok(answer) | Err(Error::Status(_, answer)) => return Err(of_status(answer.status())),
         // The error's own text would show the URL, which may be signed.
         Err(Error::Transport(error)) => {
-            let why = match error.kind() {
-                ErrorKind::ConnectionFailed => "its server does not accept a connection".to_owned(),
-                _ if Instant::now() >= until => "its server has not answered in time".to_owned(),
-                kind => format!("its server has not answered: {kind}"),
-            };
-            return Err(Failure::Unavailable(why));
+            return Err(match (error.kind(), of_tls(&error)) {
+                (_, Some(error @ rustls::Error::InvalidCertificate(_))) => {
+                    Failure::Refused(format!("cannot be fetched, because its server is not trusted: {error}"))
+                }
+                (_, Some(error)) => Failure::Unavailable(format!("cannot be fetched by TLS: {error}")),
+                (ErrorKind::ConnectionFailed, None) => Failure::Unavailable(
+                    "cannot be fetched: its server does not accept a connection".to_owned(),
+                ),
+                _ if Instant::now() >= until => {
+                    Failure::Unavailable("cannot be fetched: its server has not answered in time".to_owned())
+                }
+                (kind, None) => {
+                    Failure::Unavailable(format!("cannot be fetched: its server has not answered: {kind}"))
+                }
+            });
         }
     };
     if let Some(encoding) =
         answer.header("content-encoding").filter(|it| !it.eq_ignore_ascii_case("identity"))
     {
-        let reason = format!("its server sends it in the content-encoding {:?}", shortened(encoding));
+        let reason =
+            format!("is not taken: its server sends it in the content-encoding {:?}", shortened(encoding));
         return Err(Failure::Refused(reason));
     }
     let size = answer.header("content-length").and_then(|size| size.parse().ok());
     Ok(Opened { body: answer.into_reader(), size })
 }
 
+/// The error of TLS that caused this one.
+fn of_tls<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
+    let io = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+    let own = error.downcast_ref().or_else(|| io?.downcast_ref());
+    own.or_else(|| of_tls(error.source()?))
+}
+
 fn of_status(status: u16) -> Failure {
-    let reason = format!("its server answers with the status {status}");
+    let reason = format!("cannot be fetched: its server answers with the status {status}");
     match status {
         300..=399 => Failure::Refused(format!("{reason}; redirects are not followed")),
         408 | 429 | 500.. => Failure::Unavailable(reason),

@@ -76,8 +76,8 @@ impl Guard {
         Self { program, policy, state: Mutex::default() }
     }
 
-    /// Starts a guard if none runs. Call it inside the runtime, before each spawn of a worker. If that fails, a
-    /// warning is logged.
+    /// Starts a guard if none runs. If that fails, a warning is logged. Call this inside the runtime, before each spawn
+    /// of a worker.
     pub(super) fn start_if_missing(&self) {
         let Some(program) = &self.program else { return };
         let grace = self.grace();

@@ -8,7 +8,7 @@
 //! | `plan` | which slots there are, and whether their weights fit the devices |
 //! | `fleet` | which slots run, and which slots an order addresses |
 //! | `slot` | what happens in one slot over time (`slot_state` holds and shows its state) |
-//! | `replace` | when its worker is replaced by a new one |
+//! | `replace` | when a slot's worker is replaced by a new one |
 //! | `worker_handle` | one worker process, from its spawn to its end |
 //! | `worker_monitor` | what a worker reports, and what its death means |
 //! | `fault` | the name of the reason for a worker's end |
@@ -146,11 +146,11 @@ pub struct LaunchSpec<'a> {
     /// The program that is spawned as workers.
     pub worker_program: &'a Path,
     /// The path of sconce itself, which also runs as the guard: with it, a worker outlives a killed launcher by at most
-    /// the shutdown grace, even if the worker is stopped. None: no guard.
+    /// the shutdown grace, even if the worker is suspended (SIGSTOP). None: no guard.
     pub guard_program: Option<&'a Path>,
     /// How workers are restarted.
     pub policy: &'a Launcher,
-    /// The launcher ends with it.
+    /// The stop that ends the launcher.
     pub stop: &'a Stop,
     /// Writes workers' log lines unchanged. None: the lines are logged as our own.
     pub raw_lines: Option<RawLines>,

@@ -196,8 +196,9 @@ struct Refused {
     reason: String,
 }
 
-/// The devices of a pool with `devices = "auto"`: every usable GPU, or those that `CUDA_VISIBLE_DEVICES` lists. If
-/// there are none, or this program has no CUDA: `share` times the CPU.
+/// The devices of a pool with `devices = "auto"`: every usable GPU, or those that `CUDA_VISIBLE_DEVICES` lists. If the
+/// host has no GPU, that list is empty, or this program has no CUDA, they are the CPU, `share` times. GPUs of which
+/// none is usable are an error.
 fn automatic(host: &Host, share: usize) -> Result<Vec<String>, Refused> {
     let usable = host.gpus.usable();
     let cpus = || vec![CPU.to_owned(); share];

@@ -101,7 +101,8 @@ impl Slot {
             entry.report.pid = pid;
             if is_ready {
                 entry.mark_ready();
-                // Kept until the new worker reports its own: the old one works on while the new one connects.
+                // The current values are kept until the new worker reports its own: the old worker works on while the
+                // new one connects.
                 if let (Some(stats), Some(before)) = (&mut entry.report.stats, before) {
                     stats.now = before;
                 }

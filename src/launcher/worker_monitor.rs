@@ -212,8 +212,8 @@ impl WorkerMonitor {
         Instant::now() + KILL_DELAY
     }
 
-    /// Records that its device has failed, for which it is killed. It is recorded before its end, since a process that
-    /// hangs in the driver may end much later.
+    /// Records that the worker's device has failed, for which the worker is killed. The failure is recorded before the
+    /// worker has ended, since a process that hangs in the driver may end much later.
     pub(super) fn device_failed(
         &mut self,
         device_fault: DeviceFault,

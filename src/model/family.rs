@@ -120,11 +120,11 @@ impl Description {
             let architecture = Gguf::architecture(&path)?;
             return Ok(Self { format: Format::Gguf, architecture, fields: Map::new() });
         }
-        // If a folder has both files, `config.json` describes the model as one network.
         let of = |format, name: &str, fields: Map<String, Value>| {
             let architecture = fields.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
             Self { format, architecture, fields }
         };
+        // A folder that has `config.json` and `model_index.json` counts as one network, described by `config.json`.
         if let Some(fields) = files.json("config.json")? {
             return Ok(of(Format::Config, "model_type", fields));
         }

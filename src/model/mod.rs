@@ -100,7 +100,7 @@ pub enum Inputs<I> {
     /// Slices that are made on demand, for a task that takes long to prepare or whose inputs together would take much
     /// memory. The first slice is made after [`Processor::preprocess`], and a further one whenever few of the task's
     /// inputs wait for the model. Tasks take turns between slices, so a slice should take about ten milliseconds at
-    /// most. An error ends the task. If `size_hint` says that none is left, the task is complete with its last slice.
+    /// most. An error ends the task. If the upper bound of `size_hint` is 0, the task is complete with its last slice.
     Slices(Slices<I>),
     /// Inputs that take longer to make than [`Effort::Usual`], such as those with a grammar. They are made on a
     /// separate thread, where the requesters take turns, so that other tasks need not wait. Do in
@@ -153,7 +153,7 @@ pub enum Effort {
 }
 
 impl Effort {
-    /// `Brief` if that is known, else `Usual`.
+    /// Returns `Brief` if `is_brief` is true, else `Usual`.
     pub fn brief_if(is_brief: bool) -> Self {
         if is_brief { Self::Brief } else { Self::Usual }
     }

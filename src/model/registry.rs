@@ -110,7 +110,8 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
     let served = find(source, Description::read(&files)?, task)?;
-    // The digest covers the files that were requested. `locate` has requested a GGUF file, which is the whole model.
+    // The digest covers the files that were requested. A GGUF file is the whole model, and `locate` has already
+    // requested it.
     if let (None, Some(rules)) = (files.gguf(), served.rules()) {
         (rules.find)(&files)?;
     }

@@ -522,7 +522,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_it_panic_and_every_error_line_is_readable(line in any::<Vec<u8>>()) {
+        fn parsing_never_panics_and_every_error_line_is_readable(line in any::<Vec<u8>>()) {
             if let Err(invalid) = parse(&line) {
                 let written = error_line(1, &invalid);
                 prop_assert_eq!(read_output(&written).unwrap().custom_id, invalid.custom_id);

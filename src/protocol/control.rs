@@ -37,7 +37,7 @@ pub enum Command {
     },
     /// The crash records have changed since `start`, because more workers died.
     CrashRecords {
-        /// All current records of tasks that were on their devices.
+        /// All current records. They replace those that the worker has.
         tasks: Vec<CrashRecord>,
     },
     /// Take no more tasks, finish the accepted ones, and wait.
@@ -107,7 +107,7 @@ pub fn job_queue(job: &str) -> String {
 /// run by this id.
 pub const RUN_ID_DIGITS: usize = 12;
 
-/// A new id of such a run, which cannot be guessed.
+/// Returns a new id for such a run. The id cannot be guessed.
 pub fn new_run_id() -> String {
     uuid::Uuid::new_v4().simple().to_string()[..RUN_ID_DIGITS].to_owned()
 }
@@ -117,7 +117,8 @@ pub const WITHDRAWN_FOR: Duration = Duration::from_secs(60 * 60);
 /// The most withdrawals that are remembered; the oldest are forgotten first.
 pub const MAX_WITHDRAWN: usize = 1_000;
 
-/// Which tasks are cancelled: those with an id, those that a requester published, or those of a job.
+/// What is cancelled: the task with an id, the tasks with a `correlation_id` and a `reply_to`, the tasks of a job, or
+/// the sentinels of a run of `sconce stop`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Cancellation {

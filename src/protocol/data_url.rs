@@ -8,7 +8,8 @@ use base64::engine::general_purpose::STANDARD;
 /// # Errors
 /// A message to be put after the name of the field: what the value must be, or what is wrong with its base64.
 pub fn parse(url: &str) -> Result<(String, Vec<u8>), String> {
-    let wanted = "must be a data URL (data:<media type>;base64,…); this pool fetches nothing";
+    let wanted =
+        "must be a data URL (data:<media type>;base64,…), because allowed_sources of this pool is empty";
     let (head, data) =
         url.strip_prefix("data:").and_then(|rest| rest.split_once(',')).ok_or_else(|| wanted.to_owned())?;
     let media_type = head.strip_suffix(";base64").ok_or("must be a data URL in base64")?;
@@ -26,7 +27,7 @@ mod tests {
         let parsed = parse("data:Image/PNG;name=a;base64,ZmlsZQ==\n");
         assert_eq!(parsed, Ok(("image/png".to_owned(), b"file".to_vec())));
         for (url, message) in [
-            ("http://host/a.png", "this pool fetches nothing"),
+            ("http://host/a.png", "allowed_sources of this pool is empty"),
             ("data:image/png,abc", "in base64"),
             ("data:image/png;base64,!", "is not base64"),
         ] {

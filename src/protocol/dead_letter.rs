@@ -218,8 +218,8 @@ impl<'a> DeadLetter<'a> {
 
     /// The pool of the worker that wrote it.
     pub fn pool(&self) -> Option<&'a str> {
-        let (_host, pool_and_slot) = self.worker()?.split_once('/')?;
-        pool_and_slot.rsplit_once('/').map(|(pool, _slot)| pool)
+        let (_launcher, slot) = self.worker()?.split_once('/')?;
+        slot.rsplit_once('/').map(|(pool, _index)| pool)
     }
 
     /// The queue from which the broker dead-lettered it.

@@ -271,9 +271,9 @@ pub fn is_number(raw: &str) -> bool {
     raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
 }
 
-/// Calls `show` with each item of a list and its index. Returns the number of items.
-fn each<'a>(raw: &'a str, path: &str, show: impl FnMut(usize, &'a RawValue)) -> Result<usize, TaskError> {
-    Each(show)
+/// Calls `visit` with each item of a list and its index. Returns the number of items.
+fn each<'a>(raw: &'a str, path: &str, visit: impl FnMut(usize, &'a RawValue)) -> Result<usize, TaskError> {
+    Each(visit)
         .deserialize(&mut serde_json::Deserializer::from_str(raw))
         .map_err(|error| unreadable(path, &error))
 }

@@ -32,7 +32,7 @@ const KEYS: Keys = Keys {
 const PARAMETERS: Keys =
     Keys { taken: &["top_k"], unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }] };
 
-/// Reads the image in a value, with its path for errors.
+/// A function that reads the image in a value of JSON. The text is the path of that value, for errors.
 type ReadImage = fn(&RawValue, &str, &Files) -> Result<ImageFile, TaskError>;
 
 /// An image file.
@@ -163,7 +163,7 @@ impl ImagesRequest {
     }
 }
 
-/// The URL in a value, which is a text or OpenAI's object that holds one as `url`, with its path.
+/// Returns the URL in a value, and the path of the URL. The value is a text, or OpenAI's object with the field `url`.
 fn url_of<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), TaskError> {
     const KEYS: Keys =
         Keys { taken: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
@@ -184,7 +184,7 @@ fn of_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskEr
     Ok(ImageFile { media_type, bytes, path: Some(path) })
 }
 
-/// Base64, or a data URL.
+/// Reads the image in a value that is base64 or a data URL.
 fn of_base64(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     if raw.get().starts_with("\"data:") {
         return of_url(raw, path, files);

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::JSON;
 
-/// Header with the OpenAI path of the request, for pools that answer several; run-batch sets it from its lines.
+/// Header with the OpenAI path of the request, for pools that answer several paths. `run-batch` takes it from the
+/// field `url` of each line.
 pub const URL: &str = "url";
 
 /// Application headers, by name.
@@ -172,7 +173,8 @@ pub struct Properties {
 /// broker adds headers of its own when a message is delivered again. If that makes the frame too large, the client
 /// closes the connection, and all messages that it held are delivered again.
 pub const MAX_HEADER_BYTES: usize = 64 << 10;
-/// The most bytes of a producer's headers: below this, they fit one AMQP frame together with ours.
+/// The most bytes of headers that [`Properties::is_plain`] accepts: up to this, they fit one AMQP frame together with
+/// ours.
 const PLAIN_BYTES: usize = 32 << 10;
 
 /// The bytes of headers in a frame.
@@ -186,8 +188,8 @@ impl Properties {
         header_bytes(&self.headers)
     }
 
-    /// Whether every broker accepts the headers: only scalar values, all numbers finite, and well below a frame
-    /// in size.
+    /// Whether every broker accepts the headers: no arrays, tables or decimals, all numbers finite, and well below a
+    /// frame in size.
     pub fn is_plain(&self) -> bool {
         let bytes = |value: &Value| match value {
             Value::Text(text) | Value::Bytes(text) => Some(text.len()),
@@ -239,12 +241,13 @@ impl Message {
         std::str::from_utf8(&self.body).ok().filter(|_| is_utf8)
     }
 
-    /// Whether this is a task of Celery: it has the header `task`, and its body is a list of arguments, in JSON or in
-    /// another format.
+    /// Whether this is a task of Celery: it has the headers `task` and `id`, and its body is a list of arguments, in JSON
+    /// or in another format. A recording may have a header `task` too.
     pub fn is_of_celery(&self) -> bool {
-        let has_header = self.properties.headers.get("task").is_some_and(|name| name.as_str().is_some());
+        let has_text = |name| self.properties.headers.get(name).is_some_and(|value| value.as_str().is_some());
+        let has_headers = has_text("task") && has_text("id");
         let is_json = self.media_type().is_some_and(|it| it == JSON);
-        has_header && (!is_json || self.body.trim_ascii_start().starts_with(b"["))
+        has_headers && (!is_json || self.body.trim_ascii_start().starts_with(b"["))
     }
 
     /// The OpenAI path of the request, from the header `url`.

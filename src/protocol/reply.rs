@@ -102,7 +102,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// `tokens` of all inputs, special ones included.
+    /// The usage of a request whose inputs have `tokens` tokens in all, special ones included.
     pub fn of(tokens: usize) -> Self {
         Self { prompt_tokens: tokens, total_tokens: tokens }
     }
@@ -193,7 +193,7 @@ pub fn reply(
 pub struct Place {
     /// Identifies the run: a redelivered task gets a new one.
     pub stream_id: String,
-    /// Counts the parts of a run from 0.
+    /// The index of the part in its run, from 0.
     pub seq: i64,
 }
 

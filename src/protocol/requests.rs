@@ -1,4 +1,4 @@
-//! What clients read from requests and replies of any family: how many inputs a request has, which model it names,
+//! What clients read from requests and replies of any endpoint: how many inputs a request has, which model it names,
 //! which requests can share a task and how its reply is divided, the text and the tokens of a reply. Pure. The file of
 //! an endpoint decides what its requests mean to a model, and names the fields that are read here.
 
@@ -17,14 +17,15 @@ const INPUTS: [&[&str]; 5] =
 /// The requests that can share a task.
 const SHARED: [Shared; 2] = [embeddings::SHARED, labels::SHARED];
 
-/// Requests that can share a task: those to `url` whose field `input` is a text or a list of texts. Their reply's `data`
-/// has an item for each text.
+/// Requests that can share a task: those to `url` whose field with the name `input` holds a text or a list of texts.
+/// The field `data` of their reply has an item for each text.
 pub(super) struct Shared {
     pub(super) url: &'static str,
     pub(super) input: &'static str,
 }
 
-/// The number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
+/// The number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text. The `n` of
+/// a request for generated text is not read, although a pool counts each answer.
 pub fn count_inputs(body: &[u8]) -> usize {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
     match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {

@@ -74,8 +74,8 @@ impl Histogram {
         counts
     }
 
-    /// The value that the share `rank` (0 to 1) of observations does not exceed, interpolated between two
-    /// bounds; none without observations; the last bound for those above all.
+    /// The value that the share `rank` (0 to 1) of the observations does not exceed, interpolated within its bucket.
+    /// None if there are no observations; the last bound if the value is above all bounds.
     pub fn quantile(&self, bounds: &[f64], rank: f64) -> Option<f64> {
         let wanted = rank * self.count() as f64;
         let (mut below, mut floor) = (0.0, 0.0);
@@ -152,7 +152,7 @@ impl TokenCounts {
 pub struct Generated {
     /// The request's `user`; empty if it names none.
     pub user: String,
-    /// Its answers.
+    /// The number of its answers.
     pub answers: u64,
     /// Its tokens.
     pub tokens: TokenCounts,
@@ -179,7 +179,7 @@ pub struct Users {
 }
 
 impl PartialEq for Users {
-    /// By the counts.
+    /// Compares the counts, and not the order in which the users were counted.
     fn eq(&self, other: &Self) -> bool {
         self.tokens == other.tokens
     }
@@ -234,7 +234,7 @@ pub struct Stats {
     pub requeued: u64,
     /// Tasks published again for another attempt.
     pub retried: u64,
-    /// Tasks put off uncomputed, for the sake of others.
+    /// Tasks put off uncomputed, so that other tasks do not wait for them.
     pub put_off: u64,
     /// Sentinels obeyed.
     pub sentinels: u64,

@@ -21,8 +21,8 @@ pub const STOP: &str = "sconce_stop";
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header with an ISO-8601 time. Of a task that was put off because its reply queue took nothing: when that first
-/// happened. Of a sentinel: when it was last published again.
+/// Header with an ISO-8601 time. In a task, it says when the task was first put off because its reply queue took
+/// nothing. In a sentinel, it says when the sentinel was last published again.
 pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
 
 /// The most bytes of a body that its fingerprint includes, from the beginning.
@@ -321,16 +321,16 @@ mod tests {
         Message { properties, body: body.into() }
     }
 
-    fn sort(kind: Option<&str>, body: &'static str) -> Incoming {
+    fn classified(kind: Option<&str>, body: &'static str) -> Incoming {
         classify(message(kind, body), SystemTime::now(), Sentinels::ALL, || "made".into())
     }
 
     #[test]
     fn only_the_type_or_a_null_body_makes_a_sentinel() {
-        assert!(matches!(sort(Some("control.shutdown"), "{}"), Incoming::Sentinel(_)));
-        assert!(matches!(sort(Some("control.shutdown"), ""), Incoming::Sentinel(_)));
-        assert!(matches!(sort(None, "null"), Incoming::Sentinel(_)));
-        assert!(matches!(sort(Some("task"), " null\n"), Incoming::Sentinel(_)));
+        assert!(matches!(classified(Some("control.shutdown"), "{}"), Incoming::Sentinel(_)));
+        assert!(matches!(classified(Some("control.shutdown"), ""), Incoming::Sentinel(_)));
+        assert!(matches!(classified(None, "null"), Incoming::Sentinel(_)));
+        assert!(matches!(classified(Some("task"), " null\n"), Incoming::Sentinel(_)));
         for body in [
             r#"{"input":"STOP"}"#,
             "STOP",
@@ -341,15 +341,15 @@ mod tests {
             "\u{c}null",
             "",
         ] {
-            assert!(matches!(sort(None, body), Incoming::Task(_)), "{body}");
+            assert!(matches!(classified(None, body), Incoming::Task(_)), "{body}");
         }
     }
 
     #[test]
     fn the_settings_say_which_messages_are_sentinels() {
-        let sort = |kind, body, sentinels| {
-            let sorted = classify(message(kind, body), SystemTime::now(), sentinels, || "made".into());
-            match sorted {
+        let classified = |kind, body, sentinels| {
+            let incoming = classify(message(kind, body), SystemTime::now(), sentinels, || "made".into());
+            match incoming {
                 Incoming::Sentinel(_) => "sentinel",
                 Incoming::Task(_) => "task",
                 Incoming::UnknownControl(..) => "unknown",
@@ -357,7 +357,7 @@ mod tests {
         };
         let all = [(true, true), (true, false), (false, false)].map(|(by_type, by_null)| {
             let it = Sentinels { by_type, by_null };
-            (sort(Some(SHUTDOWN), "{}", it), sort(None, "null", it))
+            (classified(Some(SHUTDOWN), "{}", it), classified(None, "null", it))
         });
         assert_eq!(all, [("sentinel", "sentinel"), ("sentinel", "task"), ("unknown", "task")]);
     }
@@ -365,7 +365,7 @@ mod tests {
     #[test]
     fn an_unknown_control_type_is_no_task_whatever_its_body() {
         for body in ["null", r#"{"input":"a"}"#] {
-            let Incoming::UnknownControl(_, kind) = sort(Some("control.reboot"), body) else {
+            let Incoming::UnknownControl(_, kind) = classified(Some("control.reboot"), body) else {
                 panic!("{body} was taken for something else");
             };
             assert_eq!(kind, "control.reboot");
@@ -470,8 +470,8 @@ mod tests {
         ) {
             let is_null = matches!(serde_json::from_str(&body), Ok(serde_json::Value::Null));
             let message = Message { body: body.into(), ..Message::default() };
-            let sorted = classify(message, SystemTime::now(), Sentinels::ALL, || "made".into());
-            prop_assert_eq!(matches!(sorted, Incoming::Sentinel(_)), is_null);
+            let incoming = classify(message, SystemTime::now(), Sentinels::ALL, || "made".into());
+            prop_assert_eq!(matches!(incoming, Incoming::Sentinel(_)), is_null);
         }
     }
 }

@@ -14,9 +14,9 @@ use tokio::sync::watch;
 pub enum Phase {
     /// The process is not stopping.
     Running,
-    /// Intake has ended; all accepted work is finished.
+    /// The process takes no more tasks, and finishes those that it has accepted.
     Finishing,
-    /// Tasks on the device are finished; waiting ones are requeued.
+    /// The process finishes the tasks on the device, and requeues those that wait.
     Returning,
     /// The process exits without waiting for anything.
     Aborting,

@@ -76,7 +76,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
     };
     // A second call, as in tests, changes nothing.
     if tracing_subscriber::registry().with(lines).try_init().is_ok() {
-        let _ = FILTER.set(Box::new(move |filter| handle.reload(without_secrets(filter)).is_ok()));
+        let _ = REPLACE_FILTER.set(Box::new(move |filter| handle.reload(without_secrets(filter)).is_ok()));
         let _ = INITIAL_FILTER.set(written.to_owned());
     }
     Ok(())
@@ -126,7 +126,7 @@ pub fn write_line(line: &str) {
 }
 
 /// A function that replaces the filter. Set once, by [`start`].
-static FILTER: OnceLock<Box<dyn Fn(EnvFilter) -> bool + Send + Sync>> = OnceLock::new();
+static REPLACE_FILTER: OnceLock<Box<dyn Fn(EnvFilter) -> bool + Send + Sync>> = OnceLock::new();
 
 /// The filter that logging was started with.
 static INITIAL_FILTER: OnceLock<String> = OnceLock::new();
@@ -142,7 +142,7 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
         filter
     };
     let parsed = parsed(filter)?;
-    match FILTER.get() {
+    match REPLACE_FILTER.get() {
         Some(replace) if replace(parsed) => Ok(()),
         _ => Err("logging has not been started".to_owned()),
     }

@@ -5,9 +5,9 @@ use std::time::SystemTime;
 /// The process whose spans these are; the same for all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
-    /// launcher/pool/index; the instance of the service.
+    /// launcher/pool/index; OpenTelemetry's `service.instance.id`.
     pub worker: &'a str,
-    /// pool/slot.
+    /// pool/index.
     pub slot: &'a str,
     /// `cpu`, or the GPU's UUID.
     pub device: &'a str,

@@ -90,22 +90,24 @@ impl Traces {
     }
 
     /// Begins the span of a task; none if tracing is off.
-    pub fn task<'a>(&self, came: impl FnOnce() -> DeliveredTask<'a>) -> Option<TaskSpan> {
+    pub fn task<'a>(&self, delivered: impl FnOnce() -> DeliveredTask<'a>) -> Option<TaskSpan> {
         let on = self.0.as_ref()?;
-        let came = came();
-        let parent = came.traceparent.and_then(|parent| context::parse(parent, came.tracestate));
+        let delivered = delivered();
+        let parent = delivered.traceparent.and_then(|parent| context::parse(parent, delivered.tracestate));
         let mut attributes = Vec::with_capacity(on.task_attributes.len() + 16);
         attributes.extend(on.task_attributes.iter().cloned());
-        attributes.push(KeyValue::new("messaging.message.id", came.id.to_owned()));
-        attributes.push(KeyValue::new("messaging.message.body.size", came.size as i64));
+        attributes.push(KeyValue::new("messaging.message.id", delivered.id.to_owned()));
+        attributes.push(KeyValue::new("messaging.message.body.size", delivered.size as i64));
         attributes.extend(
-            came.correlation_id.map(|id| KeyValue::new("messaging.message.conversation_id", id.to_owned())),
+            delivered
+                .correlation_id
+                .map(|id| KeyValue::new("messaging.message.conversation_id", id.to_owned())),
         );
         let builder = on
             .tracer
             .span_builder(on.task_name.clone())
             .with_kind(SpanKind::Consumer)
-            .with_start_time(came.at)
+            .with_start_time(delivered.at)
             .with_attributes(attributes);
         let continued = parent.is_some();
         let context = parent.map_or_else(Context::new, |it| Context::new().with_remote_span_context(it));
@@ -115,23 +117,23 @@ impl Traces {
 
     /// Writes the span of a forward pass. It is in a trace of its own, since its tasks belong to many traces. Writes no
     /// span if none of the tasks is recorded.
-    pub fn batch(&self, passed: ForwardPass<'_>) {
-        let Some(on) = self.0.as_ref().filter(|_| !passed.links.is_empty()) else { return };
+    pub fn batch(&self, forward_pass: ForwardPass<'_>) {
+        let Some(on) = self.0.as_ref().filter(|_| !forward_pass.links.is_empty()) else { return };
         let mut attributes = on.batch_attributes.clone();
         attributes.extend([
-            KeyValue::new("sconce.batch.size", passed.inputs as i64),
-            KeyValue::new("sconce.batch.tokens", passed.tokens as i64),
-            KeyValue::new("sconce.batch.tasks", passed.tasks as i64),
+            KeyValue::new("sconce.batch.size", forward_pass.inputs as i64),
+            KeyValue::new("sconce.batch.tokens", forward_pass.tokens as i64),
+            KeyValue::new("sconce.batch.tasks", forward_pass.tasks as i64),
         ]);
-        let links = passed.links.into_iter().take(MAX_LINKS);
+        let links = forward_pass.links.into_iter().take(MAX_LINKS);
         let builder = on
             .tracer
             .span_builder("forward")
-            .with_start_time(passed.began)
+            .with_start_time(forward_pass.began)
             .with_attributes(attributes)
             .with_links(links.map(|task| Link::with_context(task.into())).collect());
         let mut span = on.tracer.build_with_context(builder, &Context::new());
-        if let Some(fault) = passed.fault {
+        if let Some(fault) = forward_pass.fault {
             span.set_status(Status::error(fault.to_owned()));
         }
         span.end();
@@ -240,7 +242,7 @@ mod tests {
 
     fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
         let at = std::time::SystemTime::now();
-        let came = DeliveredTask {
+        let delivered = DeliveredTask {
             id: "t",
             correlation_id: None,
             traceparent,
@@ -248,7 +250,7 @@ mod tests {
             size: 2,
             at,
         };
-        traces.task(|| came).unwrap()
+        traces.task(|| delivered).unwrap()
     }
 
     fn pass(links: Vec<TaskLink>) -> ForwardPass<'static> {

@@ -37,7 +37,7 @@ pub(super) struct Pools {
     /// Prepare tasks.
     pub(super) preprocess: CpuPool,
     /// One thread for preparation that takes long, such as that of a grammar, while `preprocess` goes on with other
-    /// tasks. `preparation_turns` decides whose task is next on it.
+    /// tasks. `turns` decides whose task is next on it.
     pub(super) long: CpuPool,
     /// Write replies.
     pub(super) reply: CpuPool,

@@ -27,11 +27,12 @@ use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long no task is put off for its place after a sentinel was put off, so that the tasks before it can end.
+/// The longest time for which no task is put off for its place after a sentinel was put off. Meanwhile the tasks before
+/// the sentinel can end.
 const SUSPENDED_FOR: Duration = Duration::from_secs(10 * 60);
 /// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
 const FOR_EVER: Duration = Duration::from_secs(1 << 32);
-/// How often the places of tasks are reviewed while nearly all are held.
+/// How often the places of tasks are reviewed while more than three quarters of them are held.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// How a worker ended without an error.
@@ -153,27 +154,24 @@ impl<'a> Intake<'a> {
         let withdrawn = self.shared.withdrawn.clone();
         let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
-        // A delivery that came before the withdrawals were known, with its source. Until one comes, events are read, so
-        // that a refusal by the broker is noticed. After that, none is read until the withdrawals are known.
-        let mut early: Option<(Source, Box<Delivery>)> = None;
+        // A delivery that came before the withdrawals were known. Until one comes, events are read, so that a refusal by
+        // the broker is noticed. After that, none is read until the withdrawals are known.
+        let mut early: Option<Box<Delivery>> = None;
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
             let takes = are_withdrawals_known || self.phase != Phase::Running;
-            if takes && let Some((_, delivery)) = early.take() {
+            if takes && let Some(delivery) = early.take() {
                 self.take(*delivery).await;
                 continue;
             }
             tokio::select! {
-                // The launcher may send the withdrawals only after this worker has connected.
+                // The launcher may still be reading the withdrawals when this worker connects, and sends them later.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
                 (source, event) = next_of(&mut self.consumers), if takes || early.is_none() => match event? {
                     Event::Delivery(delivery) if takes => self.take(*delivery).await,
-                    Event::Delivery(delivery) => early = Some((source, delivery)),
-                    Event::Lost { source, session } => {
-                        early = early.filter(|(from, _)| *from != source);
-                        self.forget(source, session)?;
-                    }
+                    Event::Delivery(delivery) => early = Some(delivery),
+                    Event::Lost { source, session } => self.forget(source, session)?,
                     Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
                         let message = "the broker's deliveries ended, though no stop was requested";
                         return Err(WorkerError::Internal(message.into()));

@@ -26,8 +26,8 @@ const MAX_GROUP: usize = 32;
 /// the launcher too.
 const SUSPECT_DELIVERIES: i64 = 2;
 /// How long a group without crash records runs alone. Its tasks may be long texts that stopping workers handed back. If
-/// one of them kills the worker later, there is a record. If tasks of the group are then still running, the other tasks
-/// have the same time before the next group.
+/// one of them kills the worker after this time, there is a record. If tasks of the group still run when this time is
+/// over, the other tasks have the same time before the next group.
 const UNPROVEN_FOR: Duration = Duration::from_secs(2);
 /// How long the group runner waits for further candidates, so that tasks that were redelivered together share a group.
 const GATHER_TIME: Duration = Duration::from_millis(5);
@@ -61,7 +61,8 @@ pub(super) struct Suspicion {
 /// Returns how a task that was delivered `redeliveries` times before must be kept apart. None: it is not suspect.
 /// `counted`: the broker counts deliveries; otherwise it only says that there were some.
 pub(super) fn suspicion(redeliveries: i64, counted: bool, deaths: Option<&CrashRecord>) -> Option<Suspicion> {
-    // A message that is delivered for the first time is not suspect: a task that was published again is tried again.
+    // A message that is delivered for the first time is not suspect. If its task has a crash record, it was published
+    // again, and is tried like any other.
     if redeliveries == 0 {
         return None;
     }

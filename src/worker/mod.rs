@@ -11,10 +11,10 @@
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
 //! | `places` | whose tasks are put off because they hold too many of the granted messages |
-//! | `preparation_turns` | whose task is next on the thread for long preparation |
+//! | `turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
-//! | `live_settings` | which settings can be changed while it runs |
+//! | `live_settings` | which settings can be changed while the worker runs |
 //! | `report/` | control lines, counters, spans |
 
 mod cpu_pool;
@@ -23,7 +23,6 @@ mod isolation;
 mod live_settings;
 mod places;
 mod prefetch;
-mod preparation_turns;
 mod report;
 mod requester;
 mod session;
@@ -31,6 +30,7 @@ mod settle;
 mod task_run;
 #[cfg(test)]
 mod tests;
+mod turns;
 mod withdrawn;
 
 use std::io;
@@ -262,7 +262,8 @@ pub fn policy(assignment: &Assignment) -> Policy {
     let pool = &assignment.pool;
     Policy {
         max_tokens: assignment.max_tokens(),
-        // With a smaller prefetch, a batch of tasks with one input each could never be full.
+        // A batch cannot have more tasks than the prefetch has messages. With a larger bound, a batch of tasks with one
+        // input each could never be full.
         max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
         max_delay: pool.batch.max_delay,
         encode_interval: pool.batch.encode_interval,
@@ -279,7 +280,8 @@ fn assemble(
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
-        // Streams may hold three quarters of the messages (see `places`). With this many, all sequences may stream.
+        // Streams may hold three quarters of the messages (see `places`). With `staying` messages, all sequences may
+        // stream.
         let staying = sequences.div_ceil(3) * 4;
         let ahead = (sequences + SPARE_SEQUENCES).max(staying).min(MAX_PREFETCH);
         assignment.pool.prefetch.get_or_insert(ahead as u16);
@@ -301,7 +303,8 @@ fn assemble(
     }
 }
 
-/// Handles the notices of the model thread: wakes the jobs that are done, and sends a fault to the intake.
+/// Handles the notices of the model thread: wakes the task runs whose jobs in the engine are done, and sends a fault to
+/// the intake.
 async fn dispatch(
     mut notices: mpsc::Receiver<Notice>,
     isolation: Arc<isolation::Isolation>,

@@ -43,7 +43,7 @@ const TOKENS_PER_SECOND: f64 = 5.0;
 const TOKENS_PER_SECOND_AFTER_NEWCOMER: f64 = 100.0;
 const AFTER_NEWCOMER: Duration = Duration::from_secs(60);
 /// The bytes of a body that cost one more token, because the broker writes them. With 100 tokens per second, it writes
-/// at most 100 MiB per second.
+/// at most 100 MiB per second, unless bodies are larger than 31 MiB ([`MAX_COST`]).
 const BYTES_PER_TOKEN: f64 = 1024.0 * 1024.0;
 const MAX_COST: f64 = 32.0;
 /// How many begun tasks may be put off until the next newcomer. What was computed of them is lost.

@@ -14,8 +14,8 @@ use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Membership, suspicion};
 use super::places::{Place, Places};
 use super::prefetch::SharedPrefetch;
-use super::preparation_turns::{Crowded, Turn, Turns};
 use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement, WaitsFor};
+use super::turns::{Crowded, Turn, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::batching::Group;
 use crate::broker::{PerSource, Source};
@@ -36,7 +36,7 @@ const WANTED_INTERVAL: Duration = Duration::from_millis(100);
 const LARGE_BODY: usize = 1 << 20;
 /// The most files that are fetched for a task.
 const MAX_URLS: usize = 16;
-/// The most inputs whose reply counts as brief work: writing 384 numbers takes 10 µs.
+/// The most inputs whose reply counts as brief work: writing an embedding of 384 numbers takes 10 µs.
 const BRIEF_REPLY: usize = 4;
 
 /// What all task runs share.
@@ -396,7 +396,7 @@ impl Run<'_> {
         let engine = shared.engine.clone();
         let effort = engine.effort(&own.message);
         let preprocess = move || engine.preprocess(&own.message, &files);
-        // The engine should not wait for a task while it waits for its turn.
+        // The engine should not wait for a task that waits for its turn.
         let (mut job, mut expected) = if effort == Effort::Long {
             drop(expected);
             (self.in_turn(preprocess).await?, Expected::new(&shared.engine))
@@ -479,7 +479,7 @@ impl Run<'_> {
             let words = format!("the task has {} URLs of files; at most {MAX_URLS} are fetched", urls.len());
             return Err(TaskError::new(TaskErrorKind::TooLarge, words).into());
         }
-        // The engine should not wait for a task while it fetches.
+        // The engine should not wait for a task that waits for its files.
         drop(expected);
         for FileUrl { url, path } in urls {
             if fetched.files.has(&url) {
@@ -491,11 +491,20 @@ impl Run<'_> {
                     Failure::TooLarge(why) => (TaskErrorKind::TooLarge, why),
                     Failure::Unavailable(why) => (TaskErrorKind::Unavailable, why),
                 };
-                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&url, 200))).at(&*path)
+                // A query may be a signature, and errors are logged.
+                let shown =
+                    url.split_once('?').map_or_else(|| url.clone(), |(start, _)| format!("{start}?…"));
+                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&shown, 200))).at(&*path)
             };
             let location = fetcher.locate(&url).map_err(failed)?;
             let turn = Arc::new(self.turn(&shared.fetch_turns).await?);
-            let claim = Claim { requester: self.state.requester, waits: self.group().is_none() };
+            // JSON is decoded as a whole, on a thread that others wait for.
+            let is_body_of_json = path == DATAREF && message.is_json();
+            let claim = Claim {
+                requester: self.state.requester,
+                waits: self.group().is_none(),
+                max_size: if is_body_of_json { shared.max_body } else { u64::MAX },
+            };
             let bytes = tokio::select! {
                 biased;
                 bytes = fetcher.fetch(location, claim, turn) => bytes.map_err(failed)?,

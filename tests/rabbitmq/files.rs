@@ -92,7 +92,10 @@ async fn files_are_fetched_from_folders_and_servers_that_the_settings_admit() {
         r#"["file://{}/", {{url = "http://127.0.0.1:{port}/in/", private = true}}, {{url = "https://localhost:{secure}/", private = true}}]"#,
         folder.path().display()
     ));
-    let trusting = trusting.environment("SSL_CERT_FILE", &folder.path().join("ca.pem").display().to_string());
+    std::fs::write(folder.path().join("large.json"), format!("{BODY}{}", " ".repeat(1_024))).expect("a file");
+    let trusting = trusting
+        .set("pool[0].max_body", "1KiB")
+        .environment("SSL_CERT_FILE", &folder.path().join("ca.pem").display().to_string());
     let sconce = Sconce::launched(&trusting).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&trusting.replies).await;
@@ -108,6 +111,7 @@ async fn files_are_fetched_from_folders_and_servers_that_the_settings_admit() {
         (format!("http://127.0.0.1:{port}/out/a.json"), 400, "allowed_sources"),
         (format!("file://{}/../etc/passwd", folder.path().display()), 400, ".."),
         (format!("file://{}/missing", folder.path().display()), 400, "does not exist"),
+        (format!("file://{}/large.json", folder.path().display()), 413, "at most 1024"),
         ("http://169.254.169.254/latest/meta-data/".to_owned(), 400, "allowed_sources"),
     ] {
         client.publish(&trusting.tasks, named(&url)).await;
@@ -124,7 +128,7 @@ async fn files_are_fetched_from_folders_and_servers_that_the_settings_admit() {
     .set("pool[0].retry.max_attempts", 1);
     let none = Settings::echo(rabbit.url());
     for (settings, url, status) in [
-        (&wary, format!("https://localhost:{secure}/a"), 502),
+        (&wary, format!("https://localhost:{secure}/a"), 400),
         (&wary, format!("http://127.0.0.1:{port}/in/a.json"), 400),
         (&none, folder_url.clone(), 400),
     ] {

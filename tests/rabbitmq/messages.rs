@@ -319,7 +319,7 @@ async fn a_message_of_celery_is_named_and_a_refusal_that_reaches_nobody_is_dead_
     let celery = |id: &str| {
         let body =
             json!([["a text"], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]);
-        Task::new(body).id(id).header("task", "shop.tasks.embed")
+        Task::new(body).id(id).header("task", "shop.tasks.embed").header("id", id)
     };
     client.publish(&settings.tasks, celery("answered")).await;
     let reply = inbox.next().await;

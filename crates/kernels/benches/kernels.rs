@@ -12,7 +12,7 @@ use sconce_kernels::attention::Attention;
 use sconce_kernels::feed_forward::{FeedForward, Published};
 use sconce_kernels::{Activation, End, Norm, NumberFormat, Panels, PositionTerms, multiply_rows};
 
-// As in the program. With the system's allocator, large outputs cost page faults.
+// The program uses mimalloc, too. With the system's allocator, large outputs cost page faults.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -23,7 +23,8 @@ pub enum Activation {
 /// A function of each lane of a register. It is a trait and not a closure, because a closure that is not inlined is
 /// compiled without vector instructions, and is forty times slower.
 pub trait Lanes {
-    /// The function's value, within 1e-6 of the exact one.
+    /// The function's value. It differs from the exact one by at most 1e-6, or by about one unit in the last place if
+    /// that is more.
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
 }
 

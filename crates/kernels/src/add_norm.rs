@@ -219,7 +219,7 @@ mod tests {
         });
     }
 
-    /// The formula.
+    /// LayerNorm(`x` + bias + `residual`) by the formula, in f64.
     fn added_and_normed(x: &[f32], residual: &[f32], norm: &Norm) -> Vec<f64> {
         let width = norm.width();
         let sum = |at: usize| f64::from(x[at]) + f64::from(norm.rows[at % width]) + f64::from(residual[at]);

@@ -148,6 +148,7 @@ impl<'a> Part<'a> {
 fn attend_parts(kv: &KvBlocks, layer: usize, parts: &[Part<'_>], queries: &[f32], out: &mut [f32]) {
     let shape = kv.shape();
     let rows: usize = parts.iter().map(|part| part.count).sum();
+    // The numbers of a row, and the heads of queries for each head of keys and values.
     let row = queries.len() / rows.max(1);
     let group = row / (shape.heads * shape.width);
     // The most tokens of a `Work`: their queries fill at least two chunks.
@@ -231,7 +232,7 @@ struct Chunk<'a> {
     /// The blocks with the head's keys and values.
     held: &'a [HeadBlock<'a>],
     numbers: KvNumbers,
-    /// The width of a value in memory.
+    /// The distance between two values in memory: [`KvShape::stride`](super::kv::KvShape::stride).
     stride: usize,
     width: usize,
     /// `[count, width]`.
@@ -391,7 +392,7 @@ fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
 }
 
 /// The sums of the values of the first `seen` keys, weighted by `scores` `[count, keys]`, for [`VALUE_REGISTERS`]
-/// registers from number `first` on.
+/// registers of each value, from its number `first` on.
 #[inline(always)]
 fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
     simd: S,

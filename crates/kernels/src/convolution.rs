@@ -14,8 +14,8 @@ use super::gemm::{Panels, Rows, by_blocks, multiply_rows};
 pub enum Padding {
     /// So many pixels on each side.
     Each(usize),
-    /// As many as make the result's side the image's side divided by the stride, rounded up. If the number is odd, the
-    /// extra one is to the right or below.
+    /// As many as are needed so that the result has one pixel for each `stride` pixels of the image's side, rounded up.
+    /// If the number is odd, the extra one is to the right or below.
     Same,
 }
 
@@ -77,6 +77,7 @@ impl Convolution {
     /// Lays out the weights.
     pub fn new(filters: Filters<'_>) -> Self {
         let Filters { weights, bias, patches, clamp, is_depthwise } = filters;
+        // The weights of one channel of the result.
         let each = weights.len() / bias.len();
         let weights = if is_depthwise {
             let taps = (0..each).flat_map(|tap| weights[tap..].iter().step_by(each));

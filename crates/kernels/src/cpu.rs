@@ -1,4 +1,4 @@
-//! The vector units of this CPU. Decides for which of them kernels are compiled, and which of those run.
+//! The vector units of this CPU. Decides for which vector units kernels are compiled, and on which of them kernels run.
 
 use std::sync::OnceLock;
 

@@ -36,7 +36,8 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// The width of a value in memory, rounded up to whole cache lines of f32.
+    /// The distance between two values in memory, in words of 32 bits: the width, rounded up to a multiple of 16, so
+    /// that each value begins at a cache line. In bf16 the values of two tokens share these words.
     pub fn stride(&self) -> usize {
         self.width.next_multiple_of(16)
     }
@@ -132,7 +133,8 @@ impl KvBlocks {
         start..start + bytes
     }
 
-    /// Writes the key and the value of a token. Tokens of a block are written in order.
+    /// Writes the key and the value of a token. The tokens of a block must be written in order, because writing one
+    /// with an even index discards the value of the one after it.
     pub fn put(&mut self, at: CachePosition, layer: usize, head: usize, key: &[f32], value: &[f32]) {
         let KvShape { width, numbers, .. } = self.shape;
         let stride = self.shape.stride();
@@ -203,6 +205,7 @@ mod tests {
                 KvNumbers::F32 => f32::from_bits(word),
                 KvNumbers::Bf16 => f32::from_bits(word << (16 * half) & 0xffff_0000),
             };
+            // The words that two numbers of a key take.
             let two = if numbers == KvNumbers::F32 { 2 } else { 1 };
             assert_eq!((number(keys[3], 0), number(keys[two * KEY_LANES + 3], 0)), (3.0, 23.0));
             assert_eq!(number(values[2 * two * 16], 0), 4.0);

@@ -1,6 +1,7 @@
 //! The operations of networks on a CPU in f32, on slices, written for the CPU's vector units (detected at run time) and
-//! caches. The types own packed weights, and no state between calls. A bug of the caller, such as slices of sizes that
-//! do not match, panics.
+//! caches. The types own packed weights, tables of positions and, in `kv`, the keys and values. Apart from these, the
+//! kernels leave nothing behind but buffers that the next call reuses. A bug of the caller, such as slices of sizes
+//! that do not match, panics.
 //!
 //! | file | decides |
 //! |---|---|
@@ -47,6 +48,7 @@ mod testing {
 
     /// Runs `test` with this CPU's registers, and with emulated ones of 1 and of 16 lanes.
     pub fn on_every_cpu(test: impl Fn() + Send + Sync) {
+        // One thread, so that the kernels run on the thread whose `LANES` is set.
         let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         for lanes in [None, Some(1), Some(16)] {
             alone.install(|| {

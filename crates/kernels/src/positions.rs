@@ -61,7 +61,7 @@ impl Bias {
 }
 
 /// Rotary embedding: the angles of each position. Number `i` of the first half of a head and number `i` of the second
-/// half are rotated together by `position / base^(2i/d)`.
+/// half are a pair. It is rotated by an angle of `position` times the pair's frequency, in radians.
 #[derive(Debug)]
 pub struct Rotary {
     /// Half of a head's numbers.

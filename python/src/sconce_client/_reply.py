@@ -68,8 +68,13 @@ class Reply(_Content):
 
     @property
     def text(self) -> str:
-        """The body of a reply that is `text/*`; else the generated text, of the first choice if there are several."""
-        return self._decoded() if self._is_text() else _text(self._first_choice())
+        """The body of a reply that is `text/*`, or the text of a transcription; else the generated text, of the first
+        choice if there are several."""
+        if self._is_text():
+            return self._decoded()
+        body = self.json()
+        text = body.get("text") if isinstance(body, dict) else None
+        return text if isinstance(text, str) else _text(self._first_choice())
 
     @property
     def finish_reason(self) -> str | None:
@@ -115,8 +120,12 @@ class Part(_Content):
 
     @property
     def text(self) -> str:
-        """The text that this part adds: its body if it is `text/*`, or that of all its choices; often one."""
-        return self._decoded() if self._is_text() else "".join(map(_text, self.chunk.get("choices", ())))
+        """The text that this part adds: its body if it is `text/*`, that of all its choices, often one, or the `delta` of
+        a transcription."""
+        if self._is_text():
+            return self._decoded()
+        delta = self.chunk.get("delta")
+        return delta if isinstance(delta, str) else "".join(map(_text, self.chunk.get("choices", ())))
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,8 @@ class Segment(NamedTuple):
     """Seconds from the beginning of the recording."""
     end: float
     text: str
+    channel: int | None = None
+    """The channel with these words, counted from 0, if each was transcribed by itself (`channels="split"`)."""
 
 
 class Word(NamedTuple):

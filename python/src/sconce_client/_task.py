@@ -23,7 +23,7 @@ from .errors import BadRequest, InputError, TaskError, TextsTruncated, TooLarge
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self, TypeGuard, Unpack
 
 QUEUE = "sconce.tasks"
 CONTROL_EXCHANGE = "sconce.control"
@@ -277,10 +277,14 @@ def score(client: Defaults, text_1: Texts, text_2: Texts, more: Mapping[str, Any
 def classify_image(
     client: Defaults, image: File, content_type: str | None, headers: Mapping[str, Any]
 ) -> Call[list[Label]]:
-    """One task; the message's body is the file itself."""
-    file = image if isinstance(image, bytes) else Path(image).read_bytes()
+    """One task; the message's body is the file itself, or JSON with its URL."""
+    given = fields(headers)
     headers = known_fields("classify_image", headers, ("top_k", "model", "raw_scores"))
-    task = client._task(file, content_type=content_type or image_type(file), headers=headers)
+    if is_url(image):
+        task = client._task({"image_url": image, **given}, url="/classify")
+    else:
+        file = image if isinstance(image, bytes) else Path(image).read_bytes()
+        task = client._task(file, content_type=content_type or image_type(file), headers=headers)
 
     def gather(replies: Sequence[Answer]) -> list[Label]:
         found = (item for reply in replies if isinstance(reply, Reply) for item in reply.json())
@@ -292,23 +296,24 @@ def classify_image(
 def transcribe(
     client: Defaults, sound: File, content_type: str | None, translate: bool, words: bool, more: Mapping[str, Any]
 ) -> Call[Transcript]:
-    """One task; the message's body is the file itself, and the parameters are headers."""
+    """One task; the message's body is the file itself, and the parameters are headers; or JSON with the file's URL."""
     if "response_format" in more:
         raise TypeError("transcribe returns a Transcript: for another response_format there is request")
-    file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
     known = ("language", "task", "prompt", "keywords", "temperature", "vad", "channels", "model")
-    headers = known_fields("transcribe", more, known)
-    headers["response_format"] = "verbose_json"
-    if words:
-        headers["timestamp_granularities"] = '["word"]'
+    asked = {"response_format": "verbose_json", **({"timestamp_granularities": ["word"]} if words else {})}
+    headers = {**known_fields("transcribe", more, known), **as_headers(asked)}
     url = "/v1/audio/translations" if translate else "/v1/audio/transcriptions"
-    task = client._task(file, url=url, content_type=content_type or sound_type(file), headers=headers)
+    if is_url(sound):
+        task = client._task({"file_url": sound, **fields(more), **asked}, url=url)
+    else:
+        file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
+        task = client._task(file, url=url, content_type=content_type or sound_type(file), headers=headers)
 
     def gather(replies: Sequence[Answer]) -> Transcript:
         [reply] = replies
         assert isinstance(reply, Reply)
         body = reply.json()
-        segments = [Segment(one["start"], one["end"], one["text"]) for one in body["segments"]]
+        segments = [Segment(one["start"], one["end"], one["text"], one.get("channel")) for one in body["segments"]]
         timed = [Word(one["word"], one["start"], one["end"]) for one in body.get("words", [])]
         return Transcript(body["text"], body["language"], body["duration"], segments, timed)
 
@@ -324,6 +329,11 @@ def chat(client: Defaults, messages: Messages, more: Mapping[str, Any]) -> Task:
     """A task for `/v1/chat/completions`."""
     spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     return client._task({"messages": spoken, **fields(more)}, url="/v1/chat/completions")
+
+
+def is_url(file: File) -> TypeGuard[str]:
+    """Whether this is not the path of a file, but a URL, from which a worker fetches it."""
+    return isinstance(file, str) and "://" in file
 
 
 def image_type(image: bytes) -> str:
@@ -375,6 +385,11 @@ def known_fields(method: str, more: Mapping[str, Any], known: Sequence[str]) -> 
             close = difflib.get_close_matches(name, known, 1)
             meant = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
             raise TypeError(f"{method} has no parameter {name!r}{meant}")
+    return as_headers(given)
+
+
+def as_headers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of fields as headers; what is not a text, a whole number or a boolean becomes JSON."""
     # pika writes no floats.
     return {
         name: json.dumps(value) if isinstance(value, (Mapping, list, tuple, float)) else value

@@ -158,7 +158,8 @@ class AsyncClient(Defaults):
     async def classify_image(
         self, image: File, content_type: str | None = None, *, top_k: int | None = None, **more: Any
     ) -> list[Label]:
-        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, or its bytes."""
+        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, its
+        bytes, or a URL from which a worker fetches it."""
         return await self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     async def transcribe(
@@ -170,7 +171,8 @@ class AsyncClient(Defaults):
         words: bool = False,
         **more: Any,
     ) -> Transcript:
-        """What is said in a recording: a WAV, FLAC, MP3 or Ogg Vorbis file, as its path or its bytes.
+        """What is said in a recording: a WAV, FLAC, MP3 or Ogg Vorbis file, as its path, its bytes, or a URL
+        from which a worker fetches it.
 
         With `translate` the text is English. With `words` it says when each word was said. `more` are the fields of
         such a request, such as `language`.

@@ -41,7 +41,9 @@ enum Sender {
 /// The unsettled deliveries of one channel, and what is known of each.
 #[derive(Debug, Default)]
 pub(super) struct AckTracker {
+    /// Tags of deliveries that are neither requeued nor covered by an ack from [`AckTracker::take`].
     unsettled: BTreeSet<u64>,
+    /// Tags of acked deliveries whose acks still wait for [`AckTracker::take`].
     acked: BTreeSet<u64>,
     sender: Sender,
     /// When this many acks wait, they are sent at once.

@@ -28,8 +28,8 @@ pub(super) enum Cause {
     PreconditionFailed,
     /// The message is too large for the broker.
     ContentTooLarge,
-    /// A frame, syntax or internal error. The broker then closes the connection, for example because a header holds an
-    /// infinite number.
+    /// A frame, syntax or internal error, for example because a header holds an infinite number. The broker then closes
+    /// the connection.
     BadFrame,
     /// The broker gave another reason.
     Other,

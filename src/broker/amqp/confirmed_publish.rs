@@ -121,8 +121,8 @@ pub(super) fn take_return(returns: &mut Vec<(BasicReturnMessage, Instant)>, requ
     found.map(|at| returns.swap_remove(at)).is_some()
 }
 
-/// Whether a returned message may be this request's. Two requests that are equal in all of this have the same queue,
-/// and therefore the same outcome, so it does not matter which of them it is.
+/// Whether a returned message may be this request's. Two requests that are equal in everything compared here have the
+/// same queue, and therefore the same outcome, so it does not matter to which of them the message belongs.
 fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
     let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
     let same = |theirs: &Option<ShortString>, ours: &Option<String>| {

@@ -1,4 +1,4 @@
-//! Opens connections. Decides which address is tried next, how long, with which certificates, and when an
+//! Opens connections. Decides which address is tried next, for how long and with which certificates, and when an
 //! outage has lasted too long. Owns the position in the list of addresses and the count of failures; leaves
 //! the retry loop to its caller.
 
@@ -176,7 +176,7 @@ async fn connect(
         AMQPScheme::AMQP => stream,
         AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
     };
-    // Lapin may take the stream only once. Taking it again would be a reconnection, which only our supervisors make.
+    // Lapin may take the stream only once. Taking it again would be a reconnection, which only our own code makes.
     let once = Mutex::new(Some(stream));
     let connection = Connection::connector(
         uri,
@@ -251,12 +251,12 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const MAX_FAILURES_KEPT: u32 = 3;
 
 /// Counts failures since the last working connection, and decides the delay before the next attempt or the
-/// end of all attempts. Each supervisor owns one.
+/// end of all attempts. The consumer's supervisor and each task that owns a publishing connection have one.
 #[derive(Default)]
 pub(super) struct ReconnectPolicy {
     failing_since: Option<Instant>,
     failures: u32,
-    /// Refusals in a row other than [`Refusal::None`].
+    /// How many failures in a row had a refusal other than [`Refusal::None`].
     refusals: u32,
     refused_since: Option<Instant>,
     /// What was logged last, and when.
@@ -336,7 +336,8 @@ impl ReconnectPolicy {
         self.failures = self.failures.min(MAX_FAILURES_KEPT);
     }
 
-    /// The delay before the next attempt after a session that ended without a failure: as after a first failure.
+    /// The delay before the next attempt after a session that ended without a failure. It equals the delay after a
+    /// first failure.
     pub(super) fn first_delay() -> Duration {
         BACKOFF.delay(1, rand::random())
     }

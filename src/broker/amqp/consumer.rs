@@ -334,8 +334,8 @@ impl Supervisor {
 /// Cancels the consumer, so that a new one with another prefetch can be made. Acks are held back meanwhile. Returns
 /// false, and cancels nothing, if a cancel is not safe now.
 ///
-/// It is safe only while no delivery is in transit: RabbitMQ would requeue it, count it as a failed delivery and
-/// deliver it again. None is in transit while as many messages of this consumer are unsettled as its prefetch, and no
+/// A cancel is safe only while no delivery is in transit: RabbitMQ would requeue that delivery, count it as failed and
+/// deliver it again. No delivery is in transit while the unsettled messages of this consumer fill its prefetch and no
 /// ack is being sent. All messages of earlier consumers must be settled too, so the unsettled messages never belong to
 /// more than two consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {

@@ -217,7 +217,8 @@ impl DeadLetterBrowser {
     }
 
     /// Returns all messages that were not acked, by closing the channel, and waits until they are in the queue again:
-    /// a quorum queue requeues them only after it has answered, and a command that followed at once would miss them.
+    /// a quorum queue requeues them only after the close is answered, and a command that followed at once would miss
+    /// them.
     ///
     /// # Errors
     /// As [`DeadLetterBrowser::next`].

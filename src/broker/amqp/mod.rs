@@ -1,4 +1,4 @@
-//! RabbitMQ, and any AMQP 0-9-1 broker, through lapin. Consuming and publishing have a connection each,
+//! RabbitMQ, and any AMQP 0-9-1 broker, through lapin. Consuming and publishing use separate connections,
 //! because a broker under a memory or disk alarm stops reading from connections that publish, while acks must
 //! still get through. Lapin's own recovery stays off: after a channel error it leaves a consumer that never yields
 //! again. So each session is built and dropped as a whole.

@@ -24,8 +24,8 @@ use crate::protocol::Message;
 
 /// How long queues that were just declared are assumed to exist.
 const RESTORED_FOR: Duration = Duration::from_secs(1);
-/// Messages with larger bodies, in bytes, get a channel of their own, because the broker may refuse them. Used if no
-/// pool sets a limit.
+/// Largest body, in bytes, of a message that may share a channel. A message with a larger one gets a channel of its
+/// own, because the broker may refuse it. Used if no pool sets a limit.
 const DEFAULT_LARGE: usize = 1 << 20;
 
 /// How long a queue that we may not inspect is left alone. The inspection is not repeated earlier, because the broker

@@ -71,7 +71,7 @@ struct Queue<R> {
     trust: Trust,
     /// Whether one of its messages is alone on a channel now.
     alone: bool,
-    /// Number of its messages on the shared channel. Never together with `alone`, so that messages to one queue
+    /// Number of its messages on the shared channel. It is 0 while `alone` is true, so that messages to one queue
     /// keep their order.
     shared: usize,
     /// Its messages are not sent before this time.
@@ -337,8 +337,8 @@ impl<R: Publishable> Routes<R> {
         self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW_AFTER)
     }
 
-    /// Lowers the limit of messages that go alone to half of those that are alone now, and at least to 1, because the
-    /// broker allows fewer channels.
+    /// Lowers the limit of messages that go alone, because the broker allows fewer channels: to half of those that are
+    /// alone now, but not below 1.
     pub(super) fn allow_fewer(&mut self) {
         self.max_alone = (self.at(Place::Alone).count().min(self.max_alone) / 2).max(1);
     }
@@ -446,7 +446,7 @@ mod tests {
             Self { routes: Routes::new(Some(1_000)), now: Instant::now() }
         }
 
-        /// Has a shared channel for messages of up to 1,000 bytes, which the queue `healthy` may use.
+        /// Makes a rig with a shared channel for messages of up to 1,000 bytes, which the queue `healthy` may use.
         fn sharing() -> Self {
             let mut routes = Self::new();
             routes.push("healthy", "first", 1_000);
@@ -545,7 +545,7 @@ mod tests {
         (0..1_000).for_each(|_| drop(routes.push("healthy", "h", 10)));
         let sent = routes.sent();
         assert_eq!(sent.len(), MAX_SPAN as usize);
-        // All but the oldest are confirmed; as long as it is not, no more are sent.
+        // All but the oldest are confirmed. While the oldest is not confirmed, no more are sent.
         sent[1..].iter().for_each(|(id, _)| drop(routes.routes.answered(*id, true, routes.now)));
         assert_eq!(routes.sent(), []);
         assert!(!routes.routes.is_held_up_since(routes.now, routes.now));

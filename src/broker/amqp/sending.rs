@@ -37,8 +37,9 @@ const MIN_BYTES_PER_SECOND: usize = 64 << 10;
 /// answers arrive within microseconds of each other.
 const RETURN_WAIT: Duration = Duration::from_millis(100);
 
-/// A message is refused when the broker has closed the connection this many times while it was under way. After the
-/// first time it is sent alone. The limit is more than one, because a broker in trouble closes connections too.
+/// A message is refused when the broker has closed the connection this many times while the message was under way.
+/// After the first time the message is sent alone. The limit is more than one, because a broker in trouble closes
+/// connections too.
 const MAX_SUSPICIONS: u32 = 3;
 /// Delay before such a message is sent again; multiplied by the square of the number of closed connections.
 const SUSPICION_DELAY: Duration = Duration::from_millis(500);

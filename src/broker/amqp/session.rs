@@ -1,5 +1,6 @@
 //! One session with RabbitMQ: a connection, its channel, and the consumer on it. Decides how a session is set
-//! up and how deliveries are converted. Owns the handles; `consumer` replaces them.
+//! up and how deliveries are converted. Owns the handles. The supervisor in `consumer.rs` makes a new session when
+//! one ends.
 
 use std::time::Duration;
 

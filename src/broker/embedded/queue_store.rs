@@ -29,15 +29,15 @@ pub(super) struct ConnectionOutlet {
     /// The connection's number.
     pub id: u64,
     /// Responses and the bodies of deliveries. The queue store and the connection's reader write; its writer reads.
-    /// Bound: [`OUTLET_BOUND`]. A peer within its prefetch and pipelining limits never fills it, so a send never waits.
+    /// Bound: [`OUTLET_BOUND`]. A peer within its prefetch and pipelining limits never fills it.
     pub responses: mpsc::Sender<(Response, Bytes)>,
     /// Cancelled when a response cannot be sent: the peer has exceeded the bound, or the writer has failed. The
     /// connection's reader then disconnects the peer.
     pub cut: CancellationToken,
 }
 
-/// Bound of a connection's responses: the largest prefetch, the confirms of the publishes under way, and the few
-/// answers to consume, cancel, leave and close.
+/// Bound of a connection's responses: the largest prefetch, and room for 8,192 others: the confirms of the publishes
+/// under way, and the few answers to consume, cancel, leave and close.
 pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + 8_192;
 
 impl ConnectionOutlet {
@@ -91,8 +91,8 @@ impl QueueStore {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Accepts a worker's message, which reaches its queue at once or after a delay. The number of delayed messages is
-    /// bounded by the tasks that the client has under way.
+    /// Accepts a message, which reaches its queue at once or after a delay. The number of delayed messages is bounded
+    /// by the tasks that `run-batch` has under way.
     pub fn publish(
         self: &Arc<Self>,
         outlet: &ConnectionOutlet,

@@ -17,7 +17,7 @@ use super::lines::{InputLine, InputLines};
 pub struct InputDigest {
     /// Number of requests: lines that are not blank.
     pub lines: usize,
-    /// Size of the file in bytes.
+    /// Size of all files in bytes, with the newlines added between them.
     pub bytes: u64,
     /// SHA-256 of these bytes, 64 hex digits.
     pub sha256: String,
@@ -46,7 +46,8 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
-/// The bytes of several files, one after the other. A last line without its newline gets one.
+/// The bytes of several files, one after the other. Where a file is followed by another one, a last line without its
+/// newline gets one.
 #[derive(Debug)]
 struct Files {
     paths: VecDeque<PathBuf>,
@@ -106,7 +107,7 @@ impl HashedLines {
         Ok(Self { lines: InputLines::after(BufReader::new(reader), done)?, read: done })
     }
 
-    /// The digest of the bytes read so far: of the whole file once all lines are read.
+    /// The digest of the bytes read so far: of the whole input once all lines are read.
     pub fn digest(&self) -> InputDigest {
         let Hashing { bytes, sha256, .. } = self.lines.get_ref().get_ref();
         InputDigest { lines: self.read, bytes: *bytes, sha256: format!("{:x}", sha256.clone().finalize()) }

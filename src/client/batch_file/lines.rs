@@ -25,7 +25,7 @@ pub(super) struct RawLine {
     pub complete: bool,
 }
 
-/// Reads the next line; none at the end. A line over `limit` bytes is skipped.
+/// Reads the next line; none at the end. A line over `limit` bytes is returned without its bytes.
 pub(super) fn read_line(reader: &mut impl BufRead, limit: usize) -> io::Result<Option<RawLine>> {
     let mut kept = Vec::new();
     let mut line = RawLine { bytes: None, length: 0, complete: false };

@@ -1,6 +1,6 @@
-//! Finds where an interrupted run continues. Output is written in the order of the input, so this is after its last
-//! whole line, provided that its lines answer this input. Decides what is a torn line, and what is the output of
-//! another input. Reads both files once, as streams. Does not check which model made the existing lines.
+//! Finds where an interrupted run continues: after the last whole line of the output, because the output is written in
+//! the order of the input. The lines of the output must answer this input. Decides what is a torn line, and what is the
+//! output of another input. Reads all files once, as streams. Does not check which model made the existing lines.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
@@ -24,7 +24,7 @@ pub struct ResumePoint {
     pub keep: u64,
     /// The digest of the current input.
     pub input: InputDigest,
-    /// The errors in these whole lines.
+    /// The errors in the output's whole lines.
     pub errors: ErrorCounts,
 }
 
@@ -56,7 +56,7 @@ impl ResumePoint {
     /// # Errors
     /// The output is not of this input, or a file cannot be read.
     pub fn find(input: &[PathBuf], output: &Path) -> Result<Self, FileError> {
-        // The file system's errors name the file.
+        // The errors of `HashedLines::open` already name the file.
         let mut requests =
             HashedLines::open(input, 0).map_err(|error| FileError::Refused(error.to_string()))?;
         let mut answers = match File::open(output) {
@@ -146,7 +146,7 @@ impl<R: BufRead> Answers<R> {
             Err(problem) => problem,
         };
         let last = self.reader.fill_buf().map_err(FileError::at(&name))?.is_empty();
-        // Any other file may have been named as the output by mistake, and must never be cut.
+        // A file with any other line may have been named as the output by mistake, and must never be cut.
         if last && is_torn_output(&bytes) {
             Ok(None)
         } else {

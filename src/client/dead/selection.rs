@@ -1,6 +1,6 @@
-//! Decides which dead letters are selected: by id, reason, age and pool, since several pools may share a
-//! dead-letter queue and the settings may not name them all. Owns the set of found ids, and the number of
-//! dead letters of other pools that were left out.
+//! Decides which dead letters are selected: by id, reason, age and pool. The pool matters because several pools may
+//! share a dead-letter queue, and the settings may not name all of these pools. Owns the set of found ids, and the
+//! number of dead letters of other pools that were left out.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};

@@ -34,7 +34,7 @@ pub(crate) struct Left {
 }
 
 impl BrowserSession {
-    /// Opens the dead-letter queue for a connection of this name.
+    /// Opens the dead-letter queue over a new connection with this name.
     ///
     /// # Errors
     /// The broker refuses, or the queue is missing.

@@ -101,6 +101,7 @@ impl Control {
         let mut answers: Vec<Answer> = Vec::new();
         match self.client.publish_request(&target.routing_key(), &body, &id, expires).await {
             Ok(true) => {}
+            // No launcher is bound to this routing key.
             Ok(false) => return Ok(answers),
             // No launcher has made the exchange: nobody is there.
             Err(BrokerError::Missing { reason, .. }) => {

@@ -13,7 +13,7 @@ use super::pools::PoolQueues;
 use crate::config::Settings;
 use crate::protocol::admin::{Request, Target};
 
-/// How long to wait for answers while the number of launchers is unknown.
+/// Maximum time for the answers of a round. A round ends earlier once all known launchers have answered.
 const PATIENCE: Duration = Duration::from_millis(800);
 /// In every fifth round, the watch waits the whole [`PATIENCE`], so that new launchers are found.
 const DISCOVERY_ROUNDS: u64 = 5;
@@ -46,7 +46,7 @@ pub(crate) struct Watch {
     pools: Vec<PoolQueues>,
     /// When launchers, by host and process, answered last.
     heard: BTreeMap<(String, u32), Instant>,
-    /// When launchers last named these pools and task queues. The queues are inspected while their slots are shown.
+    /// When launchers last named each pool and task queue. The queues are inspected while the pool's slots are shown.
     pools_heard: BTreeMap<(String, String), Instant>,
     /// The depths of all queues except the task queues, at the time of `other_queues_at`.
     other_queues: Queues,

@@ -11,7 +11,7 @@ use super::record::Record;
 use super::state::Job;
 use crate::client::batch_file::{FileError, ResumePoint, claim};
 
-/// The files of a job, checked: the output is open, locked and cut behind its last whole line.
+/// The files of a job, checked: the output is open, locked and cut off after its last whole line.
 pub(crate) struct JobFiles {
     output: Ordered,
     /// Where to continue; none if the input can be read only once.
@@ -38,6 +38,9 @@ impl JobFiles {
             if existing.is_some() && input.metadata().ok().map(file_of) == existing {
                 let problem = format!("the output {shown} is also an input; give another name");
                 return Err(FileError::Refused(problem));
+            }
+            if input.is_dir() {
+                return Err(FileError::Refused(format!("the input {} is a folder", input.display())));
             }
             let is_stdin = input == Path::new("-");
             let is_file = || input.metadata().map(|it| it.is_file()).map_err(FileError::at(input.display()));

@@ -42,7 +42,7 @@ pub(super) fn read(
     point: Option<ResumePoint>,
     limits: TaskLimits,
 ) -> Result<mpsc::Receiver<Result<Unit, JobError>>, JobError> {
-    // Written by the thread, read by the task below.
+    // Written by the thread, read by `pack`.
     let (read, lines) = mpsc::channel(READ_AHEAD);
     let first = point.as_ref().map_or(0, |point| point.done as u64);
     let source: Source = match point {
@@ -65,7 +65,7 @@ pub(super) fn read(
         }
     };
     thread::Builder::new().name("input".into()).spawn(move || source(&read)).map_err(of_input)?;
-    // Written by the task, read by the client.
+    // Written by `pack`, read by the client.
     let (packed, units) = mpsc::channel(READ_AHEAD);
     tokio::spawn(pack(lines, packed, Packer::new(limits), first));
     Ok(units)

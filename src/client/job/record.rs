@@ -17,7 +17,8 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// Compares this run with the one that wrote the `done` whole lines of the output, and records this one.
+    /// Compares this run with the record of the output, which has `done` whole lines. If there is no record or no whole
+    /// line, writes this run's record.
     ///
     /// # Errors
     /// This run may not continue the output, and the operator has to name another one. Nothing is changed then.

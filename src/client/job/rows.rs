@@ -73,8 +73,8 @@ impl Packer {
         let inputs = request.inputs.len();
         let has_room =
             self.inputs + inputs <= self.limits.inputs && self.bytes + body.len() <= MAX_SHARED_BYTES;
-        let is_alike = |first: &Open| self.url == url && first.request.is_like(&request) && has_room;
-        let fits = self.open.first().is_none_or(is_alike);
+        let can_join = |first: &Open| self.url == url && first.request.is_like(&request) && has_room;
+        let fits = self.open.first().is_none_or(can_join);
         let mut complete: Vec<Packed> = if fits { None } else { self.flush() }.into_iter().collect();
         self.url = url;
         self.inputs += inputs;

@@ -66,7 +66,7 @@ pub(crate) struct Progress<'a> {
     pub(crate) answered: u64,
     /// Answered rows that hold an error.
     pub(crate) errors: u64,
-    /// Tasks without a reply.
+    /// Tasks that are published, and neither answered nor given up yet.
     pub(crate) in_flight: u64,
     /// Rows in the output, those of earlier runs included.
     pub(crate) written: u64,
@@ -188,7 +188,7 @@ impl Job {
         rows.try_for_each(|row| self.put_error(row.number, failed_line(row, code, problem.to_owned())))
     }
 
-    /// Takes a line that holds an error.
+    /// Takes the output line of the row with this number. The line holds an error.
     fn put_error(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
         self.errors += 1;
         self.in_output.add_line(&line);
@@ -201,7 +201,7 @@ impl Job {
         Ok(())
     }
 
-    /// Handles the reply of a task. None: the broker refused the task, or it was given up.
+    /// Handles the reply to the task with this number. None: the broker refused the task, or it was given up.
     fn answer(&mut self, number: u64, packed: Packed, reply: Option<Message>) -> Result<(), JobError> {
         self.under_way -= 1;
         let is_shared = packed.rows.len() > 1;

@@ -28,7 +28,7 @@ use crate::telemetry::QUIET;
 pub(super) use self::load::{Bodies, Work};
 pub(super) use self::summary::{Sizes, Summary, Weighted};
 
-/// The least number of warm-up tasks if the user gives none. If more tasks are in flight, there are as many as those.
+/// The number of warm-up tasks without `--warmup`. In a closed loop with more tasks in flight, that number is taken.
 const WARMUP: usize = 200;
 /// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 2_048;

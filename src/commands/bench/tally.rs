@@ -14,7 +14,7 @@ use crate::client::replies::{ReplyStats, busy_percent, rounded};
 /// A published task.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
-    /// As in [`Tally::published`].
+    /// When the schedule wanted it sent; in a closed loop, when it was published.
     due: Duration,
     inputs: usize,
 }

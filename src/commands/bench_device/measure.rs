@@ -29,7 +29,8 @@ pub(in crate::commands) struct Measured {
     /// Time to preprocess all tasks once, on one thread.
     pub(super) preprocessing: Duration,
     pub(super) passes: Vec<Pass>,
-    /// Time from the arrival of the first task at the engine to the end of the last one, summed over all rounds.
+    /// Time from the arrival of the first task at the engine to the end of the last one, summed over the measured
+    /// rounds. A round computes all tasks once.
     pub(super) computing: Duration,
 }
 

@@ -32,7 +32,7 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
     })
 }
 
-/// Prints only after the dead letters were handed back to the queue, because a pager may block the printing.
+/// Lists dead letters. Prints them only after all were handed back to the queue, because a pager may block printing.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut session = open(&arguments.source, &[], &arguments.filters).await?;
     let mut listing = Listing::at_most(arguments.limit);

@@ -9,7 +9,7 @@ use crate::client::dead::{DeadLetterSummary, Fate, Listing, Requeued, Selection,
 use crate::commands::tolerate_broken_pipe;
 use crate::shutdown::Exit;
 
-/// Requeues dead letters, or prints which it would requeue, and where.
+/// Requeues dead letters. With `--dry-run`, prints which ones it would requeue and to which queue.
 pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let DeadWhich { source, ids, filters, .. } = &arguments.which;
     let mut session = open(source, ids, filters).await?;

@@ -488,8 +488,8 @@ struct Run {
 }
 
 impl Run {
-    /// Publishes every counted line. Once all are answered, publishes a sentinel for each worker; not earlier, because
-    /// a task may have to wait for another attempt.
+    /// Publishes every line that was counted at the start. Once all are answered, publishes a sentinel for each worker;
+    /// not earlier, because a task may have to wait for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
         let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
         let mut client = Client::over(session, "", REPLIES);

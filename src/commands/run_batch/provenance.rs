@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::client::batch_file::{InputDigest, beside, read_record, write_record};
-use crate::config::{Dtype, Pool};
+use crate::config::{Dtype, Options, Pool};
 use crate::model::model_name;
 
 /// The version of the record's format; other versions are refused.
@@ -42,7 +42,21 @@ struct ReplySettings {
     max_body: u64,
     /// Sorted, because the order has no meaning.
     served_names: Vec<String>,
+    /// None in records of versions that did not write it, which are not compared.
+    #[serde(default)]
+    model: Option<ModelSettings>,
 }
+
+/// The settings of a pool's model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct ModelSettings {
+    task: Option<String>,
+    /// Those that decide the content of replies.
+    options: Options,
+}
+
+/// The options that decide only how many sequences run at once.
+const CAPACITY: [&str; 2] = ["kv_tokens", "sequences"];
 
 /// One property of a pool that must not change between runs.
 struct Criterion {
@@ -57,8 +71,8 @@ impl Provenance {
         Self { format: FORMAT, input, pools }
     }
 
-    /// Compares this run with the record of the output, which has `done` whole lines. If there is no record, writes
-    /// this run's. Returns the number of lines of unknown origin: all that exist, if there was no record.
+    /// Compares this run with the record of the output, which has `done` whole lines. If there is no record or no whole
+    /// line, writes this run's record. Returns the number of lines of unknown origin: `done` without a record, else 0.
     ///
     /// # Errors
     /// The output was made with something else, or its record cannot be read. The operator has to name another output;
@@ -121,12 +135,15 @@ impl PoolProvenance {
         served_names.sort_unstable();
         served_names.dedup();
         let Pool { dtype, max_inputs, max_body, .. } = *pool;
-        let settings = ReplySettings { dtype, max_inputs, max_body, served_names };
+        let mut options = pool.options.clone();
+        options.retain(|name, _| !CAPACITY.contains(&name.as_str()));
+        let model = Some(ModelSettings { task: pool.task.clone(), options });
+        let settings = ReplySettings { dtype, max_inputs, max_body, served_names, model };
         Self { model: model_name(&pool.model).to_owned(), weights, settings }
     }
 
     /// The criteria by which the pool of another run is compared with this one.
-    fn criteria(&self, other: &Self) -> [Criterion; 5] {
+    fn criteria(&self, other: &Self) -> [Criterion; 6] {
         let (old, new) = (&self.settings, &other.settings);
         [
             Criterion {
@@ -149,7 +166,17 @@ impl PoolProvenance {
                 is_equal: old.served_names == new.served_names,
                 show: |pool| format!("served_names {:?}", pool.settings.served_names),
             },
+            Criterion {
+                is_equal: old.model.is_none() || new.model.is_none() || old.model == new.model,
+                show: Self::shown_settings,
+            },
         ]
+    }
+
+    fn shown_settings(&self) -> String {
+        let Some(ModelSettings { task, options }) = &self.settings.model else { return String::new() };
+        let options = serde_json::to_string(options).unwrap_or_default();
+        format!("task {:?} with the options {options}", task.as_deref().unwrap_or("auto"))
     }
 
     fn shown_model(&self) -> String {
@@ -169,8 +196,13 @@ mod tests {
 
     fn run() -> Provenance {
         let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
-        let settings =
-            ReplySettings { dtype: Dtype::F32, max_inputs: 8, max_body: 1_024, served_names: vec![] };
+        let settings = ReplySettings {
+            dtype: Dtype::F32,
+            max_inputs: 8,
+            max_body: 1_024,
+            served_names: vec![],
+            model: None,
+        };
         let weights = Some("fedcba9876543210".repeat(4));
         let pools = vec![PoolProvenance { model: "a".into(), weights, settings }];
         Provenance { format: FORMAT, input, pools }
@@ -242,6 +274,24 @@ mod tests {
             assert!(error.ends_with("out.jsonl.run.json"), "{error}");
             assert_eq!(output.record(), record);
         }
+    }
+
+    #[test]
+    fn another_option_or_task_is_refused_if_the_record_has_them() {
+        let with = |task: Option<&str>, seed: u64| {
+            let mut run = run();
+            let options = Options::from([("seed".to_owned(), seed.into())]);
+            run.pools[0].settings.model = Some(ModelSettings { task: task.map(Into::into), options });
+            run
+        };
+        let differences = with(None, 1).differences(&with(Some("rerank"), 2));
+        let (then, now) = differences.unwrap();
+        assert_eq!(then, r#"task "auto" with the options {"seed":1}"#);
+        assert_eq!(now, r#"task "rerank" with the options {"seed":2}"#);
+        assert_eq!(with(None, 1).differences(&with(None, 1)), None);
+        assert_eq!(run().differences(&with(None, 1)), None, "an older record");
+        let older = serde_json::to_string(&run()).unwrap().replace(r#","model":null"#, "");
+        assert_eq!(serde_json::from_str::<Provenance>(&older).unwrap(), run());
     }
 
     #[test]

@@ -54,8 +54,8 @@ pub(super) fn bar(share: f64, width: usize) -> String {
     format!("{full:<width$}")
 }
 
-/// A sparkline of a minute. Each column is the mean of its seconds, as a share of `peak`; the newest is at the right. A
-/// column without known seconds is blank.
+/// A sparkline of the rates in the seconds of a minute. Each column shows the mean rate of its seconds, as a share of
+/// `peak`; the newest is at the right. A column without a known rate is blank.
 pub(super) fn spark(minute: &[Option<f64>], width: usize, peak: f64) -> String {
     const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let missing = 60_usize.saturating_sub(minute.len());

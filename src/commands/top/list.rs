@@ -11,8 +11,8 @@ const MAX_FILTER_CHARS: usize = 60;
 /// A column that slots can be sorted by: its title, and the value that is compared.
 type Sort = (&'static str, fn(&Slot) -> f64);
 
-/// All sort columns, in the order of the screen. A screen of 80 columns shows all of them. Slots with equal values are
-/// sorted by name.
+/// All sort columns, in the order of the screen. A terminal of 80 characters a line shows all of them. Slots with equal
+/// values are sorted by name.
 pub(super) const SORTS: [Sort; 9] = [
     ("worker", |_| 0.0),
     ("state", |slot| slot.severity() as f64),
@@ -63,7 +63,7 @@ impl List {
         (if self.is_reversed { order } else { order.reverse() }).then_with(by_name)
     }
 
-    /// The arrow beside the title of the sort column; empty for other columns.
+    /// The arrow beside the title of the sort column: ▲ if ascending, ▼ if descending; empty for other columns.
     pub(super) fn mark(&self, title: &str) -> &'static str {
         match SORTS[self.sort].0 == title {
             true if (self.sort == 0) == self.is_reversed => "▼",

@@ -1,5 +1,5 @@
 //! `sconce top`: a live view of all launchers that answer over the control exchange. One task polls the launchers and
-//! sends orders (`client/fleet`), the other one draws and reads keys. Owns the terminal, and restores it at the end.
+//! sends orders (`client/fleet`), the other one draws and handles keys. Owns the terminal, and restores it at the end.
 
 mod columns;
 mod detail;

@@ -9,7 +9,7 @@ use super::list::List;
 use crate::client::fleet::{History, Order, PoolQueues, Update};
 use crate::protocol::admin::{Request, State, Target};
 
-/// How long the result of an order is shown, unless a key is pressed.
+/// How long a notice, such as the result of an order, is shown. A key press removes it earlier.
 const NOTICE_DURATION: Duration = Duration::from_secs(20);
 
 /// What a key asks of the caller, beyond a change of the screen.

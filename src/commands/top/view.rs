@@ -90,6 +90,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, offset: &mut usize, n
 
 /// The line of totals. Parts that do not fit are left out; errors and the age of stale data have precedence.
 fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line<'static> {
+    // Not `Iterator::sum`: without totals it is -0.0, and the minus sign would be shown.
     let sum = |of: fn(&Total) -> f64| totals.iter().map(of).fold(0.0, |sum, one| sum + one);
     let count = |of: fn(&Total) -> usize| totals.iter().map(of).sum::<usize>();
     let failing = sum(|it| it.errors);

@@ -101,7 +101,7 @@ impl<'r> Reader<'r> {
         }
     }
 
-    /// The report, for sections that are not tables.
+    /// The report, for a caller that opens the sections of a list itself, such as `[[pool]]`.
     pub(crate) fn report(&mut self) -> &mut Report {
         self.report
     }

@@ -21,7 +21,7 @@ pub(crate) fn text(value: &Value) -> Result<String, Expected> {
     }
 }
 
-/// Text that is not empty, without blanks around it.
+/// Text that is not empty, without blanks around it or control characters in it.
 pub(crate) fn name(value: &Value) -> Result<String, Expected> {
     let text = text(value)?;
     if text.is_empty() {

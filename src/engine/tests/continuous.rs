@@ -219,11 +219,7 @@ async fn a_sequence_waits_for_room_and_one_that_never_fits_is_refused() {
     here(async {
         let rig = Rig::new("script?tokens=104&context=104", 64);
         let (first, second) = tokio::join!(rig.run("a", sequence(30, 30)), rig.run("b", sequence(30, 30)));
-        assert_eq!(
-            (first.at, second.at),
-            (300, 600),
-            "not both at once: the probe's 4 tokens are reserved too"
-        );
+        assert_eq!((first.at, second.at), (300, 600), "not both at once: they have 120 tokens together");
         let refused = rig.run("never", sequence(99, 2)).await;
         assert_eq!(refused.error(), TaskErrorKind::BadInput, "it would fit only without the probe");
         let refused = rig.run("c", sequence(90, 14)).await;

@@ -189,7 +189,7 @@ async fn a_failing_window_costs_the_others_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn windows_out_of_memory_are_halved_and_later_batches_are_smaller() {
+async fn batches_of_windows_out_of_memory_are_halved_and_later_ones_are_smaller() {
     here(async {
         let rig = Rig::new("script?faults", 64);
         let tight = |fits: usize| with(window(0, 1), json!({"fail_encode": "oom", "fits": fits}));

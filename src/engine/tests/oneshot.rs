@@ -139,6 +139,7 @@ impl Rig {
     /// Enqueues a task for each input of these batches, and then runs the loop until it sleeps.
     fn ran(asynchronous: bool, batches: &[&[u8]]) -> Self {
         let mut rig = Self::new(asynchronous);
+        // One task counts as on its way, so that the loop sees no partial batch before all are enqueued.
         rig.engine.expect(Expect::More);
         for batch in batches {
             for input in *batch {

@@ -1,5 +1,5 @@
-//! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers are kept in
-//! groups of few bits or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
+//! The tensors and metadata of a GGUF file. Decides which number types are read, and whether their numbers stay
+//! quantised or become floats. Owns the file's mapping. Every range in the file is checked before it is read.
 
 use std::fs::File;
 use std::io::{BufReader, Cursor, Read, Seek};
@@ -228,8 +228,8 @@ fn f16_of(bytes: &[u8]) -> f32 {
 fn half(bits: u16) -> f32 {
     let (sign, magnitude) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
     let value = match magnitude >> 10 {
-        // Shifted by 13, the number is an f32 that is too small by 2^112, the difference of the biases 127 and 15. The
-        // multiplication also makes subnormal numbers normal.
+        // Shifted by 13, the number is an f32 that is too small by a factor of 2^112: the exponent's bias is 127 in an
+        // f32, and 15 in an f16. The multiplication also makes subnormal numbers normal.
         0..31 => (f32::from_bits(magnitude << 13) * f32::from_bits((112 + 127) << 23)).to_bits(),
         _ => 0x7f80_0000 | magnitude << 13,
     };

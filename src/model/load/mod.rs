@@ -80,8 +80,8 @@ impl ModelFiles {
         source.starts_with(['.', '/', '~']) || is_gguf(source)
     }
 
-    /// Does the same as [`locate`](Self::locate), without network access. None if some of the files are not on this
-    /// host.
+    /// Does the same as [`locate`](Self::locate) for a model whose files are on this host. None for a model of the hub
+    /// that must be downloaded first, and if `locate` fails.
     pub fn at_hand(source: &str) -> Option<Self> {
         let files = Self::locate(source).ok()?;
         let complete = match &files.location {

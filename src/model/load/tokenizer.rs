@@ -73,7 +73,7 @@ impl TextTokenizer {
         let two = tokenizer.encode(("a", "b"), true).map_err(of_library)?;
         let [before_pair, between, after_pair]: [Vec<u32>; 3] =
             special(two.get_ids(), two.get_special_tokens_mask());
-        // Otherwise an id could be outside the network's token embeddings.
+        // A larger id would be outside the network's token embeddings.
         let largest = tokenizer.get_vocab(false).into_values().chain(two.get_ids().iter().copied()).max();
         if let Some(largest) = largest.filter(|largest| *largest as usize >= vocabulary) {
             return Err(fault(format!(

@@ -9,10 +9,11 @@ use candle_nn::ops::softmax_last_dim;
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, CachePosition};
 
-/// The most numbers of keys, and of scores, that are computed at once: 256 MiB in f32. A single token may have more.
+/// The most numbers in the keys of a group, and in its scores: 256 MiB in f32. The keys of a single sequence may exceed
+/// this, and so may the scores of a single token.
 pub(super) const MAX_AT_ONCE: usize = 1 << 26;
 
-/// Rows that are attended together: either one token of each of some sequences, or some tokens of one.
+/// Rows whose attention is computed together: one token of each of some sequences, or some tokens of one sequence.
 pub(super) struct Group {
     rows: Range<usize>,
     sequences: usize,
@@ -41,7 +42,7 @@ impl Group {
         let keys = own.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
         let mut slots = Vec::with_capacity(sequences * keys);
         for (span, position) in &own[own.len() - sequences..] {
-            slots.extend((0..=*position).map(|key| slot(span, key)));
+            slots.extend((0..=*position).map(|key| token_slot(span, key)));
             slots.resize(slots.len().next_multiple_of(keys), padding_slot);
         }
         let mask = |(_, position): &(&Span<'_>, usize)| {
@@ -54,9 +55,9 @@ impl Group {
         Ok(Self { rows: rows.clone(), sequences: *sequences, keys, slots: indices(slots, device)?, mask })
     }
 
-    /// softmax(Q·Kᵀ)·V of these rows of `queries` `[kv_heads, shared, all rows, head_width]`, which are scaled.
-    /// `shared` is the number of heads of queries for each head of keys. Returns
-    /// `[rows, kv_heads, shared, head_width]`.
+    /// Computes softmax(Q·Kᵀ)·V for the rows of this group. `queries` are `[kv_heads, shared, all rows, head_width]`,
+    /// and already scaled; `shared` is the number of heads of queries for each head of keys. `keys` and `values` are
+    /// `[kv_heads, slots, head_width]`. Returns `[rows, kv_heads, shared, head_width]`.
     pub(super) fn attend(&self, queries: &Tensor, [keys, values]: &[Tensor; 2]) -> Result<Tensor> {
         let (heads, shared, _, width) = queries.dims4()?;
         let rows = self.rows.len();
@@ -94,7 +95,7 @@ pub(super) fn linear(x: &Tensor, matrix: &Tensor) -> Result<Tensor> {
 }
 
 /// The slot of the token at `position` of a sequence, among the slots of all blocks.
-pub(super) fn slot(span: &Span<'_>, position: usize) -> u32 {
+pub(super) fn token_slot(span: &Span<'_>, position: usize) -> u32 {
     let CachePosition { block, offset } = span.cache_position(position);
     block * BLOCK as u32 + offset as u32
 }

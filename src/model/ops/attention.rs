@@ -22,7 +22,7 @@ pub struct SelfAttention {
 }
 
 enum Weights {
-    /// f32 on a CPU.
+    /// For a CPU, if the published weights are f32; kept in the format [`Published::numbers`].
     Packed(Attention),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
@@ -199,7 +199,7 @@ mod tests {
         SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, position_terms, epilogue }
     }
 
-    /// The largest difference between the kernel's result and that of candle's operations.
+    /// The largest difference between the result of the CPU's kernel (`Packed`) and that of candle's operations.
     fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
         let hidden = heads * d;
         let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();

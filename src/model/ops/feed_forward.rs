@@ -22,7 +22,7 @@ pub struct FeedForward {
 }
 
 enum Weights {
-    /// f32 on a CPU.
+    /// For a CPU, if the published weights are f32; kept in the format [`InputWeights::numbers`].
     Packed(feed_forward::FeedForward),
     /// Of another type or on another device: `up` and `gate` `[hidden, inner]`, `up_bias` `[inner]` and `down`
     /// `[inner, hidden]`.
@@ -33,7 +33,7 @@ enum Weights {
 pub struct InputWeights {
     /// U.
     pub matrix: Tensor,
-    /// U's bias `[inner]`.
+    /// U's bias `[inner]`. It must be 0 if there is a gate.
     pub bias: Tensor,
     /// G.
     pub gate: Option<Tensor>,

@@ -1,7 +1,7 @@
-//! Decides which sequence holds which blocks of keys and values. A full block becomes known by its tokens and the
-//! blocks before it, so that another sequence that begins with the same tokens reuses it instead of computing it
-//! (prefix reuse). Known blocks are kept after their sequences have closed. They are evicted when memory is needed, the
-//! least recently used first. Only sequences of one owner share blocks. Does not own the keys and values.
+//! Decides which sequence holds which blocks of keys and values. A full block becomes known: it is found by its tokens
+//! and the blocks before it, so that another sequence that begins with the same tokens reuses it instead of computing
+//! it (prefix reuse). Known blocks are kept after their sequences have closed. They are evicted when memory is needed,
+//! the least recently used first. Only sequences of one owner share blocks. Does not own the keys and values.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -59,7 +59,7 @@ pub struct Blocks {
     /// Known blocks that no sequence holds, by the time of their release.
     unused: BTreeMap<u64, u32>,
     /// The last name that was given.
-    names: Name,
+    last_name: Name,
     /// A counter of releases: the time for `released` and `unused`.
     clock: u64,
 }
@@ -97,7 +97,7 @@ impl Blocks {
             empty: (0..count).rev().collect(),
             known: HashMap::new(),
             unused: BTreeMap::new(),
-            names: 0,
+            last_name: 0,
             clock: 0,
         }
     }
@@ -148,10 +148,10 @@ impl Blocks {
             if self.known.contains_key(&content) {
                 break;
             }
-            self.names += 1;
+            self.last_name += 1;
             self.known.insert(content.clone(), block);
-            self.blocks[block as usize].known = Some((self.names, content));
-            table.names.push(self.names);
+            self.blocks[block as usize].known = Some((self.last_name, content));
+            table.names.push(self.last_name);
         }
     }
 

@@ -128,7 +128,8 @@ impl Sampler {
     }
 }
 
-/// The first index at which the sum of the weights so far exceeds `target`.
+/// The first index at which the sum of the weights so far exceeds `target`. If there is none, the last index with a
+/// positive weight.
 fn index_at(weights: impl Iterator<Item = f64>, target: f64) -> usize {
     let (mut sum, mut last) = (0.0, 0);
     for (index, weight) in weights.enumerate() {
@@ -300,7 +301,7 @@ mod tests {
             ("repetition_penalty", "0.1"),
             ("repetition_penalty", "10"),
         ];
-        // Logits that are larger have overflowed in the network.
+        // The largest repetition penalty makes 3e38 of 3e37, which is just below the largest f32.
         for size in [0.0, 1e-38, 1.0, 1e3, 3e37] {
             for (one, its) in edges {
                 for (other, value) in edges.into_iter().filter(|(other, _)| *other != one) {

@@ -114,7 +114,8 @@ fn filters(mels: usize) -> Vec<Filter> {
     (0..mels).map(filter).collect()
 }
 
-/// Slaney's mel scale is linear below 1,000 Hz (15 mels), and logarithmic above: 27 mels for a factor of 6.4.
+/// Hz for a mel where Slaney's mel scale is linear: below 1,000 Hz (15 mels). Above, it is logarithmic: 27 mels for a
+/// factor of 6.4.
 const LINEAR_HERTZ: f64 = 200.0 / 3.0;
 const BREAK_HERTZ: f64 = 1_000.0;
 const BREAK_MEL: f64 = BREAK_HERTZ / LINEAR_HERTZ;

@@ -161,8 +161,8 @@ impl Processor for EmbeddingProcessor {
 }
 
 impl EmbeddingProcessor {
-    /// Makes the inputs. If the request's `errors_per_input` is set, the errors of bad inputs are kept for the reply; otherwise the
-    /// first error fails the task.
+    /// Makes the inputs. If the request's `errors_per_input` is set, the errors of bad inputs are kept for the reply.
+    /// Otherwise the first error fails the task.
     fn inputs(&self, mut request: EmbeddingRequest) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
         let prompt = self.prompts.of(request.prompt_name.as_deref())?.to_owned();
         let (texts, each) = (std::mem::take(&mut request.texts), request.errors_per_input);
@@ -226,6 +226,7 @@ mod tests {
                 let ours = processor.tokenizer.pieces(&text).unwrap();
                 let whole = library.encode(text.as_str(), false).unwrap();
                 let same = ours.iter().zip(whole.get_ids()).take_while(|(a, b)| a == b).count();
+                // Of a text that is too long, `pieces` returns one token more than fits.
                 assert_eq!(same, whole.len().min(processor.tokenizer.max_tokens() + 1), "{name}");
             }
         }

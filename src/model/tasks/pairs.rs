@@ -126,11 +126,11 @@ impl PairProcessor {
         };
         // A first text that all pairs share is tokenised once.
         let common = if listed { None } else { Some(first(0)?) };
-        // The items are the lengths of the pairs; the texts stay in the request.
-        let both = |(index, second): (usize, &String)| {
+        // Each item is the number of bytes that must be tokenised for a pair. The texts stay in the request.
+        let pair_bytes = |(index, second): (usize, &String)| {
             second.len() + if listed { request.first[index].len() } else { 0 }
         };
-        let lengths: Vec<usize> = request.second.iter().enumerate().map(both).collect();
+        let lengths: Vec<usize> = request.second.iter().enumerate().map(pair_bytes).collect();
         let texts = Texts::new(
             lengths,
             |length| *length,

@@ -40,7 +40,8 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Sets the default prompt: the one with this name, the pool's `prompt_name`. Without a name, nothing changes.
+    /// Makes the prompt with this name the default. The name is the pool's `prompt_name`. Without a name, nothing
+    /// changes.
     ///
     /// # Errors
     /// The model has no such prompt.

@@ -1,7 +1,9 @@
 //! A generator that computes nothing: each task describes how its sequence runs. It serves to try out a deployment that
 //! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined by `&`:
-//! `sequences=16`, `tokens=16384`, `context=1024` (the capacity), `encode_interval=8`, `encode_batch=4` (how encode
-//! rows are spread among steps), `faults` (for tests). The numbers here are the defaults.
+//! `sequences=16` (at once), `tokens=16384` (of all sequences), `context=1024` (tokens of one sequence),
+//! `encode_interval=8` (at least so many token steps between two encoded windows, while sequences decode),
+//! `encode_batch=4` (most windows encoded together, while none decodes), `faults` (for tests). The numbers here are the
+//! defaults.
 //!
 //! A body is `{"prompt": 12, "max_tokens": 20}`: the number of tokens of the prompt and of the answer. The answer is
 //! `0 1 2 …`. Further fields:

@@ -29,7 +29,8 @@ pub enum Text {
 /// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EmbeddingRequest {
-    /// What to embed, in order; at least one, at most the pool's `max_inputs`. An item is an error only if `errors_per_input`.
+    /// What to embed, in order; at least one, and at most the pool's `max_inputs`. An item is an error only if
+    /// `errors_per_input` is set.
     pub texts: Vec<Result<Text, TaskError>>,
     /// Whether a bad input is answered by an error in its place; otherwise it fails the task.
     pub errors_per_input: bool,

@@ -9,7 +9,7 @@ use crate::protocol::reply::error_body;
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// Bytes reserved for one number and its comma: a sign, `0.0` and nine digits. The buffer grows if numbers are longer.
-const DIGITS: usize = 14;
+const NUMBER_BYTES: usize = 14;
 
 /// The contents of a response.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ pub struct EmbeddingResponse<'a> {
 pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskError> {
     let numbers: usize = response.vectors.iter().map(Vec::len).sum();
     // An estimate: 200 bytes around the list, and 60 around each vector.
-    let mut body = Vec::with_capacity(200 + 60 * response.vectors.len() + DIGITS * numbers);
+    let mut body = Vec::with_capacity(200 + 60 * response.vectors.len() + NUMBER_BYTES * numbers);
     body.extend_from_slice(b"{\"object\":\"list\",\"data\":[");
     let (mut vectors, mut errors) = (response.vectors.iter(), response.errors.iter().peekable());
     for index in 0..response.vectors.len() + response.errors.len() {

@@ -14,7 +14,7 @@ const UNLIKELY: f32 = -9999.0;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Finish {
-    /// The model ended it, or a stop string.
+    /// The model or a stop string ended it.
     Stop,
     /// It has as many tokens as it may have.
     Length,
@@ -237,7 +237,7 @@ struct TextChoice<'a> {
     finish_reason: Option<Finish>,
 }
 
-/// The tokens of a completion, one entry a token in each list.
+/// The tokens of a completion. Each list has one entry per token.
 #[derive(Serialize)]
 struct TextLogprobs<'a> {
     tokens: Vec<&'a str>,

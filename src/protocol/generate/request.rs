@@ -226,7 +226,7 @@ pub enum Format {
     Text,
     /// Any JSON object.
     JsonObject,
-    /// JSON that fits this schema, which is a JSON object.
+    /// JSON that fits this schema. The schema itself is a JSON object.
     JsonSchema(serde_json::Value),
     /// A text that this regular expression matches as a whole.
     Regex(String),

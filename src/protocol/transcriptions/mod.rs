@@ -1,5 +1,5 @@
-//! Reads requests to transcribe or translate a recording, and writes the replies in OpenAI's formats. Pure: sound is not
-//! decoded here.
+//! Reads requests to transcribe or translate a recording, and writes the replies in OpenAI's formats. Pure: sound is
+//! not decoded here.
 
 mod reply;
 mod request;

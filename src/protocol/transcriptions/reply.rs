@@ -38,7 +38,7 @@ pub struct Segment {
     pub end: f64,
     /// The text, which begins with a space if the language has spaces.
     pub text: String,
-    /// The tokens of the model, those of times included.
+    /// Its token ids, timestamp tokens included.
     pub tokens: Vec<u32>,
     /// The temperature with which its window was decoded.
     pub temperature: f32,
@@ -78,8 +78,9 @@ impl Transcript {
             Format::Srt => Body::new(PLAIN, self.subtitles(',', true)),
             Format::Vtt => Body::new(PLAIN, format!("WEBVTT\n\n{}", self.subtitles('.', false))),
         };
-        let body = body.header("audio_seconds", milliseconds(self.seconds));
-        Ok(body.header("speech_seconds", milliseconds(self.speech_seconds)))
+        // Whole numbers, because pika cuts others.
+        let ms = |seconds: f64| (seconds * 1e3).round() as i64;
+        Ok(body.header("audio_ms", ms(self.seconds)).header("speech_ms", ms(self.speech_seconds)))
     }
 
     /// The whole text.
@@ -147,11 +148,11 @@ impl Transcript {
     }
 }
 
-/// Hours, minutes, seconds and milliseconds.
+/// Writes a time as hours, minutes, seconds and milliseconds. `point` separates the milliseconds.
 fn time(seconds: f64, point: char) -> String {
-    let all = (seconds * 1_000.0).round() as u64;
-    let (hours, minutes, seconds) = (all / 3_600_000, all / 60_000 % 60, all / 1_000 % 60);
-    format!("{hours:02}:{minutes:02}:{seconds:02}{point}{:03}", all % 1_000)
+    let total_ms = (seconds * 1_000.0).round() as u64;
+    let (hours, minutes, seconds) = (total_ms / 3_600_000, total_ms / 60_000 % 60, total_ms / 1_000 % 60);
+    format!("{hours:02}:{minutes:02}:{seconds:02}{point}{:03}", total_ms % 1_000)
 }
 
 /// Rounds seconds to whole milliseconds; the result is in seconds.
@@ -258,8 +259,8 @@ mod tests {
 
     fn text(format: Format) -> String {
         let body = transcript().body(format).unwrap();
-        assert_eq!(body.headers["audio_seconds"], 3_725.25.into());
-        assert_eq!(body.headers["speech_seconds"], 3_000.5.into());
+        assert_eq!(body.headers["audio_ms"], 3_725_250.into());
+        assert_eq!(body.headers["speech_ms"], 3_000_500.into());
         assert_eq!(
             body.content_type.starts_with("text/plain"),
             !matches!(format, Format::Json | Format::VerboseJson)

@@ -1,4 +1,5 @@
-//! Reads requests. A recording is the body of the message, with parameters as headers; or a data URL within JSON.
+//! Reads requests. The recording is the body of a message whose headers are the parameters, or a URL in JSON names or
+//! holds it.
 //! Decides what is accepted and what an absent field means; errors name the field and the value.
 
 use std::ops::RangeInclusive;
@@ -47,8 +48,8 @@ const KEYS: Keys = Keys {
         Unsupported { key: "vad_filter", only_value: "false" },
     ],
 };
-/// The fields whose value is not text. A header with a text is read as if the text were JSON, since some clients can
-/// only send texts.
+/// The fields whose values are not texts. If the header of such a field is a text, the text is read as JSON, since some
+/// clients can send only texts as headers.
 const NOT_TEXT: [&str; 5] = [KEYWORDS, "stream", "temperature", "timestamp_granularities", VAD];
 
 const KEYWORDS: &str = "keywords";
@@ -304,7 +305,7 @@ fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
     })
 }
 
-/// One of several values by its name.
+/// Reads a field that holds one of the names in `all`. Returns the value of that name; none if the field is absent.
 fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(&str, T)]) -> Result<Option<T>, TaskError> {
     let Some(raw) = fields.get(key) else { return Ok(None) };
     let text = string(raw.get(), key)?;

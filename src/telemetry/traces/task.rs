@@ -10,7 +10,7 @@ use opentelemetry_sdk::trace::Span;
 
 use super::context;
 
-/// The span of a task, which ends when it is dropped. If a span has no notes, its task was handed back.
+/// The span of a task. The span ends when this is dropped.
 pub struct TaskSpan {
     context: SpanContext,
     /// Whether its trace began upstream.

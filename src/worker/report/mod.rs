@@ -67,7 +67,7 @@ impl Drop for Preprocessing<'_> {
     }
 }
 
-/// The state of the device that the launcher knows.
+/// Whether the device computes, and whether the launcher knows that.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Device {
     /// Computing; the launcher knows.

@@ -65,7 +65,7 @@ impl Traced {
         self.0.as_ref()?.span.link().map(Box::new)
     }
 
-    /// Records that the task is computed, with these timings, and is about to be published.
+    /// Records these timings, and that the task's outcome is about to be published.
     pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = &mut self.0 else { return };
         begun.settling = Some(Instant::now());
@@ -120,7 +120,7 @@ impl Traced {
         }
     }
 
-    /// Adds the task's trace context to the reply, which continues this span.
+    /// Adds the trace context of this span to the reply.
     pub(in crate::worker) fn reply(&self, mut reply: Message) -> Message {
         let Some(begun) = &self.0 else { return reply };
         let headers = &mut reply.properties.headers;

@@ -18,7 +18,7 @@ use super::STALLED_AFTER;
 /// The most queues that are remembered: requesters choose their names, so the number must be bounded. Tasks of a
 /// forgotten queue are computed.
 const MAX_QUEUES: usize = 1_024;
-/// How long after the last reply has stopped waiting the next task is computed as a probe.
+/// The time from when the last reply stopped waiting until the next task is computed, as a probe.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a queue is remembered after the last reply has stopped waiting for it.
 const REMEMBERED_FOR: Duration = Duration::from_secs(60);

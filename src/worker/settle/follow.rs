@@ -40,11 +40,13 @@ pub(super) struct Reply<'a> {
     pub(super) parked: Parked,
     /// It is an error reply that replaces a reply that the broker refused.
     pub(super) is_second: bool,
-    /// How long the task may wait before it is computed again; none: it has no time left.
+    /// The delay with which the task is put off if this reply is evicted. None: the reply is not evicted, or the task
+    /// has no time left or cannot be put off.
     pub(super) wait: Option<Delay>,
 }
 
-/// Whether a task is already a dead letter. It must not become one twice.
+/// Whether a task has already become a dead letter, which must not happen twice, and otherwise whether it may become
+/// one if its reply cannot be published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Parked {
     No,

@@ -95,7 +95,7 @@ pub(super) struct Queues {
 pub(super) struct Waits {
     /// For a requester's queue: `pool.reply_timeout`.
     pub(super) requesters: Duration,
-    /// For the pool's own queues: until shortly before the broker takes back the delivery.
+    /// For the pool's own queues: three quarters of the broker's delivery timeout, at which it takes back the delivery.
     pub(super) own: Duration,
 }
 
@@ -124,7 +124,7 @@ pub(super) struct Accepted {
 #[must_use]
 pub(super) enum Settled {
     Yes,
-    /// The task was to be put off, but there is no retry queue, so it must be computed.
+    /// The task was to be put off, but no retry queue has taken it, so it must be computed.
     MustCompute,
 }
 
@@ -144,7 +144,8 @@ impl Accepted {
     }
 
     /// Returns the number of this attempt, for the reply. Earlier attempts count if they failed, or if a worker died
-    /// with the task outside an isolated group. A drain or a lost connection that hands a task back does not count.
+    /// with the task, unless the task was in an isolated group of several. A drain or a lost connection that hands a
+    /// task back does not count.
     pub(super) fn attempt(&self) -> i64 {
         let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
         i64::from(self.task.attempt()) + i64::from(deaths)
@@ -378,7 +379,7 @@ impl Settlement {
         self.park(message, reason).await
     }
 
-    /// Publishes the reply, if one is wanted, and counts the answer, unless the task is put off.
+    /// Publishes the reply, if one is wanted. Counts the answer, unless the task is put off.
     async fn answer(
         &self,
         accepted: &Accepted,
@@ -463,7 +464,7 @@ impl Settlement {
         Ok(follow(sent, Publication::Reply(reply)))
     }
 
-    /// Does what follows from a publish, up to the ack.
+    /// Does what follows from a publish, except the ack, which [`Settlement::settle`] sends.
     async fn conclude(&self, accepted: &Accepted, mut next: Next) -> Result<(), WorkerError> {
         loop {
             next = match next {

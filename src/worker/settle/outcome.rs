@@ -69,11 +69,12 @@ pub(in crate::worker) enum WaitsFor {
     /// Its reply queue accepts nothing. The task waits for `pool.reply_timeout` at most.
     ReplyQueue,
     /// Too many tasks wait for a turn. Requesters take turns at preparation that takes long, and at fetching files. The
-    /// task waits as long as that takes.
+    /// task is put off as often as necessary.
     Turn,
     /// Its requester holds too many places. A place is one of the messages that the broker grants to this worker. Every
-    /// accepted task holds a place, also one that needs no turn. A task that is put off for this gets the shortest
-    /// delay, because few tasks wait for it. A large one gets a long delay, because the broker writes it each time.
+    /// accepted task of the main queue holds a place, also one that needs no turn. A task that is put off for this gets
+    /// the shortest delay, because `places` limits how many tasks are put off. A large one gets a long delay, because
+    /// the broker writes it each time.
     Place {
         /// Whether the task's body is large.
         is_large: bool,
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_for_turns_and_large_tasks_get_the_longest_delay_that_fits() {
+    fn tasks_that_wait_for_a_turn_and_large_ones_get_the_longest_delay() {
         for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
             let time_left = left.map(Duration::from_secs);
             let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };

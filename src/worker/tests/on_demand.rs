@@ -142,8 +142,7 @@ async fn made(record: &Record, count: usize) {
 }
 
 fn statuses(replies: &[Message]) -> Vec<(&str, i64)> {
-    let id = |reply: &Message| status(reply);
-    replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), id(reply))).collect()
+    replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), status(reply))).collect()
 }
 
 #[tokio::test(start_paused = true)]

@@ -296,7 +296,7 @@ async fn expired_tasks_with_a_full_reply_queue_free_their_places_at_once() {
         assert!(begun.elapsed() < Duration::from_millis(900), "{:?}", begun.elapsed());
         rig.memory.publishes(DEAD, 20).await;
         rig.memory.settles(20).await;
-        // The queue is known now.
+        // The worker knows now that the queue accepts nothing.
         rig.memory.deliver([to("full", "again")]);
         assert_eq!(ids(&rig.memory.publishes("tasks, later", 1).await), ["again"]);
         let (_, events) = rig.finish().await;
@@ -306,7 +306,7 @@ async fn expired_tasks_with_a_full_reply_queue_free_their_places_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_claims_to_have_waited_for_years_does_not_circle_beside_a_probe() {
+async fn a_task_that_claims_to_have_waited_for_years_is_not_put_off_for_a_probe() {
     here(async {
         let rig = Rig::start("echo", |_| ());
         rig.memory.queue("full", Does::Answer(Published::Nacked));
@@ -400,7 +400,7 @@ async fn tasks_of_a_lost_session_are_neither_answered_nor_acked() {
         rig.computes("lost").await;
         rig.memory.lose();
         rig.memory.deliver([echo("next")]);
-        // The task is computed after the lost one, which is not settled.
+        // The next task is computed after the lost one, which is not settled.
         assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
         assert_eq!(ids(&rig.memory.published("mine")), ["next"]);
     })

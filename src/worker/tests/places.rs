@@ -63,7 +63,7 @@ impl Broker {
         let _ = timeout(Duration::from_millis(100), self.rig.memory.changes()).await;
     }
 
-    /// Publishes 40 of these slow tasks, and then a quick one. Returns when they were answered.
+    /// Publishes 40 of these slow tasks, and then a quick one. Returns the times until they were answered.
     async fn crowd(&mut self, slow: impl Fn(&str) -> Message, quick: Message) -> Answered {
         self.publish((0..40).map(|number| slow(&format!("slow {number}"))));
         self.publish([quick]);

@@ -149,7 +149,7 @@ async fn a_cancelled_task_without_a_reply_queue_leaves_no_dead_letter() {
         rig.memory.deliver([generate("a", "gone", 900, false)]);
         rig.computes("a").await;
         rig.memory.queue("gone", Does::Answer(Published::Unroutable));
-        // For each, the launcher is told how many such tasks the worker held.
+        // For each cancellation, the launcher is told how many such tasks the worker held.
         for (task, tasks) in [("nope", 0), ("a", 1)] {
             let cancellation = Cancellation { task: Some(task.into()), ..Cancellation::default() };
             rig.control.cancellations.send(cancellation.clone()).unwrap();
@@ -378,8 +378,8 @@ async fn a_task_too_long_for_the_consumer_timeout_is_refused_at_known_pace() {
         let model = "script?sequences=2&context=100000&tokens=200000";
         let rig =
             Rig::start(model, |assignment| assignment.broker.consumer_timeout = Duration::from_secs(60));
-        // 50 s of work, while the pace is unknown: after three quarters of the consumer timeout it is tried again
-        // later.
+        // The task takes 50 s, and is accepted because the pace is unknown. After three quarters of the consumer
+        // timeout it fails, and is published for another attempt.
         rig.memory.deliver([generate("first", "mine", 5_000, false)]);
         assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
         assert_eq!(rig.memory.published("tasks, later").len(), 1);

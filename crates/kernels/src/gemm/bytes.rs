@@ -31,7 +31,7 @@ const MAX_PART: i32 = 127;
 const SHIFT: u32 = 7;
 /// The rows of the highest tile. A higher one would need more than 32 registers.
 const MAX_HEIGHT: usize = 8;
-/// The rows of the tile between 1 and [`MAX_HEIGHT`].
+/// The rows of the middle tile. The others have 1 and [`MAX_HEIGHT`] rows.
 const MID_HEIGHT: usize = 4;
 
 /// Quantised rows, tile by tile. If there are fewer rows than a tile is high, the missing ones are 0.
@@ -145,7 +145,7 @@ struct Rounded<const PARTS: usize> {
     words: [[i32; PARTS]; STEPS],
     /// The factor of the whole numbers. NaN if a number of the group is not finite.
     scale: f32,
-    /// The sums of both halves of the group.
+    /// The sum of the whole numbers in each half of the group.
     totals: [i32; 2],
 }
 
@@ -189,8 +189,8 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
     Rounded { words, scale: if is_finite { most / largest } else { f32::NAN }, totals }
 }
 
-/// Multiplies all tiles by some panels. A group of the matrix has `WORDS` words of numbers, of 4 bits if `BITS4` and
-/// otherwise of 8.
+/// Multiplies all tiles by some panels. A group of the matrix has `WORDS` words of numbers. A number has 4 bits if
+/// `BITS4`, and 8 bits otherwise.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
     packed: &ByteRows,

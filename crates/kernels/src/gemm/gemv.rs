@@ -12,7 +12,7 @@ use super::tile::store;
 
 /// The rows of the highest tile; it needs 32 registers.
 pub const MOST_ROWS: usize = 16;
-/// The rows of the tile between 1 and [`MOST_ROWS`].
+/// The rows of the middle tile. The others have 1 and [`MOST_ROWS`] rows.
 const SOME_ROWS: usize = 4;
 
 /// A product of a few rows with some panels of a matrix.

@@ -12,7 +12,7 @@ use crate::may_use_vnni;
 pub struct NotWholeGroups {
     /// The requested number format.
     pub numbers: NumberFormat,
-    /// The numbers in each row.
+    /// The numbers in each row of the published weights, and in each column of the packed matrix.
     pub depth: usize,
 }
 

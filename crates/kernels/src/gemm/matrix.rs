@@ -1,9 +1,9 @@
 //! The right matrix of a product in the number format of its file: f32, bf16, or quantised numbers of 4 or 8 bits with
 //! a scale and an offset for each group. Owns the packed numbers, which can be a part of a mapped file.
 //!
-//! A result is a sum over the depth in order: of products in f32, or of the sums of groups if the rows are quantised
-//! too (see `bytes`). So it is the same for one row and for a thousand, and for any number of threads that share the
-//! work.
+//! A result is summed in the order of the depth. Its terms are products in f32 or, if the rows are quantised too (see
+//! `bytes`), the sums of groups. So a result is the same for one row and for a thousand, and for any number of threads
+//! that share the work.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -177,7 +177,7 @@ impl Matrix {
         self.words.get()
     }
 
-    /// Its number format.
+    /// The number format of the matrix.
     pub fn numbers(&self) -> NumberFormat {
         self.numbers
     }
@@ -260,8 +260,8 @@ impl Matrix {
     }
 }
 
-/// `outs` `[rows, width]` ← `rows` `[rows, depth]` times each of the matrices, which all have the same depth. The
-/// products are shared among threads together.
+/// `outs` `[rows, width]` ← `rows` `[rows, depth]` times each of the matrices, which all have the same depth. If there
+/// are few rows, and the matrices have the same formats, the threads share the columns of all products.
 pub fn multiply_together<const N: usize>(matrices: [&Matrix; N], rows: &[f32], mut outs: [&mut [f32]; N]) {
     // Only this generic function is compiled in the calling crate; the computation is compiled once, in this crate.
     multiply_each(&matrices, rows, &mut outs);
@@ -302,7 +302,7 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
         .enumerate()
         .flat_map(|(index, matrix)| (0..matrix.width.div_ceil(PANEL)).map(move |panel| (index, panel)))
         .collect();
-    // The result of a thread in one matrix.
+    // The columns of one matrix's product that a thread has computed.
     struct Part {
         matrix: usize,
         columns: Range<usize>,
@@ -480,7 +480,7 @@ mod tests {
         });
     }
 
-    /// The formats of quantised matrices, each with the formats of rows and the largest number of these.
+    /// Each format of quantised matrices with each format of quantised rows, and the largest number in such a row.
     fn quantised_formats() -> impl Iterator<Item = (NumberFormat, (RowNumbers, f32))> {
         let rows = [(RowNumbers::Int8, 127.0), (RowNumbers::Int16, 127.0 * 128.0)];
         [NumberFormat::Bits4, NumberFormat::Bits8, NumberFormat::Bits8By16]

@@ -1,4 +1,4 @@
-//! Matrix products. Decides the layout of matrices in memory, so that the inner loop reads both from front to back.
+//! Matrix products. Decides the layout of both matrices in memory, so that the inner loop reads each front to back.
 //! Weights are packed once, when the model is loaded.
 //!
 //! The inner loop keeps a tile of results in registers. The tile is two registers wide, and has as many rows as there

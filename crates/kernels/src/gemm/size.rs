@@ -9,9 +9,9 @@ pub const RUN: usize = 16;
 
 /// Registers for one row of a tile.
 pub const COLUMNS: usize = 2;
-/// Rows of a tile with 16 registers: 12 for the results, two for the columns, one for a row's number.
+/// Rows of a tile on a CPU with 16 registers: 12 registers hold results, two hold columns, one holds a row's number.
 pub const ROWS_OF_16: usize = 6;
-/// Rows of a tile with 32 registers.
+/// Rows of a tile on a CPU with 32 registers.
 pub const ROWS_OF_32: usize = 12;
 
 /// The size of a tile.

@@ -95,7 +95,7 @@ impl Consumer for SocketConsumer {
             if self.wire.send(&Request::Leave).await.is_err() {
                 return;
             }
-            // The launcher returns messages delivered meanwhile to the queue.
+            // Deliveries that arrive meanwhile are dropped: the launcher returns their messages to the queue.
             while let Some(answer) = self.incoming.recv().await {
                 if matches!(answer, Ok((Response::Left, _))) {
                     break;

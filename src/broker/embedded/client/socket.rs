@@ -42,9 +42,9 @@ impl UnconfirmedPublishes {
 
     /// Reports the outcome of a publish to its caller.
     pub fn answer(&self, id: u64, outcome: Published) {
-        if let Some(publisher) = self.confirms().remove(&id) {
+        if let Some(sender) = self.confirms().remove(&id) {
             // Fails only if the caller no longer waits.
-            let _ = publisher.send(outcome);
+            let _ = sender.send(outcome);
         }
     }
 
@@ -59,7 +59,7 @@ impl UnconfirmedPublishes {
 /// An answer to the consumer, with the body of a delivery; or why the connection ends.
 pub(super) type Incoming = Result<(Response, Bytes), String>;
 
-/// Writes requests until all handles are dropped or the socket fails.
+/// Writes requests until all senders of `queued` are dropped or the socket fails.
 pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Receiver<Frame>) {
     let mut gathered = BytesMut::new();
     while let Some(frame) = queued.recv().await {

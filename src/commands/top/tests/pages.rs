@@ -46,7 +46,7 @@ fn row(lines: &[String], with: &str) -> usize {
 }
 
 #[test]
-fn pages_have_whole_columns_and_errors_at_every_width() {
+fn all_sort_columns_and_the_error_rate_are_shown_aligned_at_every_size() {
     let (screen, now) = at_work();
     for (size, more) in
         SIZES.into_iter().zip([&[][..], &["fill", "queued", "last minute"], &["compute", "device"]])

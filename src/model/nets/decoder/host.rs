@@ -1,6 +1,6 @@
-//! A decoder on a CPU. One pass computes some tokens of any sequences; each row has its own position. Owns the weights.
-//! All operations but attention treat each row by itself, and attention treats each token by itself, so that a token's
-//! results do not depend on what else is in the step.
+//! A decoder on a CPU. A step computes tokens of any number of sequences: one row for each token, with a position of
+//! its own. Owns the weights. Each row is computed by itself; attention also reads the keys and values of the row's own
+//! sequence. So a token's results do not depend on what else is in the step.
 
 use super::Weights;
 use super::config::DecoderConfig;
@@ -123,8 +123,8 @@ impl Decoder {
     }
 
     /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
-    /// the tokens of all `spans`, in their order; they must be in the vocabulary. Their keys and values are written to
-    /// `kv`.
+    /// the tokens of all `spans`, in their order; they must be in the vocabulary. The keys and values of these tokens
+    /// are written to `kv`.
     pub fn forward(
         &mut self,
         kv: &mut KvBlocks,

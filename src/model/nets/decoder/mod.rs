@@ -6,7 +6,7 @@ mod host;
 mod on_device;
 
 pub use host::Decoder;
-pub use on_device::{DeviceDecoder, Held};
+pub use on_device::{DeviceDecoder, KvSizes};
 
 use std::path::PathBuf;
 
@@ -211,6 +211,8 @@ impl Weights {
         })
     }
 
+    /// Reads the matrix `name` `[depth, width]`, from the cache if it has it. From a GGUF file, column `c` of the
+    /// result is row `row(c)` of the file's matrix; `row` is not used for other files.
     fn matrix_by_name(
         &self,
         name: &str,

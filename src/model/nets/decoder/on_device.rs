@@ -1,6 +1,6 @@
 //! A decoder by candle's operations, for any device and precision. One pass computes some tokens of any sequences; each
-//! row has its own position. Decides which rows share a product of attention. Owns the weights, and the keys and values
-//! of all blocks, on the device. Between the products with weights, numbers are f32; attention is computed in f32.
+//! row has its own position. Owns the weights, and the keys and values of all blocks, on the device. Between the
+//! products with weights, numbers are f32; attention is computed in f32.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
 //! may sum in another order, so equality to the bit is not guaranteed.
@@ -14,7 +14,7 @@ use candle_nn::rotary_emb::rope;
 
 use super::config::DecoderConfig;
 use super::{Weights, host};
-use crate::model::nets::cached_attention::{Group, Packed, indices, linear, slot};
+use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, KvNumbers};
@@ -32,7 +32,7 @@ type Loaded<T> = std::result::Result<T, LoadError>;
 
 /// The sizes of the memory for keys and values.
 #[derive(Clone, Copy, Debug)]
-pub struct Held {
+pub struct KvSizes {
     /// The most tokens of a sequence.
     pub context: usize,
     /// Blocks of keys and values.
@@ -69,7 +69,7 @@ struct Layer {
     up: Tensor,
     down: Tensor,
     /// Keys and values: `[kv_heads, blocks·BLOCK + 1, head_width]`. The heads come first, so that the slots that are
-    /// selected for some sequences are a batch of matrices without a copy.
+    /// selected for some sequences are a batch of matrices, which needs no transposition.
     held: [Tensor; 2],
 }
 
@@ -94,7 +94,7 @@ impl DeviceDecoder {
         device: &Device,
         weights: &Weights,
         config: &DecoderConfig,
-        held: Held,
+        held: KvSizes,
     ) -> Loaded<Self> {
         let DecoderConfig { hidden, vocabulary, kv_heads, head_width, .. } = *config;
         let slots = held.blocks * BLOCK + 1;
@@ -157,7 +157,7 @@ impl DeviceDecoder {
             return Ok(());
         }
         let config = DecoderConfig { layers: self.layers.len().min(COMPARED_LAYERS), ..self.config.clone() };
-        let held = Held { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
+        let held = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
         let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
         let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, held)?;
         let (found, expected) =
@@ -214,7 +214,7 @@ impl DeviceDecoder {
     /// Copies the plan of a step to the device.
     fn step(&self, packed: &Packed<'_>) -> Result<Step> {
         let DecoderConfig { kv_heads, head_width, .. } = self.config;
-        let slots = packed.rows.iter().map(|(span, position)| slot(span, *position)).collect();
+        let slots = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
         let positions: Vec<usize> = packed.rows.iter().map(|(_, position)| *position).collect();
         let shape = (kv_heads, positions.len(), head_width);
         let group = |group| Group::new(packed, group, self.padding_slot, &self.device);
@@ -367,7 +367,7 @@ mod tests {
     impl Case {
         fn on_device(&self, dtype: Dtype, numbers: KvNumbers) -> DeviceDecoder {
             let spec = LoadSpec { dtype, ..self.spec.clone() };
-            let held = Held { context: 256, blocks: BLOCKS, numbers };
+            let held = KvSizes { context: 256, blocks: BLOCKS, numbers };
             DeviceDecoder::load(&spec, &Device::Cpu, &self.weights, &self.config, held).unwrap()
         }
 
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn the_contents_of_other_blocks_have_no_influence() {
+    fn earlier_contents_of_the_blocks_have_no_influence() {
         let case = case("generate-qwen3");
         let tables = case.tables();
         let mut found = Vec::new();
@@ -496,7 +496,7 @@ mod tests {
     #[test]
     fn more_slots_than_32_bits_can_count_are_refused() {
         let case = case("generate-llama");
-        let held = Held { context: 256, blocks: 1 << 23, numbers: KvNumbers::F32 };
+        let held = KvSizes { context: 256, blocks: 1 << 23, numbers: KvNumbers::F32 };
         let refused = DeviceDecoder::load(&case.spec, &Device::Cpu, &case.weights, &case.config, held);
         let error = refused.err().unwrap().to_string();
         assert!(error.contains("kv_tokens") && error.contains("268435457 slots"), "{error}");

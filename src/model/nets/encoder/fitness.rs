@@ -8,7 +8,8 @@ use crate::model::{Forward, ForwardError, LoadError, LoadSpec};
 /// Tokens of the known texts, without special tokens: the shortest text, a sentence, a paragraph.
 const LENGTHS: [usize; 3] = [1, 20, 150];
 
-/// Computes the known texts in one batch with `model` and with `reference`, the same network on the CPU in f32.
+/// Compares the vectors that `model` computes for the known texts with those of `reference`, the same network on a CPU
+/// in f32. Each computes all texts in one batch.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] with the first text that differs, [`LoadError::Device`] if the device fails.
@@ -34,7 +35,8 @@ fn known_texts(tokenizer: &TextTokenizer) -> Vec<Tokens> {
     let (room, vocabulary) = (tokenizer.room(), u64::from(tokenizer.vocabulary()));
     let text = |(index, length): (usize, &usize)| {
         let tokens = (*length).min(room) as u64;
-        // A prime, so that tokens differ in any vocabulary that is larger than the text.
+        // A prime, so that the tokens of a text differ if the vocabulary is larger than the text and no multiple of the
+        // prime.
         let ids = (0..tokens).map(|n| ((index as u64 + n + 1) * 7_919 % vocabulary) as u32).collect();
         tokenizer.ids(ids, "known").ok()
     };

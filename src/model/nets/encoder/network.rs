@@ -398,7 +398,7 @@ fn ids(texts: &[&Tokens]) -> Vec<u32> {
     texts.iter().flat_map(|text| &text.ids).copied().collect()
 }
 
-/// Adds the position of each token of a text.
+/// Appends the position of each token of a text to `places`.
 fn add_positions(text: &[u32], counting: Counting, places: &mut Vec<u32>) {
     match counting {
         Counting::None => places.extend(text.iter().map(|_| 0)),

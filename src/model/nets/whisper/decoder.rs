@@ -53,7 +53,7 @@ struct Layer {
     out: Linear,
     cross_norm: LayerNorm,
     cross_q: Linear,
-    /// The matrix from encoded positions to keys, which have no bias. The next one leads to values.
+    /// The matrix that computes keys from encoded positions; keys have no bias. `cross_v` computes values from them.
     cross_k: Panels,
     cross_v: Panels,
     cross_v_bias: Vec<f32>,
@@ -100,7 +100,7 @@ impl Layer {
 /// memory when it is written for the first time.
 struct Cache {
     kv: KvBlocks,
-    /// The numbers of each slot's blocks.
+    /// The indices of each slot's blocks in `kv`.
     blocks: Vec<Vec<u32>>,
 }
 
@@ -203,8 +203,8 @@ impl Decoder {
             .get_or_insert_with(|| vec![0.0; alignment.len() * context * width / decoder.heads]);
     }
 
-    /// Returns how much each alignment head attended to the first `keys` positions of a slot's window, at each of these
-    /// positions of its text: `[heads, positions, keys]`. Each row has the sum 1. Empty if the slot keeps no queries
+    /// Returns how much each alignment head attended to the first `keys` positions of a slot's window, at each of the
+    /// `positions` of its text: `[heads, positions, keys]`. Each row has the sum 1. Empty if the slot keeps no queries
     /// ([`Decoder::keep_queries`]).
     pub fn alignment(&self, slot: usize, positions: &[usize], keys: usize) -> Vec<f32> {
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;

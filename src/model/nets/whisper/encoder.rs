@@ -49,7 +49,7 @@ impl Encoder {
     /// Encodes windows, each given by its features `[mels, FRAMES]`. The result is `[windows, POSITIONS, width]`.
     ///
     /// # Errors
-    /// The error of candle: a bug.
+    /// An error of candle, which would be a bug of this program.
     pub fn forward(&self, windows: &[&[f32]]) -> Result<Vec<f32>> {
         let mut x = Vec::with_capacity(windows.len() * POSITIONS * self.width);
         for features in windows {
@@ -94,6 +94,7 @@ impl TimeConvolution {
         stride: usize,
     ) -> std::result::Result<Self, LoadError> {
         let published = values(weights, &format!("{name}.weight"), &[width, channels, TAPS])?;
+        // From `[channels, TAPS]`, as in the file, to `[TAPS, channels]`, as in a patch.
         let of_filter = |filter: &[f32]| -> Vec<f32> {
             (0..TAPS).flat_map(|tap| filter[tap..].iter().step_by(TAPS)).copied().collect()
         };
@@ -149,6 +150,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn norm(&self, name: &str) -> std::result::Result<NormParams, LoadError> {
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[self.width]);
+        // The bias that is added before the norm, not the norm's own.
         let no_bias = self.zeros(name)?;
         self.weights.checked(name, NormParams::new(&no_bias, &get("weight")?, &get("bias")?, EPS))
     }

@@ -14,7 +14,7 @@ pub use on_device::DeviceWhisper;
 
 use candle_core::Device;
 
-use self::config::{POSITIONS, WhisperConfig};
+use self::config::WhisperConfig;
 use super::uniform;
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{Precision, Weights};
@@ -71,9 +71,10 @@ impl Whisper {
         match self {
             Self::Host(host) => {
                 let encoded = host.encoder.forward(windows)?;
-                let each = encoded.len() / slots.len().max(1);
-                let windows = slots.iter().zip(encoded.chunks_exact(each.max(POSITIONS)));
-                windows.for_each(|(slot, window)| host.decoder.hold(*slot, window));
+                if let Some(each) = encoded.len().checked_div(slots.len()) {
+                    let windows = slots.iter().zip(encoded.chunks_exact(each));
+                    windows.for_each(|(slot, window)| host.decoder.hold(*slot, window));
+                }
                 Ok(())
             }
             Self::Device(device) => device.encode(slots, windows),

@@ -1,6 +1,6 @@
 //! Whisper by candle's operations, for any device and precision. One pass of the decoder computes some tokens of any
-//! slots; each row has its own position. Owns the weights, and the keys and values of all slots, on the device. Between
-//! the products with the decoder's weights, numbers are f32.
+//! slots; each row has its own position. Owns the weights, and the keys and values of all slots, on the device. In the
+//! decoder, numbers are f32, except in the products with its weights and with the keys and values of windows.
 //!
 //! A token's results do not depend on what else is in the step, except for the order of sums: products of another shape
 //! may sum in another order, so equality to the bit is not guaranteed.
@@ -12,14 +12,14 @@ use super::config::{Head, Layers, POSITIONS, WhisperConfig};
 use super::{EPS, HostWhisper, Span, encoder, uniform, values};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::Blocks;
-use crate::model::nets::cached_attention::{Group, MAX_AT_ONCE, Packed, indices, linear, slot};
+use crate::model::nets::cached_attention::{Group, MAX_AT_ONCE, Packed, indices, linear, token_slot};
 use crate::model::nets::fitness;
 use crate::model::ops::causal;
 use crate::model::ops::kv::BLOCK;
 use crate::model::sound::features::FRAMES;
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
-/// Tokens that are fed over a known window, by which a device is compared with a CPU.
+/// The number of tokens that are fed over a known window when a device is compared with a CPU.
 const KNOWN_TOKENS: usize = 8;
 /// The number of layers that are compared, of the encoder and of the decoder.
 const COMPARED_LAYERS: usize = 2;
@@ -42,9 +42,10 @@ pub struct DeviceWhisper {
     positions: Tensor,
     layers: Vec<Layer>,
     norm: Norm,
-    /// The numbers of the blocks of each slot's text.
+    /// The indices of the blocks of each slot's text.
     text_blocks: Vec<Vec<u32>>,
-    /// A place in the memory of texts to which no token is written. Its keys and values are zeros.
+    /// The index in the `own` caches with which shorter texts are padded. No token is written to it, and its keys and
+    /// values are zeros.
     padding: u32,
     /// The queries of the alignment heads, for each slot that keeps them, on the host: for each head
     /// `[context, head width]`.
@@ -246,14 +247,14 @@ impl DeviceWhisper {
         let mut queries = Vec::new();
         for (index, layer) in self.layers.iter().enumerate() {
             x = (&x + self.attention(layer, &x, &step)?)?;
-            let (across, of_layer) = self.cross_attention(layer, &x, &step)?;
+            let (across, cross_queries) = self.cross_attention(layer, &x, &step)?;
             x = (x + across)?;
             let inner = layer.up.forward(&layer.inner_norm.forward(&x)?)?.gelu_erf()?;
             x = (x + layer.down.forward(&inner)?)?;
             let is_kept = self.config.alignment.iter().any(|head| head.layer == index)
                 && step.slots.iter().any(|slot| self.kept_queries[*slot].is_some());
             if is_kept {
-                queries.push((index, of_layer.flatten_all()?.to_vec1::<f32>()?));
+                queries.push((index, cross_queries.flatten_all()?.to_vec1::<f32>()?));
             }
         }
         let mut packed_rows = vec![0; step.packed.order.len()];
@@ -292,7 +293,7 @@ impl DeviceWhisper {
         let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
         let of_row: Vec<usize> =
             spans.iter().flat_map(|span| std::iter::repeat_n(span.slot, span.count)).collect();
-        let places = packed.rows.iter().map(|(span, position)| slot(span, *position)).collect();
+        let places = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
         let shape = (heads, packed.rows.len(), width / heads);
         let places = indices(places, &self.device)?.reshape((1, (), 1))?;
         let group = |group| Group::new(&packed, group, self.padding, &self.device);

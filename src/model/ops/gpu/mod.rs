@@ -90,9 +90,9 @@ pub type Pointer = u64;
 pub enum Argument {
     /// An address.
     Pointer(Pointer),
-    /// A count.
+    /// A count, or a code that the kernel interprets.
     U32(u32),
-    /// A factor.
+    /// A factor, or the number that a norm adds to the variance.
     F32(f32),
 }
 

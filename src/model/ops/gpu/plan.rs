@@ -1,7 +1,7 @@
 //! The plan of a batch for the kernels: the tokens' ids and positions, the texts' first rows, and the tiles of
-//! attention, in one array that is copied to the device at once. Decides how texts are cut into tiles. The rest of a
-//! text gets the smallest tile that holds it, so that short texts leave few threads idle. Long texts come first, so
-//! that none starts when all others are done.
+//! attention, in one array that is copied to the device at once. Decides how texts are cut into tiles: into the largest
+//! ones, and a rest. The rest gets the smallest tile that holds it, so that short texts leave few threads idle. Long
+//! texts come first, so that none starts when all others are done.
 
 use super::WARP;
 

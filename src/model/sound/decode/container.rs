@@ -95,7 +95,7 @@ fn read_up_to(source: &mut dyn Source, bytes: u64) -> io::Result<Vec<u8>> {
     Ok(read)
 }
 
-/// The length of the ID3v2 tag that these bytes begin; none if they begin no tag.
+/// The length in bytes of the ID3v2 tag that begins with these bytes; none if no tag does.
 fn tag_bytes(magic: &[u8]) -> Option<u64> {
     let [b'I', b'D', b'3', _, _, flags, size @ ..] = magic else { return None };
     let size = size.first_chunk::<4>()?;

@@ -92,6 +92,7 @@ pub struct Recording {
     declared: Option<u64>,
     /// Samples per channel that were decoded.
     frames: u64,
+    /// Broken packets that became silence so far.
     broken: usize,
     /// Whether the last block or an error was returned.
     is_over: bool,

@@ -49,7 +49,7 @@ pub struct VoiceDetector {
 }
 
 struct Convolution {
-    /// Its columns have all channels of the first step, then those of the second, and so on.
+    /// Its columns are the channels of the first step, then those of the second, and so on.
     matrix: Matrix,
     bias: Vec<f32>,
     stride: usize,
@@ -73,7 +73,8 @@ impl VoiceDetector {
         };
         let convolution = |(layer, [from, to, stride]): (usize, [usize; 3])| {
             let given = read(&format!("encoder.{layer}.weight"), &[to, from, KERNEL])?;
-            // From `[to, from, KERNEL]` to `[to, KERNEL, from]`, the order in which rows have the steps.
+            // From `[to, from, KERNEL]` to `[to, KERNEL, from]`, since `Convolution::forward` puts a row together step
+            // by step.
             let at = |index: usize| {
                 let (output, within) = (index / (KERNEL * from), index % (KERNEL * from));
                 given[output * KERNEL * from + within % from * KERNEL + within / from]
@@ -172,7 +173,8 @@ impl Listener {
         Self { detector, edge: [0.0; EDGE], hidden: vec![0.0; HIDDEN], cell: vec![0.0; HIDDEN] }
     }
 
-    /// The probability of speech in each of the next chunks. If the last chunk is shorter, the recording ends with it.
+    /// Computes the probability of speech in each of the next chunks. Only the last chunk of a recording may be shorter
+    /// than [`CHUNK`].
     pub fn probabilities(&mut self, samples: &[f32]) -> Vec<f32> {
         let mut chunks = Vec::with_capacity(samples.len() + samples.len() / CHUNK * 2 * EDGE);
         for chunk in samples.chunks(CHUNK) {

@@ -20,7 +20,7 @@ use crate::model::load::packed_cache::{self, PackedCache};
 use crate::model::load::vocabulary::{Reach, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
-use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_EMBEDDINGS, Held, Weights, WithBlocks};
+use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::sequences::blocks::Owner;
 use crate::model::sequences::grammar::{Found, Grammars};
@@ -131,7 +131,7 @@ pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor,
     let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
     let options = Options::read(spec, config.context)?;
     options.activation_type(spec, Implementation::Candle)?;
-    let held = Held {
+    let held = KvSizes {
         context: options.context,
         blocks: TextGenerator::blocks(options.capacity()),
         numbers: options.kv_numbers,
@@ -468,8 +468,8 @@ impl GenerateProcessor {
         Reach { most: self.max_tokens(), side }
     }
 
-    /// The tokens of a prompt. Refuses a prompt that is too long, unless prompts may be truncated. It is refused here,
-    /// before the next prompt is tokenised, because that may take as long.
+    /// The tokens of a prompt. Refuses a prompt that is too long, unless prompts may be truncated. The refusal is here,
+    /// so that no further prompt, which may take as long, is tokenised first.
     fn taken(&self, prompt: TextIds, request: &GenerateRequest, index: usize) -> Result<Vec<u32>, TaskError> {
         let TextIds { ids, is_whole } = prompt;
         if self.options.truncate_prompts {

@@ -9,7 +9,7 @@ use crate::model::ops::kv::KvNumbers;
 use crate::model::ops::{RowNumbers, may_use_vnni};
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
-/// The default of `context`, in tokens; a model with a shorter context has its own.
+/// The default of `context`, in tokens. If the model's context is shorter, that is the default.
 const DEFAULT_CONTEXT: usize = 4_096;
 /// The default of `kv_tokens`, as a multiple of `context`.
 const DEFAULT_KV_CONTEXTS: usize = 4;

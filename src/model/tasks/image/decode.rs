@@ -332,7 +332,7 @@ fn chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
     Some((chunk, rest.get(length + length % 2..).unwrap_or_default()))
 }
 
-/// The pixels of the largest picture in these chunks. None if a chunk that is read whole is cut off.
+/// The pixels of the largest picture in these chunks. None if an EXIF chunk is cut off.
 fn largest_picture(mut bytes: &[u8]) -> Option<u64> {
     let mut largest = 0;
     while let Some((chunk, rest)) = chunk(bytes) {

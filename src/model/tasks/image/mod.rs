@@ -253,7 +253,7 @@ impl Iterator for Slicer {
     }
 }
 
-/// How many of the next images are the next slice for this number of threads; at least 1.
+/// Returns how many of `images` form the next slice for this number of threads; at least 1.
 fn slice(images: &[Declared], threads: usize) -> usize {
     let mut left = SLICE_PIXELS.saturating_mul(threads as u64);
     let fits = |image: &&Declared| match left.checked_sub(image.header.pixels) {
@@ -288,6 +288,7 @@ impl Decoder {
         files.into_iter().map(&mut declared).collect()
     }
 
+    /// Decodes an image, and turns it into the model's input.
     fn pixels(&self, Declared { file, format, .. }: &Declared) -> Result<SizedInput<Pixels>, TaskError> {
         let image = decode(&file.bytes, *format, self.limits.image_limits());
         let image = image.map_err(|error| refused(file, &error))?;

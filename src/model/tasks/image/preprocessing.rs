@@ -25,7 +25,7 @@ pub struct Preprocessing {
     pub height: usize,
     /// Columns of the model's input.
     pub width: usize,
-    /// The model's number for each of the 256 sample values of each colour.
+    /// The model's input value for each of the 256 sample values of each colour.
     table: [[f32; 256]; 3],
 }
 
@@ -59,7 +59,7 @@ struct Written {
     others: BTreeMap<String, Value>,
 }
 
-/// Keys that do not affect the numbers. (`do_convert_rgb` does not, since images are RGB by now.)
+/// Keys that do not affect the model's input. (`do_convert_rgb` does not, since images are RGB by now.)
 const HARMLESS: [&str; 9] = [
     "_valid_processor_keys",
     "auto_map",
@@ -86,7 +86,7 @@ enum Class {
 }
 
 impl Class {
-    /// The class of this name. The suffixes `Fast` and `Pil` denote the same class on another library.
+    /// The class of this name. The suffixes `Fast` and `Pil` denote the same class, written for another library.
     fn of(name: &str) -> Option<Self> {
         let name = name.strip_suffix("Fast").or(name.strip_suffix("Pil")).unwrap_or(name);
         match name.strip_suffix("ImageProcessor").or(name.strip_suffix("FeatureExtractor"))? {
@@ -114,7 +114,7 @@ impl Preprocessing {
     /// Reads the text of a `preprocessor_config.json`.
     ///
     /// # Errors
-    /// The config has an unknown key that may affect the numbers and is neither null nor false, a value is not
+    /// The config has an unknown key that may affect the model's input and is neither null nor false, a value is not
     /// supported, or images would differ in size.
     pub fn read(text: &str) -> Result<Self, ConfigError> {
         let written: Written = serde_json::from_str(text).map_err(|error| ConfigError(error.to_string()))?;
@@ -210,6 +210,7 @@ fn class(written: &Written) -> Result<Class, ConfigError> {
     Class::of(name).ok_or_else(|| ConfigError(format!("`image_processor_type` = {name:?} is not supported")))
 }
 
+/// The height and the width of the crop, if there is one.
 type Crop = Option<(usize, usize)>;
 
 /// The size to resize to and the crop after it.
@@ -254,7 +255,8 @@ fn shapes(written: &Written, class: Class) -> Result<(Resized, Crop), ConfigErro
     Ok((resized, crop))
 }
 
-/// A size as transformers writes it: a number, `shortest_edge`, or `height` and `width`.
+/// Reads a size as transformers writes it: a number, `shortest_edge`, or `height` and `width`. With `square`, a number
+/// means both sides; otherwise it means the shorter one.
 fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> {
     let side = |value: &Value| match value.as_u64() {
         Some(side @ 1..=MAX_SIDE) => Ok(side as usize),
@@ -280,7 +282,8 @@ fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> 
     }
 }
 
-/// The number for each sample value, rounded as transformers does: scaled in f64, the rest in f32.
+/// Computes the model's input value for each sample value. Rounds as transformers does: scales in f64, and does the
+/// rest in f32.
 fn table(written: &Written, class: Class) -> Result<[[f32; 256]; 3], ConfigError> {
     let normalizes = written.do_normalize.unwrap_or(true);
     let divides_again = class == Class::EfficientNet && written.include_top.unwrap_or(true);
@@ -307,7 +310,7 @@ fn table(written: &Written, class: Class) -> Result<[[f32; 256]; 3], ConfigError
     Ok(std::array::from_fn(|colour| std::array::from_fn(|sample| number(sample, colour))))
 }
 
-/// A number for each colour, or one for all.
+/// Reads the numbers of `key` for red, green and blue: a list of three, or one number for all.
 fn colours(key: &str, value: &Option<Value>) -> Result<[f32; 3], ConfigError> {
     let value = value.as_ref().ok_or_else(|| ConfigError(format!("`{key}` is missing")))?;
     let numbers = match value {

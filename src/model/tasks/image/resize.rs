@@ -88,14 +88,14 @@ pub fn resize(image: &Rgb8, width: usize, height: usize, filter: Filter, window:
 const FRACTION: u32 = 32 - 8 - 2;
 const ONE: i32 = 1 << FRACTION;
 
-/// The source samples of one target sample, with their weights.
+/// The source pixels of one target pixel in one direction, with their weights.
 struct Tap {
-    /// The index of the first source sample; one sample for each weight.
+    /// The index of the first source pixel. The others follow it, one for each weight.
     first: usize,
     weights: Vec<i32>,
 }
 
-/// The taps of the `wanted` target samples, if `from` samples are resized to `to`.
+/// The taps of the `wanted` target pixels, if `from` pixels are resized to `to`.
 fn taps(from: usize, to: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Tap> {
     let step = from as f64 / to as f64;
     if from == to {
@@ -110,7 +110,7 @@ fn taps(from: usize, to: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Ta
     wanted.clone().map(|place| tap(from, (place as f64 + 0.5) * step, step.max(1.0), filter)).collect()
 }
 
-/// The tap at the source position `centre` of `from` samples. The filter is `stretch` times as wide as for enlarging.
+/// The tap at the position `centre` among `from` source pixels. The filter is `stretch` times as wide as for enlarging.
 fn tap(from: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
     let reach = filter.reach() * stretch;
     // A cast of a negative number gives 0.

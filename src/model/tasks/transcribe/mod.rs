@@ -105,7 +105,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
     let options = Options::read(spec)?;
     let tokens = SpeechTokens::read(&files, &config)?;
     let network = Whisper::load(spec, device, &config, options.sequences)?;
-    let transcriber = Transcriber::new(network, &config, options.capacity(config.context), &tokens);
+    let transcriber = Transcriber::new(network, options.capacity(config.context), &tokens);
     let processor = TranscribeProcessor {
         names: ServedNames::new(spec),
         log_mel: Arc::new(LogMel::new(config.mels)),

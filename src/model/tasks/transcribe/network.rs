@@ -10,7 +10,7 @@ use super::segments::{Heard, Window, compression_ratio, text};
 use super::tokens::{Multilingual, SpeechTokens};
 use super::words::{Said, said};
 use crate::model::load::vocabulary::TokenTexts;
-use crate::model::nets::whisper::config::{POSITIONS, WhisperConfig};
+use crate::model::nets::whisper::config::POSITIONS;
 use crate::model::nets::whisper::{Span, Whisper};
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::{Sampler, Seed};
@@ -34,7 +34,7 @@ const MAX_TEXTS: usize = 6;
 const MIN_STEPS: usize = 50;
 /// Frames of features in a [`TIMESTAMP_STEP`].
 const FRAMES_IN_STEP: usize = 2;
-/// Above this probability there is no speech, unless the text is likely.
+/// Above this probability of no speech, a window is taken to have no speech, unless its text is likely.
 const MIN_NO_SPEECH: f32 = 0.6;
 /// Seconds of a window.
 const WINDOW_SECONDS: f64 = (WINDOW / RATE as usize) as f64;
@@ -49,7 +49,7 @@ pub struct Prompt {
     pub features: Arc<[f32]>,
     /// Its place in the recording.
     pub window: Window,
-    /// The tokens of a preceding text, after the token that introduces it. May be empty.
+    /// The token that introduces a preceding text, and then that text's tokens. Empty without a preceding text.
     pub previous: Arc<[u32]>,
     /// The tokens of the language and of the task, for a model of several languages.
     pub languages: Option<LanguagePrompt>,
@@ -89,7 +89,6 @@ impl Prompt {
 pub struct Transcriber {
     network: Whisper,
     capacity: Capacity,
-    width: usize,
     /// The token that begins a text.
     start_token: u32,
     /// The token whose probability says that there is no speech.
@@ -163,11 +162,10 @@ struct Computed {
 
 impl Transcriber {
     /// A network that has heard nothing. It has as many slots as `capacity` has sequences.
-    pub fn new(network: Whisper, config: &WhisperConfig, capacity: Capacity, tokens: &SpeechTokens) -> Self {
+    pub fn new(network: Whisper, capacity: Capacity, tokens: &SpeechTokens) -> Self {
         Self {
             network,
             capacity,
-            width: config.width,
             start_token: tokens.start,
             no_speech_token: tokens.no_speech,
             multilingual: tokens.multilingual.clone(),
@@ -247,9 +245,9 @@ impl Transcriber {
     }
 
     /// Chooses the next token of a row, and reads the probability that there is no speech. Does not change the
-    /// sequence. `logits` has those after the token that begins the text, if the chunk has that token. Then it has
-    /// those after the chunk's last token, if a token is chosen. If both are the same token, it has them once. `step`
-    /// requests them in this order.
+    /// sequence. If the chunk has the token that begins the text, `logits` first yields the logits after that token. If
+    /// a token is chosen, it next yields those after the chunk's last token, unless that is the same token. `step`
+    /// requests the logits in this order.
     fn choose<'a>(
         &self,
         chunk: Chunk,
@@ -394,8 +392,8 @@ impl Sequence {
         rules: &Rules,
     ) -> Result<Vec<Said>, TaskError> {
         let (before, computed) = (self.prompt.tokens(), self.answer.len() - usize::from(!is_whole));
-        // A token is chosen at the position before its own. The position after the last token tells when that token
-        // ends.
+        // A token is chosen at the position before its own. At the last token's own position its successor is chosen,
+        // which tells when the last token ends.
         let text = (0..self.answer.len()).filter(|at| self.answer[*at] < rules.end);
         let mut positions: Vec<usize> = text.map(|at| before + at - 1).collect();
         let tokens = positions.len();
@@ -559,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_begins_at_the_last_pair_of_times_unless_a_single_time_ends_it() {
+    fn a_text_goes_on_at_its_last_pair_of_times_unless_it_ends_with_a_single_time() {
         let rules = Rules { end: 5, first_time: 10, ..Rules::default() };
         for (tokens, expected) in [
             (&[10, 0, 30, 30][..], Some(Rest { kept: 3, steps: 20 })),

@@ -85,7 +85,7 @@ impl Rules {
             return;
         };
         let before_last = answer.len().checked_sub(2).map(|at| answer[at]);
-        // A time after text ends a segment. One at the beginning or after another time begins one.
+        // A time after text ends a segment. A time at the beginning or after another time begins a segment.
         let is_end = self.is_time(*last) && before_last.is_some_and(|id| !self.is_time(id));
         if is_end {
             forbid(0..self.end as usize);

@@ -123,7 +123,7 @@ pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &To
 struct Words<'a> {
     window: &'a Window,
     words: std::vec::IntoIter<TimedWord>,
-    /// How many tokens of text the words have that were given to segments.
+    /// Tokens of text in the words that were given to segments.
     given: usize,
     /// How many tokens of text the segments have so far.
     tokens: usize,
@@ -200,7 +200,7 @@ mod tests {
         }
     }
 
-    /// It begins at 30 s, and leaves out 10 s after its first second.
+    /// A window that begins at 30 s of the recording. After its first second, 10 s of the recording are left out.
     fn window() -> Window {
         let parts = [Part { at: 0.0, from: 30.0 }, Part { at: 1.0, from: 41.0 }];
         Window { parts: parts.into(), seconds: 2.0, channel: None }

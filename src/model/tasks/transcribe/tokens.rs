@@ -132,9 +132,10 @@ impl SpeechTokens {
         self.vocabulary.texts()
     }
 
-    /// The tokens of a request's keywords and of its prompt, after the token that introduces them; none if both are
-    /// empty. If there is a prompt, the keywords may fill half of the room, and the prompt the rest. If keywords are
-    /// too long, their first tokens are kept. If a prompt is too long, its last tokens are kept.
+    /// Returns the token that introduces a preceding text, and then the tokens of a request's keywords and of its
+    /// prompt. Returns no tokens if both are empty. If there is a prompt, the keywords may fill half of the room, and
+    /// the prompt the rest. If keywords are too long, their first tokens are kept. If a prompt is too long, its last
+    /// tokens are kept.
     ///
     /// # Errors
     /// `BadInput` if one of them holds a special token, which could command the model.

@@ -24,7 +24,7 @@ const BLOCKS: usize = 4;
 const CUT: usize = 8 * RATE as usize;
 /// Samples whose loudness is compared: 200 ms, the length of a short pause.
 const PAUSE: usize = RATE as usize / 5;
-/// Samples from one such place to the next: 20 ms.
+/// Samples from the beginning of one compared place to that of the next: 20 ms.
 const STEP: usize = RATE as usize / 50;
 /// Samples whose loudness decides whether a window is silent: 100 ms, about as long as a short syllable.
 const SYLLABLE: usize = RATE as usize / 10;
@@ -32,8 +32,8 @@ const SYLLABLE: usize = RATE as usize / 10;
 /// dB louder.
 const SILENCE: f32 = 1e-6;
 
-/// The samples of a recording that were decoded. Written by the thread that makes windows, and read when the reply is
-/// written.
+/// How many samples of a recording were decoded, in each stream. Written by the thread that makes windows, and read
+/// when the reply is written.
 #[derive(Clone, Debug, Default)]
 pub struct DecodedLength(Arc<AtomicU64>);
 

@@ -78,7 +78,7 @@ fn normalise(head: &mut [f32], rows: usize, keys: usize) {
         let all = scale.iter_mut().zip(row).zip(&mean);
         all.for_each(|((sum, x), mean)| *sum += (x - mean) * (x - mean));
     }
-    // A key at which all tokens look alike says nothing.
+    // A key to which all tokens attend equally says nothing.
     scale.iter_mut().for_each(|sum| *sum = if *sum > 0.0 { (rows as f32 / *sum).sqrt() } else { 0.0 });
     for row in head.chunks_exact_mut(keys) {
         let all = row.iter_mut().zip(&mean).zip(&scale);
