@@ -330,6 +330,50 @@ fn a_flac_file_of_silence_that_decodes_to_weeks_is_refused_at_the_bound() {
 }
 
 #[test]
+fn what_a_flac_or_wav_header_holds_beside_its_form_is_skipped_unread() {
+    let plain = fixture("short.flac");
+    let mut flac = plain[..42].to_vec();
+    flac[4] = 0;
+    // A seek table of seven bytes, which the library refuses, and a picture.
+    flac.extend(b"\x03\0\0\x07seekers\x06\x10\0\0");
+    flac.extend(vec![7; 1 << 20]);
+    flac.extend(&plain[4..]);
+    let second = 42 + 11 + 4 + (1 << 20);
+    // The second STREAMINFO is skipped, too, with what follows it.
+    assert_eq!(flac[second] & 0x7f, 0);
+    assert_eq!(mono(flac.clone()).unwrap(), mono(plain).unwrap());
+    let blocks = [&flac[..42], &b"\x01\0\0\0".repeat(200)[..]].concat();
+    assert_eq!(refusal(blocks).1, "the FLAC file has more than 128 metadata blocks");
+    assert_eq!(
+        refusal(&b"fLaC\x01\0\0\0"[..]).1,
+        "the FLAC file cannot be read: it does not begin with a STREAMINFO block"
+    );
+
+    let file = wav(16_000, 1, &[1_000; 800]);
+    let texts = b"LIST\x0b\0\0\0INFOILLXXXX\0";
+    let with_texts = [&file[..12], texts, &file[12..36], texts, &file[36..]].concat();
+    assert_eq!(mono(with_texts).unwrap(), mono(file.clone()).unwrap());
+    let huge = [&file[..12], b"fmt \x01\x04\0\0", &[0; 1_026], &file[36..]].concat();
+    assert_eq!(refusal(huge).1, "the WAV file has 1025 bytes in its chunk fmt; at most 1024 are taken");
+}
+
+#[test]
+fn an_ogg_file_whose_pages_are_false_is_refused_and_what_follows_the_last_is_ignored() {
+    let file = fixture("short.ogg");
+    let expected = mono(file.clone()).unwrap();
+    assert_eq!(mono([&file[..], &[0; 1_000]].concat()).unwrap(), expected);
+    let pages: Vec<usize> = (0..file.len() - 4).filter(|at| &file[*at..at + 4] == b"OggS").collect();
+    let third = pages[3];
+    let between = [&file[..third], b"OggS", &file[third..]].concat();
+    assert!(refusal(between).1.ends_with("a page has a wrong checksum"));
+    let between = [&file[..third], b"noise", &file[third..]].concat();
+    assert!(refusal(between).1.ends_with("there are bytes between its pages"));
+    let mut changed = file.clone();
+    changed[third + 100] ^= 1;
+    assert!(refusal(changed).1.ends_with("a page has a wrong checksum"));
+}
+
+#[test]
 fn floating_point_samples_that_are_no_sound_become_sound() {
     let mut file = wav_header(RATE, 1, 4 * 8);
     file[20] = 3;

@@ -211,6 +211,8 @@ def test_speech(client: Any) -> None:
         speech.transcribe(sound, langauge="en")
     with pytest.raises(TypeError, match="there is request"):
         speech.transcribe(sound, response_format="srt")
+    with pytest.raises(TypeError, match="response_format is no option of a task; .* into headers="):
+        speech.request(b"RIFF", content_type="audio/wav", response_format="srt")
 
 
 def test_texts_for_a_pool_of_images(client: Any) -> None:

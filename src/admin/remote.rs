@@ -118,7 +118,8 @@ impl ControlledLauncher {
             },
         };
         let request_text = serde_json::to_string(&request).unwrap_or_default();
-        if request.is_query() {
+        // Any requester may cancel, as often as it likes.
+        if request.is_query() || target == Target::Cancel {
             tracing::debug!(key, request = request_text, "remote control");
         } else {
             tracing::info!(key, request = request_text, "remote control");

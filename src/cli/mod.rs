@@ -168,8 +168,8 @@ pub struct Publish {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Texts, one task each: to embed, to classify, a chat, whatever the pool answers. For a pool of images: files. For
-    /// a pool that reranks: a query, then its documents
+    /// Texts, one task each: to embed, to classify, a chat, whatever the pool answers. For a pool of images
+    /// or of speech: files, or URLs of files. For a pool that reranks: a query, then its documents
     #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
     pub texts: Vec<String>,
     /// A file of tasks, one JSON value per line; `-` is stdin

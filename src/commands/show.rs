@@ -51,9 +51,12 @@ impl<W: Write> Show<W> {
         self.write_on()?;
         if self.pending.remove(&number).is_some() {
             let whole = text_of(reply).or_else(|| error_of(reply)).unwrap_or_default();
-            // Parts may be lost, but the reply holds the whole text.
-            let rest = whole.strip_prefix(&self.written).unwrap_or(&whole);
-            writeln!(self.out, "{rest}\n")?;
+            // Parts may be lost, but the reply holds the whole text. The parts of a transcript begin with a space, and the
+            // reply does not. Subtitles have other text than their parts.
+            match whole.trim_start().strip_prefix(self.written.trim_start()) {
+                Some(rest) => writeln!(self.out, "{rest}\n")?,
+                None => writeln!(self.out, "\n{whole}\n")?,
+            }
         }
         self.turn = None;
         self.write_on()
@@ -112,6 +115,22 @@ mod tests {
         show.part(1, &of("audio/wav", "RIFF")).unwrap();
         show.answered(1, &of("audio/wav", "RIFFRIFF")).unwrap();
         assert_eq!(String::from_utf8(show.out).unwrap(), "> a\none two\n\n> b\n\n\n");
+    }
+
+    #[test]
+    fn a_transcript_is_shown_once_and_subtitles_after_their_text() {
+        let delta = |text: &str| message(json!({"type": "transcript.text.delta", "delta": text}));
+        let plain = Properties { content_type: Some("text/plain".into()), ..Properties::default() };
+        let mut show = Show::new(Vec::new());
+        show.begun(0, "");
+        show.part(0, &delta(" one")).unwrap();
+        show.part(0, &delta(" two.")).unwrap();
+        show.answered(0, &message(json!({"text": "one two."}))).unwrap();
+        show.begun(1, "");
+        show.part(1, &delta(" one")).unwrap();
+        let subtitles = Message { body: "1\n00:00".into(), properties: plain };
+        show.answered(1, &subtitles).unwrap();
+        assert_eq!(String::from_utf8(show.out).unwrap(), " one two.\n\n one\n1\n00:00\n\n");
     }
 
     #[test]

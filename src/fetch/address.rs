@@ -3,7 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Whether the address belongs to a host of the public internet. Addresses for special purposes (IANA's registries), such
-/// as private, loopback and link-local ones, do not. An IPv6 address that carries an IPv4 address is judged by the latter.
+/// as private, loopback and link-local ones, do not. An IPv6 address that maps (`::ffff:`), translates (NAT64) or
+/// tunnels (6to4) an IPv4 address is judged by that address.
 pub(super) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),

@@ -31,7 +31,7 @@ pub enum Location {
 /// Why it is not fetched, to be put after the URL.
 pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, String> {
     if written.len() > MAX_URL {
-        return Err(format!("has {} bytes; a URL may have {MAX_URL}", written.len()));
+        return Err(format!("has {} bytes; a URL may have at most {MAX_URL}", written.len()));
     }
     if written.contains(|c: char| c.is_control() || c == '\\') {
         return Err("has control characters or backslashes".to_owned());

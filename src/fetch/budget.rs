@@ -12,7 +12,7 @@ pub(super) struct Budget(Arc<Shared>);
 
 struct Shared {
     most: u64,
-    /// Written by [`Budget::take`] and by the drop of a share.
+    /// Written by [`Budget::take`] and [`Budget::exceed`], and when a share gives bytes back.
     held: Mutex<Held>,
     /// Notified when bytes are given back; the takers wait for it.
     freed: Notify,

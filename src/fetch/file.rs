@@ -12,7 +12,8 @@ use super::Failure;
 /// Opens the regular file at the relative path. Returns its size, too.
 ///
 /// # Errors
-/// There is no such file, it is not below the folder, or the folder cannot be read now.
+/// There is no such file below the folder, it is not a regular file, the worker may not read it, or it cannot be read
+/// now.
 pub(super) fn open_below(folder: &Path, path: &Path) -> Result<(File, u64), Failure> {
     let unavailable = |error: Errno| Failure::Unavailable(format!("cannot be read now: {}", error.desc()));
     let refused = |reason: &str| Failure::Refused(reason.to_owned());
@@ -27,7 +28,7 @@ pub(super) fn open_below(folder: &Path, path: &Path) -> Result<(File, u64), Fail
         Errno::EXDEV | Errno::ELOOP => refused("leads out of its folder"),
         Errno::EACCES | Errno::EPERM => refused("may not be read by the worker"),
         Errno::ENAMETOOLONG => refused("has too long a name"),
-        // What the open of a socket, or of a device without a driver, ends with.
+        // The errors of opening a socket, or a device without a driver.
         Errno::ENXIO | Errno::ENODEV => refused("is not a regular file"),
         other => unavailable(other),
     })?;

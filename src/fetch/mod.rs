@@ -24,7 +24,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use rusty_s3::{Bucket, Credentials, S3Action as _, UrlStyle};
 use tokio::sync::oneshot;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 use url::Url;
 
 pub use self::allowed::Location;
@@ -33,6 +33,9 @@ use crate::config::{AllowedSource, Fetch, Pool, S3};
 
 /// The first size, in bytes, of the buffer for a file whose size is not known, and the step by which a file is read.
 const STEP: usize = 64 << 10;
+/// How long a fetch waits while the worker holds too many bytes. It is short, because the fetch has a turn meanwhile,
+/// and bytes may be held until a recording is transcribed.
+const MEMORY_WAIT: Duration = Duration::from_secs(1);
 /// How long the signature of a URL is valid. The request is made at once.
 const SIGNED_FOR: Duration = Duration::from_secs(60);
 
@@ -45,6 +48,8 @@ pub enum Failure {
     TooLarge(String),
     /// It may be there later.
     Unavailable(String),
+    /// The worker holds too many bytes of files now. This is not the file's fault.
+    Crowded,
 }
 
 /// Fetches files for the tasks of one worker.
@@ -66,6 +71,8 @@ pub struct Claim {
     pub waits: bool,
     /// The most bytes of the file; `fetch.max_size` bounds it too.
     pub max_size: u64,
+    /// Bytes of the task's files that were fetched before. They are held until the task ends.
+    pub held: u64,
 }
 
 /// An open file, with its size if it is known.
@@ -104,7 +111,7 @@ impl Fetcher {
     }
 
     /// Fetches a file. If this call is cancelled, the thread that reads the file ends at the deadline. `turn` is
-    /// dropped when no thread needs it any more, so that turns bound the threads.
+    /// the caller's permit: each thread of this fetch holds it, so that permits bound the number of threads.
     ///
     /// # Errors
     /// [`Failure`].
@@ -122,8 +129,17 @@ impl Fetcher {
             return Err(Failure::TooLarge(format!("has {size} bytes; this pool takes at most {most}")));
         }
         let expected = source.size.unwrap_or(most);
+        let for_requester = self.limits.memory / 2;
+        if claim.held > 0 && claim.held.saturating_add(expected) > for_requester {
+            let held = claim.held;
+            return Err(Failure::TooLarge(format!(
+                "has up to {expected} bytes, and the task's files before it have {held}; \
+                 together they may have {for_requester}"
+            )));
+        }
         let share = if claim.waits {
-            timeout_at(until, self.budget.take(claim.requester, expected)).await.map_err(late)?
+            let share = timeout(MEMORY_WAIT, self.budget.take(claim.requester, expected)).await;
+            share.map_err(|_| Failure::Crowded)?
         } else {
             self.budget.exceed(claim.requester, expected)
         };
@@ -228,6 +244,8 @@ fn read(source: Source, most: u64, until: Instant, mut share: Share) -> Result<B
     }
 }
 
+/// The number of bytes that came, for a message. Reading stops one byte after the declared size, so that the number
+/// of more bytes is not known.
 fn shown(read: u64, size: u64) -> String {
     if read > size { "more".to_owned() } else { read.to_string() }
 }

@@ -42,7 +42,7 @@ fn fetcher(url: &Url, private: bool) -> Fetcher {
     Fetcher { allowed, budget: Budget::new(limits.memory), limits, s3, tls: OnceLock::new() }
 }
 
-const CLAIM: Claim = Claim { requester: 1, waits: true, max_size: u64::MAX };
+const CLAIM: Claim = Claim { requester: 1, waits: true, max_size: u64::MAX, held: 0 };
 
 async fn fetched(url: &Url) -> Result<Vec<u8>, Failure> {
     let fetcher = fetcher(url, true);
@@ -185,10 +185,16 @@ async fn files_are_read_from_a_folder_and_their_bytes_count_until_they_are_dropp
     for _ in 0..7 {
         more.push(fetch("a.wav").await.unwrap());
     }
-    assert!(matches!(fetch("a.wav").await, Err(Failure::Unavailable(_))), "4,800 are held");
-    let others = Claim { requester: 2, waits: true, max_size: u64::MAX };
+    assert_eq!(fetch("a.wav").await, Err(Failure::Crowded), "4,800 are held");
+    let of_one_task = Claim { held: 4_800, ..CLAIM };
+    let too_large = fetcher.fetch(at("a.wav"), of_one_task, Arc::new(())).await.unwrap_err();
+    assert!(
+        matches!(&too_large, Failure::TooLarge(why) if why.ends_with("they may have 5000")),
+        "{too_large:?}"
+    );
+    let others = Claim { requester: 2, waits: true, max_size: u64::MAX, held: 0 };
     assert!(fetcher.fetch(at("a.wav"), others, Arc::new(())).await.is_ok());
-    let isolated = Claim { requester: 1, waits: false, max_size: u64::MAX };
+    let isolated = Claim { requester: 1, waits: false, max_size: u64::MAX, held: 0 };
     assert!(fetcher.fetch(at("a.wav"), isolated, Arc::new(())).await.is_ok());
     drop((clone, more));
     assert!(fetch("a.wav").await.is_ok());

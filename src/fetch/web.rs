@@ -33,7 +33,7 @@ pub(super) fn tls() -> Result<Arc<rustls::ClientConfig>, rustls::Error> {
 /// The addresses of the URL's host.
 ///
 /// # Errors
-/// The host is not found, or one of its addresses is private and `private` is false.
+/// The host is not found before `until`, or has a private address although `private`, which admits these, is false.
 pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<Vec<SocketAddr>, Failure> {
     let host = url.host_str().unwrap_or_default();
     let port = url.port_or_known_default().unwrap_or_default();
@@ -62,7 +62,7 @@ pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<
 /// Requests the file. Blocks the thread until its headers are there.
 ///
 /// # Errors
-/// The server does not have it, or cannot be reached now.
+/// The server does not have the file, is not trusted, sends it encoded, or cannot be reached before `until`.
 pub(super) fn open(
     url: &Url,
     addresses: Vec<SocketAddr>,

@@ -157,9 +157,8 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
                     self.error.get_or_insert(TaskError::bad_input(name, message));
                 }
             } else {
-                if let Some(meant) = self.mistyped(key) {
-                    let message = format!("{key} is not a field of this request; did you mean {meant}?");
-                    self.error.get_or_insert(TaskError::bad_input(key, message));
+                if let Some(error) = self.keys.mistyped(key) {
+                    self.error.get_or_insert(error);
                 }
                 map.next_value::<IgnoredAny>()?;
             }
@@ -168,17 +167,19 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
     }
 }
 
-impl FieldVisitor<'_, '_> {
-    /// The field that was probably meant by an unknown `key`.
-    fn mistyped(&self, key: &str) -> Option<&'static str> {
+impl Keys {
+    /// The error of an unknown `key` that is one letter away from a known one.
+    pub fn mistyped(&self, key: &str) -> Option<TaskError> {
         if FOREIGN.contains(&key) {
             return None;
         }
-        let names = self.keys.taken.iter().chain(self.keys.unsupported.iter().map(|it| &it.key));
+        let names = self.taken.iter().chain(self.unsupported.iter().map(|it| &it.key));
         // A comparison takes time and memory in proportion to the product of the lengths, and a key can be as long as
         // the body. One letter more or less is at most four bytes.
         let is_near = |name: &&str| key.len().abs_diff(name.len()) <= 4;
-        names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)
+        let meant = names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)?;
+        let message = format!("{key} is not a field of this request; did you mean {meant}?");
+        Some(TaskError::bad_input(key, message))
     }
 }
 

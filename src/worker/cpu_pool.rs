@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use tokio::sync::{Semaphore, oneshot};
 
+use super::turns::Turns;
 use crate::engine::caught;
 
 /// The most pieces of work that may wait for a thread.
@@ -36,6 +37,9 @@ pub(super) struct CpuPool {
 pub(super) struct Pools {
     /// Prepare tasks.
     pub(super) preprocess: CpuPool,
+    /// Turns of requesters at further inputs of their tasks on `preprocess`, twice as many as threads: a requester may
+    /// have half of them, which keeps all threads busy.
+    pub(super) slice_turns: Turns,
     /// One thread for preparation that takes long, such as that of a grammar, while `preprocess` goes on with other
     /// tasks. `turns` decides whose task is next on it.
     pub(super) long: CpuPool,
@@ -51,6 +55,7 @@ impl Pools {
     pub(super) fn start(threads: usize) -> io::Result<Self> {
         Ok(Self {
             preprocess: CpuPool::start("preprocess", threads)?,
+            slice_turns: Turns::new(u16::MAX, 2 * threads),
             long: CpuPool::start("preprocess-long", 1)?,
             reply: CpuPool::start("reply", threads)?,
         })
@@ -59,7 +64,12 @@ impl Pools {
     /// As [`CpuPool::start_here`].
     #[cfg(test)]
     pub(super) fn start_here() -> Self {
-        Self { preprocess: CpuPool::start_here(), long: CpuPool::start_here(), reply: CpuPool::start_here() }
+        Self {
+            preprocess: CpuPool::start_here(),
+            slice_turns: Turns::new(u16::MAX, 2),
+            long: CpuPool::start_here(),
+            reply: CpuPool::start_here(),
+        }
     }
 }
 

@@ -481,12 +481,14 @@ impl Run<'_> {
         }
         // The engine should not wait for a task that waits for its files.
         drop(expected);
+        let mut held = 0;
         for FileUrl { url, path } in urls {
             if fetched.files.has(&url) {
                 continue;
             }
             let failed = |failure: Failure| {
                 let (kind, why) = match failure {
+                    Failure::Crowded => return Outcome::PutOff(WaitsFor::Turn),
                     Failure::Refused(why) => (TaskErrorKind::BadInput, why),
                     Failure::TooLarge(why) => (TaskErrorKind::TooLarge, why),
                     Failure::Unavailable(why) => (TaskErrorKind::Unavailable, why),
@@ -494,7 +496,7 @@ impl Run<'_> {
                 // A query may be a signature, and errors are logged.
                 let shown =
                     url.split_once('?').map_or_else(|| url.clone(), |(start, _)| format!("{start}?…"));
-                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&shown, 200))).at(&*path)
+                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&shown, 200))).at(&*path).into()
             };
             let location = fetcher.locate(&url).map_err(failed)?;
             let turn = Arc::new(self.turn(&shared.fetch_turns).await?);
@@ -504,12 +506,14 @@ impl Run<'_> {
                 requester: self.state.requester,
                 waits: self.group().is_none(),
                 max_size: if is_body_of_json { shared.max_body } else { u64::MAX },
+                held,
             };
             let bytes = tokio::select! {
                 biased;
                 bytes = fetcher.fetch(location, claim, turn) => bytes.map_err(failed)?,
                 error = self.ceases_to_be_wanted() => return Err(error.into()),
             };
+            held += bytes.len() as u64;
             if path == DATAREF {
                 fetched.task = Arc::new(task.with_body(bytes));
             } else {
@@ -618,12 +622,18 @@ impl Run<'_> {
         self.beside_others(pool.run(brief, work)).await.map_err(internal)?
     }
 
-    /// Prepares the further inputs of a task, one slice whenever few of them wait for the model. Other tasks have their
-    /// turn between two slices. Returns only if a slice fails, with its error.
+    /// Prepares the further inputs of a task, one slice whenever few of them wait for the model. Other requesters have
+    /// their turn between two slices. Returns only if a slice fails, with its error.
     async fn feed(&self, source: Option<Arc<dyn InputSource>>) -> TaskError {
         if let Some(source) = source {
             while poll_fn(|context| source.poll_wanted(context)).await {
                 let own = source.clone();
+                // An isolated task waits for no turn. A task that may not leave is always given one.
+                let turns = &self.shared.pools.slice_turns;
+                let _turn = match self.group() {
+                    Some(_) => None,
+                    None => turns.take(self.state.requester, false).await.ok(),
+                };
                 if let Err(error) = self.prepare(Effort::Usual, move || own.pull()).await {
                     return error;
                 }

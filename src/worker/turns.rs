@@ -1,5 +1,5 @@
 //! Decides whose task is prepared next on the thread for preparation that takes long (such as that of a grammar), whose
-//! files are fetched next, and which tasks are put off instead. Requesters take turns, however many tasks each has. A
+//! further inputs are prepared next, whose files are fetched next, and which tasks are put off instead. Requesters take turns, however many tasks each has. A
 //! waiting task holds one of the messages that the broker grants; so when too many wait, tasks of the requester that
 //! has the most are put off: they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
 

@@ -128,7 +128,11 @@ class Defaults:
         return other
 
     def _task(self, body: Body, **options: Unpack[TaskOptions]) -> Task:
-        """Raises ValueError for what is no task."""
+        """Raises ValueError for what is no task, and TypeError for an unknown option."""
+        for name in options.keys() - TaskOptions.__annotations__.keys():
+            raise TypeError(
+                f"{name} is no option of a task; fields of a request are put into its body, or into headers= if the body is bytes"
+            )
         raw = body if isinstance(body, bytes) else json.dumps(body, allow_nan=False).encode()
         if raw.strip() == b"null":
             raise ValueError("a body of JSON null is a sentinel, which stops a worker")

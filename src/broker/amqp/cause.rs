@@ -84,7 +84,10 @@ impl Cause {
 pub(super) fn message(error: &Error) -> String {
     let hint = Cause::of(error).hint();
     match error.kind() {
-        ErrorKind::ProtocolError(amqp) => format!("{} {}{hint}", amqp.get_id(), amqp.get_message()),
+        // RabbitMQ ends some of its texts with a full stop, after which the hint would begin.
+        ErrorKind::ProtocolError(amqp) => {
+            format!("{} {}{hint}", amqp.get_id(), amqp.get_message().as_str().trim_end_matches('.'))
+        }
         _ => format!("{error}{hint}"),
     }
 }

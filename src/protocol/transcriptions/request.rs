@@ -1,5 +1,5 @@
-//! Reads requests. The recording is the body of a message whose headers are the parameters, or a URL in JSON names or
-//! holds it.
+//! Reads requests. Either the body of the message is the recording, and its headers are the parameters; or the body is
+//! JSON, whose field `file_url` holds or names the recording.
 //! Decides what is accepted and what an absent field means; errors name the field and the value.
 
 use std::ops::RangeInclusive;
@@ -254,8 +254,8 @@ fn voice_detection(fields: &Fields<'_>) -> Result<Option<VoiceDetection>, TaskEr
 /// The recording in a request of JSON.
 fn of_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError> {
     let Some(raw) = fields.get(FILE_URL) else {
-        let message = "file_url is missing; send a recording as a data URL in file_url, or as the body of a message of \
-                       type audio/wav, audio/flac, audio/mpeg or audio/ogg";
+        let message = "file_url is missing; send a recording as a URL in file_url, or as the body of a message whose \
+                       content_type is audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
     let url = string(raw.get(), FILE_URL)?;
@@ -268,9 +268,13 @@ fn wrong_url(message: &str, raw: &RawValue) -> TaskError {
     TaskError::bad_input(FILE_URL, format!("{FILE_URL} {message}, got {shown}"))
 }
 
-/// The headers that are parameters, as JSON.
+/// The headers that are parameters, as JSON. Others are ignored, unless one is a mistyped parameter.
 fn of_headers(headers: &Headers) -> Result<String, TaskError> {
     let names = KEYS.taken.iter().copied().chain(KEYS.unsupported.iter().map(|it| it.key));
+    let is_known = |name: &str| names.clone().any(|known| known == name);
+    if let Some(error) = headers.keys().filter(|name| !is_known(name)).find_map(|name| KEYS.mistyped(name)) {
+        return Err(error);
+    }
     let mut fields = Map::new();
     for name in names {
         match headers.get(name) {
@@ -301,7 +305,10 @@ fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
         },
     };
     json.ok_or_else(|| {
-        TaskError::bad_input(name, format!("the header {name} must be a text, a number or a boolean"))
+        TaskError::bad_input(
+            name,
+            format!("the header {name} must be a text, a number, a boolean or a list of texts"),
+        )
     })
 }
 
@@ -521,6 +528,11 @@ mod tests {
             ("temperature", Value::F64(f64::NAN), "the header temperature must be"),
             ("temperature", "warm".into(), "temperature must be a number from 0 to 1, got \"warm\""),
             ("prompt", Value::Text(vec![0xff]), "the header prompt must be a text"),
+            (
+                "respons_format",
+                "srt".into(),
+                "respons_format is not a field of this request; did you mean response_format?",
+            ),
             ("prompt", Value::I32(7), "prompt must be a string, got 7"),
             ("file_url", "data:".into(), "file_url is for a body of JSON"),
             ("channels", Value::Bool(true), "channels must be a string, got true"),

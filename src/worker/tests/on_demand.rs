@@ -185,6 +185,22 @@ async fn a_task_of_many_inputs_holds_up_no_other_by_more_than_a_slice_and_a_batc
 }
 
 #[tokio::test(start_paused = true)]
+async fn requesters_take_turns_at_inputs_however_many_tasks_each_has() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        let many = |id: usize| task(&format!("many-{id}"), "theirs", &json!({ "windows": 20 }));
+        rig.memory.deliver((0..60).map(many).chain([windows("one", 12)]));
+        rig.memory.publishes("mine", 1).await;
+        let made = record.made();
+        let own = |task: &String| task == "one";
+        let first = made.iter().position(own).unwrap();
+        let last = made.iter().rposition(own).unwrap();
+        assert!(last - first < 4 * 12, "the last of 12 windows is {} after the first", last - first);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_task_without_inputs_is_answered() {
     here(async {
         let (rig, _) = start(|_| ());

@@ -1,5 +1,6 @@
-//! Recognizes the format of a recording by its first bytes, and checks the length that its header states. Skips tags
-//! before the sound. Decodes nothing.
+//! Recognizes the format of a recording by its first bytes, and checks the length that its header states. Skips tags,
+//! pictures and seek tables before the sound: the library would keep them in memory, many times as large as in the file,
+//! and sort seek tables in quadratic time. Decodes nothing.
 
 use std::fmt;
 use std::io::{self, Read, SeekFrom};
@@ -15,6 +16,12 @@ pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg Vorbis";
 const MAGIC_BYTES: usize = 64;
 /// The most ID3v2 tags before the sound of an MP3 file. Usually there is one.
 const MAX_TAGS: usize = 16;
+/// The most metadata blocks before the sound of a FLAC file. Usually there are fewer than ten.
+const MAX_BLOCKS: usize = 128;
+/// The bytes of a STREAMINFO block, which describes the sound of a FLAC file.
+const STREAM_INFO_BYTES: usize = 34;
+/// The most bytes of a chunk that describes the sound of a WAV file. Usually there are 16 to 40.
+const MAX_CHUNK_BYTES: u32 = 1_024;
 /// The most chunks before the sound of a WAV file. Usually there are two or three.
 const MAX_CHUNKS: usize = 256;
 /// From this number of bytes on, a WAV header states no length: programs that write to a pipe put a very large number
@@ -47,9 +54,11 @@ impl fmt::Display for Format {
     }
 }
 
-/// A file whose format is known. Its source is positioned at the first byte of that format.
+/// A file whose format is known. `head` followed by the rest of its source is a file of that format.
 pub(super) struct Opened {
     pub(super) format: Format,
+    /// The parts of the header that describe the sound, if others were skipped.
+    pub(super) head: Vec<u8>,
     /// Whether its header states the recording's length. False for a WAV file that was written to a pipe.
     pub(super) states_length: bool,
     /// For an Ogg file, the time at which its last page ends, in samples per channel.
@@ -70,14 +79,18 @@ pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
         magic = first_bytes(source, start)?;
     }
     let format = format(&magic).ok_or_else(|| unknown(&magic, length))?;
-    let mut opened = Opened { format, states_length: true, ogg_end: None };
+    let mut opened = Opened { format, head: Vec::new(), states_length: true, ogg_end: None };
     match format {
-        Format::Wav => opened.states_length = states_wav_length(source, start, length)?,
+        Format::Wav => {
+            let header = wav_header(source, start, length)?;
+            (opened.head, opened.states_length, start) = (header.head, header.states_length, header.sound);
+        }
+        Format::Flac => (opened.head, start) = flac_header(source, start)?,
         Format::Ogg => {
             check_ogg_codec(&magic)?;
             opened.ogg_end = ogg_end(source, &magic, length).map_err(unreadable)?;
         }
-        Format::Flac | Format::Mp3 => {}
+        Format::Mp3 => {}
     }
     source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
     Ok(opened)
@@ -152,12 +165,55 @@ fn check_ogg_codec(magic: &[u8]) -> Result<(), TaskError> {
     Err(refused(format!("the Ogg file holds {name}, which is not supported; supported are {SUPPORTED}")))
 }
 
-/// Whether a WAV header states how many bytes of samples follow.
+/// The header of a FLAC file without all metadata blocks but the first, and where its frames begin.
+///
+/// # Errors
+/// The first block is not STREAMINFO, or there are too many blocks.
+fn flac_header(source: &mut dyn Source, start: u64) -> Result<(Vec<u8>, u64), TaskError> {
+    const LAST: u8 = 0x80;
+    let mut at = start + 4;
+    let mut head = Vec::new();
+    for _ in 0..MAX_BLOCKS {
+        source.seek(SeekFrom::Start(at)).map_err(unreadable)?;
+        let header = read_up_to(source, 4).map_err(unreadable)?;
+        let [kind, a, b, c] = *header else {
+            return Err(refused("the FLAC file cannot be read: it is cut off"));
+        };
+        let bytes = u32::from_be_bytes([0, a, b, c]);
+        if head.is_empty() {
+            let info = read_up_to(source, STREAM_INFO_BYTES as u64).map_err(unreadable)?;
+            if kind & !LAST != 0 || bytes as usize != STREAM_INFO_BYTES || info.len() != STREAM_INFO_BYTES {
+                return Err(refused(
+                    "the FLAC file cannot be read: it does not begin with a STREAMINFO block",
+                ));
+            }
+            head = [b"fLaC", &[LAST, 0, 0, STREAM_INFO_BYTES as u8][..], &info].concat();
+        }
+        at += 4 + u64::from(bytes);
+        if kind & LAST != 0 {
+            return Ok((head, at));
+        }
+    }
+    Err(refused(format!("the FLAC file has more than {MAX_BLOCKS} metadata blocks")))
+}
+
+struct WavHeader {
+    /// The chunks that describe the sound, and the header of its chunk.
+    head: Vec<u8>,
+    /// Whether it states how many bytes of samples follow.
+    states_length: bool,
+    /// Where the samples begin.
+    sound: u64,
+}
+
+/// Reads the header of a WAV file.
 ///
 /// # Errors
 /// It states more bytes than follow, or there are no samples.
-fn states_wav_length(source: &mut dyn Source, start: u64, length: u64) -> Result<bool, TaskError> {
-    // After "RIFF", its length and "WAVE".
+fn wav_header(source: &mut dyn Source, start: u64, length: u64) -> Result<WavHeader, TaskError> {
+    source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
+    // "RIFF", its length and "WAVE".
+    let mut head = read_up_to(source, 12).map_err(unreadable)?;
     let mut at = start + 12;
     for _ in 0..MAX_CHUNKS {
         source.seek(SeekFrom::Start(at)).map_err(unreadable)?;
@@ -173,10 +229,23 @@ fn states_wav_length(source: &mut dyn Source, start: u64, length: u64) -> Result
                     "the WAV header declares {stated} bytes of sound, and {present} bytes follow"
                 )));
             }
-            return Ok(stated < UNKNOWN_LENGTH);
+            head.extend(header);
+            return Ok(WavHeader { head, states_length: stated < UNKNOWN_LENGTH, sound: at });
         }
         // Chunks begin at even offsets.
-        at += u64::from(stated) + u64::from(stated % 2);
+        let bytes = u64::from(stated) + u64::from(stated % 2);
+        if matches!(name, b"fmt " | b"fact") {
+            if stated > MAX_CHUNK_BYTES {
+                let name = String::from_utf8_lossy(name).trim().to_owned();
+                let text = format!(
+                    "the WAV file has {stated} bytes in its chunk {name}; at most {MAX_CHUNK_BYTES} are taken"
+                );
+                return Err(refused(text));
+            }
+            head.extend(&header);
+            head.extend(read_up_to(source, bytes).map_err(unreadable)?);
+        }
+        at += bytes;
         if at >= length {
             break;
         }

@@ -3,11 +3,12 @@
 //! no requests.
 
 mod container;
+mod pages;
 mod resample;
 mod source;
 mod vorbis;
 
-use std::io;
+use std::io::{self, Read as _};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use symphonia::core::codecs::audio::well_known::{CODEC_ID_FLAC, CODEC_ID_MP3, CODEC_ID_VORBIS};
@@ -22,6 +23,7 @@ use symphonia::default::formats::{FlacReader, MpaReader, OggReader, WavReader};
 pub use self::container::{Format, SUPPORTED};
 pub use self::source::Source;
 
+use self::pages::Pages;
 use self::resample::Resample;
 use self::source::{Allowance, Metered};
 use crate::model::{TaskError, TaskErrorKind};
@@ -40,8 +42,9 @@ const BLOCK_SAMPLES: u64 = 1 << 18;
 /// The most packets that are read for a block, since packets may hold no samples.
 const BLOCK_PACKETS: usize = 256;
 
-/// The most bytes of a file that are read to find its first sound. Pictures may come before it.
-const HEADER_BYTES: u64 = 32 << 20;
+/// The most bytes of an Ogg file before its first sound. They hold comments, which the library keeps in memory, many
+/// times as large as in the file.
+const OGG_HEADER_BYTES: u64 = 512 << 10;
 /// The most bytes that are read for one packet. The largest is a FLAC frame: 65,535 samples of 8 channels in 32 bits.
 const PACKET_BYTES: u64 = 4 << 20;
 /// The most broken packets of an MP3 file that become silence. Files that were cut out of a stream begin with some.
@@ -114,11 +117,18 @@ impl Recording {
         let opened = container::open(&mut *source)?;
         let format = opened.format;
         let allowance = Allowance::default();
-        allowance.renew(HEADER_BYTES);
+        // Other formats have no more than a packet before their first sound, because `container` skips the rest.
+        let header_bytes = if format == Format::Ogg { OGG_HEADER_BYTES } else { PACKET_BYTES };
+        allowance.renew(header_bytes);
+        let file = io::Cursor::new(opened.head).chain(source);
+        let source: Box<dyn io::Read + Send + Sync> = match format {
+            Format::Ogg => Box::new(Pages::new(file)),
+            _ => Box::new(file),
+        };
         let metered = Metered { source, allowance: allowance.clone() };
         let failed = |error: Error| {
             if allowance.is_spent() {
-                return refused(format!("the {format} file has no sound in its first {HEADER_BYTES} bytes"));
+                return refused(format!("the {format} file has no sound in its first {header_bytes} bytes"));
             }
             refused(format!("the {format} file cannot be read: {}", reason(&error)))
         };
@@ -415,6 +425,7 @@ fn decoder(codec: &AudioCodecParameters) -> Result<Box<dyn AudioDecoder>, Unusab
 fn reason(error: &Error) -> String {
     match error {
         Error::IoError(error) if error.kind() == io::ErrorKind::UnexpectedEof => "it is cut off".to_owned(),
+        Error::IoError(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
         Error::DecodeError(reason) | Error::Unsupported(reason) => (*reason).to_owned(),
         error => error.to_string(),
     }

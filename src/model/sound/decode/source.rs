@@ -31,7 +31,7 @@ impl Allowance {
 
 /// A source that a library reads in order, from the source's current position.
 pub(super) struct Metered {
-    pub(super) source: Box<dyn Source>,
+    pub(super) source: Box<dyn Read + Send + Sync>,
     pub(super) allowance: Allowance,
 }
 

@@ -1,6 +1,6 @@
 //! Speech recognition by Whisper: turns recordings into windows, and the texts of windows into transcripts. Windows are
-//! independent of each other, so that those of all tasks share batches, and a text does not depend on its batch. Never
-//! touches the device.
+//! independent of each other, so that those of all tasks share batches, and a text does not depend on its batch. Only
+//! `load` and `network` use the device.
 
 mod network;
 mod options;
@@ -140,6 +140,7 @@ pub struct TranscribeContext {
     language: Option<String>,
     format: Format,
     stream: bool,
+    /// Whether the times of words were asked for.
     words: bool,
     /// How much of the recording was decoded.
     decoded_length: DecodedLength,
@@ -191,6 +192,7 @@ impl Processor for TranscribeProcessor {
     type Output = Heard;
 
     fn routes(&self) -> &[Route] {
+        // The second route translates, for which a model must know several languages.
         if self.tokens.multilingual.is_some() { FAMILY.routes } else { &FAMILY.routes[..1] }
     }
 

@@ -1,6 +1,6 @@
 //! The sequences of Whisper: one for each window. Decides when a text ends, when a doubtful one is written again with a
-//! higher temperature, and where in the window the next text begins if a text ends too early. A step changes a sequence
-//! only when its result is known (`Generate::step`).
+//! higher temperature, and where in the window the next text begins if a text ends too early. A step changes sequences
+//! only after all that may fail, so that a failed step can be repeated (`Generate::step`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ const MAX_COMPRESSION: f32 = 2.4;
 const MIN_LOGPROB: f32 = -1.0;
 /// The most texts that are written one after the other for a window, and joined.
 const MAX_TEXTS: usize = 6;
-/// The least length of a text's part of the window, in [`TIMESTAMP_STEP`]s: 1 s.
+/// The shortest part of a window that gets a text of its own, in [`TIMESTAMP_STEP`]s: 1 s.
 const MIN_STEPS: usize = 50;
 /// Frames of features in a [`TIMESTAMP_STEP`].
 const FRAMES_IN_STEP: usize = 2;
@@ -89,7 +89,7 @@ impl Prompt {
 pub struct Transcriber {
     network: Whisper,
     capacity: Capacity,
-    /// The token that begins a text.
+    /// `<|startoftranscript|>`, which precedes the tokens of the language and the task, and then the text.
     start_token: u32,
     /// The token whose probability says that there is no speech.
     no_speech_token: Option<u32>,
@@ -235,7 +235,8 @@ impl Transcriber {
             let take = feed.tokens().min(prompt.len() - sequence.fed);
             (sequence.fed, prompt[sequence.fed..sequence.fed + take].to_vec(), take)
         } else {
-            // A text that is written again follows the last token of the prompt, which is computed once more.
+            // There is no text yet, because it is written again: the last token of the prompt is computed once more, to
+            // choose the first token.
             let last = sequence.answer.last().or(prompt.last()).copied();
             (prompt.len() + sequence.answer.len() - 1, last.into_iter().collect(), 0)
         };
@@ -271,7 +272,8 @@ impl Transcriber {
         Ok(Computed { chunk, no_speech, chosen: Some(chosen) })
     }
 
-    /// Records what a row has computed.
+    /// Records what a row has computed. Decides how its text goes on: with a next token, again from its start with a
+    /// higher temperature, in the rest of its window, or not at all.
     fn advance(&mut self, computed: &Computed) -> Result<Advance<(), Heard>, TaskError> {
         let Computed { chunk, no_speech, chosen } = computed;
         let sequence = self.open.get_mut(&chunk.slot).ok_or_else(out_of_turn)?;
@@ -392,8 +394,8 @@ impl Sequence {
         rules: &Rules,
     ) -> Result<Vec<Said>, TaskError> {
         let (before, computed) = (self.prompt.tokens(), self.answer.len() - usize::from(!is_whole));
-        // A token is chosen at the position before its own. At the last token's own position its successor is chosen,
-        // which tells when the last token ends.
+        // The attention that belongs to a token is that of the position before it, at which it was chosen. The last
+        // token's own position, if it was computed, is added: it tells when that token ends.
         let text = (0..self.answer.len()).filter(|at| self.answer[*at] < rules.end);
         let mut positions: Vec<usize> = text.map(|at| before + at - 1).collect();
         let tokens = positions.len();

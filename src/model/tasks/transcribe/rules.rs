@@ -1,5 +1,5 @@
-//! Which token may follow which, by OpenAI's rules for texts with times, and which one is chosen. Times come in pairs:
-//! the end of a segment and the beginning of the next one. They never decrease. Pure.
+//! Decides which tokens may follow a text, by OpenAI's rules for texts with timestamps, and chooses one. Timestamps
+//! come in pairs: the end of a segment and the beginning of the next one. They never decrease. Pure functions.
 
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::Sampler;
@@ -14,11 +14,11 @@ pub struct Rules {
     pub suppressed: Vec<u32>,
     /// Tokens that are not written first.
     pub suppressed_first: Vec<u32>,
-    /// The token that ends a text. Smaller ones are text, larger ones are special.
+    /// The token that ends a text. Tokens with smaller ids are text, those with larger ids are special or timestamps.
     pub end: u32,
     /// The token of the time 0. All tokens from here on are times.
     pub first_time: u32,
-    /// The last time with which a text may begin.
+    /// The token of the latest time with which a text may begin.
     pub last_initial: u32,
 }
 
@@ -37,8 +37,8 @@ impl Rules {
         id >= self.first_time
     }
 
-    /// Chooses the token after `answer` by the network's `logits`, which are modified. `sampler` draws one; without it
-    /// the likeliest is chosen. None if the logits are not all finite.
+    /// Chooses the token after `answer` by the network's `logits`, and overwrites these. A `sampler` draws the token;
+    /// without one it is the likeliest. None if the logits are not all finite, or if the sampler finds no token.
     pub fn choose(
         &self,
         answer: &[u32],

@@ -79,7 +79,7 @@ pub fn text(tokens: &[u32], rules: &Rules, texts: &TokenTexts) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// How many times smaller a text is when it is compressed. A text of repetitions has a large ratio.
+/// The size of a text divided by its size when it is compressed. A text of repetitions has a large ratio.
 pub fn compression_ratio(text: &str) -> f32 {
     let mut encoder = ZlibEncoder::new(Vec::new(), Compression::default());
     // Writing to a Vec cannot fail.
@@ -87,7 +87,7 @@ pub fn compression_ratio(text: &str) -> f32 {
     compressed.map_or(0.0, |bytes| text.len() as f32 / bytes.len() as f32)
 }
 
-/// The segments of a window. `language` is the code of the text's language; none stands for one that is written with
+/// The segments of a window. `language` is the code of the text's language; without one, words are separated at
 /// spaces.
 pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
     let window = &heard.window;
@@ -97,7 +97,7 @@ pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &To
     let segment = |span: Span<'_>| {
         let words = words.of(&span, rules);
         let text = text(span.tokens, rules, texts);
-        // The model hears 30 s, and may place the end of a shorter recording in the silence after it.
+        // The model always hears 30 s. Of a shorter window, it may place the end in the silence that was added.
         let begins = span.start.min(window.seconds);
         let ends = span.end.unwrap_or(window.seconds).clamp(begins, window.seconds);
         let start = window.start_in_recording(begins);
@@ -114,7 +114,8 @@ pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &To
             text,
             words,
         };
-        (!segment.text.trim().is_empty()).then_some(segment)
+        // By OpenAI's rule, a segment without length is dropped. What begins after the sound was invented.
+        (begins < ends && !segment.text.trim().is_empty()).then_some(segment)
     };
     spans(&heard.tokens, rules).into_iter().filter_map(segment).collect()
 }

@@ -1,5 +1,5 @@
-//! Keeps the speech of a recording, and drops the silence. What is kept lies back to back; owns the record of where each
-//! part was in the recording. Decides by the probabilities of a voice detector where speech begins and ends.
+//! Keeps the speech of a recording, and drops the silence. Decides by the probabilities of a voice detector where speech
+//! begins and ends. Joins the parts that are kept, and records where in the recording each of them was.
 
 use std::sync::Arc;
 
@@ -43,7 +43,8 @@ struct Detection {
     /// While there is no speech: the last samples. When speech begins, the last `pad` of them are kept before it.
     before: Vec<f32>,
     is_speech: bool,
-    /// While there is speech: samples since the detector heard it last.
+    /// Samples since silence began within speech; 0 if there is none. Silence begins below the threshold less
+    /// [`HYSTERESIS`].
     silent: usize,
 }
 
@@ -110,13 +111,13 @@ impl Speech {
         }
     }
 
-    /// Keeps a chunk if there is speech, or a pause in it; else only remembers it as what may precede speech.
+    /// Keeps a chunk of speech, or of a pause within speech. Others are only remembered, in case speech follows.
     fn decide(&mut self, chunk: &[f32], probability: f32) {
         let Some(detection) = &mut self.detection else { return };
         let has_speech = probability >= detection.threshold;
         if !detection.is_speech && !has_speech {
             detection.before.extend_from_slice(chunk);
-            // Shortened now and then only, because that moves what is left.
+            // Shortened only when it is twice as long as needed, because that moves the samples that are left.
             if detection.before.len() > 2 * detection.pad + CHUNK {
                 detection.before.drain(..detection.before.len() - detection.pad);
             }
@@ -138,7 +139,7 @@ impl Speech {
         let continues_silence = detection.silent > 0 && !has_speech;
         let is_silent = begins_silence || continues_silence;
         detection.silent = if is_silent { detection.silent + chunk.len() } else { 0 };
-        // `min_silence` may be 0.
+        // `min_silence` may be 0. It must not end a part within speech then, hence `is_silent`.
         if is_silent && detection.silent >= detection.min_silence {
             self.end_part();
         }
@@ -161,7 +162,7 @@ impl Speech {
     /// Ends a part: drops the silence after its speech, except for the pad.
     fn end_part(&mut self) {
         let Some(detection) = &mut self.detection else { return };
-        // Some of the silence may be in a window already.
+        // Not more than is left: some of the silence may have been taken into a window already.
         let dropped = detection.silent.saturating_sub(detection.pad).min(self.kept.len());
         let silence = self.kept.split_off(self.kept.len() - dropped);
         detection.before.extend_from_slice(&silence[silence.len().saturating_sub(detection.pad)..]);

@@ -15,8 +15,8 @@ use crate::model::{LoadError, TaskError};
 use crate::protocol::shorten;
 use crate::protocol::transcriptions::Task;
 
-/// Multilingual models have at least so many tokens, and English ones fewer. This decides if the settings lack
-/// `is_multilingual`.
+/// A model whose settings lack `is_multilingual` is taken for multilingual if it has at least this many tokens; models
+/// of English only have fewer.
 const MULTILINGUAL_TOKENS: usize = 51_865;
 /// The latest time with which a text may begin, in steps of 0.02 s from the beginning of its window, if the settings
 /// lack `max_initial_timestamp_index`.
@@ -30,7 +30,7 @@ const PREVIOUS: &str = "<|startofprev|>";
 /// A model's tokens for speech.
 pub struct SpeechTokens {
     vocabulary: Vocabulary,
-    /// The token that begins a text.
+    /// `<|startoftranscript|>`, which precedes the tokens of the language and the task, and then the text.
     pub start: u32,
     /// The token that introduces a preceding text.
     previous: u32,
@@ -171,7 +171,7 @@ impl SpeechTokens {
     /// The token of the task; none for a model of English only.
     ///
     /// # Errors
-    /// `BadInput` if such a model should translate.
+    /// `BadInput` if a model of English only is asked to translate.
     pub fn task(&self, task: Task) -> Result<Option<u32>, TaskError> {
         match (&self.multilingual, task) {
             (Some(tokens), Task::Transcribe) => Ok(Some(tokens.transcribe)),
@@ -212,7 +212,7 @@ impl SpeechTokens {
 /// The code of English.
 const ENGLISH: &str = "en";
 
-/// The languages, whose tokens lie between those of the start and of the translation.
+/// The languages: their tokens lie between `<|startoftranscript|>` and `<|translate|>`.
 fn languages(vocabulary: &Vocabulary, ids: std::ops::Range<u32>) -> BTreeMap<String, u32> {
     let code = |id: u32| {
         let name = vocabulary.name(id)?;

@@ -18,7 +18,8 @@ use crate::model::sound::decode::{Channels, Limits, Recording};
 use crate::model::sound::features::{LogMel, WINDOW};
 use crate::model::{SizedInput, TaskError};
 
-/// Blocks of half a second that are decoded in one call of `next`: about ten milliseconds of work.
+/// Blocks of half a second that are decoded in one call of `next`, summed over the streams: about ten milliseconds of
+/// work.
 const BLOCKS: usize = 4;
 /// The last samples of a window, in which it may be cut: 8 s. Most speakers pause more often.
 const CUT: usize = 8 * RATE as usize;
@@ -32,8 +33,8 @@ const SYLLABLE: usize = RATE as usize / 10;
 /// dB louder.
 const SILENCE: f32 = 1e-6;
 
-/// How many samples of a recording were decoded, in each stream. Written by the thread that makes windows, and read
-/// when the reply is written.
+/// How many samples were decoded of each stream. A stream is the mix of all channels, or one channel. Written by the
+/// thread that makes windows, and read when the reply is written.
 #[derive(Clone, Debug, Default)]
 pub struct DecodedLength(Arc<AtomicU64>);
 
@@ -66,7 +67,7 @@ pub struct Windows {
 
 impl Windows {
     /// Reads the header of a recording. All windows have `prompt` in common. `speech` is called once for each stream,
-    /// and makes what keeps its sound.
+    /// and returns the [`Speech`] that collects its sound.
     ///
     /// # Errors
     /// The file is of no supported format, is broken, or declares more than the limits allow.
@@ -115,7 +116,7 @@ impl Windows {
         Ok(())
     }
 
-    /// The stream of which a window can be made: the one that begins first, if there are several.
+    /// The stream of which a window can be made; of several, the one whose sound begins first in the recording.
     fn ready(&self) -> Option<usize> {
         let least = if self.is_decoded { 0 } else { WINDOW };
         let ready = self.speech.iter().enumerate().filter(|(_, speech)| speech.kept().len() > least);

@@ -1,5 +1,5 @@
 //! Finds when each word was said, as OpenAI's program does, from the attention of the decoder's alignment heads, which
-//! look where a token is heard. The weights are normalised and smoothed over time. Dynamic time warping finds the
+//! attend to the sound of each token. The weights are normalised and smoothed over time. Dynamic time warping finds the
 //! monotonic path with the largest sum through them. Pure functions.
 
 use super::rules::{Rules, TIMESTAMP_STEP};
@@ -17,7 +17,7 @@ const OPENING: &str = "\"'“¿([{-";
 const CLOSING: &str = "\"'.。,，!！?？:：”)]}、";
 /// Punctuation that ends a sentence, after which a pause is likely.
 const SENTENCE_ENDS: &str = ".。!！?？";
-/// The upper bound of the median duration of words, in seconds.
+/// A median duration of words above this counts as this, in seconds.
 const MAX_MEDIAN_SECONDS: f64 = 0.7;
 /// The codes of languages that are written without spaces. Each of their characters counts as a word.
 const WITHOUT_SPACES: [&str; 6] = ["zh", "ja", "th", "lo", "my", "yue"];
@@ -125,7 +125,7 @@ const EXCHANGES: [(usize, usize); 16] = [
 /// A step of the path to a cell.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// From the cell before, in time and row.
+    /// From the row before, at the key before.
     Both,
     /// From the row before, at the same key.
     Row,
@@ -133,8 +133,8 @@ enum Step {
     Key,
 }
 
-/// The first key of each row on a path through `gains` `[rows, keys]`: of the monotonic paths from the first cell to
-/// the last one, the path with the largest sum.
+/// Finds the monotonic path through `gains` `[rows, keys]`, from the first cell to the last, whose sum is the largest.
+/// Returns the first key of the path in each row.
 fn path(gains: &[f32], keys: usize) -> Vec<usize> {
     let rows = gains.len() / keys.max(1);
     if rows == 0 {
@@ -179,7 +179,7 @@ fn path(gains: &[f32], keys: usize) -> Vec<usize> {
 }
 
 /// The words of a window's text. `said` has a time for each token of text, or is empty: then there are no words.
-/// `language` is the code of the text's language; none stands for one that is written with spaces.
+/// `language` is the code of the text's language; without one, words are separated at spaces.
 pub fn words(
     tokens: &[u32],
     said: &[Said],
@@ -242,7 +242,8 @@ fn characters<'a>(
     units
 }
 
-/// Where a sentence ends, the path may spread a word over the pause. Such a word keeps twice the median duration.
+/// Where a sentence ends, the path may spread a word over the pause. Such a word is shortened to twice the median
+/// duration.
 fn shorten_pauses(words: &mut [TimedWord]) {
     let mut durations: Vec<f64> =
         words.iter().map(|it| it.said.end - it.said.start).filter(|it| *it > 0.0).collect();

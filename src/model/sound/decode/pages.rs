@@ -1,0 +1,107 @@
+//! Reads the pages of an Ogg file, and checks each by its checksum before it is passed on. The library would look for the
+//! next page from each false one on, and read up to 64 KiB for each, so that a file of false pages takes seconds for each
+//! megabyte.
+
+use std::io::{self, Read};
+
+/// The bytes of a page's header before the lengths of its segments.
+const HEADER: usize = 27;
+/// Where the checksum of a page is.
+const CHECKSUM: std::ops::Range<usize> = 22..26;
+/// The flag of the last page of a stream.
+const LAST: u8 = 4;
+
+/// The pages of an Ogg file, as a stream of bytes.
+pub(super) struct Pages<R> {
+    source: R,
+    /// A valid page, of at most 65,307 bytes.
+    page: Vec<u8>,
+    /// How many of its bytes were read.
+    read: usize,
+    /// Whether a page was the last of its stream. What follows need not be a page.
+    may_end: bool,
+}
+
+impl<R: Read> Pages<R> {
+    /// `source` is positioned at the first page.
+    pub(super) fn new(source: R) -> Self {
+        Self { source, page: Vec::new(), read: 0, may_end: false }
+    }
+
+    /// Reads and checks a page. Leaves none at the end of the file.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` if the page is cut off, and `InvalidData` if it is none, or has a wrong checksum.
+    fn next_page(&mut self) -> io::Result<()> {
+        self.read = 0;
+        self.page.clear();
+        let page = self.checked();
+        if page.is_err() {
+            self.page.clear();
+        }
+        if self.may_end { Ok(()) } else { page }
+    }
+
+    fn checked(&mut self) -> io::Result<()> {
+        if !self.append(HEADER)? {
+            return if self.page.is_empty() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
+        }
+        if !self.page.starts_with(b"OggS") {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "there are bytes between its pages"));
+        }
+        let segments = usize::from(self.page[HEADER - 1]);
+        let has_lengths = self.append(segments)?;
+        let body = self.page[HEADER..].iter().map(|length| usize::from(*length)).sum();
+        if !has_lengths || !self.append(body)? {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let stated = self.page[CHECKSUM].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+        let before = checksum(0, &self.page[..CHECKSUM.start]);
+        let found = checksum(checksum(before, &[0; 4]), &self.page[CHECKSUM.end..]);
+        if stated != Some(found) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a page has a wrong checksum"));
+        }
+        self.may_end |= self.page[5] & LAST != 0;
+        Ok(())
+    }
+
+    /// Reads this many bytes to the page. False if there are fewer.
+    fn append(&mut self, bytes: usize) -> io::Result<bool> {
+        let read = (&mut self.source).take(bytes as u64).read_to_end(&mut self.page)?;
+        Ok(read == bytes)
+    }
+}
+
+impl<R: Read> Read for Pages<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.read == self.page.len() {
+            self.next_page()?;
+        }
+        let read = (&self.page[self.read..]).read(buffer)?;
+        self.read += read;
+        Ok(read)
+    }
+}
+
+/// The checksum of Ogg, continued: CRC-32 with the polynomial 0x04c11db7, most significant bit first.
+fn checksum(before: u32, bytes: &[u8]) -> u32 {
+    const TABLE: [u32; 256] = table();
+    let next = |sum: u32, byte: &u8| sum << 8 ^ TABLE[(sum >> 24) as usize ^ usize::from(*byte)];
+    bytes.iter().fold(before, next)
+}
+
+const fn table() -> [u32; 256] {
+    let mut table = [0; 256];
+    let mut index = 0;
+    while index < 256 {
+        let mut value = (index as u32) << 24;
+        let mut bit = 0;
+        while bit < 8 {
+            value = if value >> 31 == 1 { value << 1 ^ 0x04c1_1db7 } else { value << 1 };
+            bit += 1;
+        }
+        table[index] = value;
+        index += 1;
+    }
+    table
+}
