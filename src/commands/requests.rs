@@ -46,7 +46,9 @@ pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Reques
         let matches = |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
         let media_type = media_types.iter().find(matches).with_context(|| {
             let types = media_types.join(", ");
-            format!("{file:?} does not end like the name of a file of a type that this pool takes: {types}")
+            format!(
+                "this pool takes files of the types {types}, and {file:?} does not end like the name of one"
+            )
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
         RequestBody { bytes: bytes.into(), media_type: Some((*media_type).to_owned()) }
