@@ -11,7 +11,7 @@ import statistics
 import sys
 
 from . import measure, page, plot, rows
-from .scene import Scene, say
+from .scene import Scene, rounds_of
 
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Of the closed loop's rate: the loads of the plot."""
@@ -21,13 +21,9 @@ SECONDS = 6
 
 def main():
     """Measures, then writes."""
-    rounds = int(os.environ.get("ROUNDS") or 3)
     with Scene(int(os.environ.get("TEXTS") or 1_000)) as scene:
         scene.check_vectors()
-        found = []
-        for number in range(rounds):
-            say(f"round {number + 1} of {rounds}")
-            found.append(measure.round_of(scene))
+        found = rounds_of("texts", lambda: measure.round_of(scene))
         capacity = statistics.median(it["sconce"] for it in found)
         points = measure.load_curve(scene, capacity, SHARES, SECONDS)
     table = rows.table(found, scene.workers, scene.tokens / scene.count)

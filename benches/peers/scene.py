@@ -22,6 +22,16 @@ def say(words):
     print(f"bench: {words}", file=sys.stderr, flush=True)
 
 
+def rounds_of(what, measure):
+    """What `measure` returns in each of ROUNDS rounds."""
+    rounds = int(os.environ.get("ROUNDS") or 3)
+    found = []
+    for number in range(rounds):
+        say(f"{what}, round {number + 1} of {rounds}")
+        found.append(measure())
+    return found
+
+
 def _asked(name):
     return [int(core) for core in os.environ.get(name, "").split(",") if core]
 

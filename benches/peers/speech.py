@@ -21,7 +21,7 @@ from . import page, sconce
 from .kinds import Place, replace
 from .processes import Asked, end, spawn
 from .rabbit import Rabbit
-from .scene import FOLDER, pin, say
+from .scene import FOLDER, pin, rounds_of, say
 
 MODEL = Path("models/whisper-tiny.en")
 CT2_MODEL = FOLDER / "whisper-tiny.en-ct2"
@@ -190,16 +190,12 @@ def round_of(speech):
 
 def main():
     """Measures, then writes."""
-    rounds = int(os.environ.get("ROUNDS") or 3)
     cores, _, _ = pin()
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     fetch_ct2()
     with ExitStack() as stack:
         speech = Speech(Place(cores), stack.enter_context(Rabbit(cores)).url, cores)
-        found = []
-        for number in range(rounds):
-            say(f"speech, round {number + 1} of {rounds}")
-            found.append(round_of(speech))
+        found = rounds_of("speech", lambda: round_of(speech))
         ours = error_rates(speech.texts())
         theirs = error_rates(speech.peer("faster_whisper_client", "float32", "texts")[0]["texts"])
     write(found, (ours, theirs), speech, cores)

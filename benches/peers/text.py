@@ -6,7 +6,6 @@ the weights of one GGUF file, answer the same questions greedily, and give TOKEN
 """
 
 import json
-import os
 import statistics
 import sys
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from . import page, sconce
 from .kinds import Place, replace
 from .processes import Asked, end, private_megabytes, spawn, worker_processes
 from .rabbit import Rabbit
-from .scene import FOLDER, pin, say
+from .scene import FOLDER, pin, rounds_of, say
 
 MODEL = Path("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
 QUESTIONS = Path("examples/demo/chats.jsonl")
@@ -137,15 +136,11 @@ def round_of(text):
 
 def main():
     """Measures, then writes."""
-    rounds = int(os.environ.get("ROUNDS") or 3)
     cores, _, _ = pin()
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         text = Text(stack, Place(cores), stack.enter_context(Rabbit(cores)).url, cores)
-        found = []
-        for number in range(rounds):
-            say(f"text, round {number + 1} of {rounds}")
-            found.append(round_of(text))
+        found = rounds_of("text", lambda: round_of(text))
         memory = text.memory()
     write(found, cores, memory)
 

@@ -51,7 +51,7 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
     if AMBIGUOUS.iter().any(|encoded| path.contains(encoded)) {
         return Err("has an encoded slash, backslash or NUL in its path".to_owned());
     }
-    let Some(entry) = allowed.iter().find(|entry| begins_with(&url, &entry.url)) else {
+    let Some(entry) = allowed.iter().find(|entry| is_below(&url, &entry.url)) else {
         return Err("is not below one of the allowed_sources of this pool".to_owned());
     };
     let private = entry.private;
@@ -73,7 +73,7 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
 }
 
 /// Whether `url` names something below `prefix`, whose path ends with a slash.
-fn begins_with(url: &Url, prefix: &Url) -> bool {
+fn is_below(url: &Url, prefix: &Url) -> bool {
     let is_same_host = url.scheme() == prefix.scheme()
         && url.host() == prefix.host()
         && url.port_or_known_default() == prefix.port_or_known_default();
@@ -81,8 +81,8 @@ fn begins_with(url: &Url, prefix: &Url) -> bool {
         return false;
     };
     let folders = of_prefix.filter(|segment| !segment.is_empty());
-    let is_below = folders.into_iter().all(|folder| segments.next() == Some(folder));
-    is_same_host && is_below && segments.any(|segment| !segment.is_empty())
+    let is_in_folders = folders.into_iter().all(|folder| segments.next() == Some(folder));
+    is_same_host && is_in_folders && segments.any(|segment| !segment.is_empty())
 }
 
 #[cfg(test)]

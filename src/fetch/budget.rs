@@ -13,13 +13,13 @@ pub(super) struct Budget(Arc<Shared>);
 struct Shared {
     most: u64,
     /// Written by [`Budget::take`] and [`Budget::exceed`], and when a share gives bytes back.
-    held: Mutex<Held>,
+    held: Mutex<Counts>,
     /// Notified when bytes are given back; the takers wait for it.
     freed: Notify,
 }
 
 #[derive(Default)]
-struct Held {
+struct Counts {
     all: u64,
     /// The bytes of each requester that holds some.
     by_requester: HashMap<u64, u64>,
@@ -64,12 +64,12 @@ impl Budget {
         Share { budget: self.clone(), requester, bytes }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Held> {
+    fn lock(&self) -> MutexGuard<'_, Counts> {
         self.0.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Held {
+impl Counts {
     fn take(&mut self, most: u64, requester: u64, bytes: u64) -> bool {
         let own = self.by_requester.get(&requester).copied().unwrap_or(0);
         let fits = self.all == 0 || self.all + bytes <= most && (own == 0 || own + bytes <= most / 2);

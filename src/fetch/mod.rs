@@ -82,12 +82,12 @@ struct Source {
 }
 
 /// A fetched file. The bytes count as held until this is dropped.
-struct Held {
+struct FetchedBytes {
     bytes: Vec<u8>,
     _share: Share,
 }
 
-impl AsRef<[u8]> for Held {
+impl AsRef<[u8]> for FetchedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
@@ -184,11 +184,7 @@ impl Fetcher {
                 self.tls.get_or_init(|| made).clone()
             }
         };
-        on_thread(turn, move || {
-            let opened = web::open(&url, addresses, tls, until)?;
-            Ok(Source { content: opened.body, size: opened.size })
-        })
-        .await
+        on_thread(turn, move || web::open(&url, addresses, tls, until)).await
     }
 
     /// The URL of an object, signed with the credentials of the settings.
@@ -239,7 +235,7 @@ fn read(source: Source, most: u64, until: Instant, mut share: Share) -> Result<B
         }
         _ => {
             share.shrink(read);
-            Ok(Bytes::from_owner(Held { bytes, _share: share }))
+            Ok(Bytes::from_owner(FetchedBytes { bytes, _share: share }))
         }
     }
 }

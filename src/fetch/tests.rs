@@ -93,6 +93,13 @@ async fn a_file_that_is_too_large_or_lies_about_its_length_is_not_taken() {
     assert!(matches!(fetched(&short).await, Err(Failure::Unavailable(_))));
     let packed = answering("HTTP/1.1 200 OK\r\nContent-Encoding: br\r\nContent-Length: 4\r\n\r\nfile");
     assert!(matches!(fetched(&packed).await, Err(Failure::Refused(why)) if why.contains("br")));
+    let zipped = serve(|_, stream| {
+        write!(stream, "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n")?;
+        let mut zip = flate2::write::GzEncoder::new(stream, flate2::Compression::default());
+        zip.write_all(&[0; 2 * MOST as usize])?;
+        zip.finish().map(drop)
+    });
+    assert!(matches!(fetched(&zipped).await, Err(Failure::TooLarge(_))), "the limit is for what is unpacked");
     let nonsense = answering("220 smtp.example.org\r\n");
     assert!(matches!(fetched(&nonsense).await, Err(Failure::Unavailable(_))));
 }
@@ -208,11 +215,12 @@ async fn a_turn_lasts_until_the_thread_ends_even_if_nobody_waits() {
     });
     let fetcher = fetcher(&slow, true);
     let location = fetcher.locate(slow.join("a.wav").unwrap().as_str()).unwrap();
-    let turn = Arc::new(());
+    let (turn, mut ended) = tokio::sync::oneshot::channel::<()>();
     let given_up = Duration::from_millis(200);
-    assert!(tokio::time::timeout(given_up, fetcher.fetch(location, CLAIM, turn.clone())).await.is_err());
-    assert_eq!(Arc::strong_count(&turn), 2, "the thread still waits for the server");
-    while Arc::strong_count(&turn) > 1 {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    assert!(tokio::time::timeout(given_up, fetcher.fetch(location, CLAIM, Arc::new(turn))).await.is_err());
+    assert!(
+        ended.try_recv() == Err(tokio::sync::oneshot::error::TryRecvError::Empty),
+        "the thread still waits for the server"
+    );
+    assert!(ended.await.is_err(), "nothing is sent, but the turn is dropped");
 }

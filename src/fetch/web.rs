@@ -1,7 +1,7 @@
 //! Opens files on servers: connects to the addresses that were checked and to no other, follows no redirects, uses no
-//! proxy, and ends at a deadline. Credentials are part of the URL or absent.
+//! proxy, and ends at a deadline. Credentials are part of the URL or absent. Asks for files as they are; if a server
+//! sends gzip all the same, `ureq` unpacks it, since `hf-hub` enables that feature of the shared crate.
 
-use std::io::Read;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -10,14 +10,8 @@ use tokio::time::{Instant, timeout_at};
 use ureq::{AgentBuilder, Error, ErrorKind};
 use url::Url;
 
-use super::Failure;
 use super::address::is_public;
-
-/// A server's answer: the body, and its size if the server says it.
-pub(super) struct Opened {
-    pub(super) body: Box<dyn Read + Send>,
-    pub(super) size: Option<u64>,
-}
+use super::{Failure, Source};
 
 /// The certificates that servers are verified with: those of the system, as for the broker.
 ///
@@ -68,7 +62,7 @@ pub(super) fn open(
     addresses: Vec<SocketAddr>,
     tls: Arc<rustls::ClientConfig>,
     until: Instant,
-) -> Result<Opened, Failure> {
+) -> Result<Source, Failure> {
     let left = until.saturating_duration_since(Instant::now());
     let agent = AgentBuilder::new()
         .resolver(move |_: &str| Ok(addresses.clone()))
@@ -109,7 +103,7 @@ pub(super) fn open(
         return Err(Failure::Refused(reason));
     }
     let size = answer.header("content-length").and_then(|size| size.parse().ok());
-    Ok(Opened { body: answer.into_reader(), size })
+    Ok(Source { content: answer.into_reader(), size })
 }
 
 /// The error of TLS that caused this one.

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use serde_json::value::RawValue;
 
 use super::data_url;
+use super::fields::string;
 
 /// The header with the URL of a file. If the body of the task is empty, the worker fetches this file as the body.
 pub const DATAREF: &str = "dataref";
@@ -19,9 +21,12 @@ pub struct FileUrl {
 }
 
 impl FileUrl {
-    /// The URL in this field; none if it is a data URL, which holds its file.
-    pub fn of(url: &str, path: &str) -> Option<Self> {
-        (!url.starts_with("data:")).then(|| Self { url: url.to_owned(), path: path.to_owned() })
+    /// The URL in this field; none if the field is no text, or a data URL, which holds its file.
+    pub fn of(raw: &RawValue, path: &str) -> Option<Self> {
+        // A data URL may have megabytes, which are not copied.
+        let is_data = raw.get().starts_with("\"data:");
+        let url = (!is_data).then(|| string(raw.get(), path).ok())??;
+        (!url.starts_with("data:")).then(|| Self { url, path: path.to_owned() })
     }
 }
 
@@ -64,7 +69,12 @@ mod tests {
         let held = files.read("data:image/png;base64,ZmlsZQ==");
         assert_eq!(held, Ok((Some("image/png".to_owned()), Bytes::from_static(b"file"))));
         assert!(files.read("https://host/b.png").unwrap_err().contains("must be a data URL"));
-        assert_eq!(FileUrl::of("data:,", "file_url"), None);
-        assert_eq!(FileUrl::of("file:///a", "file_url").map(|it| it.path).as_deref(), Some("file_url"));
+        let of = |json: &str| {
+            FileUrl::of(&RawValue::from_string(json.to_owned()).unwrap(), "file_url").map(|it| it.url)
+        };
+        assert_eq!(of(r#""file:\/\/\/a""#).as_deref(), Some("file:///a"));
+        for other in [r#""data:,""#, r#""\u0064ata:,""#, "7"] {
+            assert_eq!(of(other), None, "{other}");
+        }
     }
 }

@@ -80,7 +80,7 @@ impl ImagesRequest {
         let Some(raw) = fields.as_ref().and_then(|fields| fields.get("image_url")) else { return Vec::new() };
         let of = |raw: &RawValue, path: &str| {
             let (raw, path) = url_of(raw, path).ok()?;
-            FileUrl::of(&string(raw.get(), &path).ok()?, &path)
+            FileUrl::of(raw, &path)
         };
         if !raw.get().starts_with('[') {
             return of(raw, "image_url").into_iter().collect();

@@ -3,7 +3,7 @@
 //! waiting task holds one of the messages that the broker grants; so when too many wait, tasks of the requester that
 //! has the most are put off: they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -116,7 +116,8 @@ impl Turns {
                 Ok(Ok(Call::Turn(turn))) => return Ok(turn),
                 // The sender is dropped only after a call.
                 Ok(Ok(Call::PutOff) | Err(_)) => return Err(Crowded),
-                Err(_) => self.lock().review(Instant::now()),
+                Err(_) if may_leave => self.lock().review(Instant::now()),
+                Err(_) => {}
             }
         }
     }
@@ -195,12 +196,9 @@ impl Lane {
     /// Forgets tasks that no longer wait, and requesters without a task.
     fn forget(&mut self) {
         self.waiting.retain(|task| !task.call.is_closed());
-        let (waiting, current) = (&self.waiting, &self.current);
-        let is_here = |requester: &u64| {
-            current.iter().any(|current| current.requester == *requester)
-                || waiting.iter().any(|task| task.requester == *requester)
-        };
-        self.ranks.retain(|requester, _| is_here(requester));
+        let current = self.current.iter().map(|current| current.requester);
+        let here: HashSet<u64> = current.chain(self.waiting.iter().map(|task| task.requester)).collect();
+        self.ranks.retain(|requester, _| here.contains(requester));
     }
 }
 

@@ -31,7 +31,7 @@ pub struct Transcript {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Segment {
     /// When the window in which it was heard begins, in seconds from the beginning of the recording.
-    pub window: f64,
+    pub window_start: f64,
     /// When it begins, in seconds.
     pub start: f64,
     /// When it ends.
@@ -99,9 +99,9 @@ impl Transcript {
             VerboseSegment {
                 id,
                 // OpenAI counts frames of 10 ms.
-                seek: (segment.window * 100.0).round() as u64,
-                start: milliseconds(segment.start),
-                end: milliseconds(segment.end),
+                seek: (segment.window_start * 100.0).round() as u64,
+                start: rounded_to_ms(segment.start),
+                end: rounded_to_ms(segment.end),
                 text: segment.text.clone(),
                 tokens: segment.tokens.clone(),
                 temperature: rounded_temperature(segment.temperature),
@@ -114,7 +114,7 @@ impl Transcript {
         Verbose {
             task: self.task.name(),
             language: self.language.as_deref(),
-            duration: milliseconds(self.seconds),
+            duration: rounded_to_ms(self.seconds),
             text: self.text(),
             segments: self.segments.iter().enumerate().map(segment).collect(),
             words: self.has_words.then(|| {
@@ -122,8 +122,8 @@ impl Transcript {
                 words
                     .map(|it| VerboseWord {
                         word: &it.word,
-                        start: milliseconds(it.start),
-                        end: milliseconds(it.end),
+                        start: rounded_to_ms(it.start),
+                        end: rounded_to_ms(it.end),
                     })
                     .collect()
             }),
@@ -141,7 +141,7 @@ impl Transcript {
             }
             // An arrow within the text would be read as times.
             let text = segment.text.trim().replace("-->", "->");
-            let (start, end) = (time(segment.start, point), time(segment.end, point));
+            let (start, end) = (timestamp(segment.start, point), timestamp(segment.end, point));
             out.push_str(&format!("{start} --> {end}\n{text}\n\n"));
         }
         out
@@ -149,14 +149,14 @@ impl Transcript {
 }
 
 /// Writes a time as hours, minutes, seconds and milliseconds. `point` separates the milliseconds.
-fn time(seconds: f64, point: char) -> String {
+fn timestamp(seconds: f64, point: char) -> String {
     let total_ms = (seconds * 1_000.0).round() as u64;
     let (hours, minutes, seconds) = (total_ms / 3_600_000, total_ms / 60_000 % 60, total_ms / 1_000 % 60);
     format!("{hours:02}:{minutes:02}:{seconds:02}{point}{:03}", total_ms % 1_000)
 }
 
 /// Rounds seconds to whole milliseconds; the result is in seconds.
-fn milliseconds(seconds: f64) -> f64 {
+fn rounded_to_ms(seconds: f64) -> f64 {
     (seconds * 1_000.0).round() / 1_000.0
 }
 
@@ -235,7 +235,7 @@ mod tests {
 
     fn transcript() -> Transcript {
         let segment = |start: f64, end: f64, text: &str| Segment {
-            window: 30.0,
+            window_start: 30.0,
             start,
             end,
             text: text.to_owned(),

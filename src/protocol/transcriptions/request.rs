@@ -168,7 +168,7 @@ impl TranscriptionRequest {
     /// The URL of the recording in a message; none if the message holds the recording, or cannot be read.
     pub fn file_url(message: &Message) -> Option<FileUrl> {
         let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok())??;
-        FileUrl::of(&string(fields.get(FILE_URL)?.get(), FILE_URL).ok()?, FILE_URL)
+        FileUrl::of(fields.get(FILE_URL)?, FILE_URL)
     }
 
     /// Reads a message. `files` are those that were fetched for it.

@@ -27,29 +27,29 @@ pub struct Window {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
     /// Its beginning, in seconds of the window.
-    pub at: f64,
+    pub in_window: f64,
     /// Its beginning, in seconds of the recording.
-    pub from: f64,
+    pub in_recording: f64,
 }
 
 impl Window {
     /// The second of the recording in which the window begins.
     pub fn start(&self) -> f64 {
-        self.parts.first().map_or(0.0, |part| part.from)
+        self.parts.first().map_or(0.0, |part| part.in_recording)
     }
 
     /// Maps the start of a segment or a word from seconds of the window to seconds of the recording. The border of two
     /// parts maps to the start of the later one.
     fn start_in_recording(&self, at: f64) -> f64 {
-        let part = self.parts.iter().rfind(|part| part.at <= at);
-        part.map_or(at, |part| part.from + (at - part.at))
+        let part = self.parts.iter().rfind(|part| part.in_window <= at);
+        part.map_or(at, |part| part.in_recording + (at - part.in_window))
     }
 
     /// Maps the end of a segment or a word, as [`Window::start_in_recording`] maps its start. The border of two parts
     /// maps to the end of the earlier one.
     fn end_in_recording(&self, at: f64) -> f64 {
-        let part = self.parts.iter().rfind(|part| part.at < at);
-        part.map_or_else(|| self.start_in_recording(at), |part| part.from + (at - part.at))
+        let part = self.parts.iter().rfind(|part| part.in_window < at);
+        part.map_or_else(|| self.start_in_recording(at), |part| part.in_recording + (at - part.in_window))
     }
 }
 
@@ -102,7 +102,7 @@ pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &To
         let ends = span.end.unwrap_or(window.seconds).clamp(begins, window.seconds);
         let start = window.start_in_recording(begins);
         let segment = Segment {
-            window: window.start(),
+            window_start: window.start(),
             start,
             end: window.end_in_recording(ends).max(start),
             tokens: span.tokens.to_vec(),
@@ -203,7 +203,8 @@ mod tests {
 
     /// A window that begins at 30 s of the recording. After its first second, 10 s of the recording are left out.
     fn window() -> Window {
-        let parts = [Part { at: 0.0, from: 30.0 }, Part { at: 1.0, from: 41.0 }];
+        let parts =
+            [Part { in_window: 0.0, in_recording: 30.0 }, Part { in_window: 1.0, in_recording: 41.0 }];
         Window { parts: parts.into(), seconds: 2.0, channel: None }
     }
 

@@ -175,8 +175,10 @@ impl Speech {
     pub fn take(&mut self, samples: usize) -> (Vec<f32>, Window) {
         let seconds = |samples: u64| samples as f64 / f64::from(RATE);
         let within = self.parts.iter().take_while(|part| part.in_kept < samples);
-        let place =
-            |part: &KeptPart| Part { at: seconds(part.in_kept as u64), from: seconds(part.in_recording) };
+        let place = |part: &KeptPart| Part {
+            in_window: seconds(part.in_kept as u64),
+            in_recording: seconds(part.in_recording),
+        };
         let parts: Arc<[Part]> = within.map(place).collect();
         // Parts that end before the cut are dropped. The part that contains the cut begins at the cut from now on.
         let first = self.parts.iter().rposition(|part| part.in_kept <= samples).unwrap_or(0);
@@ -224,7 +226,7 @@ mod tests {
             let numbers = sound.chunks(CHUNK).map(|chunk| chunk[0] as usize).collect();
             windows.push((
                 numbers,
-                window.parts.iter().map(|part| (chunk(part.at), chunk(part.from))).collect(),
+                window.parts.iter().map(|part| (chunk(part.in_window), chunk(part.in_recording))).collect(),
             ));
         }
         windows
