@@ -60,6 +60,7 @@ test-without-lint: ## the tests of `make test` alone
 	scripts/fetch-smollm2
 	scripts/fetch-whisper
 	scripts/fetch-recordings
+	scripts/fetch-hibari
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked --workspace
 	scripts/check-openai target/debug/sconce
@@ -88,6 +89,7 @@ bench: ## Celery, sentence-transformers, ONNX Runtime and us: make bench ROUNDS=
 # One thread, as a worker on its core has.
 bench-parts: models ## kernels, forward passes, codec and batcher alone, by criterion
 	scripts/fetch-efficientnet
+	scripts/fetch-whisper
 	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked --workspace
 
 lint: ## lock files, dependencies, formatting, clippy, documentation; warnings are errors

@@ -74,6 +74,7 @@ const FENCES: &[(&str, &str)] = &[
     ("rusty_s3", "src/fetch"),
     ("rustls_platform_verifier", "src/fetch"),
     ("realfft", "src/model/sound"),
+    ("flacenc", "src/protocol"),
     ("axum", "src/admin"),
     ("prometheus_client", "src/admin"),
     ("ratatui", "src/commands"),

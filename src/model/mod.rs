@@ -29,6 +29,8 @@ pub mod load;
 pub mod nets;
 #[doc(hidden)]
 pub mod ops;
+#[doc(hidden)]
+pub mod random;
 pub mod registry;
 #[doc(hidden)]
 pub mod sequences;

@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
-use super::tasks::{embed, generate, image, labels, pairs, transcribe};
+use super::tasks::{embed, generate, image, labels, pairs, speak, transcribe};
 use super::testing::{echo, script};
 use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
 
@@ -33,6 +33,7 @@ pub fn register(families: &mut impl Register) {
     families.one_pass(&labels::FAMILY, labels::load);
     families.one_pass(&embed::FAMILY, embed::load);
     families.one_pass(&image::FAMILY, image::load);
+    families.one_pass(&speak::FAMILY, speak::load);
     families.sequences(&generate::FAMILY, generate::load);
     families.sequences(&transcribe::FAMILY, transcribe::load);
     families.one_pass(&echo::FAMILY, echo::load);

@@ -17,6 +17,7 @@ pub mod message;
 pub mod reply;
 pub mod requests;
 pub mod rerank;
+pub mod speech;
 pub mod stats;
 pub mod task;
 pub mod task_error;

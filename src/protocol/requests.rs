@@ -8,11 +8,11 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use super::{Message, embeddings, generate, images, labels, rerank, transcriptions};
+use super::{Message, embeddings, generate, images, labels, rerank, speech, transcriptions};
 
 /// The fields that hold the inputs of requests.
-const INPUTS: [&[&str]; 5] =
-    [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS];
+const INPUTS: [&[&str]; 6] =
+    [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS, speech::INPUTS];
 
 /// The requests that can share a task.
 const SHARED: [Shared; 2] = [embeddings::SHARED, labels::SHARED];

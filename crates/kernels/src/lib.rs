@@ -10,7 +10,7 @@
 //! | `attention`, `positions` | attention of texts over all their tokens, and its positional terms |
 //! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
-//! | `convolution` | convolution of images |
+//! | `convolution`, `time_convolution` | convolution of images; convolution of sequences over time |
 //! | `add_norm`, `activation`, `exp` | element-wise and row-wise operations |
 //! | `pooling` | how a text's token vectors become one vector |
 
@@ -26,6 +26,7 @@ mod gemm;
 pub mod kv;
 pub mod pooling;
 mod positions;
+pub mod time_convolution;
 
 pub use activation::{Activation, activate, gate};
 pub use add_norm::{End, Norm, layer_norm, rms_norm};

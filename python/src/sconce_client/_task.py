@@ -324,6 +324,19 @@ def transcribe(
     return Call([task], gather)
 
 
+def speak(client: Defaults, text: str, more: Mapping[str, Any]) -> Call[bytes]:
+    """One task; the reply's body is a sound file."""
+    spoken = {} if "phonemes" in more else {"input": text}
+    task = client._task({**spoken, **fields(more)}, url="/v1/audio/speech")
+
+    def gather(replies: Sequence[Answer]) -> bytes:
+        [reply] = replies
+        assert isinstance(reply, Reply)
+        return reply.body
+
+    return Call([task], gather)
+
+
 def complete(client: Defaults, prompt: Prompt, more: Mapping[str, Any]) -> Task:
     """A task for `/v1/completions`."""
     return client._task({"prompt": prompt, **fields(more)}, url="/v1/completions")

@@ -179,6 +179,14 @@ class AsyncClient(Defaults):
         """
         return await self._gather(_task.transcribe(self, sound, content_type, translate, words, more))
 
+    async def speak(self, text: str, **more: Any) -> bytes:
+        """The sound of a text, as the bytes of a WAV file. `more` are the fields of such a request, such as `voice`,
+        `speed`, `seed`, and `response_format` ("wav", "pcm" or "flac"). With `phonemes` the text is not read.
+
+        For each sentence as soon as it is spoken, there is `stream`.
+        """
+        return await self._gather(_task.speak(self, text, more))
+
     async def complete(self, prompt: Prompt, **more: Any) -> Reply:
         """Continues a text. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the text."""
         return await self._link.call(_task.complete(self, prompt, more))

@@ -52,7 +52,7 @@ impl Blocks {
 }
 
 /// `x` normed, in new memory; without a norm, a copy of `x`.
-fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
+pub(super) fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
     match norm {
         Some(norm) => add_norm(x.copy()?, &x.zeros_like()?, norm),
         None => x.copy(),

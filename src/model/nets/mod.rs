@@ -5,6 +5,7 @@ mod cached_attention;
 pub mod decoder;
 pub mod encoder;
 mod fitness;
+pub mod hibari;
 pub mod image;
 pub mod whisper;
 

@@ -9,6 +9,7 @@ mod convolution;
 mod feed_forward;
 pub mod gpu;
 mod position_terms;
+mod time_convolution;
 
 pub use add_norm::{Epilogue, NormParams, add_norm};
 pub use attention::{Published, SelfAttention};
@@ -21,6 +22,7 @@ pub use sconce_kernels::{
     activate, causal, exponentials, gate, kv, largest, layer_norm, may_use_vnni, multiply_rows,
     multiply_together, pooling, rms_norm, use_features,
 };
+pub use time_convolution::TimeConvolution;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 

@@ -5,50 +5,14 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-use sha2::{Digest, Sha256};
-
-use crate::model::Properties;
 use crate::model::ops::{exponentials, largest};
+use crate::model::random::Seed;
 use crate::protocol::generate::Sampling;
 
 /// Below this temperature the likeliest token is chosen.
 const MIN_TEMPERATURE: f32 = 1e-4;
 /// How many of the likeliest tokens are sorted at first, for `top_p` without `top_k`.
 const FIRST_CUT: usize = 256;
-
-/// The key of the random numbers of a sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seed {
-    /// The task's seed.
-    pub task: u64,
-    /// The sequence's index within its task.
-    pub sequence: u64,
-}
-
-impl Seed {
-    /// A random number of at least 0 and below 1, for the token at this position of the answer.
-    fn uniform(self, position: u64) -> f64 {
-        let bits = mixed(mixed(mixed(self.task) ^ self.sequence) ^ position);
-        (bits >> 11) as f64 / (1_u64 << 53) as f64
-    }
-}
-
-/// The seed of a task that sets none: a hash of the pool's seed and of the task's id. A task without an id gets a random
-/// seed.
-pub fn seed_of_task(pool: u64, properties: &Properties) -> u64 {
-    let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());
-    let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
-    let digest = Sha256::new().chain_update(pool.to_le_bytes()).chain_update(id).finalize();
-    digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
-}
-
-/// The output function of SplitMix64.
-fn mixed(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ x >> 31
-}
 
 /// The sampler of one sequence.
 #[derive(Clone, Debug)]

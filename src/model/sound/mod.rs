@@ -4,6 +4,7 @@
 
 pub mod decode;
 pub mod features;
+pub mod synthesis;
 pub mod voice;
 
 /// The sample rate of all decoded sound, in Hz. Whisper and silero-vad were trained at this rate.

@@ -8,6 +8,7 @@ pub mod labels;
 mod names;
 pub mod pairs;
 mod sentence_settings;
+pub mod speak;
 pub mod transcribe;
 
 use std::mem;

@@ -22,9 +22,9 @@ use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
 use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
+use crate::model::random::{Seed, seed_of_task};
 use crate::model::sequences::blocks::Owner;
 use crate::model::sequences::grammar::{Found, Grammars};
-use crate::model::sequences::sampler::{Seed, seed_of_task};
 use crate::model::{
     Body, Capacity, Device, Dtype, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
     Route, SizedInput, Streaming, TaskError, TaskErrorKind,

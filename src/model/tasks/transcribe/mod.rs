@@ -29,7 +29,7 @@ use crate::model::load::vocabulary::TokenTexts;
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::whisper::Whisper;
 use crate::model::nets::whisper::config::{MODEL_TYPE, WhisperConfig};
-use crate::model::sequences::sampler::{Seed, seed_of_task};
+use crate::model::random::{Seed, seed_of_task};
 use crate::model::sound::decode::{Channels, Limits};
 use crate::model::sound::features::LogMel;
 use crate::model::sound::voice::{Listener, VoiceDetector};

@@ -13,7 +13,8 @@ use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::whisper::config::POSITIONS;
 use crate::model::nets::whisper::{Span, Whisper};
 use crate::model::ops::{exponentials, largest};
-use crate::model::sequences::sampler::{Sampler, Seed};
+use crate::model::random::Seed;
+use crate::model::sequences::sampler::Sampler;
 use crate::model::sound::RATE;
 use crate::model::sound::features::{FRAMES, WINDOW};
 use crate::model::{

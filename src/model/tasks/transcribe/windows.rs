@@ -12,7 +12,7 @@ use bytes::Bytes;
 use super::network::Prompt;
 use super::segments::Window;
 use super::speech::Speech;
-use crate::model::sequences::sampler::Seed;
+use crate::model::random::Seed;
 use crate::model::sound::RATE;
 use crate::model::sound::decode::{Channels, Limits, Recording};
 use crate::model::sound::features::{LogMel, WINDOW};

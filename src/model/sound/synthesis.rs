@@ -1,0 +1,229 @@
+//! Makes sound from the pitch and the spectra of frames, as hibari's package does: pulses of the pitch, filtered by the
+//! first spectra; shaped noise; and a part with a phase of its own; then one inverse Fourier transform with overlapping
+//! windows. The noise is a function of its key, the frame and the frequency. Pure: works on the caller's thread.
+
+use std::f32::consts::TAU;
+use std::f64::consts::TAU as TAU_F64;
+use std::sync::Arc;
+
+use realfft::num_complex::Complex;
+use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
+
+use crate::model::random::{Seed, mixed};
+
+/// The length of a window, in hops.
+const HOPS: usize = 4;
+/// Below this pitch a frame is unvoiced, in Hz.
+const MIN_PITCH: f32 = 40.0;
+/// The highest harmonic of a pulse, in Hz.
+const MAX_HARMONIC: f32 = 11_000.0;
+/// The largest logarithm of a magnitude.
+const MAX_LOG_MAGNITUDE: f32 = 7.0;
+/// Below this size of 2·sin(t/2), a pulse is computed as its limit.
+const MIN_DIVISOR: f32 = 2e-3;
+/// The spectra of a frame, each of [`Synthesizer::bins`] numbers.
+const SPECTRA: usize = 5;
+
+/// Makes sound. Shared by threads.
+pub struct Synthesizer {
+    forward: Arc<dyn RealToComplex<f32>>,
+    inverse: Arc<dyn ComplexToReal<f32>>,
+    /// A Hann window, `[HOPS·hop]`.
+    window: Vec<f32>,
+    /// Samples from one frame to the next.
+    hop: usize,
+    /// Samples in a second.
+    rate: f32,
+}
+
+/// Some frames of a sentence.
+pub struct Frames<'a> {
+    /// The index of the first frame in its sentence.
+    pub first: usize,
+    /// `[frames, SPECTRA, bins]`.
+    pub spectra: &'a [f32],
+    /// The key of the noise.
+    pub seed: Seed,
+}
+
+impl Synthesizer {
+    /// Prepares the transforms for frames that are `hop` samples apart.
+    pub fn new(hop: usize, rate: u32) -> Self {
+        let length = HOPS * hop;
+        let mut planner = RealFftPlanner::new();
+        let window = (0..length).map(|at| (0.5 - 0.5 * (TAU_F64 * at as f64 / length as f64).cos()) as f32);
+        Self {
+            forward: planner.plan_fft_forward(length),
+            inverse: planner.plan_fft_inverse(length),
+            window: window.collect(),
+            hop,
+            rate: rate as f32,
+        }
+    }
+
+    /// Samples from one frame to the next.
+    pub fn hop(&self) -> usize {
+        self.hop
+    }
+
+    /// The frequencies of a spectrum.
+    fn bins(&self) -> usize {
+        self.window.len() / 2 + 1
+    }
+
+    /// A train of pulses with this pitch, which is given in Hz for each frame: `[frames·hop]`. In a pulse all harmonics
+    /// below [`MAX_HARMONIC`] have the same amplitude. Unvoiced frames are silent.
+    pub fn pulses(&self, pitch: &[f32]) -> Vec<f32> {
+        let mut phase = 0.0_f64;
+        let mut out = Vec::with_capacity(pitch.len() * self.hop);
+        for frame in 0..pitch.len() {
+            let of = |frame: usize| pitch[frame.min(pitch.len() - 1)];
+            for sample in 0..self.hop {
+                // The pitch between the middles of two frames is interpolated.
+                let place = (sample as f32 + 0.5) / self.hop as f32 - 0.5;
+                let (share, [from, to]) = match place < 0.0 {
+                    true => (place + 1.0, [of(frame.saturating_sub(1)), of(frame)]),
+                    false => (place, [of(frame), of(frame + 1)]),
+                };
+                let hertz = from * (1.0 - share) + to * share;
+                let is_voiced = hertz > MIN_PITCH;
+                let hertz = hertz.max(MIN_PITCH);
+                phase = (phase + f64::from(hertz) / f64::from(self.rate)).fract();
+                out.push(if is_voiced { pulse((phase * TAU_F64) as f32, hertz) } else { 0.0 });
+            }
+        }
+        out
+    }
+
+    /// Adds these frames to `sound`, which begins [`HOPS`]/2 hops before the middle of the first of them, and has room
+    /// for HOPS - 1 hops more than there are frames. `pulses` are those of the whole sentence.
+    pub fn add(&self, Frames { first, spectra, seed }: Frames<'_>, pulses: &[f32], sound: &mut [f32]) {
+        let (bins, length) = (self.bins(), self.window.len());
+        let mut samples = self.forward.make_input_vec();
+        let mut spectrum = self.forward.make_output_vec();
+        let mut forward_scratch = self.forward.make_scratch_vec();
+        let mut inverse_scratch = self.inverse.make_scratch_vec();
+        // The transforms are not normalized; a harmonic of amplitude 1 becomes 1.
+        let (scale_in, scale_out) = (1.0 / self.hop as f32, 1.0 / length as f32);
+        for (index, spectra) in spectra.chunks_exact(SPECTRA * bins).enumerate() {
+            let start = ((first + index) * self.hop) as isize - (length / 2) as isize;
+            for (at, (sample, window)) in samples.iter_mut().zip(&self.window).enumerate() {
+                *sample = mirrored(pulses, start + at as isize) * window * scale_in;
+            }
+            // A transform fails only if a length differs from the plan's.
+            if self.forward.process_with_scratch(&mut samples, &mut spectrum, &mut forward_scratch).is_err() {
+                return;
+            }
+            shape(&mut spectrum, spectra, seed.bits((first + index) as u64));
+            // The real transform has no imaginary part at these frequencies.
+            spectrum[0].im = 0.0;
+            spectrum[bins - 1].im = 0.0;
+            if self.inverse.process_with_scratch(&mut spectrum, &mut samples, &mut inverse_scratch).is_err() {
+                return;
+            }
+            let to = &mut sound[index * self.hop..][..length];
+            for ((to, sample), window) in to.iter_mut().zip(&samples).zip(&self.window) {
+                *to += sample * window * scale_out;
+            }
+        }
+    }
+
+    /// Divides `sound`, to which the frames of a whole sentence were added, by the sum of the squared windows, and cuts
+    /// off what lies before the first frame's middle and after the last frame.
+    pub fn finish(&self, sound: &[f32], frames: usize) -> Vec<f32> {
+        let hops = HOPS / 2..HOPS / 2 + frames;
+        let of_hop = |hop: usize| {
+            let windows = (0..HOPS).filter(move |part| (0..frames).contains(&(hop.wrapping_sub(*part))));
+            (0..self.hop).map(move |at| {
+                let squares = windows.clone().map(|part| self.window[part * self.hop + at].powi(2));
+                sound[hop * self.hop + at] / squares.sum::<f32>().max(1e-11)
+            })
+        };
+        hops.flat_map(of_hop).collect()
+    }
+
+    /// The length of the buffer for [`Synthesizer::add`], for this number of frames.
+    pub fn room(&self, frames: usize) -> usize {
+        (frames + HOPS - 1) * self.hop
+    }
+}
+
+/// The sum of the cosines of all harmonics at the phase `t`, from 0 to 2π.
+fn pulse(t: f32, hertz: f32) -> f32 {
+    let harmonics = (MAX_HARMONIC / hertz).floor() + 0.5;
+    let divisor = 2.0 * (0.5 * t).sin();
+    let sum = if divisor.abs() <= MIN_DIVISOR { harmonics } else { (harmonics * t).sin() / divisor };
+    sum - 0.5
+}
+
+/// The sample `at`; the sound is mirrored at its ends, without repeating the sample there.
+fn mirrored(sound: &[f32], at: isize) -> f32 {
+    let last = sound.len() as isize - 1;
+    let at = if at < 0 { -at } else { at };
+    let at = if at > last { 2 * last - at } else { at };
+    sound.get(at as usize).copied().unwrap_or(0.0)
+}
+
+/// Filters the spectrum of the pulses by a frame's spectra, and adds noise and what remains.
+fn shape(spectrum: &mut [Complex<f32>], spectra: &[f32], bits: u64) {
+    let bins = spectrum.len();
+    let [harmonic, phase, noise, rest, rest_phase] =
+        std::array::from_fn(|part| &spectra[part * bins..][..bins]);
+    for (bin, value) in spectrum.iter_mut().enumerate() {
+        let magnitude = |log: &[f32]| log[bin].min(MAX_LOG_MAGNITUDE).exp();
+        let turn = Complex::cis(std::f32::consts::PI * phase[bin].tanh());
+        *value = *value * turn * magnitude(harmonic)
+            + normal(mixed(bits ^ bin as u64)) * magnitude(noise)
+            + Complex::cis(rest_phase[bin]) * magnitude(rest);
+    }
+}
+
+/// A complex number whose parts are normally distributed, from random bits, by Box and Muller.
+fn normal(bits: u64) -> Complex<f32> {
+    const UNIT: f32 = 1.0 / (1 << 24) as f32;
+    let radius = (-2.0 * (((bits >> 40) + 1) as f32 * UNIT).ln()).sqrt();
+    Complex::cis(TAU * ((bits & 0xff_ffff) as f32 * UNIT)) * radius
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pulse_train_has_the_pitch_and_unvoiced_frames_are_silent() {
+        let synthesizer = Synthesizer::new(300, 24_000);
+        let pulses = synthesizer.pulses(&[240.0; 8]);
+        // 240 Hz is a pulse every 100 samples.
+        let peaks: Vec<usize> = (0..pulses.len()).filter(|at| pulses[*at] > 40.0).collect();
+        assert!(peaks.windows(2).all(|two| two[1] - two[0] == 100), "{peaks:?}");
+        assert!(synthesizer.pulses(&[39.0; 4]).iter().all(|sample| *sample == 0.0));
+        assert!(synthesizer.pulses(&[]).is_empty());
+    }
+
+    #[test]
+    fn the_noise_is_normally_distributed() {
+        let drawn: Vec<Complex<f32>> = (0..20_000).map(|at| normal(mixed(at))).collect();
+        let mean = drawn.iter().sum::<Complex<f32>>() / 20_000.0;
+        let variance: f32 = drawn.iter().map(|z| (z - mean).norm_sqr()).sum::<f32>() / 20_000.0;
+        assert!(mean.norm() < 0.03 && (variance - 2.0).abs() < 0.06, "{mean} {variance}");
+    }
+
+    #[test]
+    fn the_result_does_not_depend_on_where_frames_are_divided() {
+        let synthesizer = Synthesizer::new(30, 24_000);
+        let (frames, width) = (10, SPECTRA * synthesizer.bins());
+        let spectra: Vec<f32> = (0..frames * width).map(|at| ((at % 89) as f32 * 0.7).sin() - 2.0).collect();
+        let pulses = synthesizer.pulses(&[180.0; 10]);
+        let seed = Seed { task: 3, sequence: 1 };
+        let made = |at: usize| {
+            let mut sound = vec![0.0; synthesizer.room(frames)];
+            for (first, count) in [(0, at), (at, frames - at)] {
+                let spectra = &spectra[first * width..][..count * width];
+                synthesizer.add(Frames { first, spectra, seed }, &pulses, &mut sound[first * 30..]);
+            }
+            synthesizer.finish(&sound, frames)
+        };
+        assert_eq!(made(0).len(), frames * 30);
+        assert_eq!(made(0), made(4));
+    }
+}

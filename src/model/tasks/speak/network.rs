@@ -1,0 +1,175 @@
+//! Computes batches of sentences: hibari's network for each voice of the batch, then the synthesis of each sentence on
+//! the threads of the worker. Decides how long a sentence may become, and how its sound ends. A sentence's sound does
+//! not depend on the others in its batch.
+
+use rayon::prelude::*;
+
+use crate::model::nets::hibari::config::HibariConfig;
+use crate::model::nets::hibari::{Decoded, Hibari, SPECTRA, Symbols};
+use crate::model::random::Seed;
+use crate::model::sound::synthesis::{Frames, Synthesizer};
+use crate::model::{Forward, ForwardError, TaskError, TaskErrorKind};
+
+/// The most seconds of one sentence at speed 1. The network needs 0.5 MB of memory for a second.
+const MAX_SECONDS: f32 = 60.0;
+/// Frames whose spectra are computed at once: 12.8 s, 12 MB.
+const FRAMES_AT_ONCE: usize = 1_024;
+/// Frames that one thread synthesizes at once.
+const FRAMES_PER_THREAD: usize = 64;
+/// The sound of a sentence begins and ends with silence within this share of a second.
+const FADE_SECONDS: f32 = 0.005;
+
+/// One sentence to speak.
+#[derive(Clone, Debug)]
+pub struct Sentence {
+    /// The index of its voice.
+    pub voice: usize,
+    /// The ids of its symbols; the first and the last are 0.
+    pub ids: Vec<u32>,
+    /// 1 is the voice's own pace.
+    pub speed: f32,
+    /// The key of its noise.
+    pub seed: Seed,
+}
+
+/// The sound of a sentence.
+#[derive(Clone, Debug)]
+pub struct Sound {
+    /// One channel, 16 bits each.
+    pub samples: Vec<i16>,
+}
+
+/// The voices of a model.
+pub struct Speaker {
+    voices: Vec<Hibari>,
+    synthesizer: Synthesizer,
+    sample_rate: u32,
+}
+
+type Sounds = Vec<Result<Sound, TaskError>>;
+
+impl Speaker {
+    /// Speaks with these voices.
+    pub fn new(voices: Vec<Hibari>, config: &HibariConfig) -> Self {
+        let synthesizer = Synthesizer::new(config.hop, config.sample_rate);
+        Self { voices, synthesizer, sample_rate: config.sample_rate }
+    }
+
+    /// The sound of sentences of one voice.
+    fn speak(&self, voice: &Hibari, sentences: &[&Sentence]) -> candle_core::Result<Sounds> {
+        let symbols: Vec<Symbols<'_>> =
+            sentences.iter().map(|sentence| Symbols { ids: &sentence.ids, speed: sentence.speed }).collect();
+        let encoded = voice.encode(&symbols)?;
+        let lengths: Vec<Result<(), TaskError>> = encoded
+            .frames()
+            .zip(sentences)
+            .map(|(frames, sentence)| self.check_length(frames, sentence.speed))
+            .collect();
+        let wanted: Vec<bool> = lengths.iter().map(Result::is_ok).collect();
+        let mut decoded = voice.decode(&encoded, &wanted)?.into_iter();
+        let mut sounds = Vec::with_capacity(sentences.len());
+        for (length, sentence) in lengths.into_iter().zip(sentences) {
+            sounds.push(match length {
+                Err(error) => Err(error),
+                Ok(()) => match decoded.next() {
+                    Some(frames) => self.synthesize(voice, &frames, sentence.seed)?,
+                    None => Err(TaskError::internal("a sentence was not decoded")),
+                },
+            });
+        }
+        Ok(sounds)
+    }
+
+    fn check_length(&self, frames: usize, speed: f32) -> Result<(), TaskError> {
+        let seconds = frames as f32 * self.synthesizer.hop() as f32 / self.sample_rate as f32;
+        let most = MAX_SECONDS / speed;
+        if seconds <= most {
+            return Ok(());
+        }
+        let message = format!("a sentence would take {seconds:.0} s to speak, and {most:.0} s are allowed");
+        Err(TaskError::new(TaskErrorKind::TooLarge, message))
+    }
+
+    /// The sound of a sentence.
+    fn synthesize(
+        &self,
+        voice: &Hibari,
+        frames: &Decoded,
+        seed: Seed,
+    ) -> candle_core::Result<Result<Sound, TaskError>> {
+        let (synthesizer, count) = (&self.synthesizer, frames.pitch.len());
+        let pulses = synthesizer.pulses(&frames.pitch);
+        let mut sound = vec![0.0; synthesizer.room(count)];
+        for start in (0..count).step_by(FRAMES_AT_ONCE) {
+            let spectra = voice.spectra(frames, start, FRAMES_AT_ONCE.min(count - start))?;
+            let width = spectra.len() / FRAMES_AT_ONCE.min(count - start);
+            debug_assert!(width.is_multiple_of(SPECTRA), "{width}");
+            let parts = spectra.par_chunks(FRAMES_PER_THREAD * width).enumerate().map(|(index, spectra)| {
+                let first = start + index * FRAMES_PER_THREAD;
+                let mut part = vec![0.0; synthesizer.room(spectra.len() / width)];
+                synthesizer.add(Frames { first, spectra, seed }, &pulses, &mut part);
+                (first, part)
+            });
+            // Neighbouring parts overlap, and are added in their order.
+            for (first, part) in parts.collect::<Vec<_>>() {
+                let to = &mut sound[first * synthesizer.hop()..][..part.len()];
+                to.iter_mut().zip(&part).for_each(|(to, sample)| *to += sample);
+            }
+        }
+        let mut samples = synthesizer.finish(&sound, count);
+        if samples.iter().any(|sample| !sample.is_finite()) {
+            return Ok(Err(TaskError::internal("the network computed a sound that is not finite")));
+        }
+        fade(&mut samples, (FADE_SECONDS * self.sample_rate as f32) as usize);
+        let samples =
+            samples.iter().map(|sample| (sample.clamp(-1.0, 1.0) * 32_767.0).round() as i16).collect();
+        Ok(Ok(Sound { samples }))
+    }
+}
+
+/// Lets the sound begin and end with silence: its first and last `count` samples grow from 0 and shrink to 0.
+fn fade(samples: &mut [f32], count: usize) {
+    let count = count.min(samples.len() / 2);
+    let gains = (0..count).map(|at| at as f32 / count as f32);
+    samples.iter_mut().zip(gains.clone()).for_each(|(sample, gain)| *sample *= gain);
+    samples.iter_mut().rev().zip(gains).for_each(|(sample, gain)| *sample *= gain);
+}
+
+impl Forward for Speaker {
+    type Input = Sentence;
+    type Output = Sound;
+    type Pending = Sounds;
+
+    fn submit(&mut self, batch: &[&Sentence]) -> Result<Sounds, ForwardError> {
+        let mut sounds: Vec<Option<Result<Sound, TaskError>>> = vec![None; batch.len()];
+        for (index, voice) in self.voices.iter().enumerate() {
+            let places: Vec<usize> = (0..batch.len()).filter(|place| batch[*place].voice == index).collect();
+            if places.is_empty() {
+                continue;
+            }
+            let sentences: Vec<&Sentence> = places.iter().map(|place| batch[*place]).collect();
+            let spoken = self.speak(voice, &sentences).map_err(|error| ForwardError::from(&error))?;
+            places.into_iter().zip(spoken).for_each(|(place, sound)| sounds[place] = Some(sound));
+        }
+        let missing = || Err(TaskError::internal("a sentence has an unknown voice"));
+        Ok(sounds.into_iter().map(|sound| sound.unwrap_or_else(missing)).collect())
+    }
+
+    fn wait(&mut self, pending: Sounds) -> Result<Sounds, ForwardError> {
+        Ok(pending)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sound_begins_and_ends_with_silence() {
+        let mut samples = vec![1.0; 100];
+        fade(&mut samples, 10);
+        assert_eq!((samples[0], samples[5], samples[10], samples[99]), (0.0, 0.5, 1.0, 0.0));
+        assert!(samples[10..90].iter().all(|sample| *sample == 1.0));
+        fade(&mut [1.0; 3], 10);
+    }
+}

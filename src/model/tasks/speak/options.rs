@@ -1,0 +1,53 @@
+//! The settings of a pool that speaks: `[pool.options]`. Decides their defaults.
+
+use serde::Deserialize;
+
+use super::FAMILY;
+use crate::model::family::{OptionDefault, OptionSpec, Takes};
+use crate::model::{LoadError, LoadSpec};
+
+/// The largest `max_seconds`: the WAV file is 345 MB long. RabbitMQ 4 takes messages of 16 MiB unless told otherwise.
+const MAX_SECONDS: u64 = 7_200;
+
+/// What each option takes, its default and its help.
+pub static OPTIONS: [OptionSpec; 2] = [
+    OptionSpec {
+        name: "max_seconds",
+        takes: Takes::Whole(1..=MAX_SECONDS),
+        default: OptionDefault::Value("300"),
+        help: "the most seconds of sound that a task may ask for, estimated from its phonemes and its speed. A longer \
+               task gets 413. A second takes 48 kB as WAV, and RabbitMQ 4 refuses messages over 16 MiB by default",
+    },
+    OptionSpec {
+        name: "seed",
+        takes: Takes::Whole(0..=u64::MAX),
+        default: OptionDefault::Value("0"),
+        help: "with a task's id, the seed of the noise in the voice of a task that sets none",
+    },
+];
+
+/// The values of the options of one pool.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// The most seconds of sound of a task.
+    pub max_seconds: f32,
+    /// Together with a task's id, the seed of its noise.
+    pub seed: u64,
+}
+
+#[derive(Deserialize)]
+struct Written {
+    max_seconds: u16,
+    seed: u64,
+}
+
+impl Options {
+    /// Reads the pool's options.
+    ///
+    /// # Errors
+    /// [`LoadError::Option`] for an option that is not known or out of its bounds.
+    pub fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
+        let Written { max_seconds, seed } = FAMILY.read_options(spec)?;
+        Ok(Self { max_seconds: max_seconds.into(), seed })
+    }
+}
