@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::batching::{Batcher, Device, Policy};
+use sconce::batching::{Batcher, DeviceState, Policy};
 
 const INPUTS: usize = 10_000;
 
@@ -22,7 +22,7 @@ fn batches(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let mut batcher = Batcher::new(policy, size);
                 inputs.iter().for_each(|input| batcher.push(vec![*input], false, now));
-                while let Some(batch) = batcher.take(now, Device::Idle, false) {
+                while let Some(batch) = batcher.take(now, DeviceState::Idle, false) {
                     black_box(batch);
                 }
             });
@@ -32,7 +32,7 @@ fn batches(criterion: &mut Criterion) {
                 let mut batcher = Batcher::new(policy, size);
                 for input in &inputs {
                     batcher.push(vec![*input], false, now);
-                    black_box(batcher.take(now, Device::Busy, true));
+                    black_box(batcher.take(now, DeviceState::Busy, true));
                 }
             });
         });

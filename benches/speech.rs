@@ -98,7 +98,7 @@ fn speech(criterion: &mut Criterion) {
     group.bench_function("encoder and keys of a window", |bencher| {
         bencher.iter(|| {
             let encoded = network.encoder.forward(black_box(&[&features])).expect("an encoded window");
-            network.decoder.hold(0, &encoded);
+            network.decoder.set_window(0, &encoded);
         });
     });
     let mut products: Vec<_> = encoder_shapes(&config)
@@ -119,7 +119,7 @@ fn speech(criterion: &mut Criterion) {
     let wanted: Vec<usize> = (0..SEQUENCES).collect();
     let mut logits = Vec::new();
     for slot in 0..SEQUENCES {
-        network.decoder.hold(slot, &encoded);
+        network.decoder.set_window(slot, &encoded);
         let prompt = vec![7; POSITION];
         let span = Span { slot, first: 0, count: POSITION };
         network.decoder.forward(&prompt, &[span], &[], &mut logits);

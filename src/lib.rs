@@ -3,7 +3,7 @@
 //! launcher), batches them by tokens, and publishes replies.
 //!
 //! This is a library with a thin binary: to serve a model of your own, implement [`model::Processor`] and
-//! [`model::Forward`] or [`model::Generate`], register what loads them in an [`app::Registry`], and call
+//! [`model::Forward`] or [`model::Generate`], register their loader in an [`app::Registry`], and call
 //! [`app::main`]; see `docs/own-models.md`. `docs/architecture.md` follows one task through these files
 //! and defines the project's terms.
 //!
@@ -14,23 +14,23 @@
 //! | level | room | decides |
 //! |---|---|---|
 //! | – | `crates/kernels` | what networks compute on a CPU, on slices. A separate crate, used by `model/ops`; `config` takes only the names of vector units from it |
-//! | 0 | `protocol` | bytes ↔ task, reply, part of a reply, sentinel, control line, batch line |
+//! | 0 | `protocol` | how bytes become a task, reply, part of a reply, sentinel, control line or batch line, and back |
 //! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
 //! | 0 | `backoff` | capped, jittered delays |
 //! | 0 | `shutdown` | causes, phases, exit codes, the signal source |
-//! | 1 | `config` | raw settings → validated settings; the worker's assignment |
+//! | 1 | `config` | how raw settings become validated ones; the worker's assignment |
 //! | 2 | `telemetry` | where log lines and spans go, and how they look |
 //! | 2 | `model` | the traits of models; loading; devices; the networks; what serves which architecture; models for tests |
-//! | 2 | `fetch` | which files that tasks name by URLs are fetched, from where, and how many bytes of them are held |
-//! | 2 | `broker` | deliver, publish with confirm, settle, reconnect |
+//! | 2 | `fetch` | from which sources the files that tasks name by URL may be fetched, and how many bytes of them are in memory |
+//! | 2 | `broker` | how messages are delivered, published with a confirm, and settled; when to reconnect |
 //! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |
-//! | 4 | `worker` | session → intake → preprocess → engine → settle; the drain; isolation |
-//! | 4 | `launcher` | discover devices, plan slots, spawn, watch, restart, stop |
-//! | 4 | `client` | publish tasks, gather their replies, each once; a whole job; the fleet's figures; dead letters |
-//! | 5 | `admin` | what operators can see and change of a running launcher: metrics, health, remote control |
+//! | 4 | `worker` | the way of a task: session, intake, preprocessing, engine, settlement; the drain; isolation |
+//! | 4 | `launcher` | which devices and slots there are; when workers are spawned, restarted and stopped |
+//! | 4 | `client` | how tasks are published and each reply is gathered once; jobs; fleet statistics; dead letters |
+//! | 5 | `admin` | what operators can see and change in a running launcher: metrics, health, remote control |
 //! | 5 | `cli` | the grammar of the command line |
 //! | 6 | `commands` | one file or folder for each command; the registry of models |
-//! | 7 | `app` | the program's entry, exit codes |
+//! | 7 | `app` | the program's entry point, and which exit code an error has |
 //!
 //! `worker` and `launcher` never import each other: they share only control lines.
 //!

@@ -153,7 +153,7 @@ fn assert_near(ours: &[f32], right: &[f64], within: f64, what: &str) {
 }
 
 fn matrix(memory: &Memory, element_type: ElementType, rows: usize, width: usize) -> Matrix {
-    Matrix { at: memory.at(), element_type, rows: rows as u32, width: width as u32 }
+    Matrix { address: memory.at(), element_type, rows: rows as u32, width: width as u32 }
 }
 
 /// LayerNorm of rows that are sums already, by the formula.
@@ -329,7 +329,7 @@ fn attended(qkv: &[f32], q_bias: &[f32], heads: usize, lengths: &[usize]) -> Vec
 fn attend(heads: Heads, qkv: &[f32], q_bias: &[f32], lengths: &[usize]) -> Vec<f32> {
     let tokens: usize = lengths.iter().sum();
     let ids = vec![0; tokens];
-    let plan = Plan::new(&ids, &ids, lengths, heads.queries());
+    let plan = Plan::new(&ids, &ids, lengths, heads.queries_per_warp());
     let (on_device, bias) = (Memory::of(heads.element_type, qkv), Memory::of(ElementType::F32, q_bias));
     let planned = Memory::of_words(&plan.words);
     let out = Memory::of(heads.element_type, &vec![f32::NAN; tokens * q_bias.len()]);

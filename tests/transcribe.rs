@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use sconce::model::sound::RATE;
 use sconce::model::sound::decode::{Channels, Limits, Recording};
-use sconce::model::tasks::transcribe::{self, Heard, Prompt, TranscribeProcessor, Transcriber};
+use sconce::model::tasks::transcribe::{self, TranscribeProcessor, Transcriber, WindowInput, WindowText};
 use sconce::model::{Advance, Device, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError};
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
@@ -107,7 +107,7 @@ fn message(file: Vec<u8>, parameters: &Value) -> Message {
     }
 }
 
-type Prepared = (<TranscribeProcessor as Processor>::Context, Vec<SizedInput<Prompt>>);
+type Prepared = (<TranscribeProcessor as Processor>::Context, Vec<SizedInput<WindowInput>>);
 
 fn preprocess(processor: &TranscribeProcessor, message: &Message) -> Result<Prepared, TaskError> {
     let (context, inputs) = processor.preprocess(message)?;
@@ -119,8 +119,13 @@ type Left = BTreeMap<usize, Option<usize>>;
 
 /// Transcribes all windows, in slots beside each other. Prompts are fed in chunks, and sequence i begins in step
 /// i·`apart`.
-fn run(network: &mut Transcriber, windows: &[SizedInput<Prompt>], chunk: usize, apart: usize) -> Vec<Heard> {
-    let (mut heard, mut left): (Vec<Option<Heard>>, Left) = (vec![None; windows.len()], Left::new());
+fn run(
+    network: &mut Transcriber,
+    windows: &[SizedInput<WindowInput>],
+    chunk: usize,
+    apart: usize,
+) -> Vec<WindowText> {
+    let (mut texts, mut left): (Vec<Option<WindowText>>, Left) = (vec![None; windows.len()], Left::new());
     let mut next = 0;
     for step in 0.. {
         while next < windows.len() && next * apart <= step {
@@ -149,14 +154,14 @@ fn run(network: &mut Transcriber, windows: &[SizedInput<Prompt>], chunk: usize, 
                 Advance::More(()) => assert_eq!(rest, 0),
                 Advance::Again => _ = left.insert(index, None),
                 Advance::Done(_, output) => {
-                    heard[index] = Some(output);
+                    texts[index] = Some(output);
                     left.remove(&index);
                     network.close(row.slot);
                 }
             }
         }
     }
-    heard.into_iter().flatten().collect()
+    texts.into_iter().flatten().collect()
 }
 
 /// The reply to a request, as JSON.
@@ -166,8 +171,8 @@ fn reply((processor, network): &mut (TranscribeProcessor, Transcriber), message:
 
 fn reply_text(processor: &TranscribeProcessor, network: &mut Transcriber, message: &Message) -> String {
     let (context, windows) = preprocess(processor, message).unwrap_or_else(|error| panic!("{error}"));
-    let heard = run(network, &windows, usize::MAX, 0);
-    let body = processor.finish(context, heard).unwrap_or_else(|error| panic!("{error}"));
+    let texts = run(network, &windows, usize::MAX, 0);
+    let body = processor.finish(context, texts).unwrap_or_else(|error| panic!("{error}"));
     String::from_utf8(body.bytes.to_vec()).expect("UTF-8")
 }
 
@@ -191,12 +196,12 @@ fn a_model_of_several_languages_follows_its_language_its_task_and_its_prompt() {
         }
     }
     for (chunk, apart) in [(usize::MAX, 0), (2, 0), (5, 3)] {
-        for (heard, case) in run(&mut network, &windows, chunk, apart).iter().zip(&right) {
-            assert_eq!(json!(heard.tokens), case["tokens"], "{case}");
+        for (text, case) in run(&mut network, &windows, chunk, apart).iter().zip(&right) {
+            assert_eq!(json!(text.tokens), case["tokens"], "{case}");
             let logprob = case["avg_logprob"].as_f64().expect("a number") as f32;
-            assert!((heard.avg_logprob - logprob).abs() < TOLERANCE, "{} {logprob}", heard.avg_logprob);
+            assert!((text.avg_logprob - logprob).abs() < TOLERANCE, "{} {logprob}", text.avg_logprob);
             let no_speech = case["no_speech_prob"].as_f64().expect("a number") as f32;
-            assert!((heard.no_speech - no_speech).abs() < TOLERANCE, "{} {no_speech}", heard.no_speech);
+            assert!((text.no_speech - no_speech).abs() < TOLERANCE, "{} {no_speech}", text.no_speech);
         }
     }
 }
@@ -224,16 +229,16 @@ fn real_recordings_have_the_transcripts_of_transformers_alone_and_together() {
         assert_eq!(windows.len(), 1, "{sound}");
         windows.remove(0)
     };
-    let windows: Vec<SizedInput<Prompt>> = expected.keys().map(window).collect();
+    let windows: Vec<SizedInput<WindowInput>> = expected.keys().map(window).collect();
     let together = run(&mut network, &windows, usize::MAX, 2);
-    for (((sound, right), window), heard) in expected.iter().zip(windows).zip(together) {
+    for (((sound, right), window), text) in expected.iter().zip(windows).zip(together) {
         let case = &right["cases"][0];
-        assert_eq!(json!(heard.tokens), case["tokens"], "{sound}");
+        assert_eq!(json!(text.tokens), case["tokens"], "{sound}");
         let logprob = case["avg_logprob"].as_f64().expect("a number") as f32;
-        assert!((heard.avg_logprob - logprob).abs() < TOLERANCE, "{sound}: {} {logprob}", heard.avg_logprob);
+        assert!((text.avg_logprob - logprob).abs() < TOLERANCE, "{sound}: {} {logprob}", text.avg_logprob);
         let no_speech = case["no_speech_prob"].as_f64().expect("a number") as f32;
-        assert!((heard.no_speech - no_speech).abs() < TOLERANCE, "{sound}: {} {no_speech}", heard.no_speech);
-        assert_eq!(run(&mut network, &[window], 1, 0), [heard], "{sound} alone, to the bit");
+        assert!((text.no_speech - no_speech).abs() < TOLERANCE, "{sound}: {} {no_speech}", text.no_speech);
+        assert_eq!(run(&mut network, &[window], 1, 0), [text], "{sound} alone, to the bit");
     }
 }
 
@@ -270,7 +275,7 @@ fn a_long_recording_is_cut_at_its_pauses_and_its_segments_follow_each_other() {
     let seconds = sound.len() as f64 / f64::from(RATE);
     let verbose = message(wav(&sound), &json!({"response_format": "verbose_json"}));
     let (_, windows) = preprocess(&model.0, &verbose).expect("windows");
-    let places: Vec<_> = windows.iter().map(|window| window.input.window.clone()).collect();
+    let places: Vec<_> = windows.iter().map(|window| window.input.place.clone()).collect();
     assert!((3..=4).contains(&places.len()), "{places:?}");
     for pair in places.windows(2) {
         assert!((pair[0].start() + pair[0].seconds - pair[1].start()).abs() < 1e-9, "{pair:?}");
@@ -366,16 +371,16 @@ fn parts_of_a_reply_join_to_its_text() {
     let (processor, mut network) = load(TINY_EN, &[]);
     let message = message(bytes("tests/fixtures/sound/short.flac"), &json!({"stream": true}));
     let (mut context, windows) = preprocess(&processor, &message).expect("windows");
-    let heard = run(&mut network, &windows, usize::MAX, 0);
+    let texts = run(&mut network, &windows, usize::MAX, 0);
     let mut joined = String::new();
-    for (index, heard) in heard.iter().enumerate() {
-        for part in processor.output_parts(&mut context, index, heard) {
+    for (index, text) in texts.iter().enumerate() {
+        for part in processor.output_parts(&mut context, index, text) {
             let part: Value = serde_json::from_slice(&part.bytes).expect("JSON");
             assert_eq!(part["type"], "transcript.text.delta");
             joined.push_str(part["delta"].as_str().expect("a text"));
         }
     }
-    let body = processor.finish(context, heard).expect("a reply");
+    let body = processor.finish(context, texts).expect("a reply");
     let reply: Value = serde_json::from_slice(&body.bytes).expect("JSON");
     assert_eq!(reply["text"], joined.trim());
 }
@@ -493,8 +498,8 @@ fn keywords_stand_before_the_prompt_and_leave_it_half_of_the_room() {
     let (processor, mut network) = load(RANDOM, &[]);
     let mut previous = |parameters: Value| {
         let (_, windows) = preprocess(&processor, &message(bytes(READING), &parameters)).expect("windows");
-        let heard = run(&mut network, &windows, usize::MAX, 0);
-        (windows[0].input.previous.to_vec(), heard[0].tokens.clone())
+        let texts = run(&mut network, &windows, usize::MAX, 0);
+        (windows[0].input.previous.to_vec(), texts[0].tokens.clone())
     };
     let (prompt, _) = previous(json!({"prompt": "a message queue", "temperature": GREEDY}));
     let (keywords, text) =

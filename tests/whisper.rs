@@ -73,7 +73,7 @@ fn the_encoder_and_the_first_step_give_the_numbers_of_transformers() {
         let rows = places.iter().flat_map(|at| encoded[*at as usize * width..][..width].iter().copied());
         let off = worst(rows, &numbers(&tensors, "encoded", f32::from_le_bytes));
         assert!(off < TOLERANCE, "{model}: {off}");
-        network.decoder.hold(2, &encoded);
+        network.decoder.set_window(2, &encoded);
         let mut logits = Vec::new();
         network.decoder.forward(&[start], &[Span { slot: 2, first: 0, count: 1 }], &[0], &mut logits);
         let ids = numbers(&tensors, "ids", i32::from_le_bytes);
@@ -95,7 +95,7 @@ fn windows_and_tokens_have_the_same_bits_in_any_company() {
         let [first, second, third] = [0, 1, 2].map(|at| &together[at * alone.len()..(at + 1) * alone.len()]);
         assert!(second == alone && first == third && first != second, "{model}");
         for (slot, encoded) in [first, second, third].into_iter().enumerate() {
-            network.decoder.hold(slot, encoded);
+            network.decoder.set_window(slot, encoded);
         }
         let ids = [start, 5, 6, 7, 8, 9, 10, 11, 12, 13];
         let mut forward = |ids: &[u32], spans: &[Span], wanted: &[usize]| {
@@ -115,7 +115,7 @@ fn windows_and_tokens_have_the_same_bits_in_any_company() {
         assert!(last == whole, "{model}");
         // A slot that was released holds another window.
         network.decoder.release(1);
-        network.decoder.hold(1, first);
+        network.decoder.set_window(1, first);
         let mut logits = [Vec::new(), Vec::new()];
         for (slot, logits) in logits.iter_mut().enumerate() {
             network.decoder.forward(&ids, &[span(slot, 0, 10)], &[9], logits);

@@ -120,7 +120,7 @@ fn embed(
         let inputs = inputs.map_err(|error| anyhow!("{error}"))?;
         batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), false, begun);
         done.preparing += begun.elapsed();
-        let Some(batch) = batcher.take(begun, batching::Device::Busy, true) else { continue };
+        let Some(batch) = batcher.take(begun, batching::DeviceState::Busy, true) else { continue };
         let begun = Instant::now();
         let inputs: Vec<&Tokens> = batch.inputs.iter().collect();
         for output in model.forward(&inputs)? {

@@ -13,7 +13,7 @@ use sconce::model::{Device, Forward, Generate, LoadSpec, Processor};
 use sconce::protocol::dead_letter::{
     Cause, DeadLetter, Reason, dead_letter, restored, without_producer_headers,
 };
-use sconce::protocol::embeddings::{EmbeddingRequest, Text};
+use sconce::protocol::embeddings::{EmbeddingRequest, Input};
 use sconce::protocol::reply::{Body, reply};
 use sconce::protocol::{
     Incoming, Message, Sentinels, Task, TaskErrorKind, Timings, Value, WorkerInfo, classify,
@@ -81,7 +81,7 @@ fn check_properties(task: &Task, now: SystemTime) {
         assert_eq!(kind, kind.to_ascii_lowercase());
         assert!(!kind.is_empty() && !kind.contains(';'));
     }
-    assert!(task.queued(now) >= Duration::ZERO);
+    assert!(task.time_in_queue(now) >= Duration::ZERO);
     assert_eq!(task.fingerprint().len(), 16);
     assert_eq!(task.fingerprint(), task.clone().fingerprint());
 }
@@ -126,7 +126,7 @@ fn check_dead_letter(task: &Task) {
 /// What is put back is what came, but for the headers that say how it died and those of ours that it
 /// came with.
 fn check_restored(message: Message, task: &Task) {
-    let read = DeadLetter::of(&message);
+    let read = DeadLetter::new(&message);
     assert_eq!((read.reason(), read.task_id()), ("undecodable", Some(task.id.as_str())));
     assert!(read.dead_lettered_at().is_some() && read.has_id(&task.id));
     let back = restored(message);
@@ -158,18 +158,18 @@ fn check_embeddings(body: &[u8]) {
             assert!(whole.is_err() || error.kind != TaskErrorKind::Undecodable, "{error}");
         }
         Ok(request) => {
-            assert!((1..=MOST).contains(&request.texts.len()));
+            assert!((1..=MOST).contains(&request.inputs.len()));
             // Deeply nested keys that we ignore are too deep for it.
             let Ok(whole) = whole else { return };
-            for (index, text) in request.texts.iter().enumerate() {
+            for (index, text) in request.inputs.iter().enumerate() {
                 let path = request.path(index);
                 let written = match path.as_str() {
                     "input" => &whole["input"],
                     _ => &whole["input"][index],
                 };
                 match text {
-                    Ok(Text::Plain(text)) => assert_eq!(written.as_str(), Some(text.as_str()), "{path}"),
-                    Ok(Text::Ids(ids)) => assert_eq!(written, &serde_json::json!(ids), "{path}"),
+                    Ok(Input::Text(text)) => assert_eq!(written.as_str(), Some(text.as_str()), "{path}"),
+                    Ok(Input::Ids(ids)) => assert_eq!(written, &serde_json::json!(ids), "{path}"),
                     Err(error) => check_error(error),
                 }
             }

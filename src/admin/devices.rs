@@ -1,5 +1,5 @@
-//! The devices' memory and utilization, for the metrics. Queries the driver on a thread of its own, since a
-//! broken driver may not answer. Until it does, its last answer is used.
+//! The devices' memory and utilization, for the metrics. A separate thread queries the driver, because a
+//! broken driver may not answer. Until it answers, its previous answer is used.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -26,16 +26,17 @@ impl Default for Devices {
 }
 
 impl Devices {
-    /// Queries the driver. Returns its last answer if the query takes over a second, or if another one is under way.
+    /// Queries the driver. Returns its last answer if the query takes longer than [`DRIVER_TIMEOUT`], or if another
+    /// query is under way.
     pub(super) async fn query(&self) -> Gpus {
         if let Ok(permit) = self.query_permit.clone().try_acquire_owned() {
             let last = self.last.clone();
-            let queried = tokio::task::spawn_blocking(move || {
+            let query = tokio::task::spawn_blocking(move || {
                 let _permit = permit;
                 let gpus = Gpus::here();
                 *last.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
             });
-            let _ = tokio::time::timeout(DRIVER_TIMEOUT, queried).await;
+            let _ = tokio::time::timeout(DRIVER_TIMEOUT, query).await;
         }
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -1,12 +1,12 @@
 //! Decides from the status board whether a launcher is live, ready, and started. Live means progress: a worker that is
-//! stuck in a forward pass or sends nothing is not live, though its process runs. Pure.
+//! stuck in a forward pass or sends nothing is not live, though its process runs. Does no I/O.
 
 use std::collections::BTreeMap;
 
 use crate::launcher::status_board::{Entry, SlotStatus};
 
 /// The header of a response that names the launcher.
-pub const LAUNCHER: &str = "x-sconce-launcher";
+pub const LAUNCHER_HEADER: &str = "x-sconce-launcher";
 
 /// A health check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,8 +32,8 @@ impl Check {
 
 /// Returns whether the check passes, and lines that explain the result. `stopping` says that the stop of the launcher
 /// has begun.
-pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
-    let wrong = match check {
+pub(super) fn evaluate(check: Check, status: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
+    let problems = match check {
         Check::Live => stuck(status),
         Check::Ready if stopping => vec!["the launcher is stopping".to_owned()],
         Check::Ready => pools_without(status, takes_tasks, "takes tasks"),
@@ -41,10 +41,10 @@ pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool
         Check::Startup => pools_without(status, |entry| entry.was_ready, "has been ready yet"),
     };
     let slots = status.slots.values().map(slot_line);
-    (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
+    (problems.is_empty(), problems.iter().cloned().chain(slots).collect())
 }
 
-/// The line about one slot: its state, and its worker's problem if there is one.
+/// Describes one slot: its state, and its worker's problem if there is one.
 fn slot_line(entry: &Entry) -> String {
     let (slot, state) = (&entry.report.slot, entry.report.state.name());
     let now = entry.report.stats.as_ref().map(|stats| &stats.now);
@@ -52,7 +52,7 @@ fn slot_line(entry: &Entry) -> String {
     match now.and_then(|now| now.problem.as_ref()) {
         Some(problem) if now.is_some_and(|now| !now.connected) => format!("{slot} waits: {problem}"),
         Some(problem) => format!("{slot} {state} for {seconds} s; {problem}"),
-        None if entry.report.state.works() && !takes_tasks(entry) => {
+        None if entry.report.state.is_serving() && !takes_tasks(entry) => {
             format!("{slot} waits: it has no session with the broker yet")
         }
         None => format!("{slot} {state} for {seconds} s"),
@@ -61,13 +61,14 @@ fn slot_line(entry: &Entry) -> String {
 
 /// Whether the slot waits for tasks or computes, and has a session with the broker.
 fn takes_tasks(entry: &Entry) -> bool {
-    entry.report.state.works() && entry.report.stats.as_ref().is_some_and(|stats| stats.now.connected)
+    entry.report.state.is_serving() && entry.report.stats.as_ref().is_some_and(|stats| stats.now.connected)
 }
 
+/// One line for each slot whose worker is stuck.
 fn stuck(status: &SlotStatus) -> Vec<String> {
     let stuck = status.slots.values().filter_map(|entry| Some((entry, entry.stuck_since?)));
-    let lines = stuck.map(|(entry, since)| {
-        let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
+    let lines = stuck.map(|(entry, stuck_since)| {
+        let (slot, seconds) = (&entry.report.slot, stuck_since.elapsed().as_secs());
         match entry.computing_since {
             Some(since) => format!("{slot}: a forward pass has lasted {} s", since.elapsed().as_secs()),
             None => format!(
@@ -87,8 +88,8 @@ fn pools_without(status: &SlotStatus, condition: impl Fn(&Entry) -> bool, descri
     if pools.is_empty() {
         return vec!["there are no slots".to_owned()];
     }
-    let lacking = pools.into_iter().filter(|(_, has)| !has);
-    lacking.map(|(pool, _)| format!("pool {pool}: no worker {description}")).collect()
+    let unsatisfied = pools.into_iter().filter(|(_, is_satisfied)| !is_satisfied);
+    unsatisfied.map(|(pool, _)| format!("pool {pool}: no worker {description}")).collect()
 }
 
 #[cfg(test)]
@@ -132,50 +133,50 @@ mod tests {
 
     #[test]
     fn a_launcher_is_ready_while_every_pool_has_a_worker_that_takes_tasks() {
-        let ready = |slots: &[(&str, State, bool)]| answer(Check::Ready, &status(slots), false).0;
+        let ready = |slots: &[(&str, State, bool)]| evaluate(Check::Ready, &status(slots), false).0;
         let (busy, loading) = (("a", State::Busy, true), ("a", State::Loading, false));
         assert!(ready(&[busy, loading]) && !ready(&[loading]) && !ready(&[]));
         assert!(!ready(&[busy, ("b", State::Paused, true)]));
-        let (ready, lines) = answer(Check::Ready, &status(&[busy]), true);
+        let (ready, lines) = evaluate(Check::Ready, &status(&[busy]), true);
         assert!(!ready && lines[0].contains("stopping") && lines[1].starts_with("a/0 busy"), "{lines:?}");
         let mut lost = status(&[busy]);
         lost.slots.get_mut("a/0").unwrap().report.stats = None;
-        assert!(!answer(Check::Ready, &lost, false).0, "without a broker");
+        assert!(!evaluate(Check::Ready, &lost, false).0, "without a broker");
     }
 
     #[test]
     fn the_line_of_a_slot_names_the_problem_of_its_worker() {
-        let mut hindered = status(&[("a", State::Ready, true)]);
-        let mut hinder = |connected, problem: &str| {
-            let entry = hindered.slots.get_mut("a/0").unwrap();
+        let mut with_problem = status(&[("a", State::Ready, true)]);
+        let mut evaluate_with = |connected, problem: &str| {
+            let entry = with_problem.slots.get_mut("a/0").unwrap();
             let now = &mut entry.report.stats.as_mut().unwrap().now;
             (now.connected, now.problem) = (connected, Some(problem.to_owned()));
-            answer(Check::Ready, &hindered, false)
+            evaluate(Check::Ready, &with_problem, false)
         };
         assert_eq!(
-            hinder(true, "a dead letter waits"),
+            evaluate_with(true, "a dead letter waits"),
             (true, vec!["a/0 ready for 0 s; a dead letter waits".into()])
         );
-        let (ready, lines) = hinder(false, "no broker: 403");
+        let (ready, lines) = evaluate_with(false, "no broker: 403");
         assert!(!ready && lines[1] == "a/0 waits: no broker: 403", "{lines:?}");
     }
 
     #[test]
     fn a_launcher_that_has_started_stays_started() {
-        let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &status(slots), false).0;
+        let started = |slots: &[(&str, State, bool)]| evaluate(Check::Startup, &status(slots), false).0;
         assert!(!started(&[("a", State::Loading, false)]));
         assert!(started(&[("a", State::Failed, true), ("a", State::Quarantined, false)]));
-        let once = SlotStatus { has_started: true, ..status(&[("new", State::Loading, false)]) };
-        assert!(answer(Check::Startup, &once, false).0);
+        let started_before = SlotStatus { has_started: true, ..status(&[("new", State::Loading, false)]) };
+        assert!(evaluate(Check::Startup, &started_before, false).0);
     }
 
     #[test]
     fn a_launcher_with_a_stuck_worker_is_not_live_and_names_it() {
         let mut status = status(&[("a", State::Busy, true), ("a", State::Ready, true)]);
-        assert!(answer(Check::Live, &status, true).0, "a stopping launcher is live");
+        assert!(evaluate(Check::Live, &status, true).0, "a stopping launcher is live");
         let entry = status.slots.get_mut("a/0").unwrap();
         (entry.stuck_since, entry.computing_since) = (Some(Instant::now()), Some(Instant::now()));
-        let (live, lines) = answer(Check::Live, &status, false);
+        let (live, lines) = evaluate(Check::Live, &status, false);
         assert!(!live && lines[0].starts_with("a/0: a forward pass has lasted"), "{lines:?}");
     }
 }

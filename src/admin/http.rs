@@ -1,7 +1,6 @@
 //! Serves metrics for Prometheus and health for probes over HTTP. There is no password, so the default address is
-//! loopback. Owns the listening socket and the connections. Every connection
-//! is accepted at once, so that a probe never waits for other clients; beyond the limit, a connection that has
-//! not sent its request yet is closed.
+//! loopback. Every connection is accepted at once, so that a probe never waits for other clients; beyond the limit, a
+//! connection that has not sent its request yet is closed. Owns the listening socket and the connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,7 +22,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use super::devices::Devices;
-use super::health::{Check, LAUNCHER, answer};
+use super::health::{Check, LAUNCHER_HEADER, evaluate};
 use super::metrics;
 use crate::launcher::status_board::{SlotStatus, StatusBoard};
 use crate::shutdown::{Phase, Stop};
@@ -32,9 +31,9 @@ use crate::shutdown::{Phase, Stop};
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// The content type of the metrics for all other clients.
-const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
+const PLAIN_TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The most open connections. It limits both the sockets and the requests that are being answered.
+/// The maximum number of open connections. It limits both the sockets and the requests that are being answered.
 const MAX_CONNECTIONS: usize = 64;
 
 /// How long a connection may last, counted from its acceptance.
@@ -43,11 +42,11 @@ struct Limits {
     /// The time until the whole request head has arrived.
     head: Duration,
     /// The time until the response has been sent.
-    whole: Duration,
+    total: Duration,
 }
 
 /// A probe sends its head in one packet; 2 s leave time for a lost packet.
-const LIMITS: Limits = Limits { head: Duration::from_secs(2), whole: Duration::from_secs(10) };
+const LIMITS: Limits = Limits { head: Duration::from_secs(2), total: Duration::from_secs(10) };
 
 /// The time between two attempts to listen on an address that is in use.
 const BIND_RETRY_INTERVAL: Duration = Duration::from_secs(2);
@@ -73,7 +72,7 @@ pub async fn serve(
 ) -> std::io::Result<()> {
     let router = router(launcher, board, stop);
     match TcpListener::bind(address).await {
-        Ok(listener) => listen(listener, router),
+        Ok(listener) => start_accepting(listener, router),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
             tracing::warn!(
                 %address,
@@ -84,7 +83,7 @@ pub async fn serve(
                 loop {
                     tokio::time::sleep(BIND_RETRY_INTERVAL).await;
                     if let Ok(listener) = TcpListener::bind(address).await {
-                        return listen(listener, router);
+                        return start_accepting(listener, router);
                     }
                 }
             });
@@ -94,8 +93,8 @@ pub async fn serve(
     Ok(())
 }
 
-fn listen(listener: TcpListener, router: Router) {
-    // The actual address, if the settings say port 0.
+fn start_accepting(listener: TcpListener, router: Router) {
+    // The settings may say port 0, so the actual address is logged.
     if let Ok(address) = listener.local_addr() {
         tracing::info!(%address, "serving /metrics, /livez, /readyz and /startupz");
     }
@@ -112,7 +111,7 @@ fn router(launcher: &str, board: Arc<StatusBoard>, stop: Stop) -> Router {
 }
 
 /// Accepts each connection at once. If there are too many, closes the oldest one that has not sent its whole
-/// request head; if all have, the oldest.
+/// request head, or the oldest of all if every one has sent it.
 async fn accept(listener: TcpListener, router: Router, limits: Limits) {
     // In order of acceptance.
     let mut open: Vec<Connection> = Vec::new();
@@ -151,7 +150,7 @@ impl Connection {
         http.timer(TokioTimer::new()).header_read_timeout(limits.head).keep_alive(false);
         let connection = http.serve_connection(TokioIo::new(stream), service);
         let task = tokio::spawn(async move {
-            let _ = tokio::time::timeout(limits.whole, connection).await;
+            let _ = tokio::time::timeout(limits.total, connection).await;
         });
         Self { head_arrived, task }
     }
@@ -174,7 +173,7 @@ async fn scrape(State(state): State<ServerState>, headers: HeaderMap) -> impl In
     if accepts.contains("application/openmetrics-text") {
         ([(header::CONTENT_TYPE, OPEN_METRICS)], page)
     } else {
-        ([(header::CONTENT_TYPE, PLAIN)], metrics::plain(&page))
+        ([(header::CONTENT_TYPE, PLAIN_TEXT)], metrics::plain(&page))
     }
 }
 
@@ -198,9 +197,9 @@ async fn index(State(state): State<ServerState>) -> impl IntoResponse {
 
 async fn health(check: Check, State(state): State<ServerState>) -> impl IntoResponse {
     let stopping = state.stop.phase() > Phase::Running;
-    let (passes, lines) = state.board.read(|status| answer(check, status, stopping));
+    let (passes, lines) = state.board.read(|status| evaluate(check, status, stopping));
     let status = if passes { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, [(LAUNCHER, state.launcher.to_string())], lines.join("\n") + "\n")
+    (status, [(LAUNCHER_HEADER, state.launcher.to_string())], lines.join("\n") + "\n")
 }
 
 #[cfg(test)]
@@ -219,10 +218,10 @@ mod tests {
     /// Longer than any step of a test takes, even on a busy machine.
     const TEST_TIMEOUT: Duration = Duration::from_secs(40);
     /// Longer than any test, so that no connection is closed for its age.
-    const NEVER: Limits = Limits { head: Duration::from_secs(3_600), whole: Duration::from_secs(3_600) };
+    const NEVER: Limits = Limits { head: Duration::from_secs(3_600), total: Duration::from_secs(3_600) };
 
     /// Starts a server with these limits; returns its address.
-    async fn served(router: Router, limits: Limits) -> SocketAddr {
+    async fn start_server(router: Router, limits: Limits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(accept(listener, router, limits));
@@ -234,25 +233,26 @@ mod tests {
         router("here", Arc::new(StatusBoard::default()), Stop::default())
     }
 
-    /// `/livez`, and `/slow`, which counts its requests in `asked` and answers once `go` has permits.
-    fn slow(asked: &Arc<Semaphore>, go: &Arc<Semaphore>) -> Router {
-        let (asked, go) = (Arc::clone(asked), Arc::clone(go));
+    /// Routes `/livez` and `/slow`. `/slow` adds a permit to `requested` for each request, and answers once `go` has
+    /// permits.
+    fn slow_router(requested: &Arc<Semaphore>, go: &Arc<Semaphore>) -> Router {
+        let (requested, go) = (Arc::clone(requested), Arc::clone(go));
         let answer = move || async move {
-            asked.add_permits(1);
+            requested.add_permits(1);
             let _ = go.acquire().await;
             "slow"
         };
         Router::new().route("/slow", get(answer)).route("/livez", get(|| async { "lives" }))
     }
 
-    /// A connection on which `sent` has been sent.
-    async fn connection(address: SocketAddr, sent: &str) -> TcpStream {
+    /// Opens a connection and sends `sent`.
+    async fn connect_and_send(address: SocketAddr, sent: &str) -> TcpStream {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.write_all(sent.as_bytes()).await.unwrap();
         stream
     }
 
-    /// What the server sends until it closes the connection.
+    /// Reads what the server sends until it closes the connection.
     async fn answer(mut stream: TcpStream) -> String {
         let mut text = Vec::new();
         // The server resets a connection that it has not read completely; that counts as closed too.
@@ -261,14 +261,14 @@ mod tests {
     }
 
     async fn probe(address: SocketAddr) {
-        let answer = answer(connection(address, PROBE).await).await;
+        let answer = answer(connect_and_send(address, PROBE).await).await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
 
     /// How long the server keeps a connection open on which `sent` is sent once, and then `more` ten times a second.
     async fn time_until_closed(address: SocketAddr, sent: &str, more: &str) -> Duration {
         let begun = Instant::now();
-        let mut stream = connection(address, sent).await;
+        let mut stream = connect_and_send(address, sent).await;
         while timeout(Duration::from_millis(100), stream.read(&mut [0])).await.is_err() {
             assert!(begun.elapsed() < TEST_TIMEOUT, "the server does not close it");
             // If the connection is closed meanwhile, the next read shows that.
@@ -279,12 +279,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_probe_is_answered_although_idle_clients_hold_all_connections() {
-        let address = served(router_without_slots(), NEVER).await;
+        let address = start_server(router_without_slots(), NEVER).await;
         let mut idle_clients = Vec::new();
         for number in 0..200 {
             // Every other one sends a part of a head.
             let (sent, left) = PROBE.split_at(if number % 2 == 0 { 0 } else { 25 });
-            idle_clients.push((connection(address, sent).await, left));
+            idle_clients.push((connect_and_send(address, sent).await, left));
         }
         probe(address).await;
         // With the probe there were 201 connections; all but the youngest `MAX_CONNECTIONS` were closed.
@@ -302,8 +302,8 @@ mod tests {
     #[tokio::test]
     async fn the_root_lists_every_path_that_is_served() {
         let board = Arc::new(StatusBoard::default());
-        let address = served(router("a <launcher>", board, Stop::default()), NEVER).await;
-        let page = answer(connection(address, "GET / HTTP/1.1\r\nhost: x\r\n\r\n").await).await;
+        let address = start_server(router("a <launcher>", board, Stop::default()), NEVER).await;
+        let page = answer(connect_and_send(address, "GET / HTTP/1.1\r\nhost: x\r\n\r\n").await).await;
         assert!(page.starts_with("HTTP/1.1 200") && page.contains("content-type: text/html"), "{page}");
         assert!(page.contains("launcher a &lt;launcher>"), "{page}");
         let paths: Vec<&str> =
@@ -311,7 +311,8 @@ mod tests {
         assert_eq!(paths.len(), 4, "{page}");
         for path in paths {
             let answer =
-                answer(connection(address, &format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await).await;
+                answer(connect_and_send(address, &format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await)
+                    .await;
             assert!(!answer.starts_with("HTTP/1.1 404"), "{path}: {answer}");
         }
     }
@@ -319,15 +320,15 @@ mod tests {
     #[tokio::test]
     async fn a_request_being_answered_is_closed_only_if_no_connection_is_idle() {
         for idle in [1, 0] {
-            let (asked, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
-            let address = served(slow(&asked, &go), NEVER).await;
+            let (requested, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+            let address = start_server(slow_router(&requested, &go), NEVER).await;
             let mut streams = Vec::new();
             for _ in idle..MAX_CONNECTIONS {
-                streams.push(connection(address, SLOW).await);
+                streams.push(connect_and_send(address, SLOW).await);
             }
-            let all = asked.acquire_many((MAX_CONNECTIONS - idle) as u32);
+            let all = requested.acquire_many((MAX_CONNECTIONS - idle) as u32);
             drop(timeout(TEST_TIMEOUT, all).await.expect("all have asked").unwrap());
-            let closed = if idle == 1 { connection(address, "").await } else { streams.remove(0) };
+            let closed = if idle == 1 { connect_and_send(address, "").await } else { streams.remove(0) };
             probe(address).await;
             assert_eq!(answer(closed).await, "", "with {idle} idle");
             go.add_permits(MAX_CONNECTIONS);
@@ -340,20 +341,20 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_that_sends_no_whole_head_in_time_is_disconnected() {
-        let address = served(router_without_slots(), LIMITS).await;
+        let address = start_server(router_without_slots(), LIMITS).await;
         let clients = [("", ""), ("GET /livez HTTP/1.1\r\nhost", ""), ("GET /livez HTTP/1.1\r\nx: ", "x")];
         let lasted = join_all(clients.map(|(sent, more)| time_until_closed(address, sent, more))).await;
         for (lasted, client) in lasted.iter().zip(clients) {
-            assert!((LIMITS.head..LIMITS.whole).contains(lasted), "{client:?}: {lasted:?}");
+            assert!((LIMITS.head..LIMITS.total).contains(lasted), "{client:?}: {lasted:?}");
         }
     }
 
     #[tokio::test]
     async fn a_connection_is_closed_at_its_time_limit_without_a_response() {
-        let (asked, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
-        let limits = Limits { whole: Duration::from_millis(200), ..NEVER };
-        let address = served(slow(&asked, &go), limits).await;
-        assert_eq!(answer(connection(address, SLOW).await).await, "");
-        assert_eq!(asked.available_permits(), 1);
+        let (requested, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+        let limits = Limits { total: Duration::from_millis(200), ..NEVER };
+        let address = start_server(slow_router(&requested, &go), limits).await;
+        assert_eq!(answer(connect_and_send(address, SLOW).await).await, "");
+        assert_eq!(requested.available_permits(), 1);
     }
 }

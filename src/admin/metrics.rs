@@ -1,5 +1,5 @@
-//! The board as Prometheus metrics: names, units and labels, listed in `docs/monitoring.md`. Counts belong to a
-//! slot and continue from one worker to the next, since the launcher started.
+//! Renders the status board as Prometheus metrics. Decides their names, units and labels, which `docs/monitoring.md`
+//! lists. Counts belong to a slot: they start with the launcher, and continue when the slot's worker is replaced.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Debug};
@@ -18,7 +18,7 @@ use crate::protocol::admin::State;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS, TokenCounts};
 
-/// The board and the devices, as one page of metrics in OpenMetrics.
+/// Renders the board and the devices as one page in the OpenMetrics format.
 pub(super) fn render(launcher: &str, board: Arc<StatusBoard>, gpus: Gpus) -> String {
     let mut registry = Registry::with_prefix("sconce");
     registry.register_collector(Box::new(BoardCollector { launcher: launcher.to_owned(), board, gpus }));
@@ -56,7 +56,7 @@ struct BoardCollector {
 impl Collector for BoardCollector {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.board.read(|status| {
-            let mut out = Out { encoder: &mut encoder };
+            let mut out = MetricsWriter { encoder: &mut encoder };
             launcher_metrics(&mut out, &self.launcher, status)?;
             task_metrics(&mut out, status)?;
             batch_metrics(&mut out, status)?;
@@ -67,13 +67,14 @@ impl Collector for BoardCollector {
     }
 }
 
+/// Names and values of labels.
 type Labels<'a> = Vec<(&'static str, &'a str)>;
 
-struct Out<'a, 'b> {
+struct MetricsWriter<'a, 'b> {
     encoder: &'a mut DescriptorEncoder<'b>,
 }
 
-impl Out<'_, '_> {
+impl MetricsWriter<'_, '_> {
     fn family(
         &mut self,
         name: &'static str,
@@ -119,8 +120,8 @@ impl Out<'_, '_> {
     ) -> fmt::Result {
         let mut family = self.family(name, help, MetricType::Histogram)?;
         for (labels, histogram) in values {
-            let upper = bounds.iter().copied().chain([f64::INFINITY]);
-            let buckets: Vec<_> = upper.zip(histogram.counts(bounds)).collect();
+            let upper_bounds = bounds.iter().copied().chain([f64::INFINITY]);
+            let buckets: Vec<_> = upper_bounds.zip(histogram.counts(bounds)).collect();
             let (sum, count) = (histogram.sum(), histogram.count());
             family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
         }
@@ -139,19 +140,20 @@ fn slot_labels_and<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> 
     labels
 }
 
-/// Each slot that has statistics, with them.
+/// The slots that have statistics, each with its statistics.
 fn slots_with_stats(status: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
     status.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
 }
 
+/// One labelled value for each slot that has statistics.
 fn slot_values<'a>(
     status: &'a SlotStatus,
-    of: impl Fn(&Stats) -> f64 + 'a,
+    value: impl Fn(&Stats) -> f64 + 'a,
 ) -> impl Iterator<Item = (Labels<'a>, f64)> {
-    slots_with_stats(status).map(move |(entry, stats)| (slot_labels(entry), of(stats)))
+    slots_with_stats(status).map(move |(entry, stats)| (slot_labels(entry), value(stats)))
 }
 
-fn launcher_metrics(out: &mut Out<'_, '_>, launcher: &str, status: &SlotStatus) -> fmt::Result {
+fn launcher_metrics(out: &mut MetricsWriter<'_, '_>, launcher: &str, status: &SlotStatus) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION")), ("launcher", launcher)];
     out.gauge("build_info", "What is running", [(version, 1.0)])?;
     let pools = status.slots.values().map(|entry| (entry.report.pool.as_str(), &entry.assignment.pool));
@@ -172,14 +174,14 @@ fn launcher_metrics(out: &mut Out<'_, '_>, launcher: &str, status: &SlotStatus) 
     out.counter("reloads", "Reloads of the settings", values)
 }
 
-fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
-    let kinds = known_outcomes();
+fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let outcomes = known_outcomes();
     let answers = slots_with_stats(status).flat_map(|(entry, stats)| {
-        kinds.iter().map(move |(status, reason)| {
-            let of_kind = stats.answers.iter().find(|it| it.status == *status && it.reason == *reason);
+        outcomes.iter().map(move |(status, reason)| {
+            let answer = stats.answers.iter().find(|it| it.status == *status && it.reason == *reason);
             let mut labels = slot_labels_and(entry, "status", status);
             labels.push(("reason", reason));
-            (labels, of_kind.map_or(0.0, |answer| answer.count as f64))
+            (labels, answer.map_or(0.0, |answer| answer.count as f64))
         })
     });
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
@@ -214,17 +216,17 @@ fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.histogram("task_stage_duration_seconds", help, &SECONDS, stages)
 }
 
-/// Every status with every reason that goes with it. All series exist from the start, because `increase()` misses the
+/// Every pair of a status and a reason that an answer can have. All series exist from the start, because `increase()` misses the
 /// first event of a series that begins with that event.
 fn known_outcomes() -> BTreeSet<(&'static str, &'static str)> {
     let errors = TaskErrorKind::ALL.map(|kind| {
-        let (status, _, _, code) = kind.wire();
-        (status, code)
+        let names = kind.names();
+        (names.status, names.code)
     });
     errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
-fn batch_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+fn batch_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let durations = slots_with_stats(status).map(|(entry, stats)| (slot_labels(entry), &stats.batch_seconds));
     out.histogram("batch_duration_seconds", "How long a forward pass took", &SECONDS, durations)?;
     let inputs = slots_with_stats(status).map(|(entry, stats)| (slot_labels(entry), &stats.batch_inputs));
@@ -235,13 +237,13 @@ fn batch_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.counter("device_busy_seconds", "Time that the device computed", busy)
 }
 
-fn generation_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
-    let by_user = |of: fn(&TokenCounts) -> u64| {
+fn generation_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let by_user = |count: fn(&TokenCounts) -> u64| {
         slots_with_stats(status).flat_map(move |(entry, stats)| {
             stats
                 .users
                 .iter()
-                .map(move |(user, tokens)| (slot_labels_and(entry, "user", user), of(tokens) as f64))
+                .map(move |(user, tokens)| (slot_labels_and(entry, "user", user), count(tokens) as f64))
         })
     };
     let help = "Tokens of prompts, by the request's user";
@@ -258,14 +260,14 @@ fn generation_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result
     out.histogram("output_token_duration_seconds", help, &SECONDS, output)?;
     let reserved = generates().map(|(entry, stats)| (slot_labels(entry), stats.now.kv_reserved as f64));
     out.gauge("kv_reserved_tokens", "Tokens reserved for running sequences", reserved)?;
-    let most = generates().map(|(entry, stats)| (slot_labels(entry), stats.now.kv_tokens as f64));
-    out.gauge("kv_tokens", "Tokens that can be reserved in all", most)
+    let capacity = generates().map(|(entry, stats)| (slot_labels(entry), stats.now.kv_tokens as f64));
+    out.gauge("kv_tokens", "Tokens that can be reserved in all", capacity)
 }
 
-fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+fn worker_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let states = status.slots.values().flat_map(|entry| {
-        let is = move |state| f64::from(u8::from(entry.report.state == state));
-        State::ALL.iter().map(move |(state, name)| (slot_labels_and(entry, "state", name), is(*state)))
+        let is_in = move |state| f64::from(u8::from(entry.report.state == state));
+        State::ALL.iter().map(move |(state, name)| (slot_labels_and(entry, "state", name), is_in(*state)))
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
     let restarts = status.slots.values().flat_map(|entry| {
@@ -299,24 +301,24 @@ fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.gauge("in_flight_tasks", "Tasks on the device", in_flight)
 }
 
-fn device_metrics(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
+fn device_metrics(out: &mut MetricsWriter<'_, '_>, gpus: &Gpus) -> fmt::Result {
     let parts = gpus.gpus.iter().flat_map(|gpu| {
         let parts = gpu.parts.iter().flatten().map(|part| (part.uuid.as_str(), part.memory));
         parts.chain([(gpu.uuid.as_str(), gpu.memory)])
     });
-    let known: Vec<_> = parts.filter_map(|(uuid, memory)| Some((uuid, memory?))).collect();
+    let memory: Vec<_> = parts.filter_map(|(uuid, memory)| Some((uuid, memory?))).collect();
     let used =
-        known.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total.saturating_sub(it.free) as f64));
+        memory.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total.saturating_sub(it.free) as f64));
     out.gauge("device_memory_used_bytes", "The device's memory in use by any process", used)?;
-    let total = known.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total as f64));
+    let total = memory.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total as f64));
     out.gauge("device_memory_total_bytes", "The device's memory", total)?;
-    let use_of = gpus.gpus.iter().filter_map(|gpu| {
+    let utilization = gpus.gpus.iter().filter_map(|gpu| {
         Some((vec![("device", gpu.uuid.as_str())], f64::from(gpu.utilization_percent?) / 100.0))
     });
     out.gauge(
         "device_utilization_ratio",
         "Share of the driver's last sample period in which the device computed",
-        use_of,
+        utilization,
     )
 }
 
@@ -353,9 +355,9 @@ mod tests {
         }
         board.change("a \"quoted\" name/0", |entry| {
             let stats = entry.report.stats.as_mut().unwrap();
-            stats.answered("succeeded", "", 2);
-            stats.batch(3, 100, 0.02);
-            stats.took(Stage::Compute, 0.02);
+            stats.count_answers("succeeded", "", 2);
+            stats.observe_batch(3, 100, 0.02);
+            stats.observe_stage(Stage::Compute, 0.02);
             entry.set_state(State::Busy);
         });
         render("here", board, gpus)

@@ -1,10 +1,10 @@
 //! The operator's access to a running launcher: metrics and health over HTTP, remote control over the broker.
-//! Reads the launcher's board and uses its handle; owns neither.
+//! Reads the launcher's status board and sends orders through its handle; owns neither.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `http` | what is served under which path |
-//! | `health` | whether the launcher is live, is ready, has started |
+//! | `health` | whether the launcher is live and ready, and whether it has started |
 //! | `metrics` | names, units and labels of the metrics |
 //! | `devices` | when the driver is queried for the devices' values |
 //! | `remote` | what a control request does, and what its answer contains |
@@ -19,7 +19,7 @@ mod http;
 mod metrics;
 mod remote;
 
-pub use health::{Check, LAUNCHER};
+pub use health::{Check, LAUNCHER_HEADER};
 #[cfg(feature = "http")]
 pub use http::serve;
 pub use remote::{ControlledLauncher, control};

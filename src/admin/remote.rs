@@ -1,6 +1,7 @@
 //! Remote control of a launcher: takes requests from the control exchange one by one, has the launcher carry
-//! them out, and answers for the addressed slots. Decides what a request does; its routing key says which slots
-//! are addressed, so that the broker's topic permissions can restrict it. Owns the connection.
+//! them out, and answers for the addressed slots. Decides what a request does. The routing key names the
+//! addressed slots, so that the broker's topic permissions can restrict who may control which slots. Owns the
+//! connection.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The largest request, in bytes.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
-/// The launcher that is controlled, as far as requests need it.
+/// The parts of the controlled launcher that requests read or change.
 pub struct ControlledLauncher {
     /// Its name.
     pub name: String,
@@ -38,10 +39,10 @@ pub struct ControlledLauncher {
     pub answer_permit: Semaphore,
 }
 
-/// Serves requests until the broker refuses the connection or is away for too long.
+/// Serves requests until the broker refuses the connection or is unreachable for too long.
 ///
 /// # Errors
-/// The broker refuses the connection, or has been away for too long.
+/// The broker refuses the connection, or has been unreachable for too long.
 pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) -> Result<(), BrokerError> {
     loop {
         match session.consumer.next().await? {
@@ -86,10 +87,11 @@ fn build_message(request: &Message, answer: &Answer) -> Message {
 }
 
 impl ControlledLauncher {
-    /// Carries out a request. None if it addresses no slot of this launcher; it may address slots of others.
+    /// Carries out a request and returns the answer. None if the request addresses no slot of this launcher, but perhaps
+    /// slots of others.
     async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
-        let Some(target) = Target::of_routing_key(key) else {
+        let Some(target) = Target::from_routing_key(key) else {
             return Some(self.refusal(format!(
                 "{key:?} is no routing key of requests; expected all, cancel, host.…, launcher.…, pool.… or slot.…"
             )));
@@ -152,9 +154,9 @@ impl ControlledLauncher {
         if let Request::LogLevel { filter } = request {
             (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
         }
-        let ordered =
+        let outcomes =
             tokio::time::timeout(ORDER_TIMEOUT, self.handle.order(target.clone(), request.clone())).await;
-        let outcomes = ordered
+        let outcomes = outcomes
             .map_err(|_| format!("not every slot has carried out the order within {ORDER_TIMEOUT:?}"))?;
         Ok(outcomes.into_iter().collect())
     }

@@ -18,22 +18,23 @@ use crate::worker::WorkerError;
 
 pub use crate::commands::{Allocator, Registry};
 
-/// Environment variable with the default stack size in bytes. std reads it when it spawns the first thread.
+/// Environment variable with the default stack size of threads, in bytes. std reads it when it spawns the first thread.
 const MIN_STACK_VARIABLE: &str = "RUST_MIN_STACK";
-/// The stack of every thread, in bytes. Lapin reads message headers by recursion, and a frame can hold 26,000
-/// nested arrays: with Rust's 2 MiB such a message, which any producer may send, kills the worker or command
-/// that receives it. This is address space; memory is used only as deep as the stack gets.
+/// The stack size of every thread, in bytes. Lapin parses message headers recursively, and a frame can hold 26,000
+/// nested arrays. With Rust's default of 2 MiB such a message, which any producer may send, would kill the worker or
+/// command that receives it. The size is reserved as address space; memory is used only up to the depth that the stack
+/// reaches.
 const STACK_BYTES: usize = 64 << 20;
 
 /// The program: parses the command line, runs the command, returns the exit code.
 ///
-/// Call it first in `main`, before any other thread exists: it sets `RUST_MIN_STACK` in the environment, which
-/// is safe only in a process with one thread. With more threads it leaves the environment alone, and the stacks
-/// have the size given there.
+/// Call it first in `main`, before any other thread exists: it sets `RUST_MIN_STACK` in the environment, which is safe
+/// only in a process with one thread. In a process with more threads it does not change the environment, so stacks
+/// keep the size that is set there.
 pub fn main(registry: &Registry) -> ExitCode {
-    deepen_stacks();
-    // The command runs on a thread of its own, because the shell limits the first thread's stack. Like the first
-    // thread, this one lives to the end: the kernel ties workers to the thread that spawned them.
+    raise_default_stack_size();
+    // The command runs on a separate thread, because the shell limits the stack of the first thread. This thread lives
+    // until the process ends, because the kernel kills workers when the thread that spawned them ends.
     let exit = thread::scope(|scope| {
         let main = thread::Builder::new().name("main".into()).stack_size(STACK_BYTES);
         match main.spawn_scoped(scope, || run(registry)) {
@@ -53,10 +54,10 @@ pub fn main(registry: &Registry) -> ExitCode {
     clippy::disallowed_methods,
     reason = "no other thread exists yet that could read the environment"
 )]
-fn deepen_stacks() {
-    let set = std::env::var(MIN_STACK_VARIABLE).ok().and_then(|bytes| bytes.parse::<usize>().ok());
-    let alone = fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1);
-    if alone && set.is_none_or(|bytes| bytes < STACK_BYTES) {
+fn raise_default_stack_size() {
+    let current = std::env::var(MIN_STACK_VARIABLE).ok().and_then(|bytes| bytes.parse::<usize>().ok());
+    let is_only_thread = fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1);
+    if is_only_thread && current.is_none_or(|bytes| bytes < STACK_BYTES) {
         // SAFETY: no other thread exists that could read the environment meanwhile.
         unsafe { std::env::set_var(MIN_STACK_VARIABLE, STACK_BYTES.to_string()) };
     }
@@ -71,7 +72,7 @@ fn run(registry: &Registry) -> Exit {
         }
     };
     commands::run(cli.command, registry).unwrap_or_else(|error| {
-        // No error: the reader has read enough, as `head` in `sconce check-config | head`.
+        // This is not an error: the reader has read enough, such as `head` in `sconce check-config | head`.
         if is_closed_pipe(&error) {
             return Exit::Done;
         }
@@ -94,19 +95,19 @@ fn eprintln_error(error: &anyhow::Error) {
     eprintln!("sconce: {error:#}");
 }
 
-/// The exit code, which says who has to act. The kind of the error decides it; if the kind does not, the outermost code
-/// that the command attached does.
+/// The exit code, which says who has to act. The kind of the error decides it. If the kind does not, the outermost code
+/// that the command attached decides.
 fn exit_of(error: &anyhow::Error) -> Exit {
-    let (mut within, mut given) = (error, None);
+    let (mut inner, mut attached) = (error, None);
     loop {
-        if let Some(exit) = exit_of_kind(within) {
+        if let Some(exit) = exit_of_kind(inner) {
             return exit;
         }
-        let Some(WithExit { exit, error }) = within.downcast_ref() else {
-            return given.unwrap_or(Exit::Internal);
+        let Some(WithExit { exit, error }) = inner.downcast_ref() else {
+            return attached.unwrap_or(Exit::Internal);
         };
-        given = given.or(Some(*exit));
-        within = error;
+        attached = attached.or(Some(*exit));
+        inner = error;
     }
 }
 

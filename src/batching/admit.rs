@@ -1,18 +1,19 @@
 //! Decides which sequences run, and which rows a step computes. Owns the waiting sequences of each requester in their
-//! order, and for each running one the tokens left of its prompt and the tokens reserved for it.
+//! order. For each running sequence, it owns the number of prompt tokens left and the tokens reserved for it.
 //!
-//! - **Room.** A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
-//!   reserved. So no running sequence runs out of room.
+//! - **Room.** A sequence is admitted when a slot is free and all tokens of its prompt and its longest possible answer
+//!   can be reserved. So no running sequence runs out of room.
 //! - **Shares.** A requester's share is the limits divided by the number of requesters with running or waiting
 //!   sequences, and at least one sequence. While requesters within their shares wait, nothing is admitted beyond a
-//!   share, and sequences that run beyond one are preempted for them: they wait again, and restart from the beginning.
+//!   share, and sequences that run beyond one are preempted for them: the preempted ones wait again, and restart from
+//!   the beginning.
 //!   Within its share a sequence is preempted in three cases only: it overtook (see Overtaking), it is a background
 //!   sequence, or an isolated sequence needs its room. One requester alone may use everything.
 //! - **Large sequences.** A sequence is large if it has more tokens than a share, and also more than all reservable
 //!   tokens divided by the number of slots, and if its requester runs no other. A running large sequence is within its
 //!   requester's share if no large one was admitted before it, or if it and those admitted before it hold at most half
-//!   of the tokens. Of the waiting large ones, only the one whose turn is first can be within a share. Thus a few
-//!   requesters whose sequences are as long as the context do not hold all room until their sequences end, and each
+//!   of the tokens. Of the waiting large ones, only the one whose turn is first can be within a share. So a few
+//!   requesters whose sequences are as long as the context cannot occupy all room until their sequences end, and each
 //!   large sequence has its turn.
 //! - **Order.** Within a requester, first come, first served; one level of priority is worth [`PRIORITY_STEP`] of
 //!   waiting, up to [`MAX_PRIORITY`]. Between requesters, the first waiting sequences of each compete by the same rule,
@@ -27,14 +28,14 @@
 //!   nobody else waits, and are preempted by ordinary sequences.
 //! - **Steps.** A step first has a row (1 token) for each sequence that decodes: one whose whole prompt has been fed.
 //!   The tokens left are for chunks of prompts, and `prompts` divides them. No more sequences are admitted than a
-//!   step has tokens, so that every prompt makes progress. If steps become smaller while more sequences run, these take
-//!   turns.
+//!   step has tokens, so that every prompt makes progress. If more sequences run than a step has tokens, because the
+//!   limit of a step was lowered, they take turns.
 //! - **Windows.** A window is input that an encoder processes as a whole before the first token, such as 30 s of sound.
 //!   It is encoded by a step that has only windows, so that other sequences are not suspected if a window fails or
 //!   kills the worker. While sequences decode, such a step has one window, and at least [`Encoding::interval`] token
 //!   steps lie between two such steps. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks
-//!   of prompts. `windows` decides whose windows they are. They do not count as tokens of a step. A preempted sequence
-//!   encodes its window again.
+//!   of prompts. `windows` decides whose windows they are. Windows do not count as tokens of a step. A preempted
+//!   sequence encodes its window again.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -54,11 +55,11 @@ pub const BACKGROUND_PENALTY: Duration = Duration::from_secs(60);
 /// The scheduler's bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences that run at once.
+    /// The maximum number of sequences that run at once.
     pub sequences: usize,
-    /// Tokens that may be reserved for all running sequences.
+    /// The maximum number of tokens reserved for all running sequences together.
     pub reserved_tokens: usize,
-    /// Tokens in one step.
+    /// The maximum number of tokens in one step.
     pub step_tokens: usize,
     /// How windows are spread among steps.
     pub encoding: Encoding,
@@ -68,14 +69,14 @@ pub struct Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Whether it has a window, which is encoded before its first token.
-    pub encodes: bool,
+    pub has_window: bool,
     /// Tokens of its prompt; 0 only if it has a window.
     pub prompt: usize,
-    /// The most tokens that its answer may have.
+    /// The maximum number of tokens of its answer.
     pub answer: usize,
     /// A sequence with a higher number runs sooner, up to [`MAX_PRIORITY`].
     pub priority: u8,
-    /// A number for who asked for it.
+    /// A number that identifies who requested it.
     pub requester: u64,
     /// Whether it runs only in room that others leave, until it has waited for [`BACKGROUND_PENALTY`].
     pub background: bool,
@@ -134,7 +135,7 @@ pub struct Row<K> {
     pub feed: Feed,
 }
 
-/// A sequence is admitted or preempted.
+/// The admission or the preemption of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change<K> {
     /// It runs in this slot from now on, from its beginning.
@@ -153,8 +154,8 @@ pub enum Change<K> {
     },
 }
 
-/// Who has a share: a requester. Its background sequences count as those of another requester, and so do its isolated
-/// ones.
+/// The holder of a share. The ordinary, the background and the isolated sequences of a requester count as those of
+/// separate parties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Party {
     requester: u64,
@@ -162,7 +163,7 @@ struct Party {
     group: Option<Group>,
 }
 
-/// A position in a queue: a time, and a number that decides between equal times.
+/// A position in a queue: a time, and a serial number that decides between equal times.
 type Order = (Instant, u64);
 
 #[derive(Clone, Copy)]
@@ -173,21 +174,21 @@ struct Sequence<K> {
     arrival: Instant,
     /// Its position among the sequences of its party.
     order: Order,
-    /// Its position among the next sequences of all parties, once that is fixed: from its admission on. A preempted
+    /// Its position among the next sequences of all parties. It is fixed when the sequence is admitted. A preempted
     /// sequence may keep it (see [`Scheduler::preempt`]).
     turn: Option<Order>,
-    /// The serial number of its last change: when it began to wait, or when it was admitted.
-    number: u64,
+    /// The serial number of its last change: of the beginning of its wait, or of its admission.
+    serial: u64,
 }
 
 #[derive(Clone, Copy)]
 struct Running<K> {
     sequence: Sequence<K>,
     /// Whether its window still has to be encoded.
-    encodes: bool,
+    must_encode: bool,
     /// Tokens of its prompt that are not fed yet.
     prompt_left: usize,
-    /// The number of its last row, counting all rows of all sequences.
+    /// The number of its last row. All rows of all sequences are numbered together.
     last_row: u64,
     /// Whether it was admitted before another whose turn it was.
     overtook: bool,
@@ -196,29 +197,29 @@ struct Running<K> {
 impl<K> Running<K> {
     /// Whether its whole prompt has been fed, so that it is fed the tokens of its answer.
     fn decodes(&self) -> bool {
-        !self.encodes && self.prompt_left == 0
+        !self.must_encode && self.prompt_left == 0
     }
 }
 
 /// The sequences of one party, at least one.
 struct Queue<K> {
     waiting: BTreeMap<Order, Sequence<K>>,
-    /// What its running sequences hold.
-    held: Held,
+    /// What its running sequences use.
+    used: Resources,
     /// When a sequence was last admitted, or ended after it had run.
-    served: Option<Instant>,
+    served_at: Option<Instant>,
     /// When a step last had a window of this party.
-    encoded: Option<Instant>,
+    encoded_at: Option<Instant>,
 }
 
 /// Slots and reserved tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Held {
+struct Resources {
     sequences: usize,
     tokens: usize,
 }
 
-impl Held {
+impl Resources {
     fn with(self, request: &Request) -> Self {
         let tokens = self.tokens.saturating_add(request.tokens());
         Self { sequences: self.sequences + 1, tokens }
@@ -228,20 +229,20 @@ impl Held {
         Self { sequences: self.sequences - 1, tokens: self.tokens - request.tokens() }
     }
 
-    fn is_within(self, most: Self) -> bool {
-        self.sequences <= most.sequences && self.tokens <= most.tokens
+    fn is_within(self, limit: Self) -> bool {
+        self.sequences <= limit.sequences && self.tokens <= limit.tokens
     }
 }
 
-/// What each party may hold while others wait. A party may hold one sequence even if that exceeds `limit`; it is then
-/// bounded by the rule for large sequences.
+/// What each party may use while others wait. A party may run one sequence even if that exceeds `limit`. That sequence
+/// is bounded by the rule for large sequences.
 #[derive(Clone, Copy)]
 struct Share {
-    /// The most that a party with several sequences may hold.
-    limit: Held,
+    /// What a party that runs several sequences may use.
+    limit: Resources,
     /// A sequence with more tokens than this is large, if it is the first of its party's running sequences.
     large_above: usize,
-    /// The most tokens that the large sequences of all parties together may hold, if they are several.
+    /// The tokens that the large sequences of all parties may use together, if there are several of them.
     large_tokens: usize,
 }
 
@@ -251,11 +252,11 @@ impl Share {
         request.tokens() > self.large_above
     }
 
-    /// Whether a party that holds `held` stays within its share with this sequence in addition. `large` is what the
-    /// large sequences of the other parties hold.
-    fn allows(self, request: &Request, held: Held, large: Held) -> bool {
-        if held.sequences > 0 {
-            return held.with(request).is_within(self.limit);
+    /// Whether a party that already uses `used` stays within its share if it also runs this sequence. `large` is what
+    /// the large sequences of the other parties use.
+    fn allows(self, request: &Request, used: Resources, large: Resources) -> bool {
+        if used.sequences > 0 {
+            return used.with(request).is_within(self.limit);
         }
         !self.is_large(request) || large.sequences == 0 || large.with(request).tokens <= self.large_tokens
     }
@@ -269,9 +270,9 @@ enum Rank {
     Background,
 }
 
-/// The first waiting sequence of a party.
+/// The first waiting sequence of a party, which may be admitted next.
 #[derive(Clone, Copy)]
-struct Next<K> {
+struct Candidate<K> {
     rank: Rank,
     turn: Order,
     sequence: Sequence<K>,
@@ -281,7 +282,7 @@ struct Next<K> {
 
 /// A sequence that may run now.
 struct Admission<K> {
-    next: Next<K>,
+    candidate: Candidate<K>,
     /// Slots whose sequences must be preempted first.
     preempts: Vec<usize>,
     overtakes: bool,
@@ -291,29 +292,30 @@ struct Admission<K> {
 struct Preemptible<'a, K> {
     slot: usize,
     running: &'a Running<K>,
-    /// Whether its party exceeds the share with it, counting the party's sequences in the order of their admission.
+    /// Whether its party exceeds the share because of it, if the party's sequences are counted in the order of their
+    /// admission.
     beyond_share: bool,
 }
 
 impl<K> Preemptible<'_, K> {
-    /// Whether it may be preempted for `next`. `isolated`: only sequences of this group are admitted.
-    fn yields_to(&self, next: &Next<K>, isolated: Option<Group>) -> bool {
-        let Running { sequence: Sequence { request, order, turn, number, .. }, overtook, .. } = self.running;
+    /// Whether it may be preempted for the candidate. `isolated`: only sequences of this group are admitted.
+    fn yields_to(&self, candidate: &Candidate<K>, isolated: Option<Group>) -> bool {
+        let Running { sequence: Sequence { request, order, turn, serial, .. }, overtook, .. } = self.running;
         if isolated.is_some() {
             return request.group != isolated;
         }
-        let is_background = next.sequence.request.background;
-        // The rules on background sequences and on overtaking require that the turn of `next` is earlier, so that two
-        // sequences cannot preempt each other in a loop.
-        let next_is_ahead = *turn > Some(next.turn);
-        let yields_as_background = request.background && !is_background && *order > next.sequence.order;
-        if next_is_ahead && yields_as_background {
+        let is_background = candidate.sequence.request.background;
+        // The rules on background sequences and on overtaking require that the turn of the candidate is earlier, so
+        // that two sequences cannot preempt each other in a loop.
+        let candidate_is_ahead = *turn > Some(candidate.turn);
+        let yields_as_background = request.background && !is_background && *order > candidate.sequence.order;
+        if candidate_is_ahead && yields_as_background {
             return true;
         }
-        // It was admitted after `next` had begun to wait.
-        let was_overtaken = next_is_ahead && *overtook && *number > next.sequence.number;
+        // The running sequence was admitted after the candidate had begun to wait.
+        let overtook_candidate = candidate_is_ahead && *overtook && *serial > candidate.sequence.serial;
         // A background sequence preempts nobody to get its share.
-        next.rank == Rank::WithinShare && (was_overtaken || self.beyond_share && !is_background)
+        candidate.rank == Rank::WithinShare && (overtook_candidate || self.beyond_share && !is_background)
     }
 }
 
@@ -327,14 +329,14 @@ pub struct Scheduler<K> {
     limits: Limits,
     /// The limits as they were set, before memory failures reduced them.
     configured: Limits,
-    /// Of each party that runs or waits.
+    /// The queue of each party that has running or waiting sequences.
     queues: BTreeMap<Party, Queue<K>>,
     /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
     /// Where each sequence is.
     places: BTreeMap<K, Place>,
-    /// What all running sequences hold.
-    held: Held,
+    /// What all running sequences use.
+    used: Resources,
     /// The last serial number: each arrival, admission and preemption has one.
     serial: u64,
     /// The number of rows computed so far.
@@ -352,7 +354,7 @@ impl<K: Copy + Ord> Scheduler<K> {
             queues: BTreeMap::new(),
             running: Vec::new(),
             places: BTreeMap::new(),
-            held: Held::default(),
+            used: Resources::default(),
             serial: 0,
             rows: 0,
             steps_since_window: usize::MAX,
@@ -367,24 +369,24 @@ impl<K: Copy + Ord> Scheduler<K> {
         let sequences = limits.sequences.min(step_tokens);
         self.limits = Limits { step_tokens, sequences, ..limits };
         self.configured = self.limits;
-        let most = self.running.len().max(sequences);
-        self.running.resize(most, None);
+        let slots = self.running.len().max(sequences);
+        self.running.resize(slots, None);
     }
 
-    /// Limits steps to `tokens` tokens, and to as many sequences. If more are running, they take turns.
+    /// Limits a step to `tokens` tokens and the same number of sequences. If more are running, they take turns.
     pub fn limit_step(&mut self, tokens: usize) {
         self.limits.step_tokens = tokens.clamp(1, self.configured.step_tokens);
         self.limits.sequences = self.configured.sequences.min(self.limits.step_tokens);
     }
 
-    /// Limits the windows that are encoded together.
-    pub fn limit_windows(&mut self, most: usize) {
-        self.limits.encoding.batch = most.clamp(1, self.configured.encoding.batch);
+    /// Limits the number of windows that are encoded together.
+    pub fn limit_windows(&mut self, max: usize) {
+        self.limits.encoding.batch = max.clamp(1, self.configured.encoding.batch);
     }
 
     /// Tokens that are reserved for running sequences.
     pub fn reserved(&self) -> usize {
-        self.held.tokens
+        self.used.tokens
     }
 
     /// The sequences that run.
@@ -398,19 +400,20 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.serial += 1;
         let arrival = if request.background { now + BACKGROUND_PENALTY } else { now };
         let order = (request.order_time(arrival), self.serial);
-        self.add_waiting(Sequence { key, request, arrival, order, turn: None, number: self.serial });
+        self.add_waiting(Sequence { key, request, arrival, order, turn: None, serial: self.serial });
     }
 
     fn add_waiting(&mut self, sequence: Sequence<K>) {
         let Sequence { key, request, order, .. } = sequence;
         let party = request.party();
-        let empty = || Queue { waiting: BTreeMap::new(), held: Held::default(), served: None, encoded: None };
+        let (waiting, used) = (BTreeMap::new(), Resources::default());
+        let empty = || Queue { waiting, used, served_at: None, encoded_at: None };
         self.queues.entry(party).or_insert_with(empty).waiting.insert(order, sequence);
         self.places.insert(key, Place::Waiting(party, order));
     }
 
-    /// Removes a sequence that has ended or is not wanted any more. Returns its slot, if it has one.
-    pub fn leave(&mut self, key: K, now: Instant) -> Option<usize> {
+    /// Removes a sequence that has ended or is no longer wanted. Returns its slot, if it has one.
+    pub fn remove(&mut self, key: K, now: Instant) -> Option<usize> {
         let (party, slot) = match self.places.remove(&key)? {
             Place::Waiting(party, order) => {
                 self.queues.get_mut(&party)?.waiting.remove(&order);
@@ -418,12 +421,12 @@ impl<K: Copy + Ord> Scheduler<K> {
             }
             Place::Running(slot) => {
                 let party = self.vacate(slot)?.sequence.request.party();
-                self.queues.get_mut(&party)?.served = Some(now);
+                self.queues.get_mut(&party)?.served_at = Some(now);
                 (party, Some(slot))
             }
         };
-        let Queue { waiting, held, .. } = self.queues.get(&party)?;
-        if waiting.is_empty() && held.sequences == 0 {
+        let Queue { waiting, used, .. } = self.queues.get(&party)?;
+        if waiting.is_empty() && used.sequences == 0 {
             self.queues.remove(&party);
         }
         slot
@@ -432,19 +435,19 @@ impl<K: Copy + Ord> Scheduler<K> {
     fn vacate(&mut self, slot: usize) -> Option<Running<K>> {
         let running = self.running.get_mut(slot)?.take()?;
         let request = &running.sequence.request;
-        self.held = self.held.without(request);
+        self.used = self.used.without(request);
         let queue = self.queues.get_mut(&request.party())?;
-        queue.held = queue.held.without(request);
+        queue.used = queue.used.without(request);
         Some(running)
     }
 
-    /// Admits the sequences that may run now; only those of the group `isolated`, if there is one. The caller must make
-    /// the changes in the order in which they are returned.
+    /// Admits the sequences that may run now; only those of the group `isolated`, if there is one. The caller must
+    /// apply the returned changes in their order.
     pub fn admit(&mut self, isolated: Option<Group>, now: Instant) -> Vec<Change<K>> {
         let mut changes = Vec::new();
         // The number of slots bounds the admissions, so that this ends whatever the rules decide.
         for _ in 0..self.running.len() {
-            let Some(admission) = self.next(isolated, now) else { break };
+            let Some(admission) = self.next_admission(isolated, now) else { break };
             for slot in &admission.preempts {
                 changes.extend(self.preempt(*slot));
             }
@@ -454,77 +457,78 @@ impl<K: Copy + Ord> Scheduler<K> {
         changes
     }
 
-    /// The first sequence in order that may run now.
-    fn next(&self, isolated: Option<Group>, now: Instant) -> Option<Admission<K>> {
-        let next_of_each = self.next_of_each(isolated, now);
-        let rank = next_of_each.first()?.rank;
-        let considered = next_of_each.into_iter().take_while(|next| next.rank == rank);
+    /// The first candidate that may run now.
+    fn next_admission(&self, isolated: Option<Group>, now: Instant) -> Option<Admission<K>> {
+        let candidates = self.candidates(isolated, now);
+        let rank = candidates.first()?.rank;
+        let considered = candidates.into_iter().take_while(|candidate| candidate.rank == rank);
         let preemptible = LazyCell::new(|| self.preemptible(isolated));
         // Isolated sequences do not overtake each other, because they are few.
         let considered = considered.take(if isolated.is_some() { 1 } else { usize::MAX });
-        considered.enumerate().find_map(|(index, next)| {
-            let request = &next.sequence.request;
-            let preempts = if self.fits(request, self.held) {
+        considered.enumerate().find_map(|(index, candidate)| {
+            let request = &candidate.sequence.request;
+            let preempts = if self.fits(request, self.used) {
                 Vec::new()
             } else {
-                self.slots_to_empty(request, preemptible.iter().filter(|it| it.yields_to(&next, isolated)))?
+                let yielding = preemptible.iter().filter(|it| it.yields_to(&candidate, isolated));
+                self.slots_to_empty(request, yielding)?
             };
-            Some(Admission { next, preempts, overtakes: index > 0 })
+            Some(Admission { candidate, preempts, overtakes: index > 0 })
         })
     }
 
     /// The first waiting sequence of each party, in the order in which they are considered for admission; only those of
     /// the group `isolated`, if there is one.
-    fn next_of_each(&self, isolated: Option<Group>, now: Instant) -> Vec<Next<K>> {
+    fn candidates(&self, isolated: Option<Group>, now: Instant) -> Vec<Candidate<K>> {
         let share = self.share();
-        let large = LazyCell::new(|| self.held_by_large(share));
-        let next = |(party, queue): (&Party, &Queue<K>)| {
+        let large = LazyCell::new(|| self.used_by_large(share));
+        let candidate = |(party, queue): (&Party, &Queue<K>)| {
             let (_, sequence) = queue.waiting.first_key_value()?;
             let Sequence { request, arrival, order, turn, .. } = sequence;
             let rank = if isolated.is_some() {
                 Rank::WithinShare
             } else if party.background && *arrival > now {
                 Rank::Background
-            } else if share.allows(request, queue.held, *large) {
+            } else if share.allows(request, queue.used, *large) {
                 Rank::WithinShare
             } else {
                 Rank::BeyondShare
             };
-            let served = queue.served.unwrap_or(*arrival);
-            let turn = turn.unwrap_or((request.order_time(served.max(*arrival)), order.1));
-            let is_large = queue.held.sequences == 0 && share.is_large(request);
-            Some(Next { rank, turn, sequence: *sequence, is_large })
+            let served_at = queue.served_at.unwrap_or(*arrival);
+            let turn = turn.unwrap_or((request.order_time(served_at.max(*arrival)), order.1));
+            let is_large = queue.used.sequences == 0 && share.is_large(request);
+            Some(Candidate { rank, turn, sequence: *sequence, is_large })
         };
         let queues = self.queues.iter().filter(|(party, _)| isolated.is_none() || party.group == isolated);
-        let mut next_of_each: Vec<Next<K>> = queues.filter_map(next).collect();
+        let mut candidates: Vec<Candidate<K>> = queues.filter_map(candidate).collect();
         if isolated.is_none() {
-            // The room of large sequences is for the one whose turn is first. Otherwise the smaller ones among them
-            // would take each gap, and no gap would ever be large enough for it.
-            let competes = |next: &&Next<K>| next.is_large && next.rank < Rank::Background;
-            let first = next_of_each.iter().filter(competes).map(|next| next.turn).min();
-            for next in next_of_each.iter_mut().filter(|next| next.is_large && Some(next.turn) > first) {
-                next.rank = next.rank.max(Rank::BeyondShare);
+            // The room for large sequences is kept for the one whose turn is first. Otherwise the smaller ones among
+            // them would fill each gap, and no gap would ever be large enough for it.
+            let competes = |it: &&Candidate<K>| it.is_large && it.rank < Rank::Background;
+            let first_turn = candidates.iter().filter(competes).map(|it| it.turn).min();
+            for later in candidates.iter_mut().filter(|it| it.is_large && Some(it.turn) > first_turn) {
+                later.rank = later.rank.max(Rank::BeyondShare);
             }
         }
-        next_of_each.sort_unstable_by_key(|next| (next.rank, next.turn));
-        next_of_each
+        candidates.sort_unstable_by_key(|it| (it.rank, it.turn));
+        candidates
     }
 
     /// The share of each party that runs or waits now.
     fn share(&self) -> Share {
         let parties = self.queues.len().max(1);
         let Limits { sequences, reserved_tokens, .. } = self.limits;
-        let limit = Held { sequences: sequences / parties, tokens: reserved_tokens / parties };
+        let limit = Resources { sequences: sequences / parties, tokens: reserved_tokens / parties };
         // No more parties run at once than there are slots. So with more parties than slots, the tokens are divided by
         // the slots.
         let large_above = reserved_tokens / parties.min(sequences.max(1));
         Share { limit, large_above, large_tokens: reserved_tokens / 2 }
     }
 
-    /// What the running large sequences hold. Only the first running sequence of a party can be large, because `limit`
+    /// What the running large sequences use. Only the first running sequence of a party can be large, because `limit`
     /// bounds a party that runs several.
-    fn held_by_large(&self, share: Share) -> Held {
-        let (mut parties, mut large) = (BTreeSet::new(), Held::default());
+    fn used_by_large(&self, share: Share) -> Resources {
+        let (mut parties, mut large) = (BTreeSet::new(), Resources::default());
         for (_, Running { sequence: Sequence { request, .. }, .. }) in self.in_order(None) {
             if parties.insert(request.party()) && share.is_large(request) {
                 large = large.with(request);
@@ -537,16 +541,16 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// `isolated`, otherwise those beyond a share, background sequences, and those that overtook others.
     fn preemptible(&self, isolated: Option<Group>) -> Vec<Preemptible<'_, K>> {
         let share = self.share();
-        let (mut held, mut large): (BTreeMap<Party, Held>, _) = (BTreeMap::new(), Held::default());
+        let (mut used, mut large): (BTreeMap<Party, Resources>, _) = (BTreeMap::new(), Resources::default());
         let mut preemptible = Vec::new();
         for (slot, running) in self.in_order(None) {
             let request = &running.sequence.request;
-            let held_by_party = held.entry(request.party()).or_default();
-            let beyond_share = !share.allows(request, *held_by_party, large);
-            if held_by_party.sequences == 0 && share.is_large(request) {
+            let used_by_party = used.entry(request.party()).or_default();
+            let beyond_share = !share.allows(request, *used_by_party, large);
+            if used_by_party.sequences == 0 && share.is_large(request) {
                 large = large.with(request);
             }
-            *held_by_party = held_by_party.with(request);
+            *used_by_party = used_by_party.with(request);
             if isolated.is_some() || beyond_share || request.background || running.overtook {
                 preemptible.push(Preemptible { slot, running, beyond_share });
             }
@@ -555,14 +559,14 @@ impl<K: Copy + Ord> Scheduler<K> {
         preemptible
     }
 
-    /// Whether there is room for the request beside what is held.
-    fn fits(&self, request: &Request, held: Held) -> bool {
+    /// Whether there is room for the request beside what is `used`.
+    fn fits(&self, request: &Request, used: Resources) -> bool {
         let Limits { sequences, reserved_tokens, .. } = self.limits;
-        held.with(request).is_within(Held { sequences, tokens: reserved_tokens })
+        used.with(request).is_within(Resources { sequences, tokens: reserved_tokens })
     }
 
-    /// The slots to empty so that the request finds room. None if even all of `preemptible` leave too little room:
-    /// their work would be lost for nothing.
+    /// The slots to empty so that the request finds room. None if emptying all of `preemptible` would not make enough
+    /// room: their work would be lost for nothing.
     fn slots_to_empty<'a>(
         &self,
         request: &Request,
@@ -571,24 +575,24 @@ impl<K: Copy + Ord> Scheduler<K> {
     where
         K: 'a,
     {
-        let fits = |held: Held| self.fits(request, held);
-        let (mut held, mut chosen) = (self.held, Vec::new());
+        let fits = |used: Resources| self.fits(request, used);
+        let (mut used, mut chosen) = (self.used, Vec::new());
         for it in preemptible {
-            if fits(held) {
+            if fits(used) {
                 break;
             }
-            held = held.without(&it.running.sequence.request);
+            used = used.without(&it.running.sequence.request);
             chosen.push(it);
         }
-        if !fits(held) {
+        if !fits(used) {
             return None;
         }
-        // A sequence that was chosen before a larger one may turn out not to be in the way.
+        // A sequence that was chosen before a larger one may not be in the way after all.
         let mut slots = Vec::new();
         for it in chosen.into_iter().rev() {
-            let spared = held.with(&it.running.sequence.request);
-            if fits(spared) {
-                held = spared;
+            let with_it = used.with(&it.running.sequence.request);
+            if fits(with_it) {
+                used = with_it;
             } else {
                 slots.push(it.slot);
             }
@@ -597,17 +601,17 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     fn start(&mut self, admission: Admission<K>, now: Instant) -> Option<Change<K>> {
-        let Admission { next: Next { turn, sequence, .. }, overtakes: overtook, .. } = admission;
+        let Admission { candidate: Candidate { turn, sequence, .. }, overtakes: overtook, .. } = admission;
         let slot = self.running.iter().position(Option::is_none)?;
         let Sequence { key, request, order, .. } = sequence;
         let queue = self.queues.get_mut(&request.party())?;
         queue.waiting.remove(&order)?;
-        (queue.held, queue.served) = (queue.held.with(&request), Some(now));
-        self.held = self.held.with(&request);
+        (queue.used, queue.served_at) = (queue.used.with(&request), Some(now));
+        self.used = self.used.with(&request);
         self.serial += 1;
-        let sequence = Sequence { turn: Some(turn), number: self.serial, ..sequence };
-        let (encodes, prompt_left) = (request.encodes, request.prompt);
-        self.running[slot] = Some(Running { sequence, encodes, prompt_left, last_row: 0, overtook });
+        let sequence = Sequence { turn: Some(turn), serial: self.serial, ..sequence };
+        let (must_encode, prompt_left) = (request.has_window, request.prompt);
+        self.running[slot] = Some(Running { sequence, must_encode, prompt_left, last_row: 0, overtook });
         self.places.insert(key, Place::Running(slot));
         Some(Change::Admitted { key, slot })
     }
@@ -617,10 +621,10 @@ impl<K: Copy + Ord> Scheduler<K> {
     fn preempt(&mut self, slot: usize) -> Option<Change<K>> {
         let Running { sequence, overtook, .. } = self.vacate(slot)?;
         self.serial += 1;
-        let runs = |queue: &Queue<K>| queue.held.sequences > 0;
+        let runs = |queue: &Queue<K>| queue.used.sequences > 0;
         let has_others = self.queues.get(&sequence.request.party()).is_some_and(runs);
         let turn = sequence.turn.filter(|_| overtook || !has_others);
-        self.add_waiting(Sequence { turn, number: self.serial, ..sequence });
+        self.add_waiting(Sequence { turn, serial: self.serial, ..sequence });
         Some(Change::Preempted { key: sequence.key, slot })
     }
 
@@ -632,7 +636,7 @@ impl<K: Copy + Ord> Scheduler<K> {
             .filter_map(|(slot, it)| Some((slot, it.as_ref()?)))
             .filter(|(_, it)| isolated.is_none() || it.sequence.request.group == isolated)
             .collect();
-        running.sort_unstable_by_key(|(_, it)| it.sequence.number);
+        running.sort_unstable_by_key(|(_, it)| it.sequence.serial);
         running
     }
 
@@ -642,14 +646,15 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// The rows of the next step, which the caller must compute now; only those of the group `isolated`, if there is
-    /// one. They are all windows, or none is. `prompt_tokens` bounds the tokens of all chunks of prompts together, but
-    /// counts as at least the number of prompts. The limit of the step bounds all rows.
+    /// one. Either all rows are windows or none is. `prompt_tokens` limits the tokens of all chunks of prompts
+    /// together; it counts as at least the number of prompts. The limit of the step bounds all rows.
     pub fn rows(&mut self, isolated: Option<Group>, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
-        let (windows, fed): (Vec<_>, Vec<_>) =
-            self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
-        let (decoding, prompts): (Vec<_>, Vec<_>) = fed.into_iter().partition(|(_, it)| it.decodes());
+        let (windows, without_window): (Vec<_>, Vec<_>) =
+            self.in_order(isolated).into_iter().partition(|(_, it)| it.must_encode);
+        let (decoding, prompts): (Vec<_>, Vec<_>) =
+            without_window.into_iter().partition(|(_, it)| it.decodes());
         let Encoding { interval, batch } = self.limits.encoding;
-        let (steps_between, most) = match (&decoding[..], &prompts[..]) {
+        let (steps_between, max_windows) = match (&decoding[..], &prompts[..]) {
             // Nothing else is to be computed.
             ([], []) => (0, batch),
             // Windows alternate with chunks of prompts.
@@ -658,7 +663,7 @@ impl<K: Copy + Ord> Scheduler<K> {
             _ => (interval, 1),
         };
         if !windows.is_empty() && self.steps_since_window >= steps_between {
-            let rows = self.window_rows(&windows, most);
+            let rows = self.window_rows(&windows, max_windows);
             self.steps_since_window = 0;
             for row in &rows {
                 self.note_window(row.slot, now);
@@ -666,24 +671,24 @@ impl<K: Copy + Ord> Scheduler<K> {
             return rows;
         }
         let mut rows = self.decode_rows(decoding);
-        let left = self.limits.step_tokens.saturating_sub(rows.len());
-        rows.extend(prompt_rows(&prompts, left.min(prompt_tokens.max(prompts.len()))));
+        let tokens_left = self.limits.step_tokens.saturating_sub(rows.len());
+        rows.extend(prompt_rows(&prompts, tokens_left.min(prompt_tokens.max(prompts.len()))));
         if !rows.is_empty() {
             self.steps_since_window = self.steps_since_window.saturating_add(1);
         }
         rows
     }
 
-    /// Rows for at most `most` of these windows. The sequences are in the order of their admission.
-    fn window_rows(&self, waiting: &[(usize, &Running<K>)], most: usize) -> Vec<Row<K>> {
+    /// Rows for at most `max` of these windows. The sequences are in the order of their admission.
+    fn window_rows(&self, waiting: &[(usize, &Running<K>)], max: usize) -> Vec<Row<K>> {
         let window = |(_, it): &(usize, &Running<K>)| {
             let Sequence { request, arrival, .. } = it.sequence;
             let requester = request.party();
-            let encoded = self.queues.get(&requester).and_then(|queue| queue.encoded);
-            Window { requester, since: encoded.map_or(arrival, |encoded| encoded.max(arrival)) }
+            let encoded_at = self.queues.get(&requester).and_then(|queue| queue.encoded_at);
+            Window { requester, since: encoded_at.map_or(arrival, |encoded_at| encoded_at.max(arrival)) }
         };
         let windows: Vec<Window<Party>> = waiting.iter().map(window).collect();
-        let chosen = windows::choose(&windows, most).into_iter().filter_map(|index| waiting.get(index));
+        let chosen = windows::choose(&windows, max).into_iter().filter_map(|index| waiting.get(index));
         chosen.map(|(slot, it)| Row { key: it.sequence.key, slot: *slot, feed: Feed::Encode }).collect()
     }
 
@@ -693,7 +698,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         let running = self.running.get(slot).and_then(Option::as_ref);
         let party = running.map(|it| it.sequence.request.party());
         if let Some(queue) = party.and_then(|party| self.queues.get_mut(&party)) {
-            queue.encoded = Some(now);
+            queue.encoded_at = Some(now);
         }
     }
 
@@ -715,17 +720,17 @@ impl<K: Copy + Ord> Scheduler<K> {
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
             running.last_row = self.rows;
             match row.feed {
-                Feed::Encode => running.encodes = false,
+                Feed::Encode => running.must_encode = false,
                 Feed::Tokens(tokens) => running.prompt_left = running.prompt_left.saturating_sub(tokens),
             }
         }
     }
 
-    /// Makes the sequence in this slot begin again: it encodes its window, if it has one, and then is fed its prompt.
-    pub fn begin_again(&mut self, slot: usize) {
+    /// Restarts the sequence in this slot: its window is encoded again, if it has one, and its prompt is fed again.
+    pub fn restart(&mut self, slot: usize) {
         if let Some(running) = self.running.get_mut(slot).and_then(Option::as_mut) {
-            let Request { encodes, prompt, .. } = running.sequence.request;
-            (running.encodes, running.prompt_left) = (encodes, prompt);
+            let Request { has_window, prompt, .. } = running.sequence.request;
+            (running.must_encode, running.prompt_left) = (has_window, prompt);
         }
     }
 }
@@ -734,15 +739,15 @@ impl<K: Copy + Ord> Scheduler<K> {
 fn prompt_rows<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<Row<K>> {
     let prompt = |(_, it): &(usize, &Running<K>)| Prompt {
         requester: it.sequence.request.party(),
-        left: it.prompt_left,
+        remaining: it.prompt_left,
     };
     let prompts: Vec<Prompt<Party>> = running.iter().map(prompt).collect();
-    let takes = prompts::divide(&prompts, budget);
-    let fed = running.iter().zip(takes).filter(|(_, take)| *take > 0);
-    let row = |((slot, it), take): (&(usize, &Running<K>), usize)| Row {
+    let chunks = prompts::divide(&prompts, budget);
+    let fed = running.iter().zip(chunks).filter(|(_, tokens)| *tokens > 0);
+    let row = |((slot, it), tokens): (&(usize, &Running<K>), usize)| Row {
         key: it.sequence.key,
         slot: *slot,
-        feed: Feed::Tokens(take),
+        feed: Feed::Tokens(tokens),
     };
     fed.map(row).collect()
 }
@@ -758,14 +763,15 @@ mod tests {
 
     fn request(prompt: usize, answer: usize) -> Request {
         let (priority, requester) = (0, 0);
-        Request { encodes: false, prompt, answer, priority, requester, background: false, group: None }
+        Request { has_window: false, prompt, answer, priority, requester, background: false, group: None }
     }
 
     fn window(prompt: usize, answer: usize) -> Request {
-        Request { encodes: true, ..request(prompt, answer) }
+        Request { has_window: true, ..request(prompt, answer) }
     }
 
-    fn of(requester: u64, prompt: usize, answer: usize) -> Request {
+    /// A sequence of this requester.
+    fn from(requester: u64, prompt: usize, answer: usize) -> Request {
         Request { requester, ..request(prompt, answer) }
     }
 
@@ -785,8 +791,8 @@ mod tests {
     struct Run {
         scheduler: Scheduler<u32>,
         now: Instant,
-        /// Tokens of each answer since the last admission of its sequence.
-        given: BTreeMap<u32, usize>,
+        /// Tokens of each answer that were generated since the last admission of its sequence.
+        generated: BTreeMap<u32, usize>,
         /// The sequences that have ended, with the tokens of their answers.
         ended: BTreeMap<u32, usize>,
         preempted: usize,
@@ -798,8 +804,8 @@ mod tests {
     impl Run {
         fn new(limits: Limits) -> Self {
             let (scheduler, now) = (Scheduler::new(limits), Instant::now());
-            let (given, ended, waited) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-            Self { scheduler, now, given, ended, preempted: 0, waited }
+            let (generated, ended, waited) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+            Self { scheduler, now, generated, ended, preempted: 0, waited }
         }
 
         fn enqueue(&mut self, key: u32, request: Request) {
@@ -810,7 +816,7 @@ mod tests {
             let changes = self.scheduler.admit(isolated, self.now);
             for change in &changes {
                 if let Change::Preempted { key, .. } = change {
-                    self.given.remove(key);
+                    self.generated.remove(key);
                     self.preempted += 1;
                 }
             }
@@ -836,11 +842,11 @@ mod tests {
                 self.scheduler.advance(row);
                 let running = self.scheduler.running[row.slot].unwrap();
                 if row.feed != Feed::Encode && running.prompt_left == 0 {
-                    let given = self.given.entry(row.key).or_default();
-                    *given += 1;
-                    if *given >= running.sequence.request.answer.max(1) {
-                        self.ended.insert(row.key, *given);
-                        self.scheduler.leave(row.key, self.now);
+                    let generated = self.generated.entry(row.key).or_default();
+                    *generated += 1;
+                    if *generated >= running.sequence.request.answer.max(1) {
+                        self.ended.insert(row.key, *generated);
+                        self.scheduler.remove(row.key, self.now);
                     }
                 }
             }
@@ -852,12 +858,12 @@ mod tests {
             let Limits { step_tokens, encoding: Encoding { interval, batch }, .. } = self.scheduler.limits;
             // The r-th window of a requester waits for at most r windows of each other requester. r and the number of
             // these requesters are at most the number of slots.
-            let most = self.scheduler.running.len().pow(2);
+            let max_windows = self.scheduler.running.len().pow(2);
             let running = self.scheduler.in_order(isolated);
-            let keys = |of: fn(&Running<u32>) -> bool| -> Vec<u32> {
-                running.iter().filter(|(_, it)| of(it)).map(|(_, it)| it.sequence.key).collect()
+            let keys = |matches: fn(&Running<u32>) -> bool| -> Vec<u32> {
+                running.iter().filter(|(_, it)| matches(it)).map(|(_, it)| it.sequence.key).collect()
             };
-            let (waiting, decoding) = (keys(|it| it.encodes), keys(Running::decodes));
+            let (waiting, decoding) = (keys(|it| it.must_encode), keys(Running::decodes));
             let prompts = running.len() - waiting.len() - decoding.len();
             let rows_of = |key: &u32| rows.iter().filter(|row| row.key == *key).count();
             self.waited.retain(|key, _| waiting.contains(key));
@@ -866,8 +872,8 @@ mod tests {
                 assert_eq!(windows, rows.len(), "a step with windows has no other rows");
                 assert!(rows.iter().all(|row| waiting.contains(&row.key) && rows_of(&row.key) == 1));
                 assert!(windows <= if decoding.is_empty() { batch } else { 1 });
-                let least = if decoding.is_empty() { prompts.min(1) } else { interval };
-                assert!(steps_since_window >= least, "{steps_since_window}");
+                let min_steps = if decoding.is_empty() { prompts.min(1) } else { interval };
+                assert!(steps_since_window >= min_steps, "{steps_since_window}");
             } else {
                 assert!(
                     rows.iter().all(|row| !waiting.contains(&row.key)),
@@ -877,11 +883,11 @@ mod tests {
                 let fed = decoding.iter().filter(|key| rows_of(key) == 1).count();
                 assert_eq!(fed, decoding.len().min(step_tokens), "each sequence that decodes goes on");
             }
-            let waits = |it: &Running<u32>| it.encodes && rows_of(&it.sequence.key) == 0;
+            let waits = |it: &Running<u32>| it.must_encode && rows_of(&it.sequence.key) == 0;
             for (_, it) in running.iter().filter(|(_, it)| waits(it) && !it.sequence.request.background) {
                 let (tokens, others) = self.waited.entry(it.sequence.key).or_default();
-                assert!(*others <= most, "{others} steps had other windows");
-                assert!(*tokens <= interval * (most + 1), "{tokens} steps had none");
+                assert!(*others <= max_windows, "{others} steps had other windows");
+                assert!(*tokens <= interval * (max_windows + 1), "{tokens} steps had none");
                 *(if windows > 0 { others } else { tokens }) += 1;
             }
         }
@@ -893,12 +899,12 @@ mod tests {
                 return;
             }
             let beyond = scheduler.preemptible(None).into_iter().filter(|it| it.beyond_share);
-            let held = beyond.fold(scheduler.held, |held, it| held.without(&it.running.sequence.request));
-            let next = scheduler.next_of_each(None, self.now);
-            let mut within = next
+            let used = beyond.fold(scheduler.used, |used, it| used.without(&it.running.sequence.request));
+            let candidates = scheduler.candidates(None, self.now);
+            let mut within = candidates
                 .iter()
-                .filter(|next| next.rank == Rank::WithinShare && !next.sequence.request.background);
-            let waits = within.find(|next| scheduler.fits(&next.sequence.request, held));
+                .filter(|it| it.rank == Rank::WithinShare && !it.sequence.request.background);
+            let waits = within.find(|it| scheduler.fits(&it.sequence.request, used));
             assert!(
                 waits.is_none(),
                 "a sequence within its share waits for ones beyond theirs: {:?}",
@@ -910,17 +916,18 @@ mod tests {
             self.scheduler.queues.is_empty()
         }
 
-        /// Steps until this sequence has ended.
-        fn steps_until(&mut self, key: u32, most: usize) -> usize {
-            let steps = (1..=most).find(|_| {
+        /// Computes steps until this sequence has ended. Returns their number.
+        fn steps_until(&mut self, key: u32, max: usize) -> usize {
+            let steps = (1..=max).find(|_| {
                 self.step(None);
                 self.ended.contains_key(&key)
             });
-            steps.unwrap_or_else(|| panic!("{key} has not ended in {most} steps"))
+            steps.unwrap_or_else(|| panic!("{key} has not ended in {max} steps"))
         }
     }
 
-    fn takes(rows: Vec<Row<u32>>) -> Vec<(u32, usize)> {
+    /// The sequence of each row, and its tokens.
+    fn fed(rows: Vec<Row<u32>>) -> Vec<(u32, usize)> {
         rows.iter().map(|row| (row.key, row.feed.tokens())).collect()
     }
 
@@ -929,10 +936,10 @@ mod tests {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, request(20, 5));
         run.enqueue(2, request(20, 5));
-        assert_eq!(takes(run.step(None)), [(1, 16)]);
-        assert_eq!(takes(run.step(None)), [(1, 4), (2, 12)]);
+        assert_eq!(fed(run.step(None)), [(1, 16)]);
+        assert_eq!(fed(run.step(None)), [(1, 4), (2, 12)]);
         run.enqueue(3, request(40, 5));
-        assert_eq!(takes(run.step(None)), [(1, 1), (2, 8), (3, 7)]);
+        assert_eq!(fed(run.step(None)), [(1, 1), (2, 8), (3, 7)]);
     }
 
     #[test]
@@ -941,10 +948,10 @@ mod tests {
             let mut run =
                 Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 512, ..LIMITS });
             for key in 0..3 {
-                run.enqueue(key, of(1, 4_000, 100));
+                run.enqueue(key, from(1, 4_000, 100));
             }
             run.step(None);
-            run.enqueue(9, of(requester, 1, 1));
+            run.enqueue(9, from(requester, 1, 1));
             assert_eq!(run.steps_until(9, 100), 1);
         }
     }
@@ -954,12 +961,12 @@ mod tests {
         let mut run =
             Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 1_024, ..LIMITS });
         for key in 0..8 {
-            run.enqueue(key, of(1, 40, 4_000));
+            run.enqueue(key, from(1, 40, 4_000));
         }
         for _ in 0..100 {
             run.step(None);
         }
-        run.enqueue(9, of(2, 600, 1));
+        run.enqueue(9, from(2, 600, 1));
         assert_eq!(run.admit(None), [preempted(3, 3), admitted(9, 3)], "one of four is preempted");
         assert_eq!(run.steps_until(9, 100), 1);
         assert_eq!(run.admit(None), [admitted(3, 3)], "it restarts in its slot");
@@ -972,25 +979,25 @@ mod tests {
     #[test]
     fn a_share_and_the_only_sequence_of_a_requester_are_not_preempted() {
         let mut run = Run::new(LIMITS);
-        run.enqueue(1, of(1, 10, 10));
-        run.enqueue(2, of(1, 10, 10));
-        run.enqueue(3, of(1, 10, 10));
+        run.enqueue(1, from(1, 10, 10));
+        run.enqueue(2, from(1, 10, 10));
+        run.enqueue(3, from(1, 10, 10));
         assert_eq!(run.admit(None).len(), 3);
-        run.enqueue(4, of(2, 10, 51));
+        run.enqueue(4, from(2, 10, 51));
         assert_eq!(
             run.admit(None),
             [],
             "preempting one makes too little room, and two of three are within half"
         );
-        run.scheduler.leave(4, run.now);
-        run.enqueue(5, of(2, 10, 40));
+        run.scheduler.remove(4, run.now);
+        run.enqueue(5, from(2, 10, 40));
         assert_eq!(run.admit(None), [preempted(3, 2), admitted(5, 2)]);
-        run.enqueue(6, of(2, 10, 10));
+        run.enqueue(6, from(2, 10, 10));
         assert_eq!(run.admit(None), [], "6 is beyond the share of its requester");
-        run.enqueue(7, of(3, 5, 5));
+        run.enqueue(7, from(3, 5, 5));
         assert_eq!(run.admit(None), [admitted(7, 3)], "6 holds up nobody else");
-        run.scheduler.leave(7, run.now);
-        run.enqueue(8, of(3, 20, 20));
+        run.scheduler.remove(7, run.now);
+        run.enqueue(8, from(3, 20, 20));
         assert_eq!(
             run.admit(None),
             [],
@@ -1002,16 +1009,16 @@ mod tests {
     fn no_more_is_preempted_than_needed_and_nothing_if_not_enough() {
         let mut run = Run::new(LIMITS);
         for (key, tokens) in [(1, 30), (2, 50), (3, 10)] {
-            run.enqueue(key, of(1, 1, tokens - 1));
+            run.enqueue(key, from(1, 1, tokens - 1));
         }
         assert_eq!(run.admit(None).len(), 3);
-        run.enqueue(9, of(2, 1, 49));
+        run.enqueue(9, from(2, 1, 49));
         assert_eq!(run.admit(None), [preempted(2, 1), admitted(9, 1)], "the last one is spared");
         let mut run = Run::new(LIMITS);
-        run.enqueue(1, of(1, 1, 79));
-        run.enqueue(2, of(1, 1, 9));
+        run.enqueue(1, from(1, 1, 79));
+        run.enqueue(2, from(1, 1, 9));
         assert_eq!(run.admit(None).len(), 2);
-        run.enqueue(9, of(2, 1, 39));
+        run.enqueue(9, from(2, 1, 39));
         assert_eq!(run.admit(None), []);
     }
 
@@ -1022,25 +1029,25 @@ mod tests {
         run.enqueue(2, request(50, 10));
         run.enqueue(3, request(1, 1));
         assert_eq!(run.admit(None), [admitted(1, 0)]);
-        assert_eq!(run.scheduler.leave(1, run.now), Some(0));
+        assert_eq!(run.scheduler.remove(1, run.now), Some(0));
         assert_eq!(run.admit(None), [admitted(2, 0), admitted(3, 1)]);
     }
 
     #[test]
     fn a_small_sequence_runs_before_a_large_one_until_the_large_one_fits() {
         let mut run = Run::new(LIMITS);
-        run.enqueue(1, of(1, 10, 20));
+        run.enqueue(1, from(1, 10, 20));
         run.step(None);
-        run.enqueue(2, of(2, 10, 80));
+        run.enqueue(2, from(2, 10, 80));
         run.step(None);
-        run.enqueue(3, of(3, 5, 25));
+        run.enqueue(3, from(3, 5, 25));
         assert_eq!(run.admit(None), [admitted(3, 1)]);
-        run.scheduler.leave(1, run.now);
+        run.scheduler.remove(1, run.now);
         assert_eq!(run.admit(None), [preempted(3, 1), admitted(2, 0)]);
-        run.enqueue(4, of(4, 10, 80));
-        run.enqueue(5, of(5, 5, 5));
+        run.enqueue(4, from(4, 10, 80));
+        run.enqueue(5, from(5, 5, 5));
         assert_eq!(run.admit(None), [admitted(5, 1)]);
-        run.scheduler.leave(2, run.now);
+        run.scheduler.remove(2, run.now);
         assert_eq!(run.admit(None), [admitted(3, 0)], "before 5, which arrived later");
     }
 
@@ -1050,11 +1057,11 @@ mod tests {
         for step in 0..600_u32 {
             // These nearly fill the slots.
             if step.is_multiple_of(6) {
-                run.enqueue(100 + step, of((100 + step).into(), 2, 10));
-                run.enqueue(1_000 + step, of(50, 2, 10));
+                run.enqueue(100 + step, from((100 + step).into(), 2, 10));
+                run.enqueue(1_000 + step, from(50, 2, 10));
             }
             if step == 100 {
-                run.enqueue(1, of(1, 30, 65));
+                run.enqueue(1, from(1, 30, 65));
             }
             run.step(None);
             // It needs 66 steps.
@@ -1067,12 +1074,12 @@ mod tests {
     fn a_requester_whose_sequences_are_often_preempted_ends_them_all() {
         let mut run = Run::new(LIMITS);
         for key in 0..12 {
-            run.enqueue(key, of(1, 4, 20));
+            run.enqueue(key, from(1, 4, 20));
         }
         for step in 0..400_u32 {
             // Every five steps another sequence arrives, which runs for three steps.
             if step.is_multiple_of(5) {
-                run.enqueue(100 + step, of((100 + step).into(), 2, 3));
+                run.enqueue(100 + step, from((100 + step).into(), 2, 3));
             }
             run.step(None);
         }
@@ -1085,25 +1092,25 @@ mod tests {
     fn large_sequences_of_several_requesters_leave_half_of_the_room() {
         let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
         for key in 0..4 {
-            run.enqueue(key, of(key.into(), 5, 20));
+            run.enqueue(key, from(key.into(), 5, 20));
         }
         assert_eq!(run.admit(None).len(), 4, "each has a quarter of the tokens");
-        run.enqueue(4, of(4, 1, 1));
+        run.enqueue(4, from(4, 1, 1));
         assert_eq!(run.admit(None), [preempted(3, 3), admitted(4, 3)]);
-        run.enqueue(5, of(5, 5, 20));
-        run.enqueue(6, of(6, 1, 1));
+        run.enqueue(5, from(5, 5, 20));
+        run.enqueue(6, from(6, 1, 1));
         assert_eq!(run.admit(None), [admitted(6, 4)]);
         for (key, slot) in [(7, 5), (8, 6)] {
-            run.enqueue(key, of(key.into(), 5, 5));
+            run.enqueue(key, from(key.into(), 5, 5));
             assert_eq!(run.admit(None), [admitted(key, slot)]);
         }
-        run.enqueue(9, of(9, 1, 4));
+        run.enqueue(9, from(9, 1, 4));
         assert_eq!(run.admit(None), [preempted(2, 2), admitted(9, 2)]);
-        run.enqueue(10, of(10, 5, 5));
-        run.enqueue(11, of(11, 5, 5));
+        run.enqueue(10, from(10, 5, 5));
+        run.enqueue(11, from(11, 5, 5));
         assert_eq!(run.admit(None), [admitted(10, 7)], "for 11 no slot is left; two large ones run");
         let order = [0, 1, 4].map(|key| {
-            run.scheduler.leave(key, run.now);
+            run.scheduler.remove(key, run.now);
             run.admit(None)
         });
         let expected = [[admitted(2, 0)], [admitted(3, 1)], [admitted(11, 3)]].map(Vec::from);
@@ -1114,12 +1121,12 @@ mod tests {
     fn large_sequences_end_although_small_ones_keep_preempting_them() {
         let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
         for key in 0..8 {
-            run.enqueue(key, of(key.into(), 5, 45));
+            run.enqueue(key, from(key.into(), 5, 45));
         }
         for step in 0..1_200_u32 {
             // Between two small sequences there is room for a second large one, which the next small one preempts.
             if step % 5 == 0 {
-                run.enqueue(100 + step, of((100 + step).into(), 1, 2));
+                run.enqueue(100 + step, from((100 + step).into(), 1, 2));
             }
             run.step(None);
         }
@@ -1133,7 +1140,7 @@ mod tests {
         let (mut key, mut ended) = (1_000, 0);
         // Eight requesters with 11 tokens each fill the half of the tokens that large sequences may hold. With twelve
         // more requesters, the slots are too few.
-        let request = |requester: u64| of(requester, 1, if requester < 8 { 10 } else { 2 });
+        let request = |requester: u64| from(requester, 1, if requester < 8 { 10 } else { 2 });
         let mut current: BTreeMap<u64, u32> = BTreeMap::new();
         for step in 0..300 {
             for requester in 0..20 {
@@ -1144,7 +1151,7 @@ mod tests {
                 }
             }
             if step == 50 {
-                run.enqueue(1, of(99, 1, 39));
+                run.enqueue(1, from(99, 1, 39));
                 ended = run.ended.len();
             }
             run.step(None);
@@ -1158,11 +1165,11 @@ mod tests {
         let begun = run.now;
         for requesters in [[0, 0, 0], [1, 2, 3]] {
             for (key, priority, later) in [(1, 0, 0), (2, 2, 1), (3, 2, 3)] {
-                let request = Request { priority, ..of(requesters[key as usize - 1], 1, 1) };
+                let request = Request { priority, ..from(requesters[key as usize - 1], 1, 1) };
                 run.scheduler.enqueue(key, request, begun + later * PRIORITY_STEP);
             }
             run.now = begun;
-            let order = [(); 3].map(|()| takes(run.step(None))[0].0);
+            let order = [(); 3].map(|()| fed(run.step(None))[0].0);
             assert_eq!(order, [2, 1, 3]);
         }
     }
@@ -1170,9 +1177,9 @@ mod tests {
     #[test]
     fn the_highest_priority_holds_up_another_requester_for_less_than_a_minute() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
-        run.enqueue(0, of(0, 1, 1));
+        run.enqueue(0, from(0, 1, 1));
         for key in 1..1_000 {
-            run.enqueue(key, Request { priority: u8::MAX, ..of(1, 1, 9) });
+            run.enqueue(key, Request { priority: u8::MAX, ..from(1, 1, 9) });
         }
         let steps = run.steps_until(0, 100_000);
         assert!((4_400..6_000).contains(&steps), "{steps} steps of 10 ms");
@@ -1182,14 +1189,14 @@ mod tests {
     fn others_have_a_turn_between_two_sequences_of_a_busy_requester() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
         for key in 0..5 {
-            run.enqueue(key, of(1, 1, 1));
+            run.enqueue(key, from(1, 1, 1));
         }
-        let mut order = takes(run.step(None));
-        run.enqueue(8, of(8, 1, 1));
-        run.enqueue(9, of(9, 1, 1));
-        run.enqueue(10, of(9, 1, 1));
+        let mut order = fed(run.step(None));
+        run.enqueue(8, from(8, 1, 1));
+        run.enqueue(9, from(9, 1, 1));
+        run.enqueue(10, from(9, 1, 1));
         while !run.is_idle() {
-            order.extend(takes(run.step(None)));
+            order.extend(fed(run.step(None)));
         }
         let keys: Vec<u32> = order.into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys, [0, 1, 8, 9, 2, 10, 3, 4]);
@@ -1206,7 +1213,7 @@ mod tests {
         for _ in 0..4 {
             assert_eq!(run.step(None).len(), 2);
         }
-        assert_eq!(run.given.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
+        assert_eq!(run.generated.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
         run.enqueue(4, request(1, 1));
         assert!(run.admit(None).is_empty(), "four are running, and only two may");
     }
@@ -1226,9 +1233,9 @@ mod tests {
         run.now = begun + 2 * BACKGROUND_PENALTY;
         run.enqueue(10, request(4, 30));
         assert_eq!(run.admit(None), [], "those that run have waited longer");
-        run.scheduler.leave(9, run.now);
+        run.scheduler.remove(9, run.now);
         assert_eq!(run.admit(None), [admitted(10, 2)], "the two background sequences are within their share");
-        run.scheduler.leave(10, run.now);
+        run.scheduler.remove(10, run.now);
         assert_eq!(run.admit(None), [admitted(2, 2)], "it restarts");
     }
 
@@ -1237,21 +1244,21 @@ mod tests {
         let mut run = Run::new(LIMITS);
         let begun = run.now;
         for key in 0..20 {
-            run.enqueue(key, of(1, 1, 9));
+            run.enqueue(key, from(1, 1, 9));
             run.enqueue(100 + key, background(1, 9));
         }
-        let of_background = |run: &Run| run.scheduler.running().filter(|key| *key >= 100).count();
+        let running_background = |run: &Run| run.scheduler.running().filter(|key| *key >= 100).count();
         for step in 0..20 {
             run.now = begun + step * Duration::from_secs(1);
             run.step(None);
-            assert_eq!(of_background(&run), 0);
+            assert_eq!(running_background(&run), 0);
         }
         run.now = begun + BACKGROUND_PENALTY;
         assert_eq!(run.admit(None), [], "it preempts nobody even then");
         for _ in 0..10 {
             run.step(None);
         }
-        assert_eq!(of_background(&run), 2);
+        assert_eq!(running_background(&run), 2);
         assert_eq!(run.preempted, 0);
     }
 
@@ -1265,7 +1272,7 @@ mod tests {
         run.enqueue(9, Request { group: Some(1), ..request(4, 30) });
         assert_eq!(run.admit(Some(1)), [preempted(2, 2), admitted(9, 2)]);
         assert!(run.scheduler.rows(Some(1), usize::MAX, run.now).iter().all(|row| row.key == 9));
-        assert_eq!(run.scheduler.leave(9, run.now), Some(2));
+        assert_eq!(run.scheduler.remove(9, run.now), Some(2));
         assert_eq!(run.admit(Some(1)), []);
         assert_eq!(run.admit(None), [admitted(2, 2)], "it restarts in its slot");
     }
@@ -1282,7 +1289,7 @@ mod tests {
         assert_eq!(run.step(None).len(), 3);
     }
 
-    /// What a step has.
+    /// What the rows of a step feed.
     #[derive(Debug, PartialEq, Eq)]
     enum Contents {
         /// The windows of these sequences.
@@ -1353,7 +1360,7 @@ mod tests {
             run.admit(None);
             let row = run.scheduler.rows(None, usize::MAX, run.now)[0];
             run.now += Duration::from_millis(10);
-            run.scheduler.leave(row.key, run.now);
+            run.scheduler.remove(row.key, run.now);
             row.key
         });
         assert_eq!(order, [0, 100, 1]);
@@ -1363,27 +1370,27 @@ mod tests {
     fn a_sequence_that_begins_again_waits_for_its_turn_to_encode() {
         let mut run = Run::new(LIMITS);
         run.enqueue(1, window(2, 9));
-        let rows = [(); 2].map(|()| takes(run.step(None)));
+        let rows = [(); 2].map(|()| fed(run.step(None)));
         assert_eq!(rows, [[(1, 0)], [(1, 2)]]);
         run.enqueue(2, request(1, 50));
         run.step(None);
-        run.scheduler.begin_again(0);
-        let waits = (0..).find(|_| takes(run.step(None)) == [(1, 0)]).unwrap();
+        run.scheduler.restart(0);
+        let waits = (0..).find(|_| fed(run.step(None)) == [(1, 0)]).unwrap();
         assert!((5..8).contains(&waits), "{waits} steps in which the other one decodes");
-        assert_eq!(takes(run.step(None)), [(2, 1), (1, 2)]);
+        assert_eq!(fed(run.step(None)), [(2, 1), (1, 2)]);
     }
 
     #[test]
     fn a_preempted_sequence_encodes_its_window_again() {
         let mut run = Run::new(LIMITS);
         for key in 0..4 {
-            run.enqueue(key, of(1, 1, 20));
+            run.enqueue(key, from(1, 1, 20));
         }
-        run.scheduler.leave(3, run.now);
+        run.scheduler.remove(3, run.now);
         run.enqueue(3, Request { requester: 1, ..window(1, 20) });
         assert_eq!(run.admit(None).len(), 4);
         while contents(&run.step(None)) != Windows(vec![3]) {}
-        run.enqueue(9, of(2, 1, 1));
+        run.enqueue(9, from(2, 1, 1));
         assert_eq!(run.admit(None), [preempted(3, 3), admitted(9, 3)]);
         let again = (0..30).filter(|_| contents(&run.step(None)) == Windows(vec![3])).count();
         assert_eq!(again, 1);
@@ -1401,10 +1408,10 @@ mod tests {
         fn arrival()(
             (step, prompt, answer) in (0_u64..30, 1_usize..60, 0_usize..40),
             (requester, priority, fate) in (0_u64..6, 0_u8..10, 0_usize..9),
-            (background, encodes) in (prop::bool::weighted(0.2), prop::bool::weighted(0.5)),
+            (background, has_window) in (prop::bool::weighted(0.2), prop::bool::weighted(0.5)),
         ) -> Arrival {
-            let prompt = if encodes { prompt - 1 } else { prompt };
-            let request = Request { encodes, prompt, answer, priority, requester, background, group: None };
+            let prompt = if has_window { prompt - 1 } else { prompt };
+            let request = Request { has_window, prompt, answer, priority, requester, background, group: None };
             Arrival { step, request, is_cancelled: fate == 0 }
         }
     }
@@ -1438,15 +1445,15 @@ mod tests {
                         if it.is_cancelled { cancelled.push((key, steps + 3)) } else { expected.push((key, it.request.answer.max(1))) }
                     }
                 }
-                for (key, at) in &cancelled {
-                    if *at == steps { run.scheduler.leave(*key, run.now); }
+                for (key, cancel_step) in &cancelled {
+                    if *cancel_step == steps { run.scheduler.remove(*key, run.now); }
                 }
                 let rows = run.step(None);
-                prop_assert!(run.scheduler.held.tokens <= reserved_tokens);
+                prop_assert!(run.scheduler.used.tokens <= reserved_tokens);
                 prop_assert!(rows.iter().map(|row| row.feed.tokens()).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
                 if steps == shrink_step {
-                    // The device's memory takes less from here on.
+                    // From this step on, less fits in the device's memory.
                     run.scheduler.limit_step(step_tokens / 2);
                 }
                 let idle = run.is_idle();
@@ -1458,7 +1465,7 @@ mod tests {
                 prop_assert_eq!(run.ended.get(&key), Some(&answer), "{} has its whole answer", key);
             }
             prop_assert!(run.preempted <= 2 * count, "{} preemptions of {} sequences", run.preempted, count);
-            prop_assert_eq!(run.scheduler.held, Held::default());
+            prop_assert_eq!(run.scheduler.used, Resources::default());
             prop_assert!(run.scheduler.places.is_empty());
         }
 
@@ -1477,7 +1484,7 @@ mod tests {
                 for (key, it) in (0_u32..).zip(&arrivals) {
                     if it.step == steps { run.enqueue(key, it.request) }
                 }
-                if steps == arrival_step { run.enqueue(1_000, Request { priority, ..of(9, 1, 1) }) }
+                if steps == arrival_step { run.enqueue(1_000, Request { priority, ..from(9, 1, 1) }) }
                 run.step(None);
             }
             prop_assert!(run.ended.contains_key(&1_000));
@@ -1493,10 +1500,10 @@ mod tests {
             // other 12 have less than half of the tokens together.
             let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
             for (key, tokens) in (0_u32..).zip(&sizes) {
-                run.enqueue(key, of(key.into(), 1, tokens - 1));
+                run.enqueue(key, from(key.into(), 1, tokens - 1));
             }
             for steps in 0..arrival_step + 2 {
-                if steps == arrival_step { run.enqueue(1_000, of(99, 1, 1)) }
+                if steps == arrival_step { run.enqueue(1_000, from(99, 1, 1)) }
                 run.step(None);
             }
             prop_assert!(run.ended.contains_key(&1_000));

@@ -1,5 +1,5 @@
-//! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes: those of the waiting tasks
-//! in turn, then those of background tasks. Owns the waiting inputs.
+//! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes: first one input of each waiting
+//! task in turn, then inputs of background tasks. Owns the waiting inputs.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -9,20 +9,20 @@ use std::vec::IntoIter;
 /// A background task that has waited this long takes turns with the others: the worker holds its delivery, which the
 /// broker would eventually take back (`consumer_timeout`).
 const BACKGROUND_WAIT: Duration = Duration::from_secs(60);
-/// Background inputs fill a batch only up to 1/4 of `max_tokens`: a task waits for the batch before its own and for
-/// its own, and background inputs must lengthen neither by much. (When they filled batches up to all of `max_tokens`,
-/// they raised the median latency at a third of the pool's rate from 12 to 318 ms; docs/performance.md has the figures
+/// Background inputs fill a batch only up to 1/4 of `max_tokens`. A task waits for the batch ahead of its own and for
+/// its own batch, and background inputs must lengthen neither by much. (When they filled batches up to `max_tokens`,
+/// the median latency at a third of the pool's maximum rate rose from 12 to 318 ms; docs/performance.md has the figures
 /// with 1/4.)
 const BACKGROUND_DIVISOR: usize = 4;
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// The most tokens of a batch; an input larger than this gets a batch of its own.
+    /// The maximum number of tokens in a batch. A larger input gets a batch of its own.
     pub max_tokens: usize,
-    /// The most inputs of a batch.
+    /// The maximum number of inputs in a batch.
     pub max_requests: usize,
-    /// The longest time that the oldest input waits for others that are on their way.
+    /// The maximum time that the oldest input waits for others that are on their way.
     pub max_delay: Duration,
     /// For sequences with an encoder: [`Encoding::interval`](super::Encoding). None: the model's default.
     pub encode_interval: Option<usize>,
@@ -37,12 +37,12 @@ impl Policy {
     }
 }
 
-/// Whether the device can use a batch now.
+/// Whether the device is free to compute a batch now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
-    /// It computes nothing: any batch is useful.
+pub enum DeviceState {
+    /// It computes nothing, so a partial batch is useful too.
     Idle,
-    /// It computes, and can queue one more batch. Only a full batch is submitted, since a partial one may still
+    /// It is computing, and can queue one more batch. Only a full batch is submitted, since a partial one may still
     /// grow.
     Busy,
 }
@@ -50,13 +50,13 @@ pub enum Device {
 /// Inputs that go through one forward pass.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Batch<T> {
-    /// The inputs; those of one task are adjacent and in their order.
+    /// The inputs. Those of one task are adjacent and in their order.
     pub inputs: Vec<T>,
-    /// Their tokens.
+    /// The tokens of all inputs.
     pub tokens: usize,
 }
 
-/// The waiting inputs of one task; at least one.
+/// The waiting inputs of one task, at least one.
 struct Task<T> {
     inputs: IntoIter<T>,
     since: Instant,
@@ -65,12 +65,13 @@ struct Task<T> {
 /// The inputs that wait for a batch.
 pub struct Batcher<T> {
     policy: Policy,
-    /// The tokens of an input.
+    /// The number of tokens of an input.
     size: fn(&T) -> usize,
     /// In the order of their turns: a batch takes one input of each task, then a second one of each.
     waiting: VecDeque<Task<T>>,
     /// The same for background tasks.
     background: VecDeque<Task<T>>,
+    /// Inputs and tokens of all waiting tasks.
     inputs: usize,
     tokens: usize,
 }
@@ -82,9 +83,9 @@ impl<T> Batcher<T> {
         Self { policy, size, waiting, background, inputs: 0, tokens: 0 }
     }
 
-    /// Limits further batches to `most` tokens.
-    pub fn limit_tokens(&mut self, most: usize) {
-        self.policy.max_tokens = most;
+    /// Limits further batches to `max_tokens`.
+    pub fn limit_tokens(&mut self, max_tokens: usize) {
+        self.policy.max_tokens = max_tokens;
     }
 
     /// Changes the bounds of further batches.
@@ -128,15 +129,15 @@ impl<T> Batcher<T> {
 
     /// The next batch, if one is ready. If `expecting`, further inputs are on their way, and an idle device waits
     /// for them for up to `max_delay`. Otherwise it does not wait.
-    pub fn take(&mut self, now: Instant, device: Device, expecting: bool) -> Option<Batch<T>> {
+    pub fn take(&mut self, now: Instant, device: DeviceState, expecting: bool) -> Option<Batch<T>> {
         self.is_ready(now, device, expecting).then(|| self.form_batch(now))
     }
 
     /// Whether [`Batcher::take`] would return a batch.
-    pub fn is_ready(&self, now: Instant, device: Device, expecting: bool) -> bool {
+    pub fn is_ready(&self, now: Instant, device: DeviceState, expecting: bool) -> bool {
         let ready = match device {
-            Device::Busy => self.is_full(),
-            Device::Idle => self.is_full() || !expecting || self.due().is_some_and(|due| due <= now),
+            DeviceState::Busy => self.is_full(),
+            DeviceState::Idle => self.is_full() || !expecting || self.due().is_some_and(|due| due <= now),
         };
         ready && !self.is_empty()
     }
@@ -153,8 +154,8 @@ impl<T> Batcher<T> {
 
     fn is_full(&self) -> bool {
         let Policy { max_tokens, max_requests, .. } = self.policy;
-        let most = if self.background.is_empty() { max_tokens } else { background_tokens(max_tokens) };
-        self.tokens >= most || self.inputs >= max_requests
+        let max_tokens = if self.background.is_empty() { max_tokens } else { background_tokens(max_tokens) };
+        self.tokens >= max_tokens || self.inputs >= max_requests
     }
 
     fn form_batch(&mut self, now: Instant) -> Batch<T> {
@@ -172,12 +173,13 @@ impl<T> Batcher<T> {
             [(&mut self.waiting, max_tokens), (&mut self.background, background_tokens(max_tokens))]
         {
             let limits = Policy { max_tokens, ..self.policy };
-            let Shares { of_tasks, tokens, next } = shares(queue, self.size, &batch, limits);
-            for (task, share) in queue.iter_mut().zip(of_tasks) {
+            let Shares { inputs_per_task, batch_tokens, next_turn } =
+                shares(queue, self.size, &batch, limits);
+            for (task, share) in queue.iter_mut().zip(inputs_per_task) {
                 batch.inputs.extend(task.inputs.by_ref().take(share));
             }
-            batch.tokens = tokens;
-            queue.rotate_left(next);
+            batch.tokens = batch_tokens;
+            queue.rotate_left(next_turn);
             queue.retain(|task| !task.inputs.as_slice().is_empty());
         }
         self.inputs -= batch.inputs.len();
@@ -191,26 +193,26 @@ fn background_tokens(max_tokens: usize) -> usize {
     max_tokens.div_ceil(BACKGROUND_DIVISOR)
 }
 
-/// How many inputs of each task are added to `batch`: one of each task in turn, until one does not fit
+/// How many inputs of each task are added to `batch`: one input of each task in turn, until one does not fit
 /// (`nobody-waits-for-a-giant`). The first input of a batch is taken whatever its size.
 fn shares<T>(tasks: &VecDeque<Task<T>>, size: fn(&T) -> usize, batch: &Batch<T>, policy: Policy) -> Shares {
     let Policy { max_tokens, max_requests, .. } = policy;
-    let mut shares = Shares { of_tasks: Vec::new(), tokens: batch.tokens, next: 0 };
+    let mut shares = Shares { inputs_per_task: Vec::new(), batch_tokens: batch.tokens, next_turn: 0 };
     let mut inputs = batch.inputs.len();
     for round in 0.. {
         let before = inputs;
         for (index, task) in tasks.iter().enumerate() {
             let Some(input) = task.inputs.as_slice().get(round) else { continue };
             let size = size(input);
-            if inputs > 0 && (inputs >= max_requests || shares.tokens + size > max_tokens) {
-                shares.next = index;
+            if inputs > 0 && (inputs >= max_requests || shares.batch_tokens + size > max_tokens) {
+                shares.next_turn = index;
                 return shares;
             }
             inputs += 1;
-            shares.tokens += size;
-            match shares.of_tasks.get_mut(index) {
+            shares.batch_tokens += size;
+            match shares.inputs_per_task.get_mut(index) {
                 Some(share) => *share += 1,
-                None => shares.of_tasks.push(1),
+                None => shares.inputs_per_task.push(1),
             }
         }
         if inputs == before {
@@ -220,13 +222,14 @@ fn shares<T>(tasks: &VecDeque<Task<T>>, size: fn(&T) -> usize, batch: &Batch<T>,
     shares
 }
 
-/// What the next batch takes.
+/// What a batch takes from a queue of tasks.
 struct Shares {
     /// Inputs of each task, for the first tasks in the order of their turns.
-    of_tasks: Vec<usize>,
-    tokens: usize,
+    inputs_per_task: Vec<usize>,
+    /// Tokens of the batch with these inputs.
+    batch_tokens: usize,
     /// The index of the task whose turn is next.
-    next: usize,
+    next_turn: usize,
 }
 
 #[cfg(test)]
@@ -237,18 +240,18 @@ mod tests {
 
     const DELAY: Duration = Duration::from_millis(2);
 
-    /// The inputs are named by numbers, each with its tokens.
+    /// An input: its number, and its tokens.
     type Input = (usize, usize);
 
     fn batcher(max_tokens: usize, max_requests: usize) -> Batcher<Input> {
         Batcher::new(Policy::new(max_tokens, max_requests, DELAY), |input| input.1)
     }
 
-    fn all(batcher: &mut Batcher<Input>, now: Instant) -> Vec<Batch<Input>> {
-        std::iter::from_fn(|| batcher.take(now, Device::Idle, false)).collect()
+    fn take_all(batcher: &mut Batcher<Input>, now: Instant) -> Vec<Batch<Input>> {
+        std::iter::from_fn(|| batcher.take(now, DeviceState::Idle, false)).collect()
     }
 
-    fn names(batch: &Batch<Input>) -> Vec<usize> {
+    fn numbers(batch: &Batch<Input>) -> Vec<usize> {
         batch.inputs.iter().map(|input| input.0).collect()
     }
 
@@ -257,15 +260,18 @@ mod tests {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         (0..6).for_each(|input| batcher.push(vec![(input, 10)], false, now));
         batcher.limit_tokens(20);
-        let sizes = all(&mut batcher, now);
-        assert!(sizes.len() == 3 && sizes.iter().all(|batch| batch.tokens == 20), "{sizes:?}");
+        let batches = take_all(&mut batcher, now);
+        assert!(batches.len() == 3 && batches.iter().all(|batch| batch.tokens == 20), "{batches:?}");
     }
 
     #[test]
     fn an_idle_device_takes_a_lone_input_at_once_when_nothing_is_on_its_way() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         batcher.push(vec![(1, 10)], false, now);
-        assert_eq!(batcher.take(now, Device::Idle, false), Some(Batch { inputs: vec![(1, 10)], tokens: 10 }));
+        assert_eq!(
+            batcher.take(now, DeviceState::Idle, false),
+            Some(Batch { inputs: vec![(1, 10)], tokens: 10 })
+        );
         assert!(batcher.is_empty());
     }
 
@@ -273,19 +279,19 @@ mod tests {
     fn an_idle_device_waits_for_inputs_on_their_way_but_not_beyond_max_delay() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         batcher.push(vec![(1, 10)], false, now);
-        assert_eq!(batcher.take(now, Device::Idle, true), None);
+        assert_eq!(batcher.take(now, DeviceState::Idle, true), None);
         batcher.push(vec![(2, 10)], false, now + DELAY / 2);
         assert_eq!(batcher.due(), Some(now + DELAY), "the delay counts from the first input");
-        assert_eq!(names(&batcher.take(now + DELAY, Device::Idle, true).unwrap()), [1, 2]);
+        assert_eq!(numbers(&batcher.take(now + DELAY, DeviceState::Idle, true).unwrap()), [1, 2]);
     }
 
     #[test]
     fn a_busy_device_is_given_full_batches_only() {
         let (mut batcher, now) = (batcher(100, 2), Instant::now());
         batcher.push(vec![(1, 10)], false, now);
-        assert_eq!(batcher.take(now + DELAY * 9, Device::Busy, false), None);
+        assert_eq!(batcher.take(now + DELAY * 9, DeviceState::Busy, false), None);
         batcher.push(vec![(2, 10)], false, now);
-        assert_eq!(names(&batcher.take(now, Device::Busy, false).unwrap()), [1, 2]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Busy, false).unwrap()), [1, 2]);
     }
 
     #[test]
@@ -294,7 +300,7 @@ mod tests {
         for (input, tokens) in [(1, 50), (2, 500), (3, 50)] {
             batcher.push(vec![(input, tokens)], false, now);
         }
-        assert_eq!(all(&mut batcher, now).iter().map(names).collect::<Vec<_>>(), [[1], [2], [3]]);
+        assert_eq!(take_all(&mut batcher, now).iter().map(numbers).collect::<Vec<_>>(), [[1], [2], [3]]);
     }
 
     #[test]
@@ -302,8 +308,8 @@ mod tests {
         let (mut batcher, now) = (batcher(100, 1), Instant::now());
         batcher.push(vec![(1, 1)], false, now);
         batcher.push(vec![(2, 1)], false, now);
-        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [1]);
-        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [2]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()), [1]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()), [2]);
     }
 
     #[test]
@@ -313,10 +319,10 @@ mod tests {
         for small in [100, 200] {
             batcher.push(vec![(small, 1)], false, now);
         }
-        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [0, 1, 100, 200]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, false).unwrap()), [0, 1, 100, 200]);
         batcher.push((300..303).map(|input| (input, 1)).collect(), false, now);
-        let left: Vec<_> = all(&mut batcher, now).iter().map(names).collect();
-        assert_eq!(left, [vec![2, 3, 300, 301], vec![4, 5, 6, 302], vec![7, 8, 9]]);
+        let rest: Vec<_> = take_all(&mut batcher, now).iter().map(numbers).collect();
+        assert_eq!(rest, [vec![2, 3, 300, 301], vec![4, 5, 6, 302], vec![7, 8, 9]]);
     }
 
     #[test]
@@ -327,7 +333,7 @@ mod tests {
             batcher.extend(vec![(first, 1), (first + 1, 1)], false, now, is_same);
             batcher.push(vec![(100 + first, 1)], false, now);
         }
-        let order: Vec<_> = all(&mut batcher, now).iter().map(names).collect();
+        let order: Vec<_> = take_all(&mut batcher, now).iter().map(numbers).collect();
         assert_eq!(order, [vec![0, 100, 102, 104], vec![1, 2, 3, 4], vec![5]]);
     }
 
@@ -336,12 +342,15 @@ mod tests {
         let (mut batcher, now) = (batcher(40, 9), Instant::now());
         (20..24).for_each(|input| batcher.push(vec![(input, 4)], true, now));
         batcher.push(vec![(0, 4)], false, now);
-        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [0, 20]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()), [0, 20]);
         (1..13).for_each(|input| batcher.push(vec![(input, 4)], false, now));
-        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
-        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [10, 11, 12]);
-        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [21, 22]);
-        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [23]);
+        assert_eq!(
+            numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()),
+            [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        );
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, false).unwrap()), [10, 11, 12]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, false).unwrap()), [21, 22]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, false).unwrap()), [23]);
         assert!(batcher.is_empty());
     }
 
@@ -349,13 +358,13 @@ mod tests {
     fn background_inputs_alone_form_smaller_batches() {
         let (mut batcher, now) = (batcher(40, 9), Instant::now());
         (0..3).for_each(|input| batcher.push(vec![(input, 5)], true, now));
-        assert_eq!(names(&batcher.take(now, Device::Busy, true).unwrap()), [0, 1]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Busy, true).unwrap()), [0, 1]);
         assert_eq!(
-            batcher.take(now, Device::Busy, true),
+            batcher.take(now, DeviceState::Busy, true),
             None,
             "the last input fills only half of a smaller batch"
         );
-        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [2]);
+        assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, false).unwrap()), [2]);
     }
 
     #[test]
@@ -364,8 +373,7 @@ mod tests {
         batcher.push(vec![(10, 10), (11, 10)], true, now);
         let later = now + BACKGROUND_WAIT;
         (0..4).for_each(|input| batcher.push(vec![(input, 10)], false, later));
-        let sizes: Vec<_> = std::iter::from_fn(|| batcher.take(later, Device::Idle, false)).collect();
-        let order: Vec<_> = sizes.iter().map(names).collect();
+        let order: Vec<_> = take_all(&mut batcher, later).iter().map(numbers).collect();
         assert_eq!(
             order,
             [[0, 1], [2, 3], [10, 11]],
@@ -384,22 +392,22 @@ mod tests {
             for (task, sizes) in tasks.iter().enumerate() {
                 batcher.push(sizes.iter().enumerate().map(|(n, size)| (task * 100 + n, *size)).collect(), false, now);
             }
-            let mut left = vec![0; tasks.len()];
-            while let Some(batch) = batcher.take(now, Device::Idle, false) {
+            let mut taken = vec![0; tasks.len()];
+            while let Some(batch) = batcher.take(now, DeviceState::Idle, false) {
                 prop_assert!(batch.inputs.len() <= max_requests);
                 prop_assert!(batch.tokens <= max_tokens || batch.inputs.len() == 1);
                 prop_assert_eq!(batch.tokens, batch.inputs.iter().map(|input| input.1).sum::<usize>());
-                for (name, size) in batch.inputs {
-                    let (task, index) = (name / 100, name % 100);
-                    prop_assert_eq!((index, size), (left[task], tasks[task][index]), "each task's inputs in order");
-                    left[task] += 1;
+                for (number, size) in batch.inputs {
+                    let (task, index) = (number / 100, number % 100);
+                    prop_assert_eq!((index, size), (taken[task], tasks[task][index]), "each task's inputs in order");
+                    taken[task] += 1;
                 }
                 // No task is more than one input ahead of one that still waits.
-                let waiting = (0..tasks.len()).filter(|task| left[*task] < tasks[*task].len());
-                let least = waiting.map(|task| left[task]).min().unwrap_or(usize::MAX);
-                prop_assert!(left.iter().all(|left| *left <= least.saturating_add(1)));
+                let waiting = (0..tasks.len()).filter(|task| taken[*task] < tasks[*task].len());
+                let least = waiting.map(|task| taken[task]).min().unwrap_or(usize::MAX);
+                prop_assert!(taken.iter().all(|taken| *taken <= least.saturating_add(1)));
             }
-            prop_assert!(left.iter().zip(&tasks).all(|(left, task)| *left == task.len()));
+            prop_assert!(taken.iter().zip(&tasks).all(|(taken, task)| *taken == task.len()));
         }
     }
 }

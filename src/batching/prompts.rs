@@ -1,59 +1,59 @@
-//! Divides the tokens that a step has for prompts: first among requesters, then among the prompts of each. Pure.
+//! Divides the prompt tokens of a step: first among requesters, then among the prompts of each requester. Pure.
 //!
-//! - Each requester gets an equal share. What a requester does not need is divided among the others (max-min
+//! - Each requester gets an equal share. The part that a requester does not need is divided among the others (max-min
 //!   fairness). So a short prompt does not wait for long ones of other requesters.
-//! - Half of a requester's share goes to its prompt that was admitted first, so that every prompt is fed eventually.
-//!   The other half goes to the prompts with the fewest tokens left, so that a short prompt does not wait for long ones
-//!   of the same requester either. Equal parts would feed prompts with a common prefix side by side, and compute the
-//!   prefix for each of them. When prompts are fed one after the other, later ones reuse the prefix that the first
-//!   computed.
+//! - Half of a requester's share goes to its oldest prompt (the one admitted first), so that every prompt is fed
+//!   eventually. The other half goes to the prompts with the fewest tokens left, so that a short prompt does not wait
+//!   for long ones of the same requester either. Equal parts would feed prompts with a common prefix side by side, and
+//!   compute the prefix for each of them. When prompts are fed one after the other, later ones reuse the prefix that
+//!   the first computed.
 
 use std::collections::BTreeMap;
 
 /// A prompt with tokens that are not fed yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Prompt<O> {
+pub struct Prompt<R> {
     /// Whose it is.
-    pub requester: O,
+    pub requester: R,
     /// Tokens that are not fed yet, at least 1.
-    pub left: usize,
+    pub remaining: usize,
 }
 
 /// How many tokens of each prompt are fed in a step that has `budget` tokens for them. `prompts` is in the order of
 /// admission.
-pub fn divide<O: Ord + Copy>(prompts: &[Prompt<O>], budget: usize) -> Vec<usize> {
-    let mut of_each: BTreeMap<O, Vec<usize>> = BTreeMap::new();
+pub fn divide<R: Ord + Copy>(prompts: &[Prompt<R>], budget: usize) -> Vec<usize> {
+    let mut by_requester: BTreeMap<R, Vec<usize>> = BTreeMap::new();
     for (index, prompt) in prompts.iter().enumerate() {
-        of_each.entry(prompt.requester).or_default().push(index);
+        by_requester.entry(prompt.requester).or_default().push(index);
     }
-    let need = |indices: &Vec<usize>| indices.iter().map(|index| prompts[*index].left).sum::<usize>();
+    let need = |indices: &Vec<usize>| indices.iter().map(|index| prompts[*index].remaining).sum::<usize>();
     let mut requesters: Vec<(usize, Vec<usize>)> =
-        of_each.into_values().map(|indices| (need(&indices), indices)).collect();
-    // The requester that needs least comes first; what it does not need goes to those after it.
+        by_requester.into_values().map(|indices| (need(&indices), indices)).collect();
+    // The requester that needs least comes first; the part of its share that it does not need goes to the later ones.
     requesters.sort_by_key(|(need, _)| *need);
-    let mut takes = vec![0; prompts.len()];
-    let (mut left, count) = (budget, requesters.len());
-    for (place, (need, indices)) in requesters.into_iter().enumerate() {
-        let share = left.div_ceil(count - place).min(need);
-        left -= share;
-        feed(prompts, &indices, share, &mut takes);
+    let mut chunks = vec![0; prompts.len()];
+    let (mut budget_left, count) = (budget, requesters.len());
+    for (served, (need, indices)) in requesters.into_iter().enumerate() {
+        let share = budget_left.div_ceil(count - served).min(need);
+        budget_left -= share;
+        divide_share(prompts, &indices, share, &mut chunks);
     }
-    takes
+    chunks
 }
 
-/// Divides a requester's share of the step among its prompts, which have these indices.
-fn feed<O>(prompts: &[Prompt<O>], indices: &[usize], share: usize, takes: &mut [usize]) {
+/// Divides a requester's share of the step among its prompts, which have these indices. Writes their `chunks`.
+fn divide_share<R>(prompts: &[Prompt<R>], indices: &[usize], share: usize, chunks: &mut [usize]) {
     let Some(oldest) = indices.first() else { return };
-    let half = share.div_ceil(2).min(prompts[*oldest].left);
-    takes[*oldest] = half;
-    let mut left = share - half;
-    let mut shortest: Vec<(usize, usize)> =
-        indices.iter().map(|index| (prompts[*index].left - takes[*index], *index)).collect();
-    shortest.sort_unstable();
-    for (needed, index) in shortest {
-        let take = needed.min(left);
-        takes[index] += take;
-        left -= take;
+    let half = share.div_ceil(2).min(prompts[*oldest].remaining);
+    chunks[*oldest] = half;
+    let mut share_left = share - half;
+    let mut shortest_first: Vec<(usize, usize)> =
+        indices.iter().map(|index| (prompts[*index].remaining - chunks[*index], *index)).collect();
+    shortest_first.sort_unstable();
+    for (needed, index) in shortest_first {
+        let tokens = needed.min(share_left);
+        chunks[index] += tokens;
+        share_left -= tokens;
     }
 }
 
@@ -65,7 +65,7 @@ mod tests {
 
     fn divided(prompts: &[(u8, usize)], budget: usize) -> Vec<usize> {
         let prompts: Vec<_> =
-            prompts.iter().map(|(of, left)| Prompt { requester: *of, left: *left }).collect();
+            prompts.iter().map(|&(requester, remaining)| Prompt { requester, remaining }).collect();
         divide(&prompts, budget)
     }
 
@@ -87,14 +87,15 @@ mod tests {
 
     #[test]
     fn prompts_of_equal_length_are_fed_one_after_the_other() {
-        let mut left = [1_000_usize; 8];
-        let mut most_begun = 0;
+        let mut remaining = [1_000_usize; 8];
+        let mut max_unfinished = 0;
         for _ in 0..16 {
-            let takes = divided(&left.map(|left| (1, left)), 500);
-            left.iter_mut().zip(&takes).for_each(|(left, take)| *left -= take);
-            most_begun = most_begun.max(left.iter().filter(|left| (1..1_000).contains(*left)).count());
+            let chunks = divided(&remaining.map(|tokens| (1, tokens)), 500);
+            remaining.iter_mut().zip(&chunks).for_each(|(tokens, chunk)| *tokens -= chunk);
+            let unfinished = remaining.iter().filter(|tokens| (1..1_000).contains(*tokens)).count();
+            max_unfinished = max_unfinished.max(unfinished);
         }
-        assert_eq!((left, most_begun), ([0; 8], 1));
+        assert_eq!((remaining, max_unfinished), ([0; 8], 1));
     }
 
     proptest! {
@@ -103,20 +104,20 @@ mod tests {
             prompts in prop::collection::vec((0_u8..5, 1_usize..400), 1..20),
             budget in 0_usize..600,
         ) {
-            let takes = divided(&prompts, budget);
-            let needed: usize = prompts.iter().map(|(_, left)| left).sum();
-            prop_assert_eq!(takes.iter().sum::<usize>(), budget.min(needed));
-            let (mut got, mut short) = (BTreeMap::new(), BTreeMap::new());
-            for ((of, left), take) in prompts.iter().zip(&takes) {
-                prop_assert!(take <= left);
-                *got.entry(*of).or_insert(0) += take;
-                *short.entry(*of).or_insert(0) += left - take;
+            let chunks = divided(&prompts, budget);
+            let needed: usize = prompts.iter().map(|(_, tokens)| tokens).sum();
+            prop_assert_eq!(chunks.iter().sum::<usize>(), budget.min(needed));
+            let (mut shares, mut unmet) = (BTreeMap::new(), BTreeMap::new());
+            for ((requester, tokens), chunk) in prompts.iter().zip(&chunks) {
+                prop_assert!(chunk <= tokens);
+                *shares.entry(*requester).or_insert(0) += chunk;
+                *unmet.entry(*requester).or_insert(0) += tokens - chunk;
             }
-            for (of, got_by_it) in &got {
-                let is_short = short[of] > 0;
-                prop_assert!(!is_short || got.values().all(|other| *other <= got_by_it + 1), "{:?}", got);
-                let oldest = prompts.iter().position(|(it, _)| it == of).unwrap();
-                prop_assert!(takes[oldest] >= prompts[oldest].1.min(got_by_it.div_ceil(2)));
+            for (requester, share) in &shares {
+                let is_short = unmet[requester] > 0;
+                prop_assert!(!is_short || shares.values().all(|other| *other <= share + 1), "{:?}", shares);
+                let oldest = prompts.iter().position(|(it, _)| it == requester).unwrap();
+                prop_assert!(chunks[oldest] >= prompts[oldest].1.min(share.div_ceil(2)));
             }
         }
     }

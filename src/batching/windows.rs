@@ -1,10 +1,10 @@
 //! Decides whose windows a step encodes. A window is input that the encoder of a sequence processes as a whole: 30 s of
-//! sound, an image. Pure.
+//! sound, or an image. Pure.
 //!
 //! Requesters take turns: the next window of every requester is encoded before a second one of any. The requester that
 //! has waited longest since its window arrived, or since one of its windows was last encoded, comes first. So a
-//! thousand windows of another requester delay a window by at most one of them, and new requesters cannot keep an old
-//! window waiting.
+//! requester with a thousand windows delays a window of another requester by at most one window, and new requesters
+//! cannot keep an old window waiting.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -26,24 +26,25 @@ impl Default for Encoding {
 
 /// A window that waits to be encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window<O> {
+pub struct Window<R> {
     /// Whose it is.
-    pub requester: O,
+    pub requester: R,
     /// When it arrived, or when a window of its requester was last encoded, whichever is later.
     pub since: Instant,
 }
 
-/// The indices of the windows to encode together, at most `most` of them. `windows` is in the order of admission.
-pub fn choose<O: Ord + Copy>(windows: &[Window<O>], most: usize) -> Vec<usize> {
-    let mut before: BTreeMap<O, usize> = BTreeMap::new();
+/// The indices of the windows to encode together, at most `max` of them. `windows` is in the order of admission.
+pub fn choose<R: Ord + Copy>(windows: &[Window<R>], max: usize) -> Vec<usize> {
+    let mut counts: BTreeMap<R, usize> = BTreeMap::new();
     let mut turns: Vec<(usize, Instant, usize)> = Vec::with_capacity(windows.len());
     for (index, Window { requester, since }) in windows.iter().enumerate() {
-        let before = before.entry(*requester).or_default();
-        turns.push((*before, *since, index));
-        *before += 1;
+        // In round n, each requester has its n-th window encoded.
+        let round = counts.entry(*requester).or_default();
+        turns.push((*round, *since, index));
+        *round += 1;
     }
     turns.sort_unstable();
-    turns.into_iter().take(most).map(|(_, _, index)| index).collect()
+    turns.into_iter().take(max).map(|(_, _, index)| index).collect()
 }
 
 #[cfg(test)]
@@ -57,8 +58,8 @@ mod tests {
         let begun = Instant::now();
         let window =
             |(requester, since): (u8, u64)| Window { requester, since: begun + Duration::from_secs(since) };
-        let chosen = |windows: &[(u8, u64)], most: usize| {
-            choose(&windows.iter().copied().map(window).collect::<Vec<_>>(), most)
+        let chosen = |windows: &[(u8, u64)], max: usize| {
+            choose(&windows.iter().copied().map(window).collect::<Vec<_>>(), max)
         };
         assert_eq!(chosen(&[(1, 0), (1, 0), (1, 0), (2, 5), (3, 4)], 4), [0, 4, 3, 1]);
         assert_eq!(chosen(&[(1, 6), (1, 6), (2, 5)], 1), [2], "requester 1 was served while 2 was waiting");

@@ -1,6 +1,5 @@
-//! One set of traits for all brokers: deliver, publish with confirm, settle. `amqp` speaks to RabbitMQ through
-//! lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows neither model nor batching nor
-//! worker.
+//! One set of traits for all brokers: deliver, publish with confirm, settle. `amqp` connects to RabbitMQ through lapin,
+//! and `embedded` to a queue inside the launcher, over a Unix socket. Knows neither model nor batching nor worker.
 //!
 //! Over AMQP, a consumer or publisher rebuilds its own connection with backoff. The consumer then reports the lost
 //! session ([`Event::Lost`]), because the deliveries of that session can no longer be settled.
@@ -60,7 +59,7 @@ pub struct Delivery {
 pub enum Event {
     /// A message.
     Delivery(Box<Delivery>),
-    /// The session ended. The broker will deliver its unsettled messages again; a new session is being made.
+    /// The session ended. The broker will deliver its unsettled messages again; a new session is being opened.
     Lost {
         /// The queue that the session consumed.
         source: Source,
@@ -76,12 +75,11 @@ pub trait Consumer: Send {
     /// The next event. Safe to cancel: dropping the future loses no event.
     ///
     /// # Errors
-    /// [`BrokerError`] when no session can be made: the caller gives up and exits.
+    /// [`BrokerError`] when no session can be opened: the caller gives up and exits.
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
 
     /// Changes how many unsettled messages the broker may send. Over AMQP the change needs a new consumer, and takes
-    /// effect once as many messages are unsettled as the former prefetch allows. The unsettled messages of the former
-    /// consumer do not count against the new prefetch.
+    /// effect once the unsettled messages fill the former prefetch. They do not count against the new prefetch.
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
     /// The prefetch that the broker applies now. Over AMQP it may differ from the one that was set last.
@@ -134,7 +132,7 @@ pub struct Delay {
     pub ceiling: Duration,
 }
 
-/// What became of a published message.
+/// The outcome of a publish.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Published {
     /// The broker has it, in a queue.
@@ -167,12 +165,12 @@ pub enum QueueState {
     },
 }
 
-/// The sending side; shared. Publishes again after a lost connection until the broker has answered.
+/// The sending side; shared. After a lost connection, publishes a message again until the broker has answered.
 pub trait Publisher: Send + Sync {
     /// Publishes to a queue by name, as mandatory, and waits for the broker's confirm.
     ///
     /// # Errors
-    /// [`BrokerError`] when no connection can be made any more. The message may have arrived or not.
+    /// [`BrokerError`] when no connection can be opened any more. The message may have arrived or not.
     fn publish<'a>(
         &'a self,
         queue: &'a str,
@@ -221,7 +219,7 @@ pub enum BrokerError {
     /// help.
     #[error("{broker} refused: {reason}")]
     Refused {
-        /// The broker's address, without its password, or the name of the exchange that was used.
+        /// The broker's address, without its password, or the name of the queue or exchange that was used.
         broker: String,
         /// The broker's message, and what to check.
         reason: String,
@@ -237,14 +235,14 @@ pub enum BrokerError {
     /// No broker could be reached for longer than allowed, a connection was lost, or an answer did not come in time.
     #[error("no broker reached{}: {reason}", duration(*seconds))]
     Unreachable {
-        /// How long this process tried, in seconds.
+        /// How long this process tried or waited, in seconds; 0: not stated.
         seconds: u64,
         /// The last failure, with the address.
         reason: String,
     },
 }
 
-/// Says in an error how long something lasted, if that was a second or more.
+/// A part of an error message: how long something lasted, if that was a second or more.
 fn duration(seconds: u64) -> String {
     if seconds == 0 { String::new() } else { format!(" for {seconds} s") }
 }

@@ -1,5 +1,4 @@
-//! The two queues that a pool may consume: which of them a delivery came from, a pair of values for them, and the
-//! acker over both.
+//! The two queues that a pool may consume: the source of a delivery, a pair of values for them, and the acker of both.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::{Settings, duration};
 
-/// The most words of a generated text.
+/// Maximum number of words of a generated text.
 const MAX_WORDS: usize = 100_000;
 
 pub(super) const EXAMPLES: &str = "Examples:
@@ -29,7 +29,7 @@ counts from the moment at which it was due, even if it was published late.
 Tasks that are not from a file are generated for the kind of the pool's model, if its files are on this \
 host; otherwise they are texts to embed.
 
-The report, for N tasks after W to warm up. Rates and busy shares cover N replies in the order of \
+The report, for N tasks after W warm-up tasks. Rates and busy shares cover N replies in the order of \
 arrival, after the first W. All else covers the N tasks after the first W, so that no straggler is left \
 out; latencies, stages and batches cover only those that succeeded. A batch counts once, however many \
 tasks it held. A device's busy share covers only this load: a task of k inputs in a batch of n counts for \
@@ -50,7 +50,7 @@ pub struct Bench {
     /// Tasks to measure
     #[arg(long, value_name = "N", default_value = "2000", value_parser = count)]
     pub tasks: usize,
-    /// Warm-up tasks before them, not measured [default: 200, but at least --in-flight in a closed loop]
+    /// Warm-up tasks, published before the measured ones [default: 200, but at least --in-flight in a closed loop]
     #[arg(long, value_name = "N")]
     pub warmup: Option<usize>,
     /// Closed loop: tasks under way at once

@@ -14,12 +14,12 @@ pub(super) const CTL_EXAMPLES: &str = "Examples:
   sconce ctl stats --json | jq .
   sconce ctl --pool embed pause                   every slot of a pool, on all hosts
   sconce ctl --host gpu1 drain                    the workers end, the launcher stays; resume starts them
-  sconce ctl --slot gpu1/embed/0 restart          also a slot that was given up
+  sconce ctl --slot gpu1/embed/0 restart          works also for a quarantined slot
   sconce ctl --all set-batch --max-tokens 8192
   sconce ctl --host gpu1 log-level debug
   sconce ctl cancel 7f3e…                         a task that a worker holds, by its id
 
-Requests go through the broker's exchange admin.control_exchange to every launcher that listens there. \
+Requests go through the exchange that the setting admin.control_exchange names, to every launcher. \
 Answers are gathered until no more arrive. Whoever may publish to that exchange may control the \
 launchers; docs/operating.md says how to restrict it. The exit code is 1 if nobody answered, or a slot \
 refused.";
@@ -69,12 +69,12 @@ pub struct Ctl {
     pub json: bool,
     /// What to ask for or to change
     #[command(subcommand)]
-    pub order: CtlOrder,
+    pub command: CtlCommand,
 }
 
 /// The commands of `sconce ctl`.
 #[derive(Clone, Debug, Subcommand)]
-pub enum CtlOrder {
+pub enum CtlCommand {
     /// Show the slots and their states
     Ping,
     /// Show the counts since each launcher started
@@ -93,19 +93,19 @@ pub enum CtlOrder {
     Restart,
     /// Change the bounds of batches, until the settings are loaded again
     SetBatch {
-        /// Most tokens per forward pass
+        /// Maximum number of tokens per forward pass
         #[arg(long, value_name = "N")]
         max_tokens: Option<usize>,
-        /// Most inputs per forward pass
+        /// Maximum number of inputs per forward pass
         #[arg(long, value_name = "N")]
         max_requests: Option<usize>,
-        /// Longest wait of an idle device
+        /// Longest time that an idle device waits for a batch to fill
         #[arg(long, value_name = "DURATION", value_parser = duration)]
         max_delay: Option<Duration>,
     },
     /// Change what launchers and workers log
     LogLevel {
-        /// A filter as in SCONCE_LOG: debug, or sconce::worker=trace; `default` restores the filter of the start
+        /// A filter as in SCONCE_LOG: debug, or sconce::worker=trace; `default` restores the filter set at startup
         filter: String,
     },
     /// End a task that a worker holds; it is answered with 499
@@ -115,7 +115,7 @@ pub enum CtlOrder {
     },
 }
 
-impl CtlOrder {
+impl CtlCommand {
     /// The request to send.
     pub fn request(&self) -> Request {
         match self {
@@ -144,8 +144,8 @@ impl Ctl {
     /// The target of the request.
     ///
     /// # Errors
-    /// No target is given for a command that needs one, or several are; the error is a sentence for the user.
-    /// (Clap cannot check this: flags may stand before or after the command.)
+    /// No target is given for a command that needs one, or several are. The error is a sentence for the user. Clap does
+    /// not check this, because the flags are global: they may stand before or after the command.
     pub fn target(&self) -> Result<Target, &'static str> {
         let named = [
             self.all.then_some(Target::All),
@@ -158,9 +158,9 @@ impl Ctl {
         match (named.next(), named.next()) {
             (Some(target), None) => Ok(target),
             (Some(_), Some(_)) => Err("give only one of --all, --host, --launcher, --pool and --slot"),
-            (None, _) if self.order.request().is_query() => Ok(Target::All),
-            // The id of a task names the same task to every launcher.
-            (None, _) if matches!(self.order, CtlOrder::Cancel { .. }) => Ok(Target::All),
+            (None, _) if self.command.request().is_query() => Ok(Target::All),
+            // A task id is unambiguous across launchers, so cancel needs no target.
+            (None, _) if matches!(self.command, CtlCommand::Cancel { .. }) => Ok(Target::All),
             (None, _) => Err("this command needs a target: --all, --host, --launcher, --pool or --slot"),
         }
     }
@@ -190,7 +190,7 @@ pub struct Healthcheck {
     /// Ask whether it has started: every pool has had a worker that was ready
     #[arg(long)]
     pub startup: bool,
-    /// The launcher's address, instead of admin.listen; it may be any launcher
+    /// Address of the launcher to ask, instead of admin.listen; it may be on another host
     #[arg(long, value_name = "URL")]
     pub url: Option<String>,
     /// Longest wait for the answer

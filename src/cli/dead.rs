@@ -24,7 +24,7 @@ A dead letter near the limit is published to the end of the queue again, because
 
 Dead letters of other pools in the same queue are counted on stderr and left alone, unless given by id.";
 
-const REQUEUED: &str = "\
+const REQUEUE_NOTES: &str = "\
 A task is published to the pool's task queue as its producer sent it, and is removed from the dead-letter \
 queue once the broker has confirmed it in the task queue. A crash in between leaves it in both.
 
@@ -43,7 +43,7 @@ pub enum Dead {
     /// Show all properties, headers and the body of a dead letter
     Show(DeadShow),
     /// Publish dead letters to their queues, and remove them from the dead-letter queue
-    #[command(after_help = REQUEUED)]
+    #[command(after_help = REQUEUE_NOTES)]
     Requeue(DeadRequeue),
     /// Show which dead letters would be deleted; with --yes, delete them
     Purge(DeadPurge),

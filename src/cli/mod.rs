@@ -1,4 +1,4 @@
-//! The command line and its help. Parses; decides nothing else.
+//! The command line and its help. Parses arguments; decides nothing else.
 
 mod bench;
 mod ctl;
@@ -17,7 +17,7 @@ use crate::shutdown::Exit;
 pub use bench::{Bench, BenchDevice, Texts};
 #[cfg(feature = "top")]
 pub use ctl::Top;
-pub use ctl::{Ctl, CtlOrder, Healthcheck};
+pub use ctl::{Ctl, CtlCommand, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 pub use submit::Submit;
 
@@ -264,7 +264,7 @@ pub struct Devices {
 pub struct CheckConfig {
     /// A settings file to check
     pub file: Option<PathBuf>,
-    /// Where further settings come from.
+    /// Where other settings come from.
     #[command(flatten)]
     pub settings: Settings,
 }
@@ -280,7 +280,7 @@ fn duration(text: &str) -> Result<Duration, String> {
     Duration::try_from(span).ok().filter(|it| !it.is_zero()).ok_or_else(|| wanted.to_owned())
 }
 
-/// Parses the id of a stop or of a job.
+/// Parses the id of a run of `stop` or `submit`, as that command printed it.
 fn printed_id(text: &str) -> Result<String, String> {
     let is_digit = |byte: u8| byte.is_ascii_digit() || matches!(byte, b'a'..=b'f');
     if text.len() == RUN_ID_DIGITS && text.bytes().all(is_digit) {

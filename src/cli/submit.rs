@@ -1,4 +1,4 @@
-//! The grammar of `sconce submit`.
+//! The arguments of `sconce submit`. Parses and bounds them; decides nothing else.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,7 +33,7 @@ pub struct Submit {
     /// The pool that answers; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
-    /// Publish to the pool's background queue, whose tasks only use the room that others leave in batches
+    /// Publish to the pool's background queue, whose tasks only fill the room that other tasks leave in batches
     #[arg(long)]
     pub background: bool,
     /// Rows per task, for embeddings and text classification; only rows with the same parameters share a task

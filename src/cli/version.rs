@@ -1,6 +1,6 @@
-//! What `sconce --version` says: version, commit, target and features, as `build.rs` found them.
+//! The text of `sconce --version`: version, commit, target and features, as `build.rs` found them.
 
-/// One line, so that a report can quote it whole.
+/// The text is one line, so that a bug report can quote it as a whole.
 pub(super) const LONG: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     " (commit ",

@@ -1,4 +1,4 @@
-//! Reads a reply's headers, and the usage from its body. Pure.
+//! Reads a reply's headers, and the usage from its body. Does no I/O.
 
 use crate::protocol::requests::{ReplyUsage, usage_of};
 use crate::protocol::{Headers, Message, Value};
@@ -8,6 +8,7 @@ pub(crate) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "comp
 /// The status code of a reply that was computed.
 const SUCCEEDED: i64 = 200;
 
+/// What a reply says about its task.
 pub(crate) struct Answer<'a> {
     /// 200 if the task succeeded; none: the reply is not from sconce.
     pub(crate) status_code: Option<i64>,
@@ -16,7 +17,7 @@ pub(crate) struct Answer<'a> {
     pub(crate) model: &'a str,
     /// Durations in the order of [`STAGES`], in milliseconds; none if one is missing.
     pub(crate) stages_ms: Option<[f64; 4]>,
-    /// The task's last forward pass; none: it had none.
+    /// The task's last forward pass; none if it needed none.
     pub(crate) batch: Option<Batch>,
     /// All tokens of the task; none if the body does not state them.
     pub(crate) tokens: Option<u64>,
@@ -32,7 +33,7 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// The share of the batch that a task with this many inputs has, at most 1.
+    /// The share of the batch that belongs to a task with this many inputs, at most 1.
     pub(crate) fn share(self, inputs: usize) -> f64 {
         (inputs as f64 / self.inputs).min(1.0)
     }

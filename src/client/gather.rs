@@ -1,5 +1,5 @@
-//! Matches each reply with its task, once, and decides when it is passed on. Pure: owns the tasks under way and
-//! the replies that wait for earlier ones; times are passed in.
+//! Matches each reply with its task, once, and decides when it is passed on. Owns the tasks under way and the replies
+//! that wait for earlier ones. Does no I/O and has no clock: times are passed in.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use crate::protocol::Message;
 pub(super) struct Gather<M> {
     /// The number of the first task.
     first: u64,
-    /// How many tasks were added.
+    /// Number of tasks that were begun.
     begun: u64,
     in_order: bool,
-    /// Tasks not answered yet, with the time of their publishing. Bound: the caller's.
+    /// Tasks not answered yet, with the time at which they were begun. Bound: the caller's.
     waiting: BTreeMap<u64, (M, Instant)>,
     /// Tasks answered and not passed on yet. Bound: the caller's.
     answered: BTreeMap<u64, (M, Option<Message>, Instant)>,
@@ -38,7 +38,8 @@ impl<M> Gather<M> {
         true
     }
 
-    /// The next answer to pass on; none if no task is answered yet. In order, also none if an earlier task is not.
+    /// The next answer to pass on; none if no task is answered yet. With `in_order`, also none while an earlier task is
+    /// not answered.
     pub(super) fn next(&mut self) -> Option<(u64, M, Option<Message>, Instant)> {
         let oldest = self.waiting.first_key_value().map(|(number, _)| *number);
         let (number, _) = self.answered.first_key_value()?;
@@ -53,18 +54,19 @@ impl<M> Gather<M> {
         self.begun
     }
 
-    /// Tasks added and not passed on.
-    pub(super) fn held(&self) -> usize {
+    /// Number of tasks that were begun and not passed on.
+    pub(super) fn under_way(&self) -> usize {
         self.waiting.len() + self.answered.len()
     }
 
+    /// Number of tasks not answered yet.
     pub(super) fn missing(&self) -> usize {
         self.waiting.len()
     }
 
-    /// When the oldest unanswered task was added.
-    pub(super) fn oldest(&self) -> Option<Instant> {
-        self.waiting.first_key_value().map(|(_, (_, at))| *at)
+    /// When the oldest unanswered task was begun.
+    pub(super) fn oldest_begun_at(&self) -> Option<Instant> {
+        self.waiting.first_key_value().map(|(_, (_, begun_at))| *begun_at)
     }
 }
 
@@ -101,7 +103,7 @@ mod tests {
         assert_eq!(passed_on(&mut gather), [3]);
         assert!(!gather.answer(3, None, Instant::now()), "after it");
         assert!(!gather.answer(9, None, Instant::now()));
-        assert_eq!((gather.held(), gather.missing()), (1, 1));
+        assert_eq!((gather.under_way(), gather.missing()), (1, 1));
     }
 
     proptest! {
@@ -112,11 +114,11 @@ mod tests {
             let mut gather = Gather::new(0, true);
             let (mut out, mut open) = (Vec::new(), Vec::new());
             for pick in picks {
-                while gather.begun() < count && gather.held() < bound {
+                while gather.begun() < count && gather.under_way() < bound {
                     open.push(gather.begun());
                     gather.begin(gather.begun(), Instant::now());
                 }
-                prop_assert!(gather.held() <= bound);
+                prop_assert!(gather.under_way() <= bound);
                 if open.is_empty() {
                     break;
                 }

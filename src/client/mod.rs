@@ -1,7 +1,7 @@
 //! A client of a task queue, shared by `publish`, `bench`, `run-batch` and `submit`: publishes tasks with confirms and
-//! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
-//! bounded. Its folders hold what any front end can use: whole jobs, the fleet's figures, the handling of dead letters.
-//! Knows no worker, no model and no terminal.
+//! gathers their replies by `correlation_id`, each once. Owns the connection and a bounded number of tasks under way.
+//! Its submodules serve every front end: jobs, statistics of the fleet, dead letters. Knows no worker, no model and no
+//! terminal.
 
 pub(crate) mod answer;
 pub(crate) mod batch_file;
@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use self::gather::Gather;
-use self::resend::{Late, Resends};
+use self::resend::{LateTask, Resends};
 use crate::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
 };
@@ -38,7 +38,8 @@ use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
 
-/// Maximum number of publishes under way at once: several times what the publisher sends unconfirmed.
+/// Maximum number of publishes under way at once. The publisher has at most 190 unconfirmed messages on its shared
+/// channel, so it never waits for new ones.
 const MAX_PUBLISHING: usize = 2_048;
 /// Maximum number of replies that are read and acked together.
 const MAX_BURST: usize = 512;
@@ -51,7 +52,7 @@ const NACK_DELAY: Duration = Duration::from_secs(1);
 pub(crate) struct Task<M> {
     /// The caller's data, given back with the reply.
     pub(crate) meta: M,
-    /// None: nothing is published, and the task counts as answered when its turn comes.
+    /// None: nothing is published, for example for an invalid line of a batch file. The task counts as answered.
     pub(crate) request: Option<Request>,
 }
 
@@ -60,7 +61,7 @@ pub(crate) struct Request {
     pub(crate) message_id: String,
     pub(crate) headers: Headers,
     pub(crate) body: RequestBody,
-    /// A queue other than the client's; none: the client's.
+    /// The queue that the task is published to; none: the client's task queue.
     pub(crate) queue: Option<Arc<str>>,
     /// Time to live, for tasks whose reply nobody waits for after that time.
     pub(crate) expires: Option<Duration>,
@@ -79,7 +80,7 @@ pub(crate) use self::resend::Resend;
 /// The bounds of a run, and how it passes replies on.
 pub(crate) struct Bounds {
     /// Maximum number of tasks that are begun and whose answers are not yet given to the sink.
-    pub(crate) under_way: usize,
+    pub(crate) max_tasks: usize,
     /// Longest wait for the next reply; none: no limit.
     pub(crate) timeout: Option<Duration>,
     /// Whether the sink gets replies in the order of the tasks. Otherwise it gets them as they arrive.
@@ -88,7 +89,7 @@ pub(crate) struct Bounds {
     pub(crate) resend: Option<Resend>,
 }
 
-/// Receives the events of a run. Numbers count the tasks of a run.
+/// Receives the events of a run. A task's number is its index in the run plus `first` of [`Client::run`].
 pub(crate) trait Sink<M, E> {
     /// A task is about to be published.
     fn begun(&mut self, _number: u64, _meta: &M) {}
@@ -103,7 +104,7 @@ pub(crate) trait Sink<M, E> {
     /// Ends the run.
     fn answered(&mut self, number: u64, meta: M, reply: Option<Message>, at: Instant) -> Result<(), E>;
 
-    /// A part of a task's reply came.
+    /// A part of a task's reply arrived.
     ///
     /// # Errors
     /// Ends the run.
@@ -186,8 +187,8 @@ impl Client {
         Ok(Self { publisher, task_queue: task_queue.into(), replies })
     }
 
-    /// Connects to RabbitMQ for a job, whose replies come to a durable queue of its own. The broker deletes that
-    /// queue when nobody has consumed from it for as long as `keep`.
+    /// Connects to RabbitMQ for a job, whose replies come to `reply_queue`, a durable queue of its own. The broker
+    /// deletes that queue after `keep` without a consumer.
     ///
     /// # Errors
     /// No broker could be reached, it refuses, or the task queue does not exist.
@@ -195,26 +196,26 @@ impl Client {
         broker: &Broker,
         name: &str,
         task_queue: &str,
-        replies: &str,
+        reply_queue: &str,
         keep: Duration,
         prefetch: u16,
     ) -> Result<Self, ClientError> {
         let connector = || Connector::new(broker.clone(), name);
-        // Declared before the first task is published, whose reply would otherwise find no queue.
-        declare_job(&connector(), task_queue, replies, keep).await?;
-        let subscription = Subscription::Job { queue: replies.to_owned(), keep };
+        // Declared before the first task is published: without the queue, the task's reply would be unroutable.
+        declare_job(&connector(), task_queue, reply_queue, keep).await?;
+        let subscription = Subscription::Job { queue: reply_queue.to_owned(), keep };
         let (consumer, acker) = subscribe(connector(), subscription, prefetch);
         let (consumer, acker) = (Box::new(consumer), Arc::new(acker));
         let replies =
-            Replies { queue: replies.to_owned(), is_durable: true, consumer, acker, unacked: Vec::new() };
+            Replies { queue: reply_queue.to_owned(), is_durable: true, consumer, acker, unacked: Vec::new() };
         let publisher = Arc::new(AmqpPublisher::new(connector()));
         Ok(Self { publisher, task_queue: task_queue.into(), replies: Some(replies) })
     }
 
-    /// A client over a session that consumes the queue of replies.
-    pub(crate) fn over(session: BrokerSession, task_queue: &str, replies: &str) -> Self {
+    /// A client over a session that consumes `reply_queue`.
+    pub(crate) fn over(session: BrokerSession, task_queue: &str, reply_queue: &str) -> Self {
         let BrokerSession { consumer, acker, publisher, .. } = session;
-        let (queue, unacked) = (replies.to_owned(), Vec::new());
+        let (queue, unacked) = (reply_queue.to_owned(), Vec::new());
         let replies = Some(Replies { queue, is_durable: false, consumer, acker, unacked });
         Self { publisher, task_queue: task_queue.into(), replies }
     }
@@ -242,13 +243,13 @@ impl Client {
         let mut run = Run::new(&**publisher, task_queue, replies.as_ref(), first, bounds);
         let mut tasks = pin!(tasks);
         let mut all_begun = false;
-        let mut under_way = FuturesUnordered::new();
-        let mut poll = tokio::time::interval(POLL_INTERVAL);
-        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut polling = FuturesUnordered::new();
+        let mut publishes = FuturesUnordered::new();
+        let mut poll_interval = tokio::time::interval(POLL_INTERVAL);
+        poll_interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut inspections = FuturesUnordered::new();
         loop {
             run.deliver_answers(sink)?;
-            // Acks are not sent in an arm of the `select!` below, whose future may be dropped halfway.
+            // Acks are not sent in an arm of the `select!` below, because the arm's future may be dropped halfway.
             if let Some(replies) = replies.as_mut() {
                 let mut acked = pin!(replies.ack_all());
                 loop {
@@ -257,34 +258,34 @@ impl Client {
                     tokio::select! {
                         biased;
                         () = &mut acked => break,
-                        Some(published) = under_way.next() => run.published(published?, sink),
+                        Some(published) = publishes.next() => run.publish_ended(published?, sink),
                     }
                 }
             }
-            if all_begun && run.gather.held() == 0 && under_way.is_empty() {
+            if all_begun && run.gather.under_way() == 0 && publishes.is_empty() {
                 return Ok(());
             }
             let deadline = run.deadline();
             tokio::select! {
                 biased;
-                Some(published) = under_way.next() => run.published(published?, sink),
-                burst = burst(replies.as_mut()) => {
+                Some(published) = publishes.next() => run.publish_ended(published?, sink),
+                burst = next_burst(replies.as_mut()) => {
                     run.last_reply = Instant::now();
-                    let deliveries = burst?.ok_or_else(|| run.gather.lost())?;
+                    let deliveries = burst?.ok_or_else(|| run.gather.lost_error())?;
                     run.gather.take(deliveries, run.last_reply, sink)?;
                 }
-                task = tasks.next(), if !all_begun && run.has_room() && under_way.len() < MAX_PUBLISHING => {
+                task = tasks.next(), if !all_begun && run.has_room() && publishes.len() < MAX_PUBLISHING => {
                     match task {
                         None => all_begun = true,
-                        Some(task) => under_way.extend(run.begin(task?, sink)),
+                        Some(task) => publishes.extend(run.begin(task?, sink)),
                     }
                 }
-                _ = poll.tick(), if run.resends.is_some() && polling.is_empty() => {
-                    polling.push(publisher.queue_state(task_queue));
+                _ = poll_interval.tick(), if run.resends.is_some() && inspections.is_empty() => {
+                    inspections.push(publisher.queue_state(task_queue));
                 }
-                Some(state) = polling.next() => under_way.extend(run.polled(state, sink)),
+                Some(state) = inspections.next() => publishes.extend(run.inspected(state, sink)),
                 () = tokio::time::sleep_until(deadline.unwrap_or(run.last_reply)), if deadline.is_some() => {
-                    return Err(run.gather.late(bounds.timeout.unwrap_or_default()).into());
+                    return Err(run.gather.no_reply_error(bounds.timeout.unwrap_or_default()).into());
                 }
             }
         }
@@ -301,7 +302,7 @@ impl Client {
 /// A publish of a task, until it is confirmed or refused.
 type Publishing<'a> = BoxFuture<'a, Result<SentTask, ClientError>>;
 
-/// What became of a publish.
+/// The outcome of the publish of a task.
 struct SentTask {
     number: u64,
     /// Why the broker will never accept the task; none: it has accepted it.
@@ -356,14 +357,18 @@ impl<'a, M> Run<'a, M> {
 
     /// Whether one more task may be under way.
     fn has_room(&self) -> bool {
-        let most = self.bounds.under_way;
-        self.resends.as_ref().map_or_else(|| self.gather.held() < most, |resends| resends.has_room(most))
+        let max_tasks = self.bounds.max_tasks;
+        match &self.resends {
+            Some(resends) => resends.has_room(max_tasks),
+            None => self.gather.under_way() < max_tasks,
+        }
     }
 
     /// When the wait for the next reply ends; none if there is nothing to wait for, or no limit.
     fn deadline(&self) -> Option<Instant> {
-        let oldest = self.gather.oldest().filter(|_| self.reply_to.is_some());
-        self.bounds.timeout.zip(oldest).map(|(timeout, at)| at.max(self.last_reply) + timeout)
+        self.reply_to.as_ref()?;
+        let (timeout, oldest) = (self.bounds.timeout?, self.gather.oldest_begun_at()?);
+        Some(oldest.max(self.last_reply) + timeout)
     }
 
     /// Begins a task. Returns the future that publishes it; none if nothing is to be published.
@@ -381,10 +386,12 @@ impl<'a, M> Run<'a, M> {
         if let Some(resends) = &mut self.resends {
             resends.begin(number, queue.clone(), message.clone());
         }
-        Some(Box::pin(publish_task(self.publisher, queue, number, message, self.resends.is_some())))
+        let on_refusal = if self.resends.is_some() { OnRefusal::Report } else { OnRefusal::Fail };
+        Some(Box::pin(publish_task(self.publisher, queue, number, message, on_refusal)))
     }
 
-    fn published<E>(&mut self, SentTask { number, refused }: SentTask, sink: &mut impl Sink<M, E>) {
+    /// Handles the outcome of a publish.
+    fn publish_ended<E>(&mut self, SentTask { number, refused }: SentTask, sink: &mut impl Sink<M, E>) {
         let now = Instant::now();
         if let Some(reason) = refused {
             sink.refused(number, reason);
@@ -401,44 +408,46 @@ impl<'a, M> Run<'a, M> {
     }
 
     /// Handles the state of the task queue. Returns the publishes of the tasks that are late.
-    fn polled<E>(&mut self, state: Option<QueueState>, sink: &mut impl Sink<M, E>) -> Vec<Publishing<'a>> {
+    fn inspected<E>(&mut self, state: Option<QueueState>, sink: &mut impl Sink<M, E>) -> Vec<Publishing<'a>> {
         let Some(resends) = &mut self.resends else { return Vec::new() };
-        let consumed = match state {
+        let is_consumed = match state {
             Some(QueueState::Exists { consumers, .. }) => consumers > 0,
             Some(QueueState::Missing) => false,
-            // The queue cannot be inspected: workers may be consuming.
+            // The queue cannot be inspected. Workers are assumed to consume if the broker takes messages.
             Some(QueueState::Exclusive | QueueState::Unavailable) | None => self.publisher.takes_messages(),
         };
         let now = Instant::now();
-        resends.consumed(consumed, now);
-        sink.consumed(consumed);
-        let mut again: Vec<Publishing<'a>> = Vec::new();
+        resends.consumed(is_consumed, now);
+        sink.consumed(is_consumed);
+        let mut publishes: Vec<Publishing<'a>> = Vec::new();
         for late in resends.late(now) {
             match late {
-                Late::Again(number, queue, message) => {
-                    again.push(Box::pin(publish_task(self.publisher, queue, number, message, true)));
+                LateTask::Republish(number, queue, message) => {
+                    let publish = publish_task(self.publisher, queue, number, message, OnRefusal::Report);
+                    publishes.push(Box::pin(publish));
                 }
-                Late::GivenUp(number) => _ = self.gather.answer(number, None, now),
+                LateTask::GiveUp(number) => _ = self.gather.answer(number, None, now),
             }
         }
-        sink.resent(again.len());
-        again
+        sink.resent(publishes.len());
+        publishes
     }
 }
 
 impl Replies {
-    /// Acks all replies read so far. Done together, this takes few commands.
+    /// Acks all replies read so far. Acks that are sent together are combined into few commands.
     async fn ack_all(&mut self) {
         join_all(self.unacked.drain(..).map(|delivery_tag| self.acker.ack(delivery_tag))).await;
     }
 
+    /// Subscribes to a private queue, and waits until the broker has created it.
     async fn private(connector: Connector, prefetch: u16) -> Result<Self, ClientError> {
-        // Written by the consumer, once the broker has made the queue.
+        // Written by the consumer, once the broker has created the queue.
         let (name_sender, mut name) = watch::channel(None);
         let (mut consumer, acker) = subscribe(connector, Subscription::Private(name_sender), prefetch);
         let failed = |reason: &str| BrokerError::Unreachable { seconds: 0, reason: reason.into() };
         let queue = tokio::select! {
-            // `wait_for` fails only if the consumer has ended; the consumer's event has the reason then.
+            // `wait_for` fails only if the consumer has ended; then the consumer's event has the reason.
             Ok(named) = name.wait_for(Option::is_some) => named.clone(),
             event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
         };
@@ -451,14 +460,14 @@ impl Replies {
 /// Waits for an event, and returns the deliveries that have arrived, at most [`MAX_BURST`]. The list may be empty if
 /// the session with a durable queue was lost. None: the session is over. Never returns if no replies are consumed. Safe
 /// to cancel: deliveries that were read are returned at once.
-async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
+async fn next_burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
     let Some(Replies { consumer, unacked, is_durable, .. }) = replies else {
         return std::future::pending().await;
     };
     let mut deliveries = Vec::new();
     let mut event = Some(consumer.next().await?);
-    while let Some(came) = event {
-        match came {
+    while let Some(received) = event {
+        match received {
             Event::Delivery(delivery) => {
                 unacked.push(delivery.delivery_tag);
                 deliveries.push(*delivery);
@@ -471,7 +480,7 @@ async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, C
     Ok(Some(deliveries))
 }
 
-/// The message of the task with this number, which is its correlation id: persistent, published now.
+/// A persistent message with the current time. The task's number is its correlation id.
 fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
     let Request { message_id, mut headers, body, expires, .. } = request;
     let now = jiff::Timestamp::now();
@@ -490,6 +499,7 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
     Message { properties, body: body.bytes }
 }
 
+/// The methods that need [`Sink`] and [`ClientError`], which `gather` does not know.
 impl<M> Gather<M> {
     /// Takes messages of the reply queue. Parts are passed on at once, replies when their turn comes.
     fn take<E>(
@@ -498,23 +508,24 @@ impl<M> Gather<M> {
         at: Instant,
         sink: &mut impl Sink<M, E>,
     ) -> Result<(), E> {
-        let mut again = 0;
+        let mut duplicates = 0;
         for Delivery { message, .. } in deliveries {
             match number_of(&message) {
                 Some(number) if is_part(&message) => sink.part(number, &message)?,
-                Some(number) => again += usize::from(!self.answer(number, Some(message), at)),
+                Some(number) => duplicates += usize::from(!self.answer(number, Some(message), at)),
+                // Not a reply to a task of this run.
                 None => {}
             }
         }
-        sink.duplicates(again);
+        sink.duplicates(duplicates);
         Ok(())
     }
 
-    fn lost(&self) -> ClientError {
+    fn lost_error(&self) -> ClientError {
         ClientError::Lost { missing: self.missing(), published: self.begun() }
     }
 
-    fn late(&self, timeout: Duration) -> ClientError {
+    fn no_reply_error(&self, timeout: Duration) -> ClientError {
         ClientError::NoReply { timeout, missing: self.missing(), published: self.begun() }
     }
 }
@@ -523,20 +534,28 @@ fn number_of(reply: &Message) -> Option<u64> {
     reply.properties.correlation_id.as_deref()?.parse().ok()
 }
 
-/// Publishes a task, and returns once it is confirmed. If `tolerates_refusals`, a full queue is tried again, and a task
-/// that the broker will never accept is reported with the reason. Otherwise both are errors.
+/// What follows if the broker does not accept a task.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OnRefusal {
+    /// An error.
+    Fail,
+    /// A full queue is tried again. A task that the broker will never accept is reported with the reason.
+    Report,
+}
+
+/// Publishes a task, and returns once it is confirmed.
 async fn publish_task(
     publisher: &dyn Publisher,
     queue: Arc<str>,
     number: u64,
     message: Arc<Message>,
-    tolerates_refusals: bool,
+    on_refusal: OnRefusal,
 ) -> Result<SentTask, ClientError> {
     loop {
         match publisher.publish(&queue, message.clone()).await? {
             // A full queue has room again later.
-            Published::Nacked if tolerates_refusals => tokio::time::sleep(NACK_DELAY).await,
-            Published::Refused(reason) if tolerates_refusals => {
+            Published::Nacked if on_refusal == OnRefusal::Report => tokio::time::sleep(NACK_DELAY).await,
+            Published::Refused(reason) if on_refusal == OnRefusal::Report => {
                 return Ok(SentTask { number, refused: Some(reason) });
             }
             published => return accepted(published, &queue).map(|()| SentTask { number, refused: None }),
@@ -556,6 +575,7 @@ pub(crate) async fn publish(
     accepted(publisher.publish(queue, message.into()).await?, queue)
 }
 
+/// An error unless the broker has confirmed the message.
 fn accepted(published: Published, queue: &str) -> Result<(), ClientError> {
     let refused =
         |reason: String| Err(BrokerError::Refused { broker: format!("queue {queue:?}"), reason }.into());

@@ -1,4 +1,4 @@
-//! Computes rates and busy shares from replies as they come. Owns the sums; has no clock: times are passed in,
+//! Computes rates and busy shares from replies as they arrive. Owns the sums. Has no clock: times are passed in,
 //! counted from an instant that the caller chooses.
 
 use std::collections::BTreeMap;
@@ -21,16 +21,17 @@ pub(crate) struct ReplyStats {
     pub(crate) tokens: Option<u64>,
     /// Tokens of generated text; none if no reply states any.
     pub(crate) generated: Option<u64>,
-    workers: BTreeMap<String, Worker>,
+    workers: BTreeMap<String, WorkerTotals>,
 }
 
 #[derive(Debug, Default)]
-struct Worker {
+struct WorkerTotals {
     device: String,
     tasks: u64,
     busy_ms: f64,
 }
 
+/// The tasks of one worker, and the share of the measured time that its device computed.
 #[derive(Debug, Serialize)]
 pub(crate) struct WorkerShare {
     pub(crate) worker: String,
@@ -56,7 +57,7 @@ impl ReplyStats {
         let Some(name) = answer.worker else { return };
         if !self.workers.contains_key(name) {
             let device = answer.device.to_owned();
-            self.workers.insert(name.to_owned(), Worker { device, ..Worker::default() });
+            self.workers.insert(name.to_owned(), WorkerTotals { device, ..WorkerTotals::default() });
         }
         if let Some(worker) = self.workers.get_mut(name) {
             worker.tasks += 1;
@@ -64,6 +65,7 @@ impl ReplyStats {
         }
     }
 
+    /// The measured time in seconds.
     pub(crate) fn seconds(&self) -> f64 {
         self.ended.saturating_sub(self.began).as_secs_f64()
     }
@@ -74,15 +76,16 @@ impl ReplyStats {
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
     }
 
+    /// The share of each worker, by name.
     pub(crate) fn shares(&self) -> Vec<WorkerShare> {
         let seconds = self.seconds();
         // The first batch may have begun before the measured time, which would give over 100 %.
         let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
-        let share = |(worker, of): (&String, &Worker)| WorkerShare {
-            worker: worker.clone(),
-            device: of.device.clone(),
-            tasks: of.tasks,
-            busy_percent: rounded(percent(of.busy_ms)),
+        let share = |(name, totals): (&String, &WorkerTotals)| WorkerShare {
+            worker: name.clone(),
+            device: totals.device.clone(),
+            tasks: totals.tasks,
+            busy_percent: rounded(percent(totals.busy_ms)),
         };
         self.workers.iter().map(share).collect()
     }

@@ -1,5 +1,5 @@
-//! Decides when a task whose reply does not come is published again, and when it is given up; and how many tasks may
-//! be under way. Pure: owns the messages of the tasks under way; times are passed in.
+//! Decides when a task without a reply is published again, when it is given up, and how many tasks may be under way.
+//! Owns the messages of the tasks under way. Does no I/O and has no clock: times are passed in.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -21,28 +21,29 @@ pub(crate) struct Resend {
 
 /// At least this many tasks may be under way, so that several workers fill their batches from the beginning.
 const MIN_UNDER_WAY: usize = 256;
-/// As many tasks may be under way as were answered in the last one to two spans of this length: more would only wait
-/// in the queue, and could not be withdrawn from there.
+/// The number of tasks under way is limited to the number answered in the previous and the current span of this length.
+/// More tasks would only wait in the queue, where they could not be withdrawn.
 const SPAN: Duration = Duration::from_secs(10);
 /// Maximum bytes of the tasks under way, which are kept to be published again.
 const MAX_BYTES: usize = 32 << 20;
 
-/// What happens to a late task.
+/// A late task, by its number, and what happens to it.
 #[derive(Debug, PartialEq)]
-pub(super) enum Late {
-    /// It is published again.
-    Again(u64, Arc<str>, Arc<Message>),
-    /// It was published often enough.
-    GivenUp(u64),
+pub(super) enum LateTask {
+    /// It is published to this queue again.
+    Republish(u64, Arc<str>, Arc<Message>),
+    /// It was published the maximum number of times.
+    GiveUp(u64),
 }
 
 /// The tasks under way, with what is needed to publish them again.
 pub(super) struct Resends {
     policy: Resend,
     under_way: BTreeMap<u64, UnderWay>,
+    /// Bytes of the bodies of `under_way`.
     bytes: usize,
     clock: Clock,
-    answered: Recently,
+    recent_answers: RecentAnswers,
     overtaken: Overtaken,
 }
 
@@ -50,43 +51,52 @@ struct UnderWay {
     queue: Arc<str>,
     message: Arc<Message>,
     /// When the broker last accepted it, by the [`Clock`]; none: it has not accepted the latest publish yet.
-    since: Option<Duration>,
+    accepted: Option<Duration>,
     attempts: u32,
 }
 
-/// Decides which tasks were overtaken long ago. All times are by the [`Clock`].
+/// Decides which tasks were overtaken long ago: tasks that the broker accepted later are answered already. All times
+/// are by the [`Clock`].
 #[derive(Default)]
 struct Overtaken {
-    /// For each second with answers: the time of its first answer, and the latest time at which the broker accepted a
-    /// task that was answered in this second. Bound: one entry for each second of [`Resend::after`].
-    answers: VecDeque<(Duration, Duration)>,
+    /// One entry for each second with answers. Bound: the seconds of [`Resend::after`].
+    answers: VecDeque<AnsweredSecond>,
     /// A task that the broker accepted before this time was overtaken long ago.
     overtaken_before: Duration,
     /// The time of the last answer.
     last_answer: Duration,
 }
 
+/// The answers of one second: the time of the first, and the latest time at which the broker accepted their tasks.
+struct AnsweredSecond {
+    first_answer: Duration,
+    latest_accepted: Duration,
+}
+
 impl Overtaken {
-    fn answered(&mut self, since: Duration, now: Duration) {
+    fn answered(&mut self, accepted: Duration, now: Duration) {
         self.last_answer = now;
         match self.answers.back_mut() {
-            Some((at, latest)) if at.as_secs() == now.as_secs() => *latest = since.max(*latest),
-            _ => self.answers.push_back((now, since)),
+            Some(second) if second.first_answer.as_secs() == now.as_secs() => {
+                second.latest_accepted = accepted.max(second.latest_accepted);
+            }
+            _ => self.answers.push_back(AnsweredSecond { first_answer: now, latest_accepted: accepted }),
         }
     }
 
-    /// Whether a task that the broker accepted at `since` is late.
-    fn is_late(&mut self, since: Duration, now: Duration, after: Duration) -> bool {
-        while let Some((_, since)) = self.answers.front().filter(|(at, _)| *at + after <= now) {
-            self.overtaken_before = self.overtaken_before.max(*since);
+    /// Whether a task is late that the broker accepted at this time.
+    fn is_late(&mut self, accepted: Duration, now: Duration, after: Duration) -> bool {
+        while let Some(second) = self.answers.front().filter(|second| second.first_answer + after <= now) {
+            self.overtaken_before = self.overtaken_before.max(second.latest_accepted);
             self.answers.pop_front();
         }
-        since < self.overtaken_before || now >= self.last_answer.max(since) + after
+        accepted < self.overtaken_before || now >= self.last_answer.max(accepted) + after
     }
 }
 
-/// A clock that runs only while workers consume, so that a fleet that is down for an hour costs no task an attempt.
+/// A clock that runs only while workers consume, so that time without workers costs no task an attempt.
 struct Clock {
+    /// The time counted until it last started or stopped.
     passed: Duration,
     /// Since when it runs; none: it is stopped.
     running_since: Option<Instant>,
@@ -98,13 +108,15 @@ impl Clock {
     }
 }
 
-/// Counts answers in the previous and the current span, in this order.
-struct Recently {
+/// Counts answers in the previous and the current span.
+struct RecentAnswers {
+    /// When the current span began.
     began: Instant,
+    /// The previous span's count, then the current one's.
     counts: [usize; 2],
 }
 
-impl Recently {
+impl RecentAnswers {
     fn count(&mut self, count: usize, now: Instant) {
         let spans = now.saturating_duration_since(self.began).as_secs() / SPAN.as_secs();
         if spans > 0 {
@@ -118,28 +130,29 @@ impl Recently {
 impl Resends {
     pub(super) fn new(policy: Resend, now: Instant) -> Self {
         let clock = Clock { passed: Duration::ZERO, running_since: Some(now) };
-        let answered = Recently { began: now, counts: [0; 2] };
+        let recent_answers = RecentAnswers { began: now, counts: [0; 2] };
         let overtaken = Overtaken::default();
-        Self { policy, under_way: BTreeMap::new(), bytes: 0, clock, answered, overtaken }
+        Self { policy, under_way: BTreeMap::new(), bytes: 0, clock, recent_answers, overtaken }
     }
 
-    /// Whether one more task may be under way, if at most `most` may be.
-    pub(super) fn has_room(&self, most: usize) -> bool {
-        let recently = self.answered.counts.iter().sum::<usize>();
-        self.under_way.len() < recently.max(MIN_UNDER_WAY).min(most) && self.bytes < MAX_BYTES
+    /// Whether one more task may be under way. `max_tasks` is the caller's limit.
+    pub(super) fn has_room(&self, max_tasks: usize) -> bool {
+        let recently_answered = self.recent_answers.counts.iter().sum::<usize>();
+        let limit = recently_answered.max(MIN_UNDER_WAY).min(max_tasks);
+        self.under_way.len() < limit && self.bytes < MAX_BYTES
     }
 
     /// A task is published for the first time.
     pub(super) fn begin(&mut self, number: u64, queue: Arc<str>, message: Arc<Message>) {
         self.bytes += message.body.len();
-        self.under_way.insert(number, UnderWay { queue, message, since: None, attempts: 1 });
+        self.under_way.insert(number, UnderWay { queue, message, accepted: None, attempts: 1 });
     }
 
     /// The broker has accepted a task.
     pub(super) fn confirmed(&mut self, number: u64, now: Instant) {
         let now = self.clock.now(now);
         if let Some(task) = self.under_way.get_mut(&number) {
-            task.since = Some(now);
+            task.accepted = Some(now);
         }
     }
 
@@ -147,9 +160,9 @@ impl Resends {
     pub(super) fn answered(&mut self, number: u64, now: Instant) {
         if let Some(task) = self.under_way.remove(&number) {
             self.bytes -= task.message.body.len();
-            self.answered.count(1, now);
+            self.recent_answers.count(1, now);
             let now = self.clock.now(now);
-            self.overtaken.answered(task.since.unwrap_or(now), now);
+            self.overtaken.answered(task.accepted.unwrap_or(now), now);
         }
     }
 
@@ -160,20 +173,19 @@ impl Resends {
     }
 
     /// The tasks that are late, each with what happens to it. Counts an attempt for those that are published again.
-    pub(super) fn late(&mut self, now: Instant) -> Vec<Late> {
+    pub(super) fn late(&mut self, now: Instant) -> Vec<LateTask> {
         let (now, Resend { after, attempts }) = (self.clock.now(now), self.policy);
         let overtaken = &mut self.overtaken;
-        let late = self
-            .under_way
-            .iter_mut()
-            .filter(|(_, task)| task.since.is_some_and(|since| overtaken.is_late(since, now, after)));
+        let late = self.under_way.iter_mut().filter(|(_, task)| {
+            task.accepted.is_some_and(|accepted| overtaken.is_late(accepted, now, after))
+        });
         let decide = |(number, task): (&u64, &mut UnderWay)| {
             if task.attempts >= attempts {
-                return Late::GivenUp(*number);
+                return LateTask::GiveUp(*number);
             }
             task.attempts += 1;
-            task.since = None;
-            Late::Again(*number, task.queue.clone(), task.message.clone())
+            task.accepted = None;
+            LateTask::Republish(*number, task.queue.clone(), task.message.clone())
         };
         late.map(decide).collect()
     }
@@ -199,8 +211,8 @@ mod tests {
         resends.confirmed(number, now);
     }
 
-    fn again(number: u64) -> Late {
-        Late::Again(number, "q".into(), message(3))
+    fn republish(number: u64) -> LateTask {
+        LateTask::Republish(number, "q".into(), message(3))
     }
 
     #[test]
@@ -211,11 +223,11 @@ mod tests {
         resends.answered(2, now + 3 * SECOND);
         assert_eq!(resends.late(now + 3 * SECOND + AFTER - SECOND), []);
         let late = now + 3 * SECOND + AFTER;
-        assert_eq!(resends.late(late), [again(0), again(1)]);
+        assert_eq!(resends.late(late), [republish(0), republish(1)]);
         assert_eq!(resends.late(late + 9 * AFTER), [], "the broker has not taken them");
         (0..2).for_each(|number| resends.confirmed(number, late));
         assert_eq!(resends.late(late + AFTER - SECOND), []);
-        assert_eq!(resends.late(late + AFTER), [Late::GivenUp(0), Late::GivenUp(1)]);
+        assert_eq!(resends.late(late + AFTER), [LateTask::GiveUp(0), LateTask::GiveUp(1)]);
     }
 
     #[test]
@@ -224,13 +236,13 @@ mod tests {
         let mut resends = resends(now);
         (0..9).for_each(|number| publish(&mut resends, number, now));
         for number in 0..8 {
-            let at = now + AFTER / 2 * (number as u32 + 1);
-            assert_eq!(resends.late(at), []);
-            resends.answered(number, at);
+            let answered = now + AFTER / 2 * (number as u32 + 1);
+            assert_eq!(resends.late(answered), []);
+            resends.answered(number, answered);
         }
         let last = now + 4 * AFTER;
         assert_eq!(resends.late(last + AFTER - SECOND), []);
-        assert_eq!(resends.late(last + AFTER), [again(8)], "nothing is answered any more");
+        assert_eq!(resends.late(last + AFTER), [republish(8)], "nothing is answered any more");
     }
 
     #[test]

@@ -10,8 +10,8 @@ use super::batch_file::{CommonError, ErrorCounts};
 use super::replies::{ReplyStats, WorkerShare, busy_percent, rounded};
 
 pub(crate) struct Tally {
-    /// When the tally was made. Other times are counted from it.
-    made: Instant,
+    /// When the tally was created. Other times are counted from it.
+    created: Instant,
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
     answered: u64,
@@ -23,7 +23,7 @@ pub(crate) struct Tally {
     batches: Batches,
 }
 
-/// Forward passes, each counted once, however many replies name it.
+/// Sums over forward passes. Each reply adds its share of its pass, so that a pass counts once.
 #[derive(Clone, Copy, Debug, Default)]
 struct Batches {
     passes: f64,
@@ -34,7 +34,7 @@ struct Batches {
 impl Default for Tally {
     fn default() -> Self {
         Self {
-            made: Instant::now(),
+            created: Instant::now(),
             began: None,
             answered: 0,
             without_reply: 0,
@@ -54,7 +54,7 @@ impl Tally {
 
     /// Counts the reply to this many lines, with this many inputs in all.
     pub(crate) fn count(&mut self, lines: u64, inputs: usize, answer: &Answer<'_>) {
-        self.count_at(self.made.elapsed(), lines, inputs, answer);
+        self.count_at(self.created.elapsed(), lines, inputs, answer);
     }
 
     fn count_at(&mut self, at: Duration, lines: u64, inputs: usize, answer: &Answer<'_>) {
@@ -63,8 +63,8 @@ impl Tally {
         let worker_ms = answer
             .stages_ms
             .map_or(0.0, |[_queue, prepare, wait_for_batch, compute]| prepare + wait_for_batch + compute);
-        let taken = at.saturating_sub(Duration::from_secs_f64(worker_ms / 1e3));
-        self.began = Some(self.began.map_or(taken, |before| before.min(taken)));
+        let delivered = at.saturating_sub(Duration::from_secs_f64(worker_ms / 1e3));
+        self.began = Some(self.began.map_or(delivered, |earliest| earliest.min(delivered)));
         self.replies.count(inputs, at, answer);
         *self.devices.entry(answer.device.to_owned()).or_default() += lines;
         if self.model.is_empty() {
@@ -83,9 +83,9 @@ impl Tally {
         self.replies.shares().into_iter().map(|share| (share.worker, share.tasks)).collect()
     }
 
-    /// The report for this pool. `errors` counts the lines of this run that hold an error, and `in_output` those of the
-    /// whole output.
-    pub(crate) fn report(&mut self, pool: &str, errors: u64, in_output: &ErrorCounts) -> Report {
+    /// The report for this pool. `errors` counts the lines of this run that hold an error, and `output_errors` those of
+    /// the whole output.
+    pub(crate) fn report(&mut self, pool: &str, errors: u64, output_errors: &ErrorCounts) -> Report {
         self.replies.began = self.began.unwrap_or_default();
         let replies = &self.replies;
         let Batches { passes, inputs, tokens } = self.batches;
@@ -95,8 +95,8 @@ impl Tally {
             model: self.model.clone(),
             lines: self.answered + self.without_reply,
             errors,
-            errors_in_output: in_output.total(),
-            commonest_errors: in_output.commonest(),
+            errors_in_output: output_errors.total(),
+            commonest_errors: output_errors.commonest(),
             devices: self.devices.clone(),
             inputs: replies.inputs,
             tokens: replies.tokens,

@@ -1,4 +1,4 @@
-//! Runs over a queue in memory, with delays where RabbitMQ may be slow.
+//! Tests of `Client::run` over a queue in memory, with delays where RabbitMQ may be slow.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU16;
@@ -10,14 +10,15 @@ use tokio::sync::mpsc;
 use super::*;
 use crate::broker::{Delay, DeliveryTag, Source};
 
-/// Answers each task at once, and the numbers in `twice` again.
+/// Answers each task at once.
 struct Broker {
     replies: mpsc::Sender<Message>,
+    /// The tasks with these numbers get a second reply.
     twice: BTreeSet<u64>,
     /// Answers nothing from this number on.
     deaf_from: u64,
     /// The bounded channel that messages and acks share.
-    line: mpsc::Sender<()>,
+    shared_channel: mpsc::Sender<()>,
 }
 
 struct Incoming {
@@ -35,7 +36,7 @@ impl Publisher for Broker {
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
         Box::pin(async move {
-            self.line.reserve().await.expect("a line").send(());
+            self.shared_channel.reserve().await.expect("an open channel").send(());
             let number = number_of(&message).expect("a number");
             if number < self.deaf_from {
                 for _ in 0..1 + usize::from(self.twice.contains(&number)) {
@@ -98,7 +99,7 @@ impl Consumer for Incoming {
 impl Acker for SlowAcker {
     fn ack(&self, _: DeliveryTag) -> BoxFuture<'_, bool> {
         Box::pin(async {
-            self.0.send(()).await.expect("a line");
+            self.0.send(()).await.expect("an open channel");
             tokio::time::sleep(Duration::from_millis(1)).await;
             true
         })
@@ -146,22 +147,31 @@ impl Sink<u64, ClientError> for Counts {
     }
 }
 
-async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Counts, Result<(), ClientError>) {
+/// A run of this many tasks. The other fields are as in [`Broker`] and [`Bounds`].
+struct Case {
+    count: u64,
+    twice: &'static [u64],
+    deaf_from: u64,
+    in_order: bool,
+}
+
+async fn run(case: Case) -> (Counts, Result<(), ClientError>) {
+    let Case { count, twice, deaf_from, in_order } = case;
     let (replies, incoming) = mpsc::channel(1_000);
-    // The channel has one place, granted in turn, also to a publish that nobody polls.
-    let (line, mut read) = mpsc::channel(1);
+    // The capacity is 1, granted in turn, so that a publish that nobody polls can hold it and block the acks.
+    let (shared_channel, mut read) = mpsc::channel(1);
     tokio::spawn(async move { while read.recv().await.is_some() {} });
     let twice = twice.iter().copied().collect();
-    let broker = Broker { replies, twice, deaf_from, line: line.clone() };
+    let broker = Broker { replies, twice, deaf_from, shared_channel: shared_channel.clone() };
     let session = BrokerSession {
         background: None,
         consumer: Box::new(Incoming { replies: incoming, tag: 0 }),
-        acker: Arc::new(SlowAcker(line)),
+        acker: Arc::new(SlowAcker(shared_channel)),
         publisher: Arc::new(broker),
     };
     let request = || Request::new(String::new(), None, String::new().into());
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
-    let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };
+    let bounds = Bounds { max_tasks: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };
     let mut counts = Counts::default();
     let ended = Client::over(session, "tasks", "replies").run(0, tasks, &bounds, &mut counts).await;
     (counts, ended)
@@ -170,7 +180,7 @@ async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Coun
 #[tokio::test(start_paused = true)]
 async fn no_reply_is_lost_while_another_is_acked_or_published() {
     for in_order in [false, true] {
-        let (mut counts, ended) = run(500, &[], u64::MAX, in_order).await;
+        let (mut counts, ended) = run(Case { count: 500, twice: &[], deaf_from: u64::MAX, in_order }).await;
         assert!(ended.is_ok(), "{ended:?}");
         assert!(!in_order || counts.answered.is_sorted());
         counts.answered.sort_unstable();
@@ -181,14 +191,14 @@ async fn no_reply_is_lost_while_another_is_acked_or_published() {
 
 #[tokio::test(start_paused = true)]
 async fn a_reply_that_comes_twice_is_passed_on_once_and_counted() {
-    let (counts, ended) = run(50, &[7, 9], u64::MAX, true).await;
+    let (counts, ended) = run(Case { count: 50, twice: &[7, 9], deaf_from: u64::MAX, in_order: true }).await;
     assert!(ended.is_ok(), "{ended:?}");
     assert_eq!((counts.answered.len(), counts.duplicates), (50, 2));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_reply_that_does_not_come_ends_the_run_with_what_is_missing() {
-    let (counts, ended) = run(50, &[], 40, false).await;
+    let (counts, ended) = run(Case { count: 50, twice: &[], deaf_from: 40, in_order: false }).await;
     assert_eq!(counts.answered.len(), 40);
     assert!(
         matches!(ended, Err(ClientError::NoReply { missing: 3, published: 43, .. })),

@@ -1,5 +1,5 @@
-//! Formats the commonest errors of a batch's output, and chooses the exit code once all rows are answered. For `submit`
-//! and `run-batch`. Owns no state.
+//! For `submit` and `run-batch`: formats the commonest errors of a batch's output, and chooses the exit code once all
+//! rows are answered. Owns no state.
 
 use std::fmt::Write as _;
 
@@ -15,16 +15,16 @@ pub(super) fn exit_of(errors: &ErrorCounts) -> Exit {
 pub(super) fn summary(errors: &ErrorCounts) -> String {
     let commonest = errors.commonest();
     let mut summary = String::new();
-    let mut rest = errors.total();
+    let mut others = errors.total();
     for CommonError { count, code, message } in &commonest {
-        rest -= count;
+        others -= count;
         let message = message.as_deref().unwrap_or("different errors");
         // The message is from outside and may be printed to a terminal, so control characters are removed.
         let message: String = message.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
         let _ = writeln!(summary, "{count:>8} × {code}: {message}");
     }
-    if rest > 0 {
-        let _ = writeln!(summary, "{rest:>8} × other errors");
+    if others > 0 {
+        let _ = writeln!(summary, "{others:>8} × other errors");
     }
     summary
 }

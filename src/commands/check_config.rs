@@ -32,11 +32,11 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     }
     plan(&loaded.settings, &Host::here())?;
     for pool in &loaded.settings.pools {
-        let served = registry
+        let description = registry
             .check(pool)
             .with_context(|| format!("pool {:?}", pool.name))
             .exits_with(Exit::ModelFailed)?;
-        let served = served.unwrap_or_else(|| match &pool.missing_folder {
+        let description = description.unwrap_or_else(|| match &pool.missing_folder {
             Some(folder) => {
                 format!(
                     "there is no folder {}, and the model is not in the hub's cache on this host",
@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             }
             None => "its files are not on this host".to_owned(),
         });
-        let line = format!("# pool {:?} will load {:?}: {served}", pool.name, pool.model);
+        let line = format!("# pool {:?} will load {:?}: {description}", pool.name, pool.model);
         tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
     }
     Ok(Exit::Done)

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json, json};
 use tokio::time::Instant;
 
 use super::{load, start_logging, tolerate_broken_pipe};
-use crate::cli::{Ctl, CtlOrder};
+use crate::cli::{Ctl, CtlCommand};
 use crate::client::fleet::{Control, FleetError};
 use crate::commands::exits::ExitsWith as _;
 use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
@@ -24,7 +24,7 @@ const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time between two pings of `--wait`.
 const PING_INTERVAL: Duration = Duration::from_millis(300);
 /// How long `--wait` waits for the answers to one ping. It is not shortened when little time is left, because a missing
-/// answer has a meaning: a shutdown is carried out, and any other order is not.
+/// answer is a result: a launcher that does not answer has carried out a shutdown, but no other order.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
@@ -38,7 +38,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             format!("--slot is LAUNCHER/POOL/INDEX, as `sconce ctl ping` shows it, and not {slot:?}");
         return Err(anyhow!(message).exits_with(Exit::Usage));
     }
-    let request = arguments.order.request();
+    let request = arguments.command.request();
     if let Request::SetBatch(change) = &request
         && *change == Default::default()
     {
@@ -47,32 +47,32 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         );
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let gathered = runtime.block_on(async {
+    let result = runtime.block_on(async {
         let mut control = Control::open(&settings).await.map_err(with_exit)?;
-        let until = Instant::now() + arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT);
+        let deadline = Instant::now() + arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT);
         // A slot belongs to one launcher, so its answer ends the wait. A host may have several launchers.
         let expected = arguments.expect.or(match target {
             Target::Slot(_) => Some(1),
             _ => None,
         });
         let answers = match (arguments.timeout, expected) {
-            (None, None) => control.request_until_quiet(&target, &request, until).await,
-            _ => control.request(&target, &request, until, expected).await,
+            (None, None) => control.request_until_quiet(&target, &request, deadline).await,
+            _ => control.request(&target, &request, deadline, expected).await,
         };
         let mut answers = answers.map_err(with_exit)?;
         let waited = match arguments.wait {
             Some(limit) => wait_for(&mut control, &target, &request, &mut answers, limit).await,
             None => Ok(()),
         };
-        print(&answers, arguments)?;
+        print_answers(&answers, arguments)?;
         waited?;
         control.close().await;
         anyhow::Ok(answers)
     });
-    let answers = gathered?;
+    let answers = result?;
     let refused =
         answers.iter().any(|it| it.error.is_some() || it.slots.iter().any(|slot| slot.refused.is_some()));
-    let (key, timeout) = (target.routing_key(), arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT));
+    let (routing_key, timeout) = (target.routing_key(), arguments.timeout.unwrap_or(FIRST_ANSWER_TIMEOUT));
     let expected = arguments.expect.unwrap_or(1);
     if answers.len() < expected {
         let message = match answers.len() {
@@ -86,15 +86,15 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
                 }
                 _ => "nobody has answered".to_owned(),
             },
-            some => {
+            count => {
                 let names: Vec<&str> = answers.iter().map(|answer| answer.launcher.as_str()).collect();
-                format!("only {some} of {expected} launchers have answered ({})", names.join(", "))
+                format!("only {count} of {expected} launchers have answered ({})", names.join(", "))
             }
         };
-        return Err(anyhow!("{message} for {key:?} within {timeout:?}").exits_with(Exit::Refused));
+        return Err(anyhow!("{message} for {routing_key:?} within {timeout:?}").exits_with(Exit::Refused));
     }
     let cancelled = cancelled(&answers);
-    if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled, refused) {
+    if let (CtlCommand::Cancel { task }, Some(0), false) = (&arguments.command, cancelled, refused) {
         let hint = "a task that still waits in a queue cannot be cancelled by its id";
         return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::Refused));
     }
@@ -103,13 +103,13 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     Ok(if refused && !is_cancelled { Exit::Refused } else { Exit::Done })
 }
 
-/// How many tasks were cancelled; none if no launcher reports it. Launchers of older versions do not.
+/// How many tasks were cancelled. None if no launcher reports it, as in older versions.
 fn cancelled(answers: &[Answer]) -> Option<u64> {
     let slots = answers.iter().flat_map(|answer| &answer.slots);
     slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
 
-/// Waits until the slots that accepted an order have carried it out. The answers then have the states after the wait.
+/// Waits until the slots that accepted an order have carried it out. Puts the states after the wait into `answers`.
 ///
 /// # Errors
 /// Some slots have not carried it out within `limit`; the error names them.
@@ -120,12 +120,12 @@ async fn wait_for(
     answers: &mut [Answer],
     limit: Duration,
 ) -> anyhow::Result<()> {
-    let until = Instant::now() + limit;
-    let accepted = |slot: &&SlotReport| slot.refused.is_none();
-    let ordered: Vec<&SlotReport> =
-        answers.iter().flat_map(|answer| &answer.slots).filter(accepted).collect();
+    let deadline = Instant::now() + limit;
+    let has_accepted = |slot: &&SlotReport| slot.refused.is_none();
+    let accepted: Vec<&SlotReport> =
+        answers.iter().flat_map(|answer| &answer.slots).filter(has_accepted).collect();
     loop {
-        let next_ping = until.min(Instant::now() + PING_INTERVAL);
+        let next_ping = deadline.min(Instant::now() + PING_INTERVAL);
         let ping_deadline = Instant::now() + PING_TIMEOUT;
         let pinged = control.request(target, &Request::Ping, ping_deadline, Some(answers.len()));
         let current = pinged.await.map_err(with_exit)?;
@@ -134,19 +134,19 @@ async fn wait_for(
             let after = slots.iter().find(|slot| slot.worker == before.worker);
             is_carried_out(order, before, after.copied())
         };
-        let pending: Vec<String> = ordered
+        let pending: Vec<String> = accepted
             .iter()
-            .filter(|it| !is_done(it))
-            .map(|it| match slots.iter().find(|slot| slot.worker == it.worker) {
-                Some(slot) => format!("{} ({})", it.worker, without_counts(slot)),
-                None => format!("{} (no answer)", it.worker),
+            .filter(|before| !is_done(before))
+            .map(|before| match slots.iter().find(|slot| slot.worker == before.worker) {
+                Some(slot) => format!("{} ({})", before.worker, state_and_failure(slot)),
+                None => format!("{} (no answer)", before.worker),
             })
             .collect();
         if pending.is_empty() {
             set_current_states(answers, &current);
             return Ok(());
         }
-        if Instant::now() >= until {
+        if Instant::now() >= deadline {
             let message = format!("not carried out after {limit:?} by {}", pending.join(", "));
             return Err(anyhow!(message).exits_with(Exit::Refused));
         }
@@ -154,8 +154,8 @@ async fn wait_for(
     }
 }
 
-/// Gives answers the states that slots have now. A slot without a report is shown as stopped: its launcher has ended, or
-/// does not answer.
+/// Replaces the states in `answers` by the current ones. A slot without a report is shown as stopped: its launcher has
+/// ended, or does not answer.
 fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
     for slot in answers.iter_mut().flat_map(|answer| &mut answer.slots) {
         // `done` says that the slot has begun to carry out the order. By now it has finished.
@@ -167,18 +167,18 @@ fn set_current_states(answers: &mut [Answer], current: &[Answer]) {
     }
 }
 
-/// Whether a slot has carried out an order, judged by its report when it accepted the order and by the present one.
-/// There is no present report if its launcher does not answer.
+/// Whether a slot has carried out an order. `before` is its report when it accepted the order, `after` its current
+/// report; none if its launcher does not answer.
 fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotReport>) -> bool {
     let state = after.map(|slot| slot.state);
     match order {
         Request::Pause => matches!(state, Some(State::Paused | State::Stopped)),
-        Request::Resume => state.is_some_and(State::works),
+        Request::Resume => state.is_some_and(State::is_serving),
         Request::Restart => {
-            state.is_some_and(State::works) && after.is_some_and(|slot| slot.pid != before.pid)
+            state.is_some_and(State::is_serving) && after.is_some_and(|slot| slot.pid != before.pid)
         }
         Request::Drain => state == Some(State::Stopped),
-        // A launcher ends with its last slot, and then answers no more.
+        // A launcher ends with its last slot, and does not answer after that.
         Request::Shutdown => state.is_none_or(|state| state == State::Stopped),
         Request::Ping
         | Request::Stats
@@ -189,7 +189,7 @@ fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotRepor
     }
 }
 
-/// Adds the exit code to an error of the fleet. An error of the broker has its own.
+/// Adds the exit code to an error of the fleet. The exit code of a broker error follows from its kind.
 pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
     match error {
         FleetError::Broker(error) => error.into(),
@@ -199,7 +199,7 @@ pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
     }
 }
 
-fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
+fn print_answers(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
     let mut text = String::new();
     for answer in answers {
         if arguments.json {
@@ -213,26 +213,28 @@ fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
         if let Some(error) = &answer.error {
             let _ = writeln!(text, "  refused: {error}");
         }
-        match arguments.order {
-            CtlOrder::Stats => table(&mut text, &answer.slots),
-            _ => answer.slots.iter().for_each(|slot| {
-                let _ = writeln!(text, "  {}", line(slot, &arguments.order));
-            }),
+        match arguments.command {
+            CtlCommand::Stats => write_stats_table(&mut text, &answer.slots),
+            _ => {
+                for slot in &answer.slots {
+                    let _ = writeln!(text, "  {}", slot_line(slot, &arguments.command));
+                }
+            }
         }
     }
     tolerate_broken_pipe(std::io::stdout().write_all(text.as_bytes()))?;
     Ok(())
 }
 
-/// The line of one slot, with what the order is about.
-fn line(slot: &SlotReport, order: &CtlOrder) -> String {
+/// The line of one slot: its name and state, and the information that belongs to the command.
+fn slot_line(slot: &SlotReport, command: &CtlCommand) -> String {
     let (name, state, since) = (&slot.worker, slot.state.name(), span(slot.state_ms));
     let head = format!("{name:<20} {state:<11} {since:>7}");
-    match order {
-        CtlOrder::Active => format!("{head}  {}", active(slot)),
-        CtlOrder::Ping => {
-            // The failure of a slot that works again is left out. `--json` shows it nevertheless.
-            let failure = slot.last_failure.as_ref().filter(|_| !slot.state.works());
+    match command {
+        CtlCommand::Active => format!("{head}  {}", active_tasks(slot)),
+        CtlCommand::Ping => {
+            // The failure of a slot that works again is shown only with `--json`.
+            let failure = slot.last_failure.as_ref().filter(|_| !slot.state.is_serving());
             let failure = failure.map(|failure| format!("  last failure: {failure}")).unwrap_or_default();
             format!("{head}  {}  {}{failure}", slot.device, slot.model)
         }
@@ -243,15 +245,16 @@ fn line(slot: &SlotReport, order: &CtlOrder) -> String {
     }
 }
 
-fn active(slot: &SlotReport) -> String {
+fn active_tasks(slot: &SlotReport) -> String {
     let Some(ms) = slot.active_ms else { return "nothing".to_owned() };
     let more = slot.in_flight.saturating_sub(slot.active.len() as u64);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{} for {ms} ms: {}{more}", slot.in_flight, slot.active.join(" "))
 }
 
-/// Writes the counts of slots as a table of about 100 characters a line. A slot's problem is on a separate line below.
-fn table(text: &mut String, slots: &[SlotReport]) {
+/// Writes the statistics of slots as a table with lines of about 100 characters. A slot's problem is on a separate line
+/// below.
+fn write_stats_table(text: &mut String, slots: &[SlotReport]) {
     let head =
         ["slot", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
     let row = |cells: [String; 10]| {
@@ -264,7 +267,7 @@ fn table(text: &mut String, slots: &[SlotReport]) {
     text.push_str(&row(head.map(str::to_owned)));
     for slot in slots {
         let Some(stats) = &slot.stats else {
-            let _ = writeln!(text, "  {:<17}{}", slot.slot, without_counts(slot));
+            let _ = writeln!(text, "  {:<17}{}", slot.slot, state_and_failure(slot));
             continue;
         };
         let succeeded = stats.of_status("succeeded");
@@ -285,17 +288,17 @@ fn table(text: &mut String, slots: &[SlotReport]) {
             milliseconds(Stage::Queue, 0.99),
         ]));
         let problem = stats.now.problem.as_ref().map(|problem| shorten(problem, 300));
-        let no_broker = || (!stats.now.connected && slot.state.works()).then(|| "no broker".to_owned());
-        let is_out = matches!(slot.state, State::Failed | State::Quarantined);
-        let out = is_out.then(|| without_counts(slot));
-        if let Some(problem) = problem.or_else(no_broker).or(out) {
+        let no_broker = || (!stats.now.connected && slot.state.is_serving()).then(|| "no broker".to_owned());
+        let has_failed = matches!(slot.state, State::Failed | State::Quarantined);
+        let failure = has_failed.then(|| state_and_failure(slot));
+        if let Some(problem) = problem.or_else(no_broker).or(failure) {
             let _ = writeln!(text, "    {problem}");
         }
     }
 }
 
-/// What is said of a slot in the place of its counts: its state, and why its last worker failed.
-fn without_counts(slot: &SlotReport) -> String {
+/// A slot's state, and why its last worker failed.
+fn state_and_failure(slot: &SlotReport) -> String {
     let failure =
         slot.last_failure.as_ref().map(|failure| format!(", last failure: {}", shorten(failure, 300)));
     format!("{}{}", slot.state.name(), failure.unwrap_or_default())
@@ -308,19 +311,19 @@ fn json_of(answer: &Answer) -> anyhow::Result<Json> {
     for (report, slot) in reports.zip(&answer.slots) {
         let (Some(stats), Some(counts)) = (report.get_mut("stats"), &slot.stats) else { continue };
         let Json::Object(stats) = stats else { continue };
-        let histogram = |of: &Histogram, bounds: &[f64]| json!({"upper_bounds": bounds, "counts": of.counts(bounds), "sum": of.sum(), "count": of.count()});
+        let to_json = |histogram: &Histogram, bounds: &[f64]| json!({"upper_bounds": bounds, "counts": histogram.counts(bounds), "sum": histogram.sum(), "count": histogram.count()});
         let stages = Stage::ALL
             .iter()
-            .map(|(stage, name)| ((*name).to_owned(), histogram(&counts.stages[*stage as usize], &SECONDS)));
+            .map(|(stage, name)| ((*name).to_owned(), to_json(&counts.stages[*stage as usize], &SECONDS)));
         stats.insert("stage_seconds".to_owned(), stages.collect::<Map<String, Json>>().into());
-        for (name, of, bounds) in [
+        for (name, histogram, bounds) in [
             ("first_token_seconds", &counts.first_token, &SECONDS[..]),
             ("output_token_seconds", &counts.output_token, &SECONDS),
             ("batch_seconds", &counts.batch_seconds, &SECONDS),
             ("batch_inputs", &counts.batch_inputs, &INPUTS),
             ("batch_tokens", &counts.batch_tokens, &TOKENS),
         ] {
-            stats.insert(name.to_owned(), histogram(of, bounds));
+            stats.insert(name.to_owned(), to_json(histogram, bounds));
         }
         stats.insert("busy_seconds".to_owned(), json!(counts.busy_us as f64 / 1e6));
         stats.insert("span_seconds".to_owned(), json!(counts.span_ms as f64 / 1e3));

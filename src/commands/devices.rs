@@ -26,11 +26,11 @@ pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Ex
         });
         writeln!(out, "{report:#}")?;
     } else {
-        devices(&mut out, &host)?;
+        write_devices(&mut out, &host)?;
         for slot in planned.iter().flatten() {
             let Assignment { slot, device, threads, pool, .. } = slot;
-            let served =
-                registry.describe(pool).ok().flatten().map_or_else(String::new, |it| format!(": {it}"));
+            let served = registry.describe(pool).ok().flatten();
+            let served = served.map(|served| format!(": {served}")).unwrap_or_default();
             writeln!(out, "{slot:<16} {device:<42} {}{served}, {threads} threads", pool.model)?;
         }
     }
@@ -47,7 +47,7 @@ fn slot_json(slot: &Assignment, registry: &Registry) -> serde_json::Value {
     })
 }
 
-fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
+fn write_devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
     writeln!(out, "cpu              {} cores", host.cores)?;
     let gpus = &host.gpus;
     for (index, gpu) in gpus.gpus.iter().enumerate() {
@@ -62,8 +62,8 @@ fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
             )?;
         }
         for process in &gpu.processes {
-            let held = process.memory.map_or_else(String::new, |bytes| HumanBytes(bytes).to_string());
-            writeln!(out, "{:16} process {:<34} {held}", "", process.pid)?;
+            let memory = process.memory.map(|bytes| HumanBytes(bytes).to_string()).unwrap_or_default();
+            writeln!(out, "{:16} process {:<34} {memory}", "", process.pid)?;
         }
     }
     match (&gpus.unknown, &gpus.driver, &gpus.cuda) {
@@ -90,9 +90,9 @@ fn description(gpu: &Gpu) -> String {
     let capability =
         gpu.compute_capability.map(|(major, minor)| format!("compute capability {major}.{minor}"));
     let fault = gpu.fault.as_ref().map(|fault| format!("OUT OF ORDER: {fault}"));
-    let divided = gpu.parts.as_ref().map(|parts| format!("divided by MIG into {}", parts.len()));
-    let parts = [Some(gpu.name.clone()), gpu.memory.map(free_of_total), capability, divided, fault];
-    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    let mig = gpu.parts.as_ref().map(|parts| format!("divided by MIG into {}", parts.len()));
+    let facts = [Some(gpu.name.clone()), gpu.memory.map(free_of_total), capability, mig, fault];
+    facts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 fn free_of_total(memory: Memory) -> String {

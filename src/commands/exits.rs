@@ -5,8 +5,8 @@ use std::fmt::{self, Display};
 
 use crate::shutdown::Exit;
 
-/// An error with the exit code that it ends the program with. Its text is that of the inner error, because the exit
-/// code is for the calling program only.
+/// An error with the exit code that it ends the program with. It displays only the inner error, because the exit code
+/// is for the calling program.
 #[derive(Debug)]
 pub(crate) struct WithExit {
     pub(crate) exit: Exit,

@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use anyhow::{Context, anyhow};
 
 use super::{load, tolerate_broken_pipe};
-use crate::admin::{Check, LAUNCHER};
+use crate::admin::{Check, LAUNCHER_HEADER};
 use crate::cli::Healthcheck;
 use crate::commands::exits::ExitsWith as _;
 use crate::launcher::launchers_at;
@@ -25,7 +25,8 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
                 .listen
                 .context("admin.listen = \"\": the launcher does not serve its health over HTTP");
             let address = address.exits_with(Exit::Config)?;
-            (format!("http://{}", reachable(address)), Some(own_name(settings.launcher.name, address)?))
+            let name = launcher_name(settings.launcher.name, address)?;
+            (format!("http://{}", reachable(address)), Some(name))
         }
     };
     if base.split_once("://").is_some_and(|(_, rest)| rest.contains('/')) {
@@ -46,7 +47,7 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         Err(error) => return Err(anyhow!("{error}; is a launcher running there?").exits_with(Exit::Refused)),
     };
     // Another process may have taken this address, possibly another launcher.
-    match (answer.header(LAUNCHER), expected_name) {
+    match (answer.header(LAUNCHER_HEADER), expected_name) {
         (None, _) => return Err(anyhow!("{base} answers, but is no launcher").exits_with(Exit::Refused)),
         (Some(name), Some(expected)) if name != expected => {
             return Err(
@@ -65,7 +66,7 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
 
 /// The name of the launcher whose health is checked: `launcher.name` of the settings, or else the name of the only
 /// running launcher of this host with the port of `address`.
-fn own_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<String> {
+fn launcher_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<String> {
     if let Some(name) = configured {
         return Ok(name);
     }
@@ -90,7 +91,7 @@ fn own_name(configured: Option<String>, address: SocketAddr) -> anyhow::Result<S
     }
 }
 
-/// The address to connect to: the loopback address in the place of an address that stands for all interfaces.
+/// The address to connect to: the loopback address if the launcher listens on all interfaces.
 fn reachable(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),

@@ -1,4 +1,5 @@
-//! `sconce launch`: runs the service: the launcher, metrics and health over HTTP, and remote control over the broker.
+//! `sconce launch`: runs the service, which is the launcher, metrics and health over HTTP, and remote control over the
+//! broker.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,21 +22,21 @@ use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url}
 use crate::launcher::order::Handle;
 use crate::launcher::{Host, LaunchSpec, LauncherName, Launching, RawLines, Withdrawals, plan};
 use crate::protocol::control::WITHDRAWN_FOR;
-use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen_for_signals};
+use crate::shutdown::{Exit, Hangups, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::{self, Format};
 
-/// Control requests that the broker delivers before they are acked; they are handled one at a time.
+/// Prefetch of control requests. They are handled one at a time.
 const CONTROL_PREFETCH: u16 = 1;
-/// How long sending the answer to the request that ended the launcher may take.
+/// How long the launcher may take to answer the request that shut it down.
 const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// The least time between two polls of the pools' queues.
+/// Minimum time between two polls of the pools' queues.
 const QUEUE_POLL_INTERVAL: Duration = Duration::from_secs(15);
 /// How often to check whether the metrics were read since the last poll of the queues.
 const SCRAPE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before the control exchange is opened again after it was refused or lost.
 const CONTROL_RETRY_DELAY: Duration = Duration::from_secs(60);
 
-/// Loads the settings. Called at the start, and again on SIGHUP.
+/// A function that loads the settings, for the start and for each SIGHUP.
 type Load<'a> = dyn Fn() -> Result<Loaded, ConfigError> + 'a;
 
 /// Runs the service.
@@ -75,7 +76,7 @@ async fn serve(
     assignments: &[Assignment],
 ) -> anyhow::Result<Exit> {
     let (settings, stop) = (&loaded.settings, Stop::default());
-    listen_for_signals(stop.clone(), Patience::SecondAborts)?;
+    listen_for_signals(stop.clone(), SecondSignal::Aborts)?;
     let mut hangups = Hangups::listen()?;
     let raw_lines = (log_format(true)? == Format::Json).then_some(telemetry::write_line as RawLines);
     let launching = Launching::new(LaunchSpec {
@@ -104,7 +105,7 @@ async fn serve(
     spawn_control(settings, &controlled)?;
     let handle = launching.handle();
     let hangup = Notify::new();
-    // SIGHUP is read even during a reload: it can also mean that the terminal is gone.
+    // SIGHUP is received even during a reload, because it can also mean that the terminal is gone.
     let handle_hangups = async {
         while hangups.next().await {
             hangup.notify_one();
@@ -128,7 +129,7 @@ async fn serve(
     };
     let exit = tokio::select! {
         biased;
-        // First, so that no worker is spawned before it is known that withdrawals are to be read.
+        // Polled first, so that the reading of withdrawals has begun before any worker is spawned.
         never = side_tasks => never,
         exit = launching.run(assignments) => exit,
     };
@@ -156,30 +157,30 @@ fn spawn_control(settings: &Settings, controlled: &Arc<ControlledLauncher>) -> a
     Ok(())
 }
 
-/// Polls the number of messages in the pools' queues, as long as somebody reads the metrics. A queue that the broker
-/// does not let us inspect is left out.
+/// Polls the number of ready messages in the pools' queues, as long as somebody reads the metrics. A queue that the
+/// broker does not let us inspect is left out.
 async fn watch_queues(settings: &Settings, controlled: &ControlledLauncher) {
     let name = format!("sconce {} (queues)", controlled.name);
     let publisher = AmqpPublisher::new(Connector::new(settings.broker.clone(), name));
     let queues_of = |pool: &Pool| {
-        let own = [(pool.task_queue.clone(), "task"), (pool.dead_letter_queue.clone(), "dead_letter")];
+        let required = [(pool.task_queue.clone(), "task"), (pool.dead_letter_queue.clone(), "dead_letter")];
         let background = pool.background_queue.clone().map(|queue| (queue, "background"));
         let retry = |ceiling| (retry_queue(&pool.task_queue, ceiling), "retry");
         let retries: Vec<_> = pool.retry.ceilings().into_iter().map(retry).collect();
-        own.into_iter().chain(background).chain(retries)
+        required.into_iter().chain(background).chain(retries)
     };
     let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(queues_of).collect();
     loop {
         while !controlled.board.was_read() {
             tokio::time::sleep(SCRAPE_CHECK_INTERVAL).await;
         }
-        let mut waiting = BTreeMap::new();
+        let mut ready_counts = BTreeMap::new();
         for (queue, kind) in &queues {
             if let Some(QueueState::Exists { ready, .. }) = publisher.queue_state(queue).await {
-                waiting.insert((queue.clone(), *kind), ready);
+                ready_counts.insert((queue.clone(), *kind), ready);
             }
         }
-        controlled.board.tell_of_queues(waiting);
+        controlled.board.set_queues(ready_counts);
         tokio::time::sleep(QUEUE_POLL_INTERVAL).await;
     }
 }
@@ -197,8 +198,8 @@ async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
     loop {
         let (host, launcher) = (format!("host.{}", controlled.host), format!("launcher.{}", controlled.name));
         let name = format!("sconce {} (control)", controlled.name);
-        // Binds to all pools and slots: which of them are ours may change, so the launcher filters each request by its
-        // routing key.
+        // Binds the routing keys of all pools and slots, because those of this launcher may change. The launcher
+        // filters each request by its routing key.
         let keys = ["all", "cancel", &host, &launcher, "pool.#", "slot.#"].map(str::to_owned).to_vec();
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
@@ -211,7 +212,7 @@ async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
             acker: Arc::new(acker),
             publisher,
         };
-        // A refusal is retried too: its cause may pass, and the workers go on meanwhile.
+        // A refusal is retried too: its cause may pass, and meanwhile the workers go on.
         match admin::control(broker_session, controlled).await {
             Err(error @ BrokerError::Refused { .. }) => {
                 tracing::warn!(exchange, %error, "no remote control; trying again");
@@ -223,8 +224,8 @@ async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
     }
 }
 
-/// Reads the withdrawals of sentinels and jobs of the last [`WITHDRAWN_FOR`], so that workers honour those made while
-/// no launcher ran. Workers take no tasks before this returns.
+/// Reads the withdrawals of sentinels and jobs of the last [`WITHDRAWN_FOR`], so that workers honour the ones made
+/// while no launcher ran. Workers take no tasks before this returns.
 async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Withdrawals) {
     let Some(exchange) = settings.admin.control_exchange.as_ref().filter(|_| settings.broker.declare) else {
         return;
@@ -241,20 +242,20 @@ async fn load_withdrawals(settings: &Settings, launcher: &str, withdrawals: &Wit
 }
 
 /// Loads the settings again and applies them in the place of `in_force`. On an error, logs it and keeps `in_force`.
-/// `first`: the settings that the launcher started with.
-async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut Loaded, handle: &Handle) {
+/// `initial`: the settings that the launcher started with.
+async fn reload(load: &Load<'_>, initial: &Settings, host: &Host, in_force: &mut Loaded, handle: &Handle) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load().map_err(anyhow::Error::from);
-    // Not `Registry::plan`, which checks the free memory of devices: the running workers hold theirs. A new worker
-    // reports if there is too little.
+    // Not `Registry::plan`, which checks the free memory of devices: the running workers use it. A new worker reports
+    // if there is too little.
     let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it)));
     let applied = match planned {
         Ok((slots, loaded)) => {
             let settings = &loaded.settings;
-            if settings.admin != first.admin || settings.launcher.name != first.launcher.name {
+            if settings.admin != initial.admin || settings.launcher.name != initial.launcher.name {
                 tracing::warn!("[admin] or launcher.name has changed: restart the launcher to apply it");
             }
-            if settings.broker != first.broker {
+            if settings.broker != initial.broker {
                 tracing::warn!("remote control keeps the broker that was set when the launcher started");
             }
             let changes = in_force.changes(&loaded).join("; ");

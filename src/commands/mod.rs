@@ -1,4 +1,4 @@
-//! One file or folder for each command, and the helpers that several of them share.
+//! Runs the commands. Each command has a file or a folder; this file holds what several commands share.
 
 mod batch_errors;
 mod bench;
@@ -81,8 +81,8 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
 fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, ConfigError> {
     let mut files = settings.config.clone();
     if files.is_empty() {
-        let listed = std::env::var_os("SCONCE_CONFIG").unwrap_or_default();
-        files = std::env::split_paths(&listed).filter(|path| *path != PathBuf::new()).collect();
+        let paths = std::env::var_os("SCONCE_CONFIG").unwrap_or_default();
+        files = std::env::split_paths(&paths).filter(|path| *path != PathBuf::new()).collect();
     }
     // Variables that are not UTF-8 cannot be settings.
     let environment = std::env::vars_os()
@@ -97,10 +97,10 @@ fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, 
 /// No pool has this name, or none is named and there are several.
 fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usize, &'a Pool)> {
     let names = || pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
-    let mut numbered = pools.iter().enumerate();
+    let mut indexed = pools.iter().enumerate();
     match name {
-        Some(name) => numbered.find(|(_, pool)| pool.name == name),
-        None if pools.len() == 1 => numbered.next(),
+        Some(name) => indexed.find(|(_, pool)| pool.name == name),
+        None if pools.len() == 1 => indexed.next(),
         None => None,
     }
     .with_context(|| match name {
@@ -110,8 +110,8 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
     .map_err(|error| error.exits_with(Exit::Usage))
 }
 
-/// Starts logging. `default_filter` applies where SCONCE_LOG is not set: a command that a person runs gives one, a
-/// service gives none and so logs at the program's default level.
+/// Starts logging. `default_filter` applies if SCONCE_LOG is not set. A command that a person runs passes one. A
+/// service passes none, and logs by the program's default filter.
 ///
 /// # Errors
 /// SCONCE_LOG or SCONCE_LOG_FORMAT has an invalid value.
@@ -122,8 +122,8 @@ fn start_logging(default_filter: Option<&str>) -> anyhow::Result<()> {
     telemetry::start(filter.as_deref().or(default_filter), format).map_err(refused)
 }
 
-/// The format of log lines: that of `SCONCE_LOG_FORMAT`, if it is set. Otherwise JSON for a service whose stderr is
-/// no terminal, because a log collector reads it, and human-readable for all others.
+/// The format of log lines: `SCONCE_LOG_FORMAT`, if it is set. Otherwise JSON for a service whose stderr is not a
+/// terminal, because a log collector reads it, and human-readable text for all others.
 fn log_format(is_service: bool) -> anyhow::Result<Format> {
     match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
         Ok("json") => Ok(Format::Json),
@@ -146,8 +146,8 @@ fn tolerate_broken_pipe(printed: io::Result<()>) -> io::Result<bool> {
     }
 }
 
-/// Replaces this process by a new one of the same program with these variables set, because CUDA and thread pools read
-/// them only once. Does nothing if all of them have these values already.
+/// Restarts this program in the same process (`exec`) with these variables set, because CUDA and thread pools read them
+/// only once. Does nothing if all of them have these values already.
 fn reexec_with_environment(variables: &[(&str, String)]) -> anyhow::Result<()> {
     if variables.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
         return Ok(());

@@ -5,8 +5,7 @@ use std::fmt::Write;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 /// A bar up to `total`, or a counter if the total is unknown. It starts at `done`, the work of an earlier run.
-/// `what` is its label.
-pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
+pub(super) fn bar(total: Option<u64>, done: u64, label: &str) -> ProgressBar {
     let template = match total {
         Some(_) => "{prefix} [{bar:32}] {human_pos}/{human_len}  {rate}  {eta} left  {msg}",
         None => "{prefix} {spinner} {human_pos}  {rate}  {msg}",
@@ -17,7 +16,7 @@ pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr_with_hz(8))
         .with_style(style.with_key("rate", rate).progress_chars("=> "))
-        .with_prefix(what.to_owned())
+        .with_prefix(label.to_owned())
         .with_position(done);
     // Otherwise this run's rate would include the work of an earlier run.
     bar.reset_eta();

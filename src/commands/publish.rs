@@ -29,13 +29,13 @@ use crate::protocol::{JSON, Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// The most tasks published and not yet printed. It bounds the replies held back to keep the order.
+/// Maximum number of tasks published and not yet printed. It bounds the replies that wait for an earlier one.
 const WINDOW: usize = 4_096;
 /// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 256;
 /// How long to wait for a queue that does not exist yet.
-const DECLARED_WITHIN: Duration = Duration::from_secs(3);
-/// Lines that are read ahead of publishing.
+const DECLARE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Maximum number of lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
 
 pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Exit> {
@@ -75,7 +75,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
-        let mut output = Output { bar, show, published: 0, errors: 0 };
+        let mut output = Output { bar, show, done: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
@@ -88,7 +88,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             })
         });
         let bounds =
-            Bounds { under_way: WINDOW, timeout: Some(arguments.timeout), in_order: true, resend: None };
+            Bounds { max_tasks: WINDOW, timeout: Some(arguments.timeout), in_order: true, resend: None };
         let ended = tokio::select! {
             ended = client.run(0, tasks, &bounds, &mut output) => Some(ended),
             _ = tokio::signal::ctrl_c() => None,
@@ -96,24 +96,24 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         output.bar.finish_and_clear();
         client.close().await;
         let Some(ended) = ended else {
-            let done = if waits { "answered" } else { "published" };
+            let verb = if waits { "answered" } else { "published" };
             let _ = writeln!(
                 io::stderr(),
-                "interrupted: {} tasks were {done}; workers compute what is published and not answered",
-                output.published
+                "interrupted: {} tasks were {verb}; workers compute what is published and not answered",
+                output.done
             );
             return Ok(Exit::Aborted);
         };
         ended?;
         if !waits {
-            writeln!(io::stdout(), "published {} tasks to {}", output.published, pool.task_queue)?;
+            writeln!(io::stdout(), "published {} tasks to {}", output.done, pool.task_queue)?;
         }
         match invalid {
             Some(error) => Err(error.exits_with(Exit::Usage)),
             None if output.errors > 0 => {
-                let (errors, published) = (output.errors, output.published);
+                let (errors, done) = (output.errors, output.done);
                 // A closed stderr does not change the exit code.
-                let _ = writeln!(io::stderr(), "{errors} of {published} tasks were answered with an error");
+                let _ = writeln!(io::stderr(), "{errors} of {done} tasks were answered with an error");
                 Ok(Exit::DoneWithErrors)
             }
             None => Ok(Exit::Done),
@@ -121,17 +121,17 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     })
 }
 
-/// Fails if the queue does not exist. Without this check, a mistyped name would show only when the replies time out.
-/// With `waits`, gives a launcher that has just been started [`DECLARED_WITHIN`] to declare the queue, and prints a
-/// note if nobody consumes from it.
+/// Fails if the queue does not exist. Without this check, a mistyped name would be noticed only when the replies time
+/// out. With `waits`, gives a launcher that has just been started [`DECLARE_TIMEOUT`] to declare the queue, and prints
+/// a note if nobody consumes from it.
 async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
-    let until = Instant::now() + if waits { DECLARED_WITHIN } else { Duration::ZERO };
+    let deadline = Instant::now() + if waits { DECLARE_TIMEOUT } else { Duration::ZERO };
     let consumers = loop {
         let consumers = consumers_of(&Connector::new(broker.clone(), "sconce publish"), queue).await;
-        if !matches!(consumers, Err(BrokerError::Missing { .. })) || Instant::now() >= until {
+        if !matches!(consumers, Err(BrokerError::Missing { .. })) || Instant::now() >= deadline {
             break consumers;
         }
-        tokio::time::sleep(DECLARED_WITHIN / 10).await;
+        tokio::time::sleep(DECLARE_TIMEOUT / 10).await;
     };
     match consumers {
         Ok(0) if waits => {
@@ -161,7 +161,7 @@ struct Output {
     /// With `--stream`: prints the texts of replies while they are generated, instead of the replies.
     show: Option<Show<io::Stdout>>,
     /// The number of tasks answered or, if no replies are awaited, published.
-    published: u64,
+    done: u64,
     /// The number of replies that are errors.
     errors: u64,
 }
@@ -174,7 +174,10 @@ impl Sink<Option<String>, anyhow::Error> for Output {
     }
 
     fn part(&mut self, number: u64, part: &Message) -> anyhow::Result<()> {
-        Ok(self.show.as_mut().map_or(Ok(()), |show| show.part(number, part))?)
+        if let Some(show) = &mut self.show {
+            show.part(number, part)?;
+        }
+        Ok(())
     }
 
     fn answered(
@@ -184,7 +187,7 @@ impl Sink<Option<String>, anyhow::Error> for Output {
         reply: Option<Message>,
         _: Instant,
     ) -> anyhow::Result<()> {
-        self.published += 1;
+        self.done += 1;
         if let Some(reply) = reply {
             let status = reply.properties.headers.get("status_code").and_then(Value::as_i64);
             let is_error = status.is_some_and(|status| status != 200);
@@ -208,11 +211,12 @@ impl Sink<Option<String>, anyhow::Error> for Output {
     }
 }
 
-/// The output line of a reply: `{"index", "custom_id"?, …headers, "body"}`, with the body as in a batch line.
+/// The output line of a reply: a JSON object with `index`, `custom_id` (if there is one), the reply's headers, and
+/// `body` as in a batch line.
 fn reply_line(number: u64, custom_id: Option<String>, reply: &Message) -> anyhow::Result<Vec<u8>> {
     let mut line = Map::from_iter([("index".to_owned(), json!(number))]);
     line.extend(custom_id.map(|id| ("custom_id".to_owned(), json!(id))));
-    line.extend(reply.properties.headers.iter().map(|(name, value)| (name.clone(), scalar(value))));
+    line.extend(reply.properties.headers.iter().map(|(name, value)| (name.clone(), header_json(value))));
     let mut bytes = serde_json::to_vec(&line)?;
     bytes.pop();
     bytes.extend_from_slice(b",\"body\":");
@@ -222,11 +226,14 @@ fn reply_line(number: u64, custom_id: Option<String>, reply: &Message) -> anyhow
 }
 
 /// A header's value as JSON; floating-point numbers are rounded to three decimals.
-fn scalar(value: &Value) -> Json {
+fn header_json(value: &Value) -> Json {
     match value {
         Value::F64(number) => json!((number * 1e3).round() / 1e3),
-        Value::Bool(yes) => json!(yes),
-        other => other.as_i64().map_or_else(|| json!(other.as_str()), |number| json!(number)),
+        Value::Bool(switch) => json!(switch),
+        other => match other.as_i64() {
+            Some(number) => json!(number),
+            None => json!(other.as_str()),
+        },
     }
 }
 
@@ -240,7 +247,7 @@ fn count_tasks(path: &Path) -> anyhow::Result<u64> {
     Ok(tasks)
 }
 
-/// Reads on a separate thread, because stdin may block for any length of time between two lines.
+/// Reads the requests on a separate thread, because stdin may block for any length of time between two lines.
 fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<requests::Request>>> {
     // Written by the thread, read by the publishing task.
     let (sender, receiver) = mpsc::channel(READ_AHEAD);
@@ -250,7 +257,7 @@ fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Resul
     Ok(receiver)
 }
 
-/// Makes requests of the arguments: they name files if the pool takes a media type other than JSON, and otherwise they
+/// Makes requests from the arguments. They name files if the pool takes a media type other than JSON. Otherwise they
 /// are texts, which are put into bodies that the pool answers.
 ///
 /// # Errors
@@ -263,9 +270,10 @@ fn requests_of_arguments(
     let Publish { texts, url, stream, .. } = arguments;
     let route = registry.route(pool);
     let media_types = route.map_or(&[][..], |route| route.media_types);
-    let files: Vec<&str> = media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
-    if !files.is_empty() {
-        return texts.iter().map(|file| of_file(file, &files)).collect();
+    let file_types: Vec<&str> =
+        media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
+    if !file_types.is_empty() {
+        return texts.iter().map(|file| of_file(file, &file_types)).collect();
     }
     if let Some(file) = texts.iter().find(|text| Path::new(text).is_file()) {
         let name = &pool.name;
@@ -274,8 +282,8 @@ fn requests_of_arguments(
             "note: pool {name:?} takes texts, so the words {file:?} are sent, and not the file of that name"
         )?;
     }
-    let known = route.map(|route| route.url).filter(|url| *url != Route::ANY);
-    let url = url.as_deref().or(known);
+    let model_url = route.map(|route| route.url).filter(|url| *url != Route::ANY);
+    let url = url.as_deref().or(model_url);
     let bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
     let request =
         |body: String| requests::Request { custom_id: None, url: url.map(str::to_owned), body: body.into() };

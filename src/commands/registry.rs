@@ -32,7 +32,7 @@ pub struct Registry {
 #[derive(Clone)]
 struct Named {
     starter: Starter,
-    /// None for a model that is not built in: only its code knows its options.
+    /// None for a model that is not built in. Only its own code knows its options.
     family: Option<&'static Family>,
 }
 
@@ -51,7 +51,7 @@ impl Register for Registry {
         P: Processor,
         F: Forward<Input = P::Input, Output = P::Output>,
     {
-        self.add(family, oneshot(checked(family, load)));
+        self.add(family, oneshot(with_option_check(family, load)));
     }
 
     fn sequences<P, G>(&mut self, family: &'static Family, load: Load<P, G>)
@@ -59,12 +59,12 @@ impl Register for Registry {
         P: Processor,
         G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>,
     {
-        self.add(family, continuous(checked(family, load)));
+        self.add(family, continuous(with_option_check(family, load)));
     }
 }
 
-/// Wraps `load`: checks the pool's options before the model is loaded.
-fn checked<P, N>(
+/// Wraps `load`, so that the pool's options are checked before the model is loaded.
+fn with_option_check<P, N>(
     family: &'static Family,
     load: Load<P, N>,
 ) -> impl Fn(&LoadSpec, &Device) -> Result<(P, N), LoadError> + Send + Sync + 'static
@@ -131,8 +131,8 @@ impl Registry {
         let (task, by_files) = (pool.task.clone(), self.by_files.clone());
         chosen(move |spec| {
             let Served { architecture, family } = served(&spec.source, task.as_deref())?;
-            let found = by_files.iter().find(|(known, _)| ptr::eq(*known, family));
-            found.map(|(_, starter)| starter.clone()).ok_or_else(|| LoadError::Unsupported {
+            let registered = by_files.iter().find(|(known, _)| ptr::eq(*known, family));
+            registered.map(|(_, starter)| starter.clone()).ok_or_else(|| LoadError::Unsupported {
                 model: spec.source.clone(),
                 reason: format!("no code is registered for {architecture}"),
             })
@@ -158,8 +158,8 @@ impl Registry {
         Ok(loaded)
     }
 
-    /// Replaces each pool's `model` by the whole path of the folder or file that it names. Leaves the names of
-    /// registered models and the ids of the hub as they are. Sets `missing_folder` for each id of the hub.
+    /// Replaces each pool's `model` by the full path of the folder or file that it names. Leaves the names of
+    /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub.
     pub(super) fn resolve_folders(&self, loaded: &mut Loaded) {
         for index in 0..loaded.settings.pools.len() {
             let Some(folder) = loaded.model_folder(index) else { continue };
@@ -198,8 +198,8 @@ impl Registry {
         }
     }
 
-    /// Returns the function that makes tasks for a pool out of texts. For a model that is not known here, they are
-    /// requests of `/v1/embeddings`.
+    /// Returns the function that makes tasks for a pool from texts. If the model's family is unknown, it makes requests
+    /// of `/v1/embeddings`.
     pub(super) fn sample(&self, pool: &Pool) -> fn(&[String]) -> Sample {
         self.family(pool).unwrap_or(&embed::FAMILY).sample
     }
@@ -240,10 +240,10 @@ impl Registry {
         if self.named(&pool.model).is_some() {
             return true;
         }
-        self.family(pool).is_some_and(|family| family.urls().any(|own| own == url))
+        self.family(pool).is_some_and(|family| family.urls().any(|answered| answered == url))
     }
 
-    /// The slots of the settings on a host. Checks that its devices have enough memory, and that each model is served.
+    /// Plans the slots on a host. Checks that its devices have enough memory, and that each model is served.
     ///
     /// # Errors
     /// The operator must change the settings.
@@ -266,7 +266,7 @@ impl Registry {
 
     /// The digest of the files of a pool's model; none for a registered model, because only its code knows what it
     /// loads.
-    pub(super) fn weights(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+    pub(super) fn weights_digest(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
         match self.named(&pool.model) {
             Some(_) => Ok(None),
             None => {
@@ -276,6 +276,7 @@ impl Registry {
         }
     }
 
+    /// The code that is registered under the name in `model`.
     fn named(&self, model: &str) -> Option<&Named> {
         let name = model.split([':', '?']).next().unwrap_or(model);
         self.named.get(name)

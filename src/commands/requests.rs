@@ -1,5 +1,5 @@
-//! Reads tasks as users write them: one JSON value per line, or a text. Reads a line only when the iterator is
-//! advanced.
+//! Reads tasks as users write them: one JSON value per line, or texts and files as arguments. A line is read only when
+//! the iterator is advanced.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -22,29 +22,30 @@ pub(super) struct Request {
     pub(super) body: RequestBody,
 }
 
-/// The tasks of a file, or an error in the place of one that cannot be read.
+/// The tasks of a file, or an error in the place of a task that cannot be read.
 pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Send>;
 
-/// The task of embedding a text.
+/// A task that embeds a text.
 pub(super) fn embed(text: &str) -> Request {
     Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
-/// Makes a task of a file, of a data URL, or of another URL, from which the worker fetches the file. The extension of the
-/// file's name tells its media type, which must be one of `media_types`.
+/// Makes a task from a file, a data URL, or another URL, from which the worker fetches the file. The extension of the
+/// file's name decides its media type, which must be one of `media_types`.
 pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Request> {
     let body = if file.contains("://") {
         let is_sound = media_types.iter().any(|media_type| media_type.starts_with("audio/"));
         let field = if is_sound { "file_url" } else { "image_url" };
         json!({ field: file }).to_string().into()
     } else if file.starts_with("data:") {
-        RequestBody::of_data_url(file).map_err(|problem| anyhow!("the argument {problem}"))?
+        RequestBody::from_data_url(file).map_err(|problem| anyhow!("the argument {problem}"))?
     } else {
         let path = Path::new(file);
         let extension = path.extension().and_then(|it| it.to_str()).unwrap_or_default().to_ascii_lowercase();
         let subtype = if extension == "jpg" { "jpeg" } else { &*extension };
-        let matches = |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
-        let media_type = media_types.iter().find(matches).with_context(|| {
+        let has_subtype =
+            |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
+        let media_type = media_types.iter().find(has_subtype).with_context(|| {
             let types = media_types.join(", ");
             format!(
                 "this pool takes files of the types {types}, and {file:?} does not end like the name of one"
@@ -65,13 +66,13 @@ pub(super) fn requests_in(path: &Path) -> anyhow::Result<Requests> {
     };
     let numbered = reader.split(b'\n').enumerate();
     Ok(Box::new(numbered.filter_map(|(index, line)| {
-        let parsed = line.map_err(anyhow::Error::from).and_then(|line| request(&line));
+        let parsed = line.map_err(anyhow::Error::from).and_then(|line| parse_line(&line));
         parsed.with_context(|| format!("line {}", index + 1)).transpose()
     })))
 }
 
 /// Parses a line of a file; none for a blank line.
-fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
+fn parse_line(line: &[u8]) -> anyhow::Result<Option<Request>> {
     let line = line.trim_ascii();
     if line.is_empty() {
         return Ok(None);
@@ -82,7 +83,7 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
     };
     Ok(Some(match serde_json::from_slice::<Json>(line).with_context(unexpected)? {
         Json::String(text) if text.starts_with("data:") => {
-            let body = RequestBody::of_data_url(&text).map_err(|problem| anyhow!("the line {problem}"))?;
+            let body = RequestBody::from_data_url(&text).map_err(|problem| anyhow!("the line {problem}"))?;
             Request { custom_id: None, url: None, body }
         }
         Json::String(text) => embed(&text),
@@ -93,7 +94,7 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
             }
             (Some(Json::String(id)), Some(Json::String(data))) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
-                let body = RequestBody::of_data_url(data);
+                let body = RequestBody::from_data_url(data);
                 let body = body.map_err(|problem| anyhow!("the body of {id:?} {problem}"))?;
                 Request { custom_id: Some(id.clone()), url, body }
             }
@@ -114,7 +115,7 @@ mod tests {
     fn read(line: &str) -> Result<Option<(Option<String>, String)>, String> {
         let text =
             |request: Request| (request.custom_id, String::from_utf8_lossy(&request.body.bytes).into_owned());
-        request(line.as_bytes()).map(|found| found.map(text)).map_err(|error| error.to_string())
+        parse_line(line.as_bytes()).map(|found| found.map(text)).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -125,7 +126,7 @@ mod tests {
         assert_eq!(read(r#"{"custom_id":"1","body":{"input":"a"}}"#), task(Some("1"), r#"{"input":"a"}"#));
         assert_eq!(read(" \r"), Ok(None));
         let line = br#"{"custom_id":"1","url":"/v1/rerank","body":{"query":"a"}}"#;
-        assert_eq!(request(line).unwrap().unwrap().url.as_deref(), Some("/v1/rerank"));
+        assert_eq!(parse_line(line).unwrap().unwrap().url.as_deref(), Some("/v1/rerank"));
     }
 
     #[test]
@@ -156,8 +157,8 @@ mod tests {
         }
         let refused = of_file("what is a sconce?", &taken).err().unwrap().to_string();
         assert!(refused.contains("takes files of the types image/jpeg, image/png"), "{refused}");
-        let pointed = of_file("https://host/cat.png", &taken).unwrap().body;
-        assert_eq!(&pointed.bytes[..], br#"{"image_url":"https://host/cat.png"}"#);
+        let by_url = of_file("https://host/cat.png", &taken).unwrap().body;
+        assert_eq!(&by_url.bytes[..], br#"{"image_url":"https://host/cat.png"}"#);
         let missing = of_file("/no/such/cat.png", &taken).err().unwrap().to_string();
         assert!(missing.contains("/no/such/cat.png"), "{missing}");
     }
@@ -168,7 +169,7 @@ mod tests {
             r#""data:image/png;base64,ZmlsZQ==""#,
             r#"{"custom_id":"x","body":"data:image/png;base64,ZmlsZQ=="}"#,
         ] {
-            let body = request(line.as_bytes()).unwrap().unwrap().body;
+            let body = parse_line(line.as_bytes()).unwrap().unwrap().body;
             assert_eq!((body.media_type.as_deref(), &body.bytes[..]), (Some("image/png"), &b"file"[..]));
         }
     }

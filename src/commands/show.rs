@@ -1,5 +1,5 @@
-//! `run-batch --show` and `publish --stream`: writes the text of each answer while it is generated, in the order of the
-//! lines. Owns the text that arrived while an earlier line was still being written.
+//! For `run-batch --show` and `publish --stream`: writes the text of each answer while it is generated, in the order of
+//! the lines. Owns the text that has arrived while an earlier line is still being written.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -13,10 +13,10 @@ use crate::protocol::{Message, Value};
 pub(super) struct Show<W> {
     out: W,
     /// The line that is being written.
-    turn: Option<u64>,
-    /// The text written of that line so far.
+    current: Option<u64>,
+    /// The text of that line that has been written so far.
     written: String,
-    /// The lines under way, by number. Bound: the window of lines that are published at a time.
+    /// The lines under way, by number. Bound: the caller's window of lines that are under way.
     pending: BTreeMap<u64, PendingLine>,
 }
 
@@ -30,7 +30,7 @@ struct PendingLine {
 
 impl<W: Write> Show<W> {
     pub(super) fn new(out: W) -> Self {
-        Self { out, turn: None, written: String::new(), pending: BTreeMap::new() }
+        Self { out, current: None, written: String::new(), pending: BTreeMap::new() }
     }
 
     /// Registers a line that is about to be published.
@@ -43,30 +43,30 @@ impl<W: Write> Show<W> {
         if let (Some(text), Some(line)) = (text_of(part), self.pending.get_mut(&number)) {
             line.text.push_str(&text);
         }
-        self.write_on()
+        self.write_arrived()
     }
 
-    /// Writes the rest of an answer. The caller passes answers in the order of the lines, so it is this one's turn.
+    /// Writes the rest of an answer. The caller passes answers in line order, so all earlier answers are written.
     pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
-        self.write_on()?;
+        self.write_arrived()?;
         if self.pending.remove(&number).is_some() {
-            let whole = text_of(reply).or_else(|| error_of(reply)).unwrap_or_default();
-            // Parts may be lost, but the reply holds the whole text. The parts of a transcript begin with a space, and the
-            // reply does not. Subtitles have other text than their parts.
-            match whole.trim_start().strip_prefix(self.written.trim_start()) {
+            let full_text = text_of(reply).or_else(|| error_of(reply)).unwrap_or_default();
+            // Parts may be lost, but the reply has the full text. The parts of a transcript begin with a space, and the
+            // reply does not. Subtitles differ from the text of their parts.
+            match full_text.trim_start().strip_prefix(self.written.trim_start()) {
                 Some(rest) => writeln!(self.out, "{rest}\n")?,
-                None => writeln!(self.out, "\n{whole}\n")?,
+                None => writeln!(self.out, "\n{full_text}\n")?,
             }
         }
-        self.turn = None;
-        self.write_on()
+        self.current = None;
+        self.write_arrived()
     }
 
     /// Writes the text that has arrived for the first line under way.
-    fn write_on(&mut self) -> io::Result<()> {
+    fn write_arrived(&mut self) -> io::Result<()> {
         let Some(mut first) = self.pending.first_entry() else { return Ok(()) };
-        if self.turn != Some(*first.key()) {
-            self.turn = Some(*first.key());
+        if self.current != Some(*first.key()) {
+            self.current = Some(*first.key());
             self.written.clear();
             if !first.get().custom_id.is_empty() {
                 writeln!(self.out, "> {}", first.get().custom_id)?;
@@ -78,7 +78,7 @@ impl<W: Write> Show<W> {
     }
 }
 
-/// The words of a reply that is an error.
+/// The status and message of a reply that is an error; none for any other reply.
 fn error_of(reply: &Message) -> Option<String> {
     let status = reply.properties.headers.get("status_code").and_then(Value::as_i64)?;
     let body: Json = serde_json::from_slice(&reply.body).ok()?;

@@ -22,7 +22,7 @@ use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// How long [`withdraw`] waits for the first launcher's confirmation.
+/// How long [`withdraw`] waits for the launchers' confirmations.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
@@ -31,15 +31,16 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     if let Some(stop) = &arguments.withdraw {
         let cancellation = Cancellation { stop: Some(stop.clone()), ..Cancellation::default() };
-        let receivers = runtime.block_on(withdraw(&settings, cancellation))?;
-        writeln!(io::stdout(), "{receivers}: for one hour, workers ignore the sentinels of stop {stop}")?;
+        let confirmed = runtime.block_on(withdraw(&settings, cancellation))?;
+        writeln!(io::stdout(), "{confirmed}: for one hour, workers ignore the sentinels of stop {stop}")?;
         return Ok(Exit::Done);
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     runtime.block_on(stop(arguments, &settings, pool))
 }
 
-/// Publishes one sentinel for each worker that is to stop. Prints the stop's id, and warns if fewer workers consume.
+/// Publishes one sentinel for each worker that is to stop. Prints the stop's id, and warns if there are fewer consumers
+/// than sentinels.
 async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyhow::Result<Exit> {
     let connector = || Connector::new(settings.broker.clone(), "sconce stop");
     let queue = pool.task_queue.as_str();
@@ -50,7 +51,7 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
                 format!("queue {queue:?} does not exist: no launcher has run for pool {:?}", pool.name);
             return Err(anyhow::Error::from(error).context(message));
         }
-        // The count is needed only for the warning below, and a user may be allowed to publish but not to count.
+        // The count is needed only for the warning below, and a user may be allowed to publish but not to inspect.
         Err(BrokerError::Refused { .. }) if !arguments.all => (arguments.workers, None),
         Err(error) => return Err(error.into()),
         Ok(consumers) => (arguments.workers, Some(consumers)),
@@ -97,20 +98,21 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
     Ok(Exit::Done)
 }
 
-/// Sends a withdrawal to all launchers, and keeps it at the broker for those that start later. Returns a text that says
-/// who has received it. Prints to stderr which launchers have refused it, and whether it could not be kept.
+/// Sends a withdrawal to all launchers, and stores it at the broker for launchers that start later. Returns a text that
+/// says how many have confirmed it. Prints to stderr each refusal, and the error if it could not be stored.
 ///
 /// # Errors
-/// The broker is lost, a launcher has refused the withdrawal, or it could not be kept and no launcher has confirmed it.
+/// The broker is lost, a launcher has refused the withdrawal, or it could not be stored and no launcher has confirmed
+/// it.
 pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) -> anyhow::Result<String> {
     let mut control = Control::open(settings).await.map_err(with_exit)?;
-    let kept = control.keep_withdrawal(&cancellation).await;
-    if let Err(error) = &kept {
+    let stored = control.keep_withdrawal(&cancellation).await;
+    if let Err(error) = &stored {
         writeln!(io::stderr(), "the withdrawal is not kept for launchers that start later: {error}")?;
     }
     let (target, request) = (Target::All, Request::Cancel(cancellation));
-    let until = Instant::now() + CONFIRM_TIMEOUT;
-    let answers = control.request_until_quiet(&target, &request, until).await.map_err(with_exit);
+    let deadline = Instant::now() + CONFIRM_TIMEOUT;
+    let answers = control.request_until_quiet(&target, &request, deadline).await.map_err(with_exit);
     control.close().await;
     let (refusals, confirmed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());
@@ -123,10 +125,10 @@ pub(super) async fn withdraw(settings: &Settings, cancellation: Cancellation) ->
         1 => "1 launcher has confirmed".to_owned(),
         count => format!("{count} launchers have confirmed"),
     };
-    if kept.is_err() && confirmed.is_empty() || !refusals.is_empty() {
+    if stored.is_err() && confirmed.is_empty() || !refusals.is_empty() {
         let message = format!("the withdrawal is incomplete: {confirmed_by} within {CONFIRM_TIMEOUT:?}");
         return Err(anyhow!(message).exits_with(Exit::Refused));
     }
-    let later = if kept.is_ok() { ", and those that start later will know" } else { "" };
+    let later = if stored.is_ok() { ", and those that start later will know" } else { "" };
     Ok(format!("{confirmed_by}{later}"))
 }

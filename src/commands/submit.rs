@@ -1,5 +1,5 @@
-//! `sconce submit`: the command line of a job that the fleet computes (`client/job`). Decides about files and flags,
-//! progress on the terminal or as JSON lines, Ctrl-C, and exit codes.
+//! `sconce submit`: the command line of a job that the fleet computes (`client/job`). Handles files and flags, progress
+//! on the terminal or as JSON lines, Ctrl-C, and exit codes.
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
@@ -19,14 +19,14 @@ use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::control::Cancellation;
-use crate::shutdown::{Exit, Patience, Phase, Stop, listen_for_signals};
+use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
 
 /// Time between two progress lines of `--json`.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between two updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(125);
-/// How long nobody consumes from the queue before that is reported.
+/// How long the queue must have no consumer before that is reported.
 const NO_CONSUMER_AFTER: Duration = Duration::from_secs(10);
 /// Time between two reports that nobody consumes.
 const NO_CONSUMER_INTERVAL: Duration = Duration::from_secs(60);
@@ -63,7 +63,7 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
         anyhow::Ok(ended)
     });
     let exit = ended.and_then(|ended| conclude(&mut job.borrow_mut(), report_for, ended));
-    // The thread that reads standard input may block there for ever, so it is not waited for.
+    // Does not wait for the thread that reads standard input, because it may block for ever.
     runtime.shutdown_background();
     exit
 }
@@ -78,7 +78,7 @@ fn queue_of(pool: &Pool, background: bool) -> anyhow::Result<&str> {
 }
 
 /// Runs the job until it ends, or until Ctrl-C ends the wait for it. The outer error means that the job could not
-/// begin, the inner one that it failed later.
+/// begin; the inner error means that it failed later.
 async fn drive(
     arguments: &Submit,
     settings: &Settings,
@@ -86,24 +86,24 @@ async fn drive(
     job: &RefCell<Job>,
 ) -> anyhow::Result<anyhow::Result<()>> {
     let stop = Stop::default();
-    listen_for_signals(stop.clone(), Patience::SecondAborts)?;
+    listen_for_signals(stop.clone(), SecondSignal::Aborts)?;
     let mut run = JobRun::begin(job, &settings.broker, options).await.map_err(with_exit)?;
     writeln!(io::stderr(), "job {}, through {}", job.borrow().id(), options.queue)?;
     let bar = {
         let job = job.borrow();
-        progress::bar(job.total().map(|total| total as u64), job.before(), "rows")
+        progress::bar(job.total().map(|total| total as u64), job.answered_before(), "rows")
     };
     let ended = tokio::select! {
         ended = run.drive(stop.reached(Phase::Returning)) => ended.map_err(with_exit),
-        () = grace_over(&stop, arguments.grace, job) => Ok(()),
-        error = show(job, &options.queue, &bar, arguments.json) => Err(error),
+        () = interrupted(&stop, arguments.grace, job) => Ok(()),
+        error = show_progress(job, &options.queue, &bar, arguments.json) => Err(error),
     };
     run.close().await;
     bar.finish_and_clear();
     Ok(ended)
 }
 
-/// Adds the exit code to an error of a job. An error of the client has its own.
+/// Adds the exit code to an error of a job. The exit code of a client error follows from its kind.
 fn with_exit(error: JobError) -> anyhow::Error {
     match error {
         JobError::Client(error) => error.into(),
@@ -113,9 +113,9 @@ fn with_exit(error: JobError) -> anyhow::Error {
     }
 }
 
-/// Returns when the run shall no longer wait for the tasks under way: `grace` after the first Ctrl-C, or at the second.
-/// Returns at the first if nobody consumes from the queue.
-async fn grace_over(stop: &Stop, grace: Duration, job: &RefCell<Job>) {
+/// Returns when the run has to stop waiting for the tasks under way: `grace` after the first Ctrl-C, or at the second
+/// one. If nobody consumes from the queue, returns at the first one.
+async fn interrupted(stop: &Stop, grace: Duration, job: &RefCell<Job>) {
     stop.reached(Phase::Returning).await;
     if !job.borrow().progress().consumed {
         return;
@@ -132,22 +132,22 @@ async fn grace_over(stop: &Stop, grace: Duration, job: &RefCell<Job>) {
 }
 
 /// Shows the progress of the job periodically. Returns only if the output fails.
-async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool) -> anyhow::Error {
-    let (mut printed, mut answered) = (Instant::now(), 0);
+async fn show_progress(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool) -> anyhow::Error {
+    let (mut printed_at, mut answered_before) = (Instant::now(), 0);
     let mut consumers = ConsumerNotices::default();
     loop {
         tokio::time::sleep(BAR_INTERVAL).await;
         let job = job.borrow();
         let progress = job.progress();
-        draw(bar, &progress);
+        draw_bar(bar, &progress);
         // A visible bar always shows whether workers consume.
         if let Some(notice) = consumers.notice(progress.consumed, Instant::now()).filter(|_| bar.is_hidden())
         {
             let _ = writeln!(io::stderr(), "{notice} {queue}");
         }
-        if json && printed.elapsed() >= PROGRESS_INTERVAL {
-            let rate = (progress.answered - answered) as f64 / printed.elapsed().as_secs_f64();
-            (printed, answered) = (Instant::now(), progress.answered);
+        if json && printed_at.elapsed() >= PROGRESS_INTERVAL {
+            let rate = (progress.answered - answered_before) as f64 / printed_at.elapsed().as_secs_f64();
+            (printed_at, answered_before) = (Instant::now(), progress.answered);
             match tolerate_broken_pipe(print_progress(&progress, rate)) {
                 Ok(is_open) => json = is_open,
                 Err(error) => return error.into(),
@@ -161,28 +161,31 @@ async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool
 struct ConsumerNotices {
     /// Since when nobody consumes.
     missing_since: Option<Instant>,
-    /// When that was reported last.
-    reported: Option<Instant>,
+    /// When that was last reported.
+    reported_at: Option<Instant>,
 }
 
 impl ConsumerNotices {
-    /// The beginning of the line to print now, if any; the queue's name completes it.
+    /// The line to print now, if any, up to the queue's name, which the caller appends.
     fn notice(&mut self, is_consumed: bool, now: Instant) -> Option<&'static str> {
         if is_consumed {
             self.missing_since = None;
-            return self.reported.take().map(|_| "workers consume again from");
+            return self.reported_at.take().map(|_| "workers consume again from");
         }
         let since = *self.missing_since.get_or_insert(now);
-        let due = self.reported.map_or(since + NO_CONSUMER_AFTER, |last| last + NO_CONSUMER_INTERVAL);
+        let due = match self.reported_at {
+            Some(last) => last + NO_CONSUMER_INTERVAL,
+            None => since + NO_CONSUMER_AFTER,
+        };
         if now < due {
             return None;
         }
-        self.reported = Some(now);
+        self.reported_at = Some(now);
         Some("waiting for workers: nobody consumes from")
     }
 }
 
-fn draw(bar: &ProgressBar, progress: &Progress<'_>) {
+fn draw_bar(bar: &ProgressBar, progress: &Progress<'_>) {
     let mut notes = Vec::new();
     if progress.errors > 0 {
         notes.push(format!("{} errors", progress.errors));
@@ -203,10 +206,11 @@ fn print_progress(progress: &Progress<'_>, rate: f64) -> io::Result<()> {
     writeln!(io::stdout(), "{line}")
 }
 
-/// Prints what was done and what is missing. With `report_for`, the name of a pool, prints a JSON report too.
+/// Prints how many rows are answered and whether the job is complete. With `report_for`, the name of a pool, prints a
+/// JSON report too. `ended` is the result of the run.
 ///
 /// # Errors
-/// The error of `ended`, which is the result of the run; or the output could not be written.
+/// The run failed, or the output could not be written.
 fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) -> anyhow::Result<Exit> {
     let ended = ended.and(job.sync().map_err(with_exit));
     if let Some(pool) = report_for {
@@ -218,22 +222,25 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
         tolerate_broken_pipe(writeln!(io::stdout(), "{line}"))?;
     }
     let written = job.progress().written;
-    let (before, errors) = (job.before(), job.errors());
-    let of = job.total().map_or(String::new(), |total| format!(" of {total}"));
-    let (now, total) = (written - before, errors.total());
-    let mut summary = format!("{now}{of} rows answered now, {before} before; {total} with an error\n");
+    let (before, errors) = (job.answered_before(), job.output_errors());
+    let of_total = job.total().map(|total| format!(" of {total}")).unwrap_or_default();
+    let (now, failed) = (written - before, errors.total());
+    let mut summary = format!("{now}{of_total} rows answered now, {before} before; {failed} with an error\n");
     summary += &batch_errors::summary(errors);
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {
-        let _ = writeln!(summary, "stopped after row {written}{of}; run the same command again to continue");
+        let _ = writeln!(
+            summary,
+            "stopped after row {written}{of_total}; run the same command again to continue"
+        );
     }
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());
     ended?;
-    Ok(if is_complete { batch_errors::exit_of(job.errors()) } else { Exit::Aborted })
+    Ok(if is_complete { batch_errors::exit_of(job.output_errors()) } else { Exit::Aborted })
 }
 
-/// Withdraws the tasks that an interrupted job leaves in the queue: the next run publishes their rows again.
+/// Withdraws the tasks that an interrupted job leaves in the queue, because the next run publishes their rows again.
 async fn withdraw_left(settings: &Settings, id: &str, left: u64, queue: &str) {
     let cancellation = Cancellation { job: Some(id.to_owned()), ..Cancellation::default() };
     // A closed stderr changes nothing.
@@ -247,11 +254,11 @@ async fn withdraw_left(settings: &Settings, id: &str, left: u64, queue: &str) {
     };
 }
 
-/// Withdraws a job: all workers shall answer its tasks with 499.
+/// Withdraws a job, so that all workers answer its tasks with 499.
 async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let cancellation = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
-    let known = withdraw(settings, cancellation).await?;
-    writeln!(io::stdout(), "{known}: for one hour, workers answer tasks of job {job} with 499")?;
+    let confirmed = withdraw(settings, cancellation).await?;
+    writeln!(io::stdout(), "{confirmed}: for one hour, workers answer tasks of job {job} with 499")?;
     Ok(Exit::Done)
 }
 

@@ -18,7 +18,7 @@ use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode};
-use crate::shutdown::{Exit, Patience, Phase, Stop, listen_for_signals};
+use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
 use crate::worker::{
@@ -37,19 +37,19 @@ const TRACES_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 /// Runs one worker.
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
-    let (crashes, settings) = (CrashRecords::default(), LiveSettings::default());
+    let (crashes, live_settings) = (CrashRecords::default(), LiveSettings::default());
     let withdrawn = Withdrawn::default();
-    let (assignment, patience) = match arguments.launched_by {
+    let (assignment, second_signal) = match arguments.launched_by {
         Some(launcher) => {
             let filter = std::env::var("SCONCE_LOG").ok();
             let started = telemetry::start(filter.as_deref(), Format::Json);
             started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config))?;
             bind_to_launcher(launcher)?;
-            (read_assignment(&crashes, &withdrawn, &settings)?, Patience::Drain)
+            (read_assignment(&crashes, &withdrawn, &live_settings)?, SecondSignal::Ignored)
         }
         None => {
             start_logging(None)?;
-            (manual_assignment(arguments, registry)?, Patience::SecondAborts)
+            (manual_assignment(arguments, registry)?, SecondSignal::Aborts)
         }
     };
     // One thread: its futures pass messages to each other, and waking another thread costs more than handling a
@@ -59,11 +59,18 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let reporter = Reporter::start(io::stdout())?;
     let traces = start_traces(&assignment);
     let cancellations = worker::cancellations();
-    let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, withdrawn, traces };
+    let control = Control {
+        reporter: reporter.clone(),
+        crashes,
+        settings: live_settings,
+        cancellations,
+        withdrawn,
+        traces,
+    };
     let starter = registry.starter(&assignment.pool);
     let work = async move {
-        listen_for_signals(stop.clone(), patience)?;
-        if patience == Patience::Drain {
+        listen_for_signals(stop.clone(), second_signal)?;
+        if second_signal == SecondSignal::Ignored {
             follow_commands(stop.clone(), control.clone())?;
         }
         let ended = worker::run(&assignment, &starter, &broker_session::open, stop.clone(), &control).await;
@@ -86,10 +93,10 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let ended = ended?;
     if let Err(error) = &ended {
         let exit = error.exit().code();
-        match patience {
+        match second_signal {
             // The launcher has received the cause, and logs it together with what it does next.
-            Patience::Drain => tracing::debug!(%error, exit, "the worker cannot continue"),
-            Patience::SecondAborts => tracing::error!(%error, exit, "the worker cannot continue"),
+            SecondSignal::Ignored => tracing::debug!(%error, exit, "the worker cannot continue"),
+            SecondSignal::Aborts => tracing::error!(%error, exit, "the worker cannot continue"),
         }
     }
     Ok(exit_of(&ended))
@@ -104,7 +111,8 @@ fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
     }
 }
 
-/// Asks the kernel to signal this process when the launcher dies, in case another process holds our stdin open.
+/// Asks the kernel to signal this process when the launcher dies. The end of stdin shows that too, unless another
+/// process holds it open.
 fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
     set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
     // The launcher may have died before `prctl` was called.
@@ -119,7 +127,7 @@ fn bind_to_launcher(launcher: u32) -> anyhow::Result<()> {
 fn read_assignment(
     crashes: &CrashRecords,
     withdrawn: &Withdrawn,
-    settings: &LiveSettings,
+    live_settings: &LiveSettings,
 ) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
@@ -127,13 +135,13 @@ fn read_assignment(
         bail!("the assignment is longer than a control line may be ({MAX_LINE} bytes)");
     }
     match decode(line.trim_end())? {
-        Command::Start { assignment, crashes: records, paused, withdrawn: before } => {
-            crashes.learn(records);
-            match before {
-                Some(before) => withdrawn.add_earlier(&before, Instant::now()),
+        Command::Start { assignment, crashes: records, paused, withdrawn: earlier } => {
+            crashes.replace(records);
+            match earlier {
+                Some(earlier) => withdrawn.add_earlier(&earlier, Instant::now()),
                 None => withdrawn.expect_earlier(),
             }
-            settings.pause(paused);
+            live_settings.set_paused(paused);
             // The error's text is dropped: it would quote the value, which holds a password.
             serde_json::from_value(assignment)
                 .map_err(|_| anyhow!("the assignment is not in the format of this version"))
@@ -178,8 +186,8 @@ fn manual_device(requested: &str, pool: &str, host: &Host) -> anyhow::Result<Str
     Ok(uuid)
 }
 
-/// Executes the launcher's commands on a separate thread, because reading stdin blocks. When the launcher has died,
-/// this thread ends the process even if all others hang.
+/// Executes the launcher's commands on a separate thread, because reading stdin blocks. After the launcher has died,
+/// this thread ends the process even if all other threads hang.
 fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
     thread::Builder::new().name("commands".into()).spawn(move || {
         let mut lines = io::stdin().lock();
@@ -206,21 +214,21 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
         Command::Finish => drop(stop.advance(Phase::Finishing, "launcher")),
         Command::Drain => drop(stop.advance(Phase::Returning, "launcher")),
         Command::Abort => drop(stop.advance(Phase::Aborting, "launcher")),
-        Command::CrashRecords { tasks } => control.crashes.learn(tasks),
-        Command::Pause => control.settings.pause(true),
-        Command::Resume => control.settings.pause(false),
+        Command::CrashRecords { tasks } => control.crashes.replace(tasks),
+        Command::Pause => control.settings.set_paused(true),
+        Command::Resume => control.settings.set_paused(false),
         Command::SetBatch(change) => control.settings.set_batch(change),
         Command::LogLevel { filter } => match telemetry::set_filter(&filter) {
             Ok(()) => tracing::info!(filter, "logging by another filter"),
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
         },
-        // Sending fails if nobody receives: there is no session then, and so no task.
+        // Sending fails only while there is no session, and so no task to cancel.
         Command::Cancel(cancellation) => {
             control.withdrawn.add_cancelled(&cancellation, Instant::now());
             if let Err(SendError(cancellation)) = control.cancellations.send(cancellation)
                 && cancellation.task.is_some()
             {
-                control.reporter.mention(&Event::Cancelled { cancellation, tasks: 0 });
+                control.reporter.try_send(&Event::Cancelled { cancellation, tasks: 0 });
             }
         }
         Command::Withdrawals { withdrawn } => control.withdrawn.add_earlier(&withdrawn, Instant::now()),
@@ -228,13 +236,13 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
     }
 }
 
-/// Starts the export of spans, if the settings have an endpoint. If that fails, the worker runs without it.
+/// Starts the export of spans, if the settings name a collector. If that fails, the worker runs without it.
 fn start_traces(assignment: &Assignment) -> Traces {
     let Some(endpoint) = &assignment.telemetry.otlp_endpoint else { return Traces::default() };
-    // Only the embedded queue has no delivery time-out.
+    // The embedded queue is the only one without a delivery time-out.
     let is_embedded = assignment.broker.delivery_timeout().is_none();
     let spec = load_spec(assignment);
-    let place = traces::Place {
+    let origin = traces::SpanOrigin {
         worker: &assignment.worker,
         slot: &assignment.slot,
         device: &assignment.device,
@@ -242,7 +250,7 @@ fn start_traces(assignment: &Assignment) -> Traces {
         queue: &assignment.pool.task_queue,
         system: if is_embedded { "sconce" } else { "rabbitmq" },
     };
-    let started = Traces::start(endpoint, assignment.telemetry.trace_sample, place);
+    let started = Traces::start(endpoint, assignment.telemetry.trace_sample, origin);
     started.unwrap_or_else(|error| {
         tracing::warn!(endpoint, error, "no spans will be exported");
         Traces::default()

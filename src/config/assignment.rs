@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Broker, Pool, Telemetry};
 
-/// Tokens per forward pass for each CPU thread: enough to fill the matrix products, few enough that a
+/// Tokens per forward pass for each CPU thread. They are enough for efficient matrix products, and few enough that a
 /// batch takes a fraction of a second.
 const CPU_TOKENS: usize = 1_024;
 /// Tokens per forward pass on a GPU.
@@ -13,16 +13,16 @@ const GPU_TOKENS: usize = 32_768;
 /// Tokens of a short text: the assumed size of a message before the first one has arrived.
 const SHORT_TEXT: usize = 16;
 /// Most preprocess threads: with the slowest tokenizers, 8 do about 80,000 short texts a second.
-const MOST_PREPROCESS_THREADS: usize = 8;
-/// Most unacknowledged messages while the number of tokens of a message is unknown.
-const MOST_SHORT_TEXTS: usize = 256;
+const MAX_PREPROCESS_THREADS: usize = 8;
+/// Upper bound of the automatic prefetch while the number of tokens of a message is unknown.
+const MAX_USUAL_PREFETCH: usize = 256;
 
 /// One worker's assignment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Assignment {
     /// The slot's name: pool and index.
     pub slot: String,
-    /// launcher/pool/index, as in replies.
+    /// The worker's name, `launcher/pool/index`, as in replies.
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
@@ -38,7 +38,7 @@ pub struct Assignment {
     pub broker: Broker,
     /// Where tracing spans are sent.
     pub telemetry: Telemetry,
-    /// Task, background and dead-letter queues of all pools: no reply may go there.
+    /// The task, background and dead-letter queues of all pools. No reply may go there.
     #[serde(default)]
     pub reserved_queues: Vec<String>,
     /// Whether the broker has accepted a worker with the same settings before. If so, a refusal is worth retrying.
@@ -53,8 +53,8 @@ fn one_sharer() -> usize {
 impl Assignment {
     /// Most tokens of a batch: the pool's setting, or the device's default.
     pub fn max_tokens(&self) -> usize {
-        let by_device = if self.device == "cpu" { CPU_TOKENS * self.threads.max(1) } else { GPU_TOKENS };
-        self.pool.batch.max_tokens.unwrap_or(by_device)
+        let default = if self.device == "cpu" { CPU_TOKENS * self.threads.max(1) } else { GPU_TOKENS };
+        self.pool.batch.max_tokens.unwrap_or(default)
     }
 
     /// The share of the device's possible speed that this worker must reach: the pool's setting, divided by the number
@@ -63,10 +63,10 @@ impl Assignment {
         self.pool.min_speed / self.sharers.max(1) as f64
     }
 
-    /// Number of preprocess threads, and of threads that write replies; they share the cores. A CPU worker has
-    /// one of each, because its cores compute.
+    /// Number of preprocess threads, and also of threads that write replies. A CPU worker has one of each, because its
+    /// cores are needed for computing.
     pub fn preprocess_threads(&self) -> usize {
-        if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_PREPROCESS_THREADS) }
+        if self.device == "cpu" { 1 } else { self.threads.clamp(1, MAX_PREPROCESS_THREADS) }
     }
 
     /// The first prefetch, while the size of messages is unknown: the pool's setting. Without one, the usual prefetch,
@@ -79,7 +79,7 @@ impl Assignment {
     /// Prefetch for short texts: the pool's setting, or two batches of them.
     pub fn usual_prefetch(&self) -> u16 {
         let batch = self.max_tokens().div_ceil(SHORT_TEXT).min(self.pool.batch.max_requests);
-        let auto = (2 * batch).clamp(2, MOST_SHORT_TEXTS) as u16;
+        let auto = (2 * batch).clamp(2, MAX_USUAL_PREFETCH) as u16;
         self.pool.prefetch.unwrap_or(auto)
     }
 }

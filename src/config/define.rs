@@ -1,6 +1,6 @@
-//! How a setting is defined, once: key, type, default, reader (which checks the range) and help. The validated
-//! struct, the built-in defaults, `config/default.toml` and the page of `sconce check-config` are derived from
-//! that definition. Defines no setting itself.
+//! How a setting is defined, in one place: key, type, default, reader (which checks the range) and help. The
+//! validated struct, the built-in defaults, `config/default.toml` and the output of `sconce check-config` are derived
+//! from that definition. Defines no setting itself.
 
 use super::read::Reader;
 
@@ -16,6 +16,7 @@ pub(super) struct Key {
 
 /// A section's settings, in the order in which files show them.
 pub(super) struct Outline {
+    /// Lines of help of the section as a whole.
     pub(super) about: &'static [&'static str],
     pub(super) keys: &'static [Key],
     /// Sections within it, by key.
@@ -44,7 +45,7 @@ macro_rules! section {
         $name:ident {
             $($(#[doc = $help:literal])+ $key:ident: $type:ty = $default:tt, $read:expr;)*
             $(nested $nested:ident: $section:ty;)*
-            $(derived $derived:ident: $derived_type:ty, $note:literal;)*
+            $(derived $derived:ident: $derived_type:ty, $derived_doc:literal;)*
         }
         $(check $check:expr)?
     ) => {
@@ -53,7 +54,7 @@ macro_rules! section {
         pub struct $name {
             $($(#[doc = $help])+ pub $key: $type,)*
             $(#[doc = concat!("Its section `", stringify!($nested), "`.")] pub $nested: $section,)*
-            $(#[doc = $note] pub $derived: $derived_type,)*
+            $(#[doc = $derived_doc] pub $derived: $derived_type,)*
         }
 
         impl $crate::config::define::Section for $name {
@@ -75,25 +76,26 @@ macro_rules! section {
                 $(let $nested = reader
                     .section(stringify!($nested))
                     .and_then(<$section as $crate::config::define::Section>::read);)*
-                let read = || Some(Self {
+                let build = || Some(Self {
                     $($key: $key?,)*
                     $($nested: $nested?,)*
                     $($derived: Default::default(),)*
                 });
-                let read = read();
-                $(if let Some(read) = &read {
+                let section = build();
+                $(if let Some(section) = &section {
                     let check: fn(&Self, &mut $crate::config::read::Reader<'_>) = $check;
-                    check(read, &mut reader);
+                    check(section, &mut reader);
                 })?
                 reader.finish();
-                read
+                section
             }
         }
     };
 }
 pub(super) use section;
 
-const ABOUT: &str = "\
+/// The comment at the top of `config/default.toml`.
+const INTRODUCTION: &str = "\
 # All settings with their defaults. Generated from their definitions in src/config/settings.rs by
 # `make default-settings`; a test compares them. Later layers win:
 #
@@ -112,34 +114,34 @@ const ABOUT: &str = "\
 # \"16MiB\"). `sconce check-config` shows the settings in force, and where each one came from.
 ";
 
-/// What `config/default.toml` holds: every setting with its help and its default.
+/// The text of `config/default.toml`: every setting with its help and its default.
 pub(super) fn default_file(sections: &[(&str, Outline)]) -> String {
-    let mut text = ABOUT.to_owned();
+    let mut text = INTRODUCTION.to_owned();
     for (key, outline) in sections {
-        write(&mut text, key, outline);
+        write_section(&mut text, key, outline);
     }
     text
 }
 
-fn write(text: &mut String, path: &str, outline: &Outline) {
+fn write_section(text: &mut String, path: &str, outline: &Outline) {
     text.push('\n');
-    comment(text, outline.about);
+    write_comment(text, outline.about);
     text.push_str(&format!("{}\n", header(path)));
     for Key { name, default, help } in outline.keys {
-        comment(text, help);
+        write_comment(text, help);
         text.push_str(&format!("{name} = {default}\n"));
     }
     for (key, nested) in &outline.nested {
-        write(text, &format!("{path}.{key}"), nested);
+        write_section(text, &format!("{path}.{key}"), nested);
     }
 }
 
-/// The TOML header of the section at `path`. There may be several pools.
+/// The TOML header of the section at `path`. Pools are an array of tables, because there may be several.
 pub(super) fn header(path: &str) -> String {
     if path == "pool" { "[[pool]]".to_owned() } else { format!("[{path}]") }
 }
 
-fn comment(text: &mut String, lines: &[&str]) {
+fn write_comment(text: &mut String, lines: &[&str]) {
     for line in lines {
         text.push_str(&format!("#{line}\n"));
     }

@@ -15,11 +15,12 @@ use super::text::{as_toml, quoted, without_controls};
 pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
     let mut text = String::new();
     for (key, outline) in outline {
-        match settings.clone().into_table().ok().and_then(|mut table| table.remove(*key)).map(|it| it.kind) {
-            Some(ValueKind::Table(table)) => section(&mut text, key, &table, outline),
+        let value = settings.clone().into_table().ok().and_then(|mut table| table.remove(*key));
+        match value.map(|value| value.kind) {
+            Some(ValueKind::Table(table)) => write_section(&mut text, key, &table, outline),
             Some(ValueKind::Array(items)) => {
                 for table in items.into_iter().filter_map(|item| item.into_table().ok()) {
-                    section(&mut text, key, &table, outline);
+                    write_section(&mut text, key, &table, outline);
                 }
             }
             _ => {}
@@ -32,14 +33,15 @@ pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
 #[derive(Clone, PartialEq)]
 pub(super) struct Values(BTreeMap<String, Setting>);
 
-/// A setting's value, and how it is shown, with secrets masked.
+/// A setting's value, which may be a secret.
 #[derive(Clone, PartialEq)]
 struct Setting {
     value: ValueKind,
+    /// The value as TOML, with secrets masked.
     shown: String,
 }
 
-/// Leaves out the values, which hold secrets.
+/// Leaves out the values, since some are secrets.
 impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Values").finish_non_exhaustive()
@@ -69,8 +71,9 @@ impl Values {
 
     fn add(&mut self, path: &str, table: &Map<String, Value>, outline: &Outline) {
         for (name, default, value) in settings_of(table, outline) {
-            let (shown, value) = (shown(&name, value, default), without_origins(as_read(value, default)));
-            self.0.insert(format!("{path}.{name}"), Setting { value: value.kind, shown });
+            let shown = masked_toml(&name, value, default);
+            let value = without_origins(as_read(value, default)).kind;
+            self.0.insert(format!("{path}.{name}"), Setting { value, shown });
         }
         for (key, nested) in &outline.nested {
             if let Some(ValueKind::Table(table)) = table.get(*key).map(|value| &value.kind) {
@@ -92,7 +95,7 @@ impl Values {
     }
 }
 
-/// The settings of a section, each with its default.
+/// The settings of a section: the name, the default as TOML, and the value of each.
 fn settings_of<'a>(
     table: &'a Map<String, Value>,
     outline: &'a Outline,
@@ -125,16 +128,17 @@ fn without_origins(value: Value) -> Value {
 }
 
 /// The longest line, in characters, that is considered when comments are aligned.
-const WIDEST: usize = 60;
+const MAX_ALIGNED_WIDTH: usize = 60;
 
-/// Writes a section's settings, with the comments aligned in one column. Lines longer than [`WIDEST`] do not widen it.
-fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
+/// Writes a section's settings, with the comments aligned in one column, except after lines longer than
+/// [`MAX_ALIGNED_WIDTH`].
+fn write_section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
     let line = |(name, default, value): (String, &str, &Value)| {
-        (format!("{name} = {}", shown(&name, value, default)), origin(value))
+        (format!("{name} = {}", masked_toml(&name, value, default)), origin(value))
     };
     let lines: Vec<(String, String)> = settings_of(table, outline).into_iter().map(line).collect();
     let widths = lines.iter().map(|(line, _)| line.chars().count());
-    let width = widths.filter(|width| *width <= WIDEST).max().unwrap_or(0);
+    let width = widths.filter(|width| *width <= MAX_ALIGNED_WIDTH).max().unwrap_or(0);
     if !text.is_empty() {
         text.push('\n');
     }
@@ -144,23 +148,23 @@ fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &
     }
     for (key, nested) in &outline.nested {
         if let Some(ValueKind::Table(table)) = table.get(*key).map(|value| &value.kind) {
-            section(text, &format!("{path}.{key}"), table, nested);
+            write_section(text, &format!("{path}.{key}"), table, nested);
         }
     }
 }
 
-/// The typed value of a setting: text from a flag or variable is parsed, unless the setting's default is a text too.
+/// The typed value of a setting: text from a flag or variable is parsed, unless the setting's default is text too.
 fn as_read(value: &Value, default: &str) -> Value {
     if default.starts_with('"') { value.clone() } else { typed(value) }
 }
 
-/// The setting that is a secret as a whole.
-const SECRET: &str = "secret_access_key";
+/// The setting whose whole value is a secret.
+const SECRET_KEY: &str = "secret_access_key";
 
 /// A value as TOML, with secrets masked.
-fn shown(key: &str, value: &Value, default: &str) -> String {
+fn masked_toml(key: &str, value: &Value, default: &str) -> String {
     let shown = inline(&as_read(value, default));
-    if key == SECRET && shown != "\"\"" {
+    if key == SECRET_KEY && shown != "\"\"" {
         return "\"***\"".to_owned();
     }
     // An address that was given to another setting by mistake may hold a password too.

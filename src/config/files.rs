@@ -9,8 +9,8 @@ use ::config::{ConfigError as SourceError, FileFormat, Format, Map, Source, Valu
 
 use super::problem::Problem;
 
-/// Largest file, in bytes: enough for a thousand pools. It keeps a device or a log that is given by mistake from
-/// being read to its end.
+/// Largest file, in bytes: enough for a thousand pools. Because of this limit, a device or a log that is given by
+/// mistake is not read to its end.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// The origin of the built-in defaults.
@@ -24,7 +24,7 @@ pub(super) const FILE_PREFIX: &str = "file ";
 pub(super) struct Layer(Map<String, Value>);
 
 impl Layer {
-    /// A layer of these paths and values.
+    /// A layer with these values, by their path.
     pub(super) fn new(values: Map<String, Value>) -> Self {
         Self(values)
     }
@@ -53,17 +53,17 @@ pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
     let mut layers = Vec::new();
     let mut problems = Vec::new();
     for file in files {
-        let name = format!("{FILE_PREFIX}{}", file.display());
-        let layer = text_of(file).and_then(|text| parse(&text, &name));
+        let origin = format!("{FILE_PREFIX}{}", file.display());
+        let layer = read_text(file).and_then(|text| parse(&text, &origin));
         match layer {
             Ok(layer) => layers.push(layer),
-            Err(reason) => problems.push(Problem::new(name, reason)),
+            Err(reason) => problems.push(Problem::new(origin, reason)),
         }
     }
     if problems.is_empty() { Ok(layers) } else { Err(problems) }
 }
 
-fn text_of(file: &Path) -> Result<String, String> {
+fn read_text(file: &Path) -> Result<String, String> {
     let mut text = String::new();
     let read = File::open(file).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
     match read {

@@ -13,8 +13,8 @@ use super::problem::Problem;
 /// problems of variables and flags that name no setting.
 ///
 /// # Errors
-/// The problem of each unusable file. Nothing else is checked then: without the file, further problems would
-/// mislead.
+/// The problem of each unusable file. Nothing else is checked in this case: without the file's settings, further
+/// problems would mislead.
 pub(super) fn merge(
     defaults: &str,
     files: &[PathBuf],
@@ -22,15 +22,15 @@ pub(super) fn merge(
     flags: &[(String, String)],
 ) -> Result<(Value, Vec<Problem>), Vec<Problem>> {
     let defaults = files::defaults(defaults).map_err(|problem| vec![problem])?;
-    let written = files::read(files)?;
+    let file_layers = files::read(files)?;
 
     let mut built_in = overlay([defaults.clone()])?;
-    let mut tree = overlay(std::iter::once(defaults).chain(written))?;
+    let mut tree = overlay(std::iter::once(defaults).chain(file_layers))?;
     let Some([template]) = pools(&mut built_in).map(|pools| pools.as_slice()) else {
         return Err(vec![Problem::new("settings", "expected one built-in pool")]);
     };
     for pool in pools(&mut tree).into_iter().flatten() {
-        fill(pool, template);
+        fill_missing(pool, template);
     }
 
     let mut problems = Vec::new();
@@ -43,6 +43,7 @@ pub(super) fn merge(
     Ok((merged, problems))
 }
 
+/// Merges the layers; later ones win.
 fn overlay(layers: impl IntoIterator<Item = Layer>) -> Result<Value, Vec<Problem>> {
     let mut builder = Config::builder();
     for layer in layers {
@@ -60,14 +61,14 @@ fn pools(tree: &mut Value) -> Option<&mut Vec<Value>> {
     }
 }
 
-/// Adds the keys of `template` that `value` lacks, in its tables too.
-fn fill(value: &mut Value, template: &Value) {
+/// Adds the keys of `template` that `value` lacks, also in nested tables.
+fn fill_missing(value: &mut Value, template: &Value) {
     let (ValueKind::Table(table), ValueKind::Table(template_keys)) = (&mut value.kind, &template.kind) else {
         return;
     };
     for (key, template) in template_keys {
         match table.get_mut(key) {
-            Some(present) => fill(present, template),
+            Some(present) => fill_missing(present, template),
             None => drop(table.insert(key.clone(), template.clone())),
         }
     }

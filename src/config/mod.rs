@@ -5,8 +5,8 @@
 //! | file | decides |
 //! |---|---|
 //! | `settings` | every setting: key, type, default, range, help; what must go together |
-//! | `options` | the form in which models declare their `[pool.options]`, and the check of the values given for them |
-//! | `define` | the form of these definitions, and the text of `config/default.toml` |
+//! | `options` | how models declare their `[pool.options]`, and the check of the values given for them |
+//! | `define` | how a setting is defined, and the text of `config/default.toml` |
 //! | `read/` | merged tree → values or problems |
 //! | `assignment` | what one worker is to run |
 //! | `layers` | which layer wins |
@@ -15,8 +15,8 @@
 //! | `text` | values as TOML, durations, sizes |
 //! | `model_folder` | which folder a pool's `model` may name |
 //! | `problem` | how a mistake is shown; "did you mean" |
-//! | `effective` | the page that `sconce check-config` prints; what differs between two loads |
-//! | `redact` | what of a broker address may be shown |
+//! | `effective` | the text that `sconce check-config` prints; what differs between two loads |
+//! | `redact` | which parts of a broker address may be shown |
 
 pub mod assignment;
 mod define;
@@ -47,14 +47,14 @@ pub use settings::{
     Settings, Telemetry, Tls,
 };
 
-/// Valid settings, and their origins.
+/// Validated settings, and their origins.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Loaded {
     /// The validated settings.
     pub settings: Settings,
     /// The settings as TOML, each with a comment that gives its origin; secrets masked.
     pub effective: String,
-    /// The value of each setting, to be compared with later ones.
+    /// The value of each setting, for the comparison with a later load.
     values: effective::Values,
     /// The origin of each setting, by its path.
     origins: BTreeMap<String, String>,
@@ -93,8 +93,8 @@ impl Loaded {
     }
 }
 
-/// Loads the settings. Later wins: built-in defaults < `files` in their order < `AMQP_URL` <
-/// `SCONCE_…` variables of `environment` < `flags`, pairs of a dotted path and a value.
+/// Loads the settings. Later layers win: built-in defaults < `files` in their order < `AMQP_URL` <
+/// `SCONCE_…` variables of `environment` < `flags`, which are pairs of a dotted path and a value.
 ///
 /// # Errors
 /// All problems of the settings together: the operator must act, and nothing can be started. If a file cannot be read

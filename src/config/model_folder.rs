@@ -1,13 +1,13 @@
-//! Decides which folder a pool's `model` may name. It is relative to the settings file that names it, or to the current
-//! folder if a flag or a variable names it. For the built-in default it is in `models/` of the current folder. Does not
-//! check whether the folder exists, or whether `model` names something else.
+//! Decides which folder a pool's `model` may name. A relative path is resolved against the folder of the settings file
+//! that contains it, or against the current folder if it comes from a flag or a variable. The built-in default is in
+//! `models/` of the current folder. Does not check whether the folder exists, or whether `model` names something else.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::files::{BUILT_IN, FILE_PREFIX};
 
 /// Where `scripts/fetch-model` puts the default model.
-const FETCHED: &str = "models";
+const FETCHED_MODELS: &str = "models";
 
 /// The folder that `model` may name, if the value has this origin. A leading `..` is resolved, so that logs and metrics
 /// show a plain path.
@@ -17,7 +17,7 @@ pub(super) fn of(model: &str, origin: &str) -> PathBuf {
     // A canonical path has no links, so a following `..` can be resolved by removing the last component.
     let Ok(base) = base.unwrap_or(Path::new(".")).canonicalize() else { return PathBuf::from(model) };
     match Path::new(model).file_name() {
-        Some(name) if origin == BUILT_IN => base.join(FETCHED).join(name),
+        Some(name) if origin == BUILT_IN => base.join(FETCHED_MODELS).join(name),
         _ => join(base, Path::new(model)),
     }
 }
@@ -25,8 +25,8 @@ pub(super) fn of(model: &str, origin: &str) -> PathBuf {
 /// Appends `path` to `base`, and resolves its leading `.` and `..`.
 fn join(mut base: PathBuf, path: &Path) -> PathBuf {
     let mut parts = path.components().peekable();
-    while let Some(up @ (Component::CurDir | Component::ParentDir)) = parts.peek() {
-        if *up == Component::ParentDir {
+    while let Some(dots @ (Component::CurDir | Component::ParentDir)) = parts.peek() {
+        if *dots == Component::ParentDir {
             base.pop();
         }
         parts.next();

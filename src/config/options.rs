@@ -1,5 +1,5 @@
-//! What `[pool.options]` may hold: the form in which a model declares its options, and the check of the values that
-//! the settings give. Does not know which model takes which options. Pure.
+//! What `[pool.options]` may hold: how a model declares its options, and the check of the values that the settings
+//! give. Does not know which model takes which options. Does no I/O.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct OptionSpec {
     pub name: &'static str,
     /// Its type and range.
     pub takes: Takes,
-    /// What applies if it is not set.
+    /// The value if it is not set.
     pub default: OptionDefault,
     /// What it is for, as Markdown in one line.
     pub help: &'static str,
@@ -43,7 +43,7 @@ pub enum Takes {
 pub enum OptionDefault {
     /// This value, in JSON.
     Value(&'static str),
-    /// Follows from the model or from other options, as the text says.
+    /// A value that follows from the model or from other options; the text says how.
     Derived(&'static str),
 }
 
@@ -108,7 +108,7 @@ impl fmt::Display for Takes {
 /// Checks the options `written` in the settings for a model that takes `specs`. Returns one problem for each wrong
 /// option.
 pub fn check_options(specs: &[OptionSpec], written: &Options) -> Vec<OptionProblem> {
-    let wrong = |(name, value): (&String, &Value)| {
+    let problem_of = |(name, value): (&String, &Value)| {
         let Some(spec) = specs.iter().find(|spec| spec.name == name) else {
             let known = || specs.iter().map(|spec| spec.name);
             let problem = match nearest(name, known()) {
@@ -117,10 +117,10 @@ pub fn check_options(specs: &[OptionSpec], written: &Options) -> Vec<OptionProbl
             };
             return Some(OptionProblem { option: name.clone(), value: None, problem });
         };
-        let is_right = spec.takes.accepts(value);
-        (!is_right).then(|| OptionProblem::expected(name, value.clone(), &spec.takes))
+        let is_accepted = spec.takes.accepts(value);
+        (!is_accepted).then(|| OptionProblem::expected(name, value.clone(), &spec.takes))
     };
-    written.iter().filter_map(wrong).collect()
+    written.iter().filter_map(problem_of).collect()
 }
 
 fn list_known(specs: &[OptionSpec]) -> String {

@@ -1,5 +1,5 @@
 //! Reads environment variables and flags into layers. Decides which variables are settings. Refuses a name that is
-//! neither in the tree of the lower layers nor an option of a model. The environment is passed in, never read here.
+//! neither in the tree of the lower layers nor an option of a model. The caller passes the environment in.
 
 use std::collections::BTreeMap;
 
@@ -33,53 +33,53 @@ pub(super) fn from_environment(
 ) -> [Layer; 2] {
     // Sorted, so that the order of problems does not change.
     let variables: BTreeMap<String, String> = environment.into_iter().collect();
-    let mut weak = Map::new();
-    let mut strong = Map::new();
+    let mut amqp_url = Map::new();
+    let mut sconce_variables = Map::new();
     for (name, text) in variables {
         let origin = format!("environment variable {name}");
         if name == AMQP_URL && !text.is_empty() {
-            weak.insert("broker.url".to_owned(), Value::new(Some(&origin), text));
+            amqp_url.insert("broker.url".to_owned(), Value::new(Some(&origin), text));
             continue;
         }
-        let Some(rest) = name.strip_prefix(PREFIX) else {
+        let Some(setting) = name.strip_prefix(PREFIX) else {
             continue;
         };
         let is_kubernetes_service = KUBERNETES_SERVICE.iter().any(|prefix| name.starts_with(prefix));
         if is_kubernetes_service || NOT_SETTINGS.contains(&name.as_str()) {
             continue;
         }
-        match SettingPath::from_variable(rest).ok_or(()).map(|path| locate(path, tree)) {
-            Ok(Ok(path)) => {
-                strong.insert(path, Value::new(Some(&origin), text));
+        match SettingPath::from_variable(setting).map(|path| locate(path, tree)) {
+            Some(Ok(path)) => {
+                sconce_variables.insert(path, Value::new(Some(&origin), text));
             }
-            Ok(Err(mut problem)) => {
-                if let Some(meant) = same_but_underscores(rest, tree) {
+            Some(Err(mut problem)) => {
+                if let Some(meant) = same_but_underscores(setting, tree) {
                     problem.expected = format!("unknown key; did you mean `{PREFIX}{meant}`?");
                 }
                 problems.push(problem.with_origin(origin));
             }
-            Err(()) => problems.push(Problem::new(
+            None => problems.push(Problem::new(
                 name.as_str(),
                 "expected SCONCE_ and a setting, with `__` between levels: SCONCE_BROKER__URL",
             )),
         }
     }
-    [Layer::new(weak), Layer::new(strong)]
+    [Layer::new(amqp_url), Layer::new(sconce_variables)]
 }
 
-/// Reads the flags; the later of two for one setting wins. `tree` holds all settings of the lower layers.
+/// Reads the flags. If two name the same setting, the later one wins. `tree` holds all settings of the lower layers.
 pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mut Vec<Problem>) -> Layer {
     let mut values = Map::new();
     for (written, text) in flags {
-        // A user who forgets the path gives the value in its place, which may be an address with a password.
+        // If the user forgot the path, `written` is the value, which may be an address with a password.
         let shown = redact_url(written);
         let origin = format!("flag --set {shown}");
-        match SettingPath::from_flag(written).ok_or(()).map(|path| locate(path, tree)) {
-            Ok(Ok(path)) => {
+        match SettingPath::from_flag(written).map(|path| locate(path, tree)) {
+            Some(Ok(path)) => {
                 values.insert(path, Value::new(Some(&origin), text.as_str()));
             }
-            Ok(Err(problem)) => problems.push(problem.with_origin(origin)),
-            Err(()) => problems.push(Problem::new(
+            Some(Err(problem)) => problems.push(problem.with_origin(origin)),
+            None => problems.push(Problem::new(
                 format!("--set {shown}"),
                 "expected a setting's path, such as broker.url or pool[0].model",
             )),
@@ -88,15 +88,15 @@ pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mu
     Layer::new(values)
 }
 
-/// The path in the syntax of the `config` crate, after a check that it leads to a single setting.
+/// Checks that the path leads to a single setting. Returns it in the syntax of the `config` crate.
 fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
     let refuse = |expected: String| Err(Problem::new(path.to_string(), expected));
     if is_model_option(path.steps(), tree) {
         return Ok(path.to_string());
     }
-    let mut here = tree;
+    let mut value = tree;
     for step in path.steps() {
-        here = match (step, &here.kind) {
+        value = match (step, &value.kind) {
             (Step::Key(key), ValueKind::Table(table)) => match table.get(key) {
                 Some(value) => value,
                 None => return refuse(unknown_key(key, table.keys().map(String::as_str))),
@@ -114,7 +114,7 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
             _ => return refuse("no such setting: its parent is a single value".to_owned()),
         };
     }
-    match &here.kind {
+    match &value.kind {
         ValueKind::Table(_) => refuse("expected one of the keys of this section".to_owned()),
         ValueKind::Array(items) if holds_sections(items) || path.to_string() == "pool" => {
             refuse("expected one of the keys of one pool, such as pool[0].model".to_owned())
@@ -127,36 +127,40 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
 /// has such a variable.
 fn same_but_underscores(written: &str, tree: &Value) -> Option<String> {
     fn collect(name: String, value: &Value, all: &mut Vec<String>) {
-        let below = |level: &str| {
+        let child_name = |level: &str| {
             if name.is_empty() { level.to_uppercase() } else { format!("{name}__{}", level.to_uppercase()) }
         };
         match &value.kind {
-            ValueKind::Table(table) => table.iter().for_each(|(key, value)| collect(below(key), value, all)),
+            ValueKind::Table(table) => {
+                for (key, value) in table {
+                    collect(child_name(key), value, all);
+                }
+            }
             ValueKind::Array(items) if holds_sections(items) => {
-                items
-                    .iter()
-                    .enumerate()
-                    .for_each(|(index, value)| collect(below(&index.to_string()), value, all));
+                for (index, value) in items.iter().enumerate() {
+                    collect(child_name(&index.to_string()), value, all);
+                }
             }
             _ => all.push(name),
         }
     }
-    let single = |name: &str| name.split('_').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_");
+    let with_single =
+        |name: &str| name.split('_').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_");
     let mut all = Vec::new();
     collect(String::new(), tree, &mut all);
-    let written = single(&written.to_uppercase());
-    all.into_iter().filter(|name| single(name) == written).min()
+    let written = with_single(&written.to_uppercase());
+    all.into_iter().filter(|name| with_single(name) == written).min()
 }
 
-/// Whether the path is an option of a pool's model; only the model knows these names.
+/// Whether the path is an option of a pool's model. Any name is accepted, because only the model knows its options.
 fn is_model_option(steps: &[Step], tree: &Value) -> bool {
     let [Step::Key(pool), Step::Index(index), Step::Key(options), Step::Key(_)] = steps else { return false };
     let pools = match &tree.kind {
         ValueKind::Table(table) => table.get("pool"),
         _ => None,
     };
-    let is_there = |pools: &Value| matches!(&pools.kind, ValueKind::Array(items) if *index < items.len());
-    pool == "pool" && options == "options" && pools.is_some_and(is_there)
+    let has_index = |pools: &Value| matches!(&pools.kind, ValueKind::Array(items) if *index < items.len());
+    pool == "pool" && options == "options" && pools.is_some_and(has_index)
 }
 
 fn holds_sections(items: &[Value]) -> bool {
@@ -185,10 +189,10 @@ mod tests {
     fn environment(pairs: &[(&str, &str)]) -> (Map<String, Value>, Map<String, Value>, Vec<String>) {
         let mut problems = Vec::new();
         let pairs = pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
-        let [weak, strong] = from_environment(pairs, &tree(), &mut problems);
+        let layers = from_environment(pairs, &tree(), &mut problems);
         let problems = problems.iter().map(Problem::to_string).collect();
-        let [weak, strong] = [weak, strong].map(|layer| layer.collect().expect("a layer"));
-        (weak, strong, problems)
+        let [amqp_url, sconce_variables] = layers.map(|layer| layer.collect().expect("a layer"));
+        (amqp_url, sconce_variables, problems)
     }
 
     #[test]
@@ -213,8 +217,8 @@ mod tests {
     fn variables_that_are_no_settings_are_left_alone() {
         let mut pairs: Vec<_> = NOT_SETTINGS.iter().map(|name| (*name, "x")).collect();
         pairs.extend([("PATH", "/bin"), ("SCONCES", "x"), ("AMQP_URL", "")]);
-        let (weak, strong, problems) = environment(&pairs);
-        assert!(weak.is_empty() && strong.is_empty());
+        let (amqp_url, sconce_variables, problems) = environment(&pairs);
+        assert!(amqp_url.is_empty() && sconce_variables.is_empty());
         assert!(problems.is_empty(), "{problems:?}");
     }
 
@@ -249,9 +253,9 @@ mod tests {
         ] {
             let (_, set, problems) = environment(&[(written, "hunter2")]);
             assert!(set.is_empty());
-            let said = problems.join("\n");
-            assert!(said.contains(&format!("did you mean `{meant}`?")), "{said}");
-            assert!(said.contains(written) && !said.contains("hunter2"), "{said}");
+            let shown = problems.join("\n");
+            assert!(shown.contains(&format!("did you mean `{meant}`?")), "{shown}");
+            assert!(shown.contains(written) && !shown.contains("hunter2"), "{shown}");
         }
     }
 

@@ -1,14 +1,14 @@
 //! The path of one setting, in three spellings: `pool[0].model` in messages and flags, `pool.0.model` in flags,
-//! `POOL__0__MODEL` in variables. Pure; does not know which settings exist.
+//! `POOL__0__MODEL` in variables. Does no I/O, and does not know which settings exist.
 
 use std::fmt;
 
 /// One step of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Into a section, or to a setting.
+    /// The name of a section or of a setting.
     Key(String),
-    /// Into a list, counted from 0.
+    /// The position in a list, counted from 0.
     Index(usize),
 }
 
@@ -17,18 +17,18 @@ pub(super) enum Step {
 pub(super) struct SettingPath(Vec<Step>);
 
 impl SettingPath {
-    /// Reads a variable's name, which is given without the prefix; none if it is malformed, as with an empty level.
+    /// Parses a variable's name, given without the prefix. None if it is malformed, for example with an empty level.
     pub(super) fn from_variable(name: &str) -> Option<Self> {
-        let steps = name.split("__").map(|level| step(&level.to_lowercase()));
+        let steps = name.split("__").map(|level| parse_step(&level.to_lowercase()));
         steps.collect::<Option<_>>().map(Self)
     }
 
-    /// Reads a flag's path, with an index in brackets or between dots; none if it is malformed.
+    /// Parses a flag's path, with an index in brackets or between dots. None if it is malformed.
     pub(super) fn from_flag(text: &str) -> Option<Self> {
         let mut steps = Vec::new();
         for part in text.trim().split('.') {
             let (name, indices) = part.split_at(part.find('[').unwrap_or(part.len()));
-            steps.push(step(name)?);
+            steps.push(parse_step(name)?);
             for index in indices.split_inclusive(']') {
                 let digits = index.strip_prefix('[')?.strip_suffix(']')?;
                 steps.push(Step::Index(digits.parse().ok()?));
@@ -56,7 +56,7 @@ impl fmt::Display for SettingPath {
     }
 }
 
-fn step(text: &str) -> Option<Step> {
+fn parse_step(text: &str) -> Option<Step> {
     let is_key_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
     if text.is_empty() || !text.chars().all(is_key_letter) {
         return None;

@@ -30,7 +30,7 @@ impl Problem {
         self.with_text(&text::as_toml(value))
     }
 
-    /// Adds the value, written as TOML; masked as [`Problem::with_value`] does.
+    /// Adds the value, given as TOML text. Masks it as [`Problem::with_value`] does.
     pub(super) fn with_text(mut self, value: &str) -> Self {
         self.value = Some(shorten(&redact_url(value)));
         self
@@ -90,8 +90,8 @@ impl fmt::Display for ConfigError {
 }
 
 fn shorten(text: &str) -> String {
-    const LONGEST: usize = 160;
-    match text.char_indices().nth(LONGEST) {
+    const MAX_CHARACTERS: usize = 160;
+    match text.char_indices().nth(MAX_CHARACTERS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
     }
@@ -105,8 +105,8 @@ pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str
     }
 }
 
-/// Finds the closest known name, if the written one is likely a typo: up to a third of the known name's letters may be
-/// wrong, and one letter always may.
+/// Finds the closest known name, if the written one is likely a typo. At most a third of the known name's letters may
+/// be wrong, or one letter of a name with fewer than three.
 pub(super) fn nearest<'a>(written: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let written = written.to_ascii_lowercase().replace(['-', ' '], "_");
     let distances = known.into_iter().map(|name| (strsim::osa_distance(&written, name), name));

@@ -3,9 +3,9 @@
 
 const MASK: &str = "***";
 
-/// The text with the password of every address in it replaced by `***`; users, hosts and the rest
-/// stay. Takes one address, several with commas between them, or text that only resembles one:
-/// within an address everything from the first `:` after `//` to the last `@` is masked.
+/// The text with the password of every address in it replaced by `***`; all else is unchanged. Takes one address,
+/// several with commas between them, or text that only resembles one. Within an address, everything from the first
+/// `:` after `//` to the last `@` is masked.
 pub fn redact_url(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut within_password = false;
@@ -13,7 +13,7 @@ pub fn redact_url(text: &str) -> String {
         let (head, rest) = split_head(address);
         match rest.rfind('@') {
             // This part looked like an address, but is the end of the password before it.
-            Some(at) if within_password => shown.push_str(&format!("{head}{MASK}{}", &rest[at..])),
+            Some(at_sign) if within_password => shown.push_str(&format!("{head}{MASK}{}", &rest[at_sign..])),
             None if within_password => shown.push_str(&format!("{head}{MASK}")),
             _ => shown.push_str(&redact_one(address)),
         }
@@ -24,13 +24,13 @@ pub fn redact_url(text: &str) -> String {
     shown
 }
 
-/// Splits off the scheme with its slashes, if any.
+/// Splits the address after its scheme and slashes, if it has any.
 fn split_head(address: &str) -> (&str, &str) {
     address.split_at(address.find("//").map_or(0, |slashes| slashes + 2))
 }
 
-/// Splits before each `amqp://`, `amqps://` and `embedded:` that follows a separator; separators stay at the
-/// end of the part before. A comma that no scheme follows, as in a password, splits nothing.
+/// Splits before each `amqp://`, `amqps://` and `embedded:` that follows a separator. A separator stays at the end of
+/// the part before it. A comma that no scheme follows, as in a password, splits nothing.
 pub(super) fn split_urls(text: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut start = 0;
@@ -57,9 +57,9 @@ fn starts_with_scheme(text: &str) -> bool {
 
 fn redact_one(address: &str) -> String {
     let (head, rest) = split_head(address);
-    if let Some(at) = rest.rfind('@') {
-        return match rest[..at].find(':') {
-            Some(colon) => format!("{head}{}{MASK}{}", &rest[..=colon], &rest[at..]),
+    if let Some(at_sign) = rest.rfind('@') {
+        return match rest[..at_sign].find(':') {
+            Some(colon) => format!("{head}{}{MASK}{}", &rest[..=colon], &rest[at_sign..]),
             None => address.to_owned(),
         };
     }
@@ -69,8 +69,8 @@ fn redact_one(address: &str) -> String {
     }
 }
 
-/// In `user:password` without an `@`, the password is where a port would be. If it cannot be a port, returns the
-/// position of the colon before it.
+/// Finds a password in `user:password` without an `@`, where it stands in the place of a port. Returns the position of
+/// the colon before it. None if it can be a port.
 fn password_without_host(rest: &str) -> Option<usize> {
     let host_end = match rest.strip_prefix('[') {
         Some(inside) => inside.find(']').map_or(0, |bracket| bracket + 2),

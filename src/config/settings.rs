@@ -19,7 +19,7 @@ use super::read::{self, AllowedSource, BUILT_IN, Devices, Problem, Reader, Repor
 use super::text::show_duration;
 use crate::backoff::Backoff;
 
-/// Range of a wait: longer than zero, and at most 30 days, so that it can be added to an `Instant`.
+/// Range of a wait: longer than zero, and at most 30 days, so that adding it to an `Instant` cannot overflow.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
 /// AMQP carries the heartbeat as a 16-bit number of seconds, in which 0 means no heartbeat.
 const HEARTBEAT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(u16::MAX as u64);
@@ -32,10 +32,11 @@ const FETCHED_SIZE: RangeInclusive<u64> = 1..=1 << 40;
 const COUNT: RangeInclusive<u64> = 1..=1_000_000;
 const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
 const WORKERS_OR_THREADS: RangeInclusive<u64> = 1..=1024;
-const TIMES: RangeInclusive<u64> = 1..=u32::MAX as u64;
-/// Zero is allowed, and means that no task waits.
+/// Range of a number of deliveries, failures or deaths.
+const REPEATS: RangeInclusive<u64> = 1..=u32::MAX as u64;
+/// Range of `max_delay`. With zero no task waits.
 const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
-/// Bounded because each distinct delay between attempts needs a retry queue.
+/// Range of `max_attempts`. It is small because each distinct delay between attempts needs a retry queue.
 const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 
 section! {
@@ -49,7 +50,7 @@ section! {
         declare: bool = true, read::switch;
         /// Number of deliveries after which a task is dead-lettered, if the queue counts them (quorum queues do).
         /// On queues that sconce creates, the broker applies the same limit.
-        delivery_limit: u32 = 100, read::whole(TIMES);
+        delivery_limit: u32 = 100, read::whole(REPEATS);
         /// AMQP heartbeat, in whole seconds; the broker may ask for less.
         heartbeat: Duration = "20s", read::whole_seconds(HEARTBEAT);
         /// Longest wait for a connection to open.
@@ -81,7 +82,7 @@ section! {
         /// Private key of the client certificate. Set both or neither.
         key_file: Option<PathBuf> = "", read::optional_file;
     }
-    check refuse_half_a_certificate
+    check refuse_certificate_without_key
 }
 
 section! {
@@ -129,8 +130,8 @@ section! {
         devices: Devices = "auto", read::devices;
         /// Worker processes on each device, each with its own copy of the model.
         workers_per_device: usize = 1, read::whole(WORKERS_OR_THREADS);
-        /// Compute threads of a CPU worker. For a GPU worker: preprocess threads, and as many threads that write
-        /// replies, at most 8 of each. "auto": the cores divided among the workers.
+        /// Compute threads of a CPU worker. For a GPU worker: the number of preprocess threads, and also of threads
+        /// that write replies, at most 8 of each. "auto": the cores divided among the workers.
         threads: Option<usize> = "auto", read::unless("auto", read::whole(WORKERS_OR_THREADS));
         /// The number format of weights and products: "f32", "bf16", "f16" or "int8". In f32 results equal the
         /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply
@@ -147,8 +148,8 @@ section! {
         /// share, or 0 for no check.
         min_speed: f64 = 0.2, read::share;
         /// Unacknowledged messages that a worker holds, 1 to 2000. "auto": enough for two batches, judged by the
-        /// tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four: also the next
-        /// one, which the device has already been given, and one that is being prepared or answered.
+        /// tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four: another one is
+        /// queued on the device, and another one is being preprocessed or answered.
         prefetch: Option<u16> = "auto", read::unless("auto", read::whole(PREFETCH));
         /// With prefetch = "auto": most bytes of task bodies that a worker holds, estimated from the size of
         /// recent messages. A worker begins with as many messages as fit if all have the largest size (max_body).
@@ -161,13 +162,12 @@ section! {
         max_body: u64 = "8MiB", read::size(BODY_SIZE);
         /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
-        /// Where tasks may point to with a URL, in the place of sending a file (docs/requests.md#files-by-url): a list
-        /// of beginnings of URLs, each a scheme (file, https, http, s3), a host with its port, and a path that ends
-        /// with "/". A host with a private address, such as 10.0.0.5, needs `{ url = "…", private = true }`. [] for
-        /// none.
+        /// Prefixes of the URLs that tasks may give instead of a file (docs/requests.md#files-by-url). Each prefix has
+        /// a scheme (file, https, http, s3), a host with its port, and a path that ends with "/". A host with a
+        /// private address, such as 10.0.0.5, needs `{ url = "…", private = true }`. With [], tasks may give no URLs.
         allowed_sources: Vec<AllowedSource> = [], read::sources;
-        /// Which messages in the task queue stop a worker: "null_and_type", those of the type control.shutdown
-        /// (`sconce stop`) and those whose body is null; "type", only the former; "none", no message.
+        /// Which messages in the task queue stop a worker. "null_and_type": messages of the type control.shutdown
+        /// (`sconce stop`) and messages whose body is null. "type": only messages of that type. "none": no message.
         sentinels: Sentinels = "null_and_type", read::choice(&Sentinels::ALL);
         /// What a stop signal does with accepted tasks. "hand_back": batches on the device are finished. All other
         /// tasks, running sequences included, are requeued at once, and another worker starts them over (sampled
@@ -190,12 +190,12 @@ section! {
     Fetch {
         /// Largest file.
         max_size: u64 = "256MiB", read::size(FETCHED_SIZE);
-        /// Longest time for one file, from its turn to its last byte. A task whose file is not there by then is tried
-        /// again later.
+        /// Longest time for one file, from the start of its fetch to its last byte. A task whose file has not arrived
+        /// by then is tried again later.
         timeout: Duration = "60s", read::duration(WAIT);
-        /// Most files that a worker fetches at once. A requester has half of these places at most.
+        /// Most files that a worker fetches at once. At most half of them are for one requester.
         at_once: usize = 4, read::whole(1..=64);
-        /// Most bytes of fetched files that a worker holds. A requester may hold half of them.
+        /// Most bytes of fetched files that a worker holds. At most half of them are for one requester.
         memory: u64 = "1GiB", read::size(FETCHED_SIZE);
     }
 }
@@ -282,9 +282,9 @@ section! {
         /// A failure counts as quick if it happens before the worker is ready, or less than this time after.
         quick_failure: Duration = "10s", read::duration(WAIT);
         /// Quick failures in a row after which a slot is given up.
-        max_quick_failures: u32 = 5, read::whole(TIMES);
+        max_quick_failures: u32 = 5, read::whole(REPEATS);
         /// A task is dead-lettered as poison after this many deaths of workers that computed it alone.
-        poison_deaths: u32 = 3, read::whole(TIMES);
+        poison_deaths: u32 = 3, read::whole(REPEATS);
         /// Replace a worker after this many tasks, or "never". One slot at a time.
         recycle_tasks: Option<u64> = "never", read::unless("never", read::whole(1..=i64::MAX as u64));
         /// Replace a worker at this age ("24h"), or "never".
@@ -355,8 +355,8 @@ pub(super) fn outline() -> [(&'static str, Outline); 5] {
 }
 
 impl Settings {
-    /// Reads the settings from the merged layers, in which no setting is missing. None if the report then has
-    /// problems.
+    /// Reads the settings from the merged layers, in which every setting is present. None if the report has problems
+    /// afterwards.
     pub(super) fn read(merged: Value, report: &mut Report) -> Option<Self> {
         let mut root = Reader::open(String::new(), merged, report)?;
         let broker = root.section("broker").and_then(Broker::read);
@@ -375,7 +375,7 @@ impl Settings {
         report.problems.is_empty().then_some(settings)
     }
 
-    /// Task, background and dead-letter queues of all pools: no reply may go there.
+    /// The task, background and dead-letter queues of all pools. No reply may go there.
     pub fn reserved_queues(&self) -> Vec<String> {
         let queues_of = |pool: &Pool| {
             let background = pool.background_queue.clone();
@@ -389,7 +389,7 @@ impl Settings {
 }
 
 impl Broker {
-    /// [`Broker::consumer_timeout`]; none for the embedded queue, which waits without limit.
+    /// [`Broker::consumer_timeout`]. None for the embedded queue, which does not take messages back.
     pub fn delivery_timeout(&self) -> Option<Duration> {
         let embedded = self.url.iter().any(|url| url.expose().starts_with("embedded:"));
         (!embedded).then_some(self.consumer_timeout)
@@ -397,23 +397,24 @@ impl Broker {
 }
 
 impl Retry {
-    /// The delays between attempts.
+    /// The backoff between attempts.
     pub fn backoff(&self) -> Backoff {
-        Backoff { first: self.delay, most: self.delay_max }
+        Backoff { first: self.delay, max: self.delay_max }
     }
 
     /// Longest wait of a task whose reply queue takes nothing, before it is delivered again. Each pool has a retry
     /// queue with this delay. It is long because many thousand tasks of one requester may circulate at once.
     pub const PUT_OFF: Duration = Duration::from_secs(15);
 
-    /// The shortest of the ceilings.
+    /// The shortest of [`Retry::ceilings`].
     pub fn shortest(&self) -> Duration {
         self.ceilings().first().copied().unwrap_or(Self::PUT_OFF)
     }
 
-    /// The ceilings of all delays, without duplicates, ascending: one retry queue each.
+    /// The longest delay before each attempt, and [`Retry::PUT_OFF`]: ascending, without duplicates. Each has a retry
+    /// queue.
     pub fn ceilings(&self) -> Vec<Duration> {
-        let attempts = (1..self.max_attempts).map(|made| self.backoff().ceiling(made));
+        let attempts = (1..self.max_attempts).map(|attempts_made| self.backoff().ceiling(attempts_made));
         let mut ceilings: Vec<_> = attempts.chain([Self::PUT_OFF]).collect();
         ceilings.sort_unstable();
         ceilings.dedup();
@@ -437,7 +438,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// All, with their names in settings.
+    /// All formats, with their names in settings.
     pub const ALL: [(Self, &str); 4] =
         [(Self::F32, "f32"), (Self::Bf16, "bf16"), (Self::F16, "f16"), (Self::Int8, "int8")];
 
@@ -484,7 +485,7 @@ impl Sentinels {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Drain {
-    /// All tasks but those of batches on the device are requeued at once, running sequences included.
+    /// Batches on the device are finished. All other tasks, including running sequences, are requeued at once.
     #[default]
     HandBack,
     /// Accepted tasks are finished, as far as `launcher.shutdown_grace` allows.
@@ -497,13 +498,13 @@ impl Drain {
 
 fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
     let list = root.take("pool")?;
-    let none =
+    let no_pool =
         Problem::new("pool", "expected at least one [[pool]]").with_value(&list).with_origin(origin(&list));
     let report = root.report();
     let list = match list.kind {
         ValueKind::Array(list) if !list.is_empty() => list,
         _ => {
-            report.problems.push(none);
+            report.problems.push(no_pool);
             return None;
         }
     };
@@ -519,14 +520,15 @@ fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
     Some(pools)
 }
 
-fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, of: impl Fn(&Pool) -> &String) {
-    let mut seen = BTreeMap::new();
+/// Refuses each value of `key` that an earlier pool has too.
+fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, value: impl Fn(&Pool) -> &String) {
+    let mut first_uses = BTreeMap::new();
     for (index, pool) in pools.iter().enumerate() {
-        if let Some(first) = seen.get(of(pool)) {
-            let (own, other) = (Setting { pool: index, key }, Setting { pool: *first, key });
-            refuse_shared(report, pools, own, other, of(pool));
+        if let Some(first) = first_uses.get(value(pool)) {
+            let (repeated, first) = (Setting { pool: index, key }, Setting { pool: *first, key });
+            refuse_shared(report, pools, repeated, first, value(pool));
         } else {
-            seen.insert(of(pool), index);
+            first_uses.insert(value(pool), index);
         }
     }
 }
@@ -535,15 +537,15 @@ fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, of: im
 fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
     for (index, pool) in pools.iter().enumerate() {
         let Some(queue) = &pool.background_queue else { continue };
-        let others =
+        let conflict =
             pools.iter().enumerate().filter(|(other, _)| *other != index).find_map(|(other, pool)| {
                 let is_background = other < index && pool.background_queue.as_ref() == Some(queue);
                 let key = if is_background { "background_queue" } else { "task_queue" };
                 (is_background || pool.task_queue == *queue).then_some(Setting { pool: other, key })
             });
-        if let Some(other) = others {
-            let own = Setting { pool: index, key: "background_queue" };
-            refuse_shared(report, pools, own, other, queue);
+        if let Some(other) = conflict {
+            let background = Setting { pool: index, key: "background_queue" };
+            refuse_shared(report, pools, background, other, queue);
         }
     }
 }
@@ -556,9 +558,9 @@ struct Setting {
     key: &'static str,
 }
 
-/// Refuses a value that the settings `own` and `other` of two pools share. The problem names both pools and the origin
-/// of each setting.
-fn refuse_shared(report: &mut Report, pools: &[Pool], own: Setting, other: Setting, value: &str) {
+/// Refuses the value of the setting `refused`, which the setting `other` of another pool has too. The problem names
+/// both pools and the origin of each setting.
+fn refuse_shared(report: &mut Report, pools: &[Pool], refused: Setting, other: Setting, value: &str) {
     let described = |Setting { pool, key }: Setting| {
         let path = format!("pool[{pool}].{key}");
         let name = pools.get(pool).map_or("", |pool| &pool.name);
@@ -566,22 +568,22 @@ fn refuse_shared(report: &mut Report, pools: &[Pool], own: Setting, other: Setti
     };
     let expected = format!(
         "expected a {} of its own for each pool: {} and {} are the same",
-        own.key,
+        refused.key,
         described(other),
-        described(own)
+        described(refused)
     );
-    let problem = Problem::new(format!("pool[{}].{}", own.pool, own.key), expected);
+    let problem = Problem::new(format!("pool[{}].{}", refused.pool, refused.key), expected);
     report.problems.push(problem.with_value(&value.into()));
 }
 
 fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
-    let tasks =
+    let task_queues =
         [("task_queue", Some(&pool.task_queue)), ("background_queue", pool.background_queue.as_ref())];
     for (key, other) in
         [("reply_queue", pool.reply_queue.as_ref()), ("dead_letter_queue", Some(&pool.dead_letter_queue))]
     {
-        for (of_tasks, queue) in tasks.iter().filter(|(_, queue)| queue.is_some() && *queue == other) {
-            let (path, origin) = (reader.path_of(of_tasks), reader.origin_of(of_tasks));
+        for (task_key, queue) in task_queues.iter().filter(|(_, queue)| queue.is_some() && *queue == other) {
+            let (path, origin) = (reader.path_of(task_key), reader.origin_of(task_key));
             let expected =
                 format!("a queue other than {path} ({origin}): its messages would come back as tasks");
             reader.refuse(key, queue.map_or("", String::as_str), expected);
@@ -595,27 +597,27 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
             format!("a queue other than {path} ({origin})"),
         );
     }
-    let (inputs, by) = (pool.batch.max_requests, reader.origin_of("batch.max_requests"));
+    let (max_requests, origin) = (pool.batch.max_requests, reader.origin_of("batch.max_requests"));
     // Only a `max_requests` that the user has set is a contradiction. With the default, a smaller prefetch just limits
     // the worker's batches.
-    if let Some(prefetch) = pool.prefetch.filter(|it| usize::from(*it) < inputs && by != BUILT_IN) {
+    if let Some(prefetch) = pool.prefetch.filter(|it| usize::from(*it) < max_requests && origin != BUILT_IN) {
         let path = reader.path_of("batch.max_requests");
         let expected = format!(
-            "\"auto\" or at least {path} = {inputs} ({by}): with fewer messages in hand, a batch of tasks with \
-             one input each could never fill"
+            "\"auto\" or at least {path} = {max_requests} ({origin}): with fewer messages in hand, a batch of tasks \
+             with one input each could never fill"
         );
         reader.refuse("prefetch", i64::from(prefetch), expected);
     }
 }
 
-fn refuse_half_a_certificate(tls: &Tls, reader: &mut Reader<'_>) {
+fn refuse_certificate_without_key(tls: &Tls, reader: &mut Reader<'_>) {
     let (missing, written) = match (&tls.cert_file, &tls.key_file) {
         (Some(_), None) => ("key_file", "cert_file"),
         (None, Some(_)) => ("cert_file", "key_file"),
         _ => return,
     };
-    let (other, origin) = (reader.path_of(written), reader.origin_of(written));
-    reader.refuse(missing, "", format!("a file, as {other} names one ({origin}): both or neither"));
+    let (written_path, origin) = (reader.path_of(written), reader.origin_of(written));
+    reader.refuse(missing, "", format!("a file, as {written_path} names one ({origin}): both or neither"));
 }
 
 /// Refuses a backoff whose first delay exceeds its ceiling.
@@ -623,13 +625,13 @@ fn refuse_low_ceiling(
     reader: &mut Reader<'_>,
     first_key: &str,
     first: Duration,
-    key: &str,
+    ceiling_key: &str,
     ceiling: Duration,
 ) {
     if first > ceiling {
         let (path, origin) = (reader.path_of(first_key), reader.origin_of(first_key));
         let expected = format!("at least {path} = \"{}\" ({origin})", show_duration(first));
-        reader.refuse(key, show_duration(ceiling), expected);
+        reader.refuse(ceiling_key, show_duration(ceiling), expected);
     }
 }
 

@@ -1,12 +1,12 @@
 //! How values are written: as TOML text, for problems and for the effective settings, and durations and sizes with
-//! their units. Pure. Its callers mask secrets and check ranges.
+//! their units. Does no I/O. Its callers mask secrets and check ranges.
 
 use std::time::Duration;
 
 use ::config::{Value, ValueKind};
 use jiff::fmt::friendly::{Spacing, SpanParser, SpanPrinter};
 
-/// Writes the text as a TOML basic string. JSON's escapes are valid in TOML, which requires DEL to be escaped too.
+/// Writes the text as a TOML basic string. JSON's escapes are valid in TOML. DEL is escaped too, as TOML requires.
 pub(super) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }
@@ -25,7 +25,7 @@ pub(super) fn as_toml(value: &Value) -> String {
     }
 }
 
-/// The text with control characters replaced, so that it stays on its line.
+/// The text with control characters replaced, so that it stays on one line.
 pub(super) fn without_controls(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
@@ -36,7 +36,7 @@ pub(super) const A_DURATION: &str =
 /// The expected form of a size, for problems.
 pub(super) const A_SIZE: &str = "a size with its unit, such as \"100B\", \"512KiB\" or \"16MiB\"";
 
-const SIZES: [(&str, u64); 7] = [
+const SIZE_UNITS: [(&str, u64); 7] = [
     ("GiB", 1 << 30),
     ("MiB", 1 << 20),
     ("KiB", 1 << 10),
@@ -62,16 +62,16 @@ pub(super) fn show_duration(duration: Duration) -> String {
 
 /// Reads a whole number of bytes with its unit; none for anything else. Case does not matter.
 pub(super) fn parse_size(text: &str) -> Option<u64> {
-    let digits = text.find(|c: char| !c.is_ascii_digit())?;
-    let (number, unit) = text.split_at(digits);
+    let digits_end = text.find(|c: char| !c.is_ascii_digit())?;
+    let (number, unit) = text.split_at(digits_end);
     let unit = unit.trim();
-    let (_, bytes) = SIZES.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    let (_, bytes) = SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
     number.parse::<u64>().ok()?.checked_mul(*bytes)
 }
 
 /// Writes a size in the largest unit that leaves a whole number.
 pub(super) fn show_size(bytes: u64) -> String {
-    let fitting = SIZES.iter().find(|(_, unit)| bytes >= *unit && bytes.is_multiple_of(*unit));
+    let fitting = SIZE_UNITS.iter().find(|(_, unit)| bytes >= *unit && bytes.is_multiple_of(*unit));
     match fitting {
         Some((name, unit)) => format!("{}{name}", bytes / unit),
         None => format!("{bytes}B"),

@@ -1,6 +1,6 @@
 //! Computes one batch of a one-pass model, and decides what its failure means. A failed batch is halved until the
-//! failing input is alone. Before that input is blamed, and before the worker takes any work, the probe must pass: if
-//! the probe fails, the device is broken and no task is answered. Owns the network.
+//! failing input is alone. Before that input is blamed, and before the worker takes any work, the probe (a known input)
+//! must pass. If the probe fails, the device is broken and no task is answered. Owns the network.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ pub(super) struct Network<R: Processor, F> {
     network: F,
     /// The probe's inputs; empty if the model has no probe.
     probe: Vec<R::Input>,
-    /// Tokens of the smallest batch that ran out of memory since the last call of `too_large`.
+    /// Tokens of the smallest batch that ran out of memory since the last call of `take_too_large`.
     too_large: Option<usize>,
     pub(super) notices: Notices,
     pub(super) observer: Box<dyn Observer>,
@@ -52,7 +52,8 @@ where
 
     fn compute_probe(&mut self) -> Result<Vec<R::Output>, ProbeError> {
         let inputs: Vec<&R::Input> = self.probe.iter().collect();
-        let outputs = guarded(|| self.network.forward(&inputs)).and_then(|it| counted(it, inputs.len()));
+        let outputs =
+            guarded(|| self.network.forward(&inputs)).and_then(|it| one_per_input(it, inputs.len()));
         Ok(outputs.map_err(ProbeError::failed)?.into_iter().collect::<Result<_, _>>()?)
     }
 
@@ -68,7 +69,7 @@ where
         self.network.is_asynchronous()
     }
 
-    /// Submits `items` to the device. `computing`: the items that the device is still computing.
+    /// Submits `items` to the device. `computing`: the items that the device is already computing.
     pub(super) fn submit(
         &mut self,
         items: &[Item<R>],
@@ -80,7 +81,7 @@ where
     }
 
     pub(super) fn wait(&mut self, pending: F::Pending, inputs: usize) -> Outcome<R> {
-        counted(guarded(|| self.network.wait(pending))?, inputs)
+        one_per_input(guarded(|| self.network.wait(pending))?, inputs)
     }
 
     /// Delivers the outputs of `items`, or finds the input at fault. Fails if the device is broken.
@@ -101,7 +102,7 @@ where
             self.check_device(&error)?;
             let error = TaskError::new(kind, error);
             tracing::warn!(task.id = alone.task().name.id, %error, "the model failed on an input");
-            alone.outputs.passed(began, now() - began, pass);
+            alone.outputs.record_pass(began, now() - began, pass);
             self.notices.deliver(alone, Err(error));
             return Ok(());
         }
@@ -129,18 +130,18 @@ where
         began: Instant,
         pass: Pass,
     ) -> Result<(), String> {
-        // The device may be broken when a model reports its own fault on an input (e.g. a result that is not a
-        // number).
-        let own_fault = |output: &Result<_, TaskError>| {
+        // A model may report its own fault on an input (such as a result that is not a number) because the device is
+        // broken.
+        let model_fault = |output: &Result<_, TaskError>| {
             let error = output.as_ref().err()?;
             error.kind.blames_the_model().then(|| error.message.clone())
         };
-        if let Some(error) = outputs.iter().find_map(own_fault) {
+        if let Some(error) = outputs.iter().find_map(model_fault) {
             self.check_device(&error)?;
         }
         let took = now() - began;
         for (item, output) in items.iter().zip(outputs) {
-            item.outputs.passed(began, took, pass);
+            item.outputs.record_pass(began, took, pass);
             self.notices.deliver(item, output);
         }
         Ok(())
@@ -160,13 +161,13 @@ where
     }
 
     /// Tokens of the smallest batch that ran out of memory since the last call.
-    pub(super) fn too_large(&mut self) -> Option<usize> {
+    pub(super) fn take_too_large(&mut self) -> Option<usize> {
         self.too_large.take()
     }
 }
 
 /// Returns the outputs if there is one for each input.
-fn counted<O>(outputs: Vec<O>, inputs: usize) -> Result<Vec<O>, ForwardError> {
+fn one_per_input<O>(outputs: Vec<O>, inputs: usize) -> Result<Vec<O>, ForwardError> {
     if outputs.len() == inputs {
         return Ok(outputs);
     }

@@ -1,4 +1,4 @@
-//! The loop of models whose sequences join and leave a running batch. Each turn takes in new sequences, ends those that
+//! The loop of models whose sequences join and leave a running batch. Each turn takes new sequences, ends those that
 //! are no longer wanted, admits sequences by the rules in `batching::admit`, and computes one step. Owns the network
 //! and the sequences; their state never leaves this thread. A slow reader of pieces does not delay a step.
 //!
@@ -18,7 +18,7 @@ use super::panics::guarded;
 use super::probe::ProbeError;
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
+use super::{EndedPass, Expect, Notice, Notices, Observer, Pass, TaskState, now};
 use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
 use crate::batching::{Encoding, Group, Policy};
 use crate::model::{
@@ -27,32 +27,32 @@ use crate::model::{
 };
 use crate::protocol::control::TaskName;
 
-/// The most steps of the probe. If its sequence takes more, it counts as one that never ends.
+/// The maximum number of steps of the probe. A sequence that takes more counts as one that never ends.
 const PROBE_STEPS: usize = 10_000;
-/// How often the loop checks waiting sequences for cancellations and passed deadlines. Running ones are checked at each
-/// step. Waiting ones are not, because there may be tens of thousands.
+/// How often the loop checks waiting sequences for cancellations and passed deadlines. Running sequences are checked at
+/// each step; waiting ones are not, because there may be tens of thousands.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The weight of the latest step in the average duration of recent steps.
 const LATEST_STEP_WEIGHT: f64 = 0.02;
-/// How often the launcher is sent what is on the device even if that has not changed. A worker that sends nothing for
-/// long counts as stuck.
+/// How often the tasks on the device are reported to the launcher even if they have not changed. A worker that sends
+/// nothing for long counts as stuck.
 const ANNOUNCE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The queue of sequences that the loop has not taken in yet.
-pub(super) struct Sequences<R: Processor> {
+pub(super) struct SequenceQueue<R: Processor> {
     /// The network's capacity, less what is reserved for the probe.
     capacity: Capacity,
     state: Mutex<State<R>>,
     waker: Waker,
     /// The average duration of recent steps in microseconds. Written by the loop, read to estimate new tasks.
-    step_us: AtomicU64,
+    average_step_us: AtomicU64,
 }
 
 struct State<R: Processor> {
     arrived: Vec<Arrived<R>>,
     /// The group that runs alone.
     isolated: Option<Group>,
-    /// The value of `isolated` that the loop has read.
+    /// The value of `isolated` that the loop has read last.
     known_isolated: Option<Group>,
     /// New bounds that the loop has not read yet.
     policy: Option<Policy>,
@@ -66,12 +66,12 @@ struct Arrived<R: Processor> {
     group: Option<Group>,
 }
 
-impl<R: Processor> Sequences<R> {
+impl<R: Processor> SequenceQueue<R> {
     pub(super) fn new(capacity: Capacity, policy: Policy, waker: Waker) -> Self {
         let (arrived, policy) = (Vec::new(), Some(policy));
         let (isolated, known_isolated, is_asleep, is_closed) = (None, None, false, false);
         let state = State { arrived, isolated, known_isolated, policy, is_asleep, is_closed };
-        Self { capacity, state: Mutex::new(state), waker, step_us: AtomicU64::new(0) }
+        Self { capacity, state: Mutex::new(state), waker, average_step_us: AtomicU64::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<R>> {
@@ -97,7 +97,7 @@ impl<R: Processor> Sequences<R> {
     }
 }
 
-impl<R: Processor> Queue<R> for Sequences<R> {
+impl<R: Processor> Queue<R> for SequenceQueue<R> {
     fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>) {
         self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
     }
@@ -115,11 +115,11 @@ impl<R: Processor> Queue<R> for Sequences<R> {
 
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
         let Capacity { tokens, context, .. } = self.capacity;
-        let most = context.min(tokens);
+        let max_tokens = context.min(tokens);
         for SizedInput { encode_tokens, tokens: prompt, answer_tokens: answer, .. } in inputs {
-            if prompt_tokens(*encode_tokens, *prompt).saturating_add(*answer) > most {
+            if prompt_tokens(*encode_tokens, *prompt).saturating_add(*answer) > max_tokens {
                 let message = format!(
-                    "the prompt has {prompt} tokens and the answer may have {answer}; this model holds {most} of \
+                    "the prompt has {prompt} tokens and the answer may have {answer}; this model holds {max_tokens} of \
                      both together"
                 );
                 return Err(TaskError::new(TaskErrorKind::BadInput, message));
@@ -128,15 +128,15 @@ impl<R: Processor> Queue<R> for Sequences<R> {
         Ok(())
     }
 
-    /// Assumes that the task's sequences run in rounds, each of as many as can run at once, and that steps take as long
-    /// as on average, because other sequences fill them.
+    /// Assumes that the task's sequences run in rounds, each with the maximum number of sequences, and that steps have
+    /// the average duration, because sequences of other tasks fill them.
     fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
         let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
         let steps =
             |input: &SizedInput<R::Input>| usize::from(input.encode_tokens > 0) + 1 + input.answer_tokens;
         let longest = inputs.iter().map(steps).max()?;
         let steps = u64::try_from(rounds * longest).ok()?;
-        Some(Duration::from_micros(self.step_us.load(Ordering::Relaxed).saturating_mul(steps)))
+        Some(Duration::from_micros(self.average_step_us.load(Ordering::Relaxed).saturating_mul(steps)))
     }
 
     fn depth(&self) -> usize {
@@ -152,12 +152,12 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     }
 }
 
-/// Tokens of a prompt as the scheduler counts them. A sequence that has neither a window nor a prompt is fed one token.
+/// The prompt tokens as the scheduler counts them. A sequence without a window and a prompt is fed one token.
 fn prompt_tokens(encode_tokens: usize, tokens: usize) -> usize {
     if encode_tokens > 0 { tokens } else { tokens.max(1) }
 }
 
-/// The probe: a task that the model must be able to answer, preprocessed.
+/// The probe: a preprocessed task that the model must be able to answer.
 pub(super) struct Probe<R: Processor> {
     context: R::Context,
     input: SizedInput<R::Input>,
@@ -182,9 +182,9 @@ impl<R: Processor> Probe<R> {
     }
 
     /// `capacity` less the probe's tokens. When a sequence fails, the probe runs in its slot, and needs room there.
-    pub(super) fn beside(&self, capacity: Capacity) -> Capacity {
-        let kept = self.input.tokens + self.input.answer_tokens;
-        Capacity { tokens: capacity.tokens.saturating_sub(kept), ..capacity }
+    pub(super) fn subtract_from(&self, capacity: Capacity) -> Capacity {
+        let tokens = self.input.tokens + self.input.answer_tokens;
+        Capacity { tokens: capacity.tokens.saturating_sub(tokens), ..capacity }
     }
 }
 
@@ -213,14 +213,14 @@ struct Sequence<R: Processor> {
     item: Item<R>,
     /// None while it waits.
     slot: Option<Slot>,
-    /// Pieces given in this run.
+    /// The number of pieces that the model has given since the sequence was last admitted.
     given: usize,
-    /// Pieces that the job received before this sequence was preempted. They are computed again, and not delivered
-    /// twice.
+    /// The number of pieces that the job received before this sequence was preempted. The model gives them again, but
+    /// they are not delivered twice.
     delivered: usize,
 }
 
-/// What becomes of a sequence whose output is no longer wanted.
+/// How a sequence whose output is no longer wanted ends.
 enum Unwanted {
     /// It is dropped: the task is withdrawn or done, or its job was dropped.
     Dropped,
@@ -229,33 +229,35 @@ enum Unwanted {
 }
 
 impl<R: Processor> Sequence<R> {
-    /// What becomes of the sequence if its output is no longer wanted; none if it is wanted.
+    /// How the sequence ends if its output is no longer wanted; none if it is wanted.
     fn unwanted(&self, time: Instant) -> Option<Unwanted> {
-        let task = self.item.task();
-        let is_over = self.item.outputs.is_over();
-        if is_over { Some(Unwanted::Dropped) } else { task.unwanted(time).map(Unwanted::Failed) }
+        if self.item.outputs.is_over() {
+            return Some(Unwanted::Dropped);
+        }
+        self.item.task().unwanted(time).map(Unwanted::Failed)
     }
 }
 
 /// Identifies a sequence to the scheduler.
 type Key = u64;
 
+/// The rows of a step with their results.
 type Results<G> =
     Vec<(Row<Key>, Result<Advance<<G as Generate>::Piece, <G as Generate>::Output>, TaskError>)>;
 
 pub(super) struct Continuous<R: Processor, G: Generate> {
     network: G,
-    queue: Arc<Sequences<R>>,
+    queue: Arc<SequenceQueue<R>>,
     /// The model's defaults for encoding windows.
     encoding: Encoding,
     scheduler: Scheduler<Key>,
-    /// How many tokens of a step fit in the device's memory.
+    /// Decides how many tokens of a step fit in the device's memory.
     sizing: Sizing,
-    /// How many windows fit when they are encoded together.
+    /// Decides how many windows fit when they are encoded together.
     encode_sizing: Sizing,
     pace: PromptPace,
     sequences: BTreeMap<Key, Sequence<R>>,
-    /// The key of the latest sequence.
+    /// The key of the newest sequence.
     last_key: Key,
     /// The probe; none if the model has none.
     probe: Option<SizedInput<R::Input>>,
@@ -263,8 +265,8 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     computed: Option<ComputedStep<G>>,
     /// The number of steps so far.
     steps: u64,
-    /// The average of recent steps in microseconds.
-    average_us: f64,
+    /// The average duration of recent steps in microseconds.
+    average_step_us: f64,
     /// The sequences on the device, as last reported to the launcher.
     announced: Vec<Key>,
     announced_at: Instant,
@@ -286,7 +288,8 @@ struct ComputedStep<G: Generate> {
     is_decoding: bool,
     outcome: Result<model::Advances<G>, ForwardError>,
     began: Instant,
-    wall: SystemTime,
+    /// The same time by the wall clock, for spans.
+    began_wall: SystemTime,
 }
 
 impl<R, G> Continuous<R, G>
@@ -296,7 +299,7 @@ where
 {
     pub(super) fn new(
         network: G,
-        queue: Arc<Sequences<R>>,
+        queue: Arc<SequenceQueue<R>>,
         observer: Box<dyn Observer>,
         notices: Notices,
     ) -> Self {
@@ -315,7 +318,7 @@ where
             probe: None,
             computed: None,
             steps: 0,
-            average_us: 0.0,
+            average_step_us: 0.0,
             announced: Vec::new(),
             announced_at: now(),
             checked_at: now(),
@@ -373,8 +376,8 @@ where
         });
     }
 
-    /// Takes in new sequences and settings. Returns the group that runs alone, if one does.
-    fn take_in(&mut self) -> Option<Group> {
+    /// Takes new sequences and settings from the queue. Returns the group that runs alone, if one does.
+    fn take_arrivals(&mut self) -> Option<Group> {
         let queue = self.queue.clone();
         let mut state = queue.lock();
         state.is_asleep = false;
@@ -388,7 +391,7 @@ where
         let time = now();
         for Arrived { item, group } in arrived {
             let request = Request {
-                encodes: item.encode_tokens > 0,
+                has_window: item.encode_tokens > 0,
                 prompt: prompt_tokens(item.encode_tokens, item.tokens),
                 answer: item.answer_tokens,
                 priority: item.task().priority,
@@ -403,21 +406,21 @@ where
         isolated
     }
 
-    /// Ends the sequences that are cancelled, expired or withdrawn: running ones each time, waiting ones every
-    /// [`CHECK_INTERVAL`], or if none runs.
+    /// Ends the sequences that are cancelled, expired or withdrawn. Checks running ones each time, and waiting ones
+    /// every [`CHECK_INTERVAL`] or if no sequence runs.
     fn end_unwanted(&mut self) {
         let time = now();
         let checks_all =
             time >= self.checked_at + CHECK_INTERVAL || self.scheduler.running().next().is_none();
         let is_unwanted = |key: &Key| self.sequences.get(key).is_some_and(|it| it.unwanted(time).is_some());
-        let ended: Vec<Key> = if checks_all {
+        let unwanted: Vec<Key> = if checks_all {
             self.checked_at = time;
             let unwanted = self.sequences.iter().filter(|(_, it)| it.unwanted(time).is_some());
             unwanted.map(|(key, _)| *key).collect()
         } else {
             self.scheduler.running().filter(is_unwanted).collect()
         };
-        for key in ended {
+        for key in unwanted {
             self.end_if_unwanted(key, time);
         }
     }
@@ -436,7 +439,7 @@ where
 
     /// Removes a sequence, and frees its slot.
     fn remove(&mut self, key: Key) -> Option<Item<R>> {
-        self.scheduler.leave(key, now());
+        self.scheduler.remove(key, now());
         let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
         if let Some(slot) = slot {
             self.network.close(slot);
@@ -453,7 +456,7 @@ where
         for change in self.scheduler.admit(isolated, time) {
             match change {
                 Change::Preempted { key, slot } => self.suspend(key, Slot(slot)),
-                // It may have been cancelled since the waiting ones were last checked.
+                // It may have been cancelled since the waiting sequences were last checked.
                 Change::Admitted { key, .. } if self.end_if_unwanted(key, time) => {}
                 Change::Admitted { key, slot } => self.open(key, Slot(slot))?,
             }
@@ -461,7 +464,7 @@ where
         Ok(())
     }
 
-    /// Puts a preempted sequence back to waiting. Its job keeps the pieces that it has given; they are not delivered
+    /// Makes a preempted sequence wait again. Its job keeps the pieces that were delivered, which are not delivered
     /// twice.
     fn suspend(&mut self, key: Key, slot: Slot) {
         self.network.close(slot);
@@ -495,13 +498,13 @@ where
             }
         };
         let Some(item) = self.remove(key) else { return Ok(()) };
-        self.check_own_fault(slot.0, &error)?;
+        self.check_after_model_fault(slot.0, &error)?;
         self.notices.deliver(&item, Err(error));
         Ok(())
     }
 
     /// If the error of an input is the model's own fault, checks the device. `slot` is free.
-    fn check_own_fault(&mut self, slot: usize, error: &TaskError) -> Result<(), String> {
+    fn check_after_model_fault(&mut self, slot: usize, error: &TaskError) -> Result<(), String> {
         if error.kind.blames_the_model() { self.check_device(slot, &error.message) } else { Ok(()) }
     }
 
@@ -513,21 +516,21 @@ where
         if rows.is_empty() {
             return false;
         }
-        // Reported to the launcher when the step has other sequences than the last one, and every `ANNOUNCE_INTERVAL`.
+        // Reported to the launcher if the sequences differ from those of the last step, and every `ANNOUNCE_INTERVAL`.
         let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
-        let (began, wall) = (now(), SystemTime::now());
+        let (began, began_wall) = (now(), SystemTime::now());
         if keys != self.announced || began >= self.announced_at + ANNOUNCE_INTERVAL {
             self.announce(&keys);
         }
         let outcome = self.compute(&rows);
-        self.computed = Some(ComputedStep { rows, is_decoding, outcome, began, wall });
+        self.computed = Some(ComputedStep { rows, is_decoding, outcome, began, began_wall });
         true
     }
 
     fn compute(&mut self, rows: &[Row<Key>]) -> Result<model::Advances<G>, ForwardError> {
-        let steps: Vec<model::Row> =
+        let model_rows: Vec<model::Row> =
             rows.iter().map(|row| model::Row { slot: Slot(row.slot), feed: row.feed }).collect();
-        let results = guarded(|| self.network.step(&steps))?;
+        let results = guarded(|| self.network.step(&model_rows))?;
         if results.len() == rows.len() {
             return Ok(results);
         }
@@ -535,15 +538,16 @@ where
         Err(ForwardError::Failed(format!("the model returned {found} results for {wanted} rows")))
     }
 
+    /// Reports to the launcher the tasks of the sequences that will be on the device.
     fn announce(&mut self, keys: &[Key]) {
         let names = keys.iter().filter_map(|key| Some(self.sequences.get(key)?.item.task().name.clone()));
-        let mut each: Vec<TaskName> = Vec::with_capacity(keys.len());
+        let mut tasks: Vec<TaskName> = Vec::with_capacity(keys.len());
         for name in names {
-            if !each.contains(&name) {
-                each.push(name);
+            if !tasks.contains(&name) {
+                tasks.push(name);
             }
         }
-        self.observer.on_device(each);
+        self.observer.on_device(tasks);
         (self.announced, self.announced_at) = (keys.to_vec(), now());
     }
 
@@ -552,52 +556,59 @@ where
     /// # Errors
     /// The device has failed.
     fn settle(&mut self, step: ComputedStep<G>) -> Result<(), String> {
-        let ComputedStep { rows, is_decoding, outcome, began, wall } = step;
+        let ComputedStep { rows, is_decoding, outcome, began, began_wall } = step;
         self.steps += 1;
         let is_encoding = is_encoding(&rows);
-        let tokens = rows.iter().map(|row| self.tokens(row)).sum();
+        let tokens = rows.iter().map(|row| self.tokens_of(row)).sum();
         let pass = Pass { number: self.steps, size: rows.len(), tokens };
-        // A row of one token is not counted as a prompt, because the rows of answers have one token.
-        let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
-        let tasks = self.tasks(&rows);
+        // A row of one token does not count as a prompt, because the rows of answers have one token.
+        let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|tokens| *tokens > 1).sum();
+        let tasks = self.tasks_of(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, began, pass, &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
         let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
-        self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, reserved, fault });
+        self.observer.pass_ended(&EndedPass {
+            began: began_wall,
+            took,
+            pass,
+            tasks: &tasks,
+            reserved,
+            fault,
+        });
         self.learn_step_time(took);
         if is_encoding {
-            self.pace.encoded(took);
-            if let Some(most) = self.encode_sizing.learn(too_large) {
-                self.scheduler.limit_windows(most);
+            self.pace.add_encode_time(took);
+            if let Some(max_windows) = self.encode_sizing.learn(too_large) {
+                self.scheduler.limit_windows(max_windows);
             }
         } else {
             self.pace.learn(is_decoding, prompt_tokens, took);
-            if let Some(most) = self.sizing.learn(too_large) {
-                self.scheduler.limit_step(most);
+            if let Some(max_tokens) = self.sizing.learn(too_large) {
+                self.scheduler.limit_step(max_tokens);
             }
         }
         settled
     }
 
-    /// Tokens that a row computes.
-    fn tokens(&self, row: &Row<Key>) -> usize {
+    /// The number of tokens that a row computes.
+    fn tokens_of(&self, row: &Row<Key>) -> usize {
         match row.feed {
             Feed::Tokens(tokens) => tokens,
             Feed::Encode => self.sequences.get(&row.key).map_or(0, |it| it.item.encode_tokens),
         }
     }
 
-    /// Updates the average duration of a step. It starts at 0, so that the first steps, which often have long prompts,
-    /// count little.
+    /// Updates the average duration of a step. The average starts at 0, so that the first steps, which often have long
+    /// prompts, count little.
     fn learn_step_time(&mut self, took: Duration) {
-        self.average_us += LATEST_STEP_WEIGHT * (took.as_micros() as f64 - self.average_us);
-        self.queue.step_us.store(self.average_us as u64, Ordering::Relaxed);
+        self.average_step_us += LATEST_STEP_WEIGHT * (took.as_micros() as f64 - self.average_step_us);
+        self.queue.average_step_us.store(self.average_step_us as u64, Ordering::Relaxed);
     }
 
     /// Delivers the results of these rows, or repeats a failed step with halves of them until the failing row is alone.
-    /// `too_large` becomes the size, in tokens or windows, of the smallest step larger than 1 that ran out of memory.
+    /// Sets `too_large` to the size (in tokens or windows, greater than 1) of the smallest step that ran out of memory.
     fn settle_rows(
         &mut self,
         rows: Vec<Row<Key>>,
@@ -612,18 +623,18 @@ where
             Err(ForwardError::OutOfMemory(error)) => (TaskErrorKind::OutOfMemory, error),
             Err(ForwardError::Failed(error)) => (TaskErrorKind::Fault, error),
         };
-        let no_memory = kind == TaskErrorKind::OutOfMemory;
+        let is_out_of_memory = kind == TaskErrorKind::OutOfMemory;
         let size = match is_encoding(&rows) {
             true => rows.len(),
             false => rows.iter().map(|row| row.feed.tokens()).sum(),
         };
-        if no_memory && size > 1 {
+        if is_out_of_memory && size > 1 {
             *too_large = Some(too_large.map_or(size, |smallest| smallest.min(size)));
         }
         if let [alone] = rows[..] {
             let tokens = alone.feed.tokens();
-            if no_memory && tokens > 1 {
-                // The sequence's next steps feed the rest.
+            if is_out_of_memory && tokens > 1 {
+                // The next steps of the sequence feed the other half.
                 let half = vec![Row { feed: Feed::Tokens(tokens / 2), ..alone }];
                 let outcome = self.compute(&half);
                 return self.settle_rows(half, outcome, began, pass, too_large);
@@ -632,7 +643,7 @@ where
             self.check_device(alone.slot, &error)?;
             let error = TaskError::new(kind, error);
             tracing::warn!(task.id = item.task().name.id, %error, "the model failed on a sequence");
-            item.outputs.passed(began, now() - began, pass);
+            item.outputs.record_pass(began, now() - began, pass);
             self.notices.deliver(&item, Err(error));
             return Ok(());
         }
@@ -649,18 +660,19 @@ where
         Ok(())
     }
 
+    /// Delivers the results of rows, and ends the sequences that are done. Fails if the device is broken.
     fn advance(&mut self, results: Results<G>, began: Instant, pass: Pass) -> Result<(), String> {
         let time = now();
         for (row, result) in results {
             self.scheduler.advance(&row);
             let Some(sequence) = self.sequences.get_mut(&row.key) else { continue };
             let (outputs, index) = (&sequence.item.outputs, sequence.item.index);
-            outputs.passed(began, time - began, pass);
+            outputs.record_pass(began, time - began, pass);
             let (piece, output) = match result {
                 Ok(Advance::Fed) => (None, None),
                 Ok(Advance::More(piece)) => (Some(piece), None),
                 Ok(Advance::Again) => {
-                    self.scheduler.begin_again(row.slot);
+                    self.scheduler.restart(row.slot);
                     (None, None)
                 }
                 Ok(Advance::Done(piece, output)) => (piece, Some(Ok(output))),
@@ -669,23 +681,24 @@ where
             if let Some(piece) = piece {
                 sequence.given += 1;
                 if sequence.given > sequence.delivered {
-                    outputs.piece(index, piece, time);
+                    outputs.record_piece(index, piece, time);
                 }
             }
             let Some(output) = output else { continue };
             let Some(item) = self.remove(row.key) else { continue };
             if let Err(error) = &output {
-                self.check_own_fault(row.slot, error)?;
+                self.check_after_model_fault(row.slot, error)?;
             }
             self.notices.deliver(&item, output);
         }
         Ok(())
     }
 
-    fn tasks(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
-        let of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
+    /// The tasks of these rows, each listed once.
+    fn tasks_of(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
+        let task_of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
         let mut tasks: Vec<Arc<TaskState>> = Vec::with_capacity(rows.len());
-        for task in rows.iter().filter_map(of) {
+        for task in rows.iter().filter_map(task_of) {
             if !tasks.iter().any(|it| Arc::ptr_eq(it, &task)) {
                 tasks.push(task);
             }
@@ -707,7 +720,7 @@ where
             }
             self.notices.send_done();
         }
-        let isolated = self.take_in();
+        let isolated = self.take_arrivals();
         self.end_unwanted();
         if let Err(fault) = self.admit(isolated) {
             self.notices.send(Notice::Fault(fault));
@@ -721,7 +734,7 @@ where
         if !self.announced.is_empty() {
             self.announced.clear();
             self.observer.mark_idle();
-            self.idle.since(time);
+            self.idle.begin(time);
         }
         if self.queue.lock().is_closed {
             return Next::End;

@@ -1,6 +1,6 @@
-//! One task in the engine. The worker holds the [`Job`], with what the reply is written from ([`Reply`]). The loop
-//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A
-//! [`FurtherInputs`] makes further items of a task whose inputs are made on demand.
+//! One task in the engine. The worker holds the [`Job`] and the data from which the reply is written ([`Reply`]). The
+//! loop holds the inputs ([`Item`]s). Both share an [`Outputs`], which the loop writes and the job reads. If inputs are
+//! made on demand, a [`FurtherInputs`] makes the later ones.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
 
-use super::memory::Held;
-use super::reply::{BRIEF_PARTS, PIECES_AT_ONCE, Reply};
+use super::memory::Reservation;
+use super::reply::{BRIEF_PARTS, MAX_PIECES, Reply};
 use super::{
     Completion, Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Unwritten, now,
 };
@@ -32,8 +32,8 @@ pub(super) struct Item<R: Processor> {
     /// Index of the input within its task.
     pub(super) index: usize,
     pub(super) outputs: Arc<Outputs<R>>,
-    /// Holds the memory of the slice to which the input belongs.
-    _held: Option<Arc<Held>>,
+    /// Reserves the memory of the slice to which the input belongs.
+    _memory: Option<Arc<Reservation>>,
 }
 
 impl<R: Processor> Item<R> {
@@ -42,10 +42,10 @@ impl<R: Processor> Item<R> {
     }
 }
 
-/// The most inputs and tokens of one task that may wait for the model. While as many wait, no more of its inputs are
-/// prepared.
+/// The number of inputs and tokens of one task that may wait for the model. While that many wait, no more of its inputs
+/// are prepared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ahead {
+pub(super) struct Lookahead {
     pub(super) inputs: usize,
     pub(super) tokens: usize,
 }
@@ -71,19 +71,20 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
     fn depth(&self) -> usize;
     /// As [`Engine::sequences`](super::Engine::sequences).
     fn sequences(&self) -> Option<usize>;
-    /// How much of a task may wait for the model. The default is as many inputs as run at once, and one more that joins
-    /// as soon as another leaves.
-    fn ahead(&self) -> Ahead {
-        Ahead { inputs: self.sequences().unwrap_or_default() + 1, tokens: usize::MAX }
+    /// How much of a task may wait for the model. The default is the number of inputs that run at once, plus one that
+    /// joins as soon as another leaves.
+    fn lookahead(&self) -> Lookahead {
+        Lookahead { inputs: self.sequences().unwrap_or_default() + 1, tokens: usize::MAX }
     }
-    /// Called when nothing will be enqueued any more: the loop may end.
+    /// Called when nothing more will be enqueued. The loop may then end.
     fn close(&self);
 }
 
-/// The worker's end of an engine: the processor and the queue to the loop. Dropping it closes the queue.
-pub(super) struct Handle<R: Processor>(Arc<Model<R>>);
+/// The engine as the worker holds it: the processor and the queue to the loop. Dropping it closes the queue.
+pub(super) struct Handle<R: Processor>(Arc<EngineParts<R>>);
 
-struct Model<R: Processor> {
+/// The parts of an engine that jobs use.
+struct EngineParts<R: Processor> {
     processor: R,
     queue: Arc<dyn Queue<R>>,
     memory: Arc<Memory>,
@@ -91,7 +92,7 @@ struct Model<R: Processor> {
 
 impl<R: Processor> Handle<R> {
     pub(super) fn new(processor: R, queue: Arc<dyn Queue<R>>, memory: Arc<Memory>) -> Self {
-        Self(Arc::new(Model { processor, queue, memory }))
+        Self(Arc::new(EngineParts { processor, queue, memory }))
     }
 }
 
@@ -101,39 +102,39 @@ impl<R: Processor> Drop for Handle<R> {
     }
 }
 
-impl<R: Processor> Model<R> {
-    /// Checks prepared inputs, and counts their memory.
-    fn slice(
+impl<R: Processor> EngineParts<R> {
+    /// Checks prepared inputs, and counts their memory. `further`: the source of the inputs after these.
+    fn checked_slice(
         &self,
         inputs: Vec<SizedInput<R::Input>>,
-        slices: Option<Slices<R::Input>>,
+        further: Option<Slices<R::Input>>,
     ) -> Result<Slice<R>, TaskError> {
         self.queue.check(&inputs)?;
-        let held = self.memory.slice(inputs.iter().map(|sized| self.processor.bytes(&sized.input)).sum());
-        Ok(Slice { inputs, held, rest: slices })
+        let bytes = inputs.iter().map(|sized| self.processor.bytes(&sized.input)).sum();
+        Ok(Slice { inputs, memory: self.memory.reserve_slice(bytes), further })
     }
 
     /// Makes the first inputs of a task, unless that takes long.
-    fn first(&self, inputs: Inputs<R::Input>) -> Result<First<R>, TaskError> {
+    fn first_slice(&self, inputs: Inputs<R::Input>) -> Result<FirstSlice<R>, TaskError> {
         Ok(match inputs {
-            Inputs::All(inputs) => First::Made(self.slice(inputs, None)?),
-            Inputs::Slices(slices) => First::Made(self.next(slices)?),
-            Inputs::Later(later) => First::Later(later),
+            Inputs::All(inputs) => FirstSlice::Made(self.checked_slice(inputs, None)?),
+            Inputs::Slices(slices) => FirstSlice::Made(self.next_slice(slices)?),
+            Inputs::Later(later) => FirstSlice::Later(later),
         })
     }
 
     /// Makes the next slice.
-    fn next(&self, mut slices: Slices<R::Input>) -> Result<Slice<R>, TaskError> {
+    fn next_slice(&self, mut slices: Slices<R::Input>) -> Result<Slice<R>, TaskError> {
         match slices.next().transpose()? {
-            None => self.slice(Vec::new(), None),
+            None => self.checked_slice(Vec::new(), None),
             Some(inputs) => {
                 let is_last = slices.size_hint().1 == Some(0);
-                self.slice(inputs, (!is_last).then_some(slices))
+                self.checked_slice(inputs, (!is_last).then_some(slices))
             }
         }
     }
 
-    /// Hands a slice to the model thread, and returns what makes the next one.
+    /// Hands a slice to the model thread, and returns the source of the next one.
     fn enqueue(
         &self,
         slice: Slice<R>,
@@ -141,26 +142,26 @@ impl<R: Processor> Model<R> {
         group: Option<Group>,
     ) -> Option<Slices<R::Input>> {
         let sizes = slice.sizes();
-        let Slice { inputs, held, rest } = slice;
-        let first = outputs.grow(sizes, rest.is_some());
+        let Slice { inputs, memory, further } = slice;
+        let first_index = outputs.grow(sizes, further.is_some());
         let item = |(index, sized): (usize, SizedInput<R::Input>)| {
             let SizedInput { input, encode_tokens, tokens, answer_tokens } = sized;
-            let (outputs, _held) = (outputs.clone(), held.clone());
-            Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _held }
+            let (outputs, _memory) = (outputs.clone(), memory.clone());
+            Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _memory }
         };
         if !inputs.is_empty() {
-            self.queue.enqueue((first..).zip(inputs).map(item).collect(), group);
+            self.queue.enqueue((first_index..).zip(inputs).map(item).collect(), group);
         }
-        rest
+        further
     }
 }
 
 /// Inputs of a task that were made together.
 struct Slice<R: Processor> {
     inputs: Vec<SizedInput<R::Input>>,
-    held: Option<Arc<Held>>,
-    /// The source of the inputs after these; none: there are none.
-    rest: Option<Slices<R::Input>>,
+    memory: Option<Arc<Reservation>>,
+    /// The source of the inputs after these, if there are any.
+    further: Option<Slices<R::Input>>,
 }
 
 impl<R: Processor> Slice<R> {
@@ -176,13 +177,13 @@ impl<R: Processor> super::Engine for Handle<R> {
     }
 
     fn preprocess(&self, message: &Message, files: &Files) -> Result<Box<dyn Job>, TaskError> {
-        let model = self.0.clone();
-        let (context, inputs) = model.processor.preprocess_with(message, files)?;
-        let first = model.first(inputs)?;
-        let streaming = model.processor.streaming(&context);
-        let are_parts_brief = streaming != Streaming::Off && model.processor.are_parts_brief(&context);
+        let engine = self.0.clone();
+        let (context, inputs) = engine.processor.preprocess_with(message, files)?;
+        let first = engine.first_slice(inputs)?;
+        let streaming = engine.processor.streaming(&context);
+        let are_parts_brief = streaming != Streaming::Off && engine.processor.are_parts_brief(&context);
         let reply = Arc::new(Mutex::new(Reply::new(context)));
-        Ok(Box::new(Task { model, reply, streaming, are_parts_brief, first, outputs: None, feed: None }))
+        Ok(Box::new(Task { engine, reply, streaming, are_parts_brief, first, outputs: None, further: None }))
     }
 
     fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
@@ -218,6 +219,7 @@ impl<R: Processor> super::Engine for Handle<R> {
     }
 }
 
+/// The number of some inputs, and of their tokens.
 #[derive(Clone, Copy, Default)]
 struct Sizes {
     inputs: usize,
@@ -225,42 +227,42 @@ struct Sizes {
 }
 
 /// The first inputs of a task, until they are enqueued.
-enum First<R: Processor> {
-    /// They are still to be made.
+enum FirstSlice<R: Processor> {
+    /// They must still be made.
     Later(Later<R::Input>),
     Made(Slice<R>),
     Enqueued,
 }
 
 struct Task<R: Processor> {
-    model: Arc<Model<R>>,
+    engine: Arc<EngineParts<R>>,
     /// Locked by whoever writes parts of the reply, on the worker's thread or on a reply thread, and by the job between
-    /// two writes. They never contend, because the worker waits until parts are written. Never locked by the model
-    /// thread.
+    /// two writes. They never contend, because the worker waits until parts are written. The model thread never locks
+    /// it.
     reply: Arc<Mutex<Reply<R>>>,
     streaming: Streaming,
     are_parts_brief: bool,
-    first: First<R>,
+    first: FirstSlice<R>,
     /// None until the job is enqueued.
     outputs: Option<WantedOutputs<R>>,
-    /// None if all inputs were in the first slice.
-    feed: Option<Arc<FurtherInputs<R>>>,
+    /// None if all inputs are in the first slice.
+    further: Option<Arc<FurtherInputs<R>>>,
 }
 
 /// Makes the further inputs of a task.
 struct FurtherInputs<R: Processor> {
-    model: Arc<Model<R>>,
+    engine: Arc<EngineParts<R>>,
     outputs: Arc<Outputs<R>>,
     group: Option<Group>,
-    /// None: all are made, or one failed. Locked while a slice is made; the worker requests one at a time.
-    rest: Mutex<Option<Slices<R::Input>>>,
+    /// None: all slices are made, or one failed. Locked while a slice is made; the worker requests one at a time.
+    slices: Mutex<Option<Slices<R::Input>>>,
 }
 
 impl<R: Processor> InputSource for FurtherInputs<R> {
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool> {
         // Registered before the state is read, so that a change after the read wakes this task.
-        self.outputs.feed_waker.register(context.waker());
-        self.outputs.wants(self.model.queue.ahead())
+        self.outputs.source_waker.register(context.waker());
+        self.outputs.poll_wanted(self.engine.queue.lookahead())
     }
 
     fn pull(&self) -> Result<(), TaskError> {
@@ -271,9 +273,9 @@ impl<R: Processor> InputSource for FurtherInputs<R> {
         if let Some(error) = task.unwanted(now()) {
             return Err(error);
         }
-        let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(slices) = rest.take() {
-            *rest = self.model.enqueue(self.model.next(slices)?, &self.outputs, self.group);
+        let mut further = locked(&self.slices);
+        if let Some(slices) = further.take() {
+            *further = self.engine.enqueue(self.engine.next_slice(slices)?, &self.outputs, self.group);
         }
         Ok(())
     }
@@ -302,18 +304,18 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn estimate(&self) -> Option<Duration> {
-        let First::Made(first) = &self.first else { return None };
-        self.model.queue.estimate(&first.inputs)
+        let FirstSlice::Made(first) = &self.first else { return None };
+        self.engine.queue.estimate(&first.inputs)
     }
 
     fn takes_long(&self) -> bool {
-        matches!(self.first, First::Later(_))
+        matches!(self.first, FirstSlice::Later(_))
     }
 
     fn make(&mut self) -> Result<(), TaskError> {
         loop {
-            match mem::replace(&mut self.first, First::Enqueued) {
-                First::Later(later) => self.first = self.model.first(later()?)?,
+            match mem::replace(&mut self.first, FirstSlice::Enqueued) {
+                FirstSlice::Later(later) => self.first = self.engine.first_slice(later()?)?,
                 first => {
                     self.first = first;
                     return Ok(());
@@ -323,17 +325,17 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn enqueue(&mut self, task: Arc<TaskState>, group: Option<Group>) {
-        let First::Made(first) = mem::replace(&mut self.first, First::Enqueued) else { return };
+        let FirstSlice::Made(first) = mem::replace(&mut self.first, FirstSlice::Enqueued) else { return };
         let outputs = Arc::new(Outputs::new(task, self.streaming));
         self.outputs = Some(WantedOutputs(outputs.clone()));
-        if let Some(rest) = self.model.enqueue(first, &outputs, group) {
-            let (model, rest) = (self.model.clone(), Mutex::new(Some(rest)));
-            self.feed = Some(Arc::new(FurtherInputs { model, outputs, group, rest }));
+        if let Some(slices) = self.engine.enqueue(first, &outputs, group) {
+            let (engine, slices) = (self.engine.clone(), Mutex::new(Some(slices)));
+            self.further = Some(Arc::new(FurtherInputs { engine, outputs, group, slices }));
         }
     }
 
     fn source(&self) -> Option<Arc<dyn InputSource>> {
-        self.feed.clone().map(|feed| feed as Arc<dyn InputSource>)
+        self.further.clone().map(|further| further as Arc<dyn InputSource>)
     }
 
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent> {
@@ -371,35 +373,35 @@ impl<R: Processor> Job for Task<R> {
         }
         let is_brief = self.are_parts_brief && reply.has_at_most(BRIEF_PARTS);
         drop(reply);
-        let (model, reply, task) = (self.model.clone(), self.reply.clone(), outputs.task.clone());
-        let write = Box::new(move || locked(&reply).write_parts(&model.processor, &task.name.id));
+        let (engine, reply, task) = (self.engine.clone(), self.reply.clone(), outputs.task.clone());
+        let write = Box::new(move || locked(&reply).write_parts(&engine.processor, &task.name.id));
         Some(Unwritten { write, is_brief })
     }
 
     fn finish(self: Box<Self>) -> Result<Body, TaskError> {
-        let Self { model, reply, outputs, .. } = *self;
+        let Self { engine, reply, outputs, .. } = *self;
         let Some(WantedOutputs(outputs)) = &outputs else {
             return Err(TaskError::internal("the task was never enqueued"));
         };
         let outputs = outputs.lock().take()?;
         let reply = Arc::into_inner(reply).ok_or_else(|| TaskError::internal("a part is being written"))?;
         let reply = reply.into_inner().unwrap_or_else(PoisonError::into_inner);
-        reply.finish(&model.processor, outputs)
+        reply.finish(&engine.processor, outputs)
     }
 }
 
+/// Locks the mutex, whether a thread has panicked with it or not.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<R: Processor> Task<R> {
     fn sizes(&self) -> Sizes {
-        let enqueued = self.outputs.as_ref().map(|WantedOutputs(outputs)| outputs.lock().sizes);
-        let first = match &self.first {
-            First::Made(slice) => Some(slice.sizes()),
-            First::Later(_) | First::Enqueued => None,
-        };
-        enqueued.or(first).unwrap_or_default()
+        match (&self.outputs, &self.first) {
+            (Some(WantedOutputs(outputs)), _) => outputs.lock().sizes,
+            (None, FirstSlice::Made(slice)) => slice.sizes(),
+            (None, FirstSlice::Later(_) | FirstSlice::Enqueued) => Sizes::default(),
+        }
     }
 }
 
@@ -415,24 +417,24 @@ pub(super) struct Outputs<R: Processor> {
     part_wanted: AtomicBool,
     /// Wakes the job when `notified` is set, or when it waits for a part and can write one.
     waker: AtomicWaker,
-    /// Wakes the worker when it waits to prepare more inputs and few are left.
-    feed_waker: AtomicWaker,
-    /// Locked for the few instructions of storing an output; never across an await.
+    /// Wakes the worker when it waits to prepare more inputs and few are pending.
+    source_waker: AtomicWaker,
+    /// Locked only for the few instructions that store an output; never across an await.
     gathered: Mutex<Gathered<R>>,
 }
 
 struct Gathered<R: Processor> {
-    /// One entry for each input that was enqueued, from the input `first` on.
+    /// One entry for each input that was enqueued, from the input `first_index` on.
     outputs: VecDeque<Option<R::Output>>,
     /// The index of the first input whose output was not taken for a part of the reply.
-    first: usize,
+    first_index: usize,
     /// The number of inputs that were enqueued and are not computed.
-    left: usize,
+    pending: usize,
     /// The size of all inputs that were enqueued.
     sizes: Sizes,
     /// Whether further inputs may follow.
     is_open: bool,
-    /// When fewer inputs than this are left, more are to be prepared; 0: nobody waits for that.
+    /// When fewer inputs than this are pending, more are to be prepared; 0 if nobody waits for that.
     wanted_below: usize,
     error: Option<TaskError>,
     computed: Computed,
@@ -447,8 +449,8 @@ impl<R: Processor> Outputs<R> {
     fn new(task: Arc<TaskState>, streaming: Streaming) -> Self {
         let gathered = Gathered {
             outputs: VecDeque::new(),
-            first: 0,
-            left: 0,
+            first_index: 0,
+            pending: 0,
             sizes: Sizes::default(),
             is_open: true,
             wanted_below: 0,
@@ -458,50 +460,50 @@ impl<R: Processor> Outputs<R> {
             is_complete: false,
         };
         let (notified, part_wanted) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (waker, feed_waker) = (AtomicWaker::new(), AtomicWaker::new());
-        Self { task, streaming, notified, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
+        let (waker, source_waker) = (AtomicWaker::new(), AtomicWaker::new());
+        Self { task, streaming, notified, part_wanted, waker, source_waker, gathered: Mutex::new(gathered) }
     }
 
     /// Makes room for the outputs of further inputs, and returns the index of the first. `is_open`: more may follow. If
-    /// none may and none are left, the task is done.
+    /// no more may follow and none are pending, the task is done.
     fn grow(&self, more: Sizes, is_open: bool) -> usize {
         let mut gathered = self.lock();
-        let first = gathered.sizes.inputs;
-        let waiting = gathered.outputs.len();
-        gathered.outputs.resize_with(waiting + more.inputs, || None);
-        gathered.left += more.inputs;
+        let first_index = gathered.sizes.inputs;
+        let entries = gathered.outputs.len();
+        gathered.outputs.resize_with(entries + more.inputs, || None);
+        gathered.pending += more.inputs;
         gathered.sizes.inputs += more.inputs;
         gathered.sizes.tokens += more.tokens;
         gathered.is_open = is_open;
-        let is_done = !is_open && gathered.left == 0 && !mem::replace(&mut gathered.is_complete, true);
+        let is_done = !is_open && gathered.pending == 0 && !mem::replace(&mut gathered.is_complete, true);
         drop(gathered);
         if is_done {
-            // No pass will end that would wake the job.
+            // No further pass will end and wake the job.
             self.notify();
         }
-        first
+        first_index
     }
 
-    /// `Ready(true)`: few inputs are left, so more are to be prepared. `Ready(false)`: no more are needed. `Pending`:
-    /// enough are left, and `feed_waker` is woken when that changes.
-    fn wants(&self, ahead: Ahead) -> Poll<bool> {
+    /// `Ready(true)`: few inputs are pending, so more are to be prepared. `Ready(false)`: no more are needed.
+    /// `Pending`: enough are pending, and `source_waker` is woken when that changes.
+    fn poll_wanted(&self, lookahead: Lookahead) -> Poll<bool> {
         let mut gathered = self.lock();
         if gathered.is_complete || !gathered.is_open {
             return Poll::Ready(false);
         }
         // Assumes that the further inputs are as large as those so far.
         let Sizes { inputs, tokens } = gathered.sizes;
-        let in_tokens = ahead.tokens.saturating_mul(inputs).checked_div(tokens).unwrap_or(usize::MAX);
-        let most = ahead.inputs.min(in_tokens).max(1);
-        if gathered.left < most {
+        let by_tokens = lookahead.tokens.saturating_mul(inputs).checked_div(tokens).unwrap_or(usize::MAX);
+        let max_pending = lookahead.inputs.min(by_tokens).max(1);
+        if gathered.pending < max_pending {
             return Poll::Ready(true);
         }
-        gathered.wanted_below = most;
+        gathered.wanted_below = max_pending;
         Poll::Pending
     }
 
     /// Records a pass that computed one of the task's inputs.
-    pub(super) fn passed(&self, began: Instant, took: Duration, pass: Pass) {
+    pub(super) fn record_pass(&self, began: Instant, took: Duration, pass: Pass) {
         let computed = &mut self.lock().computed;
         // One pass may compute several inputs of the task; it counts once.
         if computed.last.number != pass.number {
@@ -511,16 +513,16 @@ impl<R: Processor> Outputs<R> {
         computed.started.get_or_insert(began);
     }
 
-    /// Records that a piece was given, and keeps it if the parts of the reply are made from pieces.
-    pub(super) fn piece(&self, input: usize, piece: R::Piece, now: Instant) {
+    /// Records that the model gave a piece, and keeps it if the parts of the reply are made from pieces.
+    pub(super) fn record_piece(&self, input: usize, piece: R::Piece, now: Instant) {
         let mut gathered = self.lock();
         gathered.computed.first_piece.get_or_insert(now);
         if self.streaming != Streaming::Pieces {
             return;
         }
         // Searched from the back, because the latest pieces are from the sequences that run now.
-        match gathered.pieces.iter_mut().rev().find(|(of, _)| *of == input) {
-            Some((_, pieces)) if pieces.len() < PIECES_AT_ONCE => pieces.push(piece),
+        match gathered.pieces.iter_mut().rev().find(|(index, _)| *index == input) {
+            Some((_, pieces)) if pieces.len() < MAX_PIECES => pieces.push(piece),
             _ => gathered.pieces.push((input, vec![piece])),
         }
         self.wake_for_part();
@@ -547,7 +549,7 @@ impl<R: Processor> Outputs<R> {
         while self.has_next(gathered)
             && let Some(output) = gathered.outputs.pop_front().flatten()
         {
-            gathered.first += 1;
+            gathered.first_index += 1;
             next.push(output);
         }
         next
@@ -560,27 +562,27 @@ impl<R: Processor> Outputs<R> {
         let gathered = &mut *guard;
         match output {
             Ok(output) => {
-                let place = index.checked_sub(gathered.first);
-                if let Some(place) = place.and_then(|place| gathered.outputs.get_mut(place)) {
-                    gathered.left -= usize::from(place.is_none());
-                    *place = Some(output);
+                let position = index.checked_sub(gathered.first_index);
+                if let Some(entry) = position.and_then(|position| gathered.outputs.get_mut(position)) {
+                    gathered.pending -= usize::from(entry.is_none());
+                    *entry = Some(output);
                 }
             }
             Err(error) => _ = gathered.error.get_or_insert(error),
         }
-        if gathered.left < gathered.wanted_below {
+        if gathered.pending < gathered.wanted_below {
             gathered.wanted_below = 0;
-            self.feed_waker.wake();
+            self.source_waker.wake();
         }
         gathered.computed.failed = gathered.error.is_some();
-        let is_complete = gathered.computed.failed || gathered.left == 0 && !gathered.is_open;
+        let is_complete = gathered.computed.failed || gathered.pending == 0 && !gathered.is_open;
         if !is_complete && self.has_next(gathered) {
             self.wake_for_part();
         }
         is_complete && !mem::replace(&mut gathered.is_complete, true)
     }
 
-    /// Whether the inputs that are left need not be computed: the task is withdrawn or done, or its job was dropped.
+    /// Whether the pending inputs need not be computed: the task is withdrawn or done, or its job was dropped.
     pub(super) fn is_over(&self) -> bool {
         self.task.is_withdrawn() || self.lock().is_complete
     }
@@ -603,6 +605,7 @@ impl<R: Processor> Completion for Outputs<R> {
 }
 
 impl<R: Processor> Gathered<R> {
+    /// Takes the outputs that are in no part, or the error of the task.
     fn take(&mut self) -> Result<Vec<R::Output>, TaskError> {
         match self.error.take() {
             Some(error) => Err(error),
@@ -615,7 +618,7 @@ impl<R: Processor> Gathered<R> {
 mod tests {
     use futures_util::task::noop_waker;
 
-    use super::super::reply::SLICE;
+    use super::super::reply::WRITE_TIME;
     use super::*;
     use crate::model::{Preprocessed, TaskErrorKind};
     use crate::protocol::control::TaskName;
@@ -667,7 +670,7 @@ mod tests {
         fn parts(&self, _: &mut Streaming, input: usize, pieces: Vec<u32>) -> Vec<Body> {
             assert_ne!(pieces[0], BAD);
             if pieces[0] == SLOW {
-                std::thread::sleep(SLICE);
+                std::thread::sleep(WRITE_TIME);
             }
             vec![Body::json(format!("{input}: {pieces:?}"))]
         }
@@ -682,10 +685,11 @@ mod tests {
         }
     }
 
+    /// A queue that keeps its items until a test computes them.
     #[derive(Default)]
-    struct Kept(Mutex<Vec<Item<Numbers>>>);
+    struct ItemStore(Mutex<Vec<Item<Numbers>>>);
 
-    impl Queue<Numbers> for Kept {
+    impl Queue<Numbers> for ItemStore {
         fn enqueue(&self, items: Vec<Item<Numbers>>, _: Option<Group>) {
             self.0.lock().unwrap().extend(items);
         }
@@ -705,13 +709,13 @@ mod tests {
         fn close(&self) {}
     }
 
-    fn handle(queue: Arc<Kept>) -> Handle<Numbers> {
+    fn handle(queue: Arc<ItemStore>) -> Handle<Numbers> {
         Handle::new(Numbers, queue, Memory::new(1))
     }
 
-    fn job(message: &Message) -> (Box<dyn Job>, Arc<Kept>) {
+    fn job(message: &Message) -> (Box<dyn Job>, Arc<ItemStore>) {
         use crate::engine::Engine as _;
-        let queue = Arc::new(Kept::default());
+        let queue = Arc::new(ItemStore::default());
         let mut job = handle(queue.clone()).preprocess(message, &Files::default()).unwrap();
         let name = TaskName { id: "t".into(), fingerprint: "f".into() };
         job.enqueue(Arc::new(TaskState::new(name, None)), None);
@@ -725,7 +729,7 @@ mod tests {
     }
 
     /// A task whose parts are made from outputs.
-    fn of_outputs(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<Kept>) {
+    fn streamed_outputs(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<ItemStore>) {
         let mut message = Message { body: body.into(), ..Message::default() };
         (message.properties.kind, message.properties.user_id) =
             (Some(kind.to_owned()), Some("outputs".into()));
@@ -733,7 +737,7 @@ mod tests {
     }
 
     /// A task whose inputs are made one by one. `kind`: "counted" if their number is known, "open" if not.
-    fn on_demand(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<Kept>) {
+    fn on_demand(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<ItemStore>) {
         let mut message = Message { body: body.into(), ..Message::default() };
         message.properties.kind = Some(kind.to_owned());
         job(&message)
@@ -747,10 +751,10 @@ mod tests {
     }
 
     /// Computes the waiting items, each of which is its own output. Returns true if the task has become done.
-    fn compute(queue: &Kept) -> bool {
+    fn compute(queue: &ItemStore) -> bool {
         let items = mem::take(&mut *queue.0.lock().unwrap());
         let done = items.into_iter().map(|item| item.outputs.deliver(item.index, Ok(item.input)));
-        done.filter(|now| *now).count() > 0
+        done.filter(|is_done| *is_done).count() > 0
     }
 
     fn poll(job: &mut Box<dyn Job>, parts: bool) -> Option<JobEvent> {
@@ -779,10 +783,10 @@ mod tests {
         assert_eq!((job.inputs(), job.tokens()), (3, 6));
         let pass = |number, size| Pass { number, size, tokens: 2 * size };
         for index in [2, 0] {
-            outputs.passed(Instant::now(), Duration::from_millis(3), pass(1, 2));
+            outputs.record_pass(Instant::now(), Duration::from_millis(3), pass(1, 2));
             assert!(!outputs.deliver(index, Ok(index as u32)));
         }
-        outputs.passed(Instant::now(), Duration::from_millis(4), pass(2, 1));
+        outputs.record_pass(Instant::now(), Duration::from_millis(4), pass(2, 1));
         assert!(outputs.deliver(1, Ok(1)));
         assert!(poll(&mut job, true).is_none(), "not before it is notified");
         outputs.notify();
@@ -803,7 +807,7 @@ mod tests {
     #[test]
     fn pieces_gather_until_a_part_is_wanted_and_the_last_follow_after_the_end() {
         let (mut job, outputs) = enqueued(&[5, 6]);
-        let piece = |input, piece| outputs.piece(input, piece, Instant::now());
+        let piece = |input, piece| outputs.record_piece(input, piece, Instant::now());
         piece(0, 1);
         piece(1, 2);
         piece(0, 3);
@@ -821,17 +825,18 @@ mod tests {
     #[test]
     fn many_pieces_are_no_brief_work_and_are_written_in_several_parts() {
         let (job, outputs) = enqueued(&[5, 6]);
-        let give =
-            |input, count: u32| (0..count).for_each(|piece| outputs.piece(input, piece, Instant::now()));
+        let give = |input, count: u32| {
+            (0..count).for_each(|piece| outputs.record_piece(input, piece, Instant::now()))
+        };
         let is_brief = || job.unwritten().unwrap().is_brief();
-        let most = BRIEF_PARTS as u32;
-        give(0, most - 1);
+        let max_brief = BRIEF_PARTS as u32;
+        give(0, max_brief - 1);
         give(1, 1);
-        assert!(is_brief(), "what was not written is there still");
+        assert!(is_brief(), "parts that were not written are still there");
         give(1, 1);
         assert!(!is_brief());
         texts(job.unwritten());
-        give(0, 2 * PIECES_AT_ONCE as u32 + 1);
+        give(0, 2 * MAX_PIECES as u32 + 1);
         let all = texts(job.unwritten());
         assert_eq!((all.len(), &*all[2]), (3, "0: [512]"));
     }
@@ -839,8 +844,8 @@ mod tests {
     #[test]
     fn other_replies_have_their_turn_while_many_parts_are_written() {
         let (job, outputs) = enqueued(&[5]);
-        // Each piece's part takes all of `SLICE` to write.
-        (0..2 * PIECES_AT_ONCE).for_each(|_| outputs.piece(0, SLOW, Instant::now()));
+        // Each piece's part takes all of `WRITE_TIME` to write.
+        (0..2 * MAX_PIECES).for_each(|_| outputs.record_piece(0, SLOW, Instant::now()));
         assert_eq!(
             [job.unwritten(), job.unwritten(), job.unwritten()].map(texts).map(|it| it.len()),
             [1, 1, 0]
@@ -850,9 +855,9 @@ mod tests {
     #[test]
     fn a_part_that_cannot_be_written_is_left_out_and_the_reply_has_everything() {
         let (mut job, outputs) = enqueued(&[5, 6]);
-        outputs.piece(0, BAD, Instant::now());
-        outputs.piece(1, 1, Instant::now());
-        // Printing a panic's backtrace may take all of `SLICE`, so the second part may need another call.
+        outputs.record_piece(0, BAD, Instant::now());
+        outputs.record_piece(1, 1, Instant::now());
+        // Printing a panic's backtrace may take all of `WRITE_TIME`, so the second part may need another call.
         let written = [parts(poll(&mut job, true)), texts(job.unwritten())].concat();
         assert_eq!(written, ["1: [1]"]);
         assert!(!outputs.deliver(0, Ok(5)) && outputs.deliver(1, Ok(6)));
@@ -861,10 +866,10 @@ mod tests {
 
     #[test]
     fn parts_have_each_output_once_in_input_order_and_the_reply_has_all() {
-        let (mut job, queue) = of_outputs("all", &[5, 6, 7, 8]);
+        let (mut job, queue) = streamed_outputs("all", &[5, 6, 7, 8]);
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         let deliver = |index: u32| outputs.deliver(index as usize, Ok(10 + index));
-        outputs.piece(0, 1, Instant::now());
+        outputs.record_piece(0, 1, Instant::now());
         assert!(!deliver(1) && !deliver(2));
         assert!(poll(&mut job, true).is_none(), "they wait for the first");
         assert!(!deliver(0));
@@ -884,11 +889,11 @@ mod tests {
         use futures_util::task::{ArcWake, waker};
         struct Woken(AtomicBool);
         impl ArcWake for Woken {
-            fn wake_by_ref(own: &Arc<Self>) {
-                own.0.store(true, Ordering::SeqCst);
+            fn wake_by_ref(this: &Arc<Self>) {
+                this.0.store(true, Ordering::SeqCst);
             }
         }
-        let (mut job, queue) = of_outputs("all", &[5, 6, 7]);
+        let (mut job, queue) = streamed_outputs("all", &[5, 6, 7]);
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         let woken = Arc::new(Woken(AtomicBool::new(false)));
         let waker = waker(woken.clone());
@@ -900,7 +905,7 @@ mod tests {
 
     #[test]
     fn outputs_on_demand_are_in_parts_before_all_inputs_are_known() {
-        let (mut job, queue) = of_outputs("open", &[5, 6]);
+        let (mut job, queue) = streamed_outputs("open", &[5, 6]);
         let source = job.source().unwrap();
         assert!(!compute(&queue));
         assert_eq!(parts(poll(&mut job, true)), ["0: 5"]);
@@ -914,7 +919,7 @@ mod tests {
 
     #[test]
     fn after_an_error_outputs_are_in_no_more_parts() {
-        let (mut job, queue) = of_outputs("all", &[5, 6, 7]);
+        let (mut job, queue) = streamed_outputs("all", &[5, 6, 7]);
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         assert!(!outputs.deliver(0, Ok(5)));
         assert!(job.unwritten().is_some(), "it is not written");
@@ -927,7 +932,7 @@ mod tests {
 
     #[test]
     fn many_outputs_are_no_brief_work_and_one_that_cannot_be_written_is_left_out() {
-        let (job, queue) = of_outputs("all", &[5; BRIEF_PARTS + 2]);
+        let (job, queue) = streamed_outputs("all", &[5; BRIEF_PARTS + 2]);
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         (0..BRIEF_PARTS)
             .for_each(|index| assert!(!outputs.deliver(index, Ok(if index == 0 { BAD } else { 5 }))));
@@ -962,7 +967,7 @@ mod tests {
     fn inputs_on_demand_are_made_while_few_wait_until_the_source_is_exhausted() {
         let (mut job, queue) = on_demand("open", &[5, 6, 7, 8]);
         let source = job.source().unwrap();
-        // `Kept` has no sequences: one input may wait.
+        // `ItemStore` has no sequences: one input may wait.
         assert_eq!((job.inputs(), job.tokens(), wanted(&source)), (1, 2, None));
         for made in [2, 3, 4] {
             assert!(!compute(&queue));

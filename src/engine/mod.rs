@@ -1,6 +1,6 @@
 //! The engine runs a model on a thread of its own. Tasks come in as [`Job`]s and finished ones go out as
-//! [`Notice`]s; an [`Observer`] reports to the launcher and the metrics. No other module knows a model's types or
-//! the steps of a computation. This module knows neither broker nor acks.
+//! [`Notice`]s; an [`Observer`] reports to the launcher and the metrics. No other module knows a model's types or the
+//! steps of a computation. This module knows neither the broker nor acks.
 //!
 //! | file | decides |
 //! |---|---|
@@ -16,7 +16,7 @@
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
 //! | `run_loop` | how the model thread runs a loop, when the loop sleeps, and how it is woken |
-//! | `panics` | the one boundary where a panic of a model is caught |
+//! | `panics` | what a panic of a model becomes: the one boundary where it is caught |
 
 mod batch;
 mod continuous;
@@ -71,8 +71,8 @@ pub trait Engine: Send + Sync {
     /// The memory of inputs that are prepared and not computed yet.
     fn memory(&self) -> &Arc<Memory>;
 
-    /// Counts one more task that is on its way to the engine, or one less. While there are some, an idle device waits
-    /// for them before it computes an incomplete batch, for at most `max_delay`.
+    /// Counts one more task that is on its way to the engine, or one less. While tasks are on their way, an idle device
+    /// waits for them before it computes an incomplete batch, for at most `max_delay`.
     fn expect(&self, one: Expect);
 
     /// Changes the bounds of batches. The new bounds also apply to inputs that already wait.
@@ -86,7 +86,7 @@ pub trait Engine: Send + Sync {
     /// them.
     fn depth(&self) -> usize;
 
-    /// The number of sequences that run at once; none for one-pass models.
+    /// The maximum number of sequences that run at once; none for one-pass models.
     fn sequences(&self) -> Option<usize>;
 }
 
@@ -111,11 +111,11 @@ pub trait Job: Send {
     /// Whether the task requested its reply in parts.
     fn is_streamed(&self) -> bool;
 
-    /// How long the prepared inputs will probably take on the device, at the pace of recent steps; none for one-pass
+    /// How long the device will probably need for the prepared inputs, at the pace of recent steps; none for one-pass
     /// models.
     fn estimate(&self) -> Option<Duration>;
 
-    /// Whether its inputs are still to be made by [`Job::make`], which takes long.
+    /// Whether [`Job::make`], which takes long, must still make its inputs.
     fn takes_long(&self) -> bool;
 
     /// Makes the inputs that take long. Blocks until that is done.
@@ -128,7 +128,7 @@ pub trait Job: Send {
     /// task belongs, if it belongs to one.
     fn enqueue(&mut self, task: Arc<TaskState>, group: Option<Group>);
 
-    /// The source of the job's further inputs, once it is enqueued; none: all of them are prepared.
+    /// The source of the job's further inputs, once it is enqueued; none if all inputs are prepared.
     fn source(&self) -> Option<Arc<dyn InputSource>>;
 
     /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true, and not after the job
@@ -148,8 +148,8 @@ pub trait Job: Send {
 
 /// Makes the further inputs of a job, slice by slice.
 pub trait InputSource: Send + Sync {
-    /// Ready once few of the job's inputs wait for the model. True: the next slice is wanted. False: none is wanted any
-    /// more.
+    /// Ready once few of the job's inputs wait for the model. True: the next slice is wanted. False: no slice is wanted
+    /// any more.
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool>;
 
     /// Makes the next slice, and hands it to the model thread. Blocks until that is done.
@@ -188,15 +188,15 @@ impl Unwritten {
 /// The time that a job spent on the device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Computed {
-    /// When its first pass began; none if the job was never on the device.
+    /// When the first pass of the job began; none if it was never on the device.
     pub started: Option<Instant>,
     /// When the model gave the job's first piece; none if it gave no piece.
     pub first_piece: Option<Instant>,
-    /// The sum of the times of all its passes.
+    /// The total duration of its passes.
     pub compute: Duration,
     /// Its last pass.
     pub last: Pass,
-    /// The job has no result.
+    /// Whether the job has no result.
     pub failed: bool,
 }
 
@@ -213,14 +213,14 @@ pub struct Pass {
 
 /// What the model thread reports to the worker.
 pub enum Notice {
-    /// These jobs are done. One notice wakes them together: if each were woken alone, the worker would take the model
-    /// thread's core for the first and answer it alone.
+    /// These jobs are done. One notice wakes all of them: if each were woken alone, the worker would take over the
+    /// model thread's core to answer the first one, before the others are reported.
     Done(Vec<Arc<dyn Completion>>),
     /// The device has failed, for this reason. Unanswered jobs stay unanswered. This is the thread's last notice.
     Fault(String),
 }
 
-/// The completion of a job. It is reported to whoever waits for the job.
+/// A finished job that somebody waits for.
 pub trait Completion: Send + Sync {
     /// Marks the job as done, and wakes whoever waits for it.
     fn notify(&self);
@@ -228,28 +228,28 @@ pub trait Completion: Send + Sync {
 
 /// Called by the model thread about its work. Each call delays the device.
 pub trait Observer: Send {
-    /// These tasks will be on the device. The implementation reports this before it returns, since the process may die
-    /// during the pass.
+    /// These tasks will be on the device. The implementation must report them before it returns, since the process may
+    /// die during the pass.
     fn on_device(&self, tasks: Vec<TaskName>);
     /// Nothing is on the device any more. The launcher may learn of this later, with the next control line.
     fn mark_idle(&self);
     /// Nothing has been on the device for a while: reports this to the launcher now.
-    fn tell_idle(&self);
+    fn report_idle(&self);
     /// A pass has ended.
-    fn passed(&self, pass: &Passed<'_>);
+    fn pass_ended(&self, pass: &EndedPass<'_>);
 }
 
 /// A pass that has ended.
-pub struct Passed<'a> {
+pub struct EndedPass<'a> {
     /// When it began.
     pub began: SystemTime,
-    /// For how long the device was busy with it.
+    /// How long the device was busy with it.
     pub took: Duration,
     /// Its number, inputs and tokens.
     pub pass: Pass,
     /// The tasks of its inputs, each listed once.
     pub tasks: &'a [Arc<TaskState>],
-    /// For sequences: the tokens that are reserved for the running ones, and the most that can be reserved.
+    /// For sequences: the tokens that are reserved for the running ones, and the maximum that can be reserved.
     pub reserved: Option<(usize, usize)>,
     /// Why the device failed in this pass, if it did.
     pub fault: Option<&'a str>,
@@ -259,11 +259,11 @@ pub struct Passed<'a> {
 pub struct Setup {
     /// What to load.
     pub spec: LoadSpec,
-    /// The least speed that the device must reach, as a share of its possible speed.
+    /// The speed that the device must reach, as a share of its possible speed.
     pub min_speed: f64,
     /// The bounds of batches.
     pub policy: Policy,
-    /// The most bytes of inputs that are prepared and not computed yet.
+    /// The maximum number of bytes of inputs that are prepared and not computed yet.
     pub prepared_bytes: u64,
     /// Called by the model thread about its work.
     pub observer: Box<dyn Observer>,
@@ -282,18 +282,19 @@ pub struct Loaded {
 /// Resolves once the model is loaded, or could not be.
 pub type Loading = tokio::sync::oneshot::Receiver<Result<Loaded, LoadError>>;
 
-/// The most notices that may wait for the worker.
-const NOTICES: usize = 64;
+/// The maximum number of notices that may wait for the worker.
+const MAX_NOTICES: usize = 64;
 
-/// The model thread's end of the channel of notices, with the completions that were not sent yet.
+/// The model thread's end of the channel of notices.
 struct Notices {
     sender: mpsc::Sender<Notice>,
+    /// Completions that were not sent yet.
     done: Vec<Arc<dyn Completion>>,
 }
 
 impl Notices {
     fn new() -> (Self, mpsc::Receiver<Notice>) {
-        let (sender, receiver) = mpsc::channel(NOTICES);
+        let (sender, receiver) = mpsc::channel(MAX_NOTICES);
         (Self { sender, done: Vec::new() }, receiver)
     }
 

@@ -1,4 +1,4 @@
-//! The loop of one-pass models: cuts the next batch when it is full or due, or when the device is idle, and computes
+//! The loop of one-pass models: forms the next batch when it is full or due, or when the device is idle, and computes
 //! it. If the device computes asynchronously, the next batch is submitted before the last is waited for. Owns the
 //! waiting inputs and the network; `batch` decides what a failure means. A device fault ends the loop.
 
@@ -6,18 +6,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use super::batch::{Network, Outcome};
-use super::job::{Ahead, Item, Queue};
+use super::job::{Item, Lookahead, Queue};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
-use super::{Expect, Notice, Pass, Passed, TaskState, now};
-use crate::batching::{Batch, Batcher, Device, Group, Policy};
+use super::{EndedPass, Expect, Notice, Pass, TaskState, now};
+use crate::batching::{Batch, Batcher, DeviceState, Group, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
 /// The queue of inputs that wait for a batch.
 pub(super) struct WaitingInputs<R: Processor> {
     state: Mutex<State<R>>,
     waker: Waker,
-    /// Batches that may be submitted, plus the one being formed.
+    /// The number of batches that may be submitted, plus the one being formed.
     depth: usize,
 }
 
@@ -25,12 +25,12 @@ struct State<R: Processor> {
     ordinary: Batcher<Item<R>>,
     /// Inputs of the isolated group. They go first, one batch at a time.
     isolated: Batcher<Item<R>>,
-    /// While a group is isolated, no other input goes to the device.
-    group: Option<Group>,
+    /// The isolated group. While there is one, no other input goes to the device.
+    isolated_group: Option<Group>,
     sizing: Sizing,
-    /// Tasks that are on their way.
+    /// The number of tasks that are on their way.
     expected: usize,
-    /// Whether the loop sleeps, and until when unless it is woken.
+    /// Until when the loop sleeps unless it is woken; none if it does not sleep.
     asleep: Option<Asleep>,
     is_closed: bool,
 }
@@ -55,7 +55,7 @@ impl<R: Processor> WaitingInputs<R> {
         let state = State {
             ordinary: Batcher::new(policy, |item| item.tokens),
             isolated: Batcher::new(policy, |item| item.tokens),
-            group: None,
+            isolated_group: None,
             sizing: Sizing::new(policy.max_tokens, Unit::Tokens),
             expected: 0,
             asleep: None,
@@ -75,7 +75,7 @@ impl<R: Processor> WaitingInputs<R> {
         let Some(asleep) = state.asleep else { return };
         let is_due = match (state.peek(now()), asleep) {
             (Ok(()), _) => true,
-            // The loop sleeps without a time; it must be woken to learn when the first input is due.
+            // The loop sleeps without a deadline. It must be woken to learn when the first input is due.
             (Err(due), Asleep::UntilWoken) => due.is_some(),
             (Err(due), Asleep::Until(time)) => due.is_some_and(|due| due < time),
         };
@@ -90,7 +90,7 @@ impl<R: Processor> WaitingInputs<R> {
     fn take(&self, busy: bool, now: Instant) -> Take<R> {
         let mut state = self.lock();
         state.asleep = None;
-        match state.cut(busy, now) {
+        match state.next_batch(busy, now) {
             Some(batch) => Take::Batch(batch),
             None if state.is_closed => Take::Closed,
             None => Take::Nothing(if busy { None } else { state.peek(now).err().flatten() }),
@@ -116,24 +116,24 @@ impl<R: Processor> WaitingInputs<R> {
     /// Called after each batch. `too_large`: the tokens of its smallest part that ran out of memory.
     fn learn(&self, too_large: Option<usize>) {
         let mut state = self.lock();
-        if let Some(most) = state.sizing.learn(too_large) {
-            state.ordinary.limit_tokens(most);
-            state.isolated.limit_tokens(most);
+        if let Some(max_tokens) = state.sizing.learn(too_large) {
+            state.ordinary.limit_tokens(max_tokens);
+            state.isolated.limit_tokens(max_tokens);
         }
     }
 }
 
 impl<R: Processor> State<R> {
     /// The next batch, if one is full or due. `busy`: the device is still computing another.
-    fn cut(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<R>>> {
+    fn next_batch(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<R>>> {
         if !self.isolated.is_empty() {
-            // An isolated batch runs alone, so that a crash has its cause among few tasks.
-            return if busy { None } else { self.isolated.take(now, Device::Idle, false) };
+            // An isolated batch runs alone, so that only a few tasks can be the cause of a crash.
+            return if busy { None } else { self.isolated.take(now, DeviceState::Idle, false) };
         }
-        if self.group.is_some() {
+        if self.isolated_group.is_some() {
             return None;
         }
-        let device = if busy { Device::Busy } else { Device::Idle };
+        let device = if busy { DeviceState::Busy } else { DeviceState::Idle };
         self.ordinary.take(now, device, self.expected > 0)
     }
 
@@ -142,10 +142,10 @@ impl<R: Processor> State<R> {
         if !self.isolated.is_empty() {
             return Ok(());
         }
-        if self.group.is_some() {
+        if self.isolated_group.is_some() {
             return Err(None);
         }
-        if self.ordinary.is_ready(now, Device::Idle, self.expected > 0) {
+        if self.ordinary.is_ready(now, DeviceState::Idle, self.expected > 0) {
             Ok(())
         } else {
             Err(self.ordinary.due())
@@ -158,7 +158,7 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
         let now = now();
         self.change(|state| {
             // The group of a later slice may not be isolated any more.
-            let is_isolated = group.is_some() && group == state.group;
+            let is_isolated = group.is_some() && group == state.isolated_group;
             let batcher = if is_isolated { &mut state.isolated } else { &mut state.ordinary };
             let Some(first) = items.first() else { return };
             let background = first.task().background;
@@ -194,11 +194,11 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
         let now = now();
         self.change(|state| {
             // Inputs of the previous group that are not computed yet join the ordinary ones.
-            while let Some(Batch { inputs, .. }) = state.isolated.take(now, Device::Idle, false) {
+            while let Some(Batch { inputs, .. }) = state.isolated.take(now, DeviceState::Idle, false) {
                 let background = inputs.first().is_some_and(|first| first.task().background);
                 state.ordinary.push(inputs, background, now);
             }
-            state.group = isolated;
+            state.isolated_group = isolated;
         });
     }
 
@@ -216,10 +216,10 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
     }
 
     /// Enough to fill the batches that may be submitted, and the one being formed.
-    fn ahead(&self) -> Ahead {
+    fn lookahead(&self) -> Lookahead {
         let Policy { max_tokens, max_requests, .. } = self.lock().ordinary.policy();
-        let batches = |most: usize| most.saturating_mul(self.depth);
-        Ahead { inputs: batches(max_requests), tokens: batches(max_tokens) }
+        let of_all_batches = |per_batch: usize| per_batch.saturating_mul(self.depth);
+        Lookahead { inputs: of_all_batches(max_requests), tokens: of_all_batches(max_tokens) }
     }
 
     fn close(&self) {
@@ -232,26 +232,26 @@ pub(super) struct OneShot<R: Processor, F: Forward> {
     waiting: Arc<WaitingInputs<R>>,
     /// The number of batches so far.
     number: u64,
-    /// The batch that was submitted last, and that is not waited for yet.
+    /// The batch that was submitted last and is not waited for yet.
     submitted: Option<Submitted<R, F>>,
     /// When the device finished the last batch.
-    freed: Instant,
+    free_since: Instant,
     idle: Idle,
 }
 
 struct Submitted<R: Processor, F: Forward> {
     batch: Batch<Item<R>>,
-    begun: Begun,
+    submission: Submission,
     pending: F::Pending,
 }
 
-/// When a batch was submitted, and its number.
+/// The number of a batch, and when it was submitted.
 #[derive(Clone, Copy)]
-struct Begun {
+struct Submission {
     number: u64,
     at: Instant,
-    /// The same time as wall clock, for spans.
-    wall: SystemTime,
+    /// The same time by the wall clock, for spans.
+    wall_time: SystemTime,
 }
 
 impl<R, F> OneShot<R, F>
@@ -260,70 +260,72 @@ where
     F: Forward<Input = R::Input, Output = R::Output>,
 {
     pub(super) fn new(network: Network<R, F>, waiting: Arc<WaitingInputs<R>>) -> Self {
-        Self { network, waiting, number: 0, submitted: None, freed: now(), idle: Idle::default() }
+        Self { network, waiting, number: 0, submitted: None, free_since: now(), idle: Idle::default() }
     }
 
     /// Submits a batch, and finishes the one before it. Returns false if the device has failed.
     fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
         // The tasks are committed only now, so that they can be handed back as long as they wait for the device.
-        let wanted = self.still_wanted(batch);
+        let wanted = self.keep_wanted(batch);
         // Sent now, so that unwanted tasks do not wait for the batch.
         self.network.notices.send_done();
         let Some(batch) = wanted else { return true };
         self.number += 1;
-        let begun = Begun { number: self.number, at: now(), wall: SystemTime::now() };
+        let submission = Submission { number: self.number, at: now(), wall_time: SystemTime::now() };
         let computing = self.submitted.as_ref().map(|submitted| &*submitted.batch.inputs);
         match self.network.submit(&batch.inputs, computing) {
             Ok(pending) => {
-                let before = self.submitted.replace(Submitted { batch, begun, pending });
-                before.is_none_or(|before| self.finish(before, false))
+                let previous = self.submitted.replace(Submitted { batch, submission, pending });
+                previous.is_none_or(|previous| self.finish(previous, false))
             }
             Err(error) => {
                 if !self.finish_submitted(false) {
                     return false;
                 }
                 self.network.observer.mark_idle();
-                self.end(&batch, Err(error), begun)
+                self.end(&batch, Err(error), submission)
             }
         }
     }
 
-    fn finish_submitted(&mut self, idle: bool) -> bool {
-        self.submitted.take().is_none_or(|submitted| self.finish(submitted, idle))
+    /// As `finish`, for the submitted batch if there is one.
+    fn finish_submitted(&mut self, is_last: bool) -> bool {
+        self.submitted.take().is_none_or(|submitted| self.finish(submitted, is_last))
     }
 
-    /// Waits for a submitted batch and delivers its result. `idle`: the device has no other batch afterwards. Returns
-    /// false if the device has failed.
-    fn finish(&mut self, submitted: Submitted<R, F>, idle: bool) -> bool {
-        let Submitted { batch, begun, pending } = submitted;
+    /// Waits for a submitted batch and delivers its result. `is_last`: the device has no other batch afterwards.
+    /// Returns false if the device has failed.
+    fn finish(&mut self, submitted: Submitted<R, F>, is_last: bool) -> bool {
+        let Submitted { batch, submission, pending } = submitted;
         let outcome = self.network.wait(pending, batch.inputs.len());
-        if idle {
+        if is_last {
             self.network.observer.mark_idle();
         }
-        self.end(&batch, outcome, begun)
+        self.end(&batch, outcome, submission)
     }
 
     /// Delivers the result of a batch. Returns false if the device has failed.
-    fn end(&mut self, batch: &Batch<Item<R>>, outcome: Outcome<R>, begun: Begun) -> bool {
-        let pass = Pass { number: begun.number, size: batch.inputs.len(), tokens: batch.tokens };
-        // The time from which the device computed nothing but this batch.
-        let at = begun.at.max(self.freed);
-        let settled = self.network.settle(&batch.inputs, outcome, at, pass);
-        self.freed = now();
-        self.idle.since(self.freed);
+    fn end(&mut self, batch: &Batch<Item<R>>, outcome: Outcome<R>, submission: Submission) -> bool {
+        let pass = Pass { number: submission.number, size: batch.inputs.len(), tokens: batch.tokens };
+        // From this time on, the device computed nothing but this batch.
+        let began = submission.at.max(self.free_since);
+        let settled = self.network.settle(&batch.inputs, outcome, began, pass);
+        self.free_since = now();
+        self.idle.begin(self.free_since);
+        let took = self.free_since - began;
         let tasks = tasks_of(&batch.inputs);
         let fault = settled.as_ref().err().map(String::as_str);
-        let passed =
-            Passed { began: begun.wall, took: self.freed - at, pass, tasks: &tasks, reserved: None, fault };
-        self.network.observer.passed(&passed);
+        let ended =
+            EndedPass { began: submission.wall_time, took, pass, tasks: &tasks, reserved: None, fault };
+        self.network.observer.pass_ended(&ended);
         match settled {
             Ok(()) => {
-                self.waiting.learn(self.network.too_large());
+                self.waiting.learn(self.network.take_too_large());
                 self.network.notices.send_done();
                 true
             }
             Err(fault) => {
-                // The launcher may take the device to be idle; it must know which tasks were on it.
+                // The launcher may think that the device is idle. It must know which tasks were on it.
                 self.network.announce(&[], &batch.inputs);
                 self.network.notices.send(Notice::Fault(fault));
                 false
@@ -331,25 +333,22 @@ where
         }
     }
 
-    /// Drops unwanted inputs from a batch, and commits the tasks of the rest, which can then no longer be handed back.
-    /// None: nothing is left.
-    fn still_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
+    /// Drops unwanted inputs from a batch, and commits the tasks of the other inputs, which can then no longer be
+    /// handed back. None: nothing is left.
+    fn keep_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
         let now = now();
         batch.inputs.retain(|item| {
             let task = item.task();
             if item.outputs.is_over() {
                 return false;
             }
-            // A task may take long until all its inputs are known; until then it can be handed back.
+            // It may take long until all inputs of a task are known. Until then the task can be handed back.
             if !item.outputs.is_open() && !task.commit() {
                 return false;
             }
-            let unwanted = task.unwanted(now);
-            let is_wanted = unwanted.is_none();
-            if let Some(error) = unwanted {
-                self.network.notices.deliver(item, Err(error));
-            }
-            is_wanted
+            let Some(error) = task.unwanted(now) else { return true };
+            self.network.notices.deliver(item, Err(error));
+            false
         });
         batch.tokens = batch.inputs.iter().map(|item| item.tokens).sum();
         (!batch.inputs.is_empty()).then_some(batch)
@@ -381,6 +380,7 @@ where
     }
 }
 
+/// The tasks of these inputs, each listed once.
 fn tasks_of<R: Processor>(items: &[Item<R>]) -> Vec<Arc<TaskState>> {
     let mut tasks: Vec<Arc<TaskState>> = Vec::new();
     for item in items {

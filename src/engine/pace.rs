@@ -1,26 +1,25 @@
 //! Decides from the durations of recent steps how many prompt tokens a step may have, so that it does not take long.
-//! A new task, and each sequence that decodes, waits for the whole step. A sequence that decodes also waits for the
-//! windows that are encoded before the step. A window cannot be divided, so the prompts get the time that it leaves.
-//! Pure.
+//! New tasks and decoding sequences wait for the whole step. A decoding sequence also waits for the windows that are
+//! encoded before the step. A window cannot be divided, so the prompts get the time that it leaves. Pure.
 
 use std::time::Duration;
 
-/// How long a step should take at most while no sequence decodes. A new task waits for up to two such steps. Much
-/// shorter ones would compute prompts more slowly, because each step reads all weights.
+/// How long a step should take at most while no sequence decodes. A new task waits for up to two such steps. With much
+/// shorter steps, prompts would be computed more slowly, because each step reads all weights.
 const PREFILL_STEP: Duration = Duration::from_millis(250);
 /// How long a step should take at most while sequences decode. An answer takes a step for each of its tokens, so the
-/// prompts of others delay each of them. Where a step without prompts takes more than half of this time, prompts may
-/// double the step.
+/// prompts of others delay each token. If a step without prompts already takes more than half of this time, prompts may
+/// double its duration.
 const DECODE_STEP: Duration = Duration::from_millis(60);
 /// The weight of the latest step in the average time of steps without prompts.
 const LATEST_WEIGHT: f64 = 0.1;
-/// The assumed pace of prompts in tokens/s. Each bound starts from it, and changes with the steps that are measured.
+/// The assumed pace of prompts in tokens/s. Each bound starts from it, and follows the measured steps.
 const INITIAL_PACE: f64 = 512.0;
-/// The fewest prompt tokens of a step, however slow the device is: so many take hardly longer than one.
+/// The minimum bound on prompt tokens, however slow the device is: 16 tokens take hardly longer than one.
 const MIN_TOKENS: usize = 16;
-/// The largest factor by which a bound may grow after one step. A prompt whose beginning is reused takes hardly any
-/// time, and says nothing about the next one.
-const GROWTH: f64 = 1.1;
+/// The largest factor by which a bound may grow after one step. A prompt whose prefix is in the cache takes hardly any
+/// time, which says nothing about the next prompt.
+const MAX_GROWTH: f64 = 1.1;
 
 /// The bounds on prompt tokens of steps in which sequences decode, and of steps with prompts alone.
 pub(super) struct PromptPace {
@@ -32,9 +31,9 @@ pub(super) struct PromptPace {
     encode_time: Duration,
 }
 
-/// The most prompt tokens of a step that should take at most `time`.
+/// The maximum number of prompt tokens of a step that should take at most `target`.
 struct Bound {
-    time: Duration,
+    target: Duration,
     tokens: usize,
 }
 
@@ -48,18 +47,18 @@ impl PromptPace {
         }
     }
 
-    /// The most prompt tokens in the next step. `is_decoding`: sequences decode in it.
+    /// The maximum number of prompt tokens in the next step. `is_decoding`: sequences decode in it.
     pub(super) fn prompt_tokens(&self, is_decoding: bool) -> usize {
         if !is_decoding {
             return self.prefill.tokens;
         }
-        let time = self.while_decoding.time;
-        let left = time.saturating_sub(self.encode_time).as_secs_f64() / time.as_secs_f64();
-        ((self.while_decoding.tokens as f64 * left) as usize).max(MIN_TOKENS)
+        let target = self.while_decoding.target;
+        let share = target.saturating_sub(self.encode_time).as_secs_f64() / target.as_secs_f64();
+        ((self.while_decoding.tokens as f64 * share) as usize).max(MIN_TOKENS)
     }
 
     /// Called after each step of windows, with the time that it took.
-    pub(super) fn encoded(&mut self, took: Duration) {
+    pub(super) fn add_encode_time(&mut self, took: Duration) {
         self.encode_time += took;
     }
 
@@ -72,24 +71,24 @@ impl PromptPace {
             bound.learn(prompt_tokens, took);
         } else {
             self.decode_time = self.decode_time.mul_f64(1.0 - LATEST_WEIGHT) + took.mul_f64(LATEST_WEIGHT);
-            self.while_decoding.time = DECODE_STEP.max(2 * self.decode_time);
+            self.while_decoding.target = DECODE_STEP.max(2 * self.decode_time);
         }
     }
 }
 
 impl Bound {
-    fn new(time: Duration) -> Self {
-        Self { time, tokens: (INITIAL_PACE * time.as_secs_f64()) as usize }
+    fn new(target: Duration) -> Self {
+        Self { target, tokens: (INITIAL_PACE * target.as_secs_f64()) as usize }
     }
 
     fn learn(&mut self, prompt_tokens: usize, took: Duration) {
         // A short step with few tokens says nothing about a step with many.
-        let is_telling = took > self.time || 2 * prompt_tokens >= self.tokens;
-        if !is_telling {
+        let is_informative = took > self.target || 2 * prompt_tokens >= self.tokens;
+        if !is_informative {
             return;
         }
-        let fitting = prompt_tokens as f64 * self.time.as_secs_f64() / took.as_secs_f64().max(1e-6);
-        let grown = (self.tokens as f64 * GROWTH).ceil();
+        let fitting = prompt_tokens as f64 * self.target.as_secs_f64() / took.as_secs_f64().max(1e-6);
+        let grown = (self.tokens as f64 * MAX_GROWTH).ceil();
         self.tokens = (fitting.min(grown) as usize).max(MIN_TOKENS);
     }
 }
@@ -141,7 +140,7 @@ mod tests {
     fn a_window_takes_its_time_from_the_prompts_of_the_next_decode_step() {
         let mut pace = PromptPace::new();
         for (window, left) in [(20, 20), (400, MIN_TOKENS)] {
-            pace.encoded(Duration::from_millis(window));
+            pace.add_encode_time(Duration::from_millis(window));
             assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 128));
             pace.learn(true, 1, Duration::from_millis(20));
             assert_eq!(pace.prompt_tokens(true), 30, "the step after that is as usual");

@@ -28,7 +28,7 @@ impl ProbeError {
 }
 
 impl From<TaskError> for ProbeError {
-    /// A refusal would be the same on any device.
+    /// A refusal is not the device's fault: it would be the same on any device.
     fn from(error: TaskError) -> Self {
         if error.kind.is_refusal() { Self::Refused(error.message) } else { Self::Failed(error.message) }
     }

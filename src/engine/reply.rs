@@ -1,6 +1,6 @@
 //! Writes a task's reply, whole and in parts. Decides how much is written at a time, so that replies of other tasks
-//! have their turn, and so that no part grows without bound while its reader is slow. Owns the task's context. Never
-//! waits for the device.
+//! get a turn, and so that no part grows without bound while its reader is slow. Owns the task's context. Never waits
+//! for the device.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,21 +8,21 @@ use std::time::{Duration, Instant};
 use super::panics::caught;
 use crate::model::{Body, Processor, TaskError};
 
-/// The most pieces and outputs together whose parts may count as brief work.
+/// The maximum number of pieces and outputs together whose parts may count as brief work.
 pub(super) const BRIEF_PARTS: usize = 32;
-/// The most pieces of one part. With 20 probabilities for each token, its body has about half a megabyte.
-pub(super) const PIECES_AT_ONCE: usize = 256;
+/// The maximum number of pieces in a part. With 20 probabilities for each token, it has about half a megabyte.
+pub(super) const MAX_PIECES: usize = 256;
 /// How long parts are written without a pause. The time is checked between two parts.
-pub(super) const SLICE: Duration = Duration::from_millis(10);
+pub(super) const WRITE_TIME: Duration = Duration::from_millis(10);
 
-/// A task's reply, as far as it is known.
+/// The part of a task's reply that is known so far.
 pub(super) struct Reply<R: Processor> {
     context: R::Context,
-    /// Pieces that are in no part yet. Each entry has at most [`PIECES_AT_ONCE`] pieces of one input.
+    /// Pieces that are in no part yet. Each entry has at most [`MAX_PIECES`] pieces of one input.
     pieces: VecDeque<(usize, Vec<R::Piece>)>,
-    /// Outputs of the first inputs, if parts are made from outputs. The other outputs are still with the loop.
+    /// Outputs of the first inputs, if parts are made from outputs. The other outputs are still in the job's `Outputs`.
     outputs: Vec<R::Output>,
-    /// The number of these outputs that are in parts.
+    /// The number of these outputs that were written into parts.
     written: usize,
 }
 
@@ -42,25 +42,25 @@ impl<R: Processor> Reply<R> {
         !self.pieces.is_empty() || self.written < self.outputs.len()
     }
 
-    /// Whether the parts that can be written have at most `most` pieces and outputs together.
-    pub(super) fn has_at_most(&self, most: usize) -> bool {
+    /// Whether the parts that can be written have at most `max` pieces and outputs together.
+    pub(super) fn has_at_most(&self, max: usize) -> bool {
         let outputs = self.outputs.len() - self.written;
-        // Each entry has a piece, so the number of entries alone may decide without counting the pieces.
+        // Each entry has at least one piece, so the number of entries may decide without counting the pieces.
         let pieces = || self.pieces.iter().map(|(_, pieces)| pieces.len()).sum::<usize>();
-        outputs + self.pieces.len() <= most && outputs + pieces() <= most
+        outputs + self.pieces.len() <= max && outputs + pieces() <= max
     }
 
-    /// Writes parts until none is left or [`SLICE`] has passed. A part that cannot be written is left out; the reply
-    /// still holds everything.
+    /// Writes parts until none is left or [`WRITE_TIME`] has passed. A part that cannot be written is left out; the
+    /// reply still holds everything.
     pub(super) fn write_parts(&mut self, processor: &R, task: &str) -> Vec<Body> {
         let began = Instant::now();
         let mut parts = Vec::new();
-        while let Some(written) = self.next(processor) {
+        while let Some(written) = self.write_next(processor) {
             match written {
                 Ok(written) => parts.extend(written),
                 Err(panic) => tracing::error!(task.id = task, panic, "a part of a reply is left out"),
             }
-            if began.elapsed() >= SLICE {
+            if began.elapsed() >= WRITE_TIME {
                 break;
             }
         }
@@ -68,7 +68,7 @@ impl<R: Processor> Reply<R> {
     }
 
     /// Writes the next part. None: there is none. An error is the message of a panic.
-    fn next(&mut self, processor: &R) -> Option<Result<Vec<Body>, String>> {
+    fn write_next(&mut self, processor: &R) -> Option<Result<Vec<Body>, String>> {
         let Self { context, pieces, outputs, written } = self;
         if let Some((input, pieces)) = pieces.pop_front() {
             return Some(caught(|| processor.parts(context, input, pieces)));
@@ -78,7 +78,7 @@ impl<R: Processor> Reply<R> {
         Some(caught(|| processor.output_parts(context, input, output)))
     }
 
-    /// Writes the reply. `rest`: the outputs that were not added.
+    /// Writes the whole reply. `rest`: the outputs that were not added.
     ///
     /// # Errors
     /// As [`Processor::finish`].

@@ -1,5 +1,5 @@
-//! Runs a model's loop on the model thread, turn by turn. Between turns the loop may sleep. Decides when the launcher
-//! is told that the device is idle.
+//! Runs a model's loop on the model thread, turn by turn. Between turns the loop may sleep. Decides when the
+//! launcher is informed that the device is idle.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ pub(super) trait Loop {
     fn turn(&mut self) -> Next;
 }
 
+/// What follows a turn of a loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// There may be more to do now.
@@ -30,9 +31,9 @@ impl Next {
 /// Wakes a sleeping loop. Called by those who write to its queue.
 pub(super) type Waker = Box<dyn Fn() + Send + Sync>;
 
-pub(super) fn run(work: &mut dyn Loop) {
+pub(super) fn run(model_loop: &mut dyn Loop) {
     loop {
-        match work.turn() {
+        match model_loop.turn() {
             Next::Again => {}
             Next::Sleep(None) => thread::park(),
             Next::Sleep(Some(until)) => thread::park_timeout(until.saturating_duration_since(now())),
@@ -41,8 +42,8 @@ pub(super) fn run(work: &mut dyn Loop) {
     }
 }
 
-/// How long the device is idle before a control line is sent only to report that. Sending it takes a CPU core for a
-/// moment, and on a small machine that core is needed to send the replies of the last batch.
+/// How long the device is idle before a control line is sent only to report that. Sending a line occupies a CPU core
+/// for a moment, and on a small machine that core is needed to send the replies of the last batch.
 const IDLE_REPORT_DELAY: Duration = Duration::from_millis(5);
 
 /// The time since which the device is idle; none if that has been reported.
@@ -51,17 +52,17 @@ pub(super) struct Idle(Option<Instant>);
 
 impl Idle {
     /// Records that the device was busy until `now`.
-    pub(super) fn since(&mut self, now: Instant) {
+    pub(super) fn begin(&mut self, now: Instant) {
         self.0 = Some(now);
     }
 
-    /// Reports to the launcher if that is due. Otherwise returns when it will be, if it is to be reported at all.
+    /// Reports the idle device to the launcher if that is due. Otherwise returns when it will be due, if ever.
     pub(super) fn report_if_due(&mut self, observer: &dyn Observer, now: Instant) -> Option<Instant> {
         let due = self.0? + IDLE_REPORT_DELAY;
         if due > now {
             return Some(due);
         }
-        observer.tell_idle();
+        observer.report_idle();
         self.0 = None;
         None
     }

@@ -11,20 +11,21 @@ pub(super) enum Unit {
     Windows,
 }
 
-/// The bound on the size of a batch. After a batch that did not fit, it is half of that batch's size. It doubles after
-/// every [`FITTING_BATCHES`] batches that fit, because another process may have taken the memory only for a while.
+/// The bound on the size of a batch: half the size of a batch that did not fit. It doubles after every
+/// [`FITTING_BATCHES`] batches that fit, because another process may have taken the memory only for a while.
 pub(super) struct Sizing {
     unit: Unit,
+    /// The bound that the policy sets. `bound` never exceeds it.
     policy_bound: usize,
     bound: usize,
-    /// Batches that fitted since the bound last changed.
+    /// The number of batches that fitted since the bound last changed.
     fitted: u32,
 }
 
 impl Sizing {
-    /// Starts with batches of this size.
-    pub(super) fn new(most: usize, unit: Unit) -> Self {
-        Self { unit, policy_bound: most, bound: most, fitted: 0 }
+    /// Starts with the bound that the policy sets.
+    pub(super) fn new(policy_bound: usize, unit: Unit) -> Self {
+        Self { unit, policy_bound, bound: policy_bound, fitted: 0 }
     }
 
     /// Called after each batch. `too_large`: the size of its smallest part that ran out of memory. Returns the

@@ -5,10 +5,10 @@ use std::io;
 use std::sync::Arc;
 use std::thread;
 
-use tokio::sync::oneshot as answer;
+use tokio::sync::oneshot as oneshot_channel;
 
 use super::batch::Network;
-use super::continuous::{Continuous, Probe, Sequences};
+use super::continuous::{Continuous, Probe, SequenceQueue};
 use super::job::Handle;
 use super::oneshot::{OneShot, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
@@ -20,6 +20,7 @@ use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, de
 #[derive(Clone)]
 pub struct Starter(Arc<Assemble>);
 
+/// Loads a model and makes its loop.
 type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadError> + Send + Sync;
 
 /// Makes a starter of engines for a one-pass model. `load` is called once for each engine, on its model thread, with
@@ -35,13 +36,13 @@ where
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
         let (device, name, _proven) = open_device(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
-        let (notices, received) = Notices::new();
+        let (notices, receiver) = Notices::new();
         let mut network = Network::new(network, observer, notices);
         network.try_probe(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
-        let work = OneShot::new(network, waiting.clone());
+        let model_loop = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
-        Ok((Loaded { engine, notices: received, device: name }, Box::new(work)))
+        Ok((Loaded { engine, notices: receiver, device: name }, Box::new(model_loop)))
     }))
 }
 
@@ -57,17 +58,17 @@ where
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
         let (device, name, _proven) = open_device(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
-        let (notices, received) = Notices::new();
+        let (notices, receiver) = Notices::new();
         let probe = Probe::of(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let capacity = network.capacity();
-        let capacity = probe.as_ref().map_or(capacity, |probe| probe.beside(capacity));
-        let sequences = Arc::new(Sequences::new(capacity, policy, waker));
-        let mut work = Continuous::new(network, sequences.clone(), observer, notices);
+        let capacity = probe.as_ref().map_or(capacity, |probe| probe.subtract_from(capacity));
+        let queue = Arc::new(SequenceQueue::new(capacity, policy, waker));
+        let mut model_loop = Continuous::new(network, queue.clone(), observer, notices);
         if let Some(probe) = probe {
-            work.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
+            model_loop.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
         }
-        let engine = Arc::new(Handle::new(processor, sequences, Memory::new(prepared_bytes)));
-        Ok((Loaded { engine, notices: received, device: name }, Box::new(work)))
+        let engine = Arc::new(Handle::new(processor, queue, Memory::new(prepared_bytes)));
+        Ok((Loaded { engine, notices: receiver, device: name }, Box::new(model_loop)))
     }))
 }
 
@@ -77,7 +78,7 @@ pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + 
     Starter(Arc::new(move |setup, waker| choose(&setup.spec)?.0(setup, waker)))
 }
 
-/// Checks the device and opens it. While `Proven` is kept, opening the device again is cheap.
+/// Checks the device and opens it. Returns it with its name. While `Proven` exists, opening the device again is cheap.
 fn open_device(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
     if spec.device == "cpu" {
         use_features(spec.cpu_features).map_err(|reason| unusable(&spec.device, reason))?;
@@ -97,26 +98,26 @@ impl Starter {
     /// # Errors
     /// The system cannot start a thread.
     pub fn start(&self, setup: Setup) -> io::Result<Loading> {
-        let (done, loading) = answer::channel();
+        let (loaded, loading) = oneshot_channel::channel();
         let assemble = self.0.clone();
         thread::Builder::new().name("model".into()).spawn(move || {
-            run_model(&*assemble, setup, done);
+            run_model(&*assemble, setup, loaded);
         })?;
         Ok(loading)
     }
 }
 
-fn run_model(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
-    let this = thread::current();
-    match assemble(setup, Box::new(move || this.unpark())) {
-        Ok((loaded, mut work)) => {
-            drop(done.send(Ok(loaded)));
-            run(&mut *work);
+fn run_model(assemble: &Assemble, setup: Setup, sender: oneshot_channel::Sender<Result<Loaded, LoadError>>) {
+    let model_thread = thread::current();
+    match assemble(setup, Box::new(move || model_thread.unpark())) {
+        Ok((loaded, mut model_loop)) => {
+            drop(sender.send(Ok(loaded)));
+            run(&mut *model_loop);
             // Not dropped: the process is about to end, and the driver frees everything then. Freeing it here
             // could race with the driver's own shutdown and crash.
-            std::mem::forget(work);
+            std::mem::forget(model_loop);
         }
-        Err(error) => drop(done.send(Err(error))),
+        Err(error) => drop(sender.send(Err(error))),
     }
 }
 
@@ -133,29 +134,29 @@ pub(crate) mod paused {
     impl Starter {
         /// Loads the model and runs its loop on a thread that can be joined.
         pub(crate) fn start_joined(&self, setup: Setup) -> (thread::JoinHandle<()>, Loading) {
-            let (done, loading) = answer::channel();
+            let (loaded, loading) = oneshot_channel::channel();
             let assemble = self.0.clone();
-            (thread::spawn(move || run_model(&*assemble, setup, done)), loading)
+            (thread::spawn(move || run_model(&*assemble, setup, loaded)), loading)
         }
 
         /// Loads the model here, and runs its loop on the current `LocalSet`.
         pub(crate) fn start_here(&self, setup: Setup) -> Result<Loaded, LoadError> {
             let notify = Arc::new(Notify::new());
             let woken = notify.clone();
-            let (loaded, work) = (self.0)(setup, Box::new(move || woken.notify_one()))?;
-            tokio::task::spawn_local(drive(work, notify));
+            let (loaded, model_loop) = (self.0)(setup, Box::new(move || woken.notify_one()))?;
+            tokio::task::spawn_local(drive(model_loop, notify));
             Ok(loaded)
         }
     }
 
-    async fn drive(mut work: Box<dyn Loop>, woken: Arc<Notify>) {
+    async fn drive(mut model_loop: Box<dyn Loop>, woken: Arc<Notify>) {
         loop {
-            clock::pretend();
-            let next = work.turn();
-            let owed = clock::owed();
+            clock::pause();
+            let next = model_loop.turn();
+            let slept = clock::resume();
             match next {
-                Next::Again if owed.is_zero() => tokio::task::yield_now().await,
-                Next::Again => tokio::time::sleep(owed).await,
+                Next::Again if slept.is_zero() => tokio::task::yield_now().await,
+                Next::Again => tokio::time::sleep(slept).await,
                 Next::Sleep(None) => woken.notified().await,
                 Next::Sleep(Some(until)) => {
                     let _ = tokio::time::timeout_at(until.into(), woken.notified()).await;

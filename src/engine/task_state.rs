@@ -1,5 +1,5 @@
-//! The state of one accepted task, from its acceptance to its ack: whether it is answered or handed back, where the
-//! first decision wins, and whether it is cancelled. Owns only flags.
+//! The state of one accepted task, from its acceptance to its ack: whether it is answered or handed back (the first
+//! decision wins), and whether it is cancelled. Owns only flags.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Instant;
@@ -18,15 +18,15 @@ pub struct TaskState {
     pub name: TaskName,
     /// The time after which the answer is no longer wanted.
     pub deadline: Option<Instant>,
-    /// The broker's priority.
+    /// The priority of the broker's message.
     pub priority: u8,
-    /// It is a background task: it only fills up batches, until it has waited long.
+    /// Whether it is a background task, which only fills up batches until it has waited long.
     pub background: bool,
-    /// A hash of the requester. Sequences of different requesters get equal shares of the device.
+    /// A hash of the requester. Requesters get equal shares of the device.
     pub requester: u64,
     /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
     pub link: Option<Box<TaskLink>>,
-    /// Changed by the worker (withdraw, commit) and by the loop of one-pass models (commit).
+    /// Changed by the worker (claim, withdraw, commit) and by the loop of one-pass models (commit).
     stage: AtomicU8,
     /// Set by the worker. Read by the model thread between passes, and by the worker's own threads.
     cancelled: AtomicBool,
@@ -55,12 +55,12 @@ impl TaskState {
 
     /// Commits this worker to answer the task. Returns false if the task has been withdrawn.
     pub fn commit(&self) -> bool {
-        let moved = self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire);
-        moved.is_ok() || moved == Err(COMMITTED)
+        let exchanged = self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire);
+        exchanged.is_ok() || exchanged == Err(COMMITTED)
     }
 
     /// Marks the task as one that goes back to the broker. Returns false if it is committed or withdrawn already. A
-    /// one-pass task is committed when its batch begins, a task with sequences when they have ended.
+    /// one-pass task is committed when its batch begins; a task with sequences is committed when they have ended.
     pub fn withdraw(&self) -> bool {
         self.stage.compare_exchange(ENQUEUED, WITHDRAWN, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }

@@ -2,9 +2,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Whether the address belongs to a host of the public internet. Addresses for special purposes (IANA's registries), such
-/// as private, loopback and link-local ones, do not. An IPv6 address that maps (`::ffff:`), translates (NAT64) or
-/// tunnels (6to4) an IPv4 address is judged by that address.
+/// Whether the address belongs to a host of the public internet. Addresses that IANA's registries list for special
+/// purposes, such as private, loopback and link-local ones, do not. An IPv6 address that maps (`::ffff:`), translates
+/// (NAT64) or tunnels (6to4) an IPv4 address is public if that IPv4 address is.
 pub(super) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),
@@ -15,11 +15,11 @@ pub(super) fn is_public(address: IpAddr) -> bool {
 fn is_public_v4(address: Ipv4Addr) -> bool {
     let [a, b, c, _] = address.octets();
     let is_special = match (a, b, c) {
-        // This host; private; loopback; multicast and reserved.
+        // "This host"; private; loopback; multicast and reserved.
         (0 | 10 | 127 | 224.., _, _) => true,
         // Shared by customers of a provider.
         (100, 64..=127, _) => true,
-        // Link-local, where clouds have their metadata.
+        // Link-local, where clouds have their metadata services.
         (169, 254, _) => true,
         (172, 16..=31, _) => true,
         // Protocol assignments; documentation; 6to4 relays; private.

@@ -1,5 +1,5 @@
-//! Decides whether the settings admit a URL that a task gives, and where its file is. Compares parsed parts of URLs,
-//! never their text. Pure: resolves and opens nothing.
+//! Decides whether the settings admit a URL that a task names, and where its file is. Compares parsed parts of URLs,
+//! never their text. Pure: resolves no host and opens no file.
 
 use std::path::PathBuf;
 
@@ -8,30 +8,30 @@ use url::Url;
 
 use crate::config::AllowedSource;
 
-/// The most bytes of a URL: more than a signed URL of S3 has.
-const MAX_URL: usize = 4_096;
-/// Encoded characters that would change the meaning of a path if a server decoded them before it splits the path: `/`,
-/// `\` and NUL.
-const AMBIGUOUS: [&str; 3] = ["%2f", "%5c", "%00"];
+/// Maximum length of a URL in bytes. Signed URLs of S3 are shorter.
+const MAX_URL_BYTES: usize = 4_096;
+/// Escapes that would change the meaning of a path if a server decoded them before it splits the path: of `/`, `\` and
+/// NUL.
+const AMBIGUOUS_ESCAPES: [&str; 3] = ["%2f", "%5c", "%00"];
 
 /// Where a file is.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Location {
-    /// In this folder, which the settings name, at a relative path.
+    /// At the relative path `path` in `folder`, which the settings name.
     File { folder: PathBuf, path: PathBuf },
-    /// On a server. `private`: its host may have a private address, such as 10.0.0.1; likewise below.
+    /// On a server. `private` says whether its host may have a private address, such as 10.0.0.1.
     Web { url: Url, private: bool },
-    /// In a bucket of S3.
+    /// In a bucket of S3. `private` is as for [`Location::Web`].
     Bucket { bucket: String, key: String, private: bool },
 }
 
 /// Finds out where the file of the URL `written` is.
 ///
 /// # Errors
-/// Why it is not fetched, to be put after the URL.
+/// Why the file is not fetched. The text is put after the URL.
 pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, String> {
-    if written.len() > MAX_URL {
-        return Err(format!("has {} bytes; a URL may have at most {MAX_URL}", written.len()));
+    if written.len() > MAX_URL_BYTES {
+        return Err(format!("has {} bytes; a URL may have at most {MAX_URL_BYTES}", written.len()));
     }
     if written.contains(|c: char| c.is_control() || c == '\\') {
         return Err("has control characters or backslashes".to_owned());
@@ -48,7 +48,7 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
         return Err("has a fragment (#)".to_owned());
     }
     let path = url.path().to_ascii_lowercase();
-    if AMBIGUOUS.iter().any(|encoded| path.contains(encoded)) {
+    if AMBIGUOUS_ESCAPES.iter().any(|encoded| path.contains(encoded)) {
         return Err("has an encoded slash, backslash or NUL in its path".to_owned());
     }
     let Some(entry) = allowed.iter().find(|entry| is_below(&url, &entry.url)) else {
@@ -77,10 +77,10 @@ fn is_below(url: &Url, prefix: &Url) -> bool {
     let is_same_host = url.scheme() == prefix.scheme()
         && url.host() == prefix.host()
         && url.port_or_known_default() == prefix.port_or_known_default();
-    let (Some(mut segments), Some(of_prefix)) = (url.path_segments(), prefix.path_segments()) else {
+    let (Some(mut segments), Some(prefix_segments)) = (url.path_segments(), prefix.path_segments()) else {
         return false;
     };
-    let folders = of_prefix.filter(|segment| !segment.is_empty());
+    let folders = prefix_segments.filter(|segment| !segment.is_empty());
     let is_in_folders = folders.into_iter().all(|folder| segments.next() == Some(folder));
     is_same_host && is_in_folders && segments.any(|segment| !segment.is_empty())
 }
@@ -156,7 +156,7 @@ mod tests {
         ] {
             assert!(locate(url, &allowed()).is_err(), "{url}");
         }
-        let long = format!("https://media.org/in/{}", "a".repeat(MAX_URL));
+        let long = format!("https://media.org/in/{}", "a".repeat(MAX_URL_BYTES));
         assert!(locate(&long, &allowed()).unwrap_err().contains("4096"), "{long}");
         assert!(locate("https://media.org/in/c", &[]).is_err());
     }

@@ -1,17 +1,17 @@
-//! Bounds the bytes of fetched files that a worker holds. Owns the count. A requester may hold half of them, so that others
-//! can fetch meanwhile.
+//! Bounds the bytes of fetched files that a worker holds. Owns the count. A requester may hold half of the bytes, so
+//! that others can fetch meanwhile.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-/// The bytes that may be held. Clones share the count.
+/// The budget of bytes that may be held. Clones share the count.
 #[derive(Clone)]
 pub(super) struct Budget(Arc<Shared>);
 
 struct Shared {
-    most: u64,
+    limit: u64,
     /// Written by [`Budget::take`] and [`Budget::exceed`], and when a share gives bytes back.
     held: Mutex<Counts>,
     /// Notified when bytes are given back; the takers wait for it.
@@ -20,7 +20,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Counts {
-    all: u64,
+    total: u64,
     /// The bytes of each requester that holds some.
     by_requester: HashMap<u64, u64>,
 }
@@ -33,20 +33,20 @@ pub(super) struct Share {
 }
 
 impl Budget {
-    /// Creates a budget of `most` bytes, none of which are held.
-    pub(super) fn new(most: u64) -> Self {
-        Self(Arc::new(Shared { most, held: Mutex::default(), freed: Notify::new() }))
+    /// Creates a budget of `limit` bytes, of which none are held.
+    pub(super) fn new(limit: u64) -> Self {
+        Self(Arc::new(Shared { limit, held: Mutex::default(), freed: Notify::new() }))
     }
 
     /// Waits until the requester may hold `bytes` more bytes. A requester that holds none may exceed its half, and if
-    /// nobody holds any, even the whole. Safe to cancel.
+    /// nobody holds any, even the whole budget. Safe to cancel.
     pub(super) async fn take(&self, requester: u64, bytes: u64) -> Share {
         loop {
             let freed = self.0.freed.notified();
             tokio::pin!(freed);
-            // From here no notification is missed.
+            // From here on, no notification is missed.
             freed.as_mut().enable();
-            let fits = self.lock().take(self.0.most, requester, bytes);
+            let fits = self.lock().try_take(self.0.limit, requester, bytes);
             if fits {
                 return self.share(requester, bytes);
             }
@@ -70,9 +70,11 @@ impl Budget {
 }
 
 impl Counts {
-    fn take(&mut self, most: u64, requester: u64, bytes: u64) -> bool {
-        let own = self.by_requester.get(&requester).copied().unwrap_or(0);
-        let fits = self.all == 0 || self.all + bytes <= most && (own == 0 || own + bytes <= most / 2);
+    /// Adds the bytes if the requester may hold them. Returns whether it may.
+    fn try_take(&mut self, limit: u64, requester: u64, bytes: u64) -> bool {
+        let requester_bytes = self.by_requester.get(&requester).copied().unwrap_or(0);
+        let fits_half = requester_bytes == 0 || requester_bytes + bytes <= limit / 2;
+        let fits = self.total == 0 || self.total + bytes <= limit && fits_half;
         if fits {
             self.add(requester, bytes);
         }
@@ -80,13 +82,13 @@ impl Counts {
     }
 
     fn add(&mut self, requester: u64, bytes: u64) {
-        self.all += bytes;
+        self.total += bytes;
         *self.by_requester.entry(requester).or_default() += bytes;
     }
 }
 
 impl Share {
-    /// Gives back all but `bytes`.
+    /// Gives back all bytes except `bytes`.
     pub(super) fn shrink(&mut self, bytes: u64) {
         let surplus = self.bytes.saturating_sub(bytes);
         self.bytes -= surplus;
@@ -95,10 +97,10 @@ impl Share {
 
     fn give_back(&self, bytes: u64) {
         let mut held = self.budget.lock();
-        held.all -= bytes;
-        if let Some(own) = held.by_requester.get_mut(&self.requester) {
-            *own -= bytes;
-            if *own == 0 {
+        held.total -= bytes;
+        if let Some(requester_bytes) = held.by_requester.get_mut(&self.requester) {
+            *requester_bytes -= bytes;
+            if *requester_bytes == 0 {
                 held.by_requester.remove(&self.requester);
             }
         }
@@ -129,12 +131,12 @@ mod tests {
         drop(one);
         let mut three = budget.take(3, 40).now_or_never().expect("40 are left");
         three.shrink(10);
-        assert_eq!(budget.lock().all, 70);
+        assert_eq!(budget.lock().total, 70);
         drop((two, three));
-        assert!(budget.lock().by_requester.is_empty() && budget.lock().all == 0);
+        assert!(budget.lock().by_requester.is_empty() && budget.lock().total == 0);
         let huge = budget.take(1, 500).now_or_never().expect("a file alone may be larger than the whole");
         let more = budget.exceed(2, 10);
-        assert_eq!(budget.lock().all, 510);
+        assert_eq!(budget.lock().total, 510);
         drop((huge, more));
     }
 

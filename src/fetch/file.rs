@@ -1,4 +1,4 @@
-//! Opens files below an allowed folder, so that neither `..` nor a symbolic link leads out of it. Reads nothing.
+//! Opens files below an allowed folder; neither `..` nor a symbolic link can lead out of it. Reads no content.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,7 +9,7 @@ use nix::sys::stat::Mode;
 
 use super::Failure;
 
-/// Opens the regular file at the relative path. Returns its size, too.
+/// Opens the regular file at the relative path. Also returns its size in bytes.
 ///
 /// # Errors
 /// There is no such file below the folder, it is not a regular file, the worker may not read it, or it cannot be read
@@ -20,7 +20,7 @@ pub(super) fn open_below(folder: &Path, path: &Path) -> Result<(File, u64), Fail
     let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let folder = open(folder, flags, Mode::empty()).map_err(unavailable)?;
     let how = OpenHow::new()
-        // The open of a FIFO must not wait for its writer.
+        // With O_NONBLOCK, opening a FIFO does not wait for a writer.
         .flags(OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | OFlag::O_NOCTTY)
         .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_MAGICLINKS);
     let file = openat2(&folder, path, how).map_err(|error| match error {
@@ -28,7 +28,7 @@ pub(super) fn open_below(folder: &Path, path: &Path) -> Result<(File, u64), Fail
         Errno::EXDEV | Errno::ELOOP => refused("leads out of its folder"),
         Errno::EACCES | Errno::EPERM => refused("may not be read by the worker"),
         Errno::ENAMETOOLONG => refused("has too long a name"),
-        // The errors of opening a socket, or a device without a driver.
+        // These are the errors of opening a socket, or a device without a driver.
         Errno::ENXIO | Errno::ENODEV => refused("is not a regular file"),
         other => unavailable(other),
     })?;
@@ -67,7 +67,7 @@ mod tests {
             Err(Failure::Refused(reason) | Failure::Unavailable(reason) | Failure::TooLarge(reason)) => {
                 Err(reason)
             }
-            Err(Failure::Crowded) => unreachable!("opening takes no memory"),
+            Err(Failure::OverBudget) => unreachable!("opening takes no memory"),
         };
         assert_eq!(opened("sub/a.wav"), Ok(5));
         assert_eq!(opened("inside"), Ok(5));

@@ -1,6 +1,6 @@
 //! Fetches the files that tasks name by a URL instead of sending them (`pool.allowed_sources`). Decides what is
-//! fetched, and bounds its size, its time, and the memory of all that is fetched. Owns the threads that fetch. Does not
-//! know what the files hold, nor who waits for them.
+//! fetched, and bounds the size and the time of each fetch, and the memory of all fetched files. Owns the threads that
+//! fetch. Does not know what the files contain, nor who waits for them.
 //!
 //! | file | decides |
 //! |---|---|
@@ -31,25 +31,26 @@ pub use self::allowed::Location;
 use self::budget::{Budget, Share};
 use crate::config::{AllowedSource, Fetch, Pool, S3};
 
-/// The first size, in bytes, of the buffer for a file whose size is not known, and the step by which a file is read.
-const STEP: usize = 64 << 10;
-/// How long a fetch waits while the worker holds too many bytes. It is short, because the fetch has a turn meanwhile,
-/// and bytes may be held until a recording is transcribed.
+/// Initial size of the buffer for a file whose size is not known, and the number of bytes between two checks of the
+/// deadline.
+const READ_STEP: usize = 64 << 10;
+/// How long a fetch waits while the worker holds too many bytes. It is short, because the fetch occupies its permit
+/// meanwhile, and bytes may be held until a recording is transcribed.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
-/// How long the signature of a URL is valid. The request is made at once.
-const SIGNED_FOR: Duration = Duration::from_secs(60);
+/// How long the signature of a URL is valid. It can be short, because the request is made at once.
+const SIGNATURE_LIFETIME: Duration = Duration::from_secs(60);
 
-/// Why a file is not fetched. The text is to be put after its URL.
+/// Why a file is not fetched. The text is put after the file's URL.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// Another try would end the same.
+    /// A retry would end the same.
     Refused(String),
-    /// It is larger than this pool takes.
+    /// The file is larger than this pool takes.
     TooLarge(String),
-    /// It may be there later.
+    /// The file may be available later.
     Unavailable(String),
-    /// The worker holds too many bytes of files now. This is not the file's fault.
-    Crowded,
+    /// The worker holds too many bytes of files now. The file itself is acceptable.
+    OverBudget,
 }
 
 /// Fetches files for the tasks of one worker.
@@ -58,21 +59,21 @@ pub struct Fetcher {
     limits: Fetch,
     s3: S3,
     budget: Budget,
-    /// Made by the first fetch by TLS.
+    /// Created by the first fetch over TLS.
     tls: OnceLock<Arc<rustls::ClientConfig>>,
 }
 
-/// Whose fetch it is, and whether it waits while too much is held.
+/// Who fetches a file, how large it may be, and whether the fetch waits for memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Claim {
     /// The hash of the requester's name.
     pub requester: u64,
-    /// Whether the fetch waits while the worker holds too many bytes. If not, it may exceed the limit.
-    pub waits: bool,
-    /// The most bytes of the file; `fetch.max_size` bounds it too.
+    /// Whether the fetch waits while the worker holds too many bytes. If not, it may exceed the budget.
+    pub waits_for_memory: bool,
+    /// Maximum size of the file in bytes. The setting `fetch.max_size` also applies.
     pub max_size: u64,
-    /// Bytes of the task's files that were fetched before. They are held until the task ends.
-    pub held: u64,
+    /// Bytes of the task's files that were fetched before, and are held until the task ends.
+    pub task_bytes: u64,
 }
 
 /// An open file, with its size if it is known.
@@ -94,7 +95,7 @@ impl AsRef<[u8]> for FetchedBytes {
 }
 
 impl Fetcher {
-    /// None if the pool admits no source.
+    /// Creates the fetcher of a pool; none if the pool has no `allowed_sources`.
     pub fn new(pool: &Pool) -> Option<Self> {
         let allowed = pool.allowed_sources.clone();
         let (limits, s3, tls) = (pool.fetch.clone(), pool.s3.clone(), OnceLock::new());
@@ -110,8 +111,8 @@ impl Fetcher {
         allowed::locate(url, &self.allowed).map_err(Failure::Refused)
     }
 
-    /// Fetches a file. If this call is cancelled, the thread that reads the file ends at the deadline. `turn` is
-    /// the caller's permit: each thread of this fetch holds it, so that permits bound the number of threads.
+    /// Fetches a file. If this call is cancelled, the thread that reads the file ends at the deadline. Each thread of
+    /// this fetch holds `permit`, so that the caller's permits bound the number of threads.
     ///
     /// # Errors
     /// [`Failure`].
@@ -119,51 +120,52 @@ impl Fetcher {
         &self,
         location: Location,
         claim: Claim,
-        turn: Arc<impl Send + Sync + 'static>,
+        permit: Arc<impl Send + Sync + 'static>,
     ) -> Result<Bytes, Failure> {
-        let until = Instant::now() + self.limits.timeout;
-        let late = |_| Failure::Unavailable(format!("is not there within {:?}", self.limits.timeout));
-        let source = timeout_at(until, self.open(location, until, &turn)).await.map_err(late)??;
-        let most = self.limits.max_size.min(claim.max_size);
-        if let Some(size) = source.size.filter(|size| *size > most) {
-            return Err(Failure::TooLarge(format!("has {size} bytes; this pool takes at most {most}")));
+        let deadline = Instant::now() + self.limits.timeout;
+        let timed_out = |_| Failure::Unavailable(format!("is not there within {:?}", self.limits.timeout));
+        let source =
+            timeout_at(deadline, self.open(location, deadline, &permit)).await.map_err(timed_out)??;
+        let max_bytes = self.limits.max_size.min(claim.max_size);
+        if let Some(size) = source.size.filter(|size| *size > max_bytes) {
+            return Err(Failure::TooLarge(format!("has {size} bytes; this pool takes at most {max_bytes}")));
         }
-        let expected = source.size.unwrap_or(most);
-        let for_requester = self.limits.memory / 2;
-        if claim.held > 0 && claim.held.saturating_add(expected) > for_requester {
-            let held = claim.held;
+        let expected = source.size.unwrap_or(max_bytes);
+        let requester_limit = self.limits.memory / 2;
+        if claim.task_bytes > 0 && claim.task_bytes.saturating_add(expected) > requester_limit {
+            let fetched = claim.task_bytes;
             return Err(Failure::TooLarge(format!(
-                "has up to {expected} bytes, and the task's files before it have {held}; \
-                 together they may have {for_requester}"
+                "has up to {expected} bytes, and the task's files before it have {fetched}; \
+                 together they may have {requester_limit}"
             )));
         }
-        let share = if claim.waits {
+        let share = if claim.waits_for_memory {
             let share = timeout(MEMORY_WAIT, self.budget.take(claim.requester, expected)).await;
-            share.map_err(|_| Failure::Crowded)?
+            share.map_err(|_| Failure::OverBudget)?
         } else {
             self.budget.exceed(claim.requester, expected)
         };
-        let reading = on_thread(&turn, move || read(source, most, until, share));
-        timeout_at(until, reading).await.map_err(late)?
+        let reading = on_thread(&permit, move || read(source, max_bytes, deadline, share));
+        timeout_at(deadline, reading).await.map_err(timed_out)?
     }
 
     async fn open(
         &self,
         location: Location,
-        until: Instant,
-        turn: &Arc<impl Send + Sync + 'static>,
+        deadline: Instant,
+        permit: &Arc<impl Send + Sync + 'static>,
     ) -> Result<Source, Failure> {
         match location {
             Location::File { folder, path } => {
-                on_thread(turn, move || {
+                on_thread(permit, move || {
                     let (file, size) = file::open_below(&folder, &path)?;
                     Ok(Source { content: Box::new(file), size: Some(size) })
                 })
                 .await
             }
-            Location::Web { url, private } => self.open_url(url, private, until, turn).await,
+            Location::Web { url, private } => self.open_url(url, private, deadline, permit).await,
             Location::Bucket { bucket, key, private } => {
-                self.open_url(self.signed(&bucket, &key)?, private, until, turn).await
+                self.open_url(self.signed_url(&bucket, &key)?, private, deadline, permit).await
             }
         }
     }
@@ -172,23 +174,23 @@ impl Fetcher {
         &self,
         url: Url,
         private: bool,
-        until: Instant,
-        turn: &Arc<impl Send + Sync + 'static>,
+        deadline: Instant,
+        permit: &Arc<impl Send + Sync + 'static>,
     ) -> Result<Source, Failure> {
-        let addresses = web::resolve(&url, private, until).await?;
+        let addresses = web::resolve(&url, private, deadline).await?;
         let tls = match self.tls.get() {
             Some(tls) => tls.clone(),
             None => {
                 let error = |error| Failure::Unavailable(format!("no certificates can be verified: {error}"));
-                let made = web::tls().map_err(error)?;
-                self.tls.get_or_init(|| made).clone()
+                let created = web::tls().map_err(error)?;
+                self.tls.get_or_init(|| created).clone()
             }
         };
-        on_thread(turn, move || web::open(&url, addresses, tls, until)).await
+        on_thread(permit, move || web::open(&url, addresses, tls, deadline)).await
     }
 
-    /// The URL of an object, signed with the credentials of the settings.
-    fn signed(&self, bucket: &str, key: &str) -> Result<Url, Failure> {
+    /// The URL of an S3 object, signed with the credentials of the settings.
+    fn signed_url(&self, bucket: &str, key: &str) -> Result<Url, Failure> {
         let refused = |error: &dyn std::fmt::Display| Failure::Refused(format!("is no object: {error}"));
         let endpoint = match &self.s3.endpoint {
             Some(endpoint) => endpoint.clone(),
@@ -201,37 +203,37 @@ impl Fetcher {
             (Some(id), Some(secret)) => Some(Credentials::new(id.clone(), secret.expose())),
             _ => None,
         };
-        Ok(bucket.get_object(credentials.as_ref(), key).sign(SIGNED_FOR))
+        Ok(bucket.get_object(credentials.as_ref(), key).sign(SIGNATURE_LIFETIME))
     }
 }
 
 /// Reads a whole file.
-fn read(source: Source, most: u64, until: Instant, mut share: Share) -> Result<Bytes, Failure> {
+fn read(source: Source, max_bytes: u64, deadline: Instant, mut share: Share) -> Result<Bytes, Failure> {
     let Source { content, size } = source;
     let mut bytes = Vec::new();
-    let room = size.unwrap_or(STEP as u64).min(most) as usize;
+    let capacity = size.unwrap_or(READ_STEP as u64).min(max_bytes) as usize;
     let no_memory = |_| Failure::Unavailable("does not fit into the worker's memory now".to_owned());
-    bytes.try_reserve_exact(room).map_err(no_memory)?;
-    // One byte more shows a file that is longer than it should be.
-    let mut content = content.take(size.unwrap_or(most).saturating_add(1));
+    bytes.try_reserve_exact(capacity).map_err(no_memory)?;
+    // One byte more is read, to detect a file that is longer than it should be.
+    let mut content = content.take(size.unwrap_or(max_bytes).saturating_add(1));
     loop {
-        let read = io::copy(&mut (&mut content).take(STEP as u64), &mut bytes);
+        let read = io::copy(&mut (&mut content).take(READ_STEP as u64), &mut bytes);
         let read =
             read.map_err(|error| Failure::Unavailable(format!("is not read to its end: {}", error.kind())))?;
         if read == 0 {
             break;
         }
-        if Instant::now() >= until {
+        if Instant::now() >= deadline {
             return Err(Failure::Unavailable("is not read to its end in time".to_owned()));
         }
     }
     let read = bytes.len() as u64;
     match size {
         Some(size) if read != size => {
-            Err(Failure::Unavailable(format!("should have {size} bytes, and {} came", shown(read, size))))
+            Err(Failure::Unavailable(format!("should have {size} bytes, and {} came", received(read, size))))
         }
-        None if read > most => {
-            Err(Failure::TooLarge(format!("has more than the {most} bytes that this pool takes")))
+        None if read > max_bytes => {
+            Err(Failure::TooLarge(format!("has more than the {max_bytes} bytes that this pool takes")))
         }
         _ => {
             share.shrink(read);
@@ -240,22 +242,22 @@ fn read(source: Source, most: u64, until: Instant, mut share: Share) -> Result<B
     }
 }
 
-/// The number of bytes that came, for a message. Reading stops one byte after the declared size, so that the number
-/// of more bytes is not known.
-fn shown(read: u64, size: u64) -> String {
+/// The number of bytes that came, for an error message. It is unknown if there were more than the declared size,
+/// because reading stops one byte after it.
+fn received(read: u64, size: u64) -> String {
     if read > size { "more".to_owned() } else { read.to_string() }
 }
 
-/// Does blocking work on a thread of its own, which is not waited for when the worker ends.
+/// Does blocking work on a separate thread. The worker does not wait for this thread when it ends.
 async fn on_thread<T: Send + 'static>(
-    turn: &Arc<impl Send + Sync + 'static>,
+    permit: &Arc<impl Send + Sync + 'static>,
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
     let (done, result) = oneshot::channel();
-    let turn = turn.clone();
+    let permit = permit.clone();
     let work = move || {
         let _ = done.send(work());
-        drop(turn);
+        drop(permit);
     };
     let failed =
         |error: &dyn std::fmt::Display| Failure::Unavailable(format!("cannot be fetched now: {error}"));

@@ -6,9 +6,9 @@ use std::net::{TcpListener, TcpStream};
 use super::*;
 use crate::config::AllowedSource;
 
-const MOST: u64 = 1_000;
+const MAX_SIZE: u64 = 1_000;
 
-/// A server that answers each request with what `answer` writes, given the request's first line.
+/// Starts a server. `answer` gets the first line of each request and writes the response.
 fn serve(answer: impl Fn(&str, &mut TcpStream) -> io::Result<()> + Send + 'static) -> Url {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/in/", listener.local_addr().unwrap());
@@ -18,21 +18,22 @@ fn serve(answer: impl Fn(&str, &mut TcpStream) -> io::Result<()> + Send + 'stati
             let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
             let first = lines.next().unwrap().unwrap();
             while lines.next().is_some_and(|line| line.is_ok_and(|line| !line.is_empty())) {}
-            // A client that has left is no failure of the server.
+            // An error means that the client has closed the connection, as some tests expect.
             let _ = answer(&first, &mut stream);
         }
     });
     Url::parse(&url).unwrap()
 }
 
-/// A server whose answers are these bytes.
+/// Starts a server that answers each request with these bytes.
 fn answering(answer: &'static str) -> Url {
     serve(move |_, stream| stream.write_all(answer.as_bytes()))
 }
 
 fn fetcher(url: &Url, private: bool) -> Fetcher {
     let allowed = vec![AllowedSource { url: url.clone(), private }];
-    let limits = Fetch { max_size: MOST, timeout: Duration::from_secs(1), at_once: 4, memory: 10 * MOST };
+    let limits =
+        Fetch { max_size: MAX_SIZE, timeout: Duration::from_secs(1), at_once: 4, memory: 10 * MAX_SIZE };
     let s3 = S3 {
         endpoint: None,
         region: "eu-central-1".to_owned(),
@@ -42,7 +43,7 @@ fn fetcher(url: &Url, private: bool) -> Fetcher {
     Fetcher { allowed, budget: Budget::new(limits.memory), limits, s3, tls: OnceLock::new() }
 }
 
-const CLAIM: Claim = Claim { requester: 1, waits: true, max_size: u64::MAX, held: 0 };
+const CLAIM: Claim = Claim { requester: 1, waits_for_memory: true, max_size: u64::MAX, task_bytes: 0 };
 
 async fn fetched(url: &Url) -> Result<Vec<u8>, Failure> {
     let fetcher = fetcher(url, true);
@@ -91,15 +92,18 @@ async fn a_file_that_is_too_large_or_lies_about_its_length_is_not_taken() {
     assert!(matches!(fetched(&endless).await, Err(Failure::TooLarge(_))));
     let short = answering("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nfile");
     assert!(matches!(fetched(&short).await, Err(Failure::Unavailable(_))));
-    let packed = answering("HTTP/1.1 200 OK\r\nContent-Encoding: br\r\nContent-Length: 4\r\n\r\nfile");
-    assert!(matches!(fetched(&packed).await, Err(Failure::Refused(why)) if why.contains("br")));
+    let compressed = answering("HTTP/1.1 200 OK\r\nContent-Encoding: br\r\nContent-Length: 4\r\n\r\nfile");
+    assert!(matches!(fetched(&compressed).await, Err(Failure::Refused(why)) if why.contains("br")));
     let zipped = serve(|_, stream| {
         write!(stream, "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n")?;
         let mut zip = flate2::write::GzEncoder::new(stream, flate2::Compression::default());
-        zip.write_all(&[0; 2 * MOST as usize])?;
+        zip.write_all(&[0; 2 * MAX_SIZE as usize])?;
         zip.finish().map(drop)
     });
-    assert!(matches!(fetched(&zipped).await, Err(Failure::TooLarge(_))), "the limit is for what is unpacked");
+    assert!(
+        matches!(fetched(&zipped).await, Err(Failure::TooLarge(_))),
+        "the limit applies to the decompressed file"
+    );
     let nonsense = answering("220 smtp.example.org\r\n");
     assert!(matches!(fetched(&nonsense).await, Err(Failure::Unavailable(_))));
 }
@@ -117,8 +121,8 @@ async fn a_slow_server_is_left_at_the_deadline() {
     assert!(matches!(fetched(&slow).await, Err(Failure::Unavailable(_))));
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     let silent = serve(|_, stream| {
-        let mut rest = Vec::new();
-        stream.read_to_end(&mut rest).map(drop)
+        let mut ignored = Vec::new();
+        stream.read_to_end(&mut ignored).map(drop)
     });
     assert!(matches!(fetched(&silent).await, Err(Failure::Unavailable(_))));
 }
@@ -148,9 +152,9 @@ async fn a_server_or_host_that_is_not_there_may_be_there_later() {
 
 #[tokio::test]
 async fn a_signed_request_has_the_settings_key_and_errors_do_not_show_it() {
-    let (asked_sender, asked) = std::sync::mpsc::sync_channel(1);
+    let (request_sender, request_line) = std::sync::mpsc::sync_channel(1);
     let url = serve(move |first, stream| {
-        asked_sender.send(first.to_owned()).unwrap();
+        request_sender.send(first.to_owned()).unwrap();
         write!(stream, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
     });
     let mut fetcher = fetcher(&Url::parse("s3://bucket/in/").unwrap(), true);
@@ -161,16 +165,16 @@ async fn a_signed_request_has_the_settings_key_and_errors_do_not_show_it() {
         failure,
         Failure::Refused("cannot be fetched: its server answers with the status 403".to_owned())
     );
-    let asked = asked.recv().unwrap();
-    assert!(asked.starts_with("GET /bucket/in/a%20b.flac?"), "{asked}");
+    let request_line = request_line.recv().unwrap();
+    assert!(request_line.starts_with("GET /bucket/in/a%20b.flac?"), "{request_line}");
     for part in ["X-Amz-Signature=", "X-Amz-Credential=AKIAEXAMPLE%2F", "%2Feu-central-1%2Fs3%2Faws4_request"]
     {
-        assert!(asked.contains(part), "{part} in {asked}");
+        assert!(request_line.contains(part), "{part} in {request_line}");
     }
     fetcher.s3.access_key_id = None;
     let location = fetcher.locate("s3://bucket/in/a").unwrap();
     let Location::Bucket { bucket, key, .. } = location else { panic!("{location:?}") };
-    assert_eq!(fetcher.signed(&bucket, &key).unwrap().query().unwrap_or_default(), "", "a public bucket");
+    assert_eq!(fetcher.signed_url(&bucket, &key).unwrap().query().unwrap_or_default(), "", "a public bucket");
 }
 
 #[tokio::test]
@@ -180,47 +184,47 @@ async fn files_are_read_from_a_folder_and_their_bytes_count_until_they_are_dropp
     std::fs::write(folder.path().join("large"), [7; 1_001]).unwrap();
     let url = Url::from_directory_path(folder.path()).unwrap();
     let fetcher = fetcher(&url, false);
-    let at = |name: &str| fetcher.locate(url.join(name).unwrap().as_str()).unwrap();
-    let fetch = |name: &str| fetcher.fetch(at(name), CLAIM, Arc::new(()));
+    let location = |name: &str| fetcher.locate(url.join(name).unwrap().as_str()).unwrap();
+    let fetch = |name: &str| fetcher.fetch(location(name), CLAIM, Arc::new(()));
     let first = fetch("a.wav").await.unwrap();
     let clone = first.clone();
     drop(first);
     let large = fetch("large").await.unwrap_err();
     assert_eq!(large, Failure::TooLarge("has 1001 bytes; this pool takes at most 1000".to_owned()));
-    // Of the 10,000 bytes, a requester may hold half.
+    // A requester may hold half of the 10,000 bytes.
     let mut more = Vec::new();
     for _ in 0..7 {
         more.push(fetch("a.wav").await.unwrap());
     }
-    assert_eq!(fetch("a.wav").await, Err(Failure::Crowded), "4,800 are held");
-    let of_one_task = Claim { held: 4_800, ..CLAIM };
-    let too_large = fetcher.fetch(at("a.wav"), of_one_task, Arc::new(())).await.unwrap_err();
+    assert_eq!(fetch("a.wav").await, Err(Failure::OverBudget), "4,800 are held");
+    let same_task = Claim { task_bytes: 4_800, ..CLAIM };
+    let too_large = fetcher.fetch(location("a.wav"), same_task, Arc::new(())).await.unwrap_err();
     assert!(
         matches!(&too_large, Failure::TooLarge(why) if why.ends_with("they may have 5000")),
         "{too_large:?}"
     );
-    let others = Claim { requester: 2, waits: true, max_size: u64::MAX, held: 0 };
-    assert!(fetcher.fetch(at("a.wav"), others, Arc::new(())).await.is_ok());
-    let isolated = Claim { requester: 1, waits: false, max_size: u64::MAX, held: 0 };
-    assert!(fetcher.fetch(at("a.wav"), isolated, Arc::new(())).await.is_ok());
+    let other_requester = Claim { requester: 2, waits_for_memory: true, max_size: u64::MAX, task_bytes: 0 };
+    assert!(fetcher.fetch(location("a.wav"), other_requester, Arc::new(())).await.is_ok());
+    let isolated = Claim { requester: 1, waits_for_memory: false, max_size: u64::MAX, task_bytes: 0 };
+    assert!(fetcher.fetch(location("a.wav"), isolated, Arc::new(())).await.is_ok());
     drop((clone, more));
     assert!(fetch("a.wav").await.is_ok());
 }
 
 #[tokio::test]
-async fn a_turn_lasts_until_the_thread_ends_even_if_nobody_waits() {
+async fn a_permit_is_held_until_the_thread_ends_even_if_nobody_waits() {
     let slow = serve(|_, stream| {
-        let mut rest = Vec::new();
-        stream.read_to_end(&mut rest).map(drop)
+        let mut ignored = Vec::new();
+        stream.read_to_end(&mut ignored).map(drop)
     });
     let fetcher = fetcher(&slow, true);
     let location = fetcher.locate(slow.join("a.wav").unwrap().as_str()).unwrap();
-    let (turn, mut ended) = tokio::sync::oneshot::channel::<()>();
-    let given_up = Duration::from_millis(200);
-    assert!(tokio::time::timeout(given_up, fetcher.fetch(location, CLAIM, Arc::new(turn))).await.is_err());
+    let (permit, mut ended) = tokio::sync::oneshot::channel::<()>();
+    let wait = Duration::from_millis(200);
+    assert!(tokio::time::timeout(wait, fetcher.fetch(location, CLAIM, Arc::new(permit))).await.is_err());
     assert!(
         ended.try_recv() == Err(tokio::sync::oneshot::error::TryRecvError::Empty),
         "the thread still waits for the server"
     );
-    assert!(ended.await.is_err(), "nothing is sent, but the turn is dropped");
+    assert!(ended.await.is_err(), "nothing is sent, but the permit is dropped");
 }

@@ -1,6 +1,6 @@
-//! Opens files on servers: connects to the addresses that were checked and to no other, follows no redirects, uses no
-//! proxy, and ends at a deadline. Credentials are part of the URL or absent. Asks for files as they are; if a server
-//! sends gzip all the same, `ureq` unpacks it, since `hf-hub` enables that feature of the shared crate.
+//! Opens files on servers: connects only to the addresses that were checked, follows no redirects, uses no proxy, and
+//! ends at a deadline. Credentials are part of the URL or absent. Requests files without compression. If a server sends
+//! gzip nevertheless, `ureq` decompresses it, because `hf-hub` enables that feature of the shared crate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use url::Url;
 use super::address::is_public;
 use super::{Failure, Source};
 
-/// The certificates that servers are verified with: those of the system, as for the broker.
+/// The TLS settings of all fetches. Servers are verified with the certificates of the system, as for the broker.
 ///
 /// # Errors
 /// The system's store cannot be read.
@@ -24,16 +24,16 @@ pub(super) fn tls() -> Result<Arc<rustls::ClientConfig>, rustls::Error> {
     Ok(Arc::new(builder.with_platform_verifier()?.with_no_client_auth()))
 }
 
-/// The addresses of the URL's host.
+/// Resolves the URL's host to its addresses.
 ///
 /// # Errors
-/// The host is not found before `until`, or has a private address although `private`, which admits these, is false.
-pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<Vec<SocketAddr>, Failure> {
+/// The host is not found before `deadline`, or has a private address and `private`, which permits these, is false.
+pub(super) async fn resolve(url: &Url, private: bool, deadline: Instant) -> Result<Vec<SocketAddr>, Failure> {
     let host = url.host_str().unwrap_or_default();
     let port = url.port_or_known_default().unwrap_or_default();
-    let found = timeout_at(until, tokio::net::lookup_host((host.trim_matches(['[', ']']), port))).await;
-    let found: Vec<SocketAddr> = match found {
-        Ok(Ok(found)) => found.collect(),
+    let lookup = timeout_at(deadline, tokio::net::lookup_host((host.trim_matches(['[', ']']), port))).await;
+    let addresses: Vec<SocketAddr> = match lookup {
+        Ok(Ok(addresses)) => addresses.collect(),
         Ok(Err(error)) => {
             return Err(Failure::Unavailable(format!("cannot be fetched: its host is not found: {error}")));
         }
@@ -41,7 +41,7 @@ pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<
             return Err(Failure::Unavailable("cannot be fetched: its host is not found in time".to_owned()));
         }
     };
-    match found.iter().find(|address| !private && !is_public(address.ip())) {
+    match addresses.iter().find(|address| !private && !is_public(address.ip())) {
         Some(address) => {
             let reason = format!(
                 "is not fetched: its host has the private address {}, which its entry in allowed_sources does not admit",
@@ -49,36 +49,36 @@ pub(super) async fn resolve(url: &Url, private: bool, until: Instant) -> Result<
             );
             Err(Failure::Refused(reason))
         }
-        None => Ok(found),
+        None => Ok(addresses),
     }
 }
 
-/// Requests the file. Blocks the thread until its headers are there.
+/// Requests the file. Blocks the thread until the headers of the response have arrived.
 ///
 /// # Errors
-/// The server does not have the file, is not trusted, sends it encoded, or cannot be reached before `until`.
+/// The server does not have the file, is not trusted, sends it compressed, or cannot be reached before `deadline`.
 pub(super) fn open(
     url: &Url,
     addresses: Vec<SocketAddr>,
     tls: Arc<rustls::ClientConfig>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<Source, Failure> {
-    let left = until.saturating_duration_since(Instant::now());
+    let time_left = deadline.saturating_duration_since(Instant::now());
     let agent = AgentBuilder::new()
         .resolver(move |_: &str| Ok(addresses.clone()))
         .tls_config(tls)
         .redirects(0)
         .try_proxy_from_env(false)
-        .timeout_connect(left)
-        .timeout(left)
+        .timeout_connect(time_left)
+        .timeout(time_left)
         .user_agent(concat!("sconce/", env!("CARGO_PKG_VERSION")))
         .build();
-    let answer = match agent.request_url("GET", url).set("Accept-Encoding", "identity").call() {
-        Ok(answer) if answer.status() == 200 => answer,
-        Ok(answer) | Err(Error::Status(_, answer)) => return Err(of_status(answer.status())),
+    let response = match agent.request_url("GET", url).set("Accept-Encoding", "identity").call() {
+        Ok(response) if response.status() == 200 => response,
+        Ok(response) | Err(Error::Status(_, response)) => return Err(status_failure(response.status())),
         // The error's own text would show the URL, which may be signed.
         Err(Error::Transport(error)) => {
-            return Err(match (error.kind(), of_tls(&error)) {
+            return Err(match (error.kind(), tls_error(&error)) {
                 (_, Some(error @ rustls::Error::InvalidCertificate(_))) => {
                     Failure::Refused(format!("cannot be fetched, because its server is not trusted: {error}"))
                 }
@@ -86,7 +86,7 @@ pub(super) fn open(
                 (ErrorKind::ConnectionFailed, None) => Failure::Unavailable(
                     "cannot be fetched: its server does not accept a connection".to_owned(),
                 ),
-                _ if Instant::now() >= until => {
+                _ if Instant::now() >= deadline => {
                     Failure::Unavailable("cannot be fetched: its server has not answered in time".to_owned())
                 }
                 (kind, None) => {
@@ -96,24 +96,24 @@ pub(super) fn open(
         }
     };
     if let Some(encoding) =
-        answer.header("content-encoding").filter(|it| !it.eq_ignore_ascii_case("identity"))
+        response.header("content-encoding").filter(|it| !it.eq_ignore_ascii_case("identity"))
     {
         let reason =
             format!("is not taken: its server sends it in the content-encoding {:?}", shortened(encoding));
         return Err(Failure::Refused(reason));
     }
-    let size = answer.header("content-length").and_then(|size| size.parse().ok());
-    Ok(Source { content: answer.into_reader(), size })
+    let size = response.header("content-length").and_then(|size| size.parse().ok());
+    Ok(Source { content: response.into_reader(), size })
 }
 
-/// The error of TLS that caused this one.
-fn of_tls<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
+/// The TLS error that caused this error; none if another kind of error did.
+fn tls_error<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
     let io = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
-    let own = error.downcast_ref().or_else(|| io?.downcast_ref());
-    own.or_else(|| of_tls(error.source()?))
+    let direct = error.downcast_ref().or_else(|| io?.downcast_ref());
+    direct.or_else(|| tls_error(error.source()?))
 }
 
-fn of_status(status: u16) -> Failure {
+fn status_failure(status: u16) -> Failure {
     let reason = format!("cannot be fetched: its server answers with the status {status}");
     match status {
         300..=399 => Failure::Refused(format!("{reason}; redirects are not followed")),

@@ -25,29 +25,31 @@ type Lines<R> = FramedRead<R, AnyDelimiterCodec>;
 
 /// How long a worker may take to read a command before it is killed.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the output of an ended worker is read if another process holds its pipes open.
+/// How long the output of an ended worker is still read if another process keeps its pipes open.
 const OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
-pub(super) struct Worker {
+/// A worker process with its pipes.
+pub(super) struct WorkerProcess {
     child: Child,
     stdin: Option<ChildStdin>,
     events: Option<Lines<ChildStdout>>,
     logs: Option<Lines<ChildStderr>>,
-    /// How it ended, and the time until which the rest of its events and its log is read.
+    /// How the process ended, and until when the rest of its events and of its log is read.
     ended: Option<(ExitStatus, Instant)>,
     /// Makes the guard watch this worker until it is reaped. None if the guard does not know it, or it is reaped.
     guarded: Option<Guarded>,
 }
 
 pub(super) enum ChildEvent {
-    Event(String),
-    Log(String),
+    EventLine(String),
+    LogLine(String),
     Ended(ExitStatus),
 }
 
-impl Worker {
-    /// Spawns `program worker …`, tells the guard, and sends the worker its assignment, the crash records and the
-    /// withdrawals. `withdrawn`: none while the withdrawals are still being read. A later command sends them.
+impl WorkerProcess {
+    /// Spawns `program worker …`, registers the worker with the guard, and sends the worker its assignment, the crash
+    /// records and the withdrawals. `withdrawn`: none while the withdrawals are still being read; a later command sends
+    /// them.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -55,7 +57,7 @@ impl Worker {
         program: &Path,
         guard: &Arc<Guard>,
         assignment: &Assignment,
-        deaths: Vec<control::CrashRecord>,
+        crashes: Vec<control::CrashRecord>,
         withdrawn: Option<Vec<control::Cancellation>>,
         paused: bool,
     ) -> io::Result<Self> {
@@ -66,12 +68,12 @@ impl Worker {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // Its own process group, so that the terminal's Ctrl-C reaches only the launcher, and counts once.
+            // It has its own process group, so that Ctrl-C in the terminal reaches only the launcher, and counts once.
             .process_group(0)
             .kill_on_drop(true)
             .spawn()?;
-        let mut worker = Self {
-            guarded: guard.watch_over(child.id()),
+        let mut process = Self {
+            guarded: guard.register(child.id()),
             stdin: child.stdin.take(),
             events: child.stdout.take().map(lines),
             logs: child.stderr.take().map(lines),
@@ -79,8 +81,8 @@ impl Worker {
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
-        worker.send(&control::Command::Start { assignment, crashes: deaths, paused, withdrawn }).await;
-        Ok(worker)
+        process.send(&control::Command::Start { assignment, crashes, paused, withdrawn }).await;
+        Ok(process)
     }
 
     /// The process id, until the worker is reaped.
@@ -88,8 +90,8 @@ impl Worker {
         self.child.id()
     }
 
-    /// Sends a command. A worker that does not read is killed. A closed pipe is ignored: the worker is about to end, and
-    /// `next` will return that.
+    /// Sends a command. A worker that does not read is killed. A closed pipe is ignored: the worker is about to end,
+    /// and `next` will report its end.
     pub(super) async fn send(&mut self, command: &control::Command) {
         let Some(stdin) = &mut self.stdin else { return };
         let line = encode(command);
@@ -107,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// The next event. The worker's end is returned after everything that it had written. Safe to cancel.
+    /// The next event. The worker's end is returned last, after everything that the worker has written. Safe to cancel.
     pub(super) async fn next(&mut self) -> io::Result<ChildEvent> {
         loop {
             let (events, logs) = (&mut self.events, &mut self.logs);
@@ -118,15 +120,15 @@ impl Worker {
             }
             let until = self.ended.map(|(_, until)| until);
             tokio::select! {
-                line = read(events), if events.is_some() => match line {
-                    Some(line) => return Ok(ChildEvent::Event(line)),
+                line = read_line(events), if events.is_some() => match line {
+                    Some(line) => return Ok(ChildEvent::EventLine(line)),
                     None => self.events = None,
                 },
-                line = read(logs), if logs.is_some() => match line {
-                    Some(line) => return Ok(ChildEvent::Log(line)),
+                line = read_line(logs), if logs.is_some() => match line {
+                    Some(line) => return Ok(ChildEvent::LogLine(line)),
                     None => self.logs = None,
                 },
-                // The end of its pipes does not show its end: a process that it started may hold them open.
+                // The process must be awaited apart from its pipes: a process that it started may keep the pipes open.
                 status = self.child.wait(), if until.is_none() => {
                     self.ended = Some((status?, Instant::now() + OUTPUT_TIMEOUT));
                     // From now on another process may get this process id.
@@ -150,7 +152,7 @@ pub fn environment(assignment: &Assignment) -> [(&'static str, String); 4] {
         ("RAYON_NUM_THREADS", threads.clone()),
         ("CANDLE_NUM_THREADS", threads),
         // CUDA shows the worker only its own device, as number 0; a CPU worker sees none. The device is named by UUID,
-        // because an index that does not exist would silently hide every later one.
+        // because an index that does not exist would silently hide all devices after it in the list.
         ("CUDA_VISIBLE_DEVICES", device.to_owned()),
         ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
     ]
@@ -161,11 +163,11 @@ fn lines<R: AsyncRead>(pipe: R) -> Lines<R> {
 }
 
 /// The next line; none at the end of the pipe.
-async fn read<R: AsyncRead + Unpin>(lines: &mut Option<Lines<R>>) -> Option<String> {
+async fn read_line<R: AsyncRead + Unpin>(lines: &mut Option<Lines<R>>) -> Option<String> {
     let lines = lines.as_mut()?;
     loop {
         match lines.next().await? {
-            // Lossy, because a library may print any bytes and reading must continue.
+            // Lossy, because a library may print any bytes, and reading must continue.
             Ok(line) => return Some(String::from_utf8_lossy(&line).into_owned()),
             Err(AnyDelimiterCodecError::MaxChunkLengthExceeded) => {}
             Err(AnyDelimiterCodecError::Io(_)) => return None,

@@ -8,7 +8,7 @@ use crate::protocol::control::Unfit;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
-/// The most bytes that are kept of a worker's error text.
+/// The maximum number of bytes that are kept of a worker's error text.
 const MESSAGE_BYTES: usize = 500;
 
 /// The reason for which the launcher kills a worker.
@@ -16,7 +16,7 @@ const MESSAGE_BYTES: usize = 500;
 pub(super) enum Fault {
     /// The worker reported another device than its own.
     WrongDevice,
-    /// A forward pass exceeds `batch.timeout`.
+    /// A forward pass takes longer than `batch.timeout`.
     Stuck,
     /// The worker sends no events, or did not become ready in time.
     Silent,
@@ -40,18 +40,18 @@ impl Fault {
     }
 }
 
-/// What is known of a worker's end beside its exit status.
+/// What is known about a worker's end apart from its exit status.
 #[derive(Debug, Default)]
 pub(super) struct Circumstances {
-    /// The reason for which the launcher killed it.
+    /// The reason for which the launcher killed the worker.
     pub(super) fault: Option<Fault>,
-    /// What it reported as wrong with its device.
+    /// What the worker reported as wrong with its device.
     pub(super) unfit: Option<(Unfit, String)>,
 }
 
 impl Circumstances {
-    /// The reason, and a text if the exit status alone does not explain it. `recent_event`: the last event on the device
-    /// shortly before the end.
+    /// The reason for the end, and a text if the exit status alone does not explain it. `recent_event`: the last event
+    /// on the device, if it was shortly before the end.
     pub(super) fn reason(
         &self,
         death: &Death,
@@ -68,23 +68,23 @@ impl Circumstances {
         if let Some((reason, message)) = &self.unfit {
             return ((*reason).into(), Some(shorten(message, MESSAGE_BYTES)));
         }
-        let event_can_be_the_cause = match death.exit {
+        let event_may_be_the_cause = match death.exit {
             Some(Exit::DeviceFailed | Exit::Internal) => true,
             Some(_) => false,
             None => status.is_some(),
         };
-        match recent_event.filter(|_| event_can_be_the_cause) {
+        match recent_event.filter(|_| event_may_be_the_cause) {
             Some(device_fault) => (
                 device_fault.kind.reason(),
                 Some(format!("{}, and then the worker died", device_fault.message)),
             ),
-            None => (by_exit_status(death, status), None),
+            None => (reason_by_exit_status(death, status), None),
         }
     }
 }
 
-/// The reason by the exit status.
-fn by_exit_status(death: &Death, status: Option<ExitStatus>) -> RestartReason {
+/// The reason that the exit status shows.
+fn reason_by_exit_status(death: &Death, status: Option<ExitStatus>) -> RestartReason {
     match death.exit {
         Some(Exit::BrokerLost) => RestartReason::BrokerLost,
         Some(Exit::ModelFailed | Exit::ModelUnavailable) => RestartReason::ModelFailed,

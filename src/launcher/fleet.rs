@@ -1,5 +1,5 @@
-//! All slots of a launcher: starts them, passes orders to the slots that are addressed, applies reloaded
-//! settings slot by slot. Owns the set of slots, and how each ended.
+//! All slots of a launcher: starts them, passes orders to the addressed slots, and applies reloaded settings slot by
+//! slot. Owns the set of slots, and how each of them ended.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{Request, State, Target};
 use crate::shutdown::Exit;
 
-/// The most orders that may wait for one slot.
+/// The maximum number of orders that may wait for one slot.
 const MAX_WAITING_ORDERS: usize = 16;
-/// How long a slot may take to answer an order. It takes long if its worker does not read.
+/// How long a slot may take to answer an order. It takes long if its worker does not read commands.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(4);
-/// The most rounds of a reload. A later round gives the settings to slots that the one before has missed.
+/// The maximum number of rounds of a reload. A later round reaches slots that the round before has missed.
 const MAX_RELOAD_ROUNDS: u32 = 3;
-/// The longest wait for one slot when several are restarted in turn.
+/// The maximum wait for one slot when several are restarted in turn.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(10 * 60);
-/// The time between two checks whether such a slot has restarted.
+/// The time between two checks of whether such a slot has restarted.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// All slots of a launcher.
@@ -35,16 +35,18 @@ pub(super) struct Fleet {
     launch: Arc<Launch>,
     policy: watch::Sender<Launcher>,
     slots: BTreeMap<String, Member>,
-    living: FuturesUnordered<BoxFuture<'static, (String, SlotEnd)>>,
+    /// The slots that have not ended.
+    running: FuturesUnordered<BoxFuture<'static, (String, SlotEnd)>>,
     reload: Option<Reload>,
 }
 
+/// What the fleet knows about one slot.
 struct Member {
     /// Written here, read by the slot; none once the slot has ended.
     orders: Option<mpsc::Sender<SlotCommand>>,
     end: Option<SlotEnd>,
     /// What follows the slot's end.
-    after: AfterEnd,
+    after_end: AfterEnd,
 }
 
 /// What follows a slot's end.
@@ -58,13 +60,13 @@ enum AfterEnd {
 }
 
 struct Reload {
-    /// Resolves to the number of slots whose workers were replaced, or to the reason why the reload stopped.
+    /// Resolves to the number of slots whose workers were replaced, or to the reason for which the reload stopped.
     round: BoxFuture<'static, Result<usize, String>>,
     slots: Vec<Assignment>,
     /// Workers replaced in earlier rounds.
     replaced: usize,
-    /// Rounds left: a slot that was ended or started by an order meanwhile may have been missed.
-    rounds: u32,
+    /// The number of rounds left. A round may miss a slot that an order ends or starts meanwhile.
+    rounds_left: u32,
     answer: oneshot::Sender<Result<String, String>>,
 }
 
@@ -75,7 +77,7 @@ impl Fleet {
         assignments: &[Assignment],
     ) -> Self {
         let mut fleet =
-            Self { launch, policy, slots: BTreeMap::new(), living: FuturesUnordered::new(), reload: None };
+            Self { launch, policy, slots: BTreeMap::new(), running: FuturesUnordered::new(), reload: None };
         for assignment in assignments {
             fleet.start(assignment.clone());
         }
@@ -87,14 +89,14 @@ impl Fleet {
         self.launch.board.assign(&assignment);
         let name = assignment.slot.clone();
         let slot = Slot::new(self.launch.clone(), assignment, receiver);
-        let own = name.clone();
-        self.living.push(Box::pin(async move { (own, slot.run().await) }));
-        self.slots.insert(name, Member { orders: Some(orders), end: None, after: AfterEnd::Keep });
+        let ended_slot = name.clone();
+        self.running.push(Box::pin(async move { (ended_slot, slot.run().await) }));
+        self.slots.insert(name, Member { orders: Some(orders), end: None, after_end: AfterEnd::Keep });
     }
 
     fn on_exit(&mut self, name: String, end: SlotEnd) {
         let Some(member) = self.slots.get_mut(&name) else { return };
-        match std::mem::replace(&mut member.after, AfterEnd::Keep) {
+        match std::mem::replace(&mut member.after_end, AfterEnd::Keep) {
             AfterEnd::Keep => (member.orders, member.end) = (None, Some(end)),
             AfterEnd::Remove => self.forget(&name),
             AfterEnd::Start(assignment) => self.start(*assignment),
@@ -110,9 +112,9 @@ impl Fleet {
         let mut answers: FuturesUnordered<BoxFuture<'static, ()>> = FuturesUnordered::new();
         loop {
             tokio::select! {
-                Some((name, end)) = self.living.next() => {
+                Some((name, end)) = self.running.next() => {
                     self.on_exit(name, end);
-                    if self.living.is_empty() {
+                    if self.running.is_empty() {
                         break;
                     }
                 }
@@ -120,11 +122,11 @@ impl Fleet {
                     LauncherRequest::Order { target, order, answer } => answers.push(self.order(&target, &order, answer)),
                     LauncherRequest::Reload { slots, policy, answer } => self.reload(slots, *policy, answer),
                 },
-                result = next_round(&mut self.reload) => self.finish_reload(result),
+                result = round_result(&mut self.reload) => self.finish_round(result),
                 Some(()) = answers.next() => {}
             }
         }
-        // Whoever ordered the end still gets an answer.
+        // Orders that ended the last slots still get their answers.
         while answers.next().await.is_some() {}
         self.exit()
     }
@@ -142,7 +144,7 @@ impl Fleet {
         }
     }
 
-    /// Passes an order to the slots that are addressed; the returned future waits for the outcomes.
+    /// Passes an order to the addressed slots. The returned future waits for the outcomes.
     fn order(
         &mut self,
         target: &Target,
@@ -179,7 +181,7 @@ impl Fleet {
             self.start(assignment);
         }
         Box::pin(async move {
-            let answered = outcomes.into_iter().map(|(name, outcome)| async {
+            let answers = outcomes.into_iter().map(|(name, outcome)| async {
                 let outcome = match outcome {
                     Ok(outcome) => match timeout(ANSWER_TIMEOUT, outcome).await {
                         Ok(answered) => answered.unwrap_or_else(|_| {
@@ -193,7 +195,7 @@ impl Fleet {
                 };
                 (name, outcome)
             });
-            let mut all = join_all(answered).await;
+            let mut all = join_all(answers).await;
             all.extend(started);
             let _ = answer.send(all);
         })
@@ -210,26 +212,27 @@ impl Fleet {
             let _ = answer.send(Err("a reload is already in progress".to_owned()));
             return;
         }
-        self.launch.deaths.set_limit(policy.poison_deaths);
+        self.launch.crash_records.set_poison_deaths(policy.poison_deaths);
         self.policy.send_replace(policy);
-        let round = self.roll(&slots);
-        self.reload = Some(Reload { round, slots, replaced: 0, rounds: MAX_RELOAD_ROUNDS, answer });
+        let round = self.replace_differing(&slots);
+        self.reload = Some(Reload { round, slots, replaced: 0, rounds_left: MAX_RELOAD_ROUNDS, answer });
     }
 
-    /// The slots whose settings differ, with their new ones.
+    /// The slots whose settings differ from `slots`, with their new settings.
     fn differing(&self, slots: &[Assignment]) -> Vec<(mpsc::Sender<SlotCommand>, Assignment)> {
         let differing = slots.iter().filter_map(|new| {
-            let member = self.slots.get(&new.slot).filter(|member| matches!(member.after, AfterEnd::Keep))?;
+            let member =
+                self.slots.get(&new.slot).filter(|member| matches!(member.after_end, AfterEnd::Keep))?;
             let orders = member.orders.clone()?;
-            let differs = self.launch.board.assignment(&new.slot).is_some_and(|now| now != *new);
+            let differs = self.launch.board.assignment(&new.slot).is_some_and(|current| current != *new);
             differs.then(|| (orders, new.clone()))
         });
         differing.collect()
     }
 
-    /// Gives slots their new settings, one after the other; returns how many took them.
-    fn roll(&self, slots: &[Assignment]) -> BoxFuture<'static, Result<usize, String>> {
-        let (turn, differing) = (self.launch.turn.clone(), self.differing(slots));
+    /// Gives differing slots their new settings, one after the other. Returns how many slots took them.
+    fn replace_differing(&self, slots: &[Assignment]) -> BoxFuture<'static, Result<usize, String>> {
+        let (turn, differing) = (self.launch.replacement_turn.clone(), self.differing(slots));
         Box::pin(async move {
             let mut replaced = 0;
             for (orders, new) in differing {
@@ -250,7 +253,7 @@ impl Fleet {
 
     /// Ends a round. If a slot could not take the new settings, the slots after it keep the old ones, and the reload
     /// fails. Otherwise the next round begins, or slots are ended and started.
-    fn finish_reload(&mut self, result: Result<usize, String>) {
+    fn finish_round(&mut self, result: Result<usize, String>) {
         let Some(mut reload) = self.reload.take() else { return };
         match result {
             Ok(replaced) => reload.replaced += replaced,
@@ -260,9 +263,9 @@ impl Fleet {
                 return;
             }
         }
-        reload.rounds -= 1;
-        if reload.rounds > 0 && !self.differing(&reload.slots).is_empty() {
-            reload.round = self.roll(&reload.slots);
+        reload.rounds_left -= 1;
+        if reload.rounds_left > 0 && !self.differing(&reload.slots).is_empty() {
+            reload.round = self.replace_differing(&reload.slots);
             self.reload = Some(reload);
             return;
         }
@@ -274,7 +277,7 @@ impl Fleet {
         let _ = reload.answer.send(Ok(done));
     }
 
-    /// Ends the slots that are not in the settings any more; returns how many.
+    /// Ends the slots that are no longer in the settings. Returns their number.
     fn end_all_but(&mut self, slots: &[Assignment]) -> usize {
         let is_gone = |name: &String| !slots.iter().any(|slot| slot.slot == *name);
         let gone: Vec<String> = self.slots.keys().filter(|name| is_gone(name)).cloned().collect();
@@ -282,7 +285,7 @@ impl Fleet {
             let Some(member) = self.slots.get_mut(name) else { continue };
             match &member.orders {
                 Some(orders) => {
-                    member.after = AfterEnd::Remove;
+                    member.after_end = AfterEnd::Remove;
                     let (reply, _) = oneshot::channel();
                     let _ = orders.try_send(SlotCommand::Order(Request::Shutdown, reply));
                 }
@@ -292,15 +295,15 @@ impl Fleet {
         gone.len()
     }
 
-    /// Starts the new slots; returns how many. A slot that was given up is started again; one that was stopped
+    /// Starts the new slots, and returns their number. A slot that was given up is started again; one that was stopped
     /// is not.
     fn start_missing(&mut self, slots: Vec<Assignment>) -> usize {
         let mut started = 0;
         for slot in slots {
             match self.slots.get_mut(&slot.slot) {
                 Some(member) if member.orders.is_some() => {
-                    if !matches!(member.after, AfterEnd::Keep) {
-                        member.after = AfterEnd::Start(Box::new(slot));
+                    if !matches!(member.after_end, AfterEnd::Keep) {
+                        member.after_end = AfterEnd::Start(Box::new(slot));
                         started += 1;
                     }
                 }
@@ -317,25 +320,25 @@ impl Fleet {
     }
 }
 
-/// Restarts slots one after the other, so that a pool never loses all of its workers at once. Each is restarted when the
-/// one before takes tasks again, or has ended or failed.
+/// Restarts slots one after the other, so that a pool never loses all of its workers at once. A slot is restarted when
+/// the one before it takes tasks again, or has ended or failed.
 async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<SlotCommand>)>) {
     for (name, orders) in slots {
-        let Ok(_turn) = launch.turn.acquire().await else { return };
+        let Ok(_turn) = launch.replacement_turn.acquire().await else { return };
         let pid = |status: &SlotStatus| status.slots.get(&name).and_then(|entry| entry.report.pid);
-        let before = launch.board.read(pid);
+        let old_pid = launch.board.read(pid);
         let (reply, outcome) = oneshot::channel();
         // A slot that has ended meanwhile is not restarted.
         if orders.send(SlotCommand::Order(Request::Restart, reply)).await.is_err() || outcome.await.is_err() {
             continue;
         }
-        let is_over = |status: &SlotStatus| {
+        let is_finished = |status: &SlotStatus| {
             let Some(Entry { report, .. }) = status.slots.get(&name) else { return true };
             let has_ended = matches!(report.state, State::Stopped | State::Quarantined | State::Failed);
-            has_ended || report.pid != before && (report.state.works() || report.state == State::Paused)
+            has_ended || report.pid != old_pid && (report.state.is_serving() || report.state == State::Paused)
         };
         let restarted = async {
-            while !launch.board.read(is_over) {
+            while !launch.board.read(is_finished) {
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
         };
@@ -344,7 +347,7 @@ async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<S
 }
 
 /// The result of the current round of a reload; waits for ever if there is no reload.
-async fn next_round(reload: &mut Option<Reload>) -> Result<usize, String> {
+async fn round_result(reload: &mut Option<Reload>) -> Result<usize, String> {
     match reload {
         Some(reload) => (&mut reload.round).await,
         None => std::future::pending().await,

@@ -64,7 +64,7 @@ pub struct Part {
 pub struct Memory {
     /// All of it.
     pub total: u64,
-    /// Bytes that no process holds.
+    /// Bytes that no process uses.
     pub free: u64,
 }
 
@@ -73,7 +73,7 @@ pub struct Memory {
 pub struct Process {
     /// The process id on the host. Inside a container the process may have another one.
     pub pid: u32,
-    /// The bytes that it holds, if the driver says so.
+    /// The bytes that it uses, if the driver reports them.
     pub memory: Option<u64>,
 }
 
@@ -97,17 +97,17 @@ impl Gpus {
     /// The UUID of a `devices` entry: `cuda:1`, a UUID, or the beginning of one.
     ///
     /// # Errors
-    /// Why the entry names no usable device, for people.
+    /// Why the entry names no usable device, as a text for people.
     pub fn resolve(&self, entry: &str) -> Result<&str, String> {
-        let known = || self.unknown.as_ref().map_or(Ok(()), |reason| Err(reason.clone()));
+        let require_nvml = || self.unknown.as_ref().map_or(Ok(()), |reason| Err(reason.clone()));
         let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
             let index: usize =
                 index.parse().map_err(|_| "`cuda:` must be followed by a number, counted from 0")?;
-            known()?;
+            require_nvml()?;
             let gpu = self.gpus.get(index).ok_or_else(|| format!("there are {} GPUs", self.gpus.len()))?;
             gpu.uuid.as_str()
         } else if entry.starts_with("GPU-") || entry.starts_with("MIG-") {
-            known()?;
+            require_nvml()?;
             let mut matching = self.uuids().filter(|uuid| uuid.starts_with(entry));
             let first = matching.next().ok_or("there is none of this name")?;
             if let Some(other) = matching.next() {
@@ -131,11 +131,14 @@ impl Gpus {
     pub fn memory_of(&self, uuid: &str) -> Option<Memory> {
         self.gpus.iter().find_map(|gpu| {
             let part = gpu.parts.iter().flatten().find(|part| part.uuid == uuid);
-            part.map_or_else(|| gpu.memory.filter(|_| gpu.uuid == uuid), |part| part.memory)
+            match part {
+                Some(part) => part.memory,
+                None => gpu.memory.filter(|_| gpu.uuid == uuid),
+            }
         })
     }
 
-    /// The GPU that this device is, or is a part of.
+    /// The GPU with this UUID, or the one that has the MIG device with this UUID.
     pub fn gpu_of(&self, uuid: &str) -> Option<&Gpu> {
         self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid))
     }

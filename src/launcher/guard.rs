@@ -1,8 +1,8 @@
-//! The guard: a small process that outlives the launcher. It kills workers that outlive the launcher too, because they
-//! are suspended (SIGSTOP) or their driver hangs. This file has both sides: the launcher's, which starts the
-//! guard and registers every worker with it, and the guard's own ([`guard_workers`]). A worker is killed when the
-//! launcher's end of their socket is closed and the shutdown grace is over. The guard never signals another process
-//! that has got the same id in the meantime.
+//! The guard: a small process that outlives the launcher. It kills workers that also outlive the launcher, because they
+//! are suspended (SIGSTOP) or their driver hangs. This file has both sides: the launcher's, which starts the guard and
+//! registers every worker with it, and the guard's own ([`guard_workers`]). A worker is killed when the launcher's end
+//! of the socket between launcher and guard is closed and the shutdown grace is over. The guard never signals another
+//! process that has got the same id in the meantime.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,7 +24,7 @@ use crate::config::Launcher;
 
 /// The command with which sconce runs as its own guard.
 const COMMAND: &str = "guard";
-/// How often the guard checks which workers still live, once the launcher is gone.
+/// How often the guard checks which workers are still alive, once the launcher is gone.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The first words of the launcher's lines to the guard: a worker was spawned; a worker was reaped.
@@ -35,7 +35,7 @@ const REAPED: &str = "reaped";
 pub(super) struct Guard {
     /// The path of sconce itself; none if there is no guard.
     program: Option<PathBuf>,
-    /// Has the shutdown grace. Written when settings are reloaded.
+    /// Contains the shutdown grace. Written when settings are reloaded.
     policy: watch::Receiver<Launcher>,
     /// Locked for a few short writes; never across an await.
     state: Mutex<State>,
@@ -45,7 +45,7 @@ pub(super) struct Guard {
 struct State {
     /// None before the first worker, and between the loss of a guard and the next spawn of a worker.
     running: Option<GuardProcess>,
-    /// Workers that are spawned and not reaped. They are registered with a new guard.
+    /// Workers that are spawned and not reaped. A new guard is informed of all of them.
     workers: BTreeSet<Process>,
 }
 
@@ -66,7 +66,7 @@ impl Drop for Guarded {
     fn drop(&mut self) {
         let mut state = self.guard.lock();
         state.workers.remove(&self.worker);
-        state.send(&format!("{REAPED} {}\n", self.worker.written()));
+        state.send(&format!("{REAPED} {}\n", self.worker.fields()));
     }
 }
 
@@ -89,16 +89,16 @@ impl Guard {
             let program = program.display();
             tracing::warn!(%program, %error, "no guard: a worker that is stopped may outlive a killed launcher");
         });
-        if let Some(before) = std::mem::replace(&mut state.running, started.ok()) {
-            before.end();
+        if let Some(ended) = std::mem::replace(&mut state.running, started.ok()) {
+            ended.kill();
         }
         for worker in state.workers.clone() {
             state.send(&spawned(worker, grace));
         }
     }
 
-    /// Registers a worker with the guard. It was just spawned, and is not reaped yet.
-    pub(super) fn watch_over(self: &Arc<Self>, worker: Option<u32>) -> Option<Guarded> {
+    /// Registers a worker that was just spawned and is not reaped yet.
+    pub(super) fn register(self: &Arc<Self>, worker: Option<u32>) -> Option<Guarded> {
         self.program.as_ref()?;
         let Some(worker) = worker.and_then(|pid| Process::of(i32::try_from(pid).ok()?)) else {
             tracing::warn!(
@@ -124,13 +124,13 @@ impl Guard {
 }
 
 impl State {
-    /// Writes a line to the guard, if there is one. A guard that cannot take it is ended.
+    /// Writes a line to the guard, if there is one. A guard that cannot accept it is killed.
     fn send(&mut self, line: &str) {
         let Some(running) = &mut self.running else { return };
         if let Err(error) = running.lines.write_all(line.as_bytes()) {
             tracing::warn!(%error, "the guard was lost; another is started with the next worker");
             if let Some(lost) = self.running.take() {
-                lost.end();
+                lost.kill();
             }
         }
     }
@@ -145,7 +145,7 @@ impl GuardProcess {
             .arg(COMMAND)
             .stdin(Stdio::from(OwnedFd::from(stdin)))
             .stdout(Stdio::null())
-            // The guard inherits our stderr. It has its own process group, so that it gets no Ctrl-C from the terminal.
+            // It inherits the launcher's stderr. Its own process group keeps Ctrl-C in the terminal from it.
             .process_group(0)
             .spawn()?;
         tracing::debug!(pid = child.id(), "guard started");
@@ -156,46 +156,48 @@ impl GuardProcess {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Kills the guard before its stdin closes, which a living guard would take for the launcher's end.
-    fn end(mut self) {
+    /// Kills the guard before its stdin closes: a living guard would conclude that the launcher has ended.
+    fn kill(mut self) {
         let _ = self.child.start_kill();
     }
 }
 
 fn spawned(worker: Process, grace: Duration) -> String {
-    format!("{SPAWNED} {} {}\n", worker.written(), grace.as_millis())
+    format!("{SPAWNED} {} {}\n", worker.fields(), grace.as_millis())
 }
 
-/// A process, told apart from a later one with the same id by its start time.
+/// A process. Its start time distinguishes it from a later one with the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Process {
     pid: i32,
     /// Start time in clock ticks since boot.
-    started: u64,
+    start_ticks: u64,
 }
 
 impl Process {
     fn of(pid: i32) -> Option<Self> {
-        let (_, started) = state_and_start(pid)?;
-        Some(Self { pid, started })
+        let (_, start_ticks) = state_and_start(pid)?;
+        Some(Self { pid, start_ticks })
     }
 
     /// Whether the process runs or is stopped. A zombie does not count.
     fn is_alive(&self) -> bool {
-        state_and_start(self.pid)
-            .is_some_and(|(state, started)| started == self.started && !matches!(state, 'Z' | 'X'))
+        state_and_start(self.pid).is_some_and(|(state, start_ticks)| {
+            start_ticks == self.start_ticks && !matches!(state, 'Z' | 'X')
+        })
     }
 
     fn kill(&self) -> bool {
         self.is_alive() && kill(Pid::from_raw(self.pid), Signal::SIGKILL).is_ok()
     }
 
-    /// The process as written in a line.
-    fn written(&self) -> String {
-        format!("{} {}", self.pid, self.started)
+    /// The process as two fields of a line.
+    fn fields(&self) -> String {
+        format!("{} {}", self.pid, self.start_ticks)
     }
 }
 
+/// The state and the start time of a process, in clock ticks since boot.
 fn state_and_start(pid: i32) -> Option<(char, u64)> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     parse_stat(&String::from_utf8_lossy(&stat))
@@ -203,10 +205,10 @@ fn state_and_start(pid: i32) -> Option<(char, u64)> {
 
 /// Fields 3 and 22 of `/proc/PID/stat`. The name in parentheses before them may contain anything.
 fn parse_stat(stat: &str) -> Option<(char, u64)> {
-    let (_, rest) = stat.rsplit_once(')')?;
-    let mut fields = rest.split_ascii_whitespace();
+    let (_, from_field_3) = stat.rsplit_once(')')?;
+    let mut fields = from_field_3.split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
-    // Field 3 is taken; field 22 is the 19th after it.
+    // Field 3 was read; field 22 is the 19th after it.
     Some((state, fields.nth(18)?.parse().ok()?))
 }
 
@@ -221,7 +223,7 @@ impl WatchedWorkers {
     fn apply(&mut self, line: &str) -> Option<()> {
         let mut fields = line.split(' ');
         let verb = fields.next()?;
-        let worker = Process { pid: fields.next()?.parse().ok()?, started: fields.next()?.parse().ok()? };
+        let worker = Process { pid: fields.next()?.parse().ok()?, start_ticks: fields.next()?.parse().ok()? };
         match verb {
             SPAWNED => {
                 self.grace = Duration::from_millis(fields.next()?.parse().ok()?);
@@ -240,7 +242,7 @@ impl WatchedWorkers {
 /// # Errors
 /// The signals that end a service cannot be ignored. Then there is no guard.
 pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
-    // A service manager signals every process of a service; the guard must end after the launcher.
+    // A service manager signals every process of a service, but the guard must outlive the launcher.
     for ignored in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         ignore(ignored)?;
     }
@@ -269,14 +271,14 @@ fn kill_survivors(launcher: impl BufRead) -> Vec<i32> {
             tracing::warn!(line, "unreadable line from the launcher");
         }
     }
-    let end = Instant::now() + watched.grace;
+    let deadline = Instant::now() + watched.grace;
     loop {
         watched.workers.retain(Process::is_alive);
-        let left = end.saturating_duration_since(Instant::now());
-        if watched.workers.is_empty() || left.is_zero() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if watched.workers.is_empty() || remaining.is_zero() {
             break;
         }
-        thread::sleep(left.min(POLL_INTERVAL));
+        thread::sleep(remaining.min(POLL_INTERVAL));
     }
     watched.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
 }
@@ -297,7 +299,7 @@ mod tests {
     }
 
     fn reaped(worker: Process) -> String {
-        format!("{REAPED} {}\n", worker.written())
+        format!("{REAPED} {}\n", worker.fields())
     }
 
     #[test]
@@ -336,7 +338,7 @@ mod tests {
     #[test]
     fn another_process_with_the_same_id_is_not_killed() {
         let (mut child, worker) = sleeper();
-        let earlier = Process { started: worker.started - 1, ..worker };
+        let earlier = Process { start_ticks: worker.start_ticks - 1, ..worker };
         assert!(kill_survivors(spawned(earlier, GRACE).as_bytes()).is_empty());
         assert!(worker.is_alive());
         child.kill().unwrap();

@@ -1,7 +1,7 @@
-//! What the driver has reported about the devices since the launcher started: which have failed, and recent
-//! events. Decides whether a worker may be started on a device, and notifies the watches of running workers when their
-//! device fails. Owns the thread that listens to the driver, which starts with the first worker on a GPU and
-//! ends with the launcher. Without a driver, no worker is refused.
+//! The driver's reports about the devices since the launcher started: which devices have failed, and recent events.
+//! Decides whether a worker may be started on a device, and notifies the watches of running workers when their device
+//! fails. Owns the thread that listens to the driver, which starts with the first worker on a GPU and ends with the
+//! launcher. Without a driver, no worker is refused.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,19 +16,25 @@ use super::gpus::watch::{DriverReport, listen};
 
 /// If a worker ends within this time after an event on its device, the event counts as the reason.
 const RECENT_EVENT: Duration = Duration::from_secs(10);
-/// After this time without a report the driver counts as unresponsive: it is polled every 2 s.
+/// After this time without a report the driver counts as unresponsive. Usually it is polled every 2 s.
 const UNRESPONSIVE: Duration = Duration::from_secs(30);
 
 /// What the driver has reported of each device. Shared by all slots.
 #[derive(Default)]
 pub(super) struct Health {
-    /// Whether starting to listen has been tried.
-    begun: AtomicBool,
+    /// Whether the thread that listens to the driver was started, or could not be.
+    is_started: AtomicBool,
     /// Locked for reading or writing a few values.
     status: Mutex<DriverState>,
-    /// Devices that have failed, each with the number of failures and the last fault. Written by the listening thread,
-    /// read by the device watches of the workers.
-    failed_devices: watch::Sender<BTreeMap<String, (u64, DeviceFault)>>,
+    /// The failures of each device that has failed. Written by the listening thread, read by the device watches of the
+    /// workers.
+    failed_devices: watch::Sender<BTreeMap<String, Failures>>,
+}
+
+/// The failures of one device.
+struct Failures {
+    count: u64,
+    last: DeviceFault,
 }
 
 /// The state of the devices, by the reports of the driver.
@@ -45,7 +51,7 @@ struct DriverState {
 /// Notifies the handle of one worker when its device fails.
 pub(super) struct DeviceWatch {
     device: String,
-    failed_devices: watch::Receiver<BTreeMap<String, (u64, DeviceFault)>>,
+    failed_devices: watch::Receiver<BTreeMap<String, Failures>>,
     /// How often the device had failed when this was last read.
     seen: u64,
 }
@@ -53,8 +59,8 @@ pub(super) struct DeviceWatch {
 impl Health {
     /// Starts to listen to the driver, unless that was done before or `device` is no GPU. The thread ends when nobody
     /// else holds this `Health`.
-    pub(super) fn watch_over(self: &Arc<Self>, device: &str) {
-        if device == "cpu" || self.begun.swap(true, Ordering::Relaxed) {
+    pub(super) fn start_listening(self: &Arc<Self>, device: &str) {
+        if device == "cpu" || self.is_started.swap(true, Ordering::Relaxed) {
             return;
         }
         let health = Arc::downgrade(self);
@@ -109,15 +115,15 @@ impl Health {
         drop(status);
         self.failed_devices.send_if_modified(|all| {
             for (device, device_fault) in &failed_devices {
-                let times = all.get(device).map_or(0, |(times, _)| *times);
-                all.insert(device.clone(), (times + 1, device_fault.clone()));
+                let count = all.get(device).map_or(0, |failures| failures.count) + 1;
+                all.insert(device.clone(), Failures { count, last: device_fault.clone() });
             }
             !failed_devices.is_empty()
         });
     }
 
-    /// The fault for which no worker can be started on a device now.
-    pub(super) fn refuses(&self, device: &str) -> Option<DeviceFault> {
+    /// The fault because of which no worker can be started on a device now.
+    pub(super) fn blocking_fault(&self, device: &str) -> Option<DeviceFault> {
         if device == "cpu" {
             return None;
         }
@@ -140,7 +146,7 @@ impl Health {
     /// Watches a device from now on.
     pub(super) fn device_watch(&self, device: &str) -> DeviceWatch {
         let failed_devices = self.failed_devices.subscribe();
-        let seen = failed_devices.borrow().get(device).map_or(0, |(times, _)| *times);
+        let seen = failed_devices.borrow().get(device).map_or(0, |failures| failures.count);
         DeviceWatch { device: device.to_owned(), failed_devices, seen }
     }
 
@@ -153,11 +159,11 @@ impl DeviceWatch {
     /// Waits until the device fails. Returns at once if it has failed since the last call. Safe to cancel.
     pub(super) async fn failure(&mut self) -> DeviceFault {
         loop {
-            if let Some((times, device_fault)) = self.failed_devices.borrow_and_update().get(&self.device)
-                && *times > self.seen
+            if let Some(failures) = self.failed_devices.borrow_and_update().get(&self.device)
+                && failures.count > self.seen
             {
-                self.seen = *times;
-                return device_fault.clone();
+                self.seen = failures.count;
+                return failures.last.clone();
             }
             if self.failed_devices.changed().await.is_err() {
                 std::future::pending::<()>().await;
@@ -193,16 +199,20 @@ mod tests {
     #[test]
     fn a_failed_device_gets_no_worker_until_the_driver_reports_it_usable() {
         let health = Health::default();
-        assert_eq!(health.refuses("GPU-a"), None, "nothing is known yet");
+        assert_eq!(health.blocking_fault("GPU-a"), None, "nothing is known yet");
         health.record(state(Some(device_fault(Kind::OffTheBus, LOST))));
-        assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::OffTheBus, LOST)));
-        assert_eq!((health.refuses("GPU-b"), health.refuses("cpu")), (None, None));
+        assert_eq!(health.blocking_fault("GPU-a"), Some(device_fault(Kind::OffTheBus, LOST)));
+        assert_eq!((health.blocking_fault("GPU-b"), health.blocking_fault("cpu")), (None, None));
         health.record(state(None));
-        assert_eq!(health.refuses("GPU-a"), None);
+        assert_eq!(health.blocking_fault("GPU-a"), None);
         health.record(event(Severity::DeviceFailed));
-        assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::Xid, "Xid")), "until the next report");
+        assert_eq!(
+            health.blocking_fault("GPU-a"),
+            Some(device_fault(Kind::Xid, "Xid")),
+            "until the next report"
+        );
         health.record(state(None));
-        assert_eq!(health.refuses("GPU-a"), None);
+        assert_eq!(health.blocking_fault("GPU-a"), None);
     }
 
     #[test]
@@ -243,8 +253,8 @@ mod tests {
         health.record(state(None));
         let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
         health.status().last_report = silent;
-        let refused = health.refuses("GPU-b").map(|it| (it.kind, it.message));
+        let refused = health.blocking_fault("GPU-b").map(|it| (it.kind, it.message));
         assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));
-        assert_eq!(health.refuses("cpu"), None);
+        assert_eq!(health.blocking_fault("cpu"), None);
     }
 }

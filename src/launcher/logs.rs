@@ -1,6 +1,6 @@
-//! Forwards what a worker logs (JSON lines on its stderr) to the launcher's log, with the slot's name. For people it
-//! becomes an event of the launcher with the worker's level; for a log collector it stays the same JSON line with its
-//! fields. A line of another form (a panic message, a library's print) becomes a warning.
+//! Forwards what a worker logs (JSON lines on its stderr) to the launcher's log, with the slot's name. If the launcher
+//! logs for people, a line becomes an event of the launcher with the worker's level. If it logs JSON, the line stays
+//! the same, with its fields. A line of another form (a panic message, a library's output) becomes a warning.
 
 use std::collections::{HashMap, VecDeque};
 use std::process::ExitStatus;
@@ -16,16 +16,16 @@ use crate::shutdown::Exit;
 /// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// A line about a created queue is logged once in this time. Workers that start together declare the same queues at the
-/// same moment, and AMQP does not report which of them created a queue.
+/// A line about a created queue is logged at most once in this time. Workers that start together declare the same
+/// queues at the same moment, and AMQP does not report which of them created a queue.
 pub(super) const QUEUE_MADE_WINDOW: Duration = Duration::from_secs(10);
 
-/// A reason for which a model cannot be loaded is logged once in this time. A pool's slots fail together, and each fails
-/// several times.
+/// A reason for which a model cannot be loaded is logged at most once in this time. A pool's slots fail together, and
+/// each fails several times.
 pub(super) const REASON_WINDOW: Duration = Duration::from_secs(60);
 
-/// Texts that several workers report and that are logged once in a window of time. Written and read by the slots and by
-/// the handles of their workers. Bound: the texts of the last window.
+/// Texts that several workers report and that are logged once in a window of time. Slots and the handles of their
+/// workers read and write it. Bound: the texts of the last window.
 pub(super) struct RecentlyLogged {
     window: Duration,
     logged_at: Mutex<HashMap<String, Instant>>,
@@ -50,11 +50,11 @@ impl RecentlyLogged {
 
 /// Forwards one line, through `raw` if given. A line about a created queue is dropped if it was `logged` just before.
 /// Returns the text of the line.
-pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &RecentlyLogged) -> String {
+pub(super) fn forward_line(slot: &str, line: &str, raw: Option<RawLines>, logged: &RecentlyLogged) -> String {
     let parsed =
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
-    let message = parsed.as_ref().map_or_else(|| line.to_owned(), message);
+    let message = parsed.as_ref().map(message).unwrap_or_else(|| line.to_owned());
     if message.starts_with(QUEUE_MADE) && logged.check_and_record(&message, Instant::now()) {
         return message;
     }
@@ -72,15 +72,16 @@ pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &Re
     message
 }
 
-/// The same line, with the slot after its message. It is inserted into the text, so that the order of keys is kept.
+/// The same line, with the slot after its message. The slot is inserted into the text, so that the order of keys is
+/// kept.
 fn with_slot(line: &str, slot: &str) -> String {
     const FIELDS: &str = "\"fields\":{";
     const MESSAGE: &str = "\"message\":\"";
-    let Some(begin) = line.find(FIELDS).map(|at| at + FIELDS.len()) else { return line.to_owned() };
+    let Some(begin) = line.find(FIELDS).map(|index| index + FIELDS.len()) else { return line.to_owned() };
     let slot = format!("\"slot\":{}", Value::from(slot));
     let (head, fields) = line.split_at(begin);
-    let message = fields.strip_prefix(MESSAGE).and_then(end_of_string).map(|end| MESSAGE.len() + end);
-    match message {
+    let message_end = fields.strip_prefix(MESSAGE).and_then(end_of_string).map(|end| MESSAGE.len() + end);
+    match message_end {
         Some(end) => format!("{head}{},{slot}{}", &fields[..end], &fields[end..]),
         None if fields.starts_with('}') => format!("{head}{slot}{fields}"),
         None => format!("{head}{slot},{fields}"),
@@ -96,10 +97,10 @@ fn end_of_string(text: &str) -> Option<usize> {
             is_escaped = byte == b'\\' && !is_escaped;
             ends
         })
-        .map(|at| at + 1)
+        .map(|index| index + 1)
 }
 
-/// The message, then its fields as `name=value`.
+/// The message of a line, followed by the other fields as `name=value`.
 fn message(log: &Map<String, Value>) -> String {
     let fields = log.get("fields").and_then(Value::as_object);
     let mut message =
@@ -113,9 +114,9 @@ fn message(log: &Map<String, Value>) -> String {
     message
 }
 
-/// How many lines are kept of a worker's log in case it dies of a task. They go into a message's headers.
+/// How many lines of a worker's log are kept in case a task kills it. They go into the headers of a dead letter.
 const TAIL_LINES: usize = 5;
-/// The most bytes of such a line.
+/// The maximum number of bytes of such a line.
 const MAX_LINE_BYTES: usize = 200;
 
 /// The last lines of one worker's log.
@@ -134,9 +135,12 @@ impl LogTail {
 
     /// These lines, and how the process ended.
     pub(super) fn into_crash_tail(self, status: Option<ExitStatus>) -> CrashTail {
-        let exit = status.map_or_else(|| "unknown".to_owned(), |status| status.to_string());
         let meaning = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        let exit = meaning.map_or(exit.clone(), |meaning| format!("{exit} ({meaning})"));
+        let exit = match (status, meaning) {
+            (Some(status), Some(meaning)) => format!("{status} ({meaning})"),
+            (Some(status), None) => status.to_string(),
+            (None, _) => "unknown".to_owned(),
+        };
         CrashTail { exit, log: Vec::from(self.0).join("\n") }
     }
 }
@@ -169,7 +173,7 @@ mod tests {
         for text in [&format!("{QUEUE_MADE} a"), "ready", &format!("{QUEUE_MADE} a"), "ready"] {
             let line = format!(r#"{{"level":"INFO","fields":{{"message":"{text}"}}}}"#);
             let raw: RawLines = |line| FORWARDED.lock().unwrap().push(line.to_owned());
-            assert_eq!(re_emit("e/0", &line, Some(raw), &logged), text);
+            assert_eq!(forward_line("e/0", &line, Some(raw), &logged), text);
         }
         let forwarded = FORWARDED.lock().unwrap().join("\n");
         assert_eq!((forwarded.matches(QUEUE_MADE).count(), forwarded.matches("ready").count()), (1, 2));
@@ -195,13 +199,13 @@ mod tests {
         let mut tail = LogTail::default();
         (0..9).for_each(|n| tail.push(&format!("line {n}")));
         tail.push(&"x".repeat(100_000));
-        let message = tail.into_crash_tail(Some(ExitStatus::from_raw(9)));
-        assert_eq!(message.exit, "signal: 9 (SIGKILL)");
+        let crash_tail = tail.into_crash_tail(Some(ExitStatus::from_raw(9)));
+        assert_eq!(crash_tail.exit, "signal: 9 (SIGKILL)");
         assert!(
-            message.log.starts_with("line 5\nline 6\n")
-                && message.log.len() < TAIL_LINES * (MAX_LINE_BYTES + 40)
+            crash_tail.log.starts_with("line 5\nline 6\n")
+                && crash_tail.log.len() < TAIL_LINES * (MAX_LINE_BYTES + 40)
         );
-        let message = LogTail::default().into_crash_tail(Some(ExitStatus::from_raw(83 << 8)));
-        assert_eq!(message.exit, "exit status: 83 (the device failed)");
+        let crash_tail = LogTail::default().into_crash_tail(Some(ExitStatus::from_raw(83 << 8)));
+        assert_eq!(crash_tail.exit, "exit status: 83 (the device failed)");
     }
 }

@@ -1,6 +1,6 @@
-//! The launcher: discovers the host's devices, plans slots, spawns a worker for each, watches, restarts and
-//! stops them. It knows workers only as processes and control lines. It knows no broker and no model, and never opens
-//! a device.
+//! The launcher: discovers the host's devices, plans slots, and spawns, watches, restarts and stops a worker in each
+//! slot. It knows workers only as processes and control lines. It knows no broker and no model, and never opens a
+//! device.
 //!
 //! | file | decides |
 //! |---|---|
@@ -16,13 +16,13 @@
 //! | `termination` | how a worker is ended, step by step |
 //! | `child` | how a worker process is spawned, and how its pipes are used |
 //! | `guard` | which workers are killed once the launcher is gone |
-//! | `status_board` | what is known of every slot |
+//! | `status_board` | what is known about every slot |
 //! | `name` | a launcher's name, unique on its host |
-//! | `withdrawals` | which withdrawn jobs and stops later workers must know |
-//! | `order` | which requests a running launcher takes |
+//! | `withdrawals` | which withdrawn jobs and stops are sent to workers that start later |
+//! | `order` | which requests a running launcher accepts |
 //! | `crash_records` | which tasks kill workers |
 //! | `restart` | what follows a worker's end |
-//! | `logs` | how a worker's log lines appear in ours, and which are kept |
+//! | `logs` | how a worker's log lines appear in the launcher's log, and which are kept |
 
 mod child;
 mod crash_records;
@@ -53,6 +53,7 @@ use tokio::sync::{Semaphore, mpsc, watch};
 use crate::config::{Assignment, Broker, Launcher};
 use crate::protocol::admin::State;
 use crate::shutdown::{Exit, Phase, Stop};
+use crash_records::CrashRegister;
 use fleet::Fleet;
 use guard::Guard;
 use order::{Handle, LauncherRequest};
@@ -92,67 +93,67 @@ pub enum LaunchError {
         device: String,
         /// Workers on it.
         workers: usize,
-        /// What their weights need together.
+        /// The memory that their weights need together.
         needed: String,
-        /// The memory that no process holds.
+        /// The memory that no process uses.
         free: String,
-        /// The memory of the device.
+        /// All memory of the device.
         total: String,
     },
 }
 
-/// What all slots share.
+/// The state and the settings that all slots of a launcher share.
 struct Launch {
     program: PathBuf,
     /// Written when settings are reloaded, read by every slot.
     policy: watch::Receiver<Launcher>,
     stop: Stop,
-    deaths: crash_records::Register,
+    crash_records: CrashRegister,
     health: Arc<health::Health>,
     board: Arc<StatusBoard>,
-    /// One permit, so that only one slot at a time replaces its worker.
-    turn: Arc<Semaphore>,
-    /// Writes workers' log lines unchanged, if our log is JSON too.
+    /// Has one permit, so that only one slot at a time replaces its worker.
+    replacement_turn: Arc<Semaphore>,
+    /// Writes workers' log lines unchanged, if the launcher's log is JSON too.
     raw_lines: Option<RawLines>,
-    /// Lines that other workers have just logged, and that are not repeated.
+    /// Lines about created queues that other workers have just logged. They are not repeated.
     recently_logged: logs::RecentlyLogged,
-    /// Why models could not be loaded, so that each reason is logged once for all slots.
+    /// The reasons why models could not be loaded. Each is logged once for all slots.
     logged_reasons: logs::RecentlyLogged,
     /// Kills workers that outlive the launcher.
     guard: Arc<Guard>,
-    /// What was withdrawn, for workers that start later.
+    /// Withdrawn jobs and stops, for workers that start later.
     withdrawals: Arc<Withdrawals>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
-    reached: Mutex<Option<Broker>>,
+    reached_broker: Mutex<Option<Broker>>,
 }
 
 impl Launch {
     /// Records that a worker has reached this broker.
     fn note_broker(&self, broker: &Broker) {
         if !self.has_reached(broker) {
-            *self.reached.lock().unwrap_or_else(PoisonError::into_inner) = Some(broker.clone());
+            *self.reached_broker.lock().unwrap_or_else(PoisonError::into_inner) = Some(broker.clone());
         }
     }
 
-    /// Whether a worker has reached this broker. If so, a refusal is not a mistake in the settings.
+    /// Whether a worker has reached this broker. If so, a later refusal is not a mistake in the settings.
     fn has_reached(&self, broker: &Broker) -> bool {
-        self.reached.lock().unwrap_or_else(PoisonError::into_inner).as_ref() == Some(broker)
+        self.reached_broker.lock().unwrap_or_else(PoisonError::into_inner).as_ref() == Some(broker)
     }
 }
 
-/// What a launcher is made of.
+/// The parts and settings of a launcher.
 #[derive(Clone, Copy)]
 pub struct LaunchSpec<'a> {
     /// The program that is spawned as workers.
     pub worker_program: &'a Path,
-    /// The path of sconce itself, which also runs as the guard: with it, a worker outlives a killed launcher by at most
-    /// the shutdown grace, even if the worker is suspended (SIGSTOP). None: no guard.
+    /// The path of sconce itself, which also runs as the guard. With a guard, a worker outlives a killed launcher by at
+    /// most the shutdown grace, even if the worker is suspended (SIGSTOP). None: no guard.
     pub guard_program: Option<&'a Path>,
     /// How workers are restarted.
     pub policy: &'a Launcher,
     /// The stop that ends the launcher.
     pub stop: &'a Stop,
-    /// Writes workers' log lines unchanged. None: the lines are logged as our own.
+    /// Writes workers' log lines unchanged. None: the lines are logged as the launcher's own.
     pub raw_lines: Option<RawLines>,
 }
 
@@ -171,24 +172,24 @@ impl Launching {
         let (sender, policy) = watch::channel(policy.clone());
         let board = Arc::<StatusBoard>::default();
         let (handle, requests) = Handle::new(board.clone());
-        let deaths = crash_records::Register::new(policy.borrow().poison_deaths);
-        let (program, stop, turn) = (worker_program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
+        let crash_records = CrashRegister::new(policy.borrow().poison_deaths);
+        let (program, stop) = (worker_program.to_owned(), stop.clone());
         let guard = Arc::new(Guard::new(guard_program.map(Path::to_owned), policy.clone()));
         let health = Arc::default();
         let launch = Launch {
             program,
             policy,
             stop,
-            deaths,
+            crash_records,
             health,
             board,
-            turn,
+            replacement_turn: Arc::new(Semaphore::new(1)),
             raw_lines,
             recently_logged: logs::RecentlyLogged::new(logs::QUEUE_MADE_WINDOW),
             logged_reasons: logs::RecentlyLogged::new(logs::REASON_WINDOW),
             guard,
             withdrawals: Arc::default(),
-            reached: Mutex::default(),
+            reached_broker: Mutex::default(),
         };
         Self { launch: Arc::new(launch), policy: sender, requests, handle }
     }
@@ -212,7 +213,7 @@ impl Launching {
     /// long as the process: `child` explains why.
     pub async fn run(self, assignments: &[Assignment]) -> Exit {
         tracing::info!(slots = assignments.len(), "launching");
-        // Held, so that the channel stays open: an order must never find it closed.
+        // The handle is kept, so that the channel stays open: an order must never find it closed.
         let Self { launch, policy, requests, handle: _handle } = self;
         let board = launch.board.clone();
         let log_cause = async {

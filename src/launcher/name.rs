@@ -1,7 +1,8 @@
 //! Gives a launcher a name that no other launcher of this host has. The name is used in slots, replies, metrics and
-//! remote control. It is claimed by an abstract Unix socket to which nobody connects. The kernel releases the socket
-//! when the process ends, however it ends. A second such socket has the health port (that of `admin.listen`) in its
-//! name, so that `sconce healthcheck` finds the launcher. It exists even while another process has taken that port.
+//! remote control. The launcher claims it by binding an abstract Unix socket to which nobody connects. The kernel
+//! releases the socket when the process ends, however it ends. A second such socket has the health port (that of
+//! `admin.listen`) in its name, so that `sconce healthcheck` finds the launcher even while another process has taken
+//! that port.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt;
@@ -22,7 +23,7 @@ pub struct LauncherName {
 }
 
 impl LauncherName {
-    /// Claims the `wanted` name; without one, `host`, or the first of `host-2`, `host-3`, … that is free.
+    /// Claims the `wanted` name. Without one, it claims the first free name of `host`, `host-2`, `host-3`, …
     ///
     /// # Errors
     /// The name, if another launcher of this host has it; `host`, if all automatic names are taken.
@@ -30,8 +31,8 @@ impl LauncherName {
         let names = match wanted {
             Some(name) => vec![name.to_owned()],
             None => {
-                let later = (2..=MAX_AUTOMATIC_NAMES).map(|number| format!("{host}-{number}"));
-                std::iter::once(host.to_owned()).chain(later).collect()
+                let numbered = (2..=MAX_AUTOMATIC_NAMES).map(|number| format!("{host}-{number}"));
+                std::iter::once(host.to_owned()).chain(numbered).collect()
             }
         };
         for name in &names {

@@ -1,5 +1,5 @@
-//! The requests that a running launcher takes through its handle: orders to slots, and new settings. This module
-//! does not know who sends them, or over which connection.
+//! The requests that a running launcher accepts through its handle: orders to slots, and new settings. This module does
+//! not know who sends them, or over which connection.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::{Request, Target};
 
-/// The most requests that may wait for the fleet.
+/// The maximum number of requests that may wait for the fleet.
 const MAX_WAITING_REQUESTS: usize = 64;
 
 /// The outcome of an order at one slot: what the slot does, or why it does nothing.
@@ -42,8 +42,8 @@ impl From<&'static str> for Done {
 pub(super) enum SlotCommand {
     /// An order from outside.
     Order(Request, oneshot::Sender<Outcome>),
-    /// From the fleet: replace the worker by one with other settings, in the way that `launcher.replace` sets. While
-    /// the permit exists, no other slot replaces its worker.
+    /// An order from the fleet to replace the worker by one with other settings, in the way that `launcher.replace`
+    /// sets. While the permit exists, no other slot replaces its worker.
     Replace(Box<Assignment>, OwnedSemaphorePermit, oneshot::Sender<Result<(), String>>),
 }
 
@@ -56,7 +56,7 @@ pub(super) enum LauncherRequest {
 /// Sends requests to a running launcher. Clones reach the same launcher.
 #[derive(Clone, Debug)]
 pub struct Handle {
-    /// Written by callers, read by the fleet. Bound: when it is full, callers wait.
+    /// Written by callers, read by the fleet. When it is full, callers wait.
     requests: mpsc::Sender<LauncherRequest>,
     board: Arc<StatusBoard>,
 }

@@ -1,5 +1,6 @@
-//! Plans the slots: pools × devices × workers, and checks whether their weights fit the devices' memory. The caller
-//! passes in what the host has. Never opens a device, and never substitutes another device for the one in the settings.
+//! Plans the slots (pools × devices × workers per device), and checks whether the weights of their models fit in the
+//! devices' memory. The caller passes in what the host has. Never opens a device, and never substitutes another device
+//! for the one in the settings.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,8 +8,8 @@ use super::LaunchError;
 use super::gpus::Gpus;
 use crate::config::{Assignment, Devices, Pool, Settings};
 
-/// The most CPU workers that `devices = "auto"` makes. With more cores than this, each worker gets several.
-const MOST_CPU_WORKERS: usize = 16;
+/// The maximum number of CPU workers that `devices = "auto"` makes. With more cores, each worker gets several.
+const MAX_CPU_WORKERS: usize = 16;
 const CPU: &str = "cpu";
 
 /// What this host has.
@@ -67,9 +68,9 @@ impl Host {
     /// # Errors
     /// [`LaunchError::Device`] for a GPU that does not exist, or that this program cannot compute on.
     pub fn device(&self, entry: &str, pool: &str) -> Result<String, LaunchError> {
-        let uuid = self.gpus.resolve(entry).map_err(|failure| self.refused(entry, pool, failure))?;
-        match self.refuses(uuid) {
-            Some(failure) => Err(self.refused(entry, pool, failure)),
+        let uuid = self.gpus.resolve(entry).map_err(|reason| self.device_error(entry, pool, reason))?;
+        match self.obstacle(uuid) {
+            Some(reason) => Err(self.device_error(entry, pool, reason)),
             None => Ok(uuid.to_owned()),
         }
     }
@@ -78,34 +79,37 @@ impl Host {
     fn visible_devices(&self, visible: &str) -> Result<Vec<String>, Refused> {
         let entries = visible.split(',').map(str::trim).filter(|entry| !entry.is_empty());
         let uuid = |entry: &str| {
-            let number = entry.bytes().all(|byte| byte.is_ascii_digit());
-            let entry = if number { format!("cuda:{entry}") } else { entry.to_owned() };
+            let is_number = entry.bytes().all(|byte| byte.is_ascii_digit());
+            let entry = if is_number { format!("cuda:{entry}") } else { entry.to_owned() };
             let refused =
                 |reason| Refused { device: format!("auto, of CUDA_VISIBLE_DEVICES={visible}"), reason };
             let uuid = self.gpus.resolve(&entry).map_err(refused)?;
-            self.refuses(uuid).map_or(Ok(uuid.to_owned()), |reason| Err(refused(reason)))
+            match self.obstacle(uuid) {
+                Some(reason) => Err(refused(reason)),
+                None => Ok(uuid.to_owned()),
+            }
         };
         entries.map(uuid).collect()
     }
 
-    fn refused(&self, device: &str, pool: &str, reason: String) -> LaunchError {
+    fn device_error(&self, device: &str, pool: &str, reason: String) -> LaunchError {
         let (device, pool) = (device.to_owned(), pool.to_owned());
         LaunchError::Device { pool, device, reason, here: self.gpus.describe() }
     }
 
     /// Why this program cannot compute on a GPU; none if it can.
-    fn refuses(&self, uuid: &str) -> Option<String> {
+    fn obstacle(&self, uuid: &str) -> Option<String> {
         let Some(cuda) = self.cuda else {
             return Some("this build of sconce has no CUDA; `make cuda` builds one with CUDA".to_owned());
         };
-        let written = |(major, minor): (i32, i32)| format!("{major}.{minor}");
-        let known = self.gpus.cuda.as_deref().and_then(version);
-        if let Some(known) = known.filter(|known| *known < cuda.version) {
+        let format_version = |(major, minor): (i32, i32)| format!("{major}.{minor}");
+        let supported = self.gpus.cuda.as_deref().and_then(version);
+        if let Some(supported) = supported.filter(|supported| *supported < cuda.version) {
             let driver = self.gpus.driver.as_deref().unwrap_or("unknown");
             return Some(format!(
                 "the driver {driver} supports CUDA {}, but this build needs {}: update the driver to 580 or later",
-                written(known),
-                written(cuda.version),
+                format_version(supported),
+                format_version(cuda.version),
             ));
         }
         let found = self.gpus.gpu_of(uuid)?.compute_capability?;
@@ -114,8 +118,8 @@ impl Host {
             format!(
                 "its compute capability is {}, but this build has code only for {} and later: \
                  CUDA_COMPUTE_CAP={major}{minor} make cuda",
-                written(found),
-                written(cuda.compute_capability),
+                format_version(found),
+                format_version(cuda.compute_capability),
             )
         })
     }
@@ -126,21 +130,21 @@ impl Host {
 /// # Errors
 /// [`LaunchError::Device`] for a device that this build or this host does not have.
 pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
-    let automatic = settings.pools.iter().filter(|pool| pool.devices == Devices::Auto).count();
-    let share = (host.cores / automatic.max(1)).clamp(1, MOST_CPU_WORKERS);
+    let auto_pools = settings.pools.iter().filter(|pool| pool.devices == Devices::Auto).count();
+    let cpu_workers = (host.cores / auto_pools.max(1)).clamp(1, MAX_CPU_WORKERS);
     let mut planned = Vec::new();
     for pool in &settings.pools {
-        for device in devices_of(pool, host, share)? {
+        for device in devices_of(pool, host, cpu_workers)? {
             for _ in 0..pool.workers_per_device {
                 planned.push((pool, device.clone()));
             }
         }
     }
     let threads = (host.cores / planned.len().max(1)).max(1);
-    let mut slots_of = HashMap::<&str, usize>::new();
+    let mut slot_counts = HashMap::<&str, usize>::new();
     let mut assignments = Vec::with_capacity(planned.len());
     for (pool, device) in planned {
-        let index = slots_of.entry(&pool.name).or_default();
+        let index = slot_counts.entry(&pool.name).or_default();
         let slot = format!("{}/{index}", pool.name);
         *index += 1;
         assignments.push(Assignment {
@@ -165,11 +169,12 @@ fn version(text: &str) -> Option<(i32, i32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, LaunchError> {
-    let refused = |device: &str, reason: String| host.refused(device, &pool.name, reason);
+/// The devices of a pool: `cpu`, or the UUIDs of GPUs. `cpu_workers`: the number of CPU workers of an `auto` pool.
+fn devices_of(pool: &Pool, host: &Host, cpu_workers: usize) -> Result<Vec<String>, LaunchError> {
+    let refused = |device: &str, reason: String| host.device_error(device, &pool.name, reason);
     let listed = match &pool.devices {
         Devices::Auto => {
-            return automatic(host, share).map_err(|it| refused(&it.device, it.reason));
+            return auto_devices(host, cpu_workers).map_err(|it| refused(&it.device, it.reason));
         }
         Devices::List(listed) => listed,
     };
@@ -181,9 +186,9 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
         }
         let uuid = host.device(entry, &pool.name)?;
         if devices.contains(&uuid) {
-            let failure =
+            let reason =
                 format!("it is {uuid}, which is already in the list; workers_per_device runs several on one");
-            return Err(refused(entry, failure));
+            return Err(refused(entry, reason));
         }
         devices.push(uuid);
     }
@@ -197,11 +202,11 @@ struct Refused {
 }
 
 /// The devices of a pool with `devices = "auto"`: every usable GPU, or those that `CUDA_VISIBLE_DEVICES` lists. If the
-/// host has no GPU, that list is empty, or this program has no CUDA, they are the CPU, `share` times. GPUs of which
-/// none is usable are an error.
-fn automatic(host: &Host, share: usize) -> Result<Vec<String>, Refused> {
+/// host has no GPU, if that list is empty, or if this program has no CUDA, the list is `cpu`, repeated for each of
+/// `cpu_workers`. It is an error if the host has GPUs, and none of them is usable.
+fn auto_devices(host: &Host, cpu_workers: usize) -> Result<Vec<String>, Refused> {
     let usable = host.gpus.usable();
-    let cpus = || vec![CPU.to_owned(); share];
+    let cpus = || vec![CPU.to_owned(); cpu_workers];
     if host.cuda.is_none() {
         if !host.gpus.gpus.is_empty() {
             // Not a fall-back: this program never computes on GPUs.
@@ -234,15 +239,15 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, Refused> {
             tracing::warn!(device = gpu.uuid, fault, "a GPU is out of order and left out");
         }
     }
-    let refused = |uuid: &&str| Some(Refused { device: (*uuid).to_owned(), reason: host.refuses(uuid)? });
+    let refused = |uuid: &&str| Some(Refused { device: (*uuid).to_owned(), reason: host.obstacle(uuid)? });
     match usable.iter().find_map(refused) {
         Some(refused) => Err(refused),
         None => Ok(usable.into_iter().map(str::to_owned).collect()),
     }
 }
 
-/// Compares the sum of the `weights` (bytes) of each GPU's workers with its free memory. Batches need memory
-/// too, but how much is only known when they run. A worker or a device of unknown size is skipped.
+/// Compares the sum of the `weights` (bytes) of each GPU's workers with its free memory. Batches need memory too, but
+/// how much is known only when they run. A worker with unknown weights and a device with unknown memory are skipped.
 ///
 /// # Errors
 /// [`LaunchError::Memory`] with the numbers of the first device that is too small.

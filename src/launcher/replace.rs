@@ -1,8 +1,9 @@
-//! Replaces a running worker by a new one, for new settings or because the old one is due for recycling. The new worker
-//! is ready before the old one drains; with `launcher.replace = "in_turn"`, the old one drains first. If the
-//! new one never becomes ready, the old settings stay in force. Decides when a worker is replaced, and drains the old
-//! one.
+//! Replaces a running worker by a new one (its successor), for new settings or because the old one is due for
+//! recycling. The new worker is ready before the old one drains; with `launcher.replace = "in_turn"`, the old one
+//! drains first. If the new one never becomes ready, the old settings stay in force. Decides when a worker is replaced,
+//! and drains the old one.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use tokio::sync::OwnedSemaphorePermit;
@@ -16,30 +17,30 @@ use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
 use crate::protocol::control::BatchChange;
 
-/// The wait before a failed recycling of a worker is tried again.
+/// For this time after a failed replacement, the slot's worker is not recycled.
 const RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// The next event of the successor; never, if there is none. Safe to cancel.
-pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
+pub(super) async fn successor_event(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
     match successor {
-        Some(next) => next.running.next(launch).await,
+        Some(successor) => successor.worker.next(launch).await,
         None => std::future::pending().await,
     }
 }
 
 impl Slot {
-    /// The replacement to make now, if the current worker is due for recycling and no other slot is replacing its worker.
+    /// The replacement to make now, if the worker is due for recycling and no other slot is replacing its worker.
     pub(super) fn due_replacement(
         &mut self,
         current: &WorkerHandle,
         has_successor: bool,
     ) -> Option<Replacement> {
-        let too_soon = self.next_replacement.is_some_and(|at| Instant::now() < at);
-        if has_successor || current.is_ending() || self.overrides.paused || too_soon {
+        let is_too_soon = self.next_replacement.is_some_and(|at| Instant::now() < at);
+        if has_successor || current.is_ending() || self.overrides.paused || is_too_soon {
             return None;
         }
         let message = current.monitor.recycle_reason(&self.launch)?;
-        let permit = self.launch.turn.clone().try_acquire_owned().ok()?;
+        let permit = self.launch.replacement_turn.clone().try_acquire_owned().ok()?;
         tracing::info!(slot = self.assignment.slot, reason = message, "the worker will be replaced");
         Some(Replacement { reason: RestartReason::Recycled, permit, answer: None })
     }
@@ -51,7 +52,7 @@ impl Slot {
         replacement: Replacement,
         current: &mut WorkerHandle,
         successor: &mut Option<Successor>,
-        then: &mut NextAction,
+        next_action: &mut NextAction,
     ) {
         let (order, grace) = {
             let policy = self.launch.policy.borrow();
@@ -61,24 +62,24 @@ impl Slot {
             return self.prepare_successor(assignment, replacement, successor).await;
         }
         self.start_probation(assignment, replacement);
-        *then = NextAction::Start;
+        *next_action = NextAction::Start;
         current.finish(grace).await;
         self.show(State::Draining);
     }
 
-    /// Gives `assignment` to the next worker, on probation. If that worker never becomes ready, the one after it gets the
-    /// current assignment again.
+    /// Gives `assignment` to the next worker, on probation. If that worker never becomes ready, the one after it gets
+    /// the current assignment again.
     pub(super) fn start_probation(&mut self, assignment: Assignment, replacement: Replacement) {
-        let before = self.assignment.clone();
-        if assignment != before {
+        let previous = self.assignment.clone();
+        if assignment != previous {
             self.set_assignment(assignment);
         }
-        self.probation = Some(Probation { before, replacement });
+        self.probation = Some(Probation { previous, replacement });
     }
 
     /// Ends the probation once the current worker is ready: counts the restart, and reports success.
     pub(super) fn pass_probation(&mut self, current: &WorkerHandle) {
-        if current.monitor.ready.is_none() || current.is_ending() {
+        if current.monitor.ready_at.is_none() || current.is_ending() {
             return;
         }
         if let Some(Probation { replacement, .. }) = self.probation.take() {
@@ -87,45 +88,50 @@ impl Slot {
         }
     }
 
-    /// If the ended worker was on probation and never became ready, restores the previous settings. Returns what
-    /// follows the end; `then` is what would follow without probation.
-    pub(super) fn judge_probation(&mut self, then: NextAction, worker_exit: &WorkerExit) -> NextAction {
-        if matches!(then, NextAction::Start) {
-            return then;
+    /// If the ended worker was on probation and never became ready, restores the previous settings. Returns what the
+    /// slot does next. `next_action` is what it would do without probation.
+    pub(super) fn judge_probation(
+        &mut self,
+        next_action: NextAction,
+        worker_exit: &WorkerExit,
+    ) -> NextAction {
+        if matches!(next_action, NextAction::Start) {
+            return next_action;
         }
-        let Some(Probation { before, replacement }) = self.probation.take() else { return then };
-        if !matches!(then, NextAction::Judge) {
-            return then;
+        let Some(Probation { previous, replacement }) = self.probation.take() else { return next_action };
+        if !matches!(next_action, NextAction::Judge) {
+            return next_action;
         }
-        if before != self.assignment {
-            self.set_assignment(before);
+        if previous != self.assignment {
+            self.set_assignment(previous);
         }
         let message = format!("the new worker ended before it was ready: {}", worker_exit.message);
         self.give_up_successor(replacement, &message);
         NextAction::Start
     }
 
+    /// Spawns a successor. The current worker continues until the successor is ready.
     pub(super) async fn prepare_successor(
         &mut self,
         assignment: Assignment,
         replacement: Replacement,
         successor: &mut Option<Successor>,
     ) {
-        let known = self.launch.deaths.known().borrow().clone();
+        let crash_records = self.launch.crash_records.subscribe().borrow().clone();
         let mut overrides = self.overrides.clone();
         if assignment != self.assignment {
             overrides.batch = BatchChange::default();
         }
-        match WorkerHandle::spawn(&self.launch, assignment, known, &overrides, true).await {
-            Ok(mut running) => {
-                running.monitor.on_probation = true;
-                *successor = Some(Successor { running, replacement });
+        match WorkerHandle::spawn(&self.launch, assignment, crash_records, &overrides, true).await {
+            Ok(mut worker) => {
+                worker.monitor.on_probation = true;
+                *successor = Some(Successor { worker, replacement });
             }
             Err(refusal) => self.give_up_successor(replacement, &refusal.to_string()),
         }
     }
 
-    /// Handles an event of the successor. Some: it is ready, and takes over.
+    /// Handles an event of the successor. Some: it is ready and has taken over. The permit is for draining the old one.
     pub(super) async fn watch_successor(
         &mut self,
         successor: &mut Option<Successor>,
@@ -133,15 +139,15 @@ impl Slot {
     ) -> Option<(WorkerHandle, OwnedSemaphorePermit)> {
         let mut next = successor.take()?;
         let launch = self.launch.clone();
-        if let Some(status) = next.running.act(event, &launch).await {
-            let worker_exit = next.running.worker_exit(status, &launch);
+        if let ControlFlow::Break(status) = next.worker.handle(event, &launch).await {
+            let worker_exit = next.worker.worker_exit(status, &launch);
             self.give_up_successor(
                 next.replacement,
                 &format!("the new worker ended before it was ready: {}", worker_exit.message),
             );
             return None;
         }
-        if next.running.monitor.ready.is_none() {
+        if next.worker.monitor.ready_at.is_none() {
             *successor = Some(next);
             return None;
         }
@@ -150,33 +156,34 @@ impl Slot {
 
     /// Lets the successor take over before it is ready, on probation, because the current worker has died.
     pub(super) fn promote_successor(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
-        let Successor { mut running, mut replacement } = next;
+        let Successor { mut worker, mut replacement } = next;
         tracing::warn!(slot = self.assignment.slot, "the worker died while its successor was starting");
         // The death and the replacement count as one restart, whose reason is the death.
         replacement.reason = worker_exit.reason;
         self.show_failure(State::Failed, &worker_exit.message);
-        running.monitor.inherit(worker_exit.suspects);
-        self.start_probation(running.assignment.clone(), replacement);
-        self.show_worker(&mut running);
-        running
+        worker.monitor.inherit(worker_exit.suspects);
+        self.start_probation(worker.assignment.clone(), replacement);
+        self.show_worker(&mut worker);
+        worker
     }
 
+    /// Makes a successor that is ready the slot's worker.
     fn install(&mut self, next: Successor) -> (WorkerHandle, OwnedSemaphorePermit) {
-        let Successor { mut running, replacement } = next;
+        let Successor { mut worker, replacement } = next;
         tracing::info!(
             slot = self.assignment.slot,
             reason = replacement.reason.as_str(),
             "a new worker takes over"
         );
         self.count_restart(replacement.reason);
-        if running.assignment != self.assignment {
-            self.set_assignment(running.assignment.clone());
+        if worker.assignment != self.assignment {
+            self.set_assignment(worker.assignment.clone());
         }
-        self.show_worker(&mut running);
+        self.show_worker(&mut worker);
         if let Some(answer) = replacement.answer {
             let _ = answer.send(Ok(()));
         }
-        (running, replacement.permit)
+        (worker, replacement.permit)
     }
 
     fn give_up_successor(&mut self, replacement: Replacement, message: &str) {
@@ -193,13 +200,13 @@ impl Slot {
     /// Lets a replaced worker finish its tasks while its successor runs.
     pub(super) async fn drain_old(&mut self, mut old: WorkerHandle, permit: OwnedSemaphorePermit) {
         let grace = self.launch.policy.borrow().shutdown_grace;
-        old.shown = false;
+        old.is_shown = false;
         old.finish(grace).await;
         let launch = self.launch.clone();
         self.draining.push(Box::pin(async move {
             let status = loop {
                 let event = old.next(&launch).await;
-                if let Some(status) = old.act(event, &launch).await {
+                if let ControlFlow::Break(status) = old.handle(event, &launch).await {
                     break status;
                 }
             };

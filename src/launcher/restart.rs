@@ -1,4 +1,4 @@
-//! Decides what follows a worker's end: a pure function of how it ended and how often it failed quickly.
+//! Decides what follows a worker's end, from how it ended and how often it failed quickly. Pure.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ pub struct Death {
     pub exit: Option<Exit>,
     /// Whether it had reported `ready`.
     pub was_ready: bool,
-    /// How long it lived after it was ready.
+    /// How long it lived after it became ready.
     pub lived: Duration,
     /// Whether it had done some work.
     pub worked: bool,
@@ -25,8 +25,8 @@ pub struct Death {
 }
 
 impl Death {
-    /// Whether it failed before it can have done much, so that restarting it at once would only burden the host. A
-    /// device that fails at its first work counts as a quick failure, however long the worker had waited for that work.
+    /// Whether it failed so early that restarting it at once would only burden the host. A device that fails at the
+    /// first work of its worker counts as a quick failure, however long the worker had waited for that work.
     pub fn is_quick_failure(&self, policy: &Launcher) -> bool {
         let failed_at_first_work = self.exit == Some(Exit::DeviceFailed) && !self.worked;
         self.exit != Some(Exit::Done)
@@ -135,18 +135,18 @@ impl From<Unfit> for RestartReason {
 /// What the launcher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// A sentinel stopped the worker: the slot is done.
+    /// A sentinel message stopped the worker: the slot is done.
     StoppedOnRequest,
     /// Start it again after this delay.
     Restart(Duration),
-    /// Do not try again; this is the launcher's exit code.
+    /// Do not start it again. This is the launcher's exit code.
     GiveUp(Exit),
 }
 
 /// Decides what follows a death. `quick_failures` is the number of quick failures in a row; `jitter` is passed to
 /// `Backoff::delay`.
 pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64) -> Verdict {
-    let backoff = Backoff { first: policy.restart_delay, most: policy.restart_delay_max };
+    let backoff = Backoff { first: policy.restart_delay, max: policy.restart_delay_max };
     match death.exit {
         Some(Exit::StoppedOnRequest) => Verdict::StoppedOnRequest,
         // A worker that was ready and then reports wrong settings was refused by the broker.

@@ -1,14 +1,15 @@
-//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, carries out orders, and stops
-//! it with the launcher. Owns the current worker, its successor, the replaced workers that still drain, and the count
-//! of quick failures.
+//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, carries out orders, and stops it
+//! with the launcher. Owns the current worker, its successor, the replaced workers that still drain, and the count of
+//! quick failures.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::StreamExt;
 
 use super::fault::Fault;
 use super::order::{Done, SlotCommand};
-use super::replace::next_of;
+use super::replace::successor_event;
 use super::restart::{RestartReason, Verdict, judge};
 use super::slot_state::{NextAction, Replacement, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
@@ -26,20 +27,16 @@ impl Slot {
             if self.launch.stop.phase() >= Phase::Returning {
                 break SlotEnd::Drained;
             }
-            let (worker_exit, then) = self.run_workers(suspects.take()).await;
-            let then = self.judge_probation(then, &worker_exit);
-            let then = match then {
-                NextAction::Judge => self.judge(worker_exit, &mut suspects).await,
-                then => then,
-            };
-            let then = match then {
-                NextAction::Hold => {
-                    self.show(State::Stopped);
-                    self.wait_without_worker(None).await
-                }
-                then => then,
-            };
-            if let NextAction::End(end) = then {
+            let (worker_exit, next_action) = self.run_workers(suspects.take()).await;
+            let mut next_action = self.judge_probation(next_action, &worker_exit);
+            if let NextAction::Judge = next_action {
+                next_action = self.judge(worker_exit, &mut suspects).await;
+            }
+            if let NextAction::Hold = next_action {
+                self.show(State::Stopped);
+                next_action = self.wait_without_worker(None).await;
+            }
+            if let NextAction::End(end) = next_action {
                 self.show_end(end);
                 break end;
             }
@@ -53,20 +50,20 @@ impl Slot {
         let policy = self.launch.policy.borrow().clone();
         let (slot, death) = (self.assignment.slot.clone(), worker_exit.death);
         *suspects = worker_exit.suspects;
-        if worker_exit.of_group {
-            // The suspects are still being narrowed down. Only the last of these deaths, of one task alone, counts.
+        if worker_exit.died_with_group {
+            // The suspects are still being narrowed down. Only the last of these deaths, with one task alone, counts.
         } else if !death.is_quick_failure(&policy) {
             (self.quick_failures, self.poison_found_in_a_row) = (0, 0);
         } else if worker_exit.found_poison && self.poison_found_in_a_row < policy.max_quick_failures {
-            // The task that caused the death was found, and will not run again. The number in a row is limited: if
-            // every task seems to be poison, the slot is broken, and must not dead-letter the whole queue.
+            // The task that caused the death was found, and will not run again. The number of such deaths in a row is
+            // limited: if every task seems to be poison, the slot is broken, and must not dead-letter the whole queue.
             (self.quick_failures, self.poison_found_in_a_row) = (0, self.poison_found_in_a_row + 1);
         } else {
             self.quick_failures += 1;
         }
         // If a model cannot be loaded, all slots of its pool fail for the same reason, and most of them several times.
         let is_load_failure = death.exit.is_some_and(Exit::is_load_failure);
-        let is_known = is_load_failure
+        let was_logged = is_load_failure
             && self.launch.logged_reasons.check_and_record(&worker_exit.message, Instant::now());
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
@@ -76,7 +73,7 @@ impl Slot {
             Verdict::GiveUp(exit) => {
                 let quick_failures = self.quick_failures;
                 let (exit_code, error) = (exit.code(), &worker_exit.message);
-                if is_known {
+                if was_logged {
                     tracing::error!(
                         slot,
                         exit = exit_code,
@@ -92,7 +89,7 @@ impl Slot {
             Verdict::Restart(delay) => {
                 let (delay_ms, error) = (delay.as_millis() as u64, &worker_exit.message);
                 let exit = death.exit.map(Exit::code);
-                if is_known {
+                if was_logged {
                     tracing::debug!(slot, delay_ms, exit, error, "starting the worker again");
                 } else {
                     tracing::warn!(slot, delay_ms, exit, error, "starting the worker again");
@@ -104,8 +101,8 @@ impl Slot {
         }
     }
 
-    /// Waits without a worker until `delay` is over, or until an order starts a worker or ends the slot. None: waits
-    /// only for such an order.
+    /// Waits without a worker until `delay` is over, or until an order starts a worker or ends the slot. Without a
+    /// delay, it waits only for such an order.
     async fn wait_without_worker(&mut self, delay: Option<Duration>) -> NextAction {
         let mut until = delay.map(|delay| tokio::time::Instant::now() + delay);
         loop {
@@ -117,24 +114,28 @@ impl Slot {
                 Some(exit) = self.draining.next() => if exit == Some(Exit::StoppedOnRequest) {
                     return NextAction::End(SlotEnd::StoppedOnRequest);
                 },
-                Some(ordered) = self.orders.recv() => match self.carry_out_without_worker(ordered, until.is_some()) {
+                Some(slot_command) = self.orders.recv() => match self.carry_out_without_worker(slot_command, until.is_some()) {
                     Some(NextAction::Hold) => {
                         self.show(State::Stopped);
                         until = None;
                     }
-                    Some(then) => return then,
+                    Some(next_action) => return next_action,
                     None => {}
                 },
             }
         }
     }
 
-    /// Carries out an order while there is no worker. `failing`: the last worker failed, and a restart is scheduled.
-    /// None: the slot continues to wait.
-    fn carry_out_without_worker(&mut self, ordered: SlotCommand, failing: bool) -> Option<NextAction> {
-        let (order, answer) = match ordered {
+    /// Carries out a command while there is no worker. `is_failing`: the last worker failed, and a restart is
+    /// scheduled. None: the slot continues to wait.
+    fn carry_out_without_worker(
+        &mut self,
+        slot_command: SlotCommand,
+        is_failing: bool,
+    ) -> Option<NextAction> {
+        let (order, answer) = match slot_command {
             SlotCommand::Order(order, answer) => (order, answer),
-            SlotCommand::Replace(assignment, permit, answer) if failing => {
+            SlotCommand::Replace(assignment, permit, answer) if is_failing => {
                 self.start_probation(
                     *assignment,
                     Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) },
@@ -147,7 +148,7 @@ impl Slot {
                 return None;
             }
         };
-        let (then, done) = match order {
+        let (next_action, done) = match order {
             Request::Resume => {
                 self.overrides.paused = false;
                 (Some(NextAction::Start), "starting a worker")
@@ -167,10 +168,10 @@ impl Slot {
             order => (None, self.record_override(&order)),
         };
         let _ = answer.send(Ok(done.into()));
-        then
+        next_action
     }
 
-    /// Records an order in the overrides if it applies to later workers too. Returns the outcome for people.
+    /// Records an order in the overrides if it also applies to later workers. Returns the outcome for people.
     fn record_override(&mut self, order: &Request) -> &'static str {
         match order {
             Request::Pause => {
@@ -190,7 +191,7 @@ impl Slot {
                 "batches have other bounds"
             }
             Request::LogLevel { filter } => {
-                self.overrides.log = Some(filter.clone());
+                self.overrides.log_filter = Some(filter.clone());
                 "logging by another filter"
             }
             Request::Cancel(cancellation) => {
@@ -202,58 +203,58 @@ impl Slot {
         }
     }
 
-    /// Starts a worker and runs it, and those that replace it, until the last one ends. Returns how it ended, and what
-    /// follows.
+    /// Starts a worker, and runs it and those that replace it until the last one ends. Returns how that one ended, and
+    /// what follows.
     async fn run_workers(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
         let launch = self.launch.clone();
-        let mut known = launch.deaths.known();
-        let mut withdrawals = launch.withdrawals.changes();
-        let records = known.borrow_and_update().clone();
+        let mut crash_records = launch.crash_records.subscribe();
+        let mut withdrawals = launch.withdrawals.subscribe();
+        let records = crash_records.borrow_and_update().clone();
         self.show(State::Starting);
         let assignment = self.assignment.clone();
         let mut current =
             match WorkerHandle::spawn(&launch, assignment, records, &self.overrides, false).await {
                 Ok(current) => current,
-                Err(refusal) => return (self.not_spawned(refusal, suspects), NextAction::Judge),
+                Err(refusal) => return (self.refused_exit(refusal, suspects), NextAction::Judge),
             };
         current.monitor.inherit(suspects);
         if self.probation.is_some() {
             current.monitor.on_probation = true;
         }
         self.show_worker(&mut current);
-        let (mut successor, mut then) = (None::<Successor>, NextAction::Judge);
+        let (mut successor, mut next_action) = (None::<Successor>, NextAction::Judge);
         loop {
             tokio::select! {
                 event = current.next(&launch) => {
-                    let Some(status) = current.act(event, &launch).await else {
+                    let ControlFlow::Break(status) = current.handle(event, &launch).await else {
                         self.pass_probation(&current);
                         if let Some(replacement) = self.due_replacement(&current, successor.is_some()) {
-                            let same = self.assignment.clone();
-                            self.replace(same, replacement, &mut current, &mut successor, &mut then).await;
+                            let assignment = self.assignment.clone();
+                            self.replace(assignment, replacement, &mut current, &mut successor, &mut next_action).await;
                         }
                         continue;
                     };
-                    let was_ordered = current.is_ending();
+                    let was_requested = current.is_ending();
                     let worker_exit = current.worker_exit(status, &launch);
-                    launch.board.change(&self.assignment.slot, Entry::vacate);
+                    launch.board.change(&self.assignment.slot, Entry::clear_worker);
                     // A sentinel ends the slot, even if a successor was ready.
                     let stopped = worker_exit.death.exit == Some(Exit::StoppedOnRequest);
                     match successor.take() {
-                        Some(next) if !was_ordered && !stopped => current = self.promote_successor(next, worker_exit),
+                        Some(next) if !was_requested && !stopped => current = self.promote_successor(next, worker_exit),
                         _ => {
-                            let then = if was_ordered { self.after_order(then, worker_exit.death.exit) } else { NextAction::Judge };
-                            return (worker_exit, then);
+                            let next_action = if was_requested { self.after_order(next_action, worker_exit.death.exit) } else { NextAction::Judge };
+                            return (worker_exit, next_action);
                         }
                     }
                 }
-                event = next_of(&mut successor, &launch) => {
+                event = successor_event(&mut successor, &launch) => {
                     if let Some((next, permit)) = self.watch_successor(&mut successor, event).await {
                         let old = std::mem::replace(&mut current, next);
                         self.drain_old(old, permit).await;
                     }
                 }
-                Ok(()) = known.changed() => {
-                    let tasks = known.borrow_and_update().clone();
+                Ok(()) = crash_records.changed() => {
+                    let tasks = crash_records.borrow_and_update().clone();
                     send_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
                 }
                 Ok(()) = withdrawals.changed() => {
@@ -263,30 +264,30 @@ impl Slot {
                 }
                 Some(exit) = self.draining.next() => if exit == Some(Exit::StoppedOnRequest) {
                     // A sentinel stopped the old worker while it was being replaced.
-                    then = NextAction::End(SlotEnd::StoppedOnRequest);
+                    next_action = NextAction::End(SlotEnd::StoppedOnRequest);
                     self.finish(&mut current, &mut successor).await;
                 },
-                Some(ordered) = self.orders.recv() => {
-                    self.carry_out(ordered, &mut current, &mut successor, &mut then).await;
+                Some(slot_command) = self.orders.recv() => {
+                    self.carry_out(slot_command, &mut current, &mut successor, &mut next_action).await;
                 }
             }
         }
     }
 
-    /// Carries out an order while there is a worker. `then`: what follows the worker's end, which an order may change.
+    /// Carries out a command while there is a worker. `next_action`, which follows the worker's end, may change.
     async fn carry_out(
         &mut self,
-        ordered: SlotCommand,
+        slot_command: SlotCommand,
         current: &mut WorkerHandle,
         successor: &mut Option<Successor>,
-        then: &mut NextAction,
+        next_action: &mut NextAction,
     ) {
-        let (order, answer) = match ordered {
+        let (order, answer) = match slot_command {
             SlotCommand::Order(order, answer) => (order, answer),
             SlotCommand::Replace(assignment, permit, answer) if current.is_ending() => {
                 let replacement =
                     Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
-                match then {
+                match next_action {
                     NextAction::Start => self.start_probation(*assignment, replacement),
                     // The next worker of this slot, if any, gets these settings.
                     _ => {
@@ -299,32 +300,32 @@ impl Slot {
             SlotCommand::Replace(assignment, permit, answer) => {
                 let replacement =
                     Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
-                return self.replace(*assignment, replacement, current, successor, then).await;
+                return self.replace(*assignment, replacement, current, successor, next_action).await;
             }
         };
         let outcome = self.record_override(&order);
         let command = match order {
             Request::Pause => Command::Pause,
             Request::Resume => {
-                if current.is_ending() && matches!(then, NextAction::Hold) {
-                    *then = NextAction::Start;
+                if current.is_ending() && matches!(next_action, NextAction::Hold) {
+                    *next_action = NextAction::Start;
                 }
                 Command::Resume
             }
             Request::SetBatch(change) => Command::SetBatch(change),
             Request::LogLevel { filter } => Command::LogLevel { filter },
-            // Only an operator's cancellation names a task by its id, and is answered when the worker has reported the
-            // result. Requesters, who may be many, are not answered, and their cancellations wait for no worker.
+            // Only an operator's cancellation names a task by its id. It is answered when the worker has reported the
+            // result. Requesters, who may be many, get no answer, and their cancellations wait for no worker.
             Request::Cancel(cancellation) if cancellation.task.is_some() => {
                 if let Some(next) = successor {
-                    next.running.send(&Command::Cancel(cancellation.clone())).await;
+                    next.worker.send(&Command::Cancel(cancellation.clone())).await;
                 }
                 return current.cancel(cancellation, answer).await;
             }
             Request::Cancel(cancellation) => Command::Cancel(cancellation),
             Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome.into()))),
             Request::Drain | Request::Shutdown | Request::Restart => {
-                *then = match order {
+                *next_action = match order {
                     Request::Drain => NextAction::Hold,
                     Request::Shutdown => NextAction::End(SlotEnd::StoppedOnRequest),
                     _ => NextAction::Start,
@@ -336,7 +337,7 @@ impl Slot {
         };
         current.send(&command).await;
         if let Some(next) = successor.as_mut().filter(|next| next.accepts(&command, &self.assignment)) {
-            next.running.send(&command).await;
+            next.worker.send(&command).await;
         }
         drop(answer.send(Ok(outcome.into())));
     }
@@ -352,23 +353,24 @@ impl Slot {
     }
 
     /// Decides what follows when a worker ends after an order.
-    fn after_order(&mut self, then: NextAction, exit: Option<Exit>) -> NextAction {
-        let stopping = self.launch.stop.phase() >= Phase::Returning;
-        match (then, exit) {
+    fn after_order(&mut self, next_action: NextAction, exit: Option<Exit>) -> NextAction {
+        let is_stopping = self.launch.stop.phase() >= Phase::Returning;
+        match (next_action, exit) {
             (_, Some(Exit::StoppedOnRequest)) => NextAction::End(SlotEnd::StoppedOnRequest),
-            (NextAction::Start, _) if !stopping => {
+            (NextAction::Start, _) if !is_stopping => {
                 if self.probation.is_none() {
                     self.count_restart(RestartReason::Requested);
                 }
                 NextAction::Start
             }
-            (then @ (NextAction::Hold | NextAction::End(_)), _) if !stopping => then,
+            (next_action @ (NextAction::Hold | NextAction::End(_)), _) if !is_stopping => next_action,
             (_, Some(Exit::Done)) => NextAction::End(SlotEnd::Drained),
             _ => NextAction::End(SlotEnd::Aborted),
         }
     }
 
-    fn not_spawned(&self, refusal: Refusal, suspects: Option<SuspectTasks>) -> WorkerExit {
+    /// The exit that stands for a worker that could not be started.
+    fn refused_exit(&self, refusal: Refusal, suspects: Option<SuspectTasks>) -> WorkerExit {
         tracing::error!(slot = self.assignment.slot, reason = %refusal, "no worker was started");
         let mut monitor = WorkerMonitor::new(suspects);
         if let Refusal::Device(device_fault) = refusal {
@@ -381,6 +383,6 @@ impl Slot {
 async fn send_both(current: &mut WorkerHandle, successor: &mut Option<Successor>, command: &Command) {
     current.send(command).await;
     if let Some(next) = successor {
-        next.running.send(command).await;
+        next.worker.send(command).await;
     }
 }

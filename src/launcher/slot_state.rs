@@ -1,5 +1,5 @@
-//! The state of a slot, which outlives its workers, and what the status board shows of it. `slot` and `replace` use
-//! and change it.
+//! The state of a slot, which outlives its workers, and what the status board shows of it. `slot` and `replace` read
+//! and change the state.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,7 +30,7 @@ pub(super) enum SlotEnd {
     GivenUp(Exit),
 }
 
-/// What follows a worker's end or a wait.
+/// What a slot does after a worker's end or after a wait.
 pub(super) enum NextAction {
     /// Judge the worker's death.
     Judge,
@@ -56,7 +56,7 @@ pub(super) struct Slot {
     pub(super) poison_found_in_a_row: u32,
     /// A worker that is due for recycling is not replaced before this time.
     pub(super) next_replacement: Option<Instant>,
-    /// Settings with which no worker has been ready yet.
+    /// New settings with which no worker has been ready yet.
     pub(super) probation: Option<Probation>,
 }
 
@@ -92,19 +92,19 @@ impl Slot {
     }
 
     /// Makes the board show this worker from now on.
-    pub(super) fn show_worker(&self, running: &mut WorkerHandle) {
-        running.shown = true;
-        let (pid, is_ready) = (running.pid(), running.monitor.ready.is_some());
+    pub(super) fn show_worker(&self, worker: &mut WorkerHandle) {
+        worker.is_shown = true;
+        let (pid, is_ready) = (worker.pid(), worker.monitor.ready_at.is_some());
         self.launch.board.change(&self.assignment.slot, |entry| {
-            let before = entry.report.stats.as_ref().map(|stats| stats.now.clone());
-            entry.vacate();
+            let old_values = entry.report.stats.as_ref().map(|stats| stats.now.clone());
+            entry.clear_worker();
             entry.report.pid = pid;
             if is_ready {
                 entry.mark_ready();
                 // The current values are kept until the new worker reports its own: the old worker works on while the
                 // new one connects.
-                if let (Some(stats), Some(before)) = (&mut entry.report.stats, before) {
-                    stats.now = before;
+                if let (Some(stats), Some(old_values)) = (&mut entry.report.stats, old_values) {
+                    stats.now = old_values;
                 }
             }
             entry.set_state(if is_ready { State::Ready } else { State::Starting });
@@ -132,7 +132,7 @@ impl Slot {
     }
 }
 
-/// A replacement of a worker: its reason, its turn, and who waits for the outcome.
+/// A replacement of a worker: its reason, its turn among all slots, and who waits for the outcome.
 pub(super) struct Replacement {
     pub(super) reason: RestartReason,
     /// While this is held, no other slot replaces its worker.
@@ -152,21 +152,21 @@ impl Replacement {
 
 /// A worker that will replace the current one.
 pub(super) struct Successor {
-    pub(super) running: WorkerHandle,
+    pub(super) worker: WorkerHandle,
     pub(super) replacement: Replacement,
 }
 
 impl Successor {
-    /// Whether a command for the current worker is sent to the successor too. Batch limits are not if the successor has
-    /// other settings.
+    /// Whether a command for the current worker is also sent to the successor. Batch limits are not sent to a successor
+    /// with other settings.
     pub(super) fn accepts(&self, command: &Command, assignment: &Assignment) -> bool {
-        !matches!(command, Command::SetBatch(_)) || self.running.assignment == *assignment
+        !matches!(command, Command::SetBatch(_)) || self.worker.assignment == *assignment
     }
 }
 
 /// New settings that still have to prove themselves: the next worker must become ready with them.
 pub(super) struct Probation {
-    /// The settings to return to if it does not.
-    pub(super) before: Assignment,
+    /// The settings that are restored if it does not.
+    pub(super) previous: Assignment,
     pub(super) replacement: Replacement,
 }

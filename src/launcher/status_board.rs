@@ -1,6 +1,6 @@
-//! What is known of every slot: its state, the statistics of its workers, the tasks on its device. Slots write it when
-//! control lines arrive and processes start or end; metrics, health and remote control read it. A slot's entry
-//! outlives its workers.
+//! What is known about every slot: its state, the statistics of its workers, the tasks on its device. Slots write it
+//! when control lines arrive and when processes start or end; metrics, health and remote control read it. A slot's
+//! entry outlives its workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 use crate::config::Assignment;
 use crate::protocol::admin::{SlotReport, State};
 use crate::protocol::control::BatchChange;
-use crate::protocol::stats::Standing;
+use crate::protocol::stats::WorkerState;
 
 /// The status of all slots, and the time since the launcher's start.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct StatusBoard {
     status: Mutex<SlotStatus>,
     started: Instant,
     /// Whether the metrics were read. Set by the HTTP server; read and cleared by the code that counts messages in
-    /// queues, which does so only if somebody reads the result.
+    /// queues, because they are counted only if somebody reads the result.
     is_read: AtomicBool,
 }
 
@@ -48,7 +48,7 @@ pub struct Entry {
     pub since: Instant,
     /// When the forward pass on its device began; none if none is running.
     pub computing_since: Option<Instant>,
-    /// When its worker was found to exceed a time limit; none if it is not stuck.
+    /// When its worker was found to exceed a time limit; none if the worker is not stuck.
     pub stuck_since: Option<Instant>,
     /// Whether it has had a worker that was ready.
     pub was_ready: bool,
@@ -58,10 +58,10 @@ pub struct Entry {
 
 impl SlotStatus {
     /// Whether every pool has had a worker that was ready.
-    fn started(&self) -> bool {
-        let ready: BTreeSet<_> =
+    fn has_every_pool_started(&self) -> bool {
+        let ready_pools: BTreeSet<_> =
             self.slots.values().filter(|it| it.was_ready).map(|it| &it.report.pool).collect();
-        !self.slots.is_empty() && self.slots.values().all(|entry| ready.contains(&entry.report.pool))
+        !self.slots.is_empty() && self.slots.values().all(|entry| ready_pools.contains(&entry.report.pool))
     }
 }
 
@@ -94,7 +94,7 @@ impl StatusBoard {
     }
 
     /// Sets how many messages wait in queues.
-    pub(crate) fn tell_of_queues(&self, queues: BTreeMap<(String, &'static str), u32>) {
+    pub(crate) fn set_queues(&self, queues: BTreeMap<(String, &'static str), u32>) {
         self.write(|status| status.queues = queues);
     }
 
@@ -121,7 +121,7 @@ impl StatusBoard {
         report.queue.clone_from(&pool.task_queue);
         report.device.clone_from(&assignment.device);
         report.model.clone_from(&pool.model);
-        report.batch = bounds(assignment);
+        report.batch = batch_bounds(assignment);
     }
 
     pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
@@ -129,13 +129,14 @@ impl StatusBoard {
         if let Some(entry) = status.slots.get_mut(slot) {
             change(entry);
         }
-        status.has_started = status.has_started || status.started();
+        status.has_started = status.has_started || status.has_every_pool_started();
     }
 
     pub(super) fn assignment(&self, slot: &str) -> Option<Assignment> {
         self.read(|status| status.slots.get(slot).map(|entry| entry.assignment.clone()))
     }
 
+    /// The number of slots on a device.
     pub(super) fn slots_on(&self, device: &str) -> usize {
         self.read(|status| status.slots.values().filter(|entry| entry.assignment.device == device).count())
     }
@@ -156,22 +157,22 @@ impl Entry {
         }
     }
 
-    /// Clears what belongs to one worker process, because it has ended or is replaced.
-    pub(super) fn vacate(&mut self) {
+    /// Clears what belongs to one worker process, because the process has ended or is replaced.
+    pub(super) fn clear_worker(&mut self) {
         (self.computing_since, self.stuck_since) = (None, None);
         let report = &mut self.report;
         (report.pid, report.ready_at_ms, report.in_flight) = (None, None, 0);
         report.active.clear();
         if let Some(stats) = &mut report.stats {
-            stats.now = Standing::default();
+            stats.now = WorkerState::default();
         }
     }
 
     /// Records that its worker is ready.
     pub(super) fn mark_ready(&mut self) {
         self.was_ready = true;
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.report.ready_at_ms = Some(since.as_millis() as u64);
+        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.report.ready_at_ms = Some(since_epoch.as_millis() as u64);
     }
 
     /// The report, with the values that change with the clock.
@@ -184,7 +185,8 @@ impl Entry {
     }
 }
 
-fn bounds(assignment: &Assignment) -> BatchChange {
+/// The bounds of batches in an assignment.
+fn batch_bounds(assignment: &Assignment) -> BatchChange {
     let batch = &assignment.pool.batch;
     BatchChange {
         max_tokens: Some(assignment.max_tokens()),

@@ -1,11 +1,11 @@
-//! How one worker is ended: it is told to finish, then to drain, then to abort, and then killed, each after a time
-//! limit. Owns how far this has gone.
+//! How one worker is ended: it is told to finish, then to drain, then to abort, and then it is killed, each after a
+//! time limit. Owns the current step.
 
 use std::time::{Duration, Instant};
 
 use tokio::time::sleep_until;
 
-use super::child::Worker;
+use super::child::WorkerProcess;
 use crate::config::Drain;
 use crate::protocol::control::Command;
 use crate::shutdown::{Phase, Stop};
@@ -34,7 +34,7 @@ pub(super) enum Step {
 
 impl Step {
     /// Whether the worker's end has been requested.
-    pub(super) fn is_begun(self) -> bool {
+    pub(super) fn has_begun(self) -> bool {
         self != Self::Drain
     }
 
@@ -43,9 +43,9 @@ impl Step {
         matches!(self, Self::Kill(_) | Self::Wait)
     }
 
-    /// Tells the worker to finish what it has taken and to end.
-    pub(super) async fn finish(&mut self, worker: &mut Worker, grace: Duration) {
-        if !self.is_begun() {
+    /// Tells the worker to finish the tasks that it has, and then to end.
+    pub(super) async fn finish(&mut self, worker: &mut WorkerProcess, grace: Duration) {
+        if !self.has_begun() {
             worker.send(&Command::Finish).await;
             *self = Self::DrainAt(Instant::now() + grace);
         }
@@ -68,8 +68,8 @@ impl Step {
         }
     }
 
-    /// Carries out the step; returns the next one. `drain` is the setting of the worker's pool.
-    pub(super) async fn take(self, worker: &mut Worker, grace: Duration, drain: Drain) -> Self {
+    /// Carries out the step, and returns the next one. `drain` is the setting of the worker's pool.
+    pub(super) async fn carry_out(self, worker: &mut WorkerProcess, grace: Duration, drain: Drain) -> Self {
         match self {
             Self::Drain if drain == Drain::Finish => {
                 worker.send(&Command::Finish).await;

@@ -1,5 +1,5 @@
 //! Remembers for an hour which jobs (runs of `sconce submit`) and which stops (runs of `sconce stop`) were withdrawn.
-//! Workers that start later get this list. Owns the list.
+//! The list is sent to workers that start later. Owns the list.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -10,18 +10,18 @@ use tokio::sync::watch;
 use crate::protocol::Message;
 use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR};
 
-/// The longest id of a job or a stop, in bytes. Entries with longer ids are ignored, which bounds the list's memory.
-const MAX_ID: usize = 64;
-/// How far an entry's time may be ahead of this host's clock; entries further ahead are ignored.
-const CLOCK_DIFFERENCE: Duration = Duration::from_secs(5 * 60);
+/// The maximum length of an id, in bytes. Entries with longer ids are ignored, which bounds the list's memory.
+const MAX_ID_BYTES: usize = 64;
+/// How far an entry's time may be ahead of this host's clock. Entries further ahead are ignored.
+const MAX_CLOCK_DIFFERENCE: Duration = Duration::from_secs(5 * 60);
 
-/// What was withdrawn and when. Written when the broker's stream of withdrawals is read, and by slots; read when a
-/// worker starts.
+/// The withdrawn jobs and stops, with the times of their withdrawal. Written when the broker's stream of withdrawals is
+/// read, and by slots; read when a worker starts.
 #[derive(Debug, Default)]
 pub struct Withdrawals {
     /// Oldest first, [`MAX_WITHDRAWN`] entries at most.
     entries: Mutex<VecDeque<(Cancellation, SystemTime)>>,
-    /// Whether the broker's stream is still to be read. Meanwhile workers take no tasks.
+    /// Whether the broker's stream must still be read. Until it was read, workers take no tasks.
     are_expected: watch::Sender<bool>,
 }
 
@@ -32,7 +32,7 @@ impl Withdrawals {
         for entry in entries {
             let Some(seconds) = entry.properties.timestamp else { continue };
             let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
-            if let Some(at) = at.filter(|at| *at <= now + CLOCK_DIFFERENCE)
+            if let Some(at) = at.filter(|at| *at <= now + MAX_CLOCK_DIFFERENCE)
                 && let Ok(cancellation) = serde_json::from_slice(&entry.body)
             {
                 self.remember(&cancellation, at.min(now));
@@ -40,29 +40,29 @@ impl Withdrawals {
         }
     }
 
-    /// Records that the broker's stream is to be read. Until [`Withdrawals::end_reading`], workers take no tasks.
+    /// Records that the broker's stream will be read. Until [`Withdrawals::end_reading`], workers take no tasks.
     pub fn begin_reading(&self) {
         self.are_expected.send_replace(true);
     }
 
-    /// Lets workers take tasks: the broker's stream was read, or cannot be read.
+    /// Lets workers take tasks, because the broker's stream was read or cannot be read.
     pub fn end_reading(&self) {
         self.are_expected.send_replace(false);
     }
 
     /// Whether the stream is being read. Slots wait for changes of this.
-    pub(super) fn changes(&self) -> watch::Receiver<bool> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<bool> {
         self.are_expected.subscribe()
     }
 
     /// Remembers a cancellation if it is a withdrawal, which means that it cancels a whole job or a stop.
     pub(super) fn remember(&self, cancellation: &Cancellation, at: SystemTime) {
         let id = cancellation.job.as_ref().or(cancellation.stop.as_ref());
-        if cancellation.problem().is_some() || id.is_none_or(|id| id.len() > MAX_ID) {
+        if cancellation.problem().is_some() || id.is_none_or(|id| id.len() > MAX_ID_BYTES) {
             return;
         }
         let mut all = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        // Every slot of this launcher receives the withdrawal, and a user may repeat it; the last time counts.
+        // Every slot receives the withdrawal, and a user may repeat it. The time of the last one counts.
         all.retain(|(other, _)| other != cancellation);
         if all.len() == MAX_WITHDRAWN {
             all.pop_front();
@@ -100,7 +100,7 @@ mod tests {
         let (all, now) = (Withdrawals::default(), SystemTime::now());
         all.remember(&stop("a"), now);
         all.remember(&stop("a"), now);
-        all.remember(&stop(&"x".repeat(MAX_ID + 1)), now);
+        all.remember(&stop(&"x".repeat(MAX_ID_BYTES + 1)), now);
         all.remember(&Cancellation { task: Some("t".into()), ..Cancellation::default() }, now);
         assert_eq!(current(&all, now + WITHDRAWN_FOR), [stop("a")]);
         assert_eq!(current(&all, now + WITHDRAWN_FOR + Duration::from_secs(1)), []);

@@ -1,7 +1,8 @@
-//! One worker process of a slot, from its spawn to its end: reads its events, checks its time limits, ends it
-//! step by step. Owns the process, its monitor, and how far its end has gone.
+//! One worker process of a slot, from its spawn to its end: reads its events, checks its time limits, ends it step by
+//! step. Owns the process, its monitor, and the current step in ending it.
 
 use std::io;
+use std::ops::ControlFlow;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -9,10 +10,10 @@ use tokio::sync::oneshot;
 use tokio::time::sleep_until;
 
 use super::Launch;
-use super::child::{ChildEvent, Worker};
+use super::child::{ChildEvent, WorkerProcess};
 use super::gpus::device_fault::DeviceFault;
 use super::health::DeviceWatch;
-use super::logs::re_emit;
+use super::logs::forward_line;
 use super::order::{Done, Outcome};
 use super::termination::Step;
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
@@ -20,12 +21,15 @@ use crate::config::Assignment;
 use crate::protocol::control::{BatchChange, Cancellation, Command, CrashRecord, Event, decode};
 use crate::shutdown::{Exit, Phase};
 
-/// Effects of orders that a new worker gets in addition to its assignment.
+/// A killed worker that has not ended after this time is killed again.
+const KILL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// Settings that orders have changed, and that a new worker gets in addition to its assignment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Overrides {
     pub(super) paused: bool,
     pub(super) batch: BatchChange,
-    pub(super) log: Option<String>,
+    pub(super) log_filter: Option<String>,
 }
 
 /// Why a worker was not started.
@@ -39,19 +43,19 @@ pub(super) enum Refusal {
     Device(DeviceFault),
 }
 
-/// One worker process and how far its end has gone.
+/// One worker process and the current step in ending it.
 pub(super) struct WorkerHandle {
-    worker: Worker,
+    process: WorkerProcess,
     pub(super) monitor: WorkerMonitor,
     step: Step,
-    /// When a stuck worker is killed, or killed again if it still has not ended.
+    /// When a stuck worker is killed, or killed again if it has not ended by then.
     kill_at: Option<Instant>,
     device_watch: DeviceWatch,
     pub(super) assignment: Assignment,
     /// Whether the board shows this worker.
-    pub(super) shown: bool,
-    /// Cancellations that were sent to it and not answered yet, with the channels for their outcomes. Bound: only
-    /// operators' cancellations are kept, and each new one removes those for which nobody waits any more.
+    pub(super) is_shown: bool,
+    /// Cancellations that were sent to the worker and not answered yet, with the channels for their outcomes. Bound:
+    /// only operators' cancellations are kept, and each new one removes those for which nobody waits any more.
     cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
 }
 
@@ -59,79 +63,86 @@ pub(super) enum WorkerEvent {
     Child(ChildEvent),
     /// The next step in ending it is due.
     Step,
-    /// It exceeds a time limit, or the kill that follows is due.
+    /// It has exceeded a time limit, or the kill that follows is due.
     Overdue,
     /// Its device has failed.
     DeviceFailed(DeviceFault),
-    /// The process can no longer be waited for.
+    /// It is not possible to wait for the process any more.
     Lost(io::Error),
 }
 
 impl WorkerHandle {
-    /// Spawns a worker, and sends it its assignment and the overrides. `beside`: the slot has another worker, which
-    /// continues to run.
+    /// Spawns a worker, and sends it its assignment and the overrides. `is_successor`: the slot has another worker,
+    /// which continues to run.
     ///
     /// # Errors
     /// The program cannot be started, or its device has failed.
     pub(super) async fn spawn(
         launch: &Launch,
         assignment: Assignment,
-        deaths: Vec<CrashRecord>,
+        crash_records: Vec<CrashRecord>,
         overrides: &Overrides,
-        beside: bool,
+        is_successor: bool,
     ) -> Result<Self, Refusal> {
-        launch.health.watch_over(&assignment.device);
-        // Subscribed before the driver's state is read, so that no later fault is missed.
+        launch.health.start_listening(&assignment.device);
+        // Subscribes before the driver's state is read, so that no later fault is missed.
         let device_watch = launch.health.device_watch(&assignment.device);
-        if let Some(device_fault) = launch.health.refuses(&assignment.device) {
+        if let Some(device_fault) = launch.health.blocking_fault(&assignment.device) {
             return Err(Refusal::Device(device_fault));
         }
-        let sharers = launch.board.slots_on(&assignment.device) + usize::from(beside);
+        let sharers = launch.board.slots_on(&assignment.device) + usize::from(is_successor);
         let broker_reached = launch.has_reached(&assignment.broker);
         let sent = Assignment { sharers, broker_reached, ..assignment.clone() };
         let withdrawn = launch.withdrawals.current(SystemTime::now());
-        let spawned =
-            Worker::spawn(&launch.program, &launch.guard, &sent, deaths, withdrawn, overrides.paused).await;
-        let mut worker = spawned.map_err(|error| {
+        let spawned = WorkerProcess::spawn(
+            &launch.program,
+            &launch.guard,
+            &sent,
+            crash_records,
+            withdrawn,
+            overrides.paused,
+        )
+        .await;
+        let mut process = spawned.map_err(|error| {
             let program = launch.program.display().to_string();
             Refusal::Spawn { program, error }
         })?;
         if overrides.batch != BatchChange::default() {
-            worker.send(&Command::SetBatch(overrides.batch)).await;
+            process.send(&Command::SetBatch(overrides.batch)).await;
         }
-        if let Some(filter) = &overrides.log {
-            worker.send(&Command::LogLevel { filter: filter.clone() }).await;
+        if let Some(filter) = &overrides.log_filter {
+            process.send(&Command::LogLevel { filter: filter.clone() }).await;
         }
         tracing::info!(
             slot = assignment.slot,
-            pid = worker.pid(),
+            pid = process.pid(),
             device = assignment.device,
             "worker spawned"
         );
         let (monitor, step) = (WorkerMonitor::new(None), Step::Drain);
         Ok(Self {
-            worker,
+            process,
             monitor,
             step,
             kill_at: None,
             device_watch,
             assignment,
-            shown: false,
+            is_shown: false,
             cancelling: Vec::new(),
         })
     }
 
     pub(super) fn pid(&self) -> Option<u32> {
-        self.worker.pid()
+        self.process.pid()
     }
 
     /// Whether its end has been requested.
     pub(super) fn is_ending(&self) -> bool {
-        self.step.is_begun()
+        self.step.has_begun()
     }
 
     pub(super) async fn send(&mut self, command: &Command) {
-        self.worker.send(command).await;
+        self.process.send(command).await;
     }
 
     /// Tells it to cancel a task. The answer is sent when the worker has reported the result.
@@ -143,79 +154,88 @@ impl WorkerHandle {
 
     /// Tells it to finish its tasks and to end, within the grace.
     pub(super) async fn finish(&mut self, grace: Duration) {
-        self.step.finish(&mut self.worker, grace).await;
+        self.step.finish(&mut self.process, grace).await;
     }
 
     /// The next event of this worker. Safe to cancel.
     pub(super) async fn next(&mut self, launch: &Launch) -> WorkerEvent {
         let deadline = self.kill_at.or_else(|| self.monitor.deadline(&self.assignment).map(|(at, _)| at));
         tokio::select! {
-            event = self.worker.next() => event.map_or_else(WorkerEvent::Lost, WorkerEvent::Child),
+            event = self.process.next() => match event {
+                Ok(event) => WorkerEvent::Child(event),
+                Err(error) => WorkerEvent::Lost(error),
+            },
             () = self.step.due(&launch.stop) => WorkerEvent::Step,
             device_fault = self.device_watch.failure() => WorkerEvent::DeviceFailed(device_fault),
             () = sleep_until(deadline.unwrap_or_else(Instant::now).into()), if deadline.is_some() => WorkerEvent::Overdue,
         }
     }
 
-    /// Handles an event. Some: the worker has ended, with its exit status if known.
-    pub(super) async fn act(&mut self, event: WorkerEvent, launch: &Launch) -> Option<Option<ExitStatus>> {
+    /// Handles an event. Breaks if the worker has ended, with its exit status if that is known.
+    pub(super) async fn handle(
+        &mut self,
+        event: WorkerEvent,
+        launch: &Launch,
+    ) -> ControlFlow<Option<ExitStatus>> {
         let grace = launch.policy.borrow().shutdown_grace;
         match event {
-            WorkerEvent::Child(ChildEvent::Event(line)) => self.handle_event(&line, launch),
-            WorkerEvent::Child(ChildEvent::Log(line)) => self.monitor.log.push(&re_emit(
+            WorkerEvent::Child(ChildEvent::EventLine(line)) => self.handle_event(&line, launch),
+            WorkerEvent::Child(ChildEvent::LogLine(line)) => self.monitor.log_tail.push(&forward_line(
                 &self.assignment.slot,
                 &line,
                 launch.raw_lines,
                 &launch.recently_logged,
             )),
-            WorkerEvent::Child(ChildEvent::Ended(status)) => return Some(Some(status)),
+            WorkerEvent::Child(ChildEvent::Ended(status)) => return ControlFlow::Break(Some(status)),
             WorkerEvent::Step => {
                 let drain = self.assignment.pool.drain;
-                self.step = self.step.take(&mut self.worker, grace, drain).await;
+                self.step = self.step.carry_out(&mut self.process, grace, drain).await;
             }
             WorkerEvent::Overdue => self.handle_overdue(launch),
             WorkerEvent::DeviceFailed(device_fault) => {
-                self.monitor.device_failed(device_fault, launch, &self.assignment.slot, self.shown);
+                self.monitor.device_failed(device_fault, launch, &self.assignment.slot, self.is_shown);
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
                 tracing::error!(slot = self.assignment.slot, %error, "cannot watch the worker any more");
-                return Some(None);
+                return ControlFlow::Break(None);
             }
         }
-        None
+        ControlFlow::Continue(())
     }
 
     fn handle_event(&mut self, line: &str, launch: &Launch) {
         let Some(event) = decode_and_log(&self.assignment.slot, line) else { return };
         if let Event::Cancelled { cancellation, tasks } = &event
-            && let Some(at) = self.cancelling.iter().position(|(requested, _)| requested == cancellation)
+            && let Some(index) = self.cancelling.iter().position(|(requested, _)| requested == cancellation)
         {
-            let (_, answer) = self.cancelling.remove(at);
+            let (_, answer) = self.cancelling.remove(index);
             let _ = answer.send(Ok(Done::cancelled(*tasks)));
         }
-        if self.monitor.handle_event(event, launch, &self.assignment, self.shown).is_err() {
-            self.worker.kill();
+        if self.monitor.handle_event(event, launch, &self.assignment, self.is_shown).is_err() {
+            self.process.kill();
         }
-        if self.kill_at.is_some() && self.monitor.recovers(&self.assignment, launch, self.shown) {
+        if self.kill_at.is_some()
+            && self.monitor.clear_stuck_if_recovered(&self.assignment, launch, self.is_shown)
+        {
             self.kill_at = None;
         }
     }
 
-    /// Handles an exceeded time limit. The first call logs it, and the second kills the worker: in between it may
-    /// recover.
+    /// Handles an exceeded time limit. The first call logs it, and the second kills the worker. Between the two calls
+    /// the worker may recover.
     fn handle_overdue(&mut self, launch: &Launch) {
         if self.kill_at.is_none() {
             let Some((_, fault)) = self.monitor.deadline(&self.assignment) else { return };
-            self.kill_at = Some(self.monitor.mark_stuck(fault, launch, &self.assignment.slot, self.shown));
+            self.kill_at = Some(self.monitor.mark_stuck(fault, launch, &self.assignment.slot, self.is_shown));
         } else {
             self.kill();
         }
     }
 
     fn kill(&mut self) {
-        self.worker.kill();
-        self.kill_at = Some(Instant::now() + Duration::from_secs(10));
+        self.process.kill();
+        self.kill_at = Some(Instant::now() + KILL_AGAIN_AFTER);
     }
 
     /// Judges the end of the worker. `status`: none if it is unknown.
@@ -239,7 +259,7 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
         }
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
-        // The slot's line about what it does next has the cause too.
+        // The slot's log line about what it does next also has the cause.
         Ok(Event::Stopped { cause, exit: Some(exit) })
             if Exit::from_code(*exit).is_some_and(Exit::is_load_failure) =>
         {

@@ -1,5 +1,5 @@
-//! What is known of one worker from its control lines, its log and its end: whether it is ready, what is on its
-//! device, whether it makes progress. Decides what its death means for its tasks. Owns the state of this one
+//! What is known about one worker from its control lines, its log and its end: whether it is ready, which tasks are on
+//! its device, whether it makes progress. Decides what its death means for its tasks. Owns the state of this one
 //! process; the state of its slot is on the status board.
 
 use std::process::ExitStatus;
@@ -18,75 +18,76 @@ use crate::protocol::shorten;
 use crate::protocol::stats::Stats;
 use crate::shutdown::Exit;
 
-/// The most bytes that are kept of a worker's text about why it ends.
+/// The maximum number of bytes that are kept of a worker's text about why it ends.
 const CAUSE_BYTES: usize = 1_000;
-/// The most task ids in a log line and on the board.
+/// The maximum number of task ids in a log line and on the board.
 const MAX_SHOWN_TASKS: usize = 8;
-/// The longest time between two events of a healthy worker that is ready.
+/// The maximum time between two events of a healthy worker that is ready.
 const MAX_SILENCE: Duration = Duration::from_secs(60);
 /// How long a worker on probation may take to become ready.
 const MAX_LOADING: Duration = Duration::from_secs(30 * 60);
-/// The time from finding a worker stuck to killing it, in which probes and metrics can see that it is stuck.
+/// The time from the detection of a stuck worker to its kill, in which probes and metrics show that it is stuck.
 const KILL_DELAY: Duration = Duration::from_secs(10);
 
-/// The tasks that a worker had when it died. If its device failed, they are blamed only if the next worker
-/// finds the device working.
+/// The tasks that a worker had when it died. If its device failed, they are blamed only if the next worker finds that
+/// the device works.
 #[derive(Debug)]
 pub(super) struct SuspectTasks {
     tasks: Vec<TaskName>,
     /// Whether the worker had no other tasks.
     isolated: bool,
     /// How the worker ended, and the last lines of its log.
-    last: CrashTail,
+    tail: CrashTail,
 }
 
 impl SuspectTasks {
-    /// Whether these are several isolated tasks, which will be tried again in smaller groups.
+    /// Whether these are several isolated tasks, which are tried again in smaller groups.
     fn is_group(&self) -> bool {
         self.isolated && self.tasks.len() > 1
     }
 }
 
-/// What is known of one worker process.
+/// What is known about one worker process.
 pub(super) struct WorkerMonitor {
     /// When it reported `ready`.
-    pub(super) ready: Option<Instant>,
+    pub(super) ready_at: Option<Instant>,
     death: Death,
     found_poison: bool,
     /// The tasks that may be to blame for a failure of the device: those of the previous worker until this one is
-    /// ready, and at the end perhaps its own.
+    /// ready, and at its own end perhaps this worker's tasks.
     suspects: Option<SuspectTasks>,
     /// The tasks of the current pass, by its last report.
     on_device: Vec<TaskName>,
     preprocessing: Vec<TaskName>,
     computing_since: Option<Instant>,
-    /// The tasks that it works on apart from all others.
+    /// The isolated tasks, which it works on apart from all others.
     isolated: Vec<TaskName>,
     /// When its last event arrived.
     last_event: Instant,
-    /// What is known of its end beside the exit status.
+    /// What is known about its end apart from the exit status.
     pub(super) circumstances: Circumstances,
     /// The exit code that it announced, and its reason.
     announced: Option<(Exit, String)>,
     /// Work that has not been logged yet.
     unlogged: Stats,
-    /// Whether it worked in the period that was logged last.
+    /// Whether it did some work in the period that was logged last.
     is_steady: bool,
     spawned_at: Instant,
     /// Whether it must prove new settings. If so, it has [`MAX_LOADING`] to become ready.
     pub(super) on_probation: bool,
     answered: u64,
-    /// Resident bytes of memory in its first and in its latest report.
+    /// Its resident memory in bytes, in its first and in its latest report.
     resident: Option<(u64, u64)>,
-    pub(super) log: LogTail,
+    pub(super) log_tail: LogTail,
 }
 
+/// How a worker ended, and what that means.
 pub(super) struct WorkerExit {
     pub(super) death: Death,
     /// Whether its death showed that a task is poison.
     pub(super) found_poison: bool,
-    /// Whether it died with a group of suspects, which will be tried again in smaller groups.
-    pub(super) of_group: bool,
+    /// Whether it died with a group of suspects, which are tried again in smaller groups.
+    pub(super) died_with_group: bool,
     pub(super) suspects: Option<SuspectTasks>,
     /// The reason for its end, for people.
     pub(super) message: String,
@@ -105,7 +106,7 @@ impl WorkerMonitor {
             has_loaded: false,
         };
         Self {
-            ready: None,
+            ready_at: None,
             death,
             found_poison: false,
             suspects,
@@ -122,7 +123,7 @@ impl WorkerMonitor {
             on_probation: false,
             answered: 0,
             resident: None,
-            log: LogTail::default(),
+            log_tail: LogTail::default(),
         }
     }
 
@@ -131,7 +132,7 @@ impl WorkerMonitor {
         self.suspects = self.suspects.take().or(suspects);
     }
 
-    /// Handles one of its events. `shown`: the board shows this worker.
+    /// Handles one of its events. `is_shown`: the board shows this worker.
     ///
     /// # Errors
     /// The fault for which it must be killed.
@@ -140,7 +141,7 @@ impl WorkerMonitor {
         event: Event,
         launch: &Launch,
         assignment: &Assignment,
-        shown: bool,
+        is_shown: bool,
     ) -> Result<(), Fault> {
         self.last_event = Instant::now();
         let slot = &assignment.slot;
@@ -153,12 +154,12 @@ impl WorkerMonitor {
                     return Err(Fault::WrongDevice);
                 }
                 self.death.was_ready = true;
-                self.ready = Some(Instant::now());
-                // The device works, so a task that was on it at the failure is to blame.
+                self.ready_at = Some(Instant::now());
+                // The device works, so a task that was on it when it failed is to blame.
                 self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, launch, slot));
             }
             Event::Isolated { tasks, through } => {
-                through.iter().for_each(|survivor| launch.deaths.survived(survivor));
+                through.iter().for_each(|survivor| launch.crash_records.record_survival(survivor));
                 self.isolated.clone_from(tasks);
             }
             Event::Forward { tasks } => {
@@ -167,7 +168,7 @@ impl WorkerMonitor {
             }
             Event::Preprocessing { tasks } => self.preprocessing.clone_from(tasks),
             Event::Stats(stats) => {
-                self.account(stats, slot);
+                self.add_stats(stats, slot);
                 if stats.now.connected {
                     launch.note_broker(&assignment.broker);
                 }
@@ -179,11 +180,12 @@ impl WorkerMonitor {
             Event::Unfit { why, message } => self.circumstances.unfit = Some((*why, message.clone())),
             _ => {}
         }
-        launch.board.change(slot, |entry| update_entry(entry, event, shown));
+        launch.board.change(slot, |entry| update_entry(entry, event, is_shown));
         Ok(())
     }
 
-    fn account(&mut self, stats: &Stats, slot: &str) {
+    /// Adds a report about work to the sums, and logs the work if that is due.
+    fn add_stats(&mut self, stats: &Stats, slot: &str) {
         self.death.worked |= stats.inputs > 0;
         self.answered += stats.tasks();
         let first = self.resident.map_or(stats.now.resident, |(first, _)| first);
@@ -192,21 +194,27 @@ impl WorkerMonitor {
         log_work(&mut self.unlogged, &mut self.is_steady, slot);
     }
 
-    /// When the worker will count as stuck unless it makes progress, and with which fault.
+    /// The time at which the worker counts as stuck unless it makes progress before, and the fault that it then has.
     pub(super) fn deadline(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
         let computing =
             self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
-        let silent = self.ready.map(|_| (self.last_event + MAX_SILENCE, Fault::Silent));
-        let loading = (self.on_probation && self.ready.is_none())
+        let silent = self.ready_at.map(|_| (self.last_event + MAX_SILENCE, Fault::Silent));
+        let loading = (self.on_probation && self.ready_at.is_none())
             .then(|| (self.spawned_at + MAX_LOADING, Fault::Silent));
         computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
     }
 
     /// Records that it has exceeded a time limit. Returns when to kill it unless it recovers.
-    pub(super) fn mark_stuck(&mut self, fault: Fault, launch: &Launch, slot: &str, shown: bool) -> Instant {
+    pub(super) fn mark_stuck(
+        &mut self,
+        fault: Fault,
+        launch: &Launch,
+        slot: &str,
+        is_shown: bool,
+    ) -> Instant {
         tracing::error!(slot, reason = fault.reason().as_str(), "the worker is stuck; it will be killed");
         self.circumstances.fault = Some(fault);
-        if shown {
+        if is_shown {
             launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
         }
         Instant::now() + KILL_DELAY
@@ -219,7 +227,7 @@ impl WorkerMonitor {
         device_fault: DeviceFault,
         launch: &Launch,
         slot: &str,
-        shown: bool,
+        is_shown: bool,
     ) {
         tracing::error!(
             slot,
@@ -227,44 +235,49 @@ impl WorkerMonitor {
             fault = device_fault.message,
             "its device is out of order; killing the worker"
         );
-        if shown {
+        if is_shown {
             launch.board.change(slot, |entry| entry.report.last_failure = Some(device_fault.message.clone()));
         }
         self.circumstances.fault = Some(Fault::Device(device_fault));
     }
 
     /// Whether a stuck worker makes progress again. If so, clears its fault.
-    pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch, shown: bool) -> bool {
+    pub(super) fn clear_stuck_if_recovered(
+        &mut self,
+        assignment: &Assignment,
+        launch: &Launch,
+        is_shown: bool,
+    ) -> bool {
         if self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault) {
             return false;
         }
-        let progresses = self.deadline(assignment).is_none_or(|(at, _)| at > Instant::now());
-        if progresses {
+        let makes_progress = self.deadline(assignment).is_none_or(|(at, _)| at > Instant::now());
+        if makes_progress {
             tracing::warn!(slot = assignment.slot, "the worker makes progress again");
             self.circumstances.fault = None;
-            if shown {
+            if is_shown {
                 launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
             }
         }
-        progresses
+        makes_progress
     }
 
     /// Why it is due for recycling (`launcher.recycle_…`), if it is.
     pub(super) fn recycle_reason(&self, launch: &Launch) -> Option<String> {
         let policy = launch.policy.borrow();
-        let since = self.ready?;
-        let grown = self.resident.map_or(0, |(first, now)| now.saturating_sub(first));
-        if policy.recycle_tasks.is_some_and(|most| self.answered >= most) {
+        let ready_at = self.ready_at?;
+        let growth = self.resident.map_or(0, |(first, now)| now.saturating_sub(first));
+        if policy.recycle_tasks.is_some_and(|limit| self.answered >= limit) {
             return Some(format!("it has answered {} tasks", self.answered));
         }
-        if policy.recycle_age.is_some_and(|most| since.elapsed() >= most) {
-            return Some(format!("it has worked for {} s", since.elapsed().as_secs()));
+        if policy.recycle_age.is_some_and(|limit| ready_at.elapsed() >= limit) {
+            return Some(format!("it has worked for {} s", ready_at.elapsed().as_secs()));
         }
-        let memory = policy.recycle_memory.is_some_and(|most| grown >= most);
-        memory.then(|| format!("its memory has grown by {} MiB", grown >> 20))
+        let is_too_large = policy.recycle_memory.is_some_and(|limit| growth >= limit);
+        is_too_large.then(|| format!("its memory has grown by {} MiB", growth >> 20))
     }
 
-    /// Judges the worker's end. `forced`: the launcher had told it to abort, or was stopping.
+    /// Judges the worker's end. `forced`: the launcher had told the worker to abort, or was stopping.
     pub(super) fn end(
         mut self,
         status: Option<ExitStatus>,
@@ -275,10 +288,10 @@ impl WorkerMonitor {
         let slot = &assignment.slot;
         self.death.broker_reached = launch.has_reached(&assignment.broker);
         self.death.has_loaded = launch.board.read(|it| it.slots.get(slot).is_some_and(|it| it.was_ready));
-        self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
+        self.death.lived = self.ready_at.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        // A worker that announced a regular end has settled its work. A crash of a library while the process exits then
-        // does not matter.
+        // A worker that announced a regular end has settled its work. If a library then crashes while the process
+        // exits, that does not matter.
         let announced = self.announced.take();
         let settled = announced.as_ref().map(|(exit, _)| *exit);
         let settled = settled.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
@@ -313,13 +326,13 @@ impl WorkerMonitor {
                 tasks.push(task);
             }
         }
-        let last = self.log.into_crash_tail(status);
+        let tail = self.log_tail.into_crash_tail(status);
         let cause = announced.map(|(_, cause)| cause).filter(|cause| gives_reason && !cause.is_empty());
-        let message = message.or(cause).unwrap_or_else(|| last.exit.clone());
-        let mut of_group = false;
+        let message = message.or(cause).unwrap_or_else(|| tail.exit.clone());
+        let mut died_with_group = false;
         if !forced && !is_device_fault && !tasks.is_empty() {
-            let suspects = SuspectTasks { tasks, isolated, last };
-            of_group = suspects.is_group();
+            let suspects = SuspectTasks { tasks, isolated, tail };
+            died_with_group = suspects.is_group();
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, launch, slot),
                 Some(Exit::DeviceFailed) => self.suspects = Some(suspects),
@@ -328,37 +341,38 @@ impl WorkerMonitor {
             }
         }
         let Self { death, found_poison, suspects, .. } = self;
-        WorkerExit { death, found_poison, of_group, suspects, message, reason }
+        WorkerExit { death, found_poison, died_with_group, suspects, message, reason }
     }
 }
 
 /// Records that a worker died with these tasks. Returns whether one of them has become poison.
 fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
-    let SuspectTasks { tasks, isolated, last } = suspects;
+    let SuspectTasks { tasks, isolated, tail } = suspects;
     let ids: Vec<&str> = tasks.iter().take(MAX_SHOWN_TASKS).map(|task| task.id.as_str()).collect();
     tracing::warn!(
         slot,
         tasks = tasks.len(),
         isolated,
         ?ids,
-        exit = last.exit,
+        exit = tail.exit,
         "the worker died with these tasks"
     );
-    launch.deaths.died(tasks, *isolated, last)
+    launch.crash_records.record_death(tasks, *isolated, tail)
 }
 
 /// Writes an event to the board.
-fn update_entry(entry: &mut Entry, event: Event, shown: bool) {
+fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
     if let Event::Stats(stats) = &event {
         let mut stats = stats.clone();
         if let Some(sums) = &mut entry.report.stats {
-            if !shown {
+            // Current values are those of the worker that the board shows.
+            if !is_shown {
                 stats.now = sums.now.clone();
             }
             sums.add(&stats);
         }
     }
-    if !shown {
+    if !is_shown {
         return;
     }
     match event {
@@ -371,12 +385,12 @@ fn update_entry(entry: &mut Entry, event: Event, shown: bool) {
         Event::Paused => entry.set_state(State::Paused),
         Event::Draining { .. } => entry.set_state(State::Draining),
         Event::Forward { tasks } => {
-            let busy = !tasks.is_empty();
-            entry.computing_since = busy.then(Instant::now);
+            let is_busy = !tasks.is_empty();
+            entry.computing_since = is_busy.then(Instant::now);
             entry.report.in_flight = tasks.len() as u64;
             entry.report.active = tasks.into_iter().take(MAX_SHOWN_TASKS).map(|task| task.id).collect();
-            if entry.report.state.works() {
-                entry.set_state(if busy { State::Busy } else { State::Ready });
+            if entry.report.state.is_serving() {
+                entry.set_state(if is_busy { State::Busy } else { State::Ready });
             }
         }
         Event::Isolated { .. }
@@ -388,19 +402,19 @@ fn update_entry(entry: &mut Entry, event: Event, shown: bool) {
     }
 }
 
-/// The shortest period, in milliseconds, of a log line about work. It applies to the first work after a pause and to work
+/// The minimum period, in milliseconds, of log lines about work. It applies to the first work after a pause and to work
 /// with failures.
-const LOG_AFTER_MS: u64 = 5_000;
+const MIN_LOG_PERIOD_MS: u64 = 5_000;
 /// The period, in milliseconds, of log lines about steady work without failures.
-const STEADY_MS: u64 = 60_000;
+const STEADY_LOG_PERIOD_MS: u64 = 60_000;
 
-/// Logs what a worker did, if a log line is due. `is_steady`: the worker also worked in the period before.
+/// Logs what a worker did, if a log line is due. `is_steady`: it also worked in the period that was logged last.
 fn log_work(unlogged: &mut Stats, is_steady: &mut bool, slot: &str) {
-    if unlogged.span_ms < LOG_AFTER_MS {
+    if unlogged.span_ms < MIN_LOG_PERIOD_MS {
         return;
     }
     let has_failures = unlogged.retried > 0 || unlogged.tasks() > unlogged.of_status("succeeded");
-    if *is_steady && !has_failures && !unlogged.is_idle() && unlogged.span_ms < STEADY_MS {
+    if *is_steady && !has_failures && !unlogged.is_idle() && unlogged.span_ms < STEADY_LOG_PERIOD_MS {
         return;
     }
     let stats = std::mem::take(unlogged);

@@ -1,5 +1,5 @@
-//! How models without a network spend time: they sleep. In tests with paused time they only add up how long they
-//! would have slept.
+//! The sleep of models without a network. In tests with paused time, a thread only adds up how long it would have
+//! slept.
 
 #[cfg(test)]
 use std::cell::Cell;
@@ -9,14 +9,14 @@ use std::time::Duration;
 #[cfg(test)]
 thread_local! {
     /// The sum of the sleeps so far. None if this thread really sleeps.
-    static OWED: Cell<Option<Duration>> = const { Cell::new(None) };
+    static SLEPT: Cell<Option<Duration>> = const { Cell::new(None) };
 }
 
-/// Lets `time` pass.
+/// Sleeps for `time`, or adds it up.
 pub(crate) fn pass(time: Duration) {
     #[cfg(test)]
-    if let Some(owed) = OWED.get() {
-        OWED.set(Some(owed + time));
+    if let Some(slept) = SLEPT.get() {
+        SLEPT.set(Some(slept + time));
         return;
     }
     thread::sleep(time);
@@ -24,12 +24,12 @@ pub(crate) fn pass(time: Duration) {
 
 /// From now on this thread only adds up how long it would have slept.
 #[cfg(test)]
-pub(crate) fn pretend() {
-    OWED.set(Some(Duration::ZERO));
+pub(crate) fn pause() {
+    SLEPT.set(Some(Duration::ZERO));
 }
 
-/// Returns how long this thread would have slept since [`pretend`]. From now on it really sleeps again.
+/// Returns how long this thread would have slept since [`pause`]. From now on it really sleeps again.
 #[cfg(test)]
-pub(crate) fn owed() -> Duration {
-    OWED.take().unwrap_or_default()
+pub(crate) fn resume() -> Duration {
+    SLEPT.take().unwrap_or_default()
 }

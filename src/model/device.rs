@@ -1,5 +1,5 @@
-//! Opens the device that was asked for, or fails (`device-or-fail`); maps candle's errors to what the worker
-//! must do. Owns no state; never uses another device instead.
+//! Opens the requested device, or fails (`device-or-fail`); classifies candle's errors by what the worker must do. Owns
+//! no state; never uses another device instead.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -13,10 +13,10 @@ use super::{ForwardError, LoadError};
 
 /// The arithmetic units of a GPU.
 #[derive(Debug)]
-struct Power {
+struct GpuUnits {
     multiprocessors: usize,
     /// The peak speed in f32, in operations per second; none if the driver reports no clock.
-    possible: Option<f64>,
+    peak_rate: Option<f64>,
 }
 
 /// Opens `device`: `cpu`, or a GPU by its UUID in a build with CUDA. Also returns the name of the opened device:

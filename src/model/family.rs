@@ -38,7 +38,7 @@ pub enum Serves {
     Files(FileRules),
 }
 
-/// Which models that are loaded from files a family serves, and what it needs of them.
+/// The models that a family serves, if they are loaded from files, and what it needs of these files.
 pub struct FileRules {
     /// The `model_type` of their `config.json`.
     pub configs: &'static [&'static str],
@@ -48,8 +48,8 @@ pub struct FileRules {
     pub pipelines: &'static [&'static str],
     /// A further condition on a model's description.
     pub accepts: fn(&Description) -> bool,
-    /// Requests every file that loading may read, the weights last. The digest of a model is computed over these.
-    pub find: fn(&ModelFiles) -> Result<(), LoadError>,
+    /// Requests every file that loading may read, the weights last. The digest of a model covers these files.
+    pub request_files: fn(&ModelFiles) -> Result<(), LoadError>,
     /// Checks all that can be checked of a model without loading it: its configuration, the pool's options, the headers
     /// of its weights, and that their files are complete. Does not check devices and tokenizers.
     pub check: fn(&LoadSpec) -> Result<(), LoadError>,
@@ -58,11 +58,11 @@ pub struct FileRules {
 /// A task that a tool makes for a family.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Its URL. None for a family that answers any.
+    /// Its URL. None for a family that answers every URL.
     pub url: Option<&'static str>,
     /// Its body.
     pub body: RequestBody,
-    /// How many inputs it has.
+    /// The number of its inputs.
     pub inputs: usize,
 }
 
@@ -120,17 +120,17 @@ impl Description {
             let architecture = Gguf::architecture(&path)?;
             return Ok(Self { format: Format::Gguf, architecture, fields: Map::new() });
         }
-        let of = |format, name: &str, fields: Map<String, Value>| {
+        let describe = |format, name: &str, fields: Map<String, Value>| {
             let architecture = fields.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
             Self { format, architecture, fields }
         };
         // A folder that has `config.json` and `model_index.json` counts as one network, described by `config.json`.
         if let Some(fields) = files.json("config.json")? {
-            return Ok(of(Format::Config, "model_type", fields));
+            return Ok(describe(Format::Config, "model_type", fields));
         }
         match files.json("model_index.json")? {
-            Some(fields) => Ok(of(Format::Pipeline, "_class_name", fields)),
-            None => Ok(of(Format::Config, "model_type", files.required_json("config.json")?)),
+            Some(fields) => Ok(describe(Format::Pipeline, "_class_name", fields)),
+            None => Ok(describe(Format::Config, "model_type", files.required_json("config.json")?)),
         }
     }
 }
@@ -152,7 +152,7 @@ impl FileRules {
 }
 
 impl Family {
-    /// What it needs of a model's files; none if it serves only its own name.
+    /// The rules for a model's files; none if it serves only its own name.
     pub fn files(&self) -> Option<&FileRules> {
         match &self.serves {
             Serves::ItsName => None,
@@ -187,7 +187,7 @@ impl Family {
         })
     }
 
-    /// The specification to load the family's example. `root` is the folder of this repository.
+    /// The specification with which the family's example is loaded. `root` is the folder of this repository.
     pub fn example(&self, root: &Path) -> LoadSpec {
         let Example { model, options } = self.example;
         let source = match self.serves {

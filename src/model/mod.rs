@@ -1,5 +1,5 @@
-//! Models: the traits that a model implements, and what it is loaded from. Everything here blocks; the `engine`
-//! room decides on which thread it runs. Nothing here knows the broker, tokio or acks.
+//! Models: the traits that a model implements, and what it is loaded from. Everything here blocks; the `engine` module
+//! decides on which thread it runs. Nothing here knows the broker, tokio or acks.
 //!
 //! # Implementing a model
 //!
@@ -12,7 +12,7 @@
 //!   [`Generate`] (sequences that take many steps: text generation, speech recognition).
 //!
 //! One function returns both: `fn(&LoadSpec, &Device) -> Result<(Processor, Network), LoadError>`. It is registered in
-//! an `app::Registry`. The device that it gets is already open, and is the one to load onto.
+//! an `app::Registry`. It gets the device, already open, onto which it must load.
 //!
 //! **Inputs that are not text.** [`Processor::preprocess`] gets the whole message: body, content type and
 //! headers. A model of images has a [`Route`] with `image/png` and decodes the body; its input is a tensor
@@ -78,13 +78,13 @@ pub struct SizedInput<I> {
     /// The input, ready for the device.
     pub input: I,
     /// The tokens (frames, patches) that the model's encoder computes before the sequence is fed any token. An encoding
-    /// is computed whole, by a row of its own ([`Feed::Encode`]). 0 without an encoding, and for every one-pass model.
+    /// is computed whole, by a separate row ([`Feed::Encode`]). 0 without an encoding, and for every one-pass model.
     pub encode_tokens: usize,
-    /// Its tokens (patches, frames). `batch.max_tokens` bounds their sum. For a sequence these are the tokens of its
-    /// prompt; 0 is allowed if it has an encoding.
+    /// The tokens (patches, frames) of the input. `batch.max_tokens` bounds their sum over a batch. For a sequence
+    /// these are the tokens of its prompt; 0 is allowed if it has an encoding.
     pub tokens: usize,
-    /// The most tokens of its answer. They are reserved together with `tokens` when the sequence begins. 0 for a
-    /// one-pass model.
+    /// The largest number of tokens of its answer. They are reserved together with `tokens` when the sequence begins. 0
+    /// for a one-pass model.
     pub answer_tokens: usize,
 }
 
@@ -150,7 +150,7 @@ pub enum Effort {
     Brief,
     /// About ten milliseconds at most, or slices that each take as long. Use [`Inputs::Later`] for what takes longer.
     Usual,
-    /// Perhaps longer. It is done on a thread of its own, on which requesters take turns.
+    /// Perhaps longer. The preprocessing runs on a separate thread, where requesters take turns.
     Long,
 }
 
@@ -176,8 +176,8 @@ pub enum Streaming {
 
 impl Streaming {
     /// `self` if the task requested parts, else `Off`.
-    pub fn of(self, is_wanted: bool) -> Self {
-        if is_wanted { self } else { Self::Off }
+    pub fn if_requested(self, is_requested: bool) -> Self {
+        if is_requested { self } else { Self::Off }
     }
 }
 
@@ -203,8 +203,8 @@ pub trait Processor: Send + Sync + 'static {
     /// What is wrong with this task. The task is answered with the error; other tasks are not affected.
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError>;
 
-    /// The URLs that the message gives in the place of files. The worker fetches those that `pool.allowed_sources`
-    /// admits, and refuses the task if there are others. Not called for pools that admit none.
+    /// The URLs that the message gives in place of files. The worker fetches those that `pool.allowed_sources` admits,
+    /// and refuses the task if there are others. Not called for pools that admit none.
     /// Empty if the message cannot be read: [`Processor::preprocess`] finds the error.
     fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
         let _ = message;
@@ -271,7 +271,7 @@ pub trait Processor: Send + Sync + 'static {
     fn finish(&self, context: Self::Context, outputs: Vec<Self::Output>) -> Result<Body, TaskError>;
 
     /// A small task that this model can certainly answer. It is computed before the worker takes work, and
-    /// again when the model fails on an input. If the probe fails then, the device is broken, and the worker ends
+    /// again when the model fails on an input. If the probe then fails too, the device is broken, and the worker ends
     /// instead of answering tasks with errors. Without a probe, the input is blamed. For a one-pass model the probe has
     /// one input or more, otherwise it is one sequence. If the model refuses the probe as a bad request, loading fails
     /// with [`LoadError::Probe`]: the model's author must correct it.
@@ -280,8 +280,8 @@ pub trait Processor: Send + Sync + 'static {
     }
 }
 
-/// A network that answers in one pass. Pure: the result of an input depends on this input alone
-/// (`batch-equals-single`), so that a failed batch may be halved and computed again.
+/// A network that answers in one pass. The result of an input must depend on this input alone (`batch-equals-single`),
+/// so that a failed batch may be halved and computed again.
 pub trait Forward: 'static {
     /// The processor's input.
     type Input;
@@ -371,11 +371,11 @@ pub trait Generate: 'static {
     /// What a sequence produces at its end.
     type Output;
 
-    /// Its capacity. Called once, after loading.
+    /// How much state this network holds at once. Called once, after loading.
     fn capacity(&self) -> Capacity;
 
-    /// How its encode rows are spread among steps where the pool's settings (`batch.encode_interval`,
-    /// `batch.encode_batch`) say nothing. Called once, after loading. It has no effect for a model without an encoder.
+    /// The defaults of `batch.encode_interval` and `batch.encode_batch`, which spread encode rows among steps. Called
+    /// once, after loading. It has no effect for a model without an encoder.
     fn encoding(&self) -> Encoding {
         Encoding::default()
     }
@@ -411,7 +411,7 @@ pub struct LoadSpec {
     pub served_names: Vec<String>,
     /// The device to load onto: `cpu`, or a GPU's UUID.
     pub device: String,
-    /// The most inputs in one task.
+    /// The largest number of inputs in one task.
     pub max_inputs: usize,
     /// The type of the weights and of their products.
     pub dtype: Dtype,
@@ -450,7 +450,7 @@ impl LoadSpec {
         LoadError::Option { model: self.source.clone(), problem: Box::new(problem) }
     }
 
-    /// Converts a failure of candle, while the model is loaded, into a [`LoadError::Device`].
+    /// Converts an error of candle during loading into a [`LoadError::Device`].
     pub fn failed(&self, error: impl std::fmt::Display) -> LoadError {
         LoadError::Device { device: self.device.clone(), reason: error.to_string() }
     }
@@ -507,7 +507,7 @@ pub enum LoadError {
     /// The device cannot be opened. No other device is used instead.
     #[error("device {device:?}: {reason}")]
     Device {
-        /// The device asked for.
+        /// The requested device.
         device: String,
         /// The driver's message.
         reason: String,
@@ -519,7 +519,7 @@ pub enum LoadError {
         device: String,
         /// What is wrong with it.
         why: Unfit,
-        /// The same in figures, and what to do.
+        /// The measured values, and what to do.
         reason: String,
     },
     /// The hub could not deliver the model.

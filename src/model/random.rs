@@ -17,7 +17,7 @@ pub struct Seed {
 impl Seed {
     /// 64 random bits for this position: of a token in its text, of a frame in its sentence.
     pub fn bits(self, position: u64) -> u64 {
-        mixed(mixed(mixed(self.task) ^ self.sequence) ^ position)
+        splitmix64(splitmix64(splitmix64(self.task) ^ self.sequence) ^ position)
     }
 
     /// A random number of at least 0 and below 1 for this position.
@@ -36,7 +36,7 @@ pub fn seed_of_task(pool: u64, properties: &Properties) -> u64 {
 }
 
 /// The output function of SplitMix64.
-pub fn mixed(x: u64) -> u64 {
+pub fn splitmix64(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -40,7 +40,7 @@ pub fn register(families: &mut impl Register) {
     families.sequences(&script::FAMILY, script::load);
 }
 
-/// Every built-in family.
+/// All built-in families.
 pub fn families() -> Vec<&'static Family> {
     struct All(Vec<&'static Family>);
     impl Register for All {
@@ -58,7 +58,7 @@ pub fn families() -> Vec<&'static Family> {
 }
 
 /// The families whose models are loaded from files, with their rules.
-fn of_files() -> impl Iterator<Item = (&'static Family, &'static FileRules)> {
+fn families_of_files() -> impl Iterator<Item = (&'static Family, &'static FileRules)> {
     families().into_iter().filter_map(|family| Some((family, family.files()?)))
 }
 
@@ -72,7 +72,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// What the family needs of the model's files.
+    /// The family's rules for the model's files.
     pub fn rules(&self) -> Option<&'static FileRules> {
         self.family.files()
     }
@@ -91,7 +91,7 @@ impl fmt::Display for Served {
 /// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
 /// [`LoadError::File`] or [`LoadError::Hub`] if the model's files cannot be read.
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    find(source, Description::read(&ModelFiles::locate(source)?)?, task)
+    find_family(source, Description::read(&ModelFiles::locate(source)?)?, task)
 }
 
 /// Finds the family as [`served`] does, but without network access. None if some of the files are not on this host.
@@ -99,8 +99,8 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
 /// # Errors
 /// As [`served`].
 pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, LoadError> {
-    let files = ModelFiles::at_hand(source);
-    files.map(|files| find(source, Description::read(&files)?, task)).transpose()
+    let files = ModelFiles::on_this_host(source);
+    files.map(|files| find_family(source, Description::read(&files)?, task)).transpose()
 }
 
 /// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It does not change
@@ -110,19 +110,19 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 /// As [`served`].
 pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
-    let served = find(source, Description::read(&files)?, task)?;
+    let served = find_family(source, Description::read(&files)?, task)?;
     // The digest covers the files that were requested. A GGUF file is the whole model, and `locate` has already
     // requested it.
     if let (None, Some(rules)) = (files.gguf(), served.rules()) {
-        (rules.find)(&files)?;
+        (rules.request_files)(&files)?;
     }
     files.digest()
 }
 
-fn find(source: &str, model: Description, task: Option<&str>) -> Result<Served, LoadError> {
+fn find_family(source: &str, model: Description, task: Option<&str>) -> Result<Served, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
     let serving: Vec<&Family> =
-        of_files().filter(|(_, rules)| rules.serves(&model)).map(|(family, _)| family).collect();
+        families_of_files().filter(|(_, rules)| rules.serves(&model)).map(|(family, _)| family).collect();
     let architecture = model.architecture;
     if serving.is_empty() {
         return Err(refused(unserved(&architecture, model.format)));
@@ -142,7 +142,7 @@ fn find(source: &str, model: Description, task: Option<&str>) -> Result<Served, 
 fn unserved(architecture: &str, format: Format) -> String {
     let known = |format| {
         let mut known: Vec<&str> = Vec::new();
-        for name in of_files().flat_map(|(_, rules)| rules.architectures(format)) {
+        for name in families_of_files().flat_map(|(_, rules)| rules.architectures(format)) {
             if !known.contains(name) {
                 known.push(name);
             }

@@ -15,7 +15,8 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-fn of(file: &str, content: &str, task: Option<&str>) -> Result<Served, String> {
+/// What serves a folder with this one file.
+fn served_with_file(file: &str, content: &str, task: Option<&str>) -> Result<Served, String> {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join(file), content).unwrap();
     served(folder.path().to_str().unwrap(), task).map_err(|error| error.to_string())
@@ -23,14 +24,14 @@ fn of(file: &str, content: &str, task: Option<&str>) -> Result<Served, String> {
 
 /// Which family serves a model with this `config.json`.
 fn family(config: &str, task: Option<&str>) -> Result<&'static str, String> {
-    of("config.json", config, task).map(|served| served.family.name)
+    served_with_file("config.json", config, task).map(|served| served.family.name)
 }
 
 #[test]
 fn an_architecture_is_served_for_its_first_task_or_the_requested_one() {
     let bert = r#"{"model_type":"bert"}"#;
     for task in [None, Some("embed")] {
-        let served = of("config.json", bert, task).unwrap();
+        let served = served_with_file("config.json", bert, task).unwrap();
         assert_eq!(served.to_string(), "bert for embed (/v1/embeddings)");
     }
     assert_eq!(family(r#"{"model_type":"vit"}"#, None), Ok("classify"));
@@ -63,9 +64,9 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     let error = family(r#"{"model_type":"bert"}"#, Some("generate")).unwrap_err();
     assert!(error.contains("\"generate\", but for embed"), "{error}");
     let pipeline = r#"{"_class_name":"StableDiffusionPipeline"}"#;
-    let error = of("model_index.json", pipeline, None).err().unwrap();
+    let error = served_with_file("model_index.json", pipeline, None).err().unwrap();
     assert!(error.contains("the pipeline \"StableDiffusionPipeline\""), "{error}");
-    let error = of("README.md", "", None).err().unwrap();
+    let error = served_with_file("README.md", "", None).err().unwrap();
     assert!(error.contains("config.json: the model has no such file"), "{error}");
 }
 
@@ -88,13 +89,15 @@ fn served_here_finds_no_model_that_is_not_on_this_host() {
     assert!(served_here("nobody/no-such-model-of-sconce", None).unwrap().is_none());
 }
 
-/// Hands the sample of each family to the processor of its example.
-struct Samples(Vec<String>);
+/// Checks that the processor of each family's example accepts the tasks that bench makes of these texts.
+struct BenchTasks {
+    texts: Vec<String>,
+}
 
-impl Samples {
-    fn answer<P: Processor, N>(&mut self, family: &'static Family, load: Load<P, N>) {
+impl BenchTasks {
+    fn check<P: Processor, N>(&mut self, family: &'static Family, load: Load<P, N>) {
         let (processor, _) = load(&family.example(root()), &Device::Cpu).unwrap();
-        for texts in [&self.0[..1], &self.0] {
+        for texts in [&self.texts[..1], &self.texts] {
             let sample = (family.sample)(texts);
             let mut properties = Properties { content_type: sample.body.media_type, ..Properties::default() };
             if let Some(url) = sample.url {
@@ -110,13 +113,13 @@ impl Samples {
     }
 }
 
-impl Register for Samples {
+impl Register for BenchTasks {
     fn one_pass<P, F>(&mut self, family: &'static Family, load: Load<P, F>)
     where
         P: Processor,
         F: Forward<Input = P::Input, Output = P::Output>,
     {
-        self.answer(family, load);
+        self.check(family, load);
     }
 
     fn sequences<P, G>(&mut self, family: &'static Family, load: Load<P, G>)
@@ -124,18 +127,18 @@ impl Register for Samples {
         P: Processor,
         G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>,
     {
-        self.answer(family, load);
+        self.check(family, load);
     }
 }
 
 #[test]
 fn every_family_accepts_the_tasks_that_bench_makes_for_it() {
-    register(&mut Samples(vec!["a candle".to_owned(), "the wall".to_owned()]));
+    register(&mut BenchTasks { texts: vec!["a candle".to_owned(), "the wall".to_owned()] });
 }
 
 #[test]
 fn the_example_of_every_family_is_served_by_it_and_passes_its_check() {
-    for (family, rules) in of_files() {
+    for (family, rules) in families_of_files() {
         let spec = family.example(root());
         let served = served(&spec.source, Some(family.name)).unwrap();
         assert!(std::ptr::eq(served.family, family), "{}", spec.source);
@@ -161,7 +164,7 @@ fn the_default_of_every_option_passes_its_check() {
 #[test]
 fn truncated_safetensors_fail_the_check() {
     let folder = tempfile::tempdir().unwrap();
-    for (family, rules) in of_files() {
+    for (family, rules) in families_of_files() {
         let example = family.example(root());
         let copy = folder.path().join(family.example.model);
         std::fs::create_dir_all(&copy).unwrap();
@@ -226,13 +229,15 @@ fn with_commas(number: u64) -> String {
     groups.join(",")
 }
 
-/// The table in the docs: the options of all families whose models are loaded from files.
+/// The table in the docs, written by `make default-settings`: the options of all families whose models are loaded from
+/// files.
 fn options_table() -> String {
     let mut table = "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned();
     for family in families().iter().filter(|family| matches!(family.serves, Serves::Files(_))) {
-        let takes_images = |route: &Route| route.media_types.iter().any(|kind| kind.starts_with("image/"));
-        let of = if family.routes.iter().any(takes_images) { ", images" } else { "" };
-        let of = format!("{}{of}", family.name);
+        let takes_images =
+            |route: &Route| route.media_types.iter().any(|media_type| media_type.starts_with("image/"));
+        let suffix = if family.routes.iter().any(takes_images) { ", images" } else { "" };
+        let family_column = format!("{}{suffix}", family.name);
         for option in family.options {
             let values = match &option.takes {
                 Takes::Whole(range) if *range.end() == u64::MAX => {
@@ -254,7 +259,10 @@ fn options_table() -> String {
                     value => value.as_u64().map_or_else(|| value.to_string(), with_commas),
                 },
             };
-            table += &format!("| `{}` | {of} | {values} | {default} | {} |\n", option.name, option.help);
+            table += &format!(
+                "| `{}` | {family_column} | {values} | {default} | {} |\n",
+                option.name, option.help
+            );
         }
     }
     table
@@ -267,10 +275,10 @@ fn the_docs_list_the_options_of_every_family() {
     let [begin, end] = ["<!-- options, made by `make default-settings` -->\n", "<!-- end -->\n"];
     let (before, rest) = text.split_once(begin).unwrap();
     let (_, after) = rest.split_once(end).unwrap();
-    let made = format!("{before}{begin}{}{end}{after}", options_table());
+    let updated = format!("{before}{begin}{}{end}{after}", options_table());
     if std::env::var_os("WRITE_DEFAULT_SETTINGS").is_some() {
-        std::fs::write(&path, &made).unwrap();
+        std::fs::write(&path, &updated).unwrap();
     }
     let text = std::fs::read_to_string(&path).unwrap();
-    assert!(text == made, "docs/models.md lists other options: run `make default-settings`");
+    assert!(text == updated, "docs/models.md lists other options: run `make default-settings`");
 }

@@ -13,11 +13,11 @@ use super::stats::Stats;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case")]
 pub enum Request {
-    /// Which slots exist, and their states.
+    /// Report which slots exist, and their states.
     Ping,
-    /// The counts since the launcher started.
+    /// Report the counts since the launcher started.
     Stats,
-    /// Which tasks are on the devices now.
+    /// Report which tasks are on the devices now.
     Active,
     /// Take no more tasks, finish the accepted ones, keep the model loaded.
     Pause,
@@ -27,7 +27,7 @@ pub enum Request {
     Drain,
     /// Finish accepted tasks and end the worker for good. A launcher ends with its last slot.
     Shutdown,
-    /// Finish accepted tasks, end the worker, start a new one; also in a slot that was given up.
+    /// Finish accepted tasks, end the worker, start a new one. This also starts a worker in a quarantined slot.
     Restart,
     /// Change the bounds of batches, until the settings are loaded again.
     SetBatch(BatchChange),
@@ -36,13 +36,13 @@ pub enum Request {
         /// As in `SCONCE_LOG`.
         filter: String,
     },
-    /// End these tasks, as far as workers hold them; each is answered with status 499.
+    /// End these tasks, if workers hold them; each is answered with status 499.
     Cancel(Cancellation),
 }
 
-/// The `type` of a message by which a requester cancels its own task. Its `correlation_id` and `reply_to` are
-/// the task's. Without `reply_to` it is refused, because anybody may guess a `correlation_id`. The message gets no
-/// answer; the task does.
+/// The `type` of a message with which a requester cancels its own task. It has the `correlation_id` and the `reply_to`
+/// of the task. Without `reply_to` it is refused, because anybody may guess a `correlation_id`. The task is answered,
+/// the message is not.
 pub const CANCEL: &str = "control.cancel";
 
 impl Request {
@@ -61,13 +61,13 @@ impl Request {
     }
 }
 
-/// The slots that a request is for: its routing key.
+/// The slots that a request is for. Its routing key names them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// Every slot of every launcher.
     All,
-    /// Every slot of every launcher, for messages of the type [`CANCEL`] only. The broker can allow this key alone to
-    /// requesters that must not control workers.
+    /// Every slot of every launcher, but only for messages of the type [`CANCEL`]. The broker can permit only this
+    /// routing key to requesters that must not control workers.
     Cancel,
     /// The slots of all launchers of a host.
     Host(String),
@@ -80,7 +80,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// The routing key, on the control exchange.
+    /// The routing key for the control exchange.
     pub fn routing_key(&self) -> String {
         match self {
             Self::All => "all".to_owned(),
@@ -93,7 +93,7 @@ impl Target {
     }
 
     /// The target of a routing key, if the key is valid.
-    pub fn of_routing_key(key: &str) -> Option<Self> {
+    pub fn from_routing_key(key: &str) -> Option<Self> {
         let (kind, name) = key.split_once('.').unwrap_or((key, ""));
         match (kind, name) {
             ("all", "") => Some(Self::All),
@@ -107,7 +107,7 @@ impl Target {
         }
     }
 
-    /// This target as resolved by a launcher that has received it: its own host and its own name become
+    /// This target as the launcher `launcher` on `host` resolves it: that host and that launcher become
     /// [`Target::All`]. None if the target is another host or launcher.
     pub fn narrowed_to(self, host: &str, launcher: &str) -> Option<Self> {
         match self {
@@ -145,9 +145,9 @@ pub enum State {
     Paused,
     /// It finishes what it has taken, and then ends.
     Draining,
-    /// It was asked to end, and has ended.
+    /// It has ended as requested.
     Stopped,
-    /// It ended without being asked, and is started again after a delay.
+    /// It ended unexpectedly, and is started again after a delay.
     Failed,
     /// It failed too often, and is started again only on request.
     Quarantined,
@@ -173,7 +173,7 @@ impl State {
     }
 
     /// Whether it takes tasks.
-    pub fn works(self) -> bool {
+    pub fn is_serving(self) -> bool {
         matches!(self, Self::Ready | Self::Busy)
     }
 }
@@ -207,21 +207,21 @@ pub struct SlotReport {
     /// Ids of the tasks on its device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub active: Vec<String>,
-    /// Milliseconds since they were put on the device.
+    /// Milliseconds since these tasks were put on the device.
     pub active_ms: Option<u64>,
     /// How many tasks are on its device.
     pub in_flight: u64,
     /// How many times its worker was started again, by reason.
     pub restarts: BTreeMap<String, u64>,
-    /// Why its last worker ended without being asked.
+    /// Why its last worker ended unexpectedly.
     pub last_failure: Option<String>,
-    /// The counts of its workers; only on request.
+    /// The counts of its workers; only in answers to [`Request::Stats`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stats: Option<Box<Stats>>,
     /// The result of the request for this slot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub done: Option<String>,
-    /// How many tasks its worker held and has cancelled; only after the cancellation of a task by its id.
+    /// How many tasks of its worker were cancelled; only after the cancellation of a task by its id.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cancelled: Option<u64>,
     /// Why the request was refused for this slot.
@@ -267,12 +267,12 @@ mod tests {
             (Target::Slot(worker.into()), true),
             (Target::Slot("gpu1.example.com/embed/1".into()), false),
         ] {
-            assert_eq!(Target::of_routing_key(&target.routing_key()), Some(target.clone()));
+            assert_eq!(Target::from_routing_key(&target.routing_key()), Some(target.clone()));
             let narrowed = target.clone().narrowed_to("gpu1.example.com", "gpu1-2");
             assert_eq!(narrowed.is_some_and(|it| it.matches("embed", worker)), is_selected, "{target:?}");
         }
         for none in ["", "host.", "host", "everything", "all.of.it"] {
-            assert_eq!(Target::of_routing_key(none), None, "{none}");
+            assert_eq!(Target::from_routing_key(none), None, "{none}");
         }
     }
 

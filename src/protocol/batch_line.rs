@@ -1,6 +1,6 @@
-//! The lines of `sconce run-batch`: reads OpenAI's batch input, writes its batch output. Decides what a request
-//! line must hold, and how a reply that is not JSON is written in a line. Pure; request bodies are passed on byte for
-//! byte.
+//! The lines of `sconce run-batch` and `sconce submit`: reads OpenAI's batch input, writes its batch output. Decides
+//! what a request line must hold, and how a reply that is not JSON is written in a line. Pure; request bodies are
+//! passed on byte for byte.
 
 use std::borrow::Cow;
 use std::ops::Deref;
@@ -13,8 +13,8 @@ use serde_json::value::{RawValue, to_raw_value};
 
 use super::{Message, data_url, shorten};
 
-/// Longest problem text, in bytes: it may contain the wrong value.
-const LONGEST: usize = 500;
+/// Longest problem text, in bytes. The text may contain the invalid value, which can be long.
+const MAX_PROBLEM_BYTES: usize = 500;
 
 /// A request line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub struct BatchRequest {
     pub custom_id: String,
     /// The endpoint, as written (`/v1/embeddings`).
     pub url: String,
-    /// The request body: a JSON object, byte for byte as in the line; or what a data URL holds.
+    /// The request body: a JSON object, byte for byte as in the line, or the decoded content of a data URL.
     pub body: RequestBody,
 }
 
@@ -52,11 +52,11 @@ impl Deref for RequestBody {
 }
 
 impl RequestBody {
-    /// The bytes and the media type of a data URL.
+    /// The body that a data URL contains.
     ///
     /// # Errors
     /// A message that says what is wrong with it.
-    pub fn of_data_url(url: &str) -> Result<Self, String> {
+    pub fn from_data_url(url: &str) -> Result<Self, String> {
         let (media_type, bytes) = data_url::parse(url)?;
         Ok(Self { bytes: bytes.into(), media_type: Some(media_type) })
     }
@@ -66,7 +66,7 @@ impl RequestBody {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{problem}")]
 pub struct InvalidLine {
-    /// The line's `custom_id`, where it could be read.
+    /// The line's `custom_id`, if it could be read.
     pub custom_id: Option<String>,
     /// What is wrong, in one sentence that names the field.
     pub problem: String,
@@ -88,9 +88,10 @@ struct Fields<'a> {
 /// Reads one input line.
 ///
 /// # Errors
-/// [`InvalidLine`]: answer it with [`error_line`]; the other lines are unaffected.
+/// [`InvalidLine`]. The caller answers it with [`error_line`]; the other lines are unaffected.
 pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
-    let without_id = |problem: String| InvalidLine { custom_id: None, problem: shorten(&problem, LONGEST) };
+    let without_id =
+        |problem: String| InvalidLine { custom_id: None, problem: shorten(&problem, MAX_PROBLEM_BYTES) };
     let text = std::str::from_utf8(line)
         .map_err(|error| without_id(format!("not UTF-8 after byte {}", error.valid_up_to())))?;
     let fields: Fields<'_> =
@@ -106,11 +107,11 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
     }
     let url = string("url", fields.url).map_err(with_id)?;
     let body = present("body", fields.body).map_err(with_id)?;
-    let body = match kind(body) {
+    let body = match json_type(body) {
         "an object" => Bytes::copy_from_slice(body.get().as_bytes()).into(),
         "a string" => {
             let url = string("body", Some(body)).map_err(with_id)?;
-            RequestBody::of_data_url(&url).map_err(|message| with_id(format!("body {message}")))?
+            RequestBody::from_data_url(&url).map_err(|message| with_id(format!("body {message}")))?
         }
         other => return Err(with_id(format!("body must be an object or a data URL, is {other}"))),
     };
@@ -119,7 +120,9 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
 
 fn not_an_object(text: &str, error: &serde_json::Error) -> String {
     match serde_json::from_str::<&RawValue>(text) {
-        Ok(value) if kind(value) != "an object" => format!("must be a JSON object, is {}", kind(value)),
+        Ok(value) if json_type(value) != "an object" => {
+            format!("must be a JSON object, is {}", json_type(value))
+        }
         // For example, a duplicate field.
         Ok(_) => error.to_string(),
         Err(error) => format!("not JSON: {error}"),
@@ -132,13 +135,13 @@ fn present<'a>(name: &str, value: Option<&'a RawValue>) -> Result<&'a RawValue, 
 
 fn string(name: &str, value: Option<&RawValue>) -> Result<String, String> {
     let value = present(name, value)?;
-    if kind(value) != "a string" {
-        return Err(format!("{name} must be a string, is {}", kind(value)));
+    if json_type(value) != "a string" {
+        return Err(format!("{name} must be a string, is {}", json_type(value)));
     }
     serde_json::from_str(value.get()).map_err(|error| format!("{name}: {error}"))
 }
 
-fn kind(value: &RawValue) -> &'static str {
+fn json_type(value: &RawValue) -> &'static str {
     match value.get().as_bytes().first() {
         Some(b'{') => "an object",
         Some(b'[') => "an array",
@@ -188,12 +191,12 @@ pub fn body_value(reply: &Message) -> Cow<'_, RawValue> {
             base64: STANDARD.encode(&reply.body),
         }),
     };
-    // Only strings, so writing cannot fail.
+    // The value has only strings, so writing cannot fail.
     value.map_or(Cow::Borrowed(RawValue::NULL), Cow::Owned)
 }
 
 /// Writes the output line of a request that was answered, with a result or an error. It ends with a newline and
-/// contains no other. Its `id` follows from `request_id`, so the same reply gives the same line.
+/// contains no other. Its `id` is derived from `request_id`, so that the same reply gives the same line.
 pub fn response_line(custom_id: &str, status_code: u16, request_id: &str, body: &RawValue) -> Vec<u8> {
     let unprefixed = request_id.strip_prefix("req_").unwrap_or(request_id);
     let line = OutputLine {
@@ -205,13 +208,13 @@ pub fn response_line(custom_id: &str, status_code: u16, request_id: &str, body: 
     write(&line)
 }
 
-/// Writes the output line of input line `number` (counting from 1) that was not a request. It ends with a
-/// newline and contains no other.
+/// Writes the output line of input line `number`, counted from 1, which was not a request. It ends with a newline and
+/// contains no other.
 pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
     failed_line(number, "invalid_line", invalid)
 }
 
-/// Writes the output line of input line `number` that failed for another reason, which `code` names.
+/// Writes the output line of input line `number`, which failed for another reason; `code` names the reason.
 pub fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> Vec<u8> {
     let message = format!("line {number}: {}", invalid.problem);
     let line = OutputLine {
@@ -226,7 +229,7 @@ pub fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> 
 fn write(line: &OutputLine<'_>) -> Vec<u8> {
     // It holds only numbers, strings and JSON, so writing cannot fail.
     let mut bytes = serde_json::to_vec(line).unwrap_or_default();
-    // A raw line break in JSON is white space between values: a space means the same.
+    // A raw line break in JSON is white space between values, so a space can replace it.
     for byte in &mut bytes {
         if matches!(byte, b'\n' | b'\r') {
             *byte = b' ';
@@ -239,11 +242,11 @@ fn write(line: &OutputLine<'_>) -> Vec<u8> {
 /// Whether `bytes` can be the start of an output line that was cut off, which resuming may remove.
 pub fn is_torn_output(bytes: &[u8]) -> bool {
     let start = b"{\"id\":\"batch_req_";
-    // Zeros come from blocks that a file system had allocated but not filled when the power failed.
+    // Zeros come from blocks that the file system had allocated but not written when the power failed.
     bytes.starts_with(start) || start.starts_with(bytes) || bytes.iter().all(|byte| *byte == 0)
 }
 
-/// What an output line says.
+/// Summary of an output line.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OutputSummary {
     /// The id of the request. None if the input line had no readable id.
@@ -255,19 +258,19 @@ pub struct OutputSummary {
 /// The error of an output line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutputError {
-    /// The status code of the reply; for a line without a reply the code of its error, such as `invalid_line`.
+    /// The status code of the reply. For a line without a reply, the code of its error, such as `invalid_line`.
     pub code: String,
     /// The message, shortened, without the number of the line.
     pub message: String,
 }
 
 /// Longest message of an [`OutputError`], in bytes.
-const MESSAGE_BYTES: usize = 200;
+const MAX_MESSAGE_BYTES: usize = 200;
 
 /// Reads an output line. Checks that the whole line is JSON.
 ///
 /// # Errors
-/// The line is cut off, or not written by sconce.
+/// The line is cut off, or was not written by sconce.
 pub fn read_output(line: &[u8]) -> serde_json::Result<OutputSummary> {
     #[derive(Deserialize)]
     struct Line<'a> {
@@ -292,11 +295,14 @@ fn line_error(error: &RawValue) -> Option<OutputError> {
         message: String,
     }
     let Failed { code, message } = serde_json::from_str::<Option<Failed>>(error.get()).ok()??;
-    // Without its line number, so that lines that fail for the same reason are counted together.
-    let rest =
+    // The line number is removed, so that lines that fail for the same reason are counted together.
+    let after_number =
         message.strip_prefix("line ").map(|rest| rest.trim_start_matches(|it: char| it.is_ascii_digit()));
-    let message = rest.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(&message);
-    Some(OutputError { code: shorten(&code, MESSAGE_BYTES), message: shorten(message, MESSAGE_BYTES) })
+    let message = after_number.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(&message);
+    Some(OutputError {
+        code: shorten(&code, MAX_MESSAGE_BYTES),
+        message: shorten(message, MAX_MESSAGE_BYTES),
+    })
 }
 
 /// The error of a reply.
@@ -321,7 +327,7 @@ fn reply_error(response: &RawValue) -> Option<OutputError> {
     }
     let message = serde_json::from_str::<Body>(body.get()).map(|body| body.error.message);
     let message = message.unwrap_or_else(|_| body.get().to_owned());
-    Some(OutputError { code: status_code.to_string(), message: shorten(&message, MESSAGE_BYTES) })
+    Some(OutputError { code: status_code.to_string(), message: shorten(&message, MAX_MESSAGE_BYTES) })
 }
 
 #[cfg(test)]
@@ -354,7 +360,7 @@ mod tests {
             assert_eq!(error(error_line(number, &invalid)), expected("invalid_line", "not JSON: line 1"));
         }
         let long = error(reply(400, json!({"error": {"message": "x".repeat(9_000)}}))).unwrap();
-        assert!(long.1.len() <= MESSAGE_BYTES + 30, "{}", long.1.len());
+        assert!(long.1.len() <= MAX_MESSAGE_BYTES + 30, "{}", long.1.len());
     }
 
     #[test]

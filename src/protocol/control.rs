@@ -9,25 +9,25 @@ use serde_json::error::Category;
 use super::stats::Stats;
 use super::{Task, shorten};
 
-/// Longest line that is read, in bytes. The longest written is `start`, with the settings.
+/// Longest line that is read, in bytes. The longest line that is written is `start`, which holds the settings.
 pub const MAX_LINE: usize = 1 << 20;
 
 /// The launcher's commands to a worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    /// First line: what to run. It holds the broker's password, which is why it is not in argv.
+    /// The first line: what to run. It holds the broker's password, and is therefore not passed in argv.
     Start {
         /// The worker's assignment, as `config` writes it.
         assignment: serde_json::Value,
         /// Tasks that were on a device when their worker died.
         #[serde(default)]
         crashes: Vec<CrashRecord>,
-        /// Load the model, and consume only after `Resume`.
+        /// Whether the worker loads the model, but consumes only after `Resume`.
         #[serde(default)]
         paused: bool,
-        /// Jobs and stops that were withdrawn before the start. If the field is absent, they follow as `Withdrawals`,
-        /// and the worker takes no tasks until then.
+        /// Jobs and runs of `sconce stop` that were withdrawn before the start. If the field is absent, they follow as
+        /// `Withdrawals`, and the worker takes no tasks until then.
         withdrawn: Option<Vec<Cancellation>>,
     },
     /// The launcher has learned which jobs and stops were withdrawn before it started.
@@ -51,7 +51,7 @@ pub enum Command {
         /// As in `SCONCE_LOG`.
         filter: String,
     },
-    /// End these tasks, as far as the worker holds them.
+    /// End these tasks, if the worker holds them.
     Cancel(Cancellation),
     /// Take no more tasks, finish the accepted ones, exit.
     Finish,
@@ -61,15 +61,15 @@ pub enum Command {
     Abort,
 }
 
-/// New bounds of batches; absent ones do not change.
+/// New bounds of batches. Bounds that are absent do not change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BatchChange {
-    /// Most tokens.
+    /// Maximum number of tokens of a batch.
     pub max_tokens: Option<usize>,
-    /// Most inputs.
+    /// Maximum number of inputs of a batch.
     pub max_requests: Option<usize>,
-    /// Longest time for which an idle device waits for further inputs, in milliseconds.
+    /// Longest time that an idle device waits for a batch to fill, in milliseconds.
     pub max_delay_ms: Option<f64>,
 }
 
@@ -84,18 +84,18 @@ impl BatchChange {
         }
     }
 
-    /// Which bound is invalid, and what was expected; the limits are those of the settings.
+    /// An error message if a bound is invalid. The limits are the same as in the settings.
     pub fn problem(&self) -> Option<String> {
         if self.max_tokens == Some(0) || self.max_requests == Some(0) {
             return Some("max_tokens and max_requests: expected whole numbers from 1".to_owned());
         }
-        let delay = self.max_delay_ms.filter(|ms| !(0.0..=LONGEST_DELAY_MS).contains(ms))?;
-        Some(format!("max_delay_ms = {delay}: expected 0 to {LONGEST_DELAY_MS} ms"))
+        let delay = self.max_delay_ms.filter(|ms| !(0.0..=MAX_DELAY_MS).contains(ms))?;
+        Some(format!("max_delay_ms = {delay}: expected 0 to {MAX_DELAY_MS} ms"))
     }
 }
 
-/// The message of the log line with which a worker reports that it has declared a queue. Workers that start together
-/// may all write it; their launcher logs it once.
+/// The log message of a worker that has declared a queue. Workers that start together may all write it; their launcher
+/// logs it once.
 pub const QUEUE_MADE: &str = "queue made";
 
 /// The reply queue of a job; each run of `sconce submit` is a job.
@@ -103,8 +103,8 @@ pub fn job_queue(job: &str) -> String {
     format!("sconce.job.{job}")
 }
 
-/// The number of hexadecimal digits in the id of a run of `sconce stop` or `sconce submit`. A user withdraws the
-/// run by this id.
+/// Number of hexadecimal digits in the id of a run of `sconce stop` or `sconce submit`. A user withdraws the run by
+/// this id.
 pub const RUN_ID_DIGITS: usize = 12;
 
 /// Returns a new id for such a run. The id cannot be guessed.
@@ -114,7 +114,7 @@ pub fn new_run_id() -> String {
 
 /// How long withdrawals of jobs and stops are remembered.
 pub const WITHDRAWN_FOR: Duration = Duration::from_secs(60 * 60);
-/// The most withdrawals that are remembered; the oldest are forgotten first.
+/// Maximum number of withdrawals that are remembered; the oldest are forgotten first.
 pub const MAX_WITHDRAWN: usize = 1_000;
 
 /// What is cancelled: the task with an id, the tasks with a `correlation_id` and a `reply_to`, the tasks of a job, or
@@ -128,10 +128,10 @@ pub struct Cancellation {
     pub correlation_id: Option<String>,
     /// The task's `reply_to`. It is needed together with `correlation_id`, which others may guess or enumerate.
     pub reply_to: Option<String>,
-    /// The job's id, which cancels also those of its tasks that are still in the queue.
+    /// The id of a job. This also cancels tasks of the job that are still in the queue.
     pub job: Option<String>,
-    /// The id of a run of `sconce stop`. This cancels no task, but the sentinels of that run: they stop no worker any
-    /// more.
+    /// The id of a run of `sconce stop`. This cancels no tasks, but the sentinels of that run: they no longer stop a
+    /// worker.
     pub stop: Option<String>,
 }
 
@@ -153,17 +153,17 @@ impl Cancellation {
             _ if self.stop.is_some() => false,
             (Some(id), _) => task.id == *id,
             (None, Some(job)) => task.reply_to() == Some(&job_queue(job)),
-            // Tasks without `correlation_id` or `reply_to` do not match: they may be of several requesters.
+            // Tasks without `correlation_id` or `reply_to` do not match, because they may belong to several requesters.
             (None, None) => {
-                let own = task.message.properties.correlation_id.as_deref().zip(task.reply_to());
-                own.is_some() && own == self.correlation_id.as_deref().zip(self.reply_to.as_deref())
+                let task_ids = task.message.properties.correlation_id.as_deref().zip(task.reply_to());
+                task_ids.is_some() && task_ids == self.correlation_id.as_deref().zip(self.reply_to.as_deref())
             }
         }
     }
 }
 
 /// The limit of `batch.max_delay` in the settings, in milliseconds.
-const LONGEST_DELAY_MS: f64 = 60_000.0;
+const MAX_DELAY_MS: f64 = 60_000.0;
 
 /// A worker's events for its launcher.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -171,7 +171,7 @@ const LONGEST_DELAY_MS: f64 = 60_000.0;
 pub enum Event {
     /// The model is being loaded.
     Loading,
-    /// The model is loaded and has computed a known input; the worker goes on to consume.
+    /// The model is loaded and has computed a known input. The worker starts to consume next.
     Ready {
         /// The opened device: `cpu`, or a UUID.
         device: String,
@@ -183,7 +183,7 @@ pub enum Event {
     Isolated {
         /// The tasks; empty: isolation has ended.
         tasks: Vec<TaskName>,
-        /// Those of the previous group that were processed to the end.
+        /// Tasks of the previous group that were processed to the end.
         #[serde(default)]
         through: Vec<TaskName>,
     },
@@ -198,11 +198,11 @@ pub enum Event {
         /// All tasks that are being preprocessed now; may be empty.
         tasks: Vec<TaskName>,
     },
-    /// The counts since the last such line, and the worker's state.
+    /// The counts since the previous event of this kind, and the worker's state.
     Stats(Box<Stats>),
     /// The worker takes tasks, for the first time or after a pause.
     Serving,
-    /// The worker has paused: it takes no more tasks, and has settled all those that it had.
+    /// The worker has paused: it takes no more tasks, and has settled all accepted ones.
     Paused,
     /// The worker has handled the cancellation of a task by its id.
     Cancelled {
@@ -264,8 +264,8 @@ pub struct TaskName {
 }
 
 impl TaskName {
-    /// The name of `task`, its id short enough for a log line and without control characters.
-    pub fn of(task: &Task) -> Self {
+    /// The name of `task`. The id is shortened for log lines, and control characters are replaced.
+    pub fn new(task: &Task) -> Self {
         let id = task.id.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
         Self { id: shorten(&id, 80), fingerprint: task.fingerprint() }
     }
@@ -281,7 +281,8 @@ pub struct CrashRecord {
     /// How many of them died while the task was isolated alone.
     #[serde(default)]
     pub alone: u32,
-    /// The fewest tasks, this one included, with which a worker died. The deaths of isolated groups are included.
+    /// The smallest number of suspect tasks, including this one, at the death of a worker. Deaths with isolated groups
+    /// count too.
     #[serde(default)]
     pub among: u32,
     /// How the last worker died. It is set once the task counts as poison and is not tried again.

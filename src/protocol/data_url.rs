@@ -1,4 +1,4 @@
-//! Data URLs: bytes with their media type, in a text. Nothing is fetched. Pure.
+//! Reads data URLs: texts that contain bytes and their media type. Pure.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -6,7 +6,7 @@ use base64::engine::general_purpose::STANDARD;
 /// Returns the media type of a data URL in base64, in lower case and without parameters, and its decoded bytes.
 ///
 /// # Errors
-/// A message to be put after the name of the field: what the value must be, or what is wrong with its base64.
+/// A message that is put after the name of the field: what the value must be, or what is wrong with its base64.
 pub fn parse(url: &str) -> Result<(String, Vec<u8>), String> {
     let wanted =
         "must be a data URL (data:<media type>;base64,…), because allowed_sources of this pool is empty";

@@ -1,25 +1,26 @@
-//! Writes a dead letter (the message as it came, and headers with the reason), reads one made by a worker or by
-//! RabbitMQ (`x-death`), and restores the original message. Pure; owns no state.
+//! Writes a dead letter (the delivered message, and headers with the reason), reads one made by a worker or by RabbitMQ
+//! (`x-death`), and restores the original message. Pure; owns no state.
 
 use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
 
 use super::control::CrashRecord;
-use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, is_broker_header, without_acting_properties};
+use super::message::{ORIGINAL_EXPIRATION, ORIGINAL_HEADERS, is_broker_header, without_broker_directives};
 use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
 use super::{Headers, Message, Task, Value, shorten};
 
-/// Longest `error` header, in bytes: all headers, the producer's too, must fit one AMQP frame.
-const ERROR_BYTES: usize = 2_000;
+/// Longest `error` header, in bytes: all headers, including the producer's, must fit one AMQP frame.
+const MAX_ERROR_BYTES: usize = 2_000;
 
-/// Longest header kept in a dead letter that was too large, in bytes: a producer may use our header names, too.
-const KEPT_HEADER_BYTES: usize = 8_192;
+/// Longest header that is kept in a dead letter that was too large, in bytes. A producer may also use the names of
+/// [`WORKER_HEADERS`], with longer values.
+const MAX_KEPT_HEADER_BYTES: usize = 8_192;
 
 /// Header with the time of dead-lettering, ISO-8601.
 const DEAD_LETTERED_AT: &str = "dead_lettered_at";
-/// All headers that a worker writes besides `original_*`; the first four are in each of its dead letters.
-const OURS: [&str; 9] = [
+/// All headers that a worker writes, except `original_*`. The first four are in every dead letter of a worker.
+const WORKER_HEADERS: [&str; 9] = [
     "reason",
     "error",
     "task_id",
@@ -33,21 +34,21 @@ const OURS: [&str; 9] = [
 
 /// The reasons that RabbitMQ gives in `x-death`.
 const BROKER_REASONS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
-/// The reason of a dead letter without one.
-const UNKNOWN: &str = "unknown";
+/// The reason of a dead letter that states none.
+const UNKNOWN_REASON: &str = "unknown";
 
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The body does not match its content type.
     Undecodable,
-    /// The task killed the workers that computed it alone.
+    /// The task killed each worker that computed it alone.
     Poison,
     /// All attempts that the settings allow have failed.
     Attempts,
     /// The queue for its reply does not exist.
     Unroutable,
-    /// The queue for its reply has not confirmed it in time.
+    /// The broker has not confirmed its reply in time.
     Unconfirmed,
     /// A `control.*` type that this version does not know.
     UnknownControl,
@@ -84,7 +85,7 @@ impl Reason {
 /// Why, by which worker and when a message becomes a dead letter.
 #[derive(Clone, Copy, Debug)]
 pub struct Cause<'a> {
-    /// The kind.
+    /// The reason.
     pub reason: Reason,
     /// A sentence for people.
     pub error: &'a str,
@@ -94,16 +95,16 @@ pub struct Cause<'a> {
     pub at: SystemTime,
 }
 
-/// The dead letter of `task`. If somebody requeues it, its attempts are counted from 1 again, and the time for which it
-/// may be put off begins again.
+/// The dead letter of `task`. If it is requeued later, its attempts are counted from 1 again, and the time for which it
+/// may be put off starts again.
 pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
-    let mut message = without_acting_properties(task.message.clone());
+    let mut message = without_broker_directives(task.message.clone());
     let headers = &mut message.properties.headers;
     headers.remove(ATTEMPT);
     headers.remove(PUT_OFF_SINCE);
     headers.extend(Headers::from([
         ("reason".into(), cause.reason.as_str().into()),
-        ("error".into(), shorten(cause.error, ERROR_BYTES).into()),
+        ("error".into(), shorten(cause.error, MAX_ERROR_BYTES).into()),
         ("task_id".into(), task.id.as_str().into()),
         ("worker".into(), cause.worker.into()),
     ]));
@@ -114,81 +115,80 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
 }
 
 /// Adds to a dead letter how many workers died with the task on their device, and how the last one died.
-pub fn with_deaths(mut message: Message, deaths: &CrashRecord) -> Message {
+pub fn with_deaths(mut message: Message, crashes: &CrashRecord) -> Message {
     let headers = &mut message.properties.headers;
-    headers.insert("deaths".into(), i64::from(deaths.count).into());
-    if let Some(last) = &deaths.poison {
+    headers.insert("deaths".into(), i64::from(crashes.count).into());
+    if let Some(last) = &crashes.poison {
         headers.insert("exit".into(), last.exit.as_str().into());
         headers.insert("last_log".into(), last.log.as_str().into());
     }
     message
 }
 
-/// Removes all headers but our small ones from a dead letter that the broker refuses for its size: the producer's may
-/// be as large as a whole frame. The header `headers_dropped` says how many were removed.
+/// Removes all headers except small ones of a worker from a dead letter that the broker refuses for its size: the
+/// producer's headers may fill a whole frame. The header `headers_dropped` says how many were removed.
 pub fn without_producer_headers(mut message: Message) -> Message {
     let headers = &mut message.properties.headers;
     let before = headers.len();
-    headers.retain(|name, value| is_ours(name) && is_small(value));
+    headers.retain(|name, value| is_worker_header(name) && is_small(value));
     let dropped = (before - headers.len()) as i64;
     headers.insert("headers_dropped".into(), dropped.into());
     message
 }
 
-fn is_ours(header: &str) -> bool {
-    OURS.contains(&header)
+fn is_worker_header(header: &str) -> bool {
+    WORKER_HEADERS.contains(&header)
 }
 
 fn is_small(value: &Value) -> bool {
     match value {
-        Value::Text(text) => text.len() <= KEPT_HEADER_BYTES,
+        Value::Text(text) => text.len() <= MAX_KEPT_HEADER_BYTES,
         other => other.as_i64().is_some(),
     }
 }
 
 /// Every reason that [`DeadLetter::reason`] knows: the workers', the broker's, and `unknown`.
 pub fn reasons() -> impl Iterator<Item = &'static str> {
-    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKER_REASONS).chain([UNKNOWN])
+    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKER_REASONS).chain([UNKNOWN_REASON])
 }
 
 /// A message of a dead-letter queue.
 #[derive(Clone, Copy, Debug)]
 pub struct DeadLetter<'a> {
     message: &'a Message,
-    /// The reason, if one of our workers wrote it.
-    ours: Option<Reason>,
+    /// The reason, if a worker wrote the dead letter; none if the broker did.
+    worker_reason: Option<Reason>,
 }
 
 impl<'a> DeadLetter<'a> {
     /// Reads `message`.
-    pub fn of(message: &'a Message) -> Self {
-        Self { message, ours: our_reason(&message.properties.headers) }
+    pub fn new(message: &'a Message) -> Self {
+        Self { message, worker_reason: worker_reason(&message.properties.headers) }
     }
 
     /// The reason: one of [`reasons`], or another text that a broker wrote.
     pub fn reason(&self) -> &'a str {
-        match (self.ours, self.death("reason").and_then(Value::as_str)) {
+        match (self.worker_reason, self.x_death_field("reason").and_then(Value::as_str)) {
             (Some(reason), _) => reason.as_str(),
             (None, Some(reason)) => reason,
-            (None, None) => UNKNOWN,
+            (None, None) => UNKNOWN_REASON,
         }
     }
 
     /// When it became a dead letter; if that is not recorded, when it was published; none if neither is recorded.
     pub fn dead_lettered_at(&self) -> Option<SystemTime> {
-        let written = match self.ours {
-            Some(_) => self.text(DEAD_LETTERED_AT).and_then(|text| text.parse::<Timestamp>().ok()),
-            None => None,
+        let written = self.worker_text(DEAD_LETTERED_AT).and_then(|text| text.parse::<Timestamp>().ok());
+        if let Some(time) = written {
+            return Some(time.into());
+        }
+        let seconds = match (self.worker_reason, self.x_death_field("time")) {
+            (None, Some(Value::Timestamp(seconds))) => *seconds,
+            _ => self.message.properties.timestamp?,
         };
-        let seconds = match (self.ours, self.death("time")) {
-            (None, Some(Value::Timestamp(seconds))) => Some(*seconds),
-            _ => self.message.properties.timestamp,
-        };
-        let counted = || SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds?));
-        written.map(SystemTime::from).or_else(counted)
+        SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 
-    /// How long it has been a dead letter; zero where the recorded time is in the future.
+    /// How long it has been a dead letter; zero if the recorded time is in the future.
     pub fn age(&self, now: SystemTime) -> Option<Duration> {
         Some(now.duration_since(self.dead_lettered_at()?).unwrap_or_default())
     }
@@ -198,7 +198,7 @@ impl<'a> DeadLetter<'a> {
         let properties = &self.message.properties;
         let given = [&properties.message_id, &properties.correlation_id];
         let given = || given.into_iter().filter_map(|id| id.as_deref()).find(|id| !id.is_empty());
-        self.our_text("task_id").or_else(given)
+        self.worker_text("task_id").or_else(given)
     }
 
     /// Whether `id` is the task's id or the message's `message_id`.
@@ -208,12 +208,12 @@ impl<'a> DeadLetter<'a> {
 
     /// The message of the error, as the worker wrote it.
     pub fn error(&self) -> Option<&'a str> {
-        self.our_text("error")
+        self.worker_text("error")
     }
 
     /// The worker that wrote it: launcher/pool/index.
     pub fn worker(&self) -> Option<&'a str> {
-        self.our_text("worker")
+        self.worker_text("worker")
     }
 
     /// The pool of the worker that wrote it.
@@ -224,21 +224,23 @@ impl<'a> DeadLetter<'a> {
 
     /// The queue from which the broker dead-lettered it.
     pub fn source_queue(&self) -> Option<&'a str> {
-        match self.ours {
+        match self.worker_reason {
             Some(_) => None,
-            None => self.death("queue").and_then(Value::as_str),
+            None => self.x_death_field("queue").and_then(Value::as_str),
         }
     }
 
-    /// Returns why it may not be requeued, if it is a control message that was not selected `by_id`. None: it may be.
+    /// Why it may not be requeued; none if it may. A control message may be requeued only if it was selected `by_id`.
     pub fn refusal(&self, by_id: bool) -> Option<String> {
+        if by_id || !is_control(self.message) {
+            return None;
+        }
         let kind = self.message.properties.kind.as_deref().unwrap_or("null");
-        (is_control(self.message) && !by_id)
-            .then(|| format!("it is a control message ({kind}): to requeue it, give its id"))
+        Some(format!("it is a control message ({kind}): to requeue it, give its id"))
     }
 
     /// A field of the latest entry of `x-death`.
-    fn death(&self, key: &str) -> Option<&'a Value> {
+    fn x_death_field(&self, key: &str) -> Option<&'a Value> {
         match self.message.properties.headers.get("x-death")? {
             Value::Array(deaths) => match deaths.first()? {
                 Value::Table(death) => death.get(key),
@@ -252,36 +254,36 @@ impl<'a> DeadLetter<'a> {
         self.message.properties.headers.get(header)?.as_str()
     }
 
-    fn our_text(&self, header: &str) -> Option<&'a str> {
-        self.ours.and_then(|_| self.text(header))
+    fn worker_text(&self, header: &str) -> Option<&'a str> {
+        self.worker_reason.and_then(|_| self.text(header))
     }
 }
 
-/// Returns the reason, if all headers are present that each dead letter of a worker has: a producer may use a `reason`
-/// header itself.
-fn our_reason(headers: &Headers) -> Option<Reason> {
+/// Returns the reason that a worker wrote. The headers that every dead letter of a worker has must all be present,
+/// because a producer may also use a header `reason`.
+fn worker_reason(headers: &Headers) -> Option<Reason> {
     let written = headers.get("reason")?.as_str()?;
-    let complete = OURS[..4].iter().all(|name| headers.contains_key(*name));
-    Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| complete)
+    let is_complete = WORKER_HEADERS[..4].iter().all(|name| headers.contains_key(*name));
+    Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| is_complete)
 }
 
-/// Restores the original message, to be published again. Properties that would act at the broker are not restored (see
-/// [`super::message::without_acting_properties`]), and neither is a deadline that may have been computed from an
+/// Restores the original message, to be published again. Properties that would make the broker act are not restored
+/// (see [`super::message::without_broker_directives`]), and neither is a deadline that may have been computed from an
 /// expiration. Attempts are counted from 1 again.
 pub fn restored(mut message: Message) -> Message {
-    let ours = our_reason(&message.properties.headers);
+    let is_from_worker = worker_reason(&message.properties.headers).is_some();
     (message.properties.expiration, message.properties.user_id) = (None, None);
     let headers = &mut message.properties.headers;
     headers.retain(|name, _| name != "CC" && !is_broker_header(name));
-    let tried = headers.remove(ATTEMPT).is_some();
-    if ours.is_some() {
-        headers.retain(|name, _| !is_ours(name));
+    let was_retried = headers.remove(ATTEMPT).is_some();
+    if is_from_worker {
+        headers.retain(|name, _| !is_worker_header(name));
     }
-    if ours.is_some() || tried {
+    if is_from_worker || was_retried {
         if headers.contains_key(ORIGINAL_EXPIRATION) {
             headers.remove(EXPIRES);
         }
-        headers.retain(|name, _| !ORIGINALS.contains(&name.as_str()));
+        headers.retain(|name, _| !ORIGINAL_HEADERS.contains(&name.as_str()));
     }
     message
 }
@@ -385,7 +387,7 @@ mod tests {
         acting.headers.insert("CC".to_owned(), Value::Array(vec!["q".into()]));
         let crashes = CrashRecord { task: "f".into(), count: 3, alone: 0, among: 1, poison: None };
         let message = with_deaths(dead(acting, Reason::Poison), &crashes);
-        let read = DeadLetter::of(&message);
+        let read = DeadLetter::new(&message);
         assert_eq!(
             (read.reason(), read.dead_lettered_at(), read.task_id()),
             ("poison", Some(at(100)), Some("c"))
@@ -418,7 +420,7 @@ mod tests {
             (Message { properties: kind("control.shutdown"), body: "".into() }, "control.shutdown"),
             (Message { properties: Properties::default(), body: " null".into() }, "null"),
         ] {
-            let read = DeadLetter::of(&message);
+            let read = DeadLetter::new(&message);
             assert!(read.refusal(false).is_some_and(|error| error.contains(reason)), "{reason}");
             assert_eq!(read.refusal(true), None);
         }
@@ -442,7 +444,7 @@ mod tests {
             ..with_headers(headers)
         };
         let message = Message { properties, body: "{}".into() };
-        let read = DeadLetter::of(&message);
+        let read = DeadLetter::new(&message);
         assert_eq!((read.reason(), read.dead_lettered_at()), ("delivery_limit", Some(at(50))));
         assert_eq!((read.source_queue(), read.task_id()), (Some("tasks"), Some("m")));
         assert_eq!((read.worker(), read.error()), (None, None));
@@ -455,7 +457,7 @@ mod tests {
     fn our_reason_and_time_precede_those_of_a_retry_queue() {
         let headers = Headers::from([("x-death".into(), death("expired", "tasks.retry.1000ms", 50))]);
         let message = dead(with_headers(headers), Reason::Attempts);
-        let read = DeadLetter::of(&message);
+        let read = DeadLetter::new(&message);
         assert_eq!((read.reason(), read.dead_lettered_at()), ("attempts", Some(at(100))));
         assert_eq!(read.source_queue(), None);
         assert_eq!(restored(message).properties, Properties::default());
@@ -464,11 +466,11 @@ mod tests {
     #[test]
     fn a_missing_reason_is_unknown_and_a_missing_time_is_the_timestamp() {
         let bare = Message::default();
-        let read = DeadLetter::of(&bare);
+        let read = DeadLetter::new(&bare);
         assert_eq!((read.reason(), read.dead_lettered_at(), read.task_id()), ("unknown", None, None));
         let mut old = dead(Properties { timestamp: Some(9), ..Properties::default() }, Reason::Poison);
         old.properties.headers.remove(DEAD_LETTERED_AT);
-        assert_eq!(DeadLetter::of(&old).dead_lettered_at(), Some(at(9)));
+        assert_eq!(DeadLetter::new(&old).dead_lettered_at(), Some(at(9)));
         assert!(["unknown", "delivery_limit"].iter().all(|reason| reasons().any(|it| it == *reason)));
     }
 }

@@ -10,17 +10,18 @@ use serde_json::value::RawValue;
 
 use super::{TaskError, TaskErrorKind};
 
-/// Longest part of a wrong value that an error repeats, in characters.
-const SHOWN: usize = 40;
+/// Number of characters of an invalid value that an error message quotes.
+const EXCERPT_CHARS: usize = 40;
 
-/// Fields of other requests or servers that are one letter away from a field of ours. They are not mistyped.
-const FOREIGN: [&str; 8] = ["inputs", "text", "texts", "documents", "document", "models", "prompts", "users"];
+/// Fields of other requests or servers that are one letter away from a supported field. They are not reported as typos.
+const NOT_TYPOS: [&str; 8] =
+    ["inputs", "text", "texts", "documents", "document", "models", "prompts", "users"];
 
 /// The fields of a kind of request.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys {
-    /// Fields that are read.
-    pub taken: &'static [&'static str],
+    /// Fields that this server reads.
+    pub supported: &'static [&'static str],
     /// Fields that other servers support and this one does not.
     pub unsupported: &'static [Unsupported],
 }
@@ -52,15 +53,16 @@ impl<'a> Fields<'a> {
         let start = body.trim_start_matches([' ', '\t', '\r', '\n']);
         if !start.starts_with('{') {
             return Err(match serde_json::from_str::<IgnoredAny>(body) {
-                Ok(_) => refused(format!("the body must be a JSON object, got {}", shortened(start))),
+                Ok(_) => bad_body(format!("the body must be a JSON object, got {}", excerpt(start))),
                 Err(error) => undecodable(format!("the body is not JSON: {error}")),
             });
         }
-        let mut visitor = FieldVisitor { keys, values: Vec::with_capacity(keys.taken.len()), error: None };
+        let mut visitor =
+            FieldVisitor { keys, values: Vec::with_capacity(keys.supported.len()), error: None };
         let mut json = serde_json::Deserializer::from_str(body);
         let end = json.deserialize_map(&mut visitor).and_then(|()| json.end());
         end.map_err(|error| match error.classify() {
-            serde_json::error::Category::Data => refused(format!("the body is refused: {error}")),
+            serde_json::error::Category::Data => bad_body(format!("the body is refused: {error}")),
             _ => undecodable(format!("the body is not JSON: {error}")),
         })?;
         match visitor.error {
@@ -82,7 +84,7 @@ impl<'a> Fields<'a> {
         self.get(key).ok_or_else(|| TaskError::bad_input(key, format!("{key} is missing")))
     }
 
-    /// A text.
+    /// A string.
     ///
     /// # Errors
     /// `BadInput` if it is of another type.
@@ -90,15 +92,15 @@ impl<'a> Fields<'a> {
         self.get(key).map(|raw| string(raw.get(), key)).transpose()
     }
 
-    /// A text of at most `most` bytes.
+    /// A string of at most `max_bytes` bytes.
     ///
     /// # Errors
     /// `BadInput` if it is longer or of another type.
-    pub fn short(&self, key: &str, most: usize) -> Result<Option<String>, TaskError> {
-        self.get(key).map(|raw| short_string(raw.get(), key, most)).transpose()
+    pub fn bounded_string(&self, key: &str, max_bytes: usize) -> Result<Option<String>, TaskError> {
+        self.get(key).map(|raw| bounded_string(raw.get(), key, max_bytes)).transpose()
     }
 
-    /// A truth value; `default` if it is absent.
+    /// A boolean; `default` if it is absent.
     ///
     /// # Errors
     /// `BadInput` if it is of another type.
@@ -107,7 +109,7 @@ impl<'a> Fields<'a> {
             None => Ok(default),
             Some("true") => Ok(true),
             Some("false") => Ok(false),
-            Some(other) => Err(wrong(key, "true or false", other)),
+            Some(other) => Err(invalid(key, "true or false", other)),
         }
     }
 
@@ -118,7 +120,7 @@ impl<'a> Fields<'a> {
     pub fn positive(&self, key: &str) -> Result<Option<usize>, TaskError> {
         let number = |raw: &RawValue| match serde_json::from_str(raw.get()) {
             Ok(number) if number > 0 => Ok(number),
-            _ => Err(wrong(key, "a positive integer", raw.get())),
+            _ => Err(invalid(key, "a positive integer", raw.get())),
         };
         self.get(key).map(number).transpose()
     }
@@ -127,7 +129,7 @@ impl<'a> Fields<'a> {
 struct FieldVisitor<'k, 'a> {
     keys: &'k Keys,
     values: Vec<(&'static str, &'a RawValue)>,
-    /// The first error. It is returned after the rest has been checked to be JSON.
+    /// The first error. It is returned only if the rest of the body is valid JSON.
     error: Option<TaskError>,
 }
 
@@ -141,7 +143,7 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(key) = map.next_key::<Key<'de>>()? {
             let key = key.0.as_ref();
-            if let Some(name) = self.keys.taken.iter().find(|name| **name == key) {
+            if let Some(name) = self.keys.supported.iter().find(|name| **name == key) {
                 if self.values.iter().any(|(known, _)| known == name) {
                     return Err(A::Error::custom(format!("duplicate field `{name}`")));
                 }
@@ -170,15 +172,15 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
 impl Keys {
     /// The error of an unknown `key` that is one letter away from a known one.
     pub fn mistyped(&self, key: &str) -> Option<TaskError> {
-        if FOREIGN.contains(&key) {
+        if NOT_TYPOS.contains(&key) {
             return None;
         }
-        let names = self.taken.iter().chain(self.unsupported.iter().map(|it| &it.key));
+        let names = self.supported.iter().chain(self.unsupported.iter().map(|it| &it.key));
         // A comparison takes time and memory in proportion to the product of the lengths, and a key can be as long as
-        // the body. One letter more or less is at most four bytes.
+        // the body. One letter has at most four bytes.
         let is_near = |name: &&str| key.len().abs_diff(name.len()) <= 4;
-        let meant = names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)?;
-        let message = format!("{key} is not a field of this request; did you mean {meant}?");
+        let suggestion = names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)?;
+        let message = format!("{key} is not a field of this request; did you mean {suggestion}?");
         Some(TaskError::bad_input(key, message))
     }
 }
@@ -188,61 +190,61 @@ impl Keys {
 #[serde(transparent)]
 struct Key<'a>(#[serde(borrow)] std::borrow::Cow<'a, str>);
 
-/// The items of a list of texts, or one text. Errors name the path of the item (`input`, `input[3]`).
+/// Reads one string or a list of strings. Errors name the path of the item (`input`, `input[3]`).
 ///
 /// # Errors
-/// `BadInput` if it is neither, or an empty list; `TooLarge` over `most` items.
-pub fn texts(raw: &RawValue, key: &str, most: usize) -> Result<Vec<String>, TaskError> {
+/// `BadInput` if it is neither, or an empty list; `TooLarge` over `max_items` items.
+pub fn texts(raw: &RawValue, key: &str, max_items: usize) -> Result<Vec<String>, TaskError> {
     if raw.get().starts_with('"') {
         return Ok(vec![string(raw.get(), key)?]);
     }
     if !raw.get().starts_with('[') {
-        return Err(wrong(key, "a string or a list of strings", raw.get()));
+        return Err(invalid(key, "a string or a list of strings", raw.get()));
     }
-    let items = list(raw.get(), key, most)?;
+    let items = list(raw.get(), key, max_items)?;
     items.iter().enumerate().map(|(index, item)| string(item.get(), &format!("{key}[{index}]"))).collect()
 }
 
 /// The items of a list.
 ///
 /// # Errors
-/// `BadInput` if it is not a list, or is empty; `TooLarge` over `most` items.
-pub fn list<'a>(raw: &'a str, path: &str, most: usize) -> Result<Vec<&'a RawValue>, TaskError> {
+/// `BadInput` if it is not a list, or is empty; `TooLarge` over `max_items` items.
+pub fn list<'a>(raw: &'a str, path: &str, max_items: usize) -> Result<Vec<&'a RawValue>, TaskError> {
     if !raw.starts_with('[') {
-        return Err(wrong(path, "a list", raw));
+        return Err(invalid(path, "a list", raw));
     }
-    let Listed { items, count } = listed(raw, path, most)?;
+    let FirstItems { items, count } = first_items(raw, path, max_items)?;
     if count == 0 {
         return Err(TaskError::bad_input(path, format!("{path} is an empty list")));
     }
-    if count > most {
-        let message = format!("{path} holds {count} items; this pool takes at most {most}");
-        return Err(TaskError::new(TaskErrorKind::TooLarge, message).at(path));
+    if count > max_items {
+        let message = format!("{path} holds {count} items; this pool takes at most {max_items}");
+        return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(path));
     }
     Ok(items)
 }
 
 /// The first items of a list.
-pub struct Listed<'a> {
-    /// Those up to the bound of [`listed`].
+pub struct FirstItems<'a> {
+    /// At most the `max_items` of [`first_items`].
     pub items: Vec<&'a RawValue>,
     /// The number of items of the whole list.
     pub count: usize,
 }
 
-/// The first items of a list, which may be empty. Those over the bound `most` are counted and not kept: an item takes
-/// 16 bytes in the result, and as little as two in the body.
+/// The first items of a list, which may be empty. Items over `max_items` are counted and not kept, because an item
+/// takes 16 bytes in the result, but may take only two in the body.
 ///
 /// # Errors
-/// `BadInput` if it is no list.
-pub fn listed<'a>(raw: &'a str, path: &str, most: usize) -> Result<Listed<'a>, TaskError> {
+/// `BadInput` if it is not a list.
+pub fn first_items<'a>(raw: &'a str, path: &str, max_items: usize) -> Result<FirstItems<'a>, TaskError> {
     let mut items = Vec::new();
-    let count = each(raw, path, |index, item| {
-        if index < most {
+    let count = for_each_item(raw, path, |index, item| {
+        if index < max_items {
             items.push(item);
         }
     })?;
-    Ok(Listed { items, count })
+    Ok(FirstItems { items, count })
 }
 
 /// A list of token ids, at least one.
@@ -255,14 +257,14 @@ pub fn token_ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
         Ok(ids) => Ok(ids),
         // The items are read one by one only after an error, to find the wrong one.
         Err(_) => {
-            let mut bad = None;
-            each(raw, path, |index, item| {
-                if bad.is_none() && serde_json::from_str::<u32>(item.get()).is_err() {
-                    bad = Some((index, item.get()));
+            let mut first_bad = None;
+            for_each_item(raw, path, |index, item| {
+                if first_bad.is_none() && serde_json::from_str::<u32>(item.get()).is_err() {
+                    first_bad = Some((index, item.get()));
                 }
             })?;
-            let (index, value) = bad.unwrap_or_default();
-            Err(wrong(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
+            let (index, value) = first_bad.unwrap_or_default();
+            Err(invalid(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
         }
     }
 }
@@ -273,15 +275,19 @@ pub fn is_number(raw: &str) -> bool {
 }
 
 /// Calls `visit` with each item of a list and its index. Returns the number of items.
-fn each<'a>(raw: &'a str, path: &str, visit: impl FnMut(usize, &'a RawValue)) -> Result<usize, TaskError> {
-    Each(visit)
+fn for_each_item<'a>(
+    raw: &'a str,
+    path: &str,
+    visit: impl FnMut(usize, &'a RawValue),
+) -> Result<usize, TaskError> {
+    ItemVisitor(visit)
         .deserialize(&mut serde_json::Deserializer::from_str(raw))
         .map_err(|error| unreadable(path, &error))
 }
 
-struct Each<F>(F);
+struct ItemVisitor<F>(F);
 
-impl<'de, F: FnMut(usize, &'de RawValue)> DeserializeSeed<'de> for Each<F> {
+impl<'de, F: FnMut(usize, &'de RawValue)> DeserializeSeed<'de> for ItemVisitor<F> {
     type Value = usize;
 
     fn deserialize<D: Deserializer<'de>>(self, list: D) -> Result<usize, D::Error> {
@@ -289,7 +295,7 @@ impl<'de, F: FnMut(usize, &'de RawValue)> DeserializeSeed<'de> for Each<F> {
     }
 }
 
-impl<'de, F: FnMut(usize, &'de RawValue)> Visitor<'de> for Each<F> {
+impl<'de, F: FnMut(usize, &'de RawValue)> Visitor<'de> for ItemVisitor<F> {
     type Value = usize;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -306,37 +312,37 @@ impl<'de, F: FnMut(usize, &'de RawValue)> Visitor<'de> for Each<F> {
     }
 }
 
-/// A text.
+/// Reads a string.
 ///
 /// # Errors
 /// `BadInput` if it is of another type.
 pub fn string(raw: &str, path: &str) -> Result<String, TaskError> {
-    if raw.starts_with('"') { read(raw, path) } else { Err(wrong(path, "a string", raw)) }
+    if raw.starts_with('"') { deserialize(raw, path) } else { Err(invalid(path, "a string", raw)) }
 }
 
-/// A text of at most `most` bytes.
+/// Reads a string of at most `max_bytes` bytes.
 ///
 /// # Errors
 /// `BadInput` if it is longer or of another type.
-pub fn short_string(raw: &str, path: &str, most: usize) -> Result<String, TaskError> {
+pub fn bounded_string(raw: &str, path: &str, max_bytes: usize) -> Result<String, TaskError> {
     let text = string(raw, path)?;
-    if text.len() > most {
-        let message = format!("{path} has {} bytes; at most {most} are taken", text.len());
+    if text.len() > max_bytes {
+        let message = format!("{path} has {} bytes; at most {max_bytes} are taken", text.len());
         return Err(TaskError::bad_input(path, message));
     }
     Ok(text)
 }
 
-/// Reads a value whose type is known; it can still fail on an escape inside a string.
+/// Deserializes a value whose JSON type the caller has checked.
 ///
 /// # Errors
-/// `BadInput`.
-pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
+/// `BadInput`, for example for an invalid escape in a string.
+pub fn deserialize<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
     serde_json::from_str(raw).map_err(|error| unreadable(path, &error))
 }
 
 fn unreadable(path: &str, error: &serde_json::Error) -> TaskError {
-    // serde_json has several messages for half a surrogate pair, all in terms of escapes.
+    // serde_json has several messages for half a surrogate pair; all of them describe the escape.
     let message = match error.to_string() {
         it if it.contains("surrogate") || it.contains("hex escape") => {
             "it has one half of a surrogate pair (\\ud800 to \\udfff), which is not a character".to_owned()
@@ -346,23 +352,23 @@ fn unreadable(path: &str, error: &serde_json::Error) -> TaskError {
     TaskError::bad_input(path, format!("{path} cannot be read: {message}"))
 }
 
-/// The error of a value of the wrong type or range.
-pub fn wrong(path: &str, wanted: &str, raw: &str) -> TaskError {
-    TaskError::bad_input(path, format!("{path} must be {wanted}, got {}", shortened(raw)))
+/// The error for a value of the wrong type or range.
+pub fn invalid(path: &str, wanted: &str, raw: &str) -> TaskError {
+    TaskError::bad_input(path, format!("{path} must be {wanted}, got {}", excerpt(raw)))
 }
 
 fn undecodable(message: String) -> TaskError {
     TaskError::new(TaskErrorKind::Undecodable, message)
 }
 
-fn refused(message: String) -> TaskError {
+fn bad_body(message: String) -> TaskError {
     TaskError::new(TaskErrorKind::BadInput, message)
 }
 
-/// The beginning of a value, for an error.
-pub fn shortened(raw: &str) -> String {
+/// The beginning of a value, to be quoted in an error message.
+pub fn excerpt(raw: &str) -> String {
     let raw = raw.trim_end();
-    match raw.char_indices().nth(SHOWN) {
+    match raw.char_indices().nth(EXCERPT_CHARS) {
         Some((end, _)) => format!("{}…", &raw[..end]),
         None => raw.to_owned(),
     }
@@ -373,7 +379,7 @@ mod tests {
     use super::*;
 
     const KEYS: Keys = Keys {
-        taken: &["query", "documents", "top_n"],
+        supported: &["query", "documents", "top_n"],
         unsupported: &[
             Unsupported { key: "stream", only_value: "false" },
             Unsupported { key: "rank_fields", only_value: "[]" },
@@ -397,12 +403,12 @@ mod tests {
 
     #[test]
     fn a_field_one_letter_off_is_refused_with_a_suggestion() {
-        for (written, meant) in
+        for (written, suggestion) in
             [("querry", "query"), ("qeury", "query"), ("top-n", "top_n"), ("steam", "stream")]
         {
             let (kind, param, message) = refusal(&format!(r#"{{"{written}":1}}"#));
             assert_eq!((kind, param.as_deref()), (TaskErrorKind::BadInput, Some(written)));
-            assert!(message.ends_with(&format!("did you mean {meant}?")), "{message}");
+            assert!(message.ends_with(&format!("did you mean {suggestion}?")), "{message}");
         }
         for known in [r#"{"user":"u"}"#, r#"{"document":"d"}"#, r#"{"metadata":{"a":[1]}}"#] {
             assert!(Fields::parse(known.as_bytes(), &KEYS).is_ok(), "{known}");
@@ -431,8 +437,8 @@ mod tests {
     #[test]
     fn a_short_text_is_measured_in_bytes() {
         let fields = Fields::parse(r#"{"query":"\u00e9é"}"#.as_bytes(), &KEYS).unwrap();
-        assert_eq!(fields.short("query", 4).unwrap().as_deref(), Some("éé"));
-        let error = fields.short("query", 3).unwrap_err();
+        assert_eq!(fields.bounded_string("query", 4).unwrap().as_deref(), Some("éé"));
+        let error = fields.bounded_string("query", 3).unwrap_err();
         assert_eq!(error.message, "query has 4 bytes; at most 3 are taken");
     }
 

@@ -1,4 +1,4 @@
-//! Files that a task names by their URLs instead of sending them. Pure: nothing is fetched here.
+//! Files that a task names by URL instead of containing them. Pure: nothing is fetched here.
 
 use std::collections::BTreeMap;
 
@@ -21,11 +21,14 @@ pub struct FileUrl {
 }
 
 impl FileUrl {
-    /// The URL in this field; none if the field is no text, or a data URL, which holds its file.
-    pub fn of(raw: &RawValue, path: &str) -> Option<Self> {
-        // A data URL may have megabytes, which are not copied.
-        let is_data = raw.get().starts_with("\"data:");
-        let url = (!is_data).then(|| string(raw.get(), path).ok())??;
+    /// The URL in this field; none if the field is not a string, or is a data URL, which contains its file.
+    pub fn from_field(raw: &RawValue, path: &str) -> Option<Self> {
+        // A data URL may have megabytes, so it is not copied.
+        if raw.get().starts_with("\"data:") {
+            return None;
+        }
+        let url = string(raw.get(), path).ok()?;
+        // `data:` may also be written with escapes.
         (!url.starts_with("data:")).then(|| Self { url, path: path.to_owned() })
     }
 }
@@ -45,7 +48,7 @@ impl Files {
         self.0.contains_key(url)
     }
 
-    /// The file of a URL that was fetched, or of a data URL, with its media type if the URL says it.
+    /// The file of a fetched URL, or the file in a data URL together with its media type.
     ///
     /// # Errors
     /// As [`data_url::parse`].
@@ -66,15 +69,15 @@ mod tests {
         let mut files = Files::default();
         files.add("https://host/a.png".to_owned(), Bytes::from_static(b"fetched"));
         assert_eq!(files.read("https://host/a.png"), Ok((None, Bytes::from_static(b"fetched"))));
-        let held = files.read("data:image/png;base64,ZmlsZQ==");
-        assert_eq!(held, Ok((Some("image/png".to_owned()), Bytes::from_static(b"file"))));
+        let embedded = files.read("data:image/png;base64,ZmlsZQ==");
+        assert_eq!(embedded, Ok((Some("image/png".to_owned()), Bytes::from_static(b"file"))));
         assert!(files.read("https://host/b.png").unwrap_err().contains("must be a data URL"));
-        let of = |json: &str| {
-            FileUrl::of(&RawValue::from_string(json.to_owned()).unwrap(), "file_url").map(|it| it.url)
+        let url_in = |json: &str| {
+            FileUrl::from_field(&RawValue::from_string(json.to_owned()).unwrap(), "file_url").map(|it| it.url)
         };
-        assert_eq!(of(r#""file:\/\/\/a""#).as_deref(), Some("file:///a"));
+        assert_eq!(url_in(r#""file:\/\/\/a""#).as_deref(), Some("file:///a"));
         for other in [r#""data:,""#, r#""\u0064ata:,""#, "7"] {
-            assert_eq!(of(other), None, "{other}");
+            assert_eq!(url_in(other), None, "{other}");
         }
     }
 }

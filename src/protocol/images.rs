@@ -7,10 +7,10 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, Unsupported, list, shortened, string};
-use super::labels::best;
+use super::fields::{Fields, Keys, Unsupported, excerpt, list, string};
+use super::labels::best_labels;
 use super::message::Headers;
-use super::reply::written;
+use super::reply::to_json;
 use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, Value};
 
 /// The URL of these requests.
@@ -23,16 +23,18 @@ const DEFAULT_TOP_K: usize = 5;
 /// The field that holds the texts in a request to classify texts, which has the same URL.
 const INPUT: &str = "input";
 const KEYS: Keys = Keys {
-    taken: &["image_url", INPUT, "inputs", "model", "parameters", "raw_scores", "top_k"],
+    supported: &["image_url", INPUT, "inputs", "model", "parameters", "raw_scores", "top_k"],
     unsupported: &[
         Unsupported { key: "candidate_labels", only_value: "null" },
         Unsupported { key: "function_to_apply", only_value: "null" },
     ],
 };
-const PARAMETERS: Keys =
-    Keys { taken: &["top_k"], unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }] };
+const PARAMETERS: Keys = Keys {
+    supported: &["top_k"],
+    unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }],
+};
 
-/// A function that reads the image in a value of JSON. The text is the path of that value, for errors.
+/// A function that reads the image in a JSON value. The second argument is the path of that value, for errors.
 type ReadImage = fn(&RawValue, &str, &Files) -> Result<ImageFile, TaskError>;
 
 /// An image file.
@@ -52,42 +54,42 @@ pub struct ImagesRequest {
     /// At least one.
     pub images: Vec<ImageFile>,
     /// Whether they came as a list. If so, the reply is a list too.
-    pub listed: bool,
+    pub is_list: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// The number of best labels in the reply.
+    /// The number of labels with the highest scores to list for each image.
     pub top_k: usize,
     /// Whether the reply has the model's raw scores instead of probabilities.
     pub raw_scores: bool,
 }
 
 impl ImagesRequest {
-    /// Reads a message; `most` bounds the images.
+    /// Reads a message; `max_images` bounds the number of images.
     ///
     /// # Errors
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images, else `BadInput` with the field
     /// and the value.
-    pub fn parse(message: &Message, most: usize, files: &Files) -> Result<Self, TaskError> {
+    pub fn parse(message: &Message, max_images: usize, files: &Files) -> Result<Self, TaskError> {
         match message.media_type() {
             Some(media_type) if media_type != JSON => Self::from_raw_image(message, media_type),
-            _ => Self::from_json(&message.body, most, files),
+            _ => Self::from_json(&message.body, max_images, files),
         }
     }
 
-    /// The URLs of images in a message, data URLs excepted; none of a message that cannot be read.
-    pub fn file_urls(message: &Message, most: usize) -> Vec<FileUrl> {
+    /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
+    pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
         let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok()).flatten();
         let Some(raw) = fields.as_ref().and_then(|fields| fields.get("image_url")) else { return Vec::new() };
-        let of = |raw: &RawValue, path: &str| {
-            let (raw, path) = url_of(raw, path).ok()?;
-            FileUrl::of(raw, &path)
+        let file_url = |raw: &RawValue, path: &str| {
+            let (raw, path) = url_in(raw, path).ok()?;
+            FileUrl::from_field(raw, &path)
         };
         if !raw.get().starts_with('[') {
-            return of(raw, "image_url").into_iter().collect();
+            return file_url(raw, "image_url").into_iter().collect();
         }
-        let items = list(raw.get(), "image_url", most).unwrap_or_default();
+        let items = list(raw.get(), "image_url", max_images).unwrap_or_default();
         let numbered = items.iter().enumerate();
-        numbered.filter_map(|(index, item)| of(item, &format!("image_url[{index}]"))).collect()
+        numbered.filter_map(|(index, item)| file_url(item, &format!("image_url[{index}]"))).collect()
     }
 
     fn from_raw_image(message: &Message, media_type: String) -> Result<Self, TaskError> {
@@ -98,11 +100,11 @@ impl ImagesRequest {
         let body = message.body.clone();
         Ok(Self {
             images: vec![ImageFile { bytes: body, media_type: Some(media_type), path: None }],
-            listed: false,
-            model: text_of(headers, "model")?,
+            is_list: false,
+            model: text_header(headers, "model")?,
             top_k: match headers.get("top_k") {
                 None | Some(Value::Void) => DEFAULT_TOP_K,
-                Some(value) => count_of(value)?,
+                Some(value) => count_header(value)?,
             },
             raw_scores: match headers.get("raw_scores") {
                 None | Some(Value::Void) => false,
@@ -117,7 +119,7 @@ impl ImagesRequest {
         })
     }
 
-    fn from_json(body: &[u8], most: usize, files: &Files) -> Result<Self, TaskError> {
+    fn from_json(body: &[u8], max_images: usize, files: &Files) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
         let top_k_in_parameters = match fields.get("parameters") {
             Some(raw) => Fields::parse(raw.get().as_bytes(), &PARAMETERS)?.positive("top_k")?,
@@ -128,7 +130,7 @@ impl ImagesRequest {
                 let message = "this pool classifies images, and input holds texts; send an image as a data URL in \
                                image_url, as base64 in inputs, or as the body of a message of type image/jpeg, \
                                image/png or image/webp";
-                return Err(TaskError::new(TaskErrorKind::UnknownUrl, message).at(INPUT));
+                return Err(TaskError::new(TaskErrorKind::UnknownUrl, message).with_param(INPUT));
             }
             (Some(_), Some(_)) => {
                 return Err(TaskError::bad_input(
@@ -141,13 +143,13 @@ impl ImagesRequest {
                                or as the body of a message of type image/jpeg, image/png or image/webp";
                 return Err(TaskError::bad_input("image_url", message));
             }
-            (Some(_), None) => ("image_url", of_url),
-            (None, Some(_)) => ("inputs", of_base64),
+            (Some(_), None) => ("image_url", image_from_url),
+            (None, Some(_)) => ("inputs", image_from_base64),
         };
         let raw = fields.required(key)?;
-        let listed = raw.get().starts_with('[');
-        let images = if listed {
-            let items = list(raw.get(), key, most)?;
+        let is_list = raw.get().starts_with('[');
+        let images = if is_list {
+            let items = list(raw.get(), key, max_images)?;
             let image = |(index, item): (usize, &&RawValue)| read(item, &format!("{key}[{index}]"), files);
             items.iter().enumerate().map(image).collect::<Result<_, _>>()?
         } else {
@@ -155,7 +157,7 @@ impl ImagesRequest {
         };
         Ok(Self {
             images,
-            listed,
+            is_list,
             model: fields.string("model")?,
             top_k: fields.positive("top_k")?.or(top_k_in_parameters).unwrap_or(DEFAULT_TOP_K),
             raw_scores: fields.boolean("raw_scores", false)?,
@@ -163,43 +165,43 @@ impl ImagesRequest {
     }
 }
 
-/// Returns the URL in a value, and the path of the URL. The value is a text, or OpenAI's object with the field `url`.
-fn url_of<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), TaskError> {
+/// Returns the URL in a value, and the path of the URL. The value is a string, or OpenAI's object with the field `url`.
+fn url_in<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), TaskError> {
     const KEYS: Keys =
-        Keys { taken: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
+        Keys { supported: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
     if !raw.get().starts_with('{') {
         return Ok((raw, path.to_owned()));
     }
-    let fields = Fields::parse(raw.get().as_bytes(), &KEYS).map_err(|error| error.at(path))?;
+    let fields = Fields::parse(raw.get().as_bytes(), &KEYS).map_err(|error| error.with_param(path))?;
     Ok((fields.required("url")?, format!("{path}.url")))
 }
 
-/// The image of a URL.
-fn of_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
-    let (raw, path) = url_of(raw, path)?;
+/// Reads the image that a URL names or holds.
+fn image_from_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
+    let (raw, path) = url_in(raw, path)?;
     let url = string(raw.get(), &path)?;
     let (media_type, bytes) = files.read(&url).map_err(|message| {
-        TaskError::bad_input(&*path, format!("{path} {message}, got {}", shortened(raw.get())))
+        TaskError::bad_input(&*path, format!("{path} {message}, got {}", excerpt(raw.get())))
     })?;
     Ok(ImageFile { media_type, bytes, path: Some(path) })
 }
 
 /// Reads the image in a value that is base64 or a data URL.
-fn of_base64(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
+fn image_from_base64(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     if raw.get().starts_with("\"data:") {
-        return of_url(raw, path, files);
+        return image_from_url(raw, path, files);
     }
-    decoded(&string(raw.get(), path)?, path)
+    decode_base64(&string(raw.get(), path)?, path)
 }
 
-fn decoded(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
+fn decode_base64(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
     let bytes = STANDARD.decode(base64.trim_end());
     let bytes =
         bytes.map_err(|error| TaskError::bad_input(path, format!("{path} is not base64: {error}")))?;
     Ok(ImageFile { bytes: bytes.into(), media_type: None, path: Some(path.to_owned()) })
 }
 
-fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
+fn text_header(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
     match headers.get(name) {
         None | Some(Value::Void) => Ok(None),
         Some(value) => match value.as_str() {
@@ -210,18 +212,18 @@ fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
 }
 
 /// A count in a header: an integer, or its digits.
-fn count_of(value: &Value) -> Result<usize, TaskError> {
+fn count_header(value: &Value) -> Result<usize, TaskError> {
     let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
     let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
-    let given = || match (value.as_i64(), value.as_str()) {
+    let got = || match (value.as_i64(), value.as_str()) {
         (Some(number), _) => number.to_string(),
         (_, text) => text.unwrap_or("another value").to_owned(),
     };
-    let message = || format!("top_k must be a positive integer, got {}", given());
+    let message = || format!("top_k must be a positive integer, got {}", got());
     number.ok_or_else(|| TaskError::bad_input("top_k", message()))
 }
 
-/// The body of the reply: for each image its best labels, highest first; a list of such lists if the images came
+/// The body of the reply: the best labels of each image, highest first. It is a list of such lists if the images came
 /// as a list.
 ///
 /// # Errors
@@ -230,12 +232,12 @@ pub fn write_images(
     scores: &[Vec<f32>],
     labels: &[String],
     top_k: usize,
-    listed: bool,
+    is_list: bool,
 ) -> Result<Vec<u8>, TaskError> {
-    let all: Vec<_> = scores.iter().map(|scores| best(scores, labels, top_k)).collect();
+    let all: Vec<_> = scores.iter().map(|scores| best_labels(scores, labels, top_k)).collect();
     match all.as_slice() {
-        [alone] if !listed => written(alone),
-        _ => written(&all),
+        [only] if !is_list => to_json(only),
+        _ => to_json(&all),
     }
 }
 
@@ -266,7 +268,7 @@ mod tests {
             (&*body.images[0].bytes, body.images[0].media_type.as_deref()),
             (&b"file"[..], Some("image/png"))
         );
-        assert_eq!((body.top_k, body.model.as_deref(), body.listed), (2, Some("m"), false));
+        assert_eq!((body.top_k, body.model.as_deref(), body.is_list), (2, Some("m"), false));
         let url = json(r#"{"image_url":"data:image/jpeg;base64,ZmlsZQ==","top_k":1}"#).unwrap();
         assert_eq!(
             (&*url.images[0].bytes, url.images[0].media_type.as_deref()),
@@ -275,7 +277,7 @@ mod tests {
         let object = json(r#"{"image_url":{"url":"data:image/jpeg;base64,ZmlsZQ=="},"top_k":1}"#).unwrap();
         assert_eq!((object.images[0].bytes.clone(), object.top_k), (url.images[0].bytes.clone(), 1));
         let several = json(r#"{"inputs":["ZmlsZQ==","ZmlsZQ=="],"parameters":{"top_k":4}}"#).unwrap();
-        assert_eq!((several.images.len(), several.listed, several.top_k), (2, true, 4));
+        assert_eq!((several.images.len(), several.is_list, several.top_k), (2, true, 4));
         assert_eq!(several.images[1].path.as_deref(), Some("inputs[1]"));
     }
 
@@ -311,7 +313,7 @@ mod tests {
         let names: Vec<String> = ["cat", "dog"].map(Into::into).into();
         let one = write_images(&[vec![0.25, 0.75]], &names, 1, false).unwrap();
         assert_eq!(one, br#"[{"label":"dog","score":0.75}]"#);
-        let listed = write_images(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
-        assert_eq!(listed, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
+        let list = write_images(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
+        assert_eq!(list, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
     }
 }

@@ -4,18 +4,18 @@ use serde::Serialize;
 
 use super::TaskError;
 use super::fields::{Fields, Keys, Unsupported, texts};
-use super::reply::{Usage, written};
-use super::requests::Shared;
+use super::reply::{Usage, to_json};
+use super::requests::ShareableRequests;
 
 /// The URL of these requests.
 pub const URL: &str = "/classify";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 /// Requests that can share a task.
-pub(super) const SHARED: Shared = Shared { url: URL, input: "input" };
+pub(super) const SHAREABLE: ShareableRequests = ShareableRequests { url: URL, input_field: "input" };
 
 const KEYS: Keys = Keys {
-    taken: &["input", "inputs", "model", "top_k", "raw_scores", "truncate"],
+    supported: &["input", "inputs", "model", "top_k", "raw_scores", "truncate"],
     unsupported: &[
         Unsupported { key: "activation", only_value: "true" },
         Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
@@ -31,10 +31,10 @@ pub struct ClassifyRequest {
     /// The field of the texts, for errors that name one of them.
     pub field: &'static str,
     /// Whether the texts came as a list, so that errors name a text by its index.
-    pub listed: bool,
+    pub is_list: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// If set, this many of the best labels are listed with their names.
+    /// How many of the best labels to list with their names; none: no list.
     pub top_k: Option<usize>,
     /// Whether the reply has the model's raw scores instead of probabilities.
     pub raw_scores: bool,
@@ -43,12 +43,12 @@ pub struct ClassifyRequest {
 }
 
 impl ClassifyRequest {
-    /// Reads a body; `most` bounds the texts.
+    /// Reads a body; `max_texts` bounds the number of texts.
     ///
     /// # Errors
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many texts, else `BadInput` with the field
     /// and the value.
-    pub fn parse(body: &[u8], most: usize) -> Result<Self, TaskError> {
+    pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
         let field = match (fields.get("input"), fields.get("inputs")) {
             (None, Some(_)) => "inputs",
@@ -62,9 +62,9 @@ impl ClassifyRequest {
         };
         let input = fields.required(field)?;
         Ok(Self {
-            texts: texts(input, field, most)?,
+            texts: texts(input, field, max_texts)?,
             field,
-            listed: input.get().starts_with('['),
+            is_list: input.get().starts_with('['),
             model: fields.string("model")?,
             top_k: fields.positive("top_k")?,
             raw_scores: fields.boolean("raw_scores", false)?,
@@ -74,15 +74,15 @@ impl ClassifyRequest {
 
     /// The path of text `index` in the body.
     pub fn path(&self, index: usize) -> String {
-        if self.listed { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
+        if self.is_list { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
     }
 }
 
-/// The indices of the `most` highest numbers, highest first; equal numbers keep their order.
-pub fn highest(numbers: &[f32], most: usize) -> Vec<usize> {
+/// The indices of the `count` highest numbers, highest first; equal numbers keep their order.
+pub fn highest_indices(numbers: &[f32], count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..numbers.len()).collect();
     order.sort_by(|a, b| numbers[*b].total_cmp(&numbers[*a]));
-    order.truncate(most);
+    order.truncate(count);
     order
 }
 
@@ -112,10 +112,10 @@ pub struct Label<'a> {
     score: f32,
 }
 
-/// The `most` best labels.
-pub fn best<'a>(scores: &[f32], labels: &'a [String], most: usize) -> Vec<Label<'a>> {
+/// The `count` labels with the highest scores, highest first.
+pub fn best_labels<'a>(scores: &[f32], labels: &'a [String], count: usize) -> Vec<Label<'a>> {
     let label = |index: usize| Label { label: &labels[index], score: scores[index] };
-    highest(scores, most).into_iter().map(label).collect()
+    highest_indices(scores, count).into_iter().map(label).collect()
 }
 
 /// The body of the reply: for each text its best label, and the scores of all labels.
@@ -129,16 +129,16 @@ pub fn write_labels(
     model: &str,
     usage: Usage,
 ) -> Result<Vec<u8>, TaskError> {
-    let one = |(index, scores)| Classification {
+    let classification = |(index, scores)| Classification {
         index,
-        label: highest(scores, 1).first().map(|best| labels[*best].as_str()),
+        label: highest_indices(scores, 1).first().map(|best| labels[*best].as_str()),
         probs: scores,
         num_classes: labels.len(),
-        labels: top_k.map(|most| best(scores, labels, most)),
+        labels: top_k.map(|count| best_labels(scores, labels, count)),
     };
-    let data = scores.iter().map(Vec::as_slice).enumerate().map(one).collect();
+    let data = scores.iter().map(Vec::as_slice).enumerate().map(classification).collect();
     let id = format!("classify-{}", uuid::Uuid::new_v4().simple());
-    written(&Classified { id, object: "list", model, data, usage })
+    to_json(&Classified { id, object: "list", model, data, usage })
 }
 
 #[cfg(test)]
@@ -171,7 +171,7 @@ mod tests {
     fn the_reply_names_the_best_label_and_as_many_as_are_asked_for() {
         let names: Vec<String> = ["no", "maybe", "yes"].map(Into::into).into();
         let numbers = [vec![0.25, 0.5, 0.25], vec![0.125, 0.125, 0.75]];
-        let body = write_labels(&numbers, &names, Some(2), "m", Usage::of(5)).unwrap();
+        let body = write_labels(&numbers, &names, Some(2), "m", Usage::new(5)).unwrap();
         let body: Value = serde_json::from_slice(&body).unwrap();
         assert_eq!((&body["data"][0]["label"], &body["data"][1]["label"]), (&json!("maybe"), &json!("yes")));
         assert_eq!(body["data"][1]["probs"], json!([0.125, 0.125, 0.75]));

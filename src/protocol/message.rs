@@ -1,5 +1,5 @@
-//! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body. The types hold
-//! everything that a producer can send, so that a dead letter carries it unchanged.
+//! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body. The types can hold
+//! everything that a producer can send, so that a dead letter keeps it unchanged.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub const URL: &str = "url";
 /// Application headers, by name.
 pub type Headers = BTreeMap<String, Value>;
 
-/// One header value, with the exact AMQP field type it came with.
+/// One header value, with its exact AMQP field type.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Value {
     /// No value (`V`). Clients send it for an absent optional header.
@@ -47,7 +47,7 @@ pub enum Value {
         /// The digits as one integer.
         value: u32,
     },
-    /// A text, or any bytes sent as one (`S`).
+    /// A string, which may hold any bytes (`S`).
     Text(Vec<u8>),
     /// A byte array (`x`, RabbitMQ's extension).
     Bytes(Vec<u8>),
@@ -85,12 +85,12 @@ impl Value {
         }
     }
 
-    /// The most bytes that it takes in a frame: 1 for the type, then 4 for the length of a text, a list or a table, or
-    /// up to 8 for another value.
-    fn bytes(&self) -> usize {
+    /// Upper bound of its encoded size in bytes: 1 for the type, then 4 for the length of a string, an array or a table
+    /// and its content, or up to 8 for any other value.
+    fn encoded_bytes(&self) -> usize {
         match self {
             Value::Text(bytes) | Value::Bytes(bytes) => 5 + bytes.len(),
-            Value::Array(values) => 5 + values.iter().map(Self::bytes).sum::<usize>(),
+            Value::Array(values) => 5 + values.iter().map(Self::encoded_bytes).sum::<usize>(),
             Value::Table(headers) => 5 + header_bytes(headers),
             _ => 9,
         }
@@ -135,21 +135,21 @@ impl From<f64> for Value {
     }
 }
 
-/// The basic properties of a message. Absent means that the producer did not set it.
+/// The basic properties of a message. A property is `None` if the producer did not set it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Properties {
     /// MIME type of the body.
     pub content_type: Option<String>,
-    /// Encoding of the body, on top of its type.
+    /// Encoding of the body, such as `gzip`.
     pub content_encoding: Option<String>,
     /// Application headers.
     pub headers: Headers,
-    /// 1 transient, 2 persistent.
+    /// 1: transient; 2: persistent.
     pub delivery_mode: Option<u8>,
     /// The broker's priority, 0 to 255.
     pub priority: Option<u8>,
-    /// Echoed on the reply.
+    /// An id that is echoed on the reply.
     pub correlation_id: Option<String>,
     /// Queue that the reply goes to.
     pub reply_to: Option<String>,
@@ -157,7 +157,7 @@ pub struct Properties {
     pub expiration: Option<String>,
     /// The message's own id.
     pub message_id: Option<String>,
-    /// Seconds since the epoch, as the producer's clock had it.
+    /// Seconds since the epoch, by the producer's clock.
     pub timestamp: Option<u64>,
     /// AMQP's `type` property.
     pub kind: Option<String>,
@@ -169,21 +169,21 @@ pub struct Properties {
     pub cluster_id: Option<String>,
 }
 
-/// The most bytes of a task's headers. All properties of a message travel in one frame of at most 128 KiB, and the
-/// broker adds headers of its own when a message is delivered again. If that makes the frame too large, the client
-/// closes the connection, and all messages that it held are delivered again.
+/// Maximum encoded size of a task's headers, in bytes. All properties of a message travel in one frame of at most 128
+/// KiB, and the broker adds headers when a message is delivered again. If that makes the frame too large, the client
+/// closes the connection, and all its unacked messages are delivered again.
 pub const MAX_HEADER_BYTES: usize = 64 << 10;
-/// The most bytes of headers that [`Properties::is_plain`] accepts: up to this, they fit one AMQP frame together with
-/// ours.
-const PLAIN_BYTES: usize = 32 << 10;
+/// Maximum size of the headers that [`Properties::is_plain`] accepts, in bytes. They then fit into one AMQP frame
+/// together with the headers that we add.
+const MAX_PLAIN_BYTES: usize = 32 << 10;
 
-/// The bytes of headers in a frame.
+/// Upper bound of the encoded size of headers, in bytes.
 fn header_bytes(headers: &Headers) -> usize {
-    headers.iter().map(|(name, value)| 1 + name.len() + value.bytes()).sum()
+    headers.iter().map(|(name, value)| 1 + name.len() + value.encoded_bytes()).sum()
 }
 
 impl Properties {
-    /// The bytes of the headers in a frame.
+    /// Upper bound of the encoded size of the headers, in bytes.
     pub fn header_bytes(&self) -> usize {
         header_bytes(&self.headers)
     }
@@ -199,7 +199,7 @@ impl Properties {
             _ => Some(8),
         };
         let sizes = self.headers.iter().map(|(name, value)| Some(name.len() + bytes(value)?));
-        sizes.sum::<Option<usize>>().is_some_and(|sum| sum <= PLAIN_BYTES)
+        sizes.sum::<Option<usize>>().is_some_and(|sum| sum <= MAX_PLAIN_BYTES)
     }
 }
 
@@ -213,7 +213,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// The media type of the body without parameters, lower case; none when absent.
+    /// The media type of the body, in lower case and without parameters; none if the message has no content type.
     pub fn media_type(&self) -> Option<String> {
         let written = self.properties.content_type.as_deref()?;
         let essence = written.split(';').next().unwrap_or_default().trim();
@@ -230,10 +230,10 @@ impl Message {
         if !self.media_type()?.starts_with("text/") {
             return None;
         }
-        // Bytes of another character set may happen to be valid UTF-8, and would become another text.
+        // Bytes of another character set may happen to be valid UTF-8, and would be decoded to a wrong text.
         let parameters = self.properties.content_type.as_deref()?.split(';').skip(1);
-        let named = parameters.filter_map(|parameter| parameter.split_once('='));
-        let mut charsets = named.filter(|(name, _)| name.trim().eq_ignore_ascii_case("charset"));
+        let pairs = parameters.filter_map(|parameter| parameter.split_once('='));
+        let mut charsets = pairs.filter(|(name, _)| name.trim().eq_ignore_ascii_case("charset"));
         let is_utf8 = charsets.all(|(_, charset)| {
             let charset = charset.trim().trim_matches('"');
             ["utf-8", "us-ascii"].iter().any(|it| it.eq_ignore_ascii_case(charset))
@@ -241,9 +241,9 @@ impl Message {
         std::str::from_utf8(&self.body).ok().filter(|_| is_utf8)
     }
 
-    /// Whether this is a task of Celery: it has the headers `task` and `id`, and its body is a list of arguments, in JSON
-    /// or in another format. A recording may have a header `task` too.
-    pub fn is_of_celery(&self) -> bool {
+    /// Whether this is a task of Celery: it has the headers `task` and `id`, and its body is a list of arguments, in
+    /// JSON or in another format. A recording may have a header `task` too.
+    pub fn is_celery_task(&self) -> bool {
         let has_text = |name| self.properties.headers.get(name).is_some_and(|value| value.as_str().is_some());
         let has_headers = has_text("task") && has_text("id");
         let is_json = self.media_type().is_some_and(|it| it == JSON);
@@ -256,21 +256,21 @@ impl Message {
     }
 }
 
-/// The header in which [`without_acting_properties`] keeps `expiration`.
+/// The header in which [`without_broker_directives`] keeps `expiration`.
 pub(super) const ORIGINAL_EXPIRATION: &str = "original_expiration";
-pub(super) const ORIGINALS: [&str; 3] = [ORIGINAL_EXPIRATION, "original_user_id", "original_cc"];
+pub(super) const ORIGINAL_HEADERS: [&str; 3] = [ORIGINAL_EXPIRATION, "original_user_id", "original_cc"];
 
-/// Prepares another producer's message to be published by us. Three properties would act again at the broker
-/// and become `original_*` headers instead: `expiration` would delete the message, `user_id` makes the broker
-/// refuse it from another user, `CC` would copy it to further queues.
-pub fn without_acting_properties(mut message: Message) -> Message {
+/// Prepares another producer's message to be published by us. Three properties would make the broker act again, so
+/// they become `original_*` headers: `expiration` would delete the message, `user_id` makes the broker
+/// refuse it from another user, `CC` would copy it to more queues.
+pub fn without_broker_directives(mut message: Message) -> Message {
     let properties = &mut message.properties;
-    let acting = [
+    let directives = [
         (ORIGINAL_EXPIRATION, properties.expiration.take().map(Value::from)),
         ("original_user_id", properties.user_id.take().map(Value::from)),
         ("original_cc", properties.headers.remove("CC")),
     ];
-    let kept = acting.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+    let kept = directives.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
     properties.headers.extend(kept);
     message
 }
@@ -288,21 +288,21 @@ mod tests {
 
     #[test]
     fn a_body_is_json_or_text_by_its_content_type_and_text_only_in_utf8() {
-        let of = |content_type: &str, body: &'static [u8]| {
+        let read = |content_type: &str, body: &'static [u8]| {
             let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
             let message = Message { properties, body: body.into() };
             (message.is_json(), message.text().map(str::to_owned))
         };
         assert!(Message::default().is_json());
         for json in ["", "application/json", "Application/JSON; charset=utf-8", "application/problem+json"] {
-            assert_eq!(of(json, b"\"a\""), (true, None), "{json}");
+            assert_eq!(read(json, b"\"a\""), (true, None), "{json}");
         }
         for text in ["text/plain", "TEXT/VTT;charset=\"UTF-8\"", "text/plain; x=1; Charset=us-ascii"] {
-            assert_eq!(of(text, b"\xc3\xbc"), (false, Some("ü".into())), "{text}");
+            assert_eq!(read(text, b"\xc3\xbc"), (false, Some("ü".into())), "{text}");
         }
-        assert_eq!(of("text/plain; charset=iso-8859-1", b"\xc3\xbc"), (false, None));
-        assert_eq!(of("text/plain", b"\xfc"), (false, None));
-        assert_eq!(of("application/x-ndjson", b"{}"), (false, None));
+        assert_eq!(read("text/plain; charset=iso-8859-1", b"\xc3\xbc"), (false, None));
+        assert_eq!(read("text/plain", b"\xfc"), (false, None));
+        assert_eq!(read("application/x-ndjson", b"{}"), (false, None));
     }
 
     #[test]

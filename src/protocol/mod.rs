@@ -1,6 +1,6 @@
 //! Data that crosses a process or host boundary: messages and their properties, tasks, replies, sentinels,
-//! control lines, batch lines. Converts bytes to values and back. Pure: owns no state, does no I/O; knows
-//! neither broker nor model nor clock.
+//! control lines, batch lines. Converts bytes to values and back. Pure: owns no state, does no I/O, and knows
+//! neither the broker nor the model nor the clock.
 
 pub mod admin;
 pub mod batch_line;
@@ -32,11 +32,11 @@ pub use task_error::{TaskError, TaskErrorKind};
 /// Media type of every body, unless a model says otherwise.
 pub const JSON: &str = "application/json";
 
-/// Shortens `text` for an error message: if it has over `most` bytes, it is cut and its length in bytes is added.
-pub fn shorten(text: &str, most: usize) -> String {
-    if text.len() <= most {
+/// Shortens `text` for an error message: a text of more than `max_bytes` bytes is cut, and its full length is appended.
+pub fn shorten(text: &str, max_bytes: usize) -> String {
+    if text.len() <= max_bytes {
         return text.to_owned();
     }
-    let end = (0..=most).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+    let end = (0..=max_bytes).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
     format!("{}… ({} bytes)", &text[..end], text.len())
 }

@@ -1,5 +1,5 @@
-//! Writes a reply: properties echoed from the task, the status headers, the timings, the body. Decides the
-//! status and code of an error. Owns no state.
+//! Writes a reply: properties echoed from the task, the status headers, the timings, the body. Decides the status
+//! and the code of an error. Owns no state.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub const PART: &str = "reply.part";
 /// The delivery mode of a message that may be lost when the broker restarts.
 const TRANSIENT: u8 = 1;
 
-/// Longest trace header that is echoed, in bytes: twice what W3C requires.
+/// Longest trace header that is echoed, in bytes: twice the 512 that W3C requires for `tracestate`.
 const TRACE_BYTES: usize = 1_024;
 
 /// The worker that answers; part of the headers of every reply.
@@ -30,23 +30,23 @@ pub struct WorkerInfo {
     pub model: String,
 }
 
-/// How long the stages of a task took. Whole microseconds, because pika, the most used client, truncates
-/// doubles to integers.
+/// How long the stages of a task took, in whole microseconds: pika, the most used client, truncates doubles to
+/// integers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timings {
-    /// Before preprocessing; see [`Task::queued`].
+    /// From its publication to its preprocessing; see [`Task::time_in_queue`].
     pub queue_us: i64,
     /// Decoding and tokenising.
     pub prepare_us: i64,
     /// From preprocessing to the first forward pass.
     pub wait_us: i64,
-    /// In forward passes; the sum if its inputs took several.
+    /// Sum of the forward passes that computed its inputs.
     pub compute_us: i64,
     /// From acceptance by this worker to the first token, for generated text.
     pub first_token_us: Option<i64>,
-    /// From the first token to the last, for generated text; in metrics only.
+    /// From the first token to the last, for generated text. It is in metrics, not in headers.
     pub answer_us: i64,
-    /// Inputs in its last forward pass, those of other tasks included.
+    /// Inputs in its last forward pass, including those of other tasks.
     pub batch_size: i64,
     /// Tokens in its last forward pass.
     pub batch_tokens: i64,
@@ -103,26 +103,39 @@ pub struct Usage {
 
 impl Usage {
     /// The usage of a request whose inputs have `tokens` tokens in all, special ones included.
-    pub fn of(tokens: usize) -> Self {
+    pub fn new(tokens: usize) -> Self {
         Self { prompt_tokens: tokens, total_tokens: tokens }
     }
 }
 
-/// A body as JSON text.
+/// Serializes a body as JSON.
 ///
 /// # Errors
 /// `Internal` if the value cannot be written.
-pub fn written(body: &impl Serialize) -> Result<Vec<u8>, TaskError> {
+pub fn to_json(body: &impl Serialize) -> Result<Vec<u8>, TaskError> {
     serde_json::to_vec(body)
         .map_err(|error| TaskError::internal(format!("the reply cannot be written: {error}")))
 }
 
+/// How a kind of error is named in replies and metrics.
+#[derive(Clone, Copy, Debug)]
+pub struct ErrorNames {
+    /// The header `status`.
+    pub status: &'static str,
+    /// The header `status_code`.
+    pub status_code: i64,
+    /// OpenAI's `type`.
+    pub openai_type: &'static str,
+    /// OpenAI's `code`.
+    pub code: &'static str,
+}
+
 impl TaskErrorKind {
-    /// `status`, `status_code`, OpenAI's `type` and `code`.
-    pub fn wire(self) -> (&'static str, i64, &'static str, &'static str) {
+    /// The names of this kind.
+    pub fn names(self) -> ErrorNames {
         const REQUEST: &str = "invalid_request_error";
         const SERVER: &str = "server_error";
-        match self {
+        let (status, status_code, openai_type, code) = match self {
             Self::Undecodable => ("rejected", 400, REQUEST, "undecodable"),
             Self::BadInput => ("rejected", 400, REQUEST, "invalid_value"),
             Self::UnknownModel => ("rejected", 404, REQUEST, "model_not_found"),
@@ -133,7 +146,8 @@ impl TaskErrorKind {
             Self::Unavailable => ("failed", 502, SERVER, "file_unavailable"),
             Self::OutOfMemory => ("failed", 507, SERVER, "out_of_device_memory"),
             Self::Cancelled => ("cancelled", 499, REQUEST, "cancelled"),
-        }
+        };
+        ErrorNames { status, status_code, openai_type, code }
     }
 }
 
@@ -148,12 +162,16 @@ pub fn reply(
     let (status, status_code) = match &body {
         Ok(_) => ("succeeded", 200),
         Err(error) => {
-            let (status, code, _, _) = error.kind.wire();
-            (status, code)
+            let names = error.kind.names();
+            (names.status, names.status_code)
         }
     };
     let mut body = body.unwrap_or_else(|error| {
-        Body::json(if task.message.is_of_celery() { celery_failure(task, error) } else { error_body(error) })
+        Body::json(if task.message.is_celery_task() {
+            celery_failure(task, error)
+        } else {
+            error_body(error)
+        })
     });
     let mut headers = std::mem::take(&mut body.headers);
     headers.extend([
@@ -190,7 +208,7 @@ pub fn reply(
 
 /// The position of a [`part`] in a run, which is one computation of its task.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct PartPosition {
     /// Identifies the run: a redelivered task gets a new one.
     pub stream_id: String,
     /// The index of the part in its run, from 0.
@@ -203,13 +221,13 @@ pub fn is_part(message: &Message) -> bool {
 }
 
 /// One part of the reply to `task`, before the reply itself. It is transient, because the reply repeats all parts.
-pub fn part(task: &Task, body: Body, place: &Place) -> Message {
+pub fn part(task: &Task, body: Body, position: &PartPosition) -> Message {
     let request = &task.message.properties;
     let mut headers = body.headers;
     headers.extend([
         ("task_id".into(), task.id.as_str().into()),
-        ("stream_id".into(), place.stream_id.as_str().into()),
-        ("seq".into(), place.seq.into()),
+        ("stream_id".into(), position.stream_id.as_str().into()),
+        ("seq".into(), position.seq.into()),
     ]);
     headers.extend(trace_context(request));
     let properties = Properties {
@@ -223,11 +241,11 @@ pub fn part(task: &Task, body: Body, place: &Place) -> Message {
     Message { properties, body: body.bytes }
 }
 
-/// The trace headers of a task, as they are passed on.
+/// The trace headers of a task that its replies repeat.
 fn trace_context(request: &Properties) -> Headers {
     let header = |name: &str| {
         let context = request.headers.get(name)?.as_str()?;
-        // A longer header is dropped: it is invalid, and all headers must fit one frame.
+        // A longer header is dropped, because all headers must fit one AMQP frame.
         (context.len() <= TRACE_BYTES).then(|| (name.to_owned(), Value::from(context)))
     };
     ["traceparent", "tracestate"].into_iter().filter_map(header).collect()
@@ -239,8 +257,8 @@ pub fn error_body(error: &TaskError) -> Vec<u8> {
 }
 
 fn error_object(error: &TaskError) -> serde_json::Value {
-    let (_, _, kind, code) = error.kind.wire();
-    json!({"message": error.message, "type": kind, "param": error.param, "code": code})
+    let ErrorNames { openai_type, code, .. } = error.kind.names();
+    json!({"message": error.message, "type": openai_type, "param": error.param, "code": code})
 }
 
 /// Writes the error in two forms in one object: as OpenAI's, and as Celery's `rpc://` backend reads it, so that

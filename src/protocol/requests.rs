@@ -1,6 +1,6 @@
-//! What clients read from requests and replies of any endpoint: how many inputs a request has, which model it names,
-//! which requests can share a task and how its reply is divided, the text and the tokens of a reply. Pure. The file of
-//! an endpoint decides what its requests mean to a model, and names the fields that are read here.
+//! Reads what clients need from requests and replies of any endpoint: how many inputs a request has, which model it
+//! names, which requests can share a task and how its reply is divided, the text and the tokens of a reply. Pure. The
+//! file of an endpoint decides what its requests mean to a model, and names the fields that are read here.
 
 use std::collections::BTreeMap;
 
@@ -15,17 +15,17 @@ const INPUTS: [&[&str]; 6] =
     [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS, speech::INPUTS];
 
 /// The requests that can share a task.
-const SHARED: [Shared; 2] = [embeddings::SHARED, labels::SHARED];
+const SHAREABLE: [ShareableRequests; 2] = [embeddings::SHAREABLE, labels::SHAREABLE];
 
-/// Requests that can share a task: those to `url` whose field with the name `input` holds a text or a list of texts.
-/// The field `data` of their reply has an item for each text.
-pub(super) struct Shared {
+/// Requests that can share a task: those to `url` whose field `input_field` holds a text or a list of texts. The field
+/// `data` of their reply has an item for each text.
+pub(super) struct ShareableRequests {
     pub(super) url: &'static str,
-    pub(super) input: &'static str,
+    pub(super) input_field: &'static str,
 }
 
-/// The number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text. The `n` of
-/// a request for generated text is not read, although a pool counts each answer.
+/// The number of inputs as a pool counts them: the items of a list, unless they are the token ids of one text. Unlike a
+/// pool, it ignores the `n` of a request for generated text.
 pub fn count_inputs(body: &[u8]) -> usize {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
     match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {
@@ -38,7 +38,7 @@ pub fn count_inputs(body: &[u8]) -> usize {
 /// is one body, in which the first text is compared with the others. For an unknown URL the text is `input`, as for
 /// embeddings.
 pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<String> {
-    let of = |text: &String| match url {
+    let body = |text: &String| match url {
         generate::CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
         generate::COMPLETIONS_URL => json!({ "prompt": text }),
         _ => json!({ "input": text }),
@@ -46,7 +46,7 @@ pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<St
     let mut bodies: Vec<Value> = match (url, texts) {
         (rerank::RERANK_URL, [first, others @ ..]) => vec![json!({"query": first, "documents": others})],
         (rerank::SCORE_URL, [first, others @ ..]) => vec![json!({"text_1": first, "text_2": others})],
-        _ => texts.iter().map(of).collect(),
+        _ => texts.iter().map(body).collect(),
     };
     if is_streamed {
         bodies.iter_mut().for_each(|body| body["stream"] = true.into());
@@ -54,7 +54,7 @@ pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<St
     bodies.iter().map(Value::to_string).collect()
 }
 
-/// The model that a request asks for, if its body is JSON and names one.
+/// The model that a request names, if its body is JSON and names one.
 pub fn model_of(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Named {
@@ -70,34 +70,34 @@ pub struct Shareable {
     pub inputs: Vec<Box<RawValue>>,
     field: &'static str,
     /// The other fields: requests in which these are equal can share a task.
-    rest: String,
+    other_fields: String,
 }
 
 type Fields = BTreeMap<String, Box<RawValue>>;
 
 impl Shareable {
     /// The request to `url` with this body, if it can share a task.
-    pub fn of(url: &str, body: &[u8]) -> Option<Self> {
-        let Shared { input: field, .. } = SHARED.iter().find(|shared| shared.url == url)?;
+    pub fn from_request(url: &str, body: &[u8]) -> Option<Self> {
+        let ShareableRequests { input_field: field, .. } = SHAREABLE.iter().find(|it| it.url == url)?;
         let mut fields: Fields = serde_json::from_slice(body).ok()?;
         let input = fields.remove(*field)?;
         let is_text = |value: &RawValue| value.get().starts_with('"');
         let inputs = if is_text(&input) { vec![input] } else { serde_json::from_str(input.get()).ok()? };
         let all_are_texts = !inputs.is_empty() && inputs.iter().all(|input| is_text(input));
-        let rest = serde_json::to_string(&fields).ok()?;
-        all_are_texts.then_some(Self { inputs, field, rest })
+        let other_fields = serde_json::to_string(&fields).ok()?;
+        all_are_texts.then_some(Self { inputs, field, other_fields })
     }
 
     /// Whether both requests differ in their inputs only.
     pub fn is_like(&self, other: &Self) -> bool {
-        self.field == other.field && self.rest == other.rest
+        self.field == other.field && self.other_fields == other.other_fields
     }
 
     /// The body of a request like this one for `inputs`.
     pub fn body_for<'a>(&self, inputs: impl Iterator<Item = &'a RawValue>) -> String {
-        let Self { field, rest, .. } = self;
-        // The inputs go behind the other fields.
-        let mut body = rest.strip_suffix('}').unwrap_or(rest).to_owned();
+        let Self { field, other_fields, .. } = self;
+        // The inputs follow the other fields.
+        let mut body = other_fields.strip_suffix('}').unwrap_or(other_fields).to_owned();
         let comma = if body.len() > 1 { "," } else { "" };
         body.push_str(&format!("{comma}\"{field}\":["));
         for (index, input) in inputs.enumerate() {
@@ -117,34 +117,34 @@ impl Shareable {
 ///
 /// # Errors
 /// A message: the reply is not JSON, or does not have one item for each input.
-pub fn divided(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, String> {
+pub fn divide_reply(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, String> {
     if !reply.is_json() {
         return Err(format!(
             "a reply has the content type {:?}, which cannot be divided",
             reply.properties.content_type
         ));
     }
-    let unread = |what: &'static str| move |error: serde_json::Error| format!("{what}: {error}");
+    let unreadable = |what: &'static str| move |error: serde_json::Error| format!("{what}: {error}");
     let mut fields: Fields =
-        serde_json::from_slice(&reply.body).map_err(unread("a reply's body is not a JSON object"))?;
+        serde_json::from_slice(&reply.body).map_err(unreadable("a reply's body is not a JSON object"))?;
     let data = fields.remove("data").ok_or("a reply has no data")?;
-    let data: Vec<Fields> = serde_json::from_str(data.get()).map_err(unread("a reply's data"))?;
-    let wanted: usize = inputs.iter().sum();
-    if data.len() != wanted {
-        return Err(format!("a reply has {} items, and its task had {wanted} inputs", data.len()));
+    let data: Vec<Fields> = serde_json::from_str(data.get()).map_err(unreadable("a reply's data"))?;
+    let input_count: usize = inputs.iter().sum();
+    if data.len() != input_count {
+        return Err(format!("a reply has {} items, and its task had {input_count} inputs", data.len()));
     }
     let mut items = data.into_iter();
     let mut bodies = Vec::with_capacity(inputs.len());
     for (number, count) in inputs.iter().enumerate() {
-        let mut own: Vec<Fields> = items.by_ref().take(*count).collect();
-        for (index, item) in own.iter_mut().enumerate() {
+        let mut request_items: Vec<Fields> = items.by_ref().take(*count).collect();
+        for (index, item) in request_items.iter_mut().enumerate() {
             item.insert("index".to_owned(), raw(&index)?);
         }
-        fields.insert("data".to_owned(), raw(&own)?);
-        // Once, before the second body: the zeros stay in `fields` for all later bodies.
+        fields.insert("data".to_owned(), raw(&request_items)?);
+        // This is done once, before the second body: the zeros stay in `fields` for all later bodies.
         if let (1, Some(usage)) = (number, fields.get_mut("usage")) {
             let counts: BTreeMap<String, Value> =
-                serde_json::from_str(usage.get()).map_err(unread("a reply's usage"))?;
+                serde_json::from_str(usage.get()).map_err(unreadable("a reply's usage"))?;
             let zeros: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
             *usage = raw(&zeros)?;
         }
@@ -157,8 +157,8 @@ fn raw(value: &impl serde::Serialize) -> Result<Box<RawValue>, String> {
     to_raw_value(value).map_err(|error| error.to_string())
 }
 
-/// The text of a reply, or of a part of one: a body that is text, the first answer of generated text, or a transcript.
-/// None if it has no text, such as a vector or a sound.
+/// The text of a reply or of a reply part: a body that is text, the first answer of generated text, or a transcript.
+/// None if the reply has no text, such as a vector or a sound.
 pub fn text_of(reply: &Message) -> Option<String> {
     match reply.text() {
         Some(text) => Some(text.to_owned()),
@@ -170,9 +170,9 @@ pub fn text_of(reply: &Message) -> Option<String> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct ReplyUsage {
-    /// Of its inputs and its answer.
+    /// Tokens of its inputs and its answer.
     pub total_tokens: Option<u64>,
-    /// Of its answer, if text was generated.
+    /// Tokens of its answer, if text was generated.
     pub completion_tokens: Option<u64>,
 }
 
@@ -182,8 +182,11 @@ pub fn usage_of(reply: &Message) -> ReplyUsage {
     struct Body {
         usage: Option<ReplyUsage>,
     }
-    let body = reply.is_json().then(|| serde_json::from_slice::<Body>(&reply.body).ok());
-    body.flatten().and_then(|body| body.usage).unwrap_or_default()
+    if !reply.is_json() {
+        return ReplyUsage::default();
+    }
+    let body = serde_json::from_slice::<Body>(&reply.body).ok();
+    body.and_then(|body| body.usage).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -236,7 +239,7 @@ mod tests {
             (r#"{"data":[{}]}"#, "1 items, and its task had 3 inputs"),
             (r#"{"data":[{},{},{}],"usage":1}"#, "a reply's usage"),
         ] {
-            let error = divided(&reply(body), &[1, 2]).unwrap_err();
+            let error = divide_reply(&reply(body), &[1, 2]).unwrap_err();
             assert!(error.contains(message), "{error}");
         }
     }

@@ -6,8 +6,8 @@ use serde_json::value::RawValue;
 
 use super::TaskError;
 use super::fields::{Fields, Keys, Unsupported, list, string, texts};
-use super::labels::highest;
-use super::reply::{Usage, written};
+use super::labels::highest_indices;
+use super::reply::{Usage, to_json};
 
 /// The URL of requests to sort documents.
 pub const RERANK_URL: &str = "/v1/rerank";
@@ -17,7 +17,7 @@ pub const SCORE_URL: &str = "/v1/score";
 pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
 
 const RERANK: Keys = Keys {
-    taken: &[
+    supported: &[
         "model",
         "query",
         "documents",
@@ -35,14 +35,14 @@ const RERANK: Keys = Keys {
     ],
 };
 const SCORE: Keys = Keys {
-    taken: &["model", "text_1", "text_2", "raw_scores", "truncate"],
+    supported: &["model", "text_1", "text_2", "raw_scores", "truncate"],
     unsupported: &[Unsupported { key: "truncate_prompt_tokens", only_value: "null" }],
 };
 
 /// Pairs of texts to score.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PairsRequest {
-    /// The first texts: one for all pairs, or one for each.
+    /// The first texts: one that all pairs share, or one for each pair.
     pub first: Vec<String>,
     /// The second text of each pair.
     pub second: Vec<String>,
@@ -63,7 +63,7 @@ pub struct PairsRequest {
 pub enum Form {
     /// The best documents first.
     Rerank {
-        /// The most results.
+        /// Maximum number of results; none: all.
         top_n: Option<usize>,
         /// Whether the results repeat the documents.
         return_documents: bool,
@@ -73,12 +73,12 @@ pub enum Form {
 }
 
 impl PairsRequest {
-    /// Reads the body of `/v1/rerank`; `most` bounds the documents.
+    /// Reads the body of `/v1/rerank`; `max_documents` bounds the number of documents.
     ///
     /// # Errors
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many documents, else `BadInput` with the
     /// field and the value.
-    pub fn rerank(body: &[u8], most: usize) -> Result<Self, TaskError> {
+    pub fn rerank(body: &[u8], max_documents: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &RERANK)?;
         let query = string(fields.required("query")?.get(), "query")?;
         let field = match (fields.get("documents"), fields.get("texts")) {
@@ -91,7 +91,7 @@ impl PairsRequest {
             }
             _ => "documents",
         };
-        let items = list(fields.required(field)?.get(), field, most)?;
+        let items = list(fields.required(field)?.get(), field, max_documents)?;
         let document = |(index, item): (usize, &&RawValue)| string(item.get(), &format!("{field}[{index}]"));
         Ok(Self {
             first: vec![query],
@@ -108,18 +108,18 @@ impl PairsRequest {
         })
     }
 
-    /// Reads the body of `/v1/score`; `most` bounds the pairs.
+    /// Reads the body of `/v1/score`; `max_pairs` bounds the number of pairs.
     ///
     /// # Errors
     /// As [`PairsRequest::rerank`].
-    pub fn score(body: &[u8], most: usize) -> Result<Self, TaskError> {
+    pub fn score(body: &[u8], max_pairs: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &SCORE)?;
-        let first = texts(fields.required("text_1")?, "text_1", most)?;
-        let second = texts(fields.required("text_2")?, "text_2", most)?;
+        let first = texts(fields.required("text_1")?, "text_1", max_pairs)?;
+        let second = texts(fields.required("text_2")?, "text_2", max_pairs)?;
         if first.len() != 1 && first.len() != second.len() {
-            let (ones, others) = (first.len(), second.len());
+            let (first_count, second_count) = (first.len(), second.len());
             let message = format!(
-                "text_1 holds {ones} texts and text_2 {others}; text_1 must be one text, or as many as text_2"
+                "text_1 holds {first_count} texts and text_2 {second_count}; text_1 must be one text, or as many as text_2"
             );
             return Err(TaskError::bad_input("text_1", message));
         }
@@ -195,14 +195,15 @@ pub fn write_scores(
                 relevance_score: scores[index],
                 document: return_documents.then(|| Document { text: &documents[index] }),
             };
-            let results = highest(scores, top_n.unwrap_or(usize::MAX)).into_iter().map(result).collect();
+            let results =
+                highest_indices(scores, top_n.unwrap_or(usize::MAX)).into_iter().map(result).collect();
             let id = format!("rerank-{}", uuid::Uuid::new_v4().simple());
-            written(&Reranked { id, model, results, usage })
+            to_json(&Reranked { id, model, results, usage })
         }
         Form::Score => {
-            let one = |(index, score): (usize, &f32)| Score { index, object: "score", score: *score };
-            let data = scores.iter().enumerate().map(one).collect();
-            written(&Scored { object: "list", model, data, usage })
+            let numbered = |(index, score): (usize, &f32)| Score { index, object: "score", score: *score };
+            let data = scores.iter().enumerate().map(numbered).collect();
+            to_json(&Scored { object: "list", model, data, usage })
         }
     }
 }
@@ -269,7 +270,7 @@ mod tests {
     fn results_are_sorted_and_equal_scores_keep_their_order() {
         let documents: Vec<String> = ["a", "b", "c", "d"].map(Into::into).into();
         let form = Form::Rerank { top_n: Some(3), return_documents: true };
-        let body = write_scores(form, &documents, &[0.5, 0.9, 0.5, 0.1], "m", Usage::of(7)).unwrap();
+        let body = write_scores(form, &documents, &[0.5, 0.9, 0.5, 0.1], "m", Usage::new(7)).unwrap();
         let body: Value = serde_json::from_slice(&body).unwrap();
         let order: Vec<_> =
             body["results"].as_array().unwrap().iter().map(|it| it["index"].as_u64()).collect();
@@ -277,6 +278,6 @@ mod tests {
         assert_eq!(body["results"][0]["document"]["text"], "b");
         assert_eq!(body["usage"], json!({"prompt_tokens": 7, "total_tokens": 7}));
         assert!(body["id"].as_str().unwrap().starts_with("rerank-"));
-        assert!(write_scores(Form::Score, &documents, &[f32::NAN], "m", Usage::of(1)).is_err());
+        assert!(write_scores(Form::Score, &documents, &[f32::NAN], "m", Usage::new(1)).is_err());
     }
 }

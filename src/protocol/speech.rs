@@ -7,8 +7,8 @@ use flacenc::error::Verify as _;
 use flacenc::source::MemSource;
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, Unsupported, string, texts, wrong};
-use super::reply::written;
+use super::fields::{Fields, Keys, Unsupported, invalid, string, texts};
+use super::reply::to_json;
 use super::{Body, TaskError, TaskErrorKind};
 
 /// The URL of requests for the sound of a text.
@@ -25,14 +25,14 @@ const SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;
 const VOICE_BYTES: usize = 64;
 
 const KEYS: Keys = Keys {
-    taken: &["input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice"],
+    supported: &["input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice"],
     unsupported: &[
         Unsupported { key: "instructions", only_value: "\"\"" },
         Unsupported { key: "stream_format", only_value: "\"audio\"" },
         Unsupported { key: "lang_code", only_value: "null" },
     ],
 };
-const VOICES: Keys = Keys { taken: &["model"], unsupported: &[] };
+const VOICES: Keys = Keys { supported: &["model"], unsupported: &[] };
 
 /// A request for the sound of a text.
 #[derive(Clone, Debug, PartialEq)]
@@ -98,7 +98,7 @@ impl SpeechRequest {
         Ok(Self {
             input,
             model: fields.string("model")?,
-            voice: fields.short("voice", VOICE_BYTES)?,
+            voice: fields.bounded_string("voice", VOICE_BYTES)?,
             speed: speed(&fields)?,
             format: format(&fields)?,
             stream: fields.boolean("stream", false)?,
@@ -111,14 +111,16 @@ fn speed(fields: &Fields<'_>) -> Result<f32, TaskError> {
     let Some(raw) = fields.get("speed") else { return Ok(1.0) };
     match serde_json::from_str::<f32>(raw.get()) {
         Ok(speed) if SPEEDS.contains(&speed) => Ok(speed),
-        _ => Err(wrong("speed", &format!("a number from {} to {}", SPEEDS.start(), SPEEDS.end()), raw.get())),
+        _ => {
+            Err(invalid("speed", &format!("a number from {} to {}", SPEEDS.start(), SPEEDS.end()), raw.get()))
+        }
     }
 }
 
 fn seed(fields: &Fields<'_>) -> Result<Option<u64>, TaskError> {
     let number = |raw: &serde_json::value::RawValue| {
         serde_json::from_str(raw.get())
-            .map_err(|_| wrong("seed", "a whole number from 0 to 2^64 - 1", raw.get()))
+            .map_err(|_| invalid("seed", "a whole number from 0 to 2^64 - 1", raw.get()))
     };
     fields.get("seed").map(number).transpose()
 }
@@ -135,7 +137,7 @@ fn format(fields: &Fields<'_>) -> Result<SoundFormat, TaskError> {
             format!("{KEY} is {name:?}, which is not written here; send \"wav\", \"pcm\" or \"flac\"");
         return Err(TaskError::bad_input(KEY, message));
     }
-    Err(wrong(KEY, "one of \"wav\", \"pcm\", \"flac\"", raw.get()))
+    Err(invalid(KEY, "one of \"wav\", \"pcm\", \"flac\"", raw.get()))
 }
 
 /// Reads a request for the list of voices: an empty body, or an object. Returns the model asked for, if any.
@@ -169,7 +171,7 @@ pub fn write_voices(voices: &[ListedVoice<'_>]) -> Result<Body, TaskError> {
     struct Voices<'a> {
         voices: &'a [ListedVoice<'a>],
     }
-    written(&Voices { voices }).map(Body::json)
+    to_json(&Voices { voices }).map(Body::json)
 }
 
 /// Writes sound with one channel, with the headers `audio_ms` and `sample_rate`.

@@ -1,5 +1,5 @@
 //! The counts of a worker, as its control lines carry them: sums since the previous line, distributions, and its
-//! current state. [`Stats::add`] sums them up, so that the launcher can count for a slot over all its workers.
+//! current state. [`Stats::add`] adds them up, so that the launcher has the counts of a slot over all its workers.
 //! Pure.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use super::shorten;
 
-/// Upper bounds of durations, in seconds.
+/// Histogram buckets of durations: their upper bounds in seconds.
 pub const SECONDS: [f64; 19] = [
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
     25.0, 50.0, 100.0,
 ];
-/// Upper bounds of the inputs of a batch.
+/// Histogram buckets of the number of inputs of a batch: their upper bounds.
 pub const INPUTS: [f64; 12] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0];
-/// Upper bounds of the tokens of a batch.
+/// Histogram buckets of the number of tokens of a batch: their upper bounds.
 pub const TOKENS: [f64; 13] =
     [16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0, 32_768.0, 65_536.0];
 
@@ -32,8 +32,8 @@ impl Histogram {
     /// Counts one observation.
     pub fn observe(&mut self, bounds: &[f64], value: f64) {
         self.counts.resize(bounds.len() + 1, 0);
-        let at = bounds.iter().position(|bound| value <= *bound).unwrap_or(bounds.len());
-        self.counts[at] += 1;
+        let bucket = bounds.iter().position(|bound| value <= *bound).unwrap_or(bounds.len());
+        self.counts[bucket] += 1;
         self.sum += value;
     }
 
@@ -42,8 +42,8 @@ impl Histogram {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);
         }
-        for (own, more) in self.counts.iter_mut().zip(&other.counts) {
-            *own += more;
+        for (count, more) in self.counts.iter_mut().zip(&other.counts) {
+            *count += more;
         }
         self.sum += other.sum;
     }
@@ -74,19 +74,19 @@ impl Histogram {
         counts
     }
 
-    /// The value that the share `rank` (0 to 1) of the observations does not exceed, interpolated within its bucket.
-    /// None if there are no observations; the last bound if the value is above all bounds.
+    /// The quantile `rank`, from 0 to 1, of the observations, interpolated within its bucket. None if there are no
+    /// observations; the last bound if the quantile is above all bounds.
     pub fn quantile(&self, bounds: &[f64], rank: f64) -> Option<f64> {
         let wanted = rank * self.count() as f64;
-        let (mut below, mut floor) = (0.0, 0.0);
+        let (mut below, mut lower_bound) = (0.0, 0.0);
         for (count, bound) in self.counts.iter().zip(bounds) {
             let count = *count as f64;
             if count > 0.0 && below + count >= wanted {
-                return Some(floor + (bound - floor) * (wanted - below) / count);
+                return Some(lower_bound + (bound - lower_bound) * (wanted - below) / count);
             }
-            (below, floor) = (below + count, *bound);
+            (below, lower_bound) = (below + count, *bound);
         }
-        (self.count() > 0).then_some(floor)
+        (self.count() > 0).then_some(lower_bound)
     }
 }
 
@@ -118,12 +118,12 @@ impl Stage {
 
 /// The number of tasks with the same status and reason.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Answer {
+pub struct AnswerCount {
     /// The reply's `status`.
     pub status: String,
     /// The error's code; empty for a result.
     pub reason: String,
-    /// How many.
+    /// The number of tasks.
     pub count: u64,
 }
 
@@ -131,11 +131,11 @@ pub struct Answer {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TokenCounts {
-    /// Of prompts.
+    /// Tokens of prompts.
     pub prompt: u64,
     /// Tokens of prompts that were reused from a cache instead of computed.
     pub cached: u64,
-    /// Of answers.
+    /// Tokens of answers.
     pub answer: u64,
 }
 
@@ -158,16 +158,16 @@ pub struct Generated {
     pub tokens: TokenCounts,
 }
 
-/// The most users whose tokens are counted separately.
-const USERS: usize = 100;
+/// Maximum number of users whose tokens are counted separately.
+const MAX_USERS: usize = 100;
 /// The user that stands for all who are not counted separately.
 pub const OTHERS: &str = "(others)";
-/// Bytes of a user's name that are kept: as many as it may have in a request.
-const USER_BYTES: usize = 256;
+/// Maximum length of a user's name in bytes, as in a request. Longer names are cut.
+const MAX_USER_BYTES: usize = 256;
 
-/// Tokens by user. At most 100 users (`USERS`) are counted separately. To make room for a new one, the least recently
-/// counted user is evicted and its tokens go to [`OTHERS`], so that the sum over all never falls. An evicted user that
-/// comes back begins at 0.
+/// Tokens by user. At most 100 users (`MAX_USERS`) are counted separately. To make room for a new one, the least
+/// recently counted user is evicted and its tokens go to [`OTHERS`], so that the sum over all never falls. An evicted
+/// user that comes back begins at 0.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Users {
@@ -192,11 +192,11 @@ impl Users {
     }
 
     /// Counts the tokens of a user.
-    fn used(&mut self, user: &str, tokens: TokenCounts) {
+    fn count_tokens(&mut self, user: &str, tokens: TokenCounts) {
         if user != OTHERS {
             match self.recent.iter().position(|known| known == user) {
-                Some(place) => _ = self.recent.remove(place),
-                None if self.recent.len() >= USERS => self.evict_one(),
+                Some(position) => _ = self.recent.remove(position),
+                None if self.recent.len() >= MAX_USERS => self.evict_one(),
                 None => {}
             }
             self.recent.push_back(user.to_owned());
@@ -209,13 +209,13 @@ impl Users {
         self.tokens.entry(OTHERS.to_owned()).or_default().add(evicted.unwrap_or_default());
     }
 
-    /// Adds the counts of a further span.
+    /// Adds the counts of a later span.
     fn add(&mut self, more: &Self) {
         // Known users come first. Otherwise a new user could evict one that is counted in the same span.
         let is_known = |user: &&String| self.tokens.contains_key(*user);
         let (known, new): (Vec<&String>, Vec<&String>) = more.tokens.keys().partition(is_known);
         for user in known.into_iter().chain(new) {
-            self.used(user, more.tokens[user]);
+            self.count_tokens(user, more.tokens[user]);
         }
     }
 }
@@ -225,7 +225,7 @@ impl Users {
 #[serde(default)]
 pub struct Stats {
     /// Tasks that were answered.
-    pub answers: Vec<Answer>,
+    pub answers: Vec<AnswerCount>,
     /// Messages dead-lettered, by reason.
     pub dead_lettered: BTreeMap<String, u64>,
     /// Deliveries that were not the first of their message.
@@ -234,7 +234,7 @@ pub struct Stats {
     pub requeued: u64,
     /// Tasks published again for another attempt.
     pub retried: u64,
-    /// Tasks put off uncomputed, so that other tasks do not wait for them.
+    /// Tasks put off before they were computed, so that other tasks do not wait for them.
     pub put_off: u64,
     /// Sentinels obeyed.
     pub sentinels: u64,
@@ -263,39 +263,44 @@ pub struct Stats {
     /// Tokens of forward passes; bounds: [`TOKENS`].
     pub batch_tokens: Histogram,
     /// The worker's state at the end of the span.
-    pub now: Standing,
+    pub now: WorkerState,
 }
 
 /// A worker's state.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Standing {
+pub struct WorkerState {
     /// Tasks delivered and not yet settled.
     pub held: u64,
     /// Whether it has a session with the broker.
     pub connected: bool,
-    /// Resident bytes of memory that only this process uses.
+    /// Resident memory that only this process uses, in bytes.
     pub resident: u64,
     /// Tokens reserved for running sequences.
     pub kv_reserved: u64,
     /// Tokens that can be reserved; 0 for models that answer in one pass.
     pub kv_tokens: u64,
-    /// A problem of the worker, as a text for people: it has no broker, or dead letters wait to be published.
+    /// A problem of the worker, as a text for people: it has no broker connection, or dead letters wait to be
+    /// published.
     pub problem: Option<String>,
 }
 
 impl Stats {
     /// Whether no work was done.
     pub fn is_idle(&self) -> bool {
-        Self { span_ms: 0, now: Standing::default(), ..self.clone() } == Self::default()
+        Self { span_ms: 0, now: WorkerState::default(), ..self.clone() } == Self::default()
     }
 
     /// Counts `count` tasks that were answered with `status`, and with the error `reason`, which is empty for a result.
-    pub fn answered(&mut self, status: &str, reason: &str, count: u64) {
+    pub fn count_answers(&mut self, status: &str, reason: &str, count: u64) {
         match self.answers.iter_mut().find(|it| it.status == status && it.reason == reason) {
             Some(answer) => answer.count += count,
             None => {
-                self.answers.push(Answer { status: status.to_owned(), reason: reason.to_owned(), count });
+                self.answers.push(AnswerCount {
+                    status: status.to_owned(),
+                    reason: reason.to_owned(),
+                    count,
+                });
             }
         }
     }
@@ -311,17 +316,17 @@ impl Stats {
     }
 
     /// Counts the tokens of a user.
-    pub fn used(&mut self, user: &str, tokens: TokenCounts) {
-        self.users.used(&shorten(user, USER_BYTES), tokens);
+    pub fn count_tokens(&mut self, user: &str, tokens: TokenCounts) {
+        self.users.count_tokens(&shorten(user, MAX_USER_BYTES), tokens);
     }
 
     /// Counts how long a stage of a task took.
-    pub fn took(&mut self, stage: Stage, seconds: f64) {
+    pub fn observe_stage(&mut self, stage: Stage, seconds: f64) {
         self.stages[stage as usize].observe(&SECONDS, seconds);
     }
 
     /// Counts a forward pass.
-    pub fn batch(&mut self, inputs: usize, tokens: usize, seconds: f64) {
+    pub fn observe_batch(&mut self, inputs: usize, tokens: usize, seconds: f64) {
         self.inputs += inputs as u64;
         self.tokens += tokens as u64;
         self.busy_us += (seconds * 1e6) as u64;
@@ -333,7 +338,7 @@ impl Stats {
     /// Adds the counts of a later span, and takes over its state.
     pub fn add(&mut self, more: &Self) {
         for answer in &more.answers {
-            self.answered(&answer.status, &answer.reason, answer.count);
+            self.count_answers(&answer.status, &answer.reason, answer.count);
         }
         for (reason, count) in &more.dead_lettered {
             *self.dead_lettered.entry(reason.clone()).or_default() += count;
@@ -348,8 +353,8 @@ impl Stats {
         self.tokens += more.tokens;
         self.busy_us += more.busy_us;
         self.span_ms += more.span_ms;
-        for (own, more) in self.stages.iter_mut().zip(&more.stages) {
-            own.add(more);
+        for (stage, more) in self.stages.iter_mut().zip(&more.stages) {
+            stage.add(more);
         }
         self.users.add(&more.users);
         self.first_token.add(&more.first_token);
@@ -360,8 +365,8 @@ impl Stats {
         self.now = more.now.clone();
     }
 
-    /// Percentage of the span in which the device computed. (A pass is counted when it ends, and may have begun before
-    /// the span.)
+    /// Percentage of the span in which the device computed. A forward pass is counted as a whole in the span in which
+    /// it ends, so the percentage is limited to 100.
     pub fn busy_percent(&self) -> u64 {
         (self.busy_us / (10 * self.span_ms.max(1))).min(100)
     }
@@ -375,16 +380,16 @@ mod tests {
     fn the_counts_of_two_spans_add_up_to_those_of_one_long_span() {
         let record = |stats: &mut Stats, times: u64| {
             for n in 0..times {
-                stats.answered(if n % 3 == 0 { "failed" } else { "succeeded" }, "", 1);
-                stats.took(Stage::Compute, n as f64 / 7.0);
-                stats.batch(n as usize, 9 * n as usize, 0.25);
+                stats.count_answers(if n % 3 == 0 { "failed" } else { "succeeded" }, "", 1);
+                stats.observe_stage(Stage::Compute, n as f64 / 7.0);
+                stats.observe_batch(n as usize, 9 * n as usize, 0.25);
             }
         };
         let (mut first, mut second, mut sum) = (Stats::default(), Stats::default(), Stats::default());
         record(&mut first, 5);
         record(&mut second, 6);
         second.dead_lettered.insert("poison".into(), 1);
-        second.now = Standing { held: 3, connected: true, resident: 1, ..Standing::default() };
+        second.now = WorkerState { held: 3, connected: true, resident: 1, ..WorkerState::default() };
         sum.add(&first);
         sum.add(&second);
         assert_eq!((sum.tasks(), sum.of_status("failed")), (11, 4));
@@ -402,13 +407,13 @@ mod tests {
         let mut sum = Stats::default();
         for span in 0..3 {
             let mut stats = Stats::default();
-            (0..120).for_each(|user| stats.used(&format!("user {}", span * 60 + user), tokens));
+            (0..120).for_each(|user| stats.count_tokens(&format!("user {}", span * 60 + user), tokens));
             sum.add(&stats);
         }
-        assert_eq!(sum.users.iter().count(), USERS + 1);
+        assert_eq!(sum.users.iter().count(), MAX_USERS + 1);
         assert_eq!(sum.users.iter().map(|(_, tokens)| tokens.prompt).sum::<u64>(), 3 * 360);
         assert!(answered(&sum, OTHERS).is_some_and(|tokens| tokens > 0));
-        sum.used(&"long".repeat(1_000), tokens);
+        sum.count_tokens(&"long".repeat(1_000), tokens);
         assert!(sum.users.iter().all(|(user, _)| user.len() < 300));
     }
 
@@ -423,7 +428,7 @@ mod tests {
         let (mut sums, mut total) = (Stats::default(), 0);
         let mut span = |users: &[String]| {
             let mut stats = Stats::default();
-            users.iter().for_each(|user| stats.used(user, one));
+            users.iter().for_each(|user| stats.count_tokens(user, one));
             // As the control line carries it, without the order of users.
             let stats: Stats = serde_json::from_slice(&serde_json::to_vec(&stats).unwrap()).unwrap();
             sums.add(&stats);
@@ -446,7 +451,7 @@ mod tests {
             assert_eq!(answered(&span(&users), "real"), Some(2 + 2 * second as u64));
         }
         let now = span(&["(others)".to_owned()]);
-        assert_eq!(now.users.iter().count(), USERS + 1, "that name is not a separate user");
+        assert_eq!(now.users.iter().count(), MAX_USERS + 1, "that name is not a separate user");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Decides what a delivered message is (a task, a sentinel, an unknown control message) and reads a task's
-//! properties: its id, where its reply goes, its deadline. Never looks for control words in a body: the body
-//! belongs to the model.
+//! properties: its id, where its reply goes, its deadline. Never searches a body for control words, because the body
+//! is the model's input. The only exception is a body that is JSON `null` as a whole.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, SystemTime};
@@ -8,24 +8,24 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
-use super::message::{is_broker_header, without_acting_properties};
+use super::message::{is_broker_header, without_broker_directives};
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
 pub const SHUTDOWN: &str = "control.shutdown";
 /// Prefix of `type` that is reserved for control messages.
-const CONTROL: &str = "control.";
-/// Header of a sentinel that `sconce stop` published: the id of that run.
+const CONTROL_PREFIX: &str = "control.";
+/// Header of a sentinel that `sconce stop` published: the id of that run of the command.
 pub const STOP: &str = "sconce_stop";
-/// Header with an absolute deadline, ISO-8601.
+/// Header with an absolute deadline, in ISO-8601.
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header with an ISO-8601 time. In a task, it says when the task was first put off because its reply queue took
-/// nothing. In a sentinel, it says when the sentinel was last published again.
+/// Header with an ISO-8601 time. In a task, it says when the task was first put off because its reply queue accepted no
+/// messages. In a sentinel, it says when the sentinel was last published again.
 pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
 
-/// The most bytes of a body that its fingerprint includes, from the beginning.
+/// Number of bytes at the beginning of a body that its fingerprint includes.
 const FINGERPRINT_BYTES: usize = 64 << 10;
 
 /// Which messages are sentinels.
@@ -38,7 +38,7 @@ pub struct Sentinels {
 }
 
 impl Sentinels {
-    /// Both forms.
+    /// Both forms of sentinels are valid.
     pub const ALL: Self = Self { by_type: true, by_null: true };
 }
 
@@ -47,41 +47,41 @@ impl Sentinels {
 pub enum Incoming {
     /// A task to compute.
     Task(Task),
-    /// A sentinel: it stops one worker, unless it is past its deadline.
+    /// A sentinel, which stops one worker unless its deadline has passed.
     Sentinel(Message),
-    /// A `control.*` type that this version does not know.
+    /// A message of a `control.*` type that this version does not know, and that type.
     UnknownControl(Task, String),
 }
 
 /// Classifies a message by its `type` property and, for a sentinel's second form, by a body that is
-/// JSON `null`. `made_id` makes the id of a task that has neither `message_id` nor `correlation_id`.
+/// JSON `null`. `make_id` returns the id of a task that has neither `message_id` nor `correlation_id`.
 pub fn classify(
     message: Message,
     received: SystemTime,
     sentinels: Sentinels,
-    made_id: impl FnOnce() -> String,
+    make_id: impl FnOnce() -> String,
 ) -> Incoming {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
     if kind == SHUTDOWN && sentinels.by_type {
         return Incoming::Sentinel(message);
     }
-    if kind.starts_with(CONTROL) {
+    if kind.starts_with(CONTROL_PREFIX) {
         let kind = kind.to_owned();
-        return Incoming::UnknownControl(Task::new(message, received, made_id), kind);
+        return Incoming::UnknownControl(Task::new(message, received, make_id), kind);
     }
     if sentinels.by_null && is_null(&message.body) {
         return Incoming::Sentinel(message);
     }
-    Incoming::Task(Task::new(message, received, made_id))
+    Incoming::Task(Task::new(message, received, make_id))
 }
 
 /// Returns whether a worker with [`Sentinels::ALL`] treats the message as something other than a task.
 pub fn is_control(message: &Message) -> bool {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
-    kind.starts_with(CONTROL) || is_null(&message.body)
+    kind.starts_with(CONTROL_PREFIX) || is_null(&message.body)
 }
 
-/// Whether a body is JSON `null`. JSON's white space differs from ASCII's: it does not include the form feed.
+/// Whether a body is JSON `null`. White space in JSON does not include the form feed, unlike in ASCII.
 fn is_null(body: &[u8]) -> bool {
     let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
     let start = body.iter().position(|byte| !blank(byte)).unwrap_or(body.len());
@@ -93,35 +93,35 @@ fn is_null(body: &[u8]) -> bool {
 pub struct Task {
     /// The id in logs, dead letters and traces.
     pub id: String,
-    /// The message as it came.
+    /// The message as it was delivered.
     pub message: Message,
     /// When this worker received it.
     pub received: SystemTime,
 }
 
-/// Who wants the answer to a task. A user and a queue of the same name are different requesters, so that nobody can
-/// compute at another user's cost by naming that user in `reply_to`.
+/// Who requested a task. A user and a queue of the same name are different requesters, so that nobody can use another
+/// user's share by naming that user in `reply_to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Requester<'a> {
     /// The user of the connection that published it: RabbitMQ refuses a message with another `user_id`.
     User(&'a str),
-    /// Whoever reads this reply queue.
+    /// The reader of this reply queue.
     Queue(&'a str),
     /// The message names neither; all such tasks count as those of one requester.
     Unknown,
 }
 
 impl Task {
-    fn new(message: Message, received: SystemTime, made_id: impl FnOnce() -> String) -> Self {
+    fn new(message: Message, received: SystemTime, make_id: impl FnOnce() -> String) -> Self {
         let given = |id: &Option<String>| id.clone().filter(|id| !id.is_empty());
         let id = given(&message.properties.message_id)
             .or_else(|| given(&message.properties.correlation_id))
-            .unwrap_or_else(made_id);
+            .unwrap_or_else(make_id);
         Self { id, message, received }
     }
 
     /// A fingerprint of the task's content: the same for each of its deliveries, on every worker, even without
-    /// an id from the producer. Of a body over 64 KiB it includes only the beginning and the length.
+    /// an id from the producer. Of a body over 64 KiB it includes only the first 64 KiB and the length.
     pub fn fingerprint(&self) -> String {
         let Message { properties, body } = &self.message;
         let mut hasher = DefaultHasher::new();
@@ -133,14 +133,14 @@ impl Task {
     /// The number of the attempt that a worker makes when it takes this message, counting from 1. Deliveries
     /// are not counted: each broker counts them differently, and a drain adds some.
     pub fn attempt(&self) -> u32 {
-        let made = self.message.properties.headers.get(ATTEMPT).and_then(Value::as_i64);
-        made.and_then(|made| u32::try_from(made).ok()).unwrap_or(1).max(1)
+        let written = self.message.properties.headers.get(ATTEMPT).and_then(Value::as_i64);
+        written.and_then(|attempt| u32::try_from(attempt).ok()).unwrap_or(1).max(1)
     }
 
-    /// The message for the next attempt. It has `deadline` instead of the `expiration`, which would begin
-    /// again.
+    /// The message for the next attempt. It has `deadline` instead of the `expiration`, because an expiration would
+    /// start again.
     pub fn next_attempt(&self, deadline: Option<SystemTime>) -> Message {
-        let mut message = self.again(deadline);
+        let mut message = self.to_republish(deadline);
         let next = i64::from(self.attempt().saturating_add(1));
         message.properties.headers.insert(ATTEMPT.into(), next.into());
         message
@@ -150,9 +150,9 @@ impl Task {
     /// because of its reply queue; none if it is put off for another reason. `deadline` is as in
     /// [`Task::next_attempt`].
     pub fn put_off(&self, since: Option<SystemTime>, deadline: Option<SystemTime>) -> Message {
-        let mut message = self.again(deadline);
+        let mut message = self.to_republish(deadline);
         let headers = &mut message.properties.headers;
-        // The broker writes these again, and with them the headers would not be plain (`Properties::is_plain`).
+        // The broker adds these headers again. With them the headers would not be plain (`Properties::is_plain`).
         headers.retain(|name, _| !is_broker_header(name));
         if let Some(since) = since.and_then(|since| Timestamp::try_from(since).ok()) {
             headers.insert(PUT_OFF_SINCE.into(), format!("{since:.3}").into());
@@ -161,7 +161,7 @@ impl Task {
     }
 
     /// Returns when the task was first put off because of its reply queue; `now` if it was not, or if the header is
-    /// malformed or in the future. A producer that writes the header can only shorten its own time.
+    /// malformed or in the future. A producer that writes this header can only shorten the time of its own task.
     pub fn put_off_since(&self, now: SystemTime) -> SystemTime {
         let written = self.message.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str);
         let since = written.and_then(|text| text.parse::<Timestamp>().ok()).map(SystemTime::from);
@@ -169,8 +169,8 @@ impl Task {
     }
 
     /// Returns the message to publish again, with `deadline` in the header `expires`.
-    fn again(&self, deadline: Option<SystemTime>) -> Message {
-        let mut message = without_acting_properties(self.message.clone());
+    fn to_republish(&self, deadline: Option<SystemTime>) -> Message {
+        let mut message = without_broker_directives(self.message.clone());
         let headers = &mut message.properties.headers;
         if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
             headers.insert(EXPIRES.into(), deadline.to_string().into());
@@ -189,27 +189,30 @@ impl Task {
         self.message.properties.reply_to.as_deref().filter(|queue| !queue.is_empty())
     }
 
-    /// Who wants the answer. A retried task has lost its `user_id`, because RabbitMQ would refuse it from a worker's
+    /// Who requested the task. A retried task has lost its `user_id`, because RabbitMQ would refuse it from a worker's
     /// connection. The header `original_user_id` keeps it for people to read, but anybody can write that header, so the
     /// requester of a retried task is its `reply_to`.
     pub fn requester(&self) -> Requester<'_> {
         let user = self.message.properties.user_id.as_deref().filter(|user| !user.is_empty());
-        let queue = || self.reply_to().map_or(Requester::Unknown, Requester::Queue);
-        user.map_or_else(queue, Requester::User)
+        match (user, self.reply_to()) {
+            (Some(user), _) => Requester::User(user),
+            (None, Some(queue)) => Requester::Queue(queue),
+            (None, None) => Requester::Unknown,
+        }
     }
 
     /// Returns the task's deadline: the earlier of `expires` and `expiration`. The `expiration` counts from the task's
     /// reception, because the broker applies it to the time in the queue.
     ///
     /// # Errors
-    /// A header is not an ISO-8601 time; the task is answered with the error.
+    /// `expires` is not an ISO-8601 time, or `expiration` is not a number. The task is answered with the error.
     pub fn deadline(&self) -> Result<Option<SystemTime>, TaskError> {
         deadline(&self.message, self.received)
     }
 
-    /// How long the task waited before `now`: since its publication if the message has a time
-    /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since its reception.
-    pub fn queued(&self, now: SystemTime) -> Duration {
+    /// How long the task has waited at `now`: since its publication if the message has a time (the header
+    /// `timestamp_in_ms`, or the property `timestamp` in whole seconds), else since its reception.
+    pub fn time_in_queue(&self, now: SystemTime) -> Duration {
         now.duration_since(published(&self.message).unwrap_or(self.received)).unwrap_or_default()
     }
 }
@@ -227,22 +230,22 @@ pub fn published(message: &Message) -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(since?)
 }
 
-/// Whether a sentinel is past its deadline. A sentinel with an unreadable deadline stays valid.
+/// Whether the deadline of a sentinel has passed. A sentinel with an unreadable deadline stays valid.
 pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
     matches!(deadline(message, now), Ok(Some(deadline)) if deadline <= now)
 }
 
-/// How long the sentinel is still obeyed; none: without limit.
+/// The time until the sentinel's deadline; none if it has no deadline.
 pub fn sentinel_time_left(message: &Message, now: SystemTime) -> Option<Duration> {
     deadline(message, now).ok().flatten().map(|deadline| deadline.duration_since(now).unwrap_or_default())
 }
 
-/// Returns the message that puts off a sentinel: it is published again, so that it comes after put-off tasks that were
-/// before it in the queue. It keeps its deadline.
-pub fn sentinel_again(sentinel: &Message, now: SystemTime) -> Message {
+/// Returns the message that replaces a sentinel that is put off. It is published to the end of the queue, so that it
+/// comes after the put-off tasks that were before it. It keeps its deadline.
+pub fn sentinel_to_republish(sentinel: &Message, now: SystemTime) -> Message {
     let since = published(sentinel).map_or(now, |at| at.min(now));
     let deadline = deadline(sentinel, since).ok().flatten();
-    let mut message = without_acting_properties(sentinel.clone());
+    let mut message = without_broker_directives(sentinel.clone());
     let headers = &mut message.properties.headers;
     headers.retain(|name, _| !is_broker_header(name));
     if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
@@ -255,7 +258,7 @@ pub fn sentinel_again(sentinel: &Message, now: SystemTime) -> Message {
 }
 
 /// When a sentinel was last published again; none: it was not.
-pub fn sentinel_put_off(sentinel: &Message) -> Option<SystemTime> {
+pub fn sentinel_put_off_at(sentinel: &Message) -> Option<SystemTime> {
     let written = sentinel.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str)?;
     written.parse::<Timestamp>().ok().map(SystemTime::from)
 }
@@ -263,7 +266,7 @@ pub fn sentinel_put_off(sentinel: &Message) -> Option<SystemTime> {
 fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime>, TaskError> {
     let header = match message.properties.headers.get(EXPIRES) {
         None | Some(Value::Void) => None,
-        Some(value) => Some(instant(value)?),
+        Some(value) => Some(absolute_time(value)?),
     };
     let time_to_live = match message.properties.expiration.as_deref() {
         None | Some("") => None,
@@ -274,15 +277,15 @@ fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime
                 .map_err(|_| bad_header("expiration", text, "must be a whole number of milliseconds"))?,
         ),
     };
-    let relative = time_to_live.and_then(|life| received.checked_add(life));
-    Ok(match (header, relative) {
+    let expires_at = time_to_live.and_then(|ttl| received.checked_add(ttl));
+    Ok(match (header, expires_at) {
         (Some(a), Some(b)) => Some(a.min(b)),
         (a, b) => a.or(b),
     })
 }
 
-/// An absolute time: ISO-8601 with offset or `Z` (UTC without either), or AMQP's timestamp type.
-fn instant(value: &Value) -> Result<SystemTime, TaskError> {
+/// Reads an absolute time: ISO-8601 with an offset or `Z` (UTC without either), or AMQP's timestamp type.
+fn absolute_time(value: &Value) -> Result<SystemTime, TaskError> {
     let wanted = "must be an ISO-8601 time such as 2026-01-31T12:00:00Z";
     if let Value::Timestamp(seconds) = value {
         return SystemTime::UNIX_EPOCH
@@ -306,7 +309,7 @@ fn instant(value: &Value) -> Result<SystemTime, TaskError> {
 
 fn bad_header(name: &str, value: &str, wanted: &str) -> TaskError {
     let message = format!("{name} {wanted}, got {:?}", shorten(value, 80));
-    TaskError::new(TaskErrorKind::BadInput, message).at(name)
+    TaskError::new(TaskErrorKind::BadInput, message).with_param(name)
 }
 
 #[cfg(test)]

@@ -1,18 +1,18 @@
-//! The error of one input, reported to its producer; the process is healthy. (Errors of the process are
-//! `worker::WorkerError`; errors that the operator must fix are `config::ConfigError` and
-//! `launcher::LaunchError`.)
+//! The error of one task, reported to its producer. The process is healthy: errors of the process are
+//! `worker::WorkerError`, and errors that the operator must fix are `config::ConfigError` and
+//! `launcher::LaunchError`.
 
 use super::shorten;
 
-/// Longest message, in bytes: an error text of a library may contain the whole value.
-const LONGEST: usize = 2_000;
+/// Longest message, in bytes. The error text of a library may contain the whole value.
+const MAX_MESSAGE_BYTES: usize = 2_000;
 
 /// The kind of failure, which decides the reply's `status` and `status_code`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskErrorKind {
     /// The body does not match its content type (not JSON, not UTF-8): 400, and dead-lettered.
     Undecodable,
-    /// Well-formed, but not a request this model can answer: 400.
+    /// The request is well-formed, but this model cannot answer it: 400.
     BadInput,
     /// The request names a model that this pool does not serve: 404.
     UnknownModel,
@@ -20,7 +20,7 @@ pub enum TaskErrorKind {
     UnknownUrl,
     /// The deadline passed before the task was computed: 408.
     Expired,
-    /// Over a limit of this pool: 413.
+    /// The request exceeds a limit of this pool: 413.
     TooLarge,
     /// The model or this program failed on a valid input, and would fail again: 500.
     Internal,
@@ -41,7 +41,7 @@ impl TaskErrorKind {
         matches!(self, Self::Internal | Self::Fault | Self::OutOfMemory)
     }
 
-    /// Whether the task is refused as it is: another try would end the same.
+    /// Whether the request itself is refused, so that a retry would be refused again.
     pub fn is_refusal(self) -> bool {
         matches!(
             self,
@@ -67,8 +67,7 @@ impl TaskErrorKind {
 
 /// Why a task was not answered with a result.
 ///
-/// The message names the thing and the value. It is sent to the producer as it is, so it must not hold a
-/// secret.
+/// The message names the field and the value. It is sent to the producer unchanged, so it must not contain a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct TaskError {
@@ -83,7 +82,7 @@ pub struct TaskError {
 impl TaskError {
     /// An error that no single field causes.
     pub fn new(kind: TaskErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: shorten(&message.into(), LONGEST), param: None }
+        Self { kind, message: shorten(&message.into(), MAX_MESSAGE_BYTES), param: None }
     }
 
     /// A failure of the model or this program.
@@ -93,12 +92,12 @@ impl TaskError {
 
     /// A bad value in the field `param`.
     pub fn bad_input(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Self::new(TaskErrorKind::BadInput, message).at(param)
+        Self::new(TaskErrorKind::BadInput, message).with_param(param)
     }
 
     /// The same error, caused by the field `param`.
     #[must_use]
-    pub fn at(mut self, param: impl Into<String>) -> Self {
+    pub fn with_param(mut self, param: impl Into<String>) -> Self {
         self.param = Some(param.into());
         self
     }
@@ -111,7 +110,7 @@ mod tests {
     #[test]
     fn a_message_is_bounded_whatever_a_library_put_into_it() {
         let error = TaskError::bad_input("input", "é".repeat(1 << 20));
-        assert!(error.message.len() < LONGEST + 30, "{}", error.message.len());
+        assert!(error.message.len() < MAX_MESSAGE_BYTES + 30, "{}", error.message.len());
         assert!(error.message.ends_with("… (2097152 bytes)"));
     }
 }

@@ -6,7 +6,7 @@ use std::fmt;
 /// Why a sconce process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The process did what it was asked for, a drain included.
+    /// The process did what was requested; a drain counts as that.
     Done = 0,
     /// Refused: unhealthy, nobody answered, or an order or dead letter could not be handled. Workers never exit
     /// with it.
@@ -63,8 +63,8 @@ impl Exit {
         matches!(self, Exit::ModelFailed | Exit::ModelUnavailable)
     }
 
-    /// The exit that a worker's status means; none for an unknown status, and for 1, which any library may exit
-    /// with.
+    /// The meaning of a worker's exit status. None for an unknown status, and for 1, because any library may exit
+    /// with 1.
     pub fn from_code(code: i32) -> Option<Self> {
         let mut exits = Self::ALL.into_iter().map(|(exit, _)| exit).filter(|exit| *exit != Exit::Refused);
         exits.find(|exit| i32::from(exit.code()) == code)

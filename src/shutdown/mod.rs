@@ -1,15 +1,15 @@
-//! Why a process stops, and how far it has stopped: causes, phases, exit codes, the signal source. A [`Stop`]
-//! is the only state; its clones share it, and its phase only moves forward. Knows neither broker nor model.
+//! Why a process stops, and how far the stop has gone: causes, phases, exit codes, the signal source. The only
+//! state is a [`Stop`], which its clones share and whose phase only moves forward.
 
 mod exit;
 mod signals;
 
 pub use exit::Exit;
-pub use signals::{Hangups, Patience, listen_for_signals};
+pub use signals::{Hangups, SecondSignal, listen_for_signals};
 
 use tokio::sync::watch;
 
-/// How far the stop has gone. Later phases include the earlier.
+/// How far the stop has gone. A later phase implies the earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     /// The process is not stopping.
@@ -52,12 +52,12 @@ impl Stop {
     /// Moves to `phase`. Returns false, without effect, if that phase has been reached already.
     pub fn advance(&self, phase: Phase, cause: impl Into<String>) -> bool {
         self.state.send_if_modified(|state| {
-            let further = phase > state.phase;
-            if further {
+            let is_later = phase > state.phase;
+            if is_later {
                 state.phase = phase;
                 state.cause.get_or_insert(cause.into());
             }
-            further
+            is_later
         })
     }
 

@@ -14,12 +14,12 @@ const REPEAT_WINDOW: Duration = Duration::from_millis(100);
 
 /// What a second signal means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    /// Abort. For a process that a person stops.
-    SecondAborts,
-    /// The same as the first. For a worker under a launcher: the terminal or the service manager may signal
+pub enum SecondSignal {
+    /// It aborts the process. For a process that a person stops.
+    Aborts,
+    /// Nothing new: the drain goes on. For a worker under a launcher: the terminal or the service manager may signal
     /// both, and the launcher sends `abort` itself when needed.
-    Drain,
+    Ignored,
 }
 
 /// When the first signal came.
@@ -28,10 +28,10 @@ struct FirstSignal(Option<Instant>);
 
 impl FirstSignal {
     /// The phase to which a signal at the time `now` moves the stop.
-    fn phase_at(&mut self, patience: Patience, now: Instant) -> Phase {
+    fn phase_at(&mut self, second_signal: SecondSignal, now: Instant) -> Phase {
         let first = *self.0.get_or_insert(now);
         let is_second = now.saturating_duration_since(first) >= REPEAT_WINDOW;
-        if is_second && patience == Patience::SecondAborts { Phase::Aborting } else { Phase::Returning }
+        if is_second && second_signal == SecondSignal::Aborts { Phase::Aborting } else { Phase::Returning }
     }
 }
 
@@ -40,10 +40,10 @@ impl FirstSignal {
 ///
 /// # Errors
 /// When the handlers cannot be installed.
-pub fn listen_for_signals(stop: Stop, patience: Patience) -> io::Result<()> {
+pub fn listen_for_signals(stop: Stop, second_signal: SecondSignal) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    if patience == Patience::Drain {
+    if second_signal == SecondSignal::Ignored {
         // A SIGHUP to all processes with the name of this program is meant for the launcher. tokio's handler stays
         // installed when the stream is dropped, so the worker ignores the signal.
         drop(signal(SignalKind::hangup())?);
@@ -55,7 +55,7 @@ pub fn listen_for_signals(stop: Stop, patience: Patience) -> io::Result<()> {
                 _ = terminate.recv() => "SIGTERM",
                 _ = interrupt.recv() => "SIGINT",
             };
-            stop.advance(first_signal.phase_at(patience, Instant::now()), name);
+            stop.advance(first_signal.phase_at(second_signal, Instant::now()), name);
         }
     });
     Ok(())
@@ -94,12 +94,12 @@ mod tests {
     #[test]
     fn a_repeated_signal_counts_once_and_a_later_one_aborts() {
         let now = Instant::now();
-        let phases = |patience| {
+        let phases = |second_signal| {
             let mut first_signal = FirstSignal::default();
             [Duration::ZERO, REPEAT_WINDOW / 2, REPEAT_WINDOW]
-                .map(|after| first_signal.phase_at(patience, now + after))
+                .map(|after| first_signal.phase_at(second_signal, now + after))
         };
-        assert_eq!(phases(Patience::SecondAborts), [Phase::Returning, Phase::Returning, Phase::Aborting]);
-        assert_eq!(phases(Patience::Drain), [Phase::Returning; 3]);
+        assert_eq!(phases(SecondSignal::Aborts), [Phase::Returning, Phase::Returning, Phase::Aborting]);
+        assert_eq!(phases(SecondSignal::Ignored), [Phase::Returning; 3]);
     }
 }

@@ -11,7 +11,7 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::time::{FormatTime as _, SystemTime};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The fields that are lists of texts. They arrive in their `Debug` form, which is also JSON.
+/// The fields that are lists of texts. They arrive in their `Debug` form, which for these texts is also valid JSON.
 const LISTS: [&str; 2] = ["ids", "devices"];
 
 /// The format of the lines.
@@ -42,9 +42,9 @@ where
 /// The fields of one event.
 #[derive(Default)]
 struct Fields {
-    /// As the inside of a JSON object.
+    /// The members of a JSON object, without the braces.
     json: String,
-    /// The target of an event of the crate `log`, which carries it as a field.
+    /// The target of an event that comes from the crate `log`, which carries the target as a field.
     target: Option<String>,
 }
 

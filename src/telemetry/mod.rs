@@ -1,5 +1,5 @@
-//! The subscriber: where log lines go and their format. Log lines go to stderr; stdout is for results and
-//! control lines. Spans of tasks and batches are in [`traces`].
+//! The subscriber of log events: decides where log lines go, their format and their filter. They go to stderr; stdout
+//! is for results and control lines. Spans of tasks and batches are in [`traces`].
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
@@ -30,10 +30,10 @@ pub const QUIET: &str = "warn";
 /// recording, and a requester may send any number of these; the task's error has what matters.
 const NOT_SHOWN: [&str; 3] = ["amq_protocol", "lapin", "symphonia"];
 
-/// Libraries of which only warnings and errors are shown, whatever the filter says. Below that they print what they
-/// carry: tokenizers each character of a text, ureq addresses and headers (a collector's key, a signed address of a
-/// model), OpenTelemetry the collector's answers, rustls its handshakes. All libraries that log are listed, so that new
-/// releases need no review of each log line.
+/// Libraries whose warnings and errors are shown, but no other events, whatever the filter says. The other events
+/// contain the data that the library handles: tokenizers prints each character of a text, ureq prints addresses and
+/// headers (a collector's key, a signed address of a model), OpenTelemetry the collector's answers, rustls its
+/// handshakes. All libraries that log are listed, so that new releases need no review of each log line.
 const WARNINGS_ONLY: [&str; 14] = [
     "axum",
     "hf_hub",
@@ -66,7 +66,7 @@ pub enum Format {
 /// What is wrong with the filter; then nothing is installed.
 pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
     let written = filter.unwrap_or(DEFAULT_FILTER);
-    let filter = parsed(written)?;
+    let filter = parse_filter(written)?;
     let (filter, handle) = reload::Layer::new(without_secrets(filter));
     let lines =
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
@@ -84,7 +84,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
 
 /// Parses a filter, and checks that its levels and targets exist. The library takes any word for a target, so a
 /// mistyped level would otherwise silence everything.
-fn parsed(written: &str) -> Result<EnvFilter, String> {
+fn parse_filter(written: &str) -> Result<EnvFilter, String> {
     const LEVELS: &str = "off, error, warn, info, debug or trace";
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     for directive in written.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
@@ -115,11 +115,11 @@ fn parsed(written: &str) -> Result<EnvFilter, String> {
 fn is_known(target: &str) -> bool {
     let program = std::env::current_exe().ok();
     let program = program.as_ref().and_then(|path| path.file_stem()?.to_str()).unwrap_or_default();
-    let own = ["sconce", &program.replace('-', "_")];
-    is_of(&own, target) || is_of(&NOT_SHOWN, target) || is_of(&WARNINGS_ONLY, target)
+    let own_crates = ["sconce", &program.replace('-', "_")];
+    [&own_crates[..], &NOT_SHOWN, &WARNINGS_ONLY].iter().any(|crates| belongs_to(crates, target))
 }
 
-/// Writes a line that another process of ours has already formatted.
+/// Writes a log line that another process of this service has formatted.
 pub fn write_line(line: &str) {
     // The line and its line feed are one write, since other processes write to stderr too. Errors are ignored.
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
@@ -141,9 +141,9 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
     } else {
         filter
     };
-    let parsed = parsed(filter)?;
+    let filter = parse_filter(filter)?;
     match REPLACE_FILTER.get() {
-        Some(replace) if replace(parsed) => Ok(()),
+        Some(replace) if replace(filter) => Ok(()),
         _ => Err("logging has not been started".to_owned()),
     }
 }
@@ -152,21 +152,21 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
 /// `tracing`, so that events below it cost nothing: the tokenizer logs each character at TRACE, and checking
 /// each of these events took longer than tokenizing.
 fn without_secrets(filter: EnvFilter) -> impl Filter<Registry> + Send + Sync + 'static {
-    let least = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
+    let lowest_level = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
     let is_harmless = filter_fn(|metadata| !may_hold_secrets(metadata.target(), *metadata.level()));
-    filter.and(is_harmless.with_max_level_hint(least))
+    filter.and(is_harmless.with_max_level_hint(lowest_level))
 }
 
 /// Whether an event of this target and level may contain a message's body or headers, or a password.
 fn may_hold_secrets(target: &str, level: Level) -> bool {
-    is_of(&NOT_SHOWN, target) || (level > Level::WARN && is_of(&WARNINGS_ONLY, target))
+    belongs_to(&NOT_SHOWN, target) || (level > Level::WARN && belongs_to(&WARNINGS_ONLY, target))
 }
 
-/// Whether `target` is a path in one of these libraries or in a related crate: `hyper::proto`,
-/// `hyper_util::rt`; OpenTelemetry's targets look like `opentelemetry-otlp`.
-fn is_of(libraries: &[&str], target: &str) -> bool {
-    let continues = |rest: &str| rest.starts_with(char::is_alphanumeric);
-    libraries.iter().any(|library| target.strip_prefix(*library).is_some_and(|rest| !continues(rest)))
+/// Whether `target` is a path in one of these crates or in a related crate: `hyper::proto`, `hyper_util::rt`;
+/// OpenTelemetry's targets look like `opentelemetry-otlp`.
+fn belongs_to(crates: &[&str], target: &str) -> bool {
+    let continues_name = |rest: &str| rest.starts_with(char::is_alphanumeric);
+    crates.iter().any(|name| target.strip_prefix(*name).is_some_and(|rest| !continues_name(rest)))
 }
 
 #[cfg(test)]
@@ -183,7 +183,7 @@ mod tests {
             ("warn,scnoce=info", "\"scnoce\""),
             ("sconcerto=info", "\"sconcerto\""),
         ] {
-            let error = parsed(written).err().unwrap_or_default();
+            let error = parse_filter(written).err().unwrap_or_default();
             assert!(error.contains(named), "{written}: {error}");
         }
         for good in [
@@ -195,16 +195,16 @@ mod tests {
             "lapin=off",
             "hyper_util=warn",
         ] {
-            assert!(parsed(good).is_ok(), "{good}");
+            assert!(parse_filter(good).is_ok(), "{good}");
         }
     }
 
     #[test]
     fn events_below_the_lowest_level_are_not_checked() {
-        for (written, least) in
+        for (written, lowest) in
             [(DEFAULT_FILTER, LevelFilter::INFO), ("warn,sconce=trace", LevelFilter::TRACE)]
         {
-            assert_eq!(without_secrets(EnvFilter::new(written)).max_level_hint(), Some(least), "{written}");
+            assert_eq!(without_secrets(EnvFilter::new(written)).max_level_hint(), Some(lowest), "{written}");
         }
     }
 

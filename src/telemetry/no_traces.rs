@@ -6,7 +6,7 @@ use std::time::Duration;
 /// No links, since no spans are recorded.
 pub const MAX_LINKS: usize = 0;
 
-pub use super::span::{DeliveredTask, Place};
+pub use super::span::{DeliveredTask, SpanOrigin};
 
 /// A finished forward pass.
 pub type ForwardPass<'a> = super::span::ForwardPass<'a, TaskLink>;
@@ -24,7 +24,7 @@ pub struct Traces(());
 
 #[expect(missing_docs, reason = "as in a build with the feature")]
 impl Traces {
-    pub fn start(_: &str, _: f64, _: Place<'_>) -> Result<Self, String> {
+    pub fn start(_: &str, _: f64, _: SpanOrigin<'_>) -> Result<Self, String> {
         Err("this build is without the feature `otlp`".to_owned())
     }
 

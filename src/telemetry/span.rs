@@ -1,13 +1,13 @@
-//! The plain values of which spans are made. They exist with and without the feature `otlp`.
+//! The input of spans, as plain values. They exist with and without the feature `otlp`.
 
 use std::time::SystemTime;
 
-/// The process whose spans these are; the same for all of them.
+/// The worker that writes the spans. It is the same for all spans of a process.
 #[derive(Clone, Copy, Debug)]
-pub struct Place<'a> {
-    /// launcher/pool/index; OpenTelemetry's `service.instance.id`.
+pub struct SpanOrigin<'a> {
+    /// The worker's name, `launcher/pool/index`; OpenTelemetry's `service.instance.id`.
     pub worker: &'a str,
-    /// pool/index.
+    /// The slot's name, `pool/index`.
     pub slot: &'a str,
     /// `cpu`, or the GPU's UUID.
     pub device: &'a str,
@@ -24,9 +24,9 @@ pub struct Place<'a> {
 pub struct ForwardPass<'a, L> {
     /// When it began.
     pub began: SystemTime,
-    /// Links to the recorded tasks in it, `MAX_LINKS` at most.
+    /// Links to the recorded tasks in it, at most `MAX_LINKS`.
     pub links: Vec<L>,
-    /// The number of all tasks in it.
+    /// The number of tasks in it, recorded or not.
     pub tasks: usize,
     /// The number of inputs in it.
     pub inputs: usize,
@@ -50,5 +50,5 @@ pub struct DeliveredTask<'a> {
     /// The size of its body in bytes.
     pub size: usize,
     /// When the worker received it.
-    pub at: SystemTime,
+    pub received_at: SystemTime,
 }

@@ -1,11 +1,10 @@
-//! Spans: one for each task, in the trace that its producer began, and one for each batch, with links to its
-//! tasks. Holds the tracer, which may be off. Decides the names and parents of spans. Ending a span never
-//! waits.
+//! Spans: one for each task, in the trace that its producer began, and one for each batch, with links to its tasks.
+//! Holds the tracer, which may be off. Decides the names and parents of spans. Ending a span never waits.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `context` | how W3C trace headers are read and written |
-//! | `task` | what is noted of a task until its span ends |
+//! | `task` | which attributes a task's span gets, and its trace headers |
 //! | `export` | how finished spans reach the collector, and which are lost |
 
 mod context;
@@ -25,20 +24,21 @@ use opentelemetry_sdk::trace::{
     Sampler, SamplingDecision, SamplingResult, SdkTracer, SdkTracerProvider, ShouldSample,
 };
 
-pub use super::span::{DeliveredTask, Place};
+pub use super::span::{DeliveredTask, SpanOrigin};
 pub use task::{TaskLink, TaskSpan};
 
 /// A finished forward pass, with links to its tasks' spans.
 pub type ForwardPass<'a> = super::span::ForwardPass<'a, TaskLink>;
 
-/// The most links of a batch's span; further tasks are only counted.
+/// Maximum number of links of a batch's span. Further tasks are only counted.
 pub const MAX_LINKS: usize = 128;
 
 /// Creates spans, or none if tracing is off. Clones share the exporter.
 #[derive(Clone, Default)]
-pub struct Traces(Option<Arc<On>>);
+pub struct Traces(Option<Arc<Active>>);
 
-struct On {
+/// The tracer, and what the spans of this worker have in common.
+struct Active {
     /// Never dropped, since its `drop` waits for the collector. Spans and the tracer share it.
     provider: ManuallyDrop<SdkTracerProvider>,
     tracer: SdkTracer,
@@ -51,23 +51,23 @@ struct On {
 }
 
 impl Traces {
-    /// Exports to the collector at `endpoint`, under OTLP's path `/v1/traces`. Of traces without a sampling decision
-    /// from upstream, the share `sample` (0 to 1) is recorded.
+    /// Exports to the collector at `endpoint`, under OTLP's path `/v1/traces`. Records the share `sample` (0 to 1) of
+    /// the traces that have no sampling decision from upstream.
     ///
     /// # Errors
-    /// What the exporter cannot use: the address, or a variable `OTEL_EXPORTER_OTLP_…`.
-    pub fn start(endpoint: &str, sample: f64, place: Place<'_>) -> Result<Self, String> {
+    /// The exporter cannot use the address, or a variable `OTEL_EXPORTER_OTLP_…`.
+    pub fn start(endpoint: &str, sample: f64, origin: SpanOrigin<'_>) -> Result<Self, String> {
         let span_queue = export::span_queue(endpoint).map_err(|error| error.to_string())?;
         let provider = SdkTracerProvider::builder()
             .with_span_processor(span_queue)
             .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
             .with_max_links_per_span(MAX_LINKS as u32)
-            .with_resource(resource(place.worker));
-        Ok(Self::of(provider.build(), place))
+            .with_resource(resource(origin.worker));
+        Ok(Self::with_provider(provider.build(), origin))
     }
 
-    fn of(provider: SdkTracerProvider, place: Place<'_>) -> Self {
-        let Place { slot, device, model, queue, system, .. } = place;
+    fn with_provider(provider: SdkTracerProvider, origin: SpanOrigin<'_>) -> Self {
+        let SpanOrigin { slot, device, model, queue, system, .. } = origin;
         let text = |key: &'static str, value: &str| KeyValue::new(key, Arc::<str>::from(value));
         let batch_attributes =
             vec![text("sconce.slot", slot), text("sconce.device", device), text("sconce.model", model)];
@@ -81,7 +81,7 @@ impl Traces {
         let tracer = provider.tracer("sconce");
         let provider = ManuallyDrop::new(provider);
         let task_name = format!("process {queue}");
-        Self(Some(Arc::new(On { provider, tracer, task_name, task_attributes, batch_attributes })))
+        Self(Some(Arc::new(Active { provider, tracer, task_name, task_attributes, batch_attributes })))
     }
 
     /// Whether spans are recorded.
@@ -91,11 +91,11 @@ impl Traces {
 
     /// Begins the span of a task; none if tracing is off.
     pub fn task<'a>(&self, delivered: impl FnOnce() -> DeliveredTask<'a>) -> Option<TaskSpan> {
-        let on = self.0.as_ref()?;
+        let active = self.0.as_ref()?;
         let delivered = delivered();
         let parent = delivered.traceparent.and_then(|parent| context::parse(parent, delivered.tracestate));
-        let mut attributes = Vec::with_capacity(on.task_attributes.len() + 16);
-        attributes.extend(on.task_attributes.iter().cloned());
+        let mut attributes = Vec::with_capacity(active.task_attributes.len() + 16);
+        attributes.extend(active.task_attributes.iter().cloned());
         attributes.push(KeyValue::new("messaging.message.id", delivered.id.to_owned()));
         attributes.push(KeyValue::new("messaging.message.body.size", delivered.size as i64));
         attributes.extend(
@@ -103,36 +103,39 @@ impl Traces {
                 .correlation_id
                 .map(|id| KeyValue::new("messaging.message.conversation_id", id.to_owned())),
         );
-        let builder = on
+        let builder = active
             .tracer
-            .span_builder(on.task_name.clone())
+            .span_builder(active.task_name.clone())
             .with_kind(SpanKind::Consumer)
-            .with_start_time(delivered.at)
+            .with_start_time(delivered.received_at)
             .with_attributes(attributes);
         let continued = parent.is_some();
-        let context = parent.map_or_else(Context::new, |it| Context::new().with_remote_span_context(it));
-        let span = on.tracer.build_with_context(builder, &context);
-        Some(TaskSpan::of(span, continued))
+        let context = match parent {
+            Some(parent) => Context::new().with_remote_span_context(parent),
+            None => Context::new(),
+        };
+        let span = active.tracer.build_with_context(builder, &context);
+        Some(TaskSpan::new(span, continued))
     }
 
     /// Writes the span of a forward pass. It is in a trace of its own, since its tasks belong to many traces. Writes no
     /// span if none of the tasks is recorded.
     pub fn batch(&self, forward_pass: ForwardPass<'_>) {
-        let Some(on) = self.0.as_ref().filter(|_| !forward_pass.links.is_empty()) else { return };
-        let mut attributes = on.batch_attributes.clone();
+        let Some(active) = self.0.as_ref().filter(|_| !forward_pass.links.is_empty()) else { return };
+        let mut attributes = active.batch_attributes.clone();
         attributes.extend([
             KeyValue::new("sconce.batch.size", forward_pass.inputs as i64),
             KeyValue::new("sconce.batch.tokens", forward_pass.tokens as i64),
             KeyValue::new("sconce.batch.tasks", forward_pass.tasks as i64),
         ]);
         let links = forward_pass.links.into_iter().take(MAX_LINKS);
-        let builder = on
+        let builder = active
             .tracer
             .span_builder("forward")
             .with_start_time(forward_pass.began)
             .with_attributes(attributes)
             .with_links(links.map(|task| Link::with_context(task.into())).collect());
-        let mut span = on.tracer.build_with_context(builder, &Context::new());
+        let mut span = active.tracer.build_with_context(builder, &Context::new());
         if let Some(fault) = forward_pass.fault {
             span.set_status(Status::error(fault.to_owned()));
         }
@@ -142,14 +145,14 @@ impl Traces {
     /// Sends the ended spans to the collector, and blocks until they are sent, for at most `timeout`. Spans that end
     /// later are lost.
     pub fn finish(&self, timeout: Duration) {
-        let Some(on) = &self.0 else { return };
-        if let Err(error) = on.provider.shutdown_with_timeout(timeout) {
+        let Some(active) = &self.0 else { return };
+        if let Err(error) = active.provider.shutdown_with_timeout(timeout) {
             tracing::debug!(%error, "the last spans did not reach the collector");
         }
     }
 }
 
-/// Records every span with links, which is a batch with a recorded task. For all other spans the parent or the sampler
+/// Records every span with links: a batch with a recorded task. For all other spans the parent or the inner sampler
 /// decides.
 #[derive(Clone, Debug)]
 struct Sampling(Sampler);
@@ -174,18 +177,18 @@ impl ShouldSample for Sampling {
 
 /// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
 fn resource(worker: &str) -> Resource {
-    let found = Resource::builder().build();
+    let detected = Resource::builder().build();
     // If the environment names no service, the SDK makes up the name `unknown_service`.
     let is_made_up =
         |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
-    let found = found.iter().filter(|(key, value)| !is_made_up(key, value));
+    let detected = detected.iter().filter(|(key, value)| !is_made_up(key, value));
     Resource::builder_empty()
         .with_service_name("sconce")
         .with_attributes([
             KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
             KeyValue::new("service.instance.id", worker.to_owned()),
         ])
-        .with_attributes(found.map(|(key, value)| KeyValue::new(key.clone(), value.clone())))
+        .with_attributes(detected.map(|(key, value)| KeyValue::new(key.clone(), value.clone())))
         .build()
 }
 
@@ -201,11 +204,11 @@ mod tests {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
     const PARENT: &str = "b7ad6b7169203331";
 
-    /// Keeps the exported spans.
+    /// Stores the ended spans.
     #[derive(Clone, Debug, Default)]
-    struct Kept(Arc<Mutex<Vec<SpanData>>>);
+    struct Recorder(Arc<Mutex<Vec<SpanData>>>);
 
-    impl SpanProcessor for Kept {
+    impl SpanProcessor for Recorder {
         fn on_start(&self, _: &mut Span, _: &Context) {}
 
         fn on_end(&self, span: SpanData) {
@@ -221,34 +224,40 @@ mod tests {
         }
     }
 
-    impl Kept {
+    impl Recorder {
         fn take(&self) -> SpanData {
-            let mut kept = std::mem::take(&mut *self.0.lock().unwrap());
-            assert_eq!(kept.len(), 1, "{kept:?}");
-            kept.remove(0)
+            let mut spans = std::mem::take(&mut *self.0.lock().unwrap());
+            assert_eq!(spans.len(), 1, "{spans:?}");
+            spans.remove(0)
         }
     }
 
-    fn traces(sample: f64) -> (Traces, Kept) {
-        let kept = Kept::default();
-        let provider = SdkTracerProvider::builder().with_span_processor(kept.clone());
+    fn traces(sample: f64) -> (Traces, Recorder) {
+        let recorder = Recorder::default();
+        let provider = SdkTracerProvider::builder().with_span_processor(recorder.clone());
         let provider = provider
             .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
             .build();
-        let place =
-            Place { worker: "h/p/0", slot: "p/0", device: "cpu", model: "m", queue: "q", system: "rabbitmq" };
-        (Traces::of(provider, place), kept)
+        let origin = SpanOrigin {
+            worker: "h/p/0",
+            slot: "p/0",
+            device: "cpu",
+            model: "m",
+            queue: "q",
+            system: "rabbitmq",
+        };
+        (Traces::with_provider(provider, origin), recorder)
     }
 
     fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
-        let at = std::time::SystemTime::now();
+        let received_at = std::time::SystemTime::now();
         let delivered = DeliveredTask {
             id: "t",
             correlation_id: None,
             traceparent,
             tracestate: Some("vendor=1"),
             size: 2,
-            at,
+            received_at,
         };
         traces.task(|| delivered).unwrap()
     }
@@ -274,16 +283,18 @@ mod tests {
 
     #[test]
     fn a_task_continues_its_trace_and_keeps_the_last_value_of_an_attribute() {
-        let (traces, kept) = traces(0.0);
+        let (traces, recorder) = traces(0.0);
         let span = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
-        let own = span.traceparent();
-        assert!(span.is_continued() && own.starts_with(&format!("00-{TRACE}-")) && own.ends_with("-01"));
-        assert!(!own.contains(PARENT), "{own}");
+        let header = span.traceparent();
+        assert!(
+            span.is_continued() && header.starts_with(&format!("00-{TRACE}-")) && header.ends_with("-01")
+        );
+        assert!(!header.contains(PARENT), "{header}");
         span.set_attribute("sconce.status", "succeeded");
         span.set_attribute("sconce.status", "failed");
         span.fail("no".into());
         drop(span);
-        let span = kept.take();
+        let span = recorder.take();
         assert_eq!((span.name.as_ref(), span.parent_span_id.to_string().as_str()), ("process q", PARENT));
         assert_eq!(span.span_context.trace_state().header(), "vendor=1");
         let found: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
@@ -293,23 +304,23 @@ mod tests {
 
     #[test]
     fn a_context_that_cannot_be_read_begins_a_trace() {
-        let (traces, kept) = traces(1.0);
+        let (traces, recorder) = traces(1.0);
         let span = begin(&traces, Some("00-1-2-01"));
         assert!(!span.is_continued() && context::parse(&span.traceparent(), None).is_some());
         drop(span);
-        assert_eq!(kept.take().span_context.trace_state().header(), "");
+        assert_eq!(recorder.take().span_context.trace_state().header(), "");
     }
 
     #[test]
     fn a_batch_is_recorded_if_one_of_its_tasks_is() {
-        let (traces, kept) = traces(0.0);
+        let (traces, recorder) = traces(0.0);
         assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
         traces.batch(pass(Vec::new()));
-        assert_eq!(kept.0.lock().unwrap().len(), 0);
+        assert_eq!(recorder.0.lock().unwrap().len(), 0);
         let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
         let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
         traces.batch(pass(links));
-        let batch = kept.take();
+        let batch = recorder.take();
         assert_eq!((batch.links.len(), batch.status), (MAX_LINKS, Status::error("gone")));
         assert_ne!(batch.span_context.trace_id().to_string(), TRACE);
     }

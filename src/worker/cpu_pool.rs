@@ -1,6 +1,6 @@
-//! The threads that preprocess tasks and write replies. Decides which work runs on these threads, so that the caller
-//! can handle messages meanwhile, and which work the caller does itself, because its model says that it takes less time
-//! than waking another thread. A panic is returned to the caller as an error. Owns the threads.
+//! The threads that preprocess tasks and write replies, so that the caller can handle messages meanwhile. Decides which
+//! work runs on them. The caller itself does brief work: work that takes less time than waking another thread,
+//! according to the model. A panic is returned to the caller as an error. Owns the threads.
 
 use std::io;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use super::turns::Turns;
 use crate::engine::caught;
 
 /// The most pieces of work that may wait for a thread.
-const WAITING: usize = 64;
+const MAX_WAITING: usize = 64;
 /// If brief work takes longer than this on average, the caller does not do it.
-const BRIEF: Duration = Duration::from_millis(1);
+const MAX_BRIEF_TIME: Duration = Duration::from_millis(1);
 /// The number of pieces of brief work that the average covers.
-const AVERAGED: u64 = 16;
+const AVERAGE_WINDOW: u64 = 16;
 
 /// Threads that run pieces of work in the order of arrival. Work that rayon divides is shared by all of them.
 /// Clones share the threads.
@@ -27,7 +27,7 @@ pub(super) struct CpuPool {
     threads: Threads,
     /// A permit for each piece of work that runs or waits for a thread. Without one, the caller waits before it hands
     /// work over.
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     /// The average time of brief work, in microseconds. Written by the thread that did such work, read by callers.
     brief_us: Arc<AtomicU64>,
 }
@@ -35,15 +35,15 @@ pub(super) struct CpuPool {
 /// The worker's threads for CPU work.
 #[derive(Clone)]
 pub(super) struct Pools {
-    /// Prepare tasks.
+    /// Prepares tasks.
     pub(super) preprocess: CpuPool,
-    /// Turns of requesters at further inputs of their tasks on `preprocess`, twice as many as threads: a requester may
-    /// have half of them, which keeps all threads busy.
+    /// Turns of requesters at preparing further inputs of their tasks on `preprocess`. There are twice as many turns as
+    /// threads: a requester may have half of them, which keeps all threads busy.
     pub(super) slice_turns: Turns,
-    /// One thread for preparation that takes long, such as that of a grammar, while `preprocess` goes on with other
-    /// tasks. `turns` decides whose task is next on it.
+    /// One thread for long preparation, such as that of a grammar, while `preprocess` continues with other tasks. The
+    /// module `turns` decides whose task is next on it.
     pub(super) long: CpuPool,
-    /// Write replies.
+    /// Writes replies.
     pub(super) reply: CpuPool,
 }
 
@@ -75,26 +75,26 @@ impl Pools {
 
 #[derive(Clone)]
 enum Threads {
-    Own(Arc<ThreadPool>),
+    Pool(Arc<ThreadPool>),
     /// The caller's own thread, for one piece of work after another. Written by callers, read by a task of its runtime.
     #[cfg(test)]
-    Callers(tokio::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>),
+    Caller(tokio::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>),
 }
 
 impl Threads {
     fn count(&self) -> usize {
         match self {
-            Self::Own(pool) => pool.current_num_threads(),
+            Self::Pool(pool) => pool.current_num_threads(),
             #[cfg(test)]
-            Self::Callers(_) => 1,
+            Self::Caller(_) => 1,
         }
     }
 
     fn spawn(&self, work: impl FnOnce() + Send + 'static) {
         match self {
-            Self::Own(pool) => pool.spawn(work),
+            Self::Pool(pool) => pool.spawn(work),
             #[cfg(test)]
-            Self::Callers(queue) => assert!(queue.try_send(Box::new(work)).is_ok(), "its places are bounded"),
+            Self::Caller(queue) => assert!(queue.try_send(Box::new(work)).is_ok(), "its permits are bounded"),
         }
     }
 }
@@ -108,25 +108,25 @@ impl CpuPool {
         let threads = threads.max(1);
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.to_owned());
         let pool = pool.build().map_err(io::Error::other)?;
-        Ok(Self::of(Threads::Own(Arc::new(pool)), threads))
+        Ok(Self::new(Threads::Pool(Arc::new(pool)), threads))
     }
 
     /// A pool that works on the caller's thread, whose time may be paused, as if it had one thread of its own.
     #[cfg(test)]
     pub(super) fn start_here() -> Self {
-        let (queue, mut work) = tokio::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>(WAITING + 1);
+        let (queue, mut work) = tokio::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>(MAX_WAITING + 1);
         tokio::spawn(async move {
             while let Some(work) = work.recv().await {
                 work();
                 tokio::task::yield_now().await;
             }
         });
-        Self::of(Threads::Callers(queue), 1)
+        Self::new(Threads::Caller(queue), 1)
     }
 
-    fn of(threads: Threads, count: usize) -> Self {
-        let places = Arc::new(Semaphore::new(WAITING + count));
-        Self { threads, places, brief_us: Arc::default() }
+    fn new(threads: Threads, count: usize) -> Self {
+        let permits = Arc::new(Semaphore::new(MAX_WAITING + count));
+        Self { threads, permits, brief_us: Arc::default() }
     }
 
     /// Runs `work`. The caller does it itself if the work is said to be `brief`, if such work has been brief on
@@ -140,31 +140,32 @@ impl CpuPool {
         brief: bool,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {
-        let was_brief = Duration::from_micros(self.brief_us.load(Ordering::Relaxed)) <= BRIEF;
+        let was_brief = Duration::from_micros(self.brief_us.load(Ordering::Relaxed)) <= MAX_BRIEF_TIME;
         if brief && was_brief && self.threads.count() == 1 {
             return self.timed(brief, work);
         }
         let ended = || "the thread has ended".to_owned();
-        let place = self.places.clone().acquire_owned().await.map_err(|_| ended())?;
+        let permit = self.permits.clone().acquire_owned().await.map_err(|_| ended())?;
         let (result, received) = oneshot::channel();
         let pool = self.clone();
         self.threads.spawn(move || {
-            let done = pool.timed(brief, work);
-            drop(place);
-            drop(result.send(done));
+            let output = pool.timed(brief, work);
+            drop(permit);
+            drop(result.send(output));
         });
         received.await.map_err(|_| ended())?
     }
 
+    /// Does the work. Adds its duration to the average if it is said to be brief.
     fn timed<T>(&self, brief: bool, work: impl FnOnce() -> T) -> Result<T, String> {
         let began = Instant::now();
-        let done = caught(work);
+        let output = caught(work);
         if brief {
             let took = began.elapsed().as_micros() as u64;
             let before = self.brief_us.load(Ordering::Relaxed);
-            self.brief_us.store((before * (AVERAGED - 1) + took) / AVERAGED, Ordering::Relaxed);
+            self.brief_us.store((before * (AVERAGE_WINDOW - 1) + took) / AVERAGE_WINDOW, Ordering::Relaxed);
         }
-        done
+        output
     }
 }
 
@@ -202,12 +203,12 @@ mod tests {
     async fn brief_work_that_takes_long_moves_to_the_pool_until_it_is_brief_again() {
         let pool = CpuPool::start("test", 1).unwrap();
         let slow = || {
-            thread::sleep(BRIEF * 20);
+            thread::sleep(MAX_BRIEF_TIME * 20);
             thread::current().name() == Some("test")
         };
         assert_eq!(pool.run(true, slow).await, Ok(false), "its duration was unknown");
         assert_eq!(pool.run(true, slow).await, Ok(true));
-        for _ in 0..10 * AVERAGED {
+        for _ in 0..10 * AVERAGE_WINDOW {
             pool.run(true, || ()).await.unwrap();
         }
         assert_eq!(pool.run(true, || thread::current().name() == Some("test")).await, Ok(false));

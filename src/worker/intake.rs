@@ -1,6 +1,6 @@
-//! Takes deliveries one by one, in order, and starts a task run for each. Handles the sentinel, the stop, and the loss
-//! of a session. Hands tasks back, in delivery order, because it owns the set of tasks in flight. Ends when everything
-//! accepted has been settled.
+//! Takes deliveries one by one, in order, and starts a task run for each. Handles sentinels, the stop, and the loss
+//! of a session. Hands tasks back in delivery order. Ends when everything accepted has been settled. Owns the set of
+//! tasks in flight.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash};
@@ -21,35 +21,36 @@ use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{self, Cancellation, TaskName};
-use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off, sentinel_time_left};
+use crate::protocol::task::{STOP, published, sentinel_is_expired, sentinel_put_off_at, sentinel_time_left};
 use crate::protocol::{Incoming, MAX_HEADER_BYTES, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long computed tasks may still take to settle once the device has failed.
 const SETTLING_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest time for which no task is put off for its place after a sentinel was put off. Meanwhile the tasks before
-/// the sentinel can end.
-const SUSPENDED_FOR: Duration = Duration::from_secs(10 * 60);
+/// The longest time for which no task is put off for its place after a sentinel was put off. It lets the tasks before
+/// the sentinel end.
+const MAX_SUSPENSION: Duration = Duration::from_secs(10 * 60);
 /// Longer than any worker lives; `Duration::MAX` cannot be added to a time.
-const FOR_EVER: Duration = Duration::from_secs(1 << 32);
-/// How often the places of tasks are reviewed while more than three quarters of them are held.
+const FOREVER: Duration = Duration::from_secs(1 << 32);
+/// How often the places are reviewed while tasks hold more than three quarters of them.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(250);
 
 /// How a worker ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// A signal or the launcher asked for the end; everything is settled or handed back.
+    /// A signal or the launcher requested the end; everything is settled or handed back.
     Drained,
-    /// A sentinel asked for the end; everything before the sentinel is answered, and the sentinel is acked.
+    /// A sentinel requested the end; everything before the sentinel is answered, and the sentinel is acked.
     OnRequest,
     /// The worker did not wait for unsettled tasks; they go back to the broker when the session closes.
     Aborted,
 }
 
+/// Why a session ended without an error.
 pub(super) enum SessionEnd {
     /// The worker ends too.
     Worker(Ended),
-    /// The launcher asked for a pause; everything is settled or handed back.
+    /// The launcher requested a pause; everything is settled or handed back.
     Paused,
 }
 
@@ -137,52 +138,52 @@ impl<'a> Intake<'a> {
     /// closes.
     pub(super) async fn run(
         self,
-        fault: &mut mpsc::Receiver<WorkerError>,
+        faults: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<SessionEnd, WorkerError> {
         let stop = self.stop.clone();
         tokio::select! {
-            ended = self.work(fault) => ended,
+            ended = self.work(faults) => ended,
             // An abort interrupts everything, even a wait for the broker.
             () = stop.reached(Phase::Aborting) => Ok(SessionEnd::Worker(Ended::Aborted)),
         }
     }
 
-    async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
-        // One clock for the whole loop, so that other events, however many, do not postpone a review.
+    async fn work(mut self, faults: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
+        // One timer for the whole loop, so that frequent other events do not postpone a review.
         let mut review = tokio::time::interval(REVIEW_INTERVAL);
         review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let withdrawn = self.shared.withdrawn.clone();
         let mut withdrawals = pin!(withdrawn.wait_until_complete());
         let mut are_withdrawals_known = false;
-        // A delivery that came before the withdrawals were known. Until one comes, events are read, so that a refusal by
-        // the broker is noticed. After that, none is read until the withdrawals are known.
+        // A delivery that came before the withdrawals were known. Until one comes, events are read, so that a refusal
+        // by the broker is noticed. After that, none is read until the withdrawals are known.
         let mut early: Option<Box<Delivery>> = None;
         while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
-            let held = self.in_flight.len() as u64;
-            self.shared.settlement.counters.count(|stats| stats.now.held = held);
-            let takes = are_withdrawals_known || self.phase != Phase::Running;
-            if takes && let Some(delivery) = early.take() {
-                self.take(*delivery).await;
+            let unsettled = self.in_flight.len() as u64;
+            self.shared.settlement.counters.count(|stats| stats.now.held = unsettled);
+            let may_take = are_withdrawals_known || self.phase != Phase::Running;
+            if may_take && let Some(delivery) = early.take() {
+                self.handle_delivery(*delivery).await;
                 continue;
             }
             tokio::select! {
                 // The launcher may still be reading the withdrawals when this worker connects, and sends them later.
                 () = &mut withdrawals, if !are_withdrawals_known => are_withdrawals_known = true,
-                (source, event) = next_of(&mut self.consumers), if takes || early.is_none() => match event? {
-                    Event::Delivery(delivery) if takes => self.take(*delivery).await,
+                (source, event) = next_of(&mut self.consumers), if may_take || early.is_none() => match event? {
+                    Event::Delivery(delivery) if may_take => self.handle_delivery(*delivery).await,
                     Event::Delivery(delivery) => early = Some(delivery),
-                    Event::Lost { source, session } => self.forget(source, session)?,
+                    Event::Lost { source, session } => self.drop_lost_session(source, session)?,
                     Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
                         let message = "the broker's deliveries ended, though no stop was requested";
                         return Err(WorkerError::Internal(message.into()));
                     }
                     Event::End => self.consumers[source] = None,
                 },
-                Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
-                error = fault.recv() => {
+                Some(ended) = self.runs.join_next() => self.on_run_ended(ended)?,
+                error = faults.recv() => {
                     self.finish_settling().await;
-                    let ended = || WorkerError::Internal("the channel from the model thread is closed".into());
-                    return Err(error.unwrap_or_else(ended));
+                    let closed = || WorkerError::Internal("the channel from the model thread is closed".into());
+                    return Err(error.unwrap_or_else(closed));
                 }
                 Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation),
                 _ = review.tick(),
@@ -190,7 +191,7 @@ impl<'a> Intake<'a> {
                 {
                     self.shared.places.review();
                 }
-                () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
+                () = self.settings.wait_for_pause(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("stop requested").await;
                 }
@@ -213,27 +214,29 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Handles a delivery: begins a task run, or obeys a sentinel, or hands the message back if the worker is stopping.
-    async fn take(&mut self, delivery: Delivery) {
+    /// Handles a delivery: starts a task run, handles a sentinel, or hands the message back if the worker is stopping.
+    async fn handle_delivery(&mut self, delivery: Delivery) {
         if self.phase > Phase::Running {
             return self.requeue(delivery.delivery_tag).await;
         }
         let now = SystemTime::now();
-        let made_id = || uuid::Uuid::new_v4().to_string();
+        let new_id = || uuid::Uuid::new_v4().to_string();
         let delivery_tag = delivery.delivery_tag;
-        let counted = delivery.delivery_count.is_some();
+        let is_counted = delivery.delivery_count.is_some();
         let redeliveries =
             delivery.delivery_count.unwrap_or_default().max(delivery.redelivered.into()) as i64;
         if redeliveries > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
         self.update_prefetch(&delivery).await;
-        match classify(delivery.message, now, self.shared.sentinels, made_id) {
-            Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries, counted)),
-            Incoming::UnknownControl(task, kind) => {
-                self.refuse(Accepted::new(task, delivery_tag, redeliveries, counted), kind)
+        match classify(delivery.message, now, self.shared.sentinels, new_id) {
+            Incoming::Task(task) => {
+                self.start_run(Accepted::new(task, delivery_tag, redeliveries, is_counted))
             }
-            Incoming::Sentinel(message) => self.obey(&message, delivery_tag, now).await,
+            Incoming::UnknownControl(task, kind) => {
+                self.refuse_control(Accepted::new(task, delivery_tag, redeliveries, is_counted), kind)
+            }
+            Incoming::Sentinel(message) => self.handle_sentinel(&message, delivery_tag, now).await,
         }
     }
 
@@ -247,7 +250,7 @@ impl<'a> Intake<'a> {
             consumer.set_prefetch(prefetch).await;
         }
         // A changed prefetch is granted to a consumer later, or never; so the granted sum is read with each message.
-        let granted = self.consumers.iter().flatten().fold(0_u16, |sum, it| sum.saturating_add(it.granted()));
+        let granted = self.consumers.iter().flatten().map(|it| it.granted()).fold(0, u16::saturating_add);
         if granted != self.granted {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
@@ -257,11 +260,11 @@ impl<'a> Intake<'a> {
         self.shared.places.set_granted(self.consumers.main.as_ref().map_or(0, |main| main.granted()));
     }
 
-    fn begin(&mut self, mut accepted: Accepted) {
+    fn start_run(&mut self, mut accepted: Accepted) {
         let delivery_tag = accepted.delivery;
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
-        let left = accepted.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
-        let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
+        let deadline = accepted.time_left().map(|left| instant() + left);
+        let mut state = TaskState::new(TaskName::new(&accepted.task), deadline);
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
         state.background = delivery_tag.source == Source::Background;
         state.requester = hash_of(accepted.task.requester());
@@ -282,7 +285,8 @@ impl<'a> Intake<'a> {
         self.in_flight.insert(delivery_tag, InFlight { task, state: Some(state), abort });
     }
 
-    fn refuse(&mut self, mut accepted: Accepted, kind: String) {
+    /// Starts a run that only settles a control message of an unknown type.
+    fn refuse_control(&mut self, mut accepted: Accepted, kind: String) {
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
         let (delivery_tag, shared, task) = (accepted.delivery, self.shared.clone(), accepted.task.clone());
         let abort =
@@ -290,31 +294,30 @@ impl<'a> Intake<'a> {
         self.in_flight.insert(delivery_tag, InFlight { task, state: None, abort });
     }
 
-    /// Begins to drain, unless the sentinel is withdrawn or expired, or must wait for tasks that were put off.
-    async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
+    /// Starts to drain, unless the sentinel is withdrawn or expired, or must wait for tasks that were put off.
+    async fn handle_sentinel(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         let Properties { message_id, headers, .. } = &sentinel.properties;
         let stop = headers.get(STOP).and_then(Value::as_str);
         let is_withdrawn = stop.is_some_and(|stop| self.shared.withdrawn.has_stop(stop, instant()));
         let mut cause = format!("sentinel {}", stop.or(message_id.as_deref()).unwrap_or("without an id"));
-        if let Some(age) = published(sentinel).and_then(|at| now.duration_since(at).ok()) {
+        if let Some(age) = published(sentinel).and_then(|published| now.duration_since(published).ok()) {
             cause += &format!(", published {} s ago", age.as_secs());
         }
         if is_withdrawn || sentinel_is_expired(sentinel, now) {
             tracing::info!(cause, is_withdrawn, "ignoring a sentinel that is withdrawn or expired");
-            // It may be the one for which put-offs were suspended.
+            // This may be the sentinel for which put-offs were suspended.
             self.shared.places.resume();
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
         if delivery_tag.source == Source::Main
             && sentinel.properties.header_bytes() <= MAX_HEADER_BYTES
-            && self.shared.places.has_put_off_since(sentinel_put_off(sentinel))
+            && self.shared.places.has_put_off_since(sentinel_put_off_at(sentinel))
             && self.shared.settlement.put_off_sentinel(sentinel, now).await
         {
             // Otherwise earlier tasks could be put off behind the sentinel again and again.
-            let left =
-                sentinel_time_left(sentinel, now).map_or(SUSPENDED_FOR, |left| left.min(SUSPENDED_FOR));
-            self.shared.places.suspend(left);
+            let time_left = sentinel_time_left(sentinel, now).unwrap_or(MAX_SUSPENSION);
+            self.shared.places.suspend(time_left.min(MAX_SUSPENSION));
             tracing::info!(cause, "sentinel put off: tasks that were before it return to the queue");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
@@ -342,11 +345,11 @@ impl<'a> Intake<'a> {
             }
         }
         if cancellation.task.is_some() {
-            self.shared.reporter.mention(&control::Event::Cancelled { cancellation, tasks });
+            self.shared.reporter.try_send(&control::Event::Cancelled { cancellation, tasks });
         }
     }
 
-    /// Stops consuming. The accepted tasks go on to their end.
+    /// Stops consuming. The accepted tasks are finished.
     async fn finish(&mut self, cause: &str) {
         tracing::info!(
             cause,
@@ -359,7 +362,7 @@ impl<'a> Intake<'a> {
 
     async fn stop_consuming(&mut self) {
         // The accepted tasks must all begin. This worker would not get back a task that it puts off.
-        self.shared.places.suspend(FOR_EVER);
+        self.shared.places.suspend(FOREVER);
         for consumer in self.consumers.iter_mut().flatten() {
             consumer.cancel().await;
         }
@@ -403,11 +406,11 @@ impl<'a> Intake<'a> {
         self.shared.settlement.acker.requeue(delivery_tag).await;
     }
 
-    /// Drops the tasks of a session that is over, including those whose reply waits for a connection: everything that
-    /// it delivered is back at the broker.
-    fn forget(&mut self, source: Source, session: u64) -> Result<(), WorkerError> {
+    /// Drops the tasks of a session that is over, including those whose reply waits for a connection: the broker has
+    /// taken back everything that it delivered in that session.
+    fn drop_lost_session(&mut self, source: Source, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.counters.count(|stats| stats.lost_sessions += 1);
-        self.shared.settlement.lost[source].store(session, Ordering::Release);
+        self.shared.settlement.lost_sessions[source].store(session, Ordering::Release);
         let of_session = |delivery_tag: &DeliveryTag| delivery_tag.is_over_with(source, session);
         for (delivery_tag, task) in &self.in_flight {
             if of_session(delivery_tag) {
@@ -420,7 +423,7 @@ impl<'a> Intake<'a> {
         if self.sentinel.as_ref().is_some_and(of_session) { Err(WorkerError::SentinelLost) } else { Ok(()) }
     }
 
-    fn on_exit(
+    fn on_run_ended(
         &mut self,
         ended: Result<(DeliveryTag, Result<(), WorkerError>), JoinError>,
     ) -> Result<(), WorkerError> {

@@ -1,5 +1,5 @@
 //! The settings of a running worker that can be changed from outside: whether it consumes, and the bounds of
-//! its batches. Owns the latest overrides. The docs of the fields name who applies them.
+//! its batches. Owns the latest overrides; the docs of [`Overrides`] name who applies them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ struct Overrides {
 
 impl LiveSettings {
     /// Pauses or resumes consuming.
-    pub fn pause(&self, paused: bool) {
+    pub fn set_paused(&self, paused: bool) {
         self.0.paused.send_replace(paused);
     }
 
@@ -40,13 +40,13 @@ impl LiveSettings {
     }
 
     /// Waits until the worker is to pause.
-    pub(super) async fn paused(&self) {
+    pub(super) async fn wait_for_pause(&self) {
         // `self` owns the sender, so waiting cannot fail.
         let _ = self.0.paused.subscribe().wait_for(|paused| *paused).await;
     }
 
     /// Waits until the worker may consume. False: the worker is to stop.
-    pub(super) async fn may_consume(&self, stop: &Stop) -> bool {
+    pub(super) async fn wait_until_may_consume(&self, stop: &Stop) -> bool {
         let mut paused = self.0.paused.subscribe();
         tokio::select! {
             _ = paused.wait_for(|paused| !paused) => true,
@@ -60,8 +60,8 @@ impl LiveSettings {
     }
 }
 
-/// `policy` with the overrides applied.
-pub(super) fn changed(policy: Policy, overrides: BatchChange) -> Policy {
+/// Returns `policy` with the overrides applied.
+pub(super) fn with_overrides(policy: Policy, overrides: BatchChange) -> Policy {
     Policy {
         max_tokens: overrides.max_tokens.unwrap_or(policy.max_tokens),
         max_requests: overrides.max_requests.unwrap_or(policy.max_requests),
@@ -84,7 +84,7 @@ mod tests {
         settings.set_batch(BatchChange { max_tokens: Some(9), ..BatchChange::default() });
         settings.set_batch(BatchChange { max_requests: Some(3), ..BatchChange::default() });
         let policy = Policy::new(1, 1, Duration::from_millis(2));
-        let changed_policy = changed(policy, *settings.batch().borrow());
+        let changed_policy = with_overrides(policy, *settings.batch().borrow());
         assert_eq!((changed_policy.max_tokens, changed_policy.max_requests), (9, 3));
         assert_eq!(changed_policy.max_delay, policy.max_delay);
     }
@@ -92,10 +92,10 @@ mod tests {
     #[tokio::test]
     async fn a_paused_worker_stops_without_being_resumed() {
         let (settings, stop) = (LiveSettings::default(), Stop::default());
-        assert!(settings.may_consume(&stop).await);
-        settings.pause(true);
-        settings.paused().await;
+        assert!(settings.wait_until_may_consume(&stop).await);
+        settings.set_paused(true);
+        settings.wait_for_pause().await;
         stop.advance(Phase::Finishing, "test");
-        assert!(!settings.may_consume(&stop).await);
+        assert!(!settings.wait_until_may_consume(&stop).await);
     }
 }

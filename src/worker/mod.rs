@@ -1,21 +1,21 @@
-//! One worker: session → intake → preprocess → engine → settle, and its drain. It uses models through their engine,
-//! brokers through their traits, and its launcher through control lines only.
+//! One worker: a task's way through session, intake, preprocessing, engine and settlement, and the drain. A worker
+//! reaches its model only through the engine, the broker through its traits, and the launcher through control lines.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `session` | what outlives a broker session, and when a session ends |
-//! | `intake` | what a delivery is; what is handed back; when the worker has ended |
+//! | `intake` | what is done with a delivery; which tasks are handed back; when the worker has ended |
 //! | `prefetch` | how many messages to hold ahead |
 //! | `task_run` | the steps of one task |
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
-//! | `cpu_pool` | which CPU work runs on threads of its own |
+//! | `cpu_pool` | which CPU work runs on threads of a pool |
 //! | `places` | whose tasks are put off because they hold too many of the granted messages |
 //! | `turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
-//! | `settle/` | publish → confirm → ack; what becomes of a task's message |
+//! | `settle/` | what becomes of a task's message: publish, confirm, ack |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
 //! | `live_settings` | which settings can be changed while the worker runs |
-//! | `report/` | control lines, counters, spans |
+//! | `report/` | what is reported in control lines, counters and spans |
 
 mod cpu_pool;
 mod intake;
@@ -61,7 +61,7 @@ pub use live_settings::LiveSettings;
 pub use report::Reporter;
 pub use withdrawn::Withdrawn;
 
-/// Sequences held beyond those that run, so that one joins as soon as another leaves.
+/// Tasks of sequences that are prefetched beyond those that run, so that one starts as soon as another ends.
 const SPARE_SEQUENCES: usize = 4;
 /// The largest prefetch that quorum queues accept.
 const MAX_PREFETCH: usize = 2_000;
@@ -131,15 +131,15 @@ pub struct Control {
     pub traces: Traces,
 }
 
-/// The most cancellations that may wait in the channel to the intake, which acts on each at once.
-const CANCELLATIONS: usize = 1_024;
+/// Capacity of the channel of cancellations to the intake, which acts on each at once.
+const CANCELLATIONS_CAPACITY: usize = 1_024;
 
 /// A channel for [`Control::cancellations`].
 pub fn cancellations() -> broadcast::Sender<Cancellation> {
-    broadcast::Sender::new(CANCELLATIONS)
+    broadcast::Sender::new(CANCELLATIONS_CAPACITY)
 }
 
-/// Connects to the broker of an assignment.
+/// A function that connects to the broker of an assignment and opens a session.
 pub type Open = dyn for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>;
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a worker never
@@ -162,7 +162,7 @@ pub async fn run(
         prepared_bytes: assignment.pool.prepared_bytes,
         observer: Box::new(DeviceReport::new(control, counters.clone())),
     };
-    let begun = Instant::now();
+    let loading_since = Instant::now();
     control.reporter.send(&Event::Loading).await;
     let loading = starter.start(setup)?;
     let loaded = tokio::select! {
@@ -175,15 +175,15 @@ pub async fn run(
         control.reporter.send(&Event::Unfit { why: *why, message: reason.clone() }).await;
     }
     let loaded = loaded.map_err(|error| error.without_folder(assignment.pool.missing_folder.as_deref()))?;
-    let load_ms = begun.elapsed().as_millis() as u64;
+    let load_ms = loading_since.elapsed().as_millis() as u64;
     tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
     control.reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;
     let pools = Pools::start(assignment.preprocess_threads())?;
-    serve(assignment, loaded, open, stop, Own { control, counters, pools }).await
+    serve(assignment, loaded, open, stop, WorkerContext { control, counters, pools }).await
 }
 
 /// The parts of a worker that do not depend on its model.
-struct Own<'a> {
+struct WorkerContext<'a> {
     control: &'a Control,
     counters: Arc<Counters>,
     pools: Pools,
@@ -195,16 +195,16 @@ async fn serve(
     loaded: Loaded,
     open: &Open,
     stop: Stop,
-    own: Own<'_>,
+    context: WorkerContext<'_>,
 ) -> Result<Ended, WorkerError> {
-    let (control, counters) = (own.control, own.counters.clone());
+    let (control, counters) = (context.control, context.counters.clone());
     let reporter = &control.reporter;
     let Loaded { engine, notices, device } = loaded;
-    let worker = assemble(assignment, engine, device, own);
-    let (fault_in, mut fault) = mpsc::channel(1);
+    let worker = assemble(assignment, engine, device, context);
+    let (fault_sender, mut faults) = mpsc::channel(1);
     let policy = worker.policy;
     let helpers = [
-        tokio::spawn(dispatch(notices, worker.isolation.clone(), fault_in)),
+        tokio::spawn(dispatch(notices, worker.isolation.clone(), fault_sender)),
         tokio::spawn(apply_batch_changes(control.settings.batch(), worker.engine.clone(), policy)),
         tokio::spawn(report::send_stats(counters.clone(), reporter.clone())),
         tokio::spawn(report::announce_drain(stop.clone(), reporter.clone())),
@@ -213,18 +213,18 @@ async fn serve(
         if control.settings.is_paused() {
             reporter.send(&Event::Paused).await;
         }
-        if !control.settings.may_consume(&stop).await {
+        if !control.settings.wait_until_may_consume(&stop).await {
             break Ok(Ended::Drained);
         }
-        // If the broker has accepted this or an earlier worker, a refusal may be an outage, which is waited out.
-        let known = worker.assignment.broker_reached || counters.has_reached_the_broker();
-        let assignment = Assignment { broker_reached: known, ..worker.assignment.clone() };
+        // Once the broker has accepted this worker or an earlier one, a refusal may be an outage, so it is retried.
+        let broker_reached = worker.assignment.broker_reached || counters.has_reached_the_broker();
+        let assignment = Assignment { broker_reached, ..worker.assignment.clone() };
         let session = match open(&assignment).await {
             Ok(session) => session,
             Err(error) => break Err(error.into()),
         };
         reporter.send(&Event::Serving).await;
-        match worker.consume(session, &stop, &mut fault).await {
+        match worker.consume(session, &stop, &mut faults).await {
             Ok(SessionEnd::Paused) => {}
             Ok(SessionEnd::Worker(ended)) => break Ok(ended),
             Err(error) => break Err(error),
@@ -234,7 +234,7 @@ async fn serve(
         helper.abort();
     }
     if let Some(stats) = counters.take(|_| true) {
-        reporter.mention(&Event::Stats(Box::new(stats)));
+        reporter.try_send(&Event::Stats(Box::new(stats)));
     }
     ended
 }
@@ -276,15 +276,15 @@ fn assemble(
     assignment: &Assignment,
     engine: Arc<dyn Engine>,
     device: String,
-    Own { control, counters, pools }: Own<'_>,
+    WorkerContext { control, counters, pools }: WorkerContext<'_>,
 ) -> session::Worker {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
-        // Streams may hold three quarters of the messages (see `places`). With `staying` messages, all sequences may
-        // stream.
-        let staying = sequences.div_ceil(3) * 4;
-        let ahead = (sequences + SPARE_SEQUENCES).max(staying).min(MAX_PREFETCH);
-        assignment.pool.prefetch.get_or_insert(ahead as u16);
+        // Streams may hold three quarters of the messages (see `places`). With `all_streaming` messages, all
+        // sequences may stream.
+        let all_streaming = sequences.div_ceil(3) * 4;
+        let prefetch = (sequences + SPARE_SEQUENCES).max(all_streaming).min(MAX_PREFETCH);
+        assignment.pool.prefetch.get_or_insert(prefetch as u16);
     }
     session::Worker {
         policy: policy(&assignment),
@@ -308,7 +308,7 @@ fn assemble(
 async fn dispatch(
     mut notices: mpsc::Receiver<Notice>,
     isolation: Arc<isolation::Isolation>,
-    fault: mpsc::Sender<WorkerError>,
+    fault_sender: mpsc::Sender<WorkerError>,
 ) {
     let error = loop {
         match notices.recv().await {
@@ -317,8 +317,8 @@ async fn dispatch(
             None => break "the model thread ended".to_owned(),
         }
     };
-    isolation.close();
-    let _ = fault.send(WorkerError::Device(error)).await;
+    isolation.record_device_failure();
+    let _ = fault_sender.send(WorkerError::Device(error)).await;
 }
 
 /// Applies changed bounds of batches to the engine.
@@ -333,6 +333,6 @@ async fn apply_batch_changes(
     }
     while changes.changed().await.is_ok() {
         let overrides = *changes.borrow_and_update();
-        engine.set_policy(live_settings::changed(policy, overrides));
+        engine.set_policy(live_settings::with_overrides(policy, overrides));
     }
 }

@@ -3,21 +3,23 @@
 //! not learn of the tasks of others behind them. To put a task off is to publish it to a retry queue, from which it
 //! returns to the end of the task queue. Owns the list of the accepted tasks of the main queue. Does no I/O.
 //!
-//! A requester is slow if its tasks take longer than [`SLOW`] on average, or if its oldest task has already taken
-//! longer. These rules leave places to tasks that may be quick:
+//! A requester is slow if its tasks take longer than [`SLOW_AFTER`] on average, or if its oldest task has already taken
+//! longer. The following rules leave places to tasks that may be quick:
 //!
 //! 1. Begun tasks of slow requesters may hold three quarters of the places.
 //! 2. Beyond that, a slow requester that has a begun task begins no further one. Its new task waits until others have
 //!    ended, and is put off meanwhile if the bucket below has tokens for that.
-//! 3. More may have begun: their requesters became slow later, or have one task each. Then begun tasks are put off, the
-//!    latest ones of the slow requesters that have the most. [`MAX_BEGUN_PUT_OFFS`] limits their number.
+//! 3. More than three quarters may have begun: their requesters became slow later, or have one task each. Then begun
+//!    tasks are put off, the latest ones of the slow requesters that have the most. [`MAX_BEGUN_PUT_OFFS`] limits their
+//!    number.
 //!
-//! To put a waiting task off costs tokens of a bucket ([`cost`]), which are refilled slowly, and faster for a while
-//! after a newcomer. The worker does not know whether tasks of others wait behind a slow task. With the bucket, a
-//! requester that is alone loses little by its put-offs.
+//! Putting off a waiting task costs tokens of a bucket ([`cost`]). The bucket is refilled slowly, and faster for a
+//! while after a newcomer. The reason: the worker does not know whether tasks of others wait behind a slow task.
+//! Because of the bucket, a requester that is alone loses little by its put-offs.
 //!
-//! A task that has sent a part of its reply stays: put off now, it would send that part again. So a task sends its
-//! first part only while fewer than three quarters of the places are held by tasks that stay.
+//! A task that has sent a part of its reply stays: it cannot be put off any more, because it would send that part
+//! again. So a task sends its first part only while fewer than three quarters of the places are held by tasks that
+//! stay.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,23 +32,23 @@ use tokio::time::Instant;
 use crate::broker::DeliveryTag;
 
 /// How long the tasks of a requester may take before the requester counts as slow.
-const SLOW: Duration = Duration::from_secs(1);
+const SLOW_AFTER: Duration = Duration::from_secs(1);
 /// The weight of the latest task in [`Requester::average`].
 const LATEST_WEIGHT: f64 = 0.25;
 /// The most tokens of the bucket, which starts full: a worker that starts on a queue of slow tasks can put off about
 /// this many small ones at once, to see what is behind them.
-const BUCKET: f64 = 1_024.0;
-/// Tokens that are refilled in a second.
+const BUCKET_SIZE: f64 = 1_024.0;
+/// Tokens that are refilled per second.
 const TOKENS_PER_SECOND: f64 = 5.0;
-/// The same for [`AFTER_NEWCOMER`] after a newcomer: a task whose requester had none here while another had one. More
-/// tasks of others may be behind the slow ones.
+/// Tokens that are refilled per second during [`AFTER_NEWCOMER`] after a newcomer: a task whose requester had none here
+/// while another had one. A newcomer shows that more tasks of others may be behind the slow ones.
 const TOKENS_PER_SECOND_AFTER_NEWCOMER: f64 = 100.0;
 const AFTER_NEWCOMER: Duration = Duration::from_secs(60);
 /// The bytes of a body that cost one more token, because the broker writes them. With 100 tokens per second, it writes
 /// at most 100 MiB per second, unless bodies are larger than 31 MiB ([`MAX_COST`]).
 const BYTES_PER_TOKEN: f64 = 1024.0 * 1024.0;
 const MAX_COST: f64 = 32.0;
-/// How many begun tasks may be put off until the next newcomer. What was computed of them is lost.
+/// How many begun tasks may be put off until the next newcomer. Each loses what was computed of it.
 const MAX_BEGUN_PUT_OFFS: u32 = 32;
 /// The shortest time between two renewals of that number by newcomers.
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(5);
@@ -60,7 +62,7 @@ pub(super) struct Places {
 }
 
 struct List {
-    /// The places: the messages that the broker may send.
+    /// The number of places: the unsettled messages of the main queue that the broker may send.
     granted: usize,
     /// In the order of delivery.
     tasks: BTreeMap<DeliveryTag, Task>,
@@ -70,43 +72,43 @@ struct List {
     staying: usize,
     /// The tokens of the bucket.
     tokens: f64,
-    /// When they were last refilled.
-    refilled: Instant,
+    /// When the tokens were last refilled.
+    refilled_at: Instant,
     /// When a task last came from a requester that had none here, while another requester had one.
-    last_newcomer: Option<Instant>,
+    last_newcomer_at: Option<Instant>,
     /// How many begun tasks may be put off now.
-    begun_put_offs: u32,
+    begun_put_offs_left: u32,
     /// When that number was last renewed.
-    begun_renewal: Instant,
+    renewed_at: Instant,
     /// The last time at which a task left because it was put off.
-    last_put_off: Option<SystemTime>,
-    /// Until this time no task is put off, and all begin.
+    last_put_off_at: Option<SystemTime>,
+    /// Until this time no task is put off, and every task begins at once.
     suspended_until: Option<Instant>,
 }
 
 struct Task {
     /// The hash of its requester's name.
     requester: u64,
-    /// The tokens that it costs to put it off.
+    /// The tokens that a put-off of it costs.
     cost: f64,
     since: Instant,
     state: State,
-    /// It cannot be put off any more.
+    /// Whether it stays: it cannot be put off any more.
     stays: bool,
     signal: Arc<Signal>,
 }
 
-/// Returns the tokens that it costs to put off a task whose body has `bytes` bytes.
+/// The tokens that a put-off of a task costs whose body has `bytes` bytes.
 fn cost(bytes: usize) -> f64 {
     (1.0 + bytes as f64 / BYTES_PER_TOKEN).min(MAX_COST)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// It has not begun, and waits for that.
+    /// It waits to begin.
     Waits,
     Begun,
-    /// It was told that it is to be put off, and has not left.
+    /// It was notified that it is to be put off, and has not left yet.
     Leaving,
 }
 
@@ -167,7 +169,7 @@ impl Place {
         self.places.lock().stay(self.delivery);
     }
 
-    /// As [`Place::stay`], if the task may stay now. Returns whether it stays.
+    /// Does the same as [`Place::stay`] if the task may stay now. Returns whether it stays.
     pub(super) fn try_to_stay(&self) -> bool {
         self.places.lock().try_to_stay(self.delivery, Instant::now())
     }
@@ -201,12 +203,12 @@ impl Places {
             tasks: BTreeMap::new(),
             requesters: HashMap::new(),
             staying: 0,
-            tokens: BUCKET,
-            refilled: now,
-            last_newcomer: None,
-            begun_put_offs: MAX_BEGUN_PUT_OFFS,
-            begun_renewal: now,
-            last_put_off: None,
+            tokens: BUCKET_SIZE,
+            refilled_at: now,
+            last_newcomer_at: None,
+            begun_put_offs_left: MAX_BEGUN_PUT_OFFS,
+            renewed_at: now,
+            last_put_off_at: None,
             suspended_until: None,
         };
         Self { list: Arc::new(Mutex::new(list)), stay_may_change: Arc::default() }
@@ -246,7 +248,7 @@ impl Places {
     pub(super) fn has_put_off_since(&self, time: Option<SystemTime>) -> bool {
         let list = self.lock();
         let is_later = |put_off: SystemTime| time.is_none_or(|time| put_off >= time);
-        list.last_put_off.is_some_and(is_later)
+        list.last_put_off_at.is_some_and(is_later)
             || list.tasks.values().any(|task| task.state == State::Leaving)
     }
 
@@ -255,7 +257,7 @@ impl Places {
         self.lock().suspended_until = None;
     }
 
-    /// Lets all tasks begin, and puts none off for this time.
+    /// Lets all tasks begin, and puts off none during `time`.
     pub(super) fn suspend(&self, time: Duration) {
         let now = Instant::now();
         let mut list = self.lock();
@@ -276,15 +278,15 @@ impl List {
         (self.granted * 3 / 4).max(1)
     }
 
-    /// Adds a task. It begins at once, unless its requester crowds out others. Then it is put off if that is permitted,
-    /// or else waits.
+    /// Adds a task. It begins at once, unless its requester crowds out others. In that case it is put off if there are
+    /// tokens for that, and waits otherwise.
     fn enter(&mut self, delivery: DeliveryTag, task: Task, now: Instant) {
         self.refill(now);
         let key = task.requester;
         if !self.requesters.is_empty() && !self.requesters.contains_key(&key) {
-            self.last_newcomer = Some(now);
-            if now >= self.begun_renewal + RENEWAL_INTERVAL {
-                (self.begun_put_offs, self.begun_renewal) = (MAX_BEGUN_PUT_OFFS, now);
+            self.last_newcomer_at = Some(now);
+            if now >= self.renewed_at + RENEWAL_INTERVAL {
+                (self.begun_put_offs_left, self.renewed_at) = (MAX_BEGUN_PUT_OFFS, now);
             }
         }
         let requester = self.requesters.entry(key).or_default();
@@ -314,12 +316,12 @@ impl List {
         requester.tasks.remove(&delivery);
         match task.state {
             State::Waits => requester.waiting -= 1,
-            State::Leaving => self.last_put_off = Some(SystemTime::now()),
+            State::Leaving => self.last_put_off_at = Some(SystemTime::now()),
             State::Begun => {
                 requester.begun -= 1;
-                let held = now.saturating_duration_since(task.since);
+                let took = now.saturating_duration_since(task.since);
                 requester.average =
-                    requester.average.mul_f64(1.0 - LATEST_WEIGHT) + held.mul_f64(LATEST_WEIGHT);
+                    requester.average.mul_f64(1.0 - LATEST_WEIGHT) + took.mul_f64(LATEST_WEIGHT);
             }
         }
         if requester.tasks.is_empty() {
@@ -329,10 +331,11 @@ impl List {
     }
 
     fn refill(&mut self, now: Instant) {
-        let is_after_newcomer = self.last_newcomer.is_some_and(|at| now < at + AFTER_NEWCOMER);
+        let is_after_newcomer =
+            self.last_newcomer_at.is_some_and(|newcomer_at| now < newcomer_at + AFTER_NEWCOMER);
         let rate = if is_after_newcomer { TOKENS_PER_SECOND_AFTER_NEWCOMER } else { TOKENS_PER_SECOND };
-        let elapsed = now.saturating_duration_since(self.refilled).as_secs_f64();
-        (self.tokens, self.refilled) = ((self.tokens + rate * elapsed).min(BUCKET), now);
+        let elapsed = now.saturating_duration_since(self.refilled_at).as_secs_f64();
+        (self.tokens, self.refilled_at) = ((self.tokens + rate * elapsed).min(BUCKET_SIZE), now);
     }
 
     /// Lets waiting tasks begin where that is possible. Puts off those that still wait, the latest first. Then, while
@@ -345,11 +348,11 @@ impl List {
         }
         let waiting: Vec<DeliveryTag> = self.waiting().map(|(delivery, _)| delivery).collect();
         waiting.into_iter().rev().for_each(|delivery| self.put_off_if_permitted(delivery));
-        while self.begun_put_offs > 0
+        while self.begun_put_offs_left > 0
             && self.slow_begun(now) > self.max_slow()
             && let Some(delivery) = self.latest_of_largest(now)
         {
-            self.begun_put_offs -= 1;
+            self.begun_put_offs_left -= 1;
             self.put_off(delivery);
         }
     }
@@ -360,8 +363,8 @@ impl List {
         waiting.map(|(delivery, task)| (*delivery, task.requester))
     }
 
-    /// Takes the slow requester with the most tasks that have begun, among those that have one which may be put off.
-    /// Chance decides between equal ones. Returns the latest of its tasks that may be put off.
+    /// Returns the latest task that may be put off of the slow requester with the most begun tasks. Requesters without
+    /// a task that may be put off are ignored, and ties are broken at random.
     fn latest_of_largest(&self, now: Instant) -> Option<DeliveryTag> {
         let may_leave = |delivery: &&DeliveryTag| {
             self.tasks.get(delivery).is_some_and(|it| it.state == State::Begun && !it.stays)
@@ -390,7 +393,7 @@ impl List {
 
     /// Returns whether the waiting tasks of this requester must go on waiting. They must if the requester is slow and
     /// has a begun task, and no further task of slow requesters may begin. `slow_begun` returns the number of their
-    /// begun tasks; it is called last, because it takes long if there are many requesters.
+    /// begun tasks; it is called last, because it is slow if there are many requesters.
     fn is_crowding(&self, requester: u64, now: Instant, slow_begun: impl Fn() -> usize) -> bool {
         let Some(requester) = self.requesters.get(&requester) else { return false };
         !self.is_suspended(now)
@@ -406,7 +409,7 @@ impl List {
     fn is_slow(&self, requester: &Requester, now: Instant) -> bool {
         let oldest = requester.tasks.first().and_then(|delivery| self.tasks.get(delivery));
         let age = oldest.map_or(Duration::ZERO, |task| now.saturating_duration_since(task.since));
-        requester.average.max(age) > SLOW
+        requester.average.max(age) > SLOW_AFTER
     }
 
     /// The number of tasks of slow requesters that have begun.
@@ -505,7 +508,7 @@ mod tests {
     async fn slow_tasks_of_one_requester_leave_a_quarter_of_the_places() {
         let mut rig = Rig::new();
         let mut places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
-        advance(SLOW).await;
+        advance(SLOW_AFTER).await;
         rig.places.review();
         assert_eq!(are_put_off(&places), [false; 8]);
         advance(Duration::from_millis(1)).await;
@@ -529,7 +532,7 @@ mod tests {
         let mut rig = Rig::new();
         for _ in 0..100 {
             let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
-            advance(SLOW / 2).await;
+            advance(SLOW_AFTER / 2).await;
             rig.places.review();
             assert_eq!(are_put_off(&places), [false; 8]);
         }
@@ -539,7 +542,7 @@ mod tests {
     async fn many_slow_requesters_leave_a_quarter_of_the_places_too() {
         let mut rig = Rig::new();
         let mut places: Vec<Place> = [1, 1, 2, 2, 3, 3, 4, 5].map(|requester| rig.enter(requester)).into();
-        advance(2 * SLOW).await;
+        advance(2 * SLOW_AFTER).await;
         rig.places.review();
         let put_off = are_put_off(&places);
         assert_eq!(put_off.iter().filter(|it| **it).count(), 2);
@@ -556,7 +559,7 @@ mod tests {
         let mut rig = Rig::new();
         let places: Vec<Place> = (0..7).map(|_| rig.enter(1)).collect();
         places[6].stay();
-        advance(2 * SLOW).await;
+        advance(2 * SLOW_AFTER).await;
         rig.places.review();
         assert_eq!(are_put_off(&places), [false, false, false, false, false, true, false]);
         places[5].stay();
@@ -590,7 +593,7 @@ mod tests {
     async fn tasks_are_put_off_more_often_once_another_requester_is_found() {
         let mut rig = Rig::new();
         let _held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
-        advance(2 * SLOW).await;
+        advance(2 * SLOW_AFTER).await;
         let first = fill_places(&mut rig, 6, Duration::from_secs(1)).await;
         assert!((1_024..=1_030).contains(&first), "{first}");
         let alone = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
@@ -608,7 +611,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_number_of_begun_tasks_to_put_off_is_limited_until_a_newcomer_comes() {
         let mut rig = Rig::new();
-        rig.places.lock().begun_put_offs = 1;
+        rig.places.lock().begun_put_offs_left = 1;
         let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
         advance(RENEWAL_INTERVAL).await;
         rig.places.review();
@@ -630,7 +633,7 @@ mod tests {
     async fn a_task_that_could_not_be_put_off_counts_as_begun() {
         let mut rig = Rig::new();
         let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
-        advance(2 * SLOW).await;
+        advance(2 * SLOW_AFTER).await;
         rig.places.review();
         assert!(rig.places.has_put_off_since(None));
         for place in &places {
@@ -658,7 +661,7 @@ mod tests {
         let other = rig.enter(2);
         assert!(!other.try_to_stay(), "six stay");
         drop(other);
-        advance(2 * SLOW).await;
+        advance(2 * SLOW_AFTER).await;
         rig.places.review();
         assert_eq!(are_put_off(&streams), [false, false, false, false, false, true]);
         streams.remove(0);
@@ -669,7 +672,7 @@ mod tests {
     async fn a_waiting_task_begins_when_another_ends_or_when_put_offs_are_suspended() {
         let mut rig = Rig::new();
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
-        advance(2 * SLOW).await;
+        advance(2 * SLOW_AFTER).await;
         rig.places.review();
         rig.places.lock().tokens = 0.0;
         let waiting = [0, 1].map(|_| rig.enter(1));
@@ -678,18 +681,18 @@ mod tests {
         assert!(!rig.places.has_put_off_since(None));
         held.pop();
         assert_eq!(may_begin(), [true, false]);
-        rig.places.suspend(SLOW);
+        rig.places.suspend(SLOW_AFTER);
         assert_eq!(may_begin(), [true, true]);
         assert!(waiting[1].wait_to_begin().now_or_never().is_some());
-        rig.places.lock().tokens = BUCKET;
+        rig.places.lock().tokens = BUCKET_SIZE;
         rig.places.review();
         assert!(are_put_off(&held).iter().chain(&are_put_off(&waiting)).all(|is_put_off| !is_put_off));
-        advance(SLOW).await;
+        advance(SLOW_AFTER).await;
         rig.places.review();
         assert_eq!(are_put_off(&waiting), [false, true], "seven have begun, one more than may");
         assert!(rig.places.has_put_off_since(Some(SystemTime::now())), "it is being put off");
         drop(waiting);
-        let later = SystemTime::now() + SLOW;
+        let later = SystemTime::now() + SLOW_AFTER;
         assert_eq!([None, Some(later)].map(|time| rig.places.has_put_off_since(time)), [true, false]);
     }
 }

@@ -1,7 +1,6 @@
 //! Decides when a requester has left: its reply queue has been missing for ten seconds, according to at least three
-//! signs. A queue may be missing for a moment, because it is being declared again or its node restarts. If its task
-//! were ended then, the requester, which still waits, would get no answer. Owns the observations of one task's reply
-//! queue.
+//! signs. A shorter absence does not count: the queue may be declared again, or its node may restart, and the requester
+//! still waits for the answer. Owns the observations of one task's reply queue.
 
 use std::time::Duration;
 
@@ -15,9 +14,9 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// The same interval once the queue has been found missing.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(2_500);
 /// How long a queue must be missing before its requester counts as gone.
-const MISSING: Duration = Duration::from_secs(10);
+const MIN_MISSING_TIME: Duration = Duration::from_secs(10);
 /// The least number of signs in that time.
-const SIGNS: u32 = 3;
+const MIN_SIGNS: u32 = 3;
 
 /// The signs that a queue is missing since it was last seen.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,14 +34,18 @@ impl Absence {
         }
         self.signs += 1;
         let since = *self.since.get_or_insert(now);
-        self.signs >= SIGNS && now >= since + MISSING
+        self.signs >= MIN_SIGNS && now >= since + MIN_MISSING_TIME
     }
 }
 
-/// Returns once the requester that owns `queue` has left. `unroutable`: whether the latest part was returned. That is a
-/// sign only if the broker does not reveal the queue's state, because parts to a queue whose node is down are returned
-/// too.
-pub(super) async fn leaves(publisher: &dyn Publisher, queue: &str, mut unroutable: watch::Receiver<bool>) {
+/// Returns once the requester that owns `queue` has left. `unroutable` says whether the broker returned the latest
+/// part. That is a sign only if the broker does not reveal the queue's state, because it also returns parts to a queue
+/// whose node is down.
+pub(super) async fn wait_until_gone(
+    publisher: &dyn Publisher,
+    queue: &str,
+    mut unroutable: watch::Receiver<bool>,
+) {
     let mut absence = Absence::default();
     loop {
         let is_in_doubt = absence.since.is_some();
@@ -54,7 +57,7 @@ pub(super) async fn leaves(publisher: &dyn Publisher, queue: &str, mut unroutabl
             Some(QueueState::Missing) => true,
             Some(QueueState::Exists { .. } | QueueState::Exclusive | QueueState::Unavailable) => false,
             None if *unroutable.borrow_and_update() => true,
-            // Nothing is known.
+            // There is no evidence either way.
             None => continue,
         };
         if absence.add(is_missing, Instant::now()) {

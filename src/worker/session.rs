@@ -1,6 +1,6 @@
 //! The parts of a worker that outlive a broker session, and one such session: from opening its connection until
-//! everything delivered over it is settled. A pause ends the session, and the next one opens a new connection:
-//! a paused worker holds no task and no connection. Owns the connection during a session.
+//! everything delivered over it is settled. A pause ends the session, so a paused worker holds no task
+//! and no connection; the next session opens a new connection. Owns the connection during a session.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::isolation::Isolation;
 use super::places::Places;
 use super::prefetch::{Limits, Prefetch, SharedPrefetch};
 use super::report::{Counters, watch_connection};
-use super::settle::{Breakers, ErrorLog, Queues, Settlement, Stalled, Waits};
+use super::settle::{Breakers, ErrorLog, QueueTimeouts, Queues, Settlement, Stalled};
 use super::task_run::Shared;
 use super::turns::Turns;
 use super::{Control, WorkerError, live_settings};
@@ -52,19 +52,19 @@ impl Worker {
         &self,
         mut session: BrokerSession,
         stop: &Stop,
-        fault: &mut mpsc::Receiver<WorkerError>,
+        faults: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<SessionEnd, WorkerError> {
-        let connection = tokio::spawn(watch_connection(session.acker.clone(), self.counters.clone()));
+        let connection_watcher = tokio::spawn(watch_connection(session.acker.clone(), self.counters.clone()));
         let shared = Arc::new(self.shared(&session, stop));
-        let follower =
+        let limits_updater =
             tokio::spawn(apply_limits(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
         let consumers =
             PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
         let intake = Intake::new(shared, consumers, stop.clone(), settings, cancellations);
-        let ended = intake.run(fault).await;
-        for helper in [connection, follower] {
+        let ended = intake.run(faults).await;
+        for helper in [connection_watcher, limits_updater] {
             helper.abort();
         }
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
@@ -94,13 +94,13 @@ impl Worker {
                 reserved: self.assignment.reserved_queues.clone(),
             },
             retry: pool.retry.clone(),
-            waits: self.waits(),
+            queue_timeouts: self.queue_timeouts(),
             stalled: Stalled::new(self.assignment.first_prefetch(), pool.prefetch_bytes),
             breakers: Breakers::default(),
             error_log: ErrorLog::default(),
             counters: self.counters.clone(),
             stop: stop.clone(),
-            lost: PerSource::default(),
+            lost_sessions: PerSource::default(),
         };
         Shared {
             engine: self.engine.clone(),
@@ -125,11 +125,11 @@ impl Worker {
         }
     }
 
-    /// Returns how long to wait for queues, at most three quarters of the broker's delivery timeout.
-    fn waits(&self) -> Waits {
+    /// The timeouts of publishing to queues: at most three quarters of the broker's delivery timeout.
+    fn queue_timeouts(&self) -> QueueTimeouts {
         // At its delivery timeout the broker closes the channel and takes back all deliveries on it.
-        let own = self.assignment.broker.delivery_timeout().map_or(Duration::MAX, |limit| limit / 4 * 3);
-        Waits { requesters: self.assignment.pool.reply_timeout.min(own), own }
+        let pool = self.assignment.broker.delivery_timeout().map_or(Duration::MAX, |limit| limit / 4 * 3);
+        QueueTimeouts { requester: self.assignment.pool.reply_timeout.min(pool), pool }
     }
 
     /// A prefetch that adapts to the size of messages, unless the user has set one.
@@ -137,11 +137,11 @@ impl Worker {
         let pool = &self.assignment.pool;
         let limits = self.limits()(*self.control.settings.batch().borrow());
         let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
-        let first = Prefetch::new(limits, first, usual, Instant::now());
-        SharedPrefetch::new(pool.prefetch.is_none().then_some(first))
+        let adaptive = Prefetch::new(limits, first, usual, Instant::now());
+        SharedPrefetch::new(pool.prefetch.is_none().then_some(adaptive))
     }
 
-    /// The bounds of the prefetch, given the overrides for batches.
+    /// Returns a function from the overrides for batches to the bounds of the prefetch.
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
         // While a GPU computes, the CPU preprocesses or answers one more batch.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
@@ -150,13 +150,13 @@ impl Worker {
         let queues = 1 + u64::from(pool.background_queue.is_some());
         let (policy, bytes) = (self.policy, pool.prefetch_bytes / queues);
         move |overrides| {
-            let policy = live_settings::changed(policy, overrides);
+            let policy = live_settings::with_overrides(policy, overrides);
             Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }
         }
     }
 }
 
-/// Applies changed bounds of batches to the prefetch: with too few messages, a larger batch could never be full.
+/// Applies changed bounds of batches to the prefetch: with too small a prefetch, a larger batch could never be full.
 async fn apply_limits(
     mut changes: watch::Receiver<BatchChange>,
     prefetch: PerSource<SharedPrefetch>,
@@ -164,6 +164,6 @@ async fn apply_limits(
 ) {
     while changes.changed().await.is_ok() {
         let overrides = *changes.borrow_and_update();
-        prefetch.iter().for_each(|prefetch| prefetch.limit(limits(overrides)));
+        prefetch.iter().for_each(|prefetch| prefetch.set_limits(limits(overrides)));
     }
 }

@@ -1,5 +1,4 @@
-//! Runs one task: validate, preprocess, compute, reply, settle. One future per task; each step says how it can
-//! end.
+//! Runs one task: validate, preprocess, compute, reply, settle. One future per task.
 
 use std::future::{pending, poll_fn};
 use std::pin::pin;
@@ -30,24 +29,24 @@ use crate::telemetry::traces::Traces;
 /// How long a redelivered task waits for the launcher's crash records: the launcher may learn of a worker's death later
 /// than the broker does.
 const CRASH_RECORDS_WAIT: Duration = Duration::from_millis(200);
-/// How often a task that waits for its turn checks whether it was cancelled or has expired.
-const WANTED_INTERVAL: Duration = Duration::from_millis(100);
+/// How often a waiting task checks whether it was cancelled or has expired.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// A body of more bytes than this is large: the broker should not write it again each second.
-const LARGE_BODY: usize = 1 << 20;
+const LARGE_BODY_BYTES: usize = 1 << 20;
 /// The most files that are fetched for a task.
 const MAX_URLS: usize = 16;
 /// The most inputs whose reply counts as brief work: writing an embedding of 384 numbers takes 10 µs.
-const BRIEF_REPLY: usize = 4;
+const MAX_BRIEF_INPUTS: usize = 4;
 
-/// What all task runs share.
+/// The state that all task runs of a session share.
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) pools: Pools,
-    /// Turns on the thread for preparation that takes long.
+    /// Turns on the thread for long preparation.
     pub(super) turns: Turns,
-    /// Fetches files; none if the pool admits no source.
+    /// Fetches files. None if the pool allows no source.
     pub(super) fetcher: Option<Arc<Fetcher>>,
-    /// Turns of fetching.
+    /// Turns at fetching files.
     pub(super) fetch_turns: Turns,
     /// The accepted tasks of the main queue.
     pub(super) places: Places,
@@ -89,7 +88,7 @@ struct Admitted<'a> {
 }
 
 impl Shared {
-    /// Runs one task to its end. Without a `place` it is not put off for the sake of others.
+    /// Runs one task to its end. Without a `place` it is not put off to free a place for others.
     ///
     /// # Errors
     /// As [`Settlement::settle`].
@@ -100,15 +99,17 @@ impl Shared {
         mut expected: Expected,
         place: Option<Place>,
     ) -> Result<(), WorkerError> {
-        let mut timings =
-            Timings { queue_us: micros(accepted.task.queued(SystemTime::now())), ..Timings::default() };
-        let isolated;
-        (isolated, expected) = self.isolate(&mut accepted, &state, expected).await;
-        let place = place.filter(|_| isolated.is_none());
+        let mut timings = Timings {
+            queue_us: micros(accepted.task.time_in_queue(SystemTime::now())),
+            ..Timings::default()
+        };
+        let membership;
+        (membership, expected) = self.isolate(&mut accepted, &state, expected).await;
+        let place = place.filter(|_| membership.is_none());
         let mut probe = None;
-        let outcome = if let Some(refused) = self.refused(&accepted) {
+        let outcome = if let Some(refusal) = self.refusal(&accepted) {
             drop(expected);
-            refused
+            refusal
         } else {
             let Some(admitted) = self.admit(&accepted, &state, expected).await? else { return Ok(()) };
             probe = admitted.probe;
@@ -122,19 +123,19 @@ impl Shared {
                     source: accepted.delivery.source,
                     task: &task,
                     state: &state,
-                    isolated: isolated.as_ref(),
+                    membership: membership.as_ref(),
                     place: place.as_ref().filter(|_| may_leave),
                 };
                 let computed = tokio::select! {
                     biased;
                     computed = run.compute(expected, &mut timings, &mut parts) => computed,
-                    error = self.expired(&state) => Err(error.into()),
-                    () = run.put_off() => {
-                        let is_large = task.message.body.len() > LARGE_BODY;
+                    error = self.wait_for_expiry(&state) => Err(error.into()),
+                    () = run.wait_to_be_put_off() => {
+                        let is_large = task.message.body.len() > LARGE_BODY_BYTES;
                         Err(Outcome::PutOff(WaitsFor::Place { is_large }))
                     }
                 };
-                // Kept however the computation ended, so that no reply overtakes a part that is under way.
+                // Kept whatever the result is, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
                 match computed {
                     Err(Outcome::PutOff(waits_for)) => {
@@ -151,18 +152,18 @@ impl Shared {
                         }
                         (may_leave, expected) = (false, Expected::new(&self.engine));
                     }
-                    Err(failed) => break failed,
+                    Err(outcome) => break outcome,
                     Ok(body) => break Outcome::Answered(body),
                 }
             }
         };
-        if let Some(membership) = isolated {
-            membership.end();
+        if let Some(membership) = membership {
+            membership.record_survival();
         }
         if !state.commit() {
             return Ok(());
         }
-        accepted.traced.worked(&timings, accepted.attempt());
+        accepted.traced.record_timings(&timings, accepted.attempt());
         let settled = self.settlement.settle(&accepted, outcome, &timings).await;
         // Dropped only now, when it is known whether the queue has accepted the reply.
         drop(probe);
@@ -181,20 +182,19 @@ impl Shared {
         }
         // The engine should not wait for this task meanwhile.
         drop(expected);
-        // The launcher learns of a worker's death at about the same time as the broker.
         tokio::time::sleep(CRASH_RECORDS_WAIT).await;
-        let known = self.crashes.of(&state.name.fingerprint);
-        let membership = match suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
+        let record = self.crashes.get(&state.name.fingerprint);
+        let membership = match suspicion(accepted.redeliveries, accepted.is_counted, record.as_ref()) {
             Some(suspicion) => self.isolation.enter(state.name.clone(), suspicion).await,
             None => None,
         };
         // Read after the wait for a group: another worker may have died of the task meanwhile.
-        accepted.deaths = self.crashes.of(&state.name.fingerprint);
+        accepted.deaths = self.crashes.get(&state.name.fingerprint);
         (membership, Expected::new(&self.engine))
     }
 
-    /// Returns the outcome of a task that must not be computed, whatever its body is. None: it may be computed.
-    fn refused(&self, accepted: &Accepted) -> Option<Outcome> {
+    /// Returns the outcome of a task that must not be computed, whatever its body contains. None: it may be computed.
+    fn refusal(&self, accepted: &Accepted) -> Option<Outcome> {
         let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
         if let Some(queue) = self.misaddressed(&accepted.task) {
             Some(Outcome::Misaddressed(queue))
@@ -203,13 +203,13 @@ impl Shared {
         } else if accepted.redeliveries >= self.max_deliveries {
             Some(Outcome::OutOfDeliveries(accepted.redeliveries))
         } else {
-            oversize(&accepted.task).map(Outcome::Failed)
+            oversize_error(&accepted.task).map(Outcome::Failed)
         }
     }
 
     /// Decides whether the task is computed now. If its reply queue accepts nothing, the task is put off or
-    /// dead-lettered instead: it is settled then, and None is returned. If it cannot be put off, it is computed after
-    /// all.
+    /// dead-lettered instead; it is then settled, and the result is None. If it cannot be put off, it is computed
+    /// although the queue accepts nothing.
     async fn admit(
         &self,
         accepted: &Accepted,
@@ -232,10 +232,10 @@ impl Shared {
         })
     }
 
-    /// Returns the task's error if its deadline passes before it is on the device. The task is not computed then.
-    /// Otherwise never returns. Tasks of sequences may have been answered in part, so the engine checks their deadline,
-    /// between two steps.
-    async fn expired(&self, state: &TaskState) -> TaskError {
+    /// Returns the task's error if its deadline passes before it is on the device; the task is then not computed.
+    /// Otherwise never returns. A task of sequences may have been answered in part, so the engine checks its deadline
+    /// between two steps instead.
+    async fn wait_for_expiry(&self, state: &TaskState) -> TaskError {
         let Some(deadline) = state.deadline.filter(|_| self.engine.sequences().is_none()) else {
             return pending().await;
         };
@@ -268,24 +268,25 @@ impl Shared {
         let properties = &task.message.properties;
         let size = task.message.body.len() as u64;
         if size > self.max_body {
-            let words = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
-            return Err(TaskError::new(TaskErrorKind::TooLarge, words));
+            let message = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
         }
-        if task.message.is_of_celery() {
-            let words = "this is a task message of Celery, and sconce is no Celery worker. Call sconce from a Celery \
-                         task: docs/celery.md shows how";
-            return Err(TaskError::new(TaskErrorKind::BadInput, words));
+        if task.message.is_celery_task() {
+            let message = "this is a task message of Celery, and sconce is no Celery worker. Call sconce from a Celery \
+                           task: docs/celery.md shows how";
+            return Err(TaskError::new(TaskErrorKind::BadInput, message));
         }
         let types = self.route(task)?.media_types;
         if let Some(given) = task.message.media_type().filter(|given| !types.contains(&given.as_str())) {
-            let words = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
-            return Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_type"));
+            let message = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
+            return Err(TaskError::new(TaskErrorKind::Undecodable, message).with_param("content_type"));
         }
         match properties.content_encoding.as_deref().map(str::to_ascii_lowercase).as_deref() {
             None | Some("" | "utf-8" | "utf8" | "identity" | "binary") => Ok(()),
             Some(other) => {
-                let words = format!("content_encoding {:?} is not supported; send utf-8", shorten(other, 80));
-                Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_encoding"))
+                let message =
+                    format!("content_encoding {:?} is not supported; send utf-8", shorten(other, 80));
+                Err(TaskError::new(TaskErrorKind::Undecodable, message).with_param("content_encoding"))
             }
         }
     }
@@ -293,29 +294,31 @@ impl Shared {
     /// The model's route for the URL that the task requests.
     fn route(&self, task: &Task) -> Result<&Route, TaskError> {
         let routes = self.engine.routes();
-        let asked = task.message.url();
-        let route = match asked {
+        let requested = task.message.url();
+        let route = match requested {
             None => routes.first(),
-            Some(asked) => routes.iter().find(|route| route.url == asked || route.url == Route::ANY),
+            Some(requested) => routes.iter().find(|route| route.url == requested || route.url == Route::ANY),
         };
         route.ok_or_else(|| {
             let served: Vec<&str> = routes.iter().map(|route| route.url).collect();
-            let (asked, served) = (shorten(asked.unwrap_or_default(), 80), served.join(", "));
-            let message = format!("url {asked:?} is not served here; this pool answers {served}");
-            TaskError::new(TaskErrorKind::UnknownUrl, message).at("url")
+            let (requested, served) = (shorten(requested.unwrap_or_default(), 80), served.join(", "));
+            let message = format!("url {requested:?} is not served here; this pool answers {served}");
+            TaskError::new(TaskErrorKind::UnknownUrl, message).with_param("url")
         })
     }
 }
 
 /// The error of a task whose headers are so large that it must not be delivered again.
-fn oversize(task: &Task) -> Option<TaskError> {
+fn oversize_error(task: &Task) -> Option<TaskError> {
     let bytes = task.message.properties.header_bytes();
-    let words = || format!("the headers have {bytes} bytes; a task may have {MAX_HEADER_BYTES}");
-    (bytes > MAX_HEADER_BYTES).then(|| TaskError::new(TaskErrorKind::TooLarge, words()))
+    (bytes > MAX_HEADER_BYTES).then(|| {
+        let message = format!("the headers have {bytes} bytes; a task may have {MAX_HEADER_BYTES}");
+        TaskError::new(TaskErrorKind::TooLarge, message)
+    })
 }
 
 /// How a task's job ended.
-struct Ended {
+struct JobEnd {
     computed: Computed,
     /// Whether its requester has left, and nobody had cancelled the task before.
     has_left: bool,
@@ -335,8 +338,8 @@ struct Run<'a> {
     source: Source,
     task: &'a Arc<Task>,
     state: &'a Arc<TaskState>,
-    /// Its group of isolated tasks.
-    isolated: Option<&'a Membership>,
+    /// Its membership in a group of isolated tasks.
+    membership: Option<&'a Membership>,
     /// Its place, if it may be put off for the sake of others.
     place: Option<&'a Place>,
 }
@@ -344,11 +347,11 @@ struct Run<'a> {
 impl Run<'_> {
     /// Returns the task's isolated group, until the time of the group is over.
     fn group(&self) -> Option<Group> {
-        self.isolated.and_then(Membership::group)
+        self.membership.and_then(Membership::group)
     }
 
     /// Returns when the task is to be put off because its requester holds too many places.
-    async fn put_off(&self) {
+    async fn wait_to_be_put_off(&self) {
         match self.place {
             Some(place) => place.wait_to_be_put_off().await,
             None => pending().await,
@@ -356,14 +359,14 @@ impl Run<'_> {
     }
 
     /// Waits until the task may begin. It may be put off meanwhile.
-    async fn begin(&self, expected: Expected) -> Result<Expected, TaskError> {
+    async fn wait_to_begin(&self, expected: Expected) -> Result<Expected, TaskError> {
         let Some(place) = self.place.filter(|place| !place.may_begin()) else { return Ok(expected) };
         // The engine should not wait for this task meanwhile.
         drop(expected);
         tokio::select! {
             biased;
             () = place.wait_to_begin() => Ok(Expected::new(&self.shared.engine)),
-            error = self.ceases_to_be_wanted() => Err(error),
+            error = self.wait_until_unwanted() => Err(error),
         }
     }
 
@@ -390,12 +393,12 @@ impl Run<'_> {
         let accepted_at = now();
         task.deadline()?;
         shared.check(task, state)?;
-        let expected = self.begin(expected).await?;
+        let expected = self.wait_to_begin(expected).await?;
         let began = Instant::now();
-        let (Fetched { task: own, files }, expected) = self.fetched(expected).await?;
+        let (Fetched { task: with_body, files }, expected) = self.fetch_files(expected).await?;
         let engine = shared.engine.clone();
-        let effort = engine.effort(&own.message);
-        let preprocess = move || engine.preprocess(&own.message, &files);
+        let effort = engine.effort(&with_body.message);
+        let preprocess = move || engine.preprocess(&with_body.message, &files);
         // The engine should not wait for a task that waits for its turn.
         let (mut job, mut expected) = if effort == Effort::Long {
             drop(expected);
@@ -418,14 +421,15 @@ impl Run<'_> {
         job.enqueue(state.clone(), self.group());
         // Dropped only now, because an engine that waits for this task must find it in its queue.
         drop(expected);
-        *parts = Parts::of(&shared.settlement, task, &*job);
-        let Ended { computed, has_left } = self.computed(&mut *job, parts.as_mut()).await?;
+        *parts = Parts::start(&shared.settlement, task, &*job);
+        let JobEnd { computed, has_left } = self.run_job(&mut *job, parts.as_mut()).await?;
         self.stay();
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
         }
-        timings.wait_us = computed.started.map_or(0, |at| micros(at.saturating_duration_since(enqueued)));
+        timings.wait_us =
+            computed.started.map_or(0, |started| micros(started.saturating_duration_since(enqueued)));
         timings.compute_us = micros(computed.compute);
         timings.batch_size = computed.last.size as i64;
         timings.batch_tokens = computed.last.tokens as i64;
@@ -439,36 +443,36 @@ impl Run<'_> {
         if let Some(parts) = parts {
             self.write_last_parts(&mut *job, parts).await;
         }
-        // If the task failed, the error reply is quickly written.
-        let brief = computed.failed || effort == Effort::Brief && job.inputs() <= BRIEF_REPLY;
-        let reply = self.beside_others(shared.pools.reply.run(brief, move || job.finish()));
+        // The error reply of a failed task is short.
+        let brief = computed.failed || effort == Effort::Brief && job.inputs() <= MAX_BRIEF_INPUTS;
+        let reply = self.without_groups(shared.pools.reply.run(brief, move || job.finish()));
         // The last parts are sent while the reply is written.
         let reply = match parts {
-            Some(parts) => beside(reply, async { _ = parts.send_last().await }).await,
+            Some(parts) => run_alongside(reply, async { _ = parts.send_last().await }).await,
             None => reply.await,
         };
         match state.cancellation() {
             Some(error) => Err(error.into()),
-            None => Ok(reply.map_err(internal)??),
+            None => Ok(reply.map_err(internal_error)??),
         }
     }
 
     /// Fetches the files that the task names by their URLs.
-    async fn fetched(&self, expected: Expected) -> Result<(Fetched, Expected), Outcome> {
+    async fn fetch_files(&self, expected: Expected) -> Result<(Fetched, Expected), Outcome> {
         let Self { shared, task, .. } = *self;
         let message = &task.message;
         let dataref = message.properties.headers.get(DATAREF).filter(|_| message.body.is_empty());
         let mut fetched = Fetched { task: task.clone(), files: Files::default() };
         let urls = match (dataref.and_then(|url| url.as_str()), &shared.fetcher) {
             (Some(_), None) => {
-                let words =
+                let message =
                     format!("{DATAREF}: this pool fetches nothing, because its allowed_sources is empty");
-                return Err(TaskError::bad_input(DATAREF, words).into());
+                return Err(TaskError::bad_input(DATAREF, message).into());
             }
             (Some(url), Some(_)) => vec![FileUrl { url: url.to_owned(), path: DATAREF.to_owned() }],
             (None, Some(_)) if message.is_json() => {
-                let (engine, own) = (shared.engine.clone(), task.clone());
-                self.prepare(Effort::Usual, move || Ok(engine.file_urls(&own.message))).await?
+                let (engine, task) = (shared.engine.clone(), task.clone());
+                self.prepare(Effort::Usual, move || Ok(engine.file_urls(&task.message))).await?
             }
             _ => Vec::new(),
         };
@@ -476,19 +480,20 @@ impl Run<'_> {
             return Ok((fetched, expected));
         };
         if urls.len() > MAX_URLS {
-            let words = format!("the task has {} URLs of files; at most {MAX_URLS} are fetched", urls.len());
-            return Err(TaskError::new(TaskErrorKind::TooLarge, words).into());
+            let message =
+                format!("the task has {} URLs of files; at most {MAX_URLS} are fetched", urls.len());
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).into());
         }
         // The engine should not wait for a task that waits for its files.
         drop(expected);
-        let mut held = 0;
+        let mut fetched_bytes = 0;
         for FileUrl { url, path } in urls {
             if fetched.files.has(&url) {
                 continue;
             }
-            let failed = |failure: Failure| {
+            let to_outcome = |failure: Failure| {
                 let (kind, why) = match failure {
-                    Failure::Crowded => return Outcome::PutOff(WaitsFor::Turn),
+                    Failure::OverBudget => return Outcome::PutOff(WaitsFor::Turn),
                     Failure::Refused(why) => (TaskErrorKind::BadInput, why),
                     Failure::TooLarge(why) => (TaskErrorKind::TooLarge, why),
                     Failure::Unavailable(why) => (TaskErrorKind::Unavailable, why),
@@ -496,24 +501,26 @@ impl Run<'_> {
                 // A query may be a signature, and errors are logged.
                 let shown =
                     url.split_once('?').map_or_else(|| url.clone(), |(start, _)| format!("{start}?…"));
-                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&shown, 200))).at(&*path).into()
+                TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&shown, 200)))
+                    .with_param(&*path)
+                    .into()
             };
-            let location = fetcher.locate(&url).map_err(failed)?;
-            let turn = Arc::new(self.turn(&shared.fetch_turns).await?);
-            // JSON is decoded as a whole, on a thread that others wait for.
-            let is_body_of_json = path == DATAREF && message.is_json();
+            let location = fetcher.locate(&url).map_err(to_outcome)?;
+            let turn = Arc::new(self.wait_for_turn(&shared.fetch_turns).await?);
+            // A JSON body is decoded as a whole, on a thread that other tasks need, so its size is limited.
+            let is_json_body = path == DATAREF && message.is_json();
             let claim = Claim {
                 requester: self.state.requester,
-                waits: self.group().is_none(),
-                max_size: if is_body_of_json { shared.max_body } else { u64::MAX },
-                held,
+                waits_for_memory: self.group().is_none(),
+                max_size: if is_json_body { shared.max_body } else { u64::MAX },
+                task_bytes: fetched_bytes,
             };
             let bytes = tokio::select! {
                 biased;
-                bytes = fetcher.fetch(location, claim, turn) => bytes.map_err(failed)?,
-                error = self.ceases_to_be_wanted() => return Err(error.into()),
+                bytes = fetcher.fetch(location, claim, turn) => bytes.map_err(to_outcome)?,
+                error = self.wait_until_unwanted() => return Err(error.into()),
             };
-            held += bytes.len() as u64;
+            fetched_bytes += bytes.len() as u64;
             if path == DATAREF {
                 fetched.task = Arc::new(task.with_body(bytes));
             } else {
@@ -524,8 +531,8 @@ impl Run<'_> {
     }
 
     /// Waits until a job that was enqueued is done, prepares more of its inputs meanwhile, and sends its parts.
-    async fn computed(&self, job: &mut dyn Job, parts: Option<&mut Parts>) -> Result<Ended, TaskError> {
-        let (source, limit) = (job.source(), self.shared.settlement.waits.own);
+    async fn run_job(&self, job: &mut dyn Job, parts: Option<&mut Parts>) -> Result<JobEnd, TaskError> {
+        let (source, time_limit) = (job.source(), self.shared.settlement.queue_timeouts.pool);
         let prefetch = &self.shared.prefetch[self.source];
         let is_on_demand = source.is_some();
         if !is_on_demand {
@@ -534,38 +541,39 @@ impl Run<'_> {
         let computing = async {
             tokio::select! {
                 biased;
-                ended = self.events(job, parts) => Ok(ended),
-                error = self.feed(source) => Err(error),
+                end = self.handle_events(job, parts) => Ok(end),
+                error = self.prepare_further_inputs(source) => Err(error),
             }
         };
-        let Ok(ended) = timeout(limit, computing).await else {
-            let words = format!("not finished within {limit:?}, after which the broker takes the task back");
-            return Err(TaskError::new(TaskErrorKind::Fault, words));
+        let Ok(end) = timeout(time_limit, computing).await else {
+            let message =
+                format!("not finished within {time_limit:?}, after which the broker takes the task back");
+            return Err(TaskError::new(TaskErrorKind::Fault, message));
         };
         if is_on_demand {
             // Only now is it known how large the task was.
             prefetch.prepared(job.inputs(), job.tokens());
         }
-        ended
+        end
     }
 
-    /// Does `work` that may take long, on the thread for that, in the turn of the task's requester.
+    /// Does `work` that may take long on the thread for long preparation, when the task's requester has its turn.
     async fn in_turn<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
     ) -> Result<T, Outcome> {
         let Self { shared, .. } = *self;
-        let turn = self.turn(&shared.turns).await?;
+        let turn = self.wait_for_turn(&shared.turns).await?;
         let work = move || {
-            // The turn ends with the work, even if the task has stopped waiting for it.
+            // The turn ends with the work, even if the task no longer waits for it.
             let _turn = turn;
             work()
         };
         Ok(self.prepare_on(&shared.pools.long, false, work).await?)
     }
 
-    /// Waits for a turn of the task's requester.
-    async fn turn(&self, turns: &Turns) -> Result<Option<Turn>, Outcome> {
+    /// Waits for a turn of the task's requester. None: an isolated task needs no turn.
+    async fn wait_for_turn(&self, turns: &Turns) -> Result<Option<Turn>, Outcome> {
         let turn = async {
             // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
             if self.group().is_some() {
@@ -576,18 +584,18 @@ impl Run<'_> {
         let turn = tokio::select! {
             biased;
             turn = turn => turn,
-            error = self.ceases_to_be_wanted() => return Err(error.into()),
+            error = self.wait_until_unwanted() => return Err(error.into()),
         };
         turn.map_err(|Crowded| Outcome::PutOff(WaitsFor::Turn))
     }
 
-    /// Returns with an error when the answer is no longer wanted.
-    async fn ceases_to_be_wanted(&self) -> TaskError {
+    /// Returns the task's error once its answer is no longer wanted: the task was cancelled or has expired.
+    async fn wait_until_unwanted(&self) -> TaskError {
         loop {
             if let Some(error) = self.state.unwanted(now()) {
                 return error;
             }
-            tokio::time::sleep(WANTED_INTERVAL).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
         }
     }
 
@@ -600,8 +608,8 @@ impl Run<'_> {
         self.prepare_on(&self.shared.pools.preprocess, effort == Effort::Brief, work).await
     }
 
-    /// Does `work` that prepares inputs of this task in `pool`, once there is memory for more of them. Nothing else
-    /// uses the preprocess threads.
+    /// Does `work` that prepares inputs of this task in `pool`, once there is memory for more of them. All work on the
+    /// preprocess threads goes through here.
     async fn prepare_on<T: Send + 'static>(
         &self,
         pool: &CpuPool,
@@ -613,28 +621,28 @@ impl Run<'_> {
         let work = move || {
             // Brief work runs nothing that a requester could make crash, and a control line would cost more than the
             // work.
-            let _suspect = (!brief).then(|| reporter.preprocessing(&name));
+            let _reported = (!brief).then(|| reporter.preprocessing(&name));
             work()
         };
         // An isolated task does not wait for memory. Tasks that are computed only after it hold that memory, so
         // waiting would deadlock.
-        let _held = if self.group().is_some() { None } else { Some(engine.memory().room().await) };
-        self.beside_others(pool.run(brief, work)).await.map_err(internal)?
+        let _memory = if self.group().is_some() { None } else { Some(engine.memory().room().await) };
+        self.without_groups(pool.run(brief, work)).await.map_err(internal_error)?
     }
 
-    /// Prepares the further inputs of a task, one slice whenever few of them wait for the model. Other requesters have
-    /// their turn between two slices. Returns only if a slice fails, with its error.
-    async fn feed(&self, source: Option<Arc<dyn InputSource>>) -> TaskError {
+    /// Prepares the further inputs of a task: one slice each time that few of them wait for the model. Other requesters
+    /// have their turn between two slices. Returns only if a slice fails, with its error.
+    async fn prepare_further_inputs(&self, source: Option<Arc<dyn InputSource>>) -> TaskError {
         if let Some(source) = source {
             while poll_fn(|context| source.poll_wanted(context)).await {
-                let own = source.clone();
+                let source = source.clone();
                 // An isolated task waits for no turn. A task that may not leave is always given one.
                 let turns = &self.shared.pools.slice_turns;
                 let _turn = match self.group() {
                     Some(_) => None,
                     None => turns.take(self.state.requester, false).await.ok(),
                 };
-                if let Err(error) = self.prepare(Effort::Usual, move || own.pull()).await {
+                if let Err(error) = self.prepare(Effort::Usual, move || source.pull()).await {
                     return error;
                 }
             }
@@ -644,10 +652,10 @@ impl Run<'_> {
 
     /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, the sequences end. Never
     /// returns if the device has failed: that is not the task's fault, so the task goes back with the session.
-    async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts>) -> Ended {
+    async fn handle_events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts>) -> JobEnd {
         // Whether the latest part was returned as unroutable. Written here, read by `requester_leaves`.
         let (unroutable, is_unroutable) = watch::channel(false);
-        let mut leaves = pin!(self.requester_leaves(is_unroutable));
+        let mut requester_leaves = pin!(self.requester_leaves(is_unroutable));
         let mut has_left = false;
         // The first part is held back while too many tasks stay.
         let mut is_held_back = false;
@@ -664,8 +672,8 @@ impl Run<'_> {
                 event = poll_fn(|context| job.poll_event(context, ready)) => event,
                 () = progress => {
                     if let Some(parts) = &parts {
-                        let now = parts.is_unroutable();
-                        unroutable.send_if_modified(|before| std::mem::replace(before, now) != now);
+                        let latest = parts.is_unroutable();
+                        unroutable.send_if_modified(|before| std::mem::replace(before, latest) != latest);
                     }
                     continue;
                 }
@@ -673,7 +681,7 @@ impl Run<'_> {
                     is_held_back = false;
                     continue;
                 }
-                () = &mut leaves, if !has_left && self.state.cancellation().is_none() => {
+                () = &mut requester_leaves, if !has_left && self.state.cancellation().is_none() => {
                     tracing::info!(task.id = self.task.id, "the task's reply queue does not exist any more; the task ends");
                     has_left = true;
                     self.state.cancel();
@@ -681,10 +689,10 @@ impl Run<'_> {
                 }
             };
             match (event, parts.as_deref_mut()) {
-                (JobEvent::Done(computed), _) => return Ended { computed, has_left },
+                (JobEvent::Done(computed), _) => return JobEnd { computed, has_left },
                 (JobEvent::Parts(unwritten), Some(parts)) => {
                     if self.place.is_none_or(Place::try_to_stay) {
-                        parts.send(self.written(unwritten).await);
+                        parts.send(self.write_parts(unwritten).await);
                     } else {
                         // They are not lost: the next event has them again.
                         is_held_back = true;
@@ -696,12 +704,12 @@ impl Run<'_> {
     }
 
     /// Writes parts: here if that is brief, and otherwise on the reply threads.
-    async fn written(&self, unwritten: Unwritten) -> Vec<Body> {
+    async fn write_parts(&self, unwritten: Unwritten) -> Vec<Body> {
         if unwritten.is_brief() {
             return unwritten.write();
         }
-        let written = self.shared.pools.reply.run(false, move || unwritten.write());
-        self.beside_others(written).await.unwrap_or_else(|error| {
+        let bodies = self.shared.pools.reply.run(false, move || unwritten.write());
+        self.without_groups(bodies).await.unwrap_or_else(|error| {
             tracing::error!(task.id = self.task.id, error, "parts of a reply are left out");
             Vec::new()
         })
@@ -714,44 +722,46 @@ impl Run<'_> {
         while let Some(unwritten) = next
             && parts.send_last().await
         {
-            parts.send(self.written(unwritten).await);
+            parts.send(self.write_parts(unwritten).await);
             next = job.unwritten();
         }
     }
 
-    /// Refuses a task that would be on the device for longer than half of `Waits::own`, the time for which the worker
-    /// may keep it: for the other half it may have to wait for others that are as long.
+    /// Refuses a task that would be on the device for longer than half of `QueueTimeouts::pool`, the time for which the
+    /// worker may keep it: for the other half it may have to wait for other tasks of the same length.
     fn check_time(&self, estimate: Option<Duration>) -> Result<(), TaskError> {
-        let most = self.shared.settlement.waits.own / 2;
-        match estimate.filter(|estimate| *estimate > most) {
+        let max = self.shared.settlement.queue_timeouts.pool / 2;
+        match estimate.filter(|estimate| *estimate > max) {
             None => Ok(()),
             Some(estimate) => {
-                let (estimate, most) = (estimate.as_secs(), most.as_secs());
-                let words = format!(
+                let (estimate, max) = (estimate.as_secs(), max.as_secs());
+                let message = format!(
                     "the answer may take {estimate} s at this worker's pace; with broker.consumer_timeout as it \
-                     is, a task may take {most} s: ask for fewer tokens"
+                     is, a task may take {max} s: ask for fewer tokens"
                 );
-                Err(TaskError::new(TaskErrorKind::TooLarge, words))
+                Err(TaskError::new(TaskErrorKind::TooLarge, message))
             }
         }
     }
 
-    /// Returns once the requester has left. Checked only with models of sequences, because only their tasks take long.
+    /// Returns once the requester has left. This is checked only for models of sequences, because only their tasks take
+    /// long.
     async fn requester_leaves(&self, unroutable: watch::Receiver<bool>) {
         let queue = self.task.reply_to().filter(|_| self.shared.engine.sequences().is_some());
         let Some(queue) = queue else { return pending().await };
-        requester::leaves(&*self.shared.settlement.publisher, queue, unroutable).await;
+        requester::wait_until_gone(&*self.shared.settlement.publisher, queue, unroutable).await;
     }
 
-    /// Does `work` of this task. Unless the task is isolated, no group of isolated tasks runs meanwhile.
-    async fn beside_others<T>(&self, work: impl Future<Output = T>) -> T {
-        let _out = if self.group().is_some() { None } else { Some(self.shared.isolation.keep_out().await) };
+    /// Does `work` of this task while no group of isolated tasks runs, unless the task is in a group itself.
+    async fn without_groups<T>(&self, work: impl Future<Output = T>) -> T {
+        let _guard =
+            if self.group().is_some() { None } else { Some(self.shared.isolation.exclude_groups().await) };
         work.await
     }
 }
 
-/// Returns the result of `work`. Runs `aside` at the same time, and drops it when `work` is done.
-async fn beside<T>(work: impl Future<Output = T>, aside: impl Future<Output = ()>) -> T {
+/// Returns the result of `work`. Runs `aside` meanwhile, and drops it when `work` is done.
+async fn run_alongside<T>(work: impl Future<Output = T>, aside: impl Future<Output = ()>) -> T {
     let mut aside = pin!(aside.fuse());
     let mut work = pin!(work);
     loop {
@@ -763,7 +773,7 @@ async fn beside<T>(work: impl Future<Output = T>, aside: impl Future<Output = ()
     }
 }
 
-fn internal(error: String) -> TaskError {
+fn internal_error(error: String) -> TaskError {
     tracing::error!(error, "a task failed inside sconce");
     TaskError::new(TaskErrorKind::Internal, error)
 }

@@ -1,7 +1,8 @@
-//! Decides whose task is prepared next on the thread for preparation that takes long (such as that of a grammar), whose
-//! further inputs are prepared next, whose files are fetched next, and which tasks are put off instead. Requesters take turns, however many tasks each has. A
-//! waiting task holds one of the messages that the broker grants; so when too many wait, tasks of the requester that
-//! has the most are put off: they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
+//! Decides whose task is prepared next on the thread for long preparation (such as that of a grammar), whose further
+//! inputs are prepared next, whose files are fetched next, and which tasks are put off instead. Requesters take turns,
+//! however many tasks each has. A waiting task holds one of the messages that the broker grants. So when too many
+//! wait, tasks of the requester that has the most are put off: they wait in a retry queue. Owns the list of waiting
+//! tasks. Does no I/O.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,8 +13,8 @@ use tokio::time::{Instant, timeout};
 
 /// How often each waiting task checks whether too many tasks wait.
 const REVIEW_INTERVAL: Duration = Duration::from_millis(100);
-/// If all waiting tasks together are expected to take less than this, all of them may wait.
-const SOON: Duration = Duration::from_secs(1);
+/// All waiting tasks may go on waiting if their turns together are expected to take less than this.
+const SHORT_WAIT: Duration = Duration::from_secs(1);
 /// The weight of the latest turn in the average of how long turns take.
 const LATEST_WEIGHT: f64 = 0.25;
 
@@ -25,20 +26,20 @@ pub(super) struct Turns(Arc<Mutex<Lane>>);
 struct Lane {
     /// The turns that are under way. Bound: `max_turns`.
     current: Vec<Current>,
-    /// The most turns at once. A requester has half of them at most.
+    /// The most turns at once. A requester has at most half of them.
     max_turns: usize,
     /// How long turns take, on average.
-    average: Duration,
+    average_turn: Duration,
     /// The waiting tasks, in the order of arrival. A task that no longer waits has dropped its receiver.
     waiting: Vec<WaitingTask>,
-    /// The rank of each requester that waits or has the turn; the lowest rank is next. After n turns in all, a
-    /// requester that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes
-    /// after the requesters that were waiting when it arrived, and before the one of the latest turn.
+    /// The rank of each requester that waits or has a turn; the lowest rank is next. After n turns in all, a requester
+    /// that arrives gets the rank 2n, and the requester of the n-th turn gets 2n + 1. So a newcomer goes after the
+    /// requesters that were waiting when it arrived, and before the requester of the latest turn.
     ranks: HashMap<u64, u64>,
     /// The number of turns so far.
     turns: u64,
-    /// The most tasks that may wait, unless all of them are expected to be done within [`SOON`].
-    most: usize,
+    /// The most tasks that may wait, unless all of them are expected to be done within [`SHORT_WAIT`].
+    max_waiting: usize,
 }
 
 struct Current {
@@ -49,14 +50,14 @@ struct Current {
 /// A task that waits for its turn.
 struct WaitingTask {
     requester: u64,
-    /// It may be sent to wait in a retry queue.
+    /// Whether it may be sent to wait in a retry queue.
     may_leave: bool,
     /// Written once, by whoever ends a turn or reviews the lane; read by the task.
-    call: oneshot::Sender<Call>,
+    decision: oneshot::Sender<Decision>,
 }
 
-enum Call {
-    Turn(Turn),
+enum Decision {
+    Begin(Turn),
     PutOff,
 }
 
@@ -74,7 +75,7 @@ impl Drop for Turn {
             lane.end(self.requester, now);
             lane.next(now)
         };
-        self.turns.call(next);
+        self.turns.begin(next);
     }
 }
 
@@ -94,7 +95,7 @@ impl Turns {
     /// Sets how many unsettled messages the broker may send now. At most half of them may be tasks that wait for a
     /// turn.
     pub(super) fn set_granted(&self, granted: u16) {
-        self.lock().most = (usize::from(granted) / 2).max(1);
+        self.lock().max_waiting = (usize::from(granted) / 2).max(1);
     }
 
     /// Waits until a task of `requester` has its turn. Without `may_leave`, it waits as long as that takes. Safe to
@@ -103,29 +104,29 @@ impl Turns {
     /// # Errors
     /// [`Crowded`]: the task is to wait in a retry queue.
     pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
-        let (call, mut called) = oneshot::channel();
-        self.call({
+        let (decision, mut decided) = oneshot::channel();
+        self.begin({
             let mut lane = self.lock();
             let now = Instant::now();
-            lane.enter(WaitingTask { requester, may_leave, call });
+            lane.enter(WaitingTask { requester, may_leave, decision });
             lane.review(now);
             lane.next(now)
         });
         loop {
-            match timeout(REVIEW_INTERVAL, &mut called).await {
-                Ok(Ok(Call::Turn(turn))) => return Ok(turn),
-                // The sender is dropped only after a call.
-                Ok(Ok(Call::PutOff) | Err(_)) => return Err(Crowded),
+            match timeout(REVIEW_INTERVAL, &mut decided).await {
+                Ok(Ok(Decision::Begin(turn))) => return Ok(turn),
+                // The sender is dropped only after a decision.
+                Ok(Ok(Decision::PutOff) | Err(_)) => return Err(Crowded),
                 Err(_) if may_leave => self.lock().review(Instant::now()),
                 Err(_) => {}
             }
         }
     }
 
-    /// Gives a task its turn. If it no longer waits, its turn is dropped, which gives the next task a turn.
-    fn call(&self, next: Option<WaitingTask>) {
-        if let Some(WaitingTask { call, requester, .. }) = next {
-            let _ = call.send(Call::Turn(Turn { turns: self.clone(), requester }));
+    /// Begins a task's turn. If the task no longer waits, its turn is dropped, which gives the next task a turn.
+    fn begin(&self, next: Option<WaitingTask>) {
+        if let Some(WaitingTask { decision, requester, .. }) = next {
+            let _ = decision.send(Decision::Begin(Turn { turns: self.clone(), requester }));
         }
     }
 
@@ -144,14 +145,15 @@ impl Lane {
     fn end(&mut self, requester: u64, now: Instant) {
         if let Some(index) = self.current.iter().position(|current| current.requester == requester) {
             let current = self.current.remove(index);
-            let took = now.saturating_duration_since(current.began);
-            self.average = self.average.mul_f64(1.0 - LATEST_WEIGHT) + took.mul_f64(LATEST_WEIGHT);
+            let duration = now.saturating_duration_since(current.began);
+            self.average_turn =
+                self.average_turn.mul_f64(1.0 - LATEST_WEIGHT) + duration.mul_f64(LATEST_WEIGHT);
         }
     }
 
     /// Begins the turn of the next task that may have one, and returns that task.
     fn next(&mut self, now: Instant) -> Option<WaitingTask> {
-        self.forget();
+        self.remove_departed();
         if self.current.len() >= self.max_turns {
             return None;
         }
@@ -160,7 +162,7 @@ impl Lane {
             of_requester.count() < self.max_turns.div_ceil(2)
         };
         let rank = |(_, task): &(usize, &WaitingTask)| self.ranks.get(&task.requester);
-        // The first of those with the same rank is the one that came first.
+        // Of tasks with the same rank, `min_by_key` returns the first, which arrived first.
         let (index, _) = self.waiting.iter().enumerate().filter(may_begin).min_by_key(rank)?;
         let task = self.waiting.remove(index);
         self.turns += 1;
@@ -169,15 +171,15 @@ impl Lane {
         Some(task)
     }
 
-    /// Sends tasks to a retry queue while too many wait: the latest task of the requester that has the most. Chance
-    /// decides between requesters that have as many, because a task that came back later would otherwise be the latest
-    /// again each time.
+    /// Sends tasks to a retry queue while too many wait: each time the latest task of the requester that has the most.
+    /// Ties between requesters are broken at random. Otherwise a task that returns from its retry queue would be the
+    /// latest each time, and be put off again.
     fn review(&mut self, now: Instant) {
-        self.forget();
+        self.remove_departed();
         let elapsed = |current: &Current| now.saturating_duration_since(current.began);
-        let turn = self.current.iter().map(elapsed).max().unwrap_or_default().max(self.average);
-        let all = |waiting: usize| turn * waiting as u32 / self.max_turns.max(1) as u32;
-        while self.waiting.len() > self.most && all(self.waiting.len()) > SOON {
+        let turn_time = self.current.iter().map(elapsed).max().unwrap_or_default().max(self.average_turn);
+        let total_time = |waiting: usize| turn_time * waiting as u32 / self.max_turns.max(1) as u32;
+        while self.waiting.len() > self.max_waiting && total_time(self.waiting.len()) > SHORT_WAIT {
             let mut counts: HashMap<u64, usize> = HashMap::new();
             for task in &self.waiting {
                 *counts.entry(task.requester).or_default() += 1;
@@ -185,20 +187,20 @@ impl Lane {
             let keys: HashMap<u64, (usize, u32)> =
                 counts.into_iter().map(|(requester, count)| (requester, (count, rand::random()))).collect();
             let leaving = self.waiting.iter().enumerate().filter(|(_, task)| task.may_leave);
-            // The last of those with the same key is the latest task of its requester.
+            // Of tasks with the same key, `max_by_key` returns the last, which is the latest of its requester.
             let Some((index, _)) = leaving.max_by_key(|(_, task)| keys.get(&task.requester)) else {
                 return;
             };
-            let _ = self.waiting.remove(index).call.send(Call::PutOff);
+            let _ = self.waiting.remove(index).decision.send(Decision::PutOff);
         }
     }
 
     /// Forgets tasks that no longer wait, and requesters without a task.
-    fn forget(&mut self) {
-        self.waiting.retain(|task| !task.call.is_closed());
+    fn remove_departed(&mut self) {
+        self.waiting.retain(|task| !task.decision.is_closed());
         let current = self.current.iter().map(|current| current.requester);
-        let here: HashSet<u64> = current.chain(self.waiting.iter().map(|task| task.requester)).collect();
-        self.ranks.retain(|requester, _| here.contains(requester));
+        let present: HashSet<u64> = current.chain(self.waiting.iter().map(|task| task.requester)).collect();
+        self.ranks.retain(|requester, _| present.contains(requester));
     }
 }
 
@@ -222,7 +224,7 @@ mod tests {
         task
     }
 
-    /// Returns the requesters in the order of their turns, each of which takes `each`, until nobody waits.
+    /// Returns the requesters in the order of their turns until nobody waits. Each turn takes `each`.
     async fn order(
         mut turn: Turn,
         each: Duration,
@@ -233,8 +235,8 @@ mod tests {
             tokio::time::sleep(each).await;
             drop(turn);
             tokio::task::yield_now().await;
-            let at = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has a turn");
-            let (requester, task) = waiting.remove(at);
+            let index = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has a turn");
+            let (requester, task) = waiting.remove(index);
             turn = task.now_or_never().unwrap().unwrap().expect("it has its turn");
             order.push(requester);
         }
@@ -262,7 +264,7 @@ mod tests {
             waiting.push(waits(&turns, requester, true).await);
         }
         tokio::time::sleep(Duration::from_millis(90)).await;
-        assert!(waiting.iter().all(|task| !task.is_finished()), "seven turns of 90 ms take less than SOON");
+        assert!(waiting.iter().all(|task| !task.is_finished()), "seven turns of 90 ms take less than 1 s");
         tokio::time::sleep(Duration::from_millis(300)).await;
         let left: Vec<bool> = waiting.iter().map(|task| task.is_finished()).collect();
         assert_eq!(left, [false, false, false, false, true, true, true], "the latest of requester 1");
@@ -278,7 +280,7 @@ mod tests {
         for requester in 1..=4 {
             waiting.push(waits(&turns, requester, true).await);
         }
-        tokio::time::sleep(SOON).await;
+        tokio::time::sleep(SHORT_WAIT).await;
         let mut stayed = 0;
         for newcomer in 5..105 {
             let task = waits(&turns, newcomer, true).await;

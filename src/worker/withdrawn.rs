@@ -1,6 +1,6 @@
 //! Remembers which jobs (runs of `sconce submit`) and which runs of `sconce stop` a user has withdrawn. Their messages
-//! may arrive from the queue later: the tasks of such a job are answered as cancelled, and such sentinels are ignored.
-//! Owns that list.
+//! may arrive from the queue later: tasks of a withdrawn job are answered as cancelled, and sentinels of a withdrawn
+//! stop are ignored. Owns the list of both.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +27,7 @@ pub struct Withdrawn(Arc<List>);
 #[derive(Debug, Default)]
 struct List {
     entries: Mutex<VecDeque<(Unwanted, Instant)>>,
-    /// Whether the launcher has still to say what was withdrawn before the worker started.
+    /// Whether the launcher has yet to send what was withdrawn before the worker started.
     is_incomplete: watch::Sender<bool>,
 }
 
@@ -45,7 +45,7 @@ impl Withdrawn {
 
     /// Returns when the list is complete.
     pub(super) async fn wait_until_complete(&self) {
-        // An error would mean that the sender is dropped, which is part of `self`.
+        // `self` owns the sender, so waiting cannot fail.
         let _ = self.0.is_incomplete.subscribe().wait_for(|is_incomplete| !is_incomplete).await;
     }
 
@@ -71,28 +71,30 @@ impl Withdrawn {
 
     /// Whether a task with this `reply_to` was withdrawn.
     pub fn has(&self, reply_to: Option<&str>, now: Instant) -> bool {
-        reply_to.is_some_and(|queue| self.holds(now, |it| matches!(it, Unwanted::Job(job) if job == queue)))
+        reply_to
+            .is_some_and(|queue| self.contains(now, |it| matches!(it, Unwanted::Job(job) if job == queue)))
     }
 
     /// Whether the sentinels of this run of `sconce stop` were withdrawn.
     pub fn has_stop(&self, stop: &str, now: Instant) -> bool {
-        self.holds(now, |it| matches!(it, Unwanted::Stop(withdrawn) if withdrawn == stop))
+        self.contains(now, |it| matches!(it, Unwanted::Stop(withdrawn) if withdrawn == stop))
     }
 
     fn remember(&self, unwanted: Unwanted, now: Instant) {
-        let mut all = self.lock();
-        if all.len() == MAX_WITHDRAWN {
-            all.pop_front();
+        let mut entries = self.lock();
+        if entries.len() == MAX_WITHDRAWN {
+            entries.pop_front();
         }
-        all.push_back((unwanted, now));
+        entries.push_back((unwanted, now));
     }
 
-    fn holds(&self, now: Instant, is_meant: impl Fn(&Unwanted) -> bool) -> bool {
-        let mut all = self.lock();
-        while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > WITHDRAWN_FOR) {
-            all.pop_front();
+    fn contains(&self, now: Instant, matches_entry: impl Fn(&Unwanted) -> bool) -> bool {
+        let mut entries = self.lock();
+        while entries.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > WITHDRAWN_FOR)
+        {
+            entries.pop_front();
         }
-        all.iter().any(|(unwanted, _)| is_meant(unwanted))
+        entries.iter().any(|(unwanted, _)| matches_entry(unwanted))
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<(Unwanted, Instant)>> {

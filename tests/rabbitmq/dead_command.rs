@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use lapin::types::AMQPValue;
 use nix::sys::signal::Signal;
-use sconce::broker::amqp::{DeadLetterBrowser, LeftBehind};
+use sconce::broker::amqp::{DeadLetterBrowser, NearLimit};
 use serde_json::{Value, json};
 
 use crate::support::client::{Client, Received, Task};
@@ -256,7 +256,7 @@ async fn read(mut browser: DeadLetterBrowser) -> Vec<String> {
         ids.extend(delivery.message.properties.correlation_id.clone());
         browser.leave(delivery).await.expect("a broker");
     }
-    assert_eq!(browser.close().await.ok(), Some(LeftBehind::default()));
+    assert_eq!(browser.close().await.ok(), Some(NearLimit::default()));
     ids.sort();
     ids
 }

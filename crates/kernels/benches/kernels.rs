@@ -9,8 +9,8 @@ use criterion::{
     BatchSize, BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
 };
 use sconce_kernels::attention::Attention;
-use sconce_kernels::feed_forward::{FeedForward, Published};
-use sconce_kernels::{Activation, End, Norm, NumberFormat, Panels, PositionTerms, multiply_rows};
+use sconce_kernels::feed_forward::{FeedForward, FeedForwardWeights};
+use sconce_kernels::{Activation, Epilogue, Norm, NumberFormat, Panels, PositionTerms, multiply_rows};
 
 // The program uses mimalloc, too. With the system's allocator, large outputs cost page faults.
 #[global_allocator]
@@ -69,8 +69,9 @@ fn attention(criterion: &mut Criterion) {
     for length in [8, 32, 128, 512] {
         let lengths = vec![length; TOKENS / length];
         group.bench_function(BenchmarkId::new("sublayer", length), |bencher| {
-            let run =
-                |x: &mut Vec<f32>| sublayer.attend(x, &lengths, &PositionTerms::default(), End::Norm(&norm));
+            let run = |x: &mut Vec<f32>| {
+                sublayer.attend(x, &lengths, &PositionTerms::default(), Epilogue::Norm(&norm))
+            };
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });
     }
@@ -84,10 +85,11 @@ fn feed_forward(criterion: &mut Criterion) {
     let (up, down) = (noise(INNER * HIDDEN), noise(HIDDEN * INNER));
     for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
         let up_bias = noise(INNER);
-        let published = Published { up: &up, up_bias, gate: None, down: &down, numbers: NumberFormat::F32 };
-        let sublayer = FeedForward::new(published, activation).expect("whole groups");
+        let weights =
+            FeedForwardWeights { up: &up, up_bias, gate: None, down: &down, format: NumberFormat::F32 };
+        let sublayer = FeedForward::new(weights, activation).expect("whole groups");
         group.bench_function(BenchmarkId::new("sublayer", format!("{activation:?}")), |bencher| {
-            let run = |x: &mut Vec<f32>| sublayer.forward(x, End::Norm(&norm));
+            let run = |x: &mut Vec<f32>| sublayer.forward(x, Epilogue::Norm(&norm));
             bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
         });
     }

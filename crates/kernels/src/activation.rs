@@ -48,15 +48,16 @@ impl Lanes for Gelu {
     #[inline(always)]
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         const POLYNOMIAL: [f32; 5] = [1.061_405_4, -1.453_152, 1.421_413_8, -0.284_496_72, 0.254_829_6];
-        let size = simd.abs_f32s(x);
+        let magnitude = simd.abs_f32s(x);
         let scale = simd.splat_f32s(0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2);
-        let t = simd.div_f32s(simd.splat_f32s(1.0), simd.mul_add_e_f32s(size, scale, simd.splat_f32s(1.0)));
+        let t =
+            simd.div_f32s(simd.splat_f32s(1.0), simd.mul_add_e_f32s(magnitude, scale, simd.splat_f32s(1.0)));
         let mut p = simd.splat_f32s(POLYNOMIAL[0]);
         for coefficient in &POLYNOMIAL[1..] {
             p = simd.mul_add_e_f32s(p, t, simd.splat_f32s(*coefficient));
         }
-        let half = simd.mul_f32s(size, simd.splat_f32s(-0.5));
-        let e = exp(simd, simd.mul_f32s(half, size));
+        let half = simd.mul_f32s(magnitude, simd.splat_f32s(-0.5));
+        let e = exp(simd, simd.mul_f32s(half, magnitude));
         let erfc = simd.mul_f32s(simd.mul_f32s(p, t), e);
         simd.mul_add_e_f32s(half, erfc, simd.max_f32s(x, simd.splat_f32s(0.0)))
     }
@@ -125,33 +126,33 @@ impl WithSimd for Gate<'_> {
 
 /// `rows` `[count, width]` ← activation(rows + `bias` `[width]`).
 pub fn activate(rows: &mut [f32], bias: &[f32], activation: Activation) {
-    dispatch(Rows { rows, bias, activation });
+    dispatch(Activate { rows, bias, activation });
 }
 
-struct Rows<'a> {
+struct Activate<'a> {
     rows: &'a mut [f32],
     bias: &'a [f32],
     activation: Activation,
 }
 
-impl WithSimd for Rows<'_> {
+impl WithSimd for Activate<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { rows, bias, activation } = self;
         match activation {
-            Activation::Gelu => each::<S, Gelu>(simd, rows, bias),
-            Activation::GeluTanh => each::<S, GeluTanh>(simd, rows, bias),
-            Activation::Relu => each::<S, Relu>(simd, rows, bias),
-            Activation::Silu => each::<S, Silu>(simd, rows, bias),
-            Activation::Identity => each::<S, Identity>(simd, rows, bias),
+            Activation::Gelu => apply_to_rows::<S, Gelu>(simd, rows, bias),
+            Activation::GeluTanh => apply_to_rows::<S, GeluTanh>(simd, rows, bias),
+            Activation::Relu => apply_to_rows::<S, Relu>(simd, rows, bias),
+            Activation::Silu => apply_to_rows::<S, Silu>(simd, rows, bias),
+            Activation::Identity => apply_to_rows::<S, Identity>(simd, rows, bias),
         }
     }
 }
 
 #[inline(always)]
-fn each<S: Simd, F: Lanes>(simd: S, rows: &mut [f32], bias: &[f32]) {
+fn apply_to_rows<S: Simd, F: Lanes>(simd: S, rows: &mut [f32], bias: &[f32]) {
     let (bias_head, bias_tail) = S::as_simd_f32s(bias);
     for row in rows.chunks_exact_mut(bias.len()) {
         let (head, tail) = S::as_mut_simd_f32s(row);
@@ -173,8 +174,8 @@ mod tests {
     const ALL: [Activation; 5] =
         [Activation::Gelu, Activation::GeluTanh, Activation::Relu, Activation::Silu, Activation::Identity];
 
-    /// The formula.
-    fn right(activation: Activation, x: f64) -> f64 {
+    /// The activation by its formula, in f64.
+    fn expected(activation: Activation, x: f64) -> f64 {
         let inner = || (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
         match activation {
             Activation::Gelu => 0.5 * x * (1.0 + libm::erf(x / 2f64.sqrt())),
@@ -192,11 +193,14 @@ mod tests {
                 for (range, seed) in [(0.5, 1), (4.0, 2), (12.0, 3), (90.0, 4)] {
                     let (mut x, bias) = (noise(&[70, 37], range, seed), noise(&[37], 0.7, seed + 9));
                     let sums = x.iter().zip(bias.iter().cycle()).map(|(x, bias)| f64::from(x + bias));
-                    let right: Vec<f64> = sums.map(|x| right(activation, x)).collect();
+                    let expected: Vec<f64> = sums.map(|x| expected(activation, x)).collect();
                     activate(&mut x, &bias, activation);
-                    let off = difference(&x, &right);
+                    let error = difference(&x, &expected);
                     // The last place of large values is larger.
-                    assert!(off <= 1e-6_f64.max(f64::from(range) * 1.2e-7), "{activation:?} ±{range}: {off}");
+                    assert!(
+                        error <= 1e-6_f64.max(f64::from(range) * 1.2e-7),
+                        "{activation:?} ±{range}: {error}"
+                    );
                 }
             }
         });
@@ -208,8 +212,8 @@ mod tests {
         let mut ys = xs.clone();
         activate(&mut ys, &[0.0], Activation::Gelu);
         for (x, y) in xs.iter().zip(&ys) {
-            let right = right(Activation::Gelu, f64::from(*x));
-            assert!((f64::from(*y) - right).abs() < 1e-6, "gelu({x}) = {right}, got {y}");
+            let expected = expected(Activation::Gelu, f64::from(*x));
+            assert!((f64::from(*y) - expected).abs() < 1e-6, "gelu({x}) = {expected}, got {y}");
         }
     }
 

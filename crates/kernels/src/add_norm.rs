@@ -23,29 +23,31 @@ impl Norm {
     /// `rows` ← LayerNorm(`rows` + bias + `residual`), both `[n, width]`. In parallel if there are several threads.
     pub fn add(&self, rows: &mut [f32], residual: &[f32]) {
         let width = self.width();
-        by_blocks(rows, width, |first, rows| self.add_alone(rows, &residual[first * width..][..rows.len()]));
+        by_blocks(rows, width, |first, rows| {
+            self.add_single_threaded(rows, &residual[first * width..][..rows.len()])
+        });
     }
 
     /// As [`add`](Self::add), but on this thread alone.
-    fn add_alone(&self, rows: &mut [f32], residual: &[f32]) {
-        dispatch(Rows { rows, residual, params: &self.rows, eps: self.eps });
+    fn add_single_threaded(&self, rows: &mut [f32], residual: &[f32]) {
+        dispatch(AddNorm { rows, residual, params: &self.rows, eps: self.eps });
     }
 }
 
 /// The last step of a sublayer of a transformer block (attention or feed-forward), after its last product.
 #[derive(Clone, Copy)]
-pub enum End<'a> {
+pub enum Epilogue<'a> {
     /// x ← LayerNorm(x + bias + product).
     Norm(&'a Norm),
     /// x ← product + bias `[width]`.
     Bias(&'a [f32]),
 }
 
-impl End<'_> {
+impl Epilogue<'_> {
     /// Computes this step. `rows` hold x on entry and the result on return. Runs on this thread alone.
-    pub(crate) fn rows(self, rows: &mut [f32], product: &[f32]) {
+    pub(crate) fn apply(self, rows: &mut [f32], product: &[f32]) {
         match self {
-            Self::Norm(norm) => norm.add_alone(rows, product),
+            Self::Norm(norm) => norm.add_single_threaded(rows, product),
             Self::Bias(bias) => {
                 let pairs = rows.chunks_exact_mut(bias.len()).zip(product.chunks_exact(bias.len()));
                 for (row, product) in pairs {
@@ -58,14 +60,14 @@ impl End<'_> {
     }
 }
 
-struct Rows<'a> {
+struct AddNorm<'a> {
     rows: &'a mut [f32],
     residual: &'a [f32],
     params: &'a [f32],
     eps: f32,
 }
 
-impl WithSimd for Rows<'_> {
+impl WithSimd for AddNorm<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -109,8 +111,8 @@ fn squared_deviations<S: Simd>(simd: S, row: &[f32], mean: f32) -> f32 {
     let means = simd.splat_f32s(mean);
     let mut sum = simd.splat_f32s(0.0);
     for x in head {
-        let off = simd.sub_f32s(*x, means);
-        sum = simd.mul_add_e_f32s(off, off, sum);
+        let deviation = simd.sub_f32s(*x, means);
+        sum = simd.mul_add_e_f32s(deviation, deviation, sum);
     }
     simd.reduce_sum_f32s(sum) + tail.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>()
 }
@@ -130,8 +132,8 @@ fn affine<S: Simd>(simd: S, row: &mut [f32], mean: f32, scale: f32, weight: &[f3
     }
 }
 
-/// LayerNorm: `out` ← each row of `rows` `[n, width]`, less its mean and divided by its standard deviation, times
-/// `weight` plus `shift`, both `[width]`. `eps` is added to the variance.
+/// LayerNorm: `out` ← (row - mean) / √(variance + `eps`) · `weight` + `shift` for each row of `rows` `[n, width]`.
+/// `weight` and `shift` are `[width]`.
 pub fn layer_norm(rows: &[f32], weight: &[f32], shift: &[f32], eps: f32, out: &mut [f32]) {
     dispatch(LayerNorm { rows, weight, shift, eps, out });
 }
@@ -168,7 +170,7 @@ fn sum<S: Simd>(simd: S, row: &[f32]) -> f32 {
     simd.reduce_sum_f32s(sum) + tail.iter().sum::<f32>()
 }
 
-/// RMSNorm: `out` ← `rows` `[n, width]`, each row divided by the root of its mean square and multiplied by `weight`.
+/// RMSNorm: `out` ← `rows` `[n, width]`, each row divided by its root mean square and multiplied by `weight`.
 pub fn rms_norm(rows: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     dispatch(RmsNorm { rows, weight, eps, out });
 }
@@ -212,9 +214,9 @@ mod tests {
             for width in [1, 7, 32, 384, 401] {
                 let (mut x, residual) = (noise(&[67, width], 3.0, 1), noise(&[67, width], 2.0, 2));
                 let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5 };
-                let right = added_and_normed(&x, &residual, &norm);
+                let expected = added_and_normed(&x, &residual, &norm);
                 norm.add(&mut x, &residual);
-                assert!(difference(&x, &right) < 2e-6, "width {width}");
+                assert!(difference(&x, &expected) < 2e-6, "width {width}");
             }
         });
     }
@@ -222,18 +224,21 @@ mod tests {
     /// LayerNorm(`x` + bias + `residual`) by the formula, in f64.
     fn added_and_normed(x: &[f32], residual: &[f32], norm: &Norm) -> Vec<f64> {
         let width = norm.width();
-        let sum = |at: usize| f64::from(x[at]) + f64::from(norm.rows[at % width]) + f64::from(residual[at]);
+        let sum = |index: usize| {
+            f64::from(x[index]) + f64::from(norm.rows[index % width]) + f64::from(residual[index])
+        };
         let sums: Vec<f64> = (0..x.len()).map(sum).collect();
-        let of_row = |row: &[f64]| {
+        let normed_row = |row: &[f64]| {
             let mean = row.iter().sum::<f64>() / width as f64;
             let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
             let scale = 1.0 / (variance + f64::from(norm.eps)).sqrt();
-            let number = |(at, x): (usize, &f64)| {
-                (x - mean) * scale * f64::from(norm.rows[width + at]) + f64::from(norm.rows[2 * width + at])
+            let number = |(index, x): (usize, &f64)| {
+                (x - mean) * scale * f64::from(norm.rows[width + index])
+                    + f64::from(norm.rows[2 * width + index])
             };
             row.iter().enumerate().map(number).collect::<Vec<f64>>()
         };
-        sums.chunks_exact(width).flat_map(of_row).collect()
+        sums.chunks_exact(width).flat_map(normed_row).collect()
     }
 
     #[test]
@@ -243,11 +248,12 @@ mod tests {
                 let rows = noise(&[5, width], 3.0, 1);
                 let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5 };
                 let (bias, affine) = norm.rows.split_at(width);
-                let minus_bias: Vec<f32> = rows.iter().enumerate().map(|(at, _)| -bias[at % width]).collect();
-                let right = added_and_normed(&rows, &minus_bias, &norm);
+                let minus_bias: Vec<f32> =
+                    rows.iter().enumerate().map(|(index, _)| -bias[index % width]).collect();
+                let expected = added_and_normed(&rows, &minus_bias, &norm);
                 let mut out = vec![f32::NAN; rows.len()];
                 layer_norm(&rows, &affine[..width], &affine[width..], norm.eps, &mut out);
-                assert!(difference(&out, &right) < 2e-6, "width {width}");
+                assert!(difference(&out, &expected) < 2e-6, "width {width}");
             }
         });
     }
@@ -261,8 +267,8 @@ mod tests {
             for (row, out) in rows.chunks_exact(width).zip(out.chunks_exact(width)) {
                 let mean = row.iter().map(|x| f64::from(x * x)).sum::<f64>() / width as f64;
                 for ((ours, x), weight) in out.iter().zip(row).zip(&weight) {
-                    let right = f64::from(x * weight) / (mean + 1e-5).sqrt();
-                    assert!((f64::from(*ours) - right).abs() < 1e-5, "{width}: {ours} {right}");
+                    let expected = f64::from(x * weight) / (mean + 1e-5).sqrt();
+                    assert!((f64::from(*ours) - expected).abs() < 1e-5, "{width}: {ours} {expected}");
                 }
             }
         }

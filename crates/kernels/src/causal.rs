@@ -1,7 +1,7 @@
-//! Attention of some tokens over keys and values in the paged cache. Causal attention is over those of a token's own
-//! sequence, up to the token. Cross attention is over all of another sequence, such as the output of an encoder. Sums
-//! are computed in a fixed order, so a token's result does not depend on the other tokens that are computed with it,
-//! nor on how its sequence was split into steps.
+//! Attention of some tokens over keys and values in the paged cache. With causal attention, a token attends to the
+//! tokens of its own sequence up to itself. With cross attention, it attends to all of another sequence, such as the
+//! output of an encoder. Sums are computed in a fixed order, so a token's result depends neither on the other tokens
+//! that are computed with it, nor on how its sequence was split into steps.
 
 use std::cell::RefCell;
 
@@ -12,9 +12,9 @@ use super::exp::exp;
 use super::gemm::{in_parallel, store};
 use super::kv::{BLOCK, CachePosition, HeadBlock, KEY_LANES, KvBlocks, KvNumbers};
 
-/// The most queries whose scores are computed together.
+/// The largest number of queries whose scores are computed together.
 const MAX_QUERIES: usize = 8;
-/// The same if there are few queries, such as those of a single token.
+/// The number of queries that are computed together if there are no more, such as the queries of a single token.
 const FEW_QUERIES: usize = 4;
 
 /// From this many multiplications on, several threads are faster than one: about 5 µs of work.
@@ -50,8 +50,9 @@ pub struct CrossSpan<'a> {
     pub count: usize,
 }
 
-/// `out` `[rows, heads·width]` ← attention of `queries` `[rows, heads·width]` of the tokens of `spans`, whose keys
-/// and values are in `kv` already. Each head of keys and values serves the same number of heads of queries.
+/// `out` `[rows, heads·width]` ← attention of `queries` `[rows, heads·width]`, one row for each token of `spans`. The
+/// keys and values of these tokens are in `kv` already. Each head of keys and values serves the same number of heads of
+/// queries.
 pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], out: &mut [f32]) {
     let parts: Vec<Part<'_>> = spans.iter().map(Part::causal).collect();
     attend_parts(kv, layer, &parts, queries, out);
@@ -74,13 +75,14 @@ pub fn weights_across(
 ) -> Vec<f32> {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
     let blocks = &span.blocks[..span.keys.div_ceil(BLOCK)];
-    let held: Vec<HeadBlock<'_>> = blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
+    let head_blocks: Vec<HeadBlock<'_>> =
+        blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
     let keys = span.keys.next_multiple_of(KEY_LANES);
     let mut scores = vec![0.0; MAX_QUERIES * keys];
     let mut weights = Vec::with_capacity(span.count * span.keys);
     for queries in queries.chunks(MAX_QUERIES * width) {
-        dispatch(Weights(Chunk {
-            held: &held,
+        dispatch(WeightsOnly(Chunk {
+            head_blocks: &head_blocks,
             numbers: kv.shape().numbers,
             stride,
             width,
@@ -101,42 +103,42 @@ struct Part<'a> {
     blocks: &'a [u32],
     /// The number of tokens.
     count: usize,
-    seen: Seen,
+    visible: VisibleKeys,
 }
 
 /// The keys that each token attends to.
 #[derive(Clone, Copy)]
-enum Seen {
+enum VisibleKeys {
     /// The first token attends to the keys up to this position, and each further one to one more.
     UpTo(usize),
-    /// Each token attends to so many keys.
+    /// Each token attends to this many keys.
     All(usize),
 }
 
 impl<'a> Part<'a> {
     fn causal(span: &Span<'a>) -> Self {
-        Self { blocks: span.blocks, count: span.count, seen: Seen::UpTo(span.first) }
+        Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::UpTo(span.first) }
     }
 
     fn across(span: &CrossSpan<'a>) -> Self {
-        Self { blocks: span.blocks, count: span.count, seen: Seen::All(span.keys) }
+        Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::All(span.keys) }
     }
 
     /// The last key that a token attends to, by the token's index in this part.
     fn last_key(&self, token: usize) -> usize {
-        match self.seen {
-            Seen::UpTo(first) => first + token,
-            Seen::All(keys) => keys - 1,
+        match self.visible {
+            VisibleKeys::UpTo(first) => first + token,
+            VisibleKeys::All(keys) => keys - 1,
         }
     }
 
-    /// `count` of the tokens, from number `first` on.
+    /// `count` of the tokens, beginning with the token at index `first`.
     fn slice(&self, first: usize, count: usize) -> Self {
-        let seen = match self.seen {
-            Seen::UpTo(position) => Seen::UpTo(position + first),
-            all @ Seen::All(_) => all,
+        let visible = match self.visible {
+            VisibleKeys::UpTo(position) => VisibleKeys::UpTo(position + first),
+            all @ VisibleKeys::All(_) => all,
         };
-        Self { count, seen, ..*self }
+        Self { count, visible, ..*self }
     }
 
     /// The number of keys that are read.
@@ -148,31 +150,31 @@ impl<'a> Part<'a> {
 fn attend_parts(kv: &KvBlocks, layer: usize, parts: &[Part<'_>], queries: &[f32], out: &mut [f32]) {
     let shape = kv.shape();
     let rows: usize = parts.iter().map(|part| part.count).sum();
-    // The numbers of a row, and the heads of queries for each head of keys and values.
-    let row = queries.len() / rows.max(1);
-    let group = row / (shape.heads * shape.width);
-    // The most tokens of a `Work`: their queries fill at least two chunks.
-    let each = (2 * MAX_QUERIES).div_ceil(group);
+    let row_width = queries.len() / rows.max(1);
+    // The heads of queries for each head of keys and values.
+    let group = row_width / (shape.heads * shape.width);
+    // The queries of this many tokens fill at least two chunks.
+    let max_tokens = (2 * MAX_QUERIES).div_ceil(group);
     let mut works = Vec::new();
-    let mut begun = 0;
+    let mut first_row = 0;
     for part in parts {
-        for first in (0..part.count).step_by(each) {
-            let slice = part.slice(first, each.min(part.count - first));
-            works.extend((0..shape.heads).map(|head| Work { part: slice, row: begun + first, head }));
+        for first in (0..part.count).step_by(max_tokens) {
+            let slice = part.slice(first, max_tokens.min(part.count - first));
+            works.extend((0..shape.heads).map(|head| Work { part: slice, row: first_row + first, head }));
         }
-        begun += part.count;
+        first_row += part.count;
     }
     // The first row, the first column and the number of columns of a work's queries and results.
     let columns = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
     let mut results: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
     let compute = |(work, out): &mut (Work<'_>, Vec<f32>)| {
         let (first, column, width) = columns(work);
-        let own = queries[first * row..].chunks_exact(row).take(work.part.count);
-        let own: Vec<f32> = own.flat_map(|query| &query[column..][..width]).copied().collect();
-        out.resize(own.len(), 0.0);
-        one_head(kv, layer, work.head, work.part, &own, out);
+        let rows = queries[first * row_width..].chunks_exact(row_width).take(work.part.count);
+        let work_queries: Vec<f32> = rows.flat_map(|row| &row[column..][..width]).copied().collect();
+        out.resize(work_queries.len(), 0.0);
+        one_head(kv, layer, work.head, work.part, &work_queries, out);
     };
-    let products: usize = parts.iter().map(|part| part.count * part.keys()).sum::<usize>() * row;
+    let products: usize = parts.iter().map(|part| part.count * part.keys()).sum::<usize>() * row_width;
     if products < WORTH_SHARING {
         results.iter_mut().for_each(compute);
     } else {
@@ -180,7 +182,9 @@ fn attend_parts(kv: &KvBlocks, layer: usize, parts: &[Part<'_>], queries: &[f32]
     }
     for (work, result) in &results {
         let (first, column, width) = columns(work);
-        for (out, result) in out[first * row..].chunks_exact_mut(row).zip(result.chunks_exact(width)) {
+        for (out, result) in
+            out[first * row_width..].chunks_exact_mut(row_width).zip(result.chunks_exact(width))
+        {
             out[column..][..width].copy_from_slice(result);
         }
     }
@@ -203,7 +207,8 @@ thread_local! {
 fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &[f32], out: &mut [f32]) {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
     let blocks = &part.blocks[..part.keys().div_ceil(BLOCK)];
-    let held: Vec<HeadBlock<'_>> = blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
+    let head_blocks: Vec<HeadBlock<'_>> =
+        blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
     let group = queries.len() / width / part.count;
     let count = queries.len() / width;
     let mut scores = SCORES.take();
@@ -214,12 +219,12 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &
         let last = position((first + MAX_QUERIES).min(count) - 1);
         scores.resize(MAX_QUERIES * (last + 1).next_multiple_of(KEY_LANES), 0.0);
         dispatch(Chunk {
-            held: &held,
+            head_blocks: &head_blocks,
             numbers: kv.shape().numbers,
             stride,
             width,
             queries,
-            positions: &std::array::from_fn(|at| position((first + at).min(count - 1))),
+            positions: &std::array::from_fn(|query| position((first + query).min(count - 1))),
             scores: &mut scores,
             out,
         });
@@ -230,7 +235,7 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &
 /// Attention of at most [`MAX_QUERIES`] queries over the keys of one head.
 struct Chunk<'a> {
     /// The blocks with the head's keys and values.
-    held: &'a [HeadBlock<'a>],
+    head_blocks: &'a [HeadBlock<'a>],
     numbers: KvNumbers,
     /// The distance between two values in memory: [`KvShape::stride`](super::kv::KvShape::stride).
     stride: usize,
@@ -267,22 +272,24 @@ impl Chunk<'_> {
     }
 
     /// Writes the weights to `scores` `[count, keys]`, where the number of keys is rounded up to a multiple of
-    /// [`KEY_LANES`]. Does not divide them by their sums yet, and returns the sums.
+    /// [`KEY_LANES`]. The weights are not divided by their sums yet. Returns the sums.
     #[inline(always)]
-    fn weigh<S: Simd, N: Format, const COUNT: usize>(&mut self, simd: S) -> [f32; COUNT] {
-        let Self { held, width, queries, positions, scores, .. } = self;
+    fn compute_weights<S: Simd, N: Format, const COUNT: usize>(&mut self, simd: S) -> [f32; COUNT] {
+        let Self { head_blocks, width, queries, positions, scores, .. } = self;
         let (width, count) = (*width, queries.len() / *width);
         let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
         let scale = 1.0 / (width as f32).sqrt();
         let queries_by_number = transposed::<COUNT>(queries, width, scale);
-        for (index, scores_at) in (0..keys).step_by(KEY_LANES).enumerate() {
-            let line = N::words(width * KEY_LANES);
-            let block = &held[index / (BLOCK / KEY_LANES)].keys[index % (BLOCK / KEY_LANES) * line..][..line];
-            for part in 0..KEY_LANES / S::F32_LANES {
-                let sums = products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(block).0, part);
-                let at = scores_at + part * S::F32_LANES;
+        for (index, first_key) in (0..keys).step_by(KEY_LANES).enumerate() {
+            let words = N::words(width * KEY_LANES);
+            let keys_in_block = head_blocks[index / (BLOCK / KEY_LANES)].keys;
+            let group = &keys_in_block[index % (BLOCK / KEY_LANES) * words..][..words];
+            for register in 0..KEY_LANES / S::F32_LANES {
+                let sums =
+                    products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(group).0, register);
+                let first = first_key + register * S::F32_LANES;
                 for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
-                    store(simd, &[sum], &mut scores[at..at + S::F32_LANES]);
+                    store(simd, &[sum], &mut scores[first..first + S::F32_LANES]);
                 }
             }
         }
@@ -290,21 +297,27 @@ impl Chunk<'_> {
         for ((scores, position), sum) in
             scores.chunks_exact_mut(keys).zip(*positions).zip(&mut sums).take(count)
         {
-            *sum = weights(simd, scores, *position);
+            *sum = unnormalised_softmax(simd, scores, *position);
         }
         sums
     }
 
     #[inline(always)]
     fn compute<S: Simd, N: Format, const COUNT: usize>(mut self, simd: S) {
-        let sums = self.weigh::<S, N, COUNT>(simd);
-        let Self { held, stride, width, queries, positions, scores, out, .. } = self;
+        let sums = self.compute_weights::<S, N, COUNT>(simd);
+        let Self { head_blocks, stride, width, queries, positions, scores, out, .. } = self;
         let count = queries.len() / width;
         let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
         for first in (0..width).step_by(VALUE_REGISTERS * S::F32_LANES) {
             let seen = positions[count - 1] + 1;
-            let sums_of_values =
-                weighted_values::<S, N, COUNT>(simd, held, &scores[..count * keys], stride, first, seen);
+            let sums_of_values = weighted_values::<S, N, COUNT>(
+                simd,
+                head_blocks,
+                &scores[..count * keys],
+                stride,
+                first,
+                seen,
+            );
             for ((out, values), sum) in out.chunks_exact_mut(width).zip(sums_of_values).zip(sums) {
                 let last = width.min(first + VALUE_REGISTERS * S::F32_LANES);
                 let scale = simd.splat_f32s(1.0 / sum);
@@ -315,16 +328,16 @@ impl Chunk<'_> {
 }
 
 /// Computes only the weights, which are left in the chunk's `scores`.
-struct Weights<'a>(Chunk<'a>);
+struct WeightsOnly<'a>(Chunk<'a>);
 
-impl WithSimd for Weights<'_> {
+impl WithSimd for WeightsOnly<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
         let sums = match self.0.numbers {
-            KvNumbers::F32 => self.0.weigh::<S, F32, MAX_QUERIES>(simd),
-            KvNumbers::Bf16 => self.0.weigh::<S, Bf16, MAX_QUERIES>(simd),
+            KvNumbers::F32 => self.0.compute_weights::<S, F32, MAX_QUERIES>(simd),
+            KvNumbers::Bf16 => self.0.compute_weights::<S, Bf16, MAX_QUERIES>(simd),
         };
         let keys = self.0.scores.len() / MAX_QUERIES;
         for (row, sum) in self.0.scores.chunks_exact_mut(keys).zip(sums) {
@@ -346,19 +359,19 @@ fn transposed<const COUNT: usize>(queries: &[f32], width: usize, scale: f32) -> 
     transposed
 }
 
-/// The dot products of `queries` with some of the [`KEY_LANES`] keys in `keys`: those in register `part`.
+/// The dot products of `queries` with some of the [`KEY_LANES`] keys in `keys`: those in this register.
 #[inline(always)]
 fn products<S: Simd, N: Format, const COUNT: usize>(
     simd: S,
     queries: &[[f32; COUNT]],
     keys: &[S::u32s],
-    part: usize,
+    register: usize,
 ) -> [S::f32s; COUNT] {
     let mut sums = [simd.splat_f32s(0.0); COUNT];
     let line = KEY_LANES / S::F32_LANES;
     let pairs = keys.chunks_exact(N::words(2) * line).zip(queries.as_chunks::<2>().0);
     for (words, queries) in pairs {
-        for (number, query) in N::two(simd, words, line, part).into_iter().zip(queries) {
+        for (number, query) in N::unpack_two(simd, words, line, register).into_iter().zip(queries) {
             for (sum, x) in sums.iter_mut().zip(query) {
                 *sum = simd.mul_add_e_f32s(simd.splat_f32s(*x), number, *sum);
             }
@@ -367,23 +380,23 @@ fn products<S: Simd, N: Format, const COUNT: usize>(
     sums
 }
 
-/// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet, and
-/// returns the sum. The weights of later keys are 0.
+/// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet. The
+/// weights of later keys are 0. Returns the sum.
 #[inline(always)]
-fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
+fn unnormalised_softmax<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
     scores[position + 1..].fill(f32::NEG_INFINITY);
     let (seen, unseen) = scores.split_at_mut((position + 1).next_multiple_of(KEY_LANES));
     let seen = S::as_mut_simd_f32s(seen).0;
-    let mut most = simd.splat_f32s(f32::NEG_INFINITY);
+    let mut max = simd.splat_f32s(f32::NEG_INFINITY);
     for score in seen.iter() {
-        most = simd.max_f32s(most, *score);
+        max = simd.max_f32s(max, *score);
     }
-    let most = simd.splat_f32s(simd.reduce_max_f32s(most));
+    let max = simd.splat_f32s(simd.reduce_max_f32s(max));
     let mut sum = simd.splat_f32s(0.0);
     for score in seen {
         // `exp` limits x, so its smallest result is 1e-38 instead of 0.
         let is_seen = simd.greater_than_f32s(*score, simd.splat_f32s(f32::NEG_INFINITY));
-        let weight = exp(simd, simd.sub_f32s(*score, most));
+        let weight = exp(simd, simd.sub_f32s(*score, max));
         *score = simd.select_f32s(is_seen, weight, simd.splat_f32s(0.0));
         sum = simd.add_f32s(sum, *score);
     }
@@ -396,7 +409,7 @@ fn weights<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
 #[inline(always)]
 fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
     simd: S,
-    held: &[HeadBlock<'_>],
+    head_blocks: &[HeadBlock<'_>],
     scores: &[f32],
     stride: usize,
     first: usize,
@@ -407,15 +420,15 @@ fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
     let count = scores.len() / keys;
     let (line, from) = (stride / S::F32_LANES, first / S::F32_LANES);
     let width = VALUE_REGISTERS.min(line - from);
-    for (held, first) in held.iter().zip((0..seen).step_by(BLOCK)) {
-        let values = S::as_simd_u32s(held.values).0.chunks_exact(N::words(2) * line);
-        for (at, words) in (first..seen.min(first + BLOCK)).step_by(2).zip(values) {
+    for (head_block, first) in head_blocks.iter().zip((0..seen).step_by(BLOCK)) {
+        let values = S::as_simd_u32s(head_block.values).0.chunks_exact(N::words(2) * line);
+        for (key, words) in (first..seen.min(first + BLOCK)).step_by(2).zip(values) {
             let mut weights = [[0.0; 2]; COUNT];
             for (weights, scores) in weights.iter_mut().zip(scores.chunks_exact(keys)).take(count) {
-                *weights = [scores[at], scores[at + 1]];
+                *weights = [scores[key], scores[key + 1]];
             }
             for lane in 0..width {
-                let values = N::two(simd, words, line, from + lane);
+                let values = N::unpack_two(simd, words, line, from + lane);
                 for (sums, weights) in sums.iter_mut().zip(weights) {
                     for (value, weight) in values.into_iter().zip(weights) {
                         sums[lane] = simd.mul_add_e_f32s(simd.splat_f32s(weight), value, sums[lane]);
@@ -430,11 +443,11 @@ fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
 /// A number format of keys and values. A trait and not closures, for the reason given at
 /// [`Lanes`](super::activation::Lanes).
 trait Format {
-    /// The words of 32 bits for so many numbers.
+    /// The words of 32 bits for this many numbers.
     fn words(numbers: usize) -> usize;
-    /// Unpacks two registers: the first and the second number of each pair. The first is at register `at` of `words`.
-    /// In memory, the second is `line` registers after it (f32), or in the same words (bf16).
-    fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2];
+    /// Unpacks two registers: the first and the second number of each pair. The first number is in this register of
+    /// `words`. The second is `line` registers after it (f32), or in the same words (bf16).
+    fn unpack_two<S: Simd>(simd: S, words: &[S::u32s], line: usize, register: usize) -> [S::f32s; 2];
 }
 
 struct F32;
@@ -447,8 +460,8 @@ impl Format for F32 {
     }
 
     #[inline(always)]
-    fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2] {
-        [simd.transmute_f32s_u32s(words[at]), simd.transmute_f32s_u32s(words[line + at])]
+    fn unpack_two<S: Simd>(simd: S, words: &[S::u32s], line: usize, register: usize) -> [S::f32s; 2] {
+        [simd.transmute_f32s_u32s(words[register]), simd.transmute_f32s_u32s(words[line + register])]
     }
 }
 
@@ -459,9 +472,9 @@ impl Format for Bf16 {
     }
 
     #[inline(always)]
-    fn two<S: Simd>(simd: S, words: &[S::u32s], _: usize, at: usize) -> [S::f32s; 2] {
-        let first = simd.and_u32s(words[at], simd.splat_u32s(0xffff_0000));
-        let second = simd.wrapping_dyn_shl_u32s(words[at], simd.splat_u32s(16));
+    fn unpack_two<S: Simd>(simd: S, words: &[S::u32s], _: usize, register: usize) -> [S::f32s; 2] {
+        let first = simd.and_u32s(words[register], simd.splat_u32s(0xffff_0000));
+        let second = simd.wrapping_dyn_shl_u32s(words[register], simd.splat_u32s(16));
         [simd.transmute_f32s_u32s(first), simd.transmute_f32s_u32s(second)]
     }
 }
@@ -483,24 +496,25 @@ mod tests {
         values: Vec<Vec<f32>>,
     }
 
-    /// Sequences with so many tokens, whose blocks are not in order. All numbers are exact in bf16.
+    /// Sequences of these lengths, whose blocks are not in order. All numbers are exact in bf16.
     fn case(shape: KvShape, lengths: &[usize]) -> Case {
         let round = |x: f32| f32::from_bits(super::super::kv::bf16_bits(x));
         let needed: Vec<usize> = lengths.iter().map(|length| length.div_ceil(BLOCK)).collect();
         let mut free: Vec<u32> = (0..needed.iter().sum::<usize>() as u32).collect();
         free.reverse();
         let mut kv = KvBlocks::new(shape, free.len()).unwrap();
-        let of = |seed: u32, length: usize| -> Vec<f32> {
+        let vectors = |seed: u32, length: usize| -> Vec<f32> {
             flat(&[length, shape.heads * shape.width], seed).into_iter().map(round).collect()
         };
         let (mut tables, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
         for (index, (length, needed)) in lengths.iter().zip(needed).enumerate() {
             let table = free.split_off(free.len() - needed);
-            let (k, v) = (of(index as u32 + 1, *length), of(index as u32 + 50, *length));
-            for place in 0..*length {
+            let (k, v) = (vectors(index as u32 + 1, *length), vectors(index as u32 + 50, *length));
+            for position in 0..*length {
                 for head in 0..shape.heads {
-                    let at = (place * shape.heads + head) * shape.width;
-                    let cache_position = CachePosition { block: table[place / BLOCK], offset: place % BLOCK };
+                    let at = (position * shape.heads + head) * shape.width;
+                    let cache_position =
+                        CachePosition { block: table[position / BLOCK], offset: position % BLOCK };
                     kv.put(cache_position, 1, head, &k[at..][..shape.width], &v[at..][..shape.width]);
                 }
             }
@@ -511,20 +525,20 @@ mod tests {
         Case { kv, tables, keys, values }
     }
 
-    /// The plain formula in f64, for a query of a head at `place`.
-    fn right(case: &Case, sequence: usize, head: usize, place: usize, query: &[f32]) -> Vec<f64> {
+    /// The plain formula in f64, for a query of a head at `position`.
+    fn expected(case: &Case, sequence: usize, head: usize, position: usize, query: &[f32]) -> Vec<f64> {
         let KvShape { heads, width, .. } = case.kv.shape();
-        let at = |place: usize| (place * heads + head) * width;
-        let score = |place: usize| {
-            let key = &case.keys[sequence][at(place)..][..width];
+        let at = |position: usize| (position * heads + head) * width;
+        let score = |position: usize| {
+            let key = &case.keys[sequence][at(position)..][..width];
             let sum: f64 = query.iter().zip(key).map(|(a, b)| f64::from(a * b)).sum();
             (sum / (width as f64).sqrt()).exp()
         };
-        let weights: Vec<f64> = (0..=place).map(score).collect();
+        let weights: Vec<f64> = (0..=position).map(score).collect();
         let total: f64 = weights.iter().sum();
         let value = |number: usize| {
-            let sum = |(place, weight): (usize, &f64)| {
-                weight * f64::from(case.values[sequence][at(place) + number])
+            let sum = |(position, weight): (usize, &f64)| {
+                weight * f64::from(case.values[sequence][at(position) + number])
             };
             weights.iter().enumerate().map(sum).sum::<f64>() / total
         };
@@ -555,13 +569,13 @@ mod tests {
                     attend(&case.kv, 1, &spans, &queries, &mut out);
                     let mut at = 0;
                     for (sequence, span) in spans.iter().enumerate() {
-                        for place in span.first..span.first + span.count {
+                        for position in span.first..span.first + span.count {
                             for head in 0..heads * group {
                                 let query = &queries[at..at + width];
-                                let right = right(&case, sequence, head / group, place, query);
-                                for (ours, right) in out[at..].iter().zip(right) {
-                                    let off = (f64::from(*ours) - right).abs();
-                                    assert!(off < 2e-6, "{shape:?} {sequence} {place} {head}: {off}");
+                                let expected = expected(&case, sequence, head / group, position, query);
+                                for (ours, expected) in out[at..].iter().zip(expected) {
+                                    let error = (f64::from(*ours) - expected).abs();
+                                    assert!(error < 2e-6, "{shape:?} {sequence} {position} {head}: {error}");
                                 }
                                 at += width;
                             }
@@ -591,16 +605,16 @@ mod tests {
                 for (token, sequence) in tokens.enumerate() {
                     let own = &queries[token * row..][..row];
                     for head in 0..heads {
-                        let right = right(
+                        let expected = expected(
                             &case,
                             sequence,
                             head,
                             lengths[sequence] - 1,
                             &own[head * width..][..width],
                         );
-                        for (ours, right) in together[token * row + head * width..].iter().zip(right) {
-                            let off = (f64::from(*ours) - right).abs();
-                            assert!(off < 2e-6, "{shape:?} {token} {head}: {off}");
+                        for (ours, expected) in together[token * row + head * width..].iter().zip(expected) {
+                            let error = (f64::from(*ours) - expected).abs();
+                            assert!(error < 2e-6, "{shape:?} {token} {head}: {error}");
                         }
                     }
                     // The values, weighted by `weights_across`, give the same sums.
@@ -610,12 +624,13 @@ mod tests {
                         let weights = weights_across(&case.kv, 1, head, one, own);
                         assert_eq!(weights.len(), lengths[sequence]);
                         for number in 0..width {
-                            let value =
-                                |place: usize| case.values[sequence][(place * heads + head) * width + number];
+                            let value = |position: usize| {
+                                case.values[sequence][(position * heads + head) * width + number]
+                            };
                             let sum: f32 =
-                                weights.iter().enumerate().map(|(place, it)| it * value(place)).sum();
-                            let off = (sum - together[token * row + head * width + number]).abs();
-                            assert!(off < 2e-6, "{shape:?} {token} {head}: {off}");
+                                weights.iter().enumerate().map(|(position, it)| it * value(position)).sum();
+                            let error = (sum - together[token * row + head * width + number]).abs();
+                            assert!(error < 2e-6, "{shape:?} {token} {head}: {error}");
                         }
                     }
                     let alone = of(&[CrossSpan { count: 1, ..span(sequence) }], own);
@@ -648,12 +663,12 @@ mod tests {
                     out
                 };
                 let together = of(&all);
-                for place in [0, 1, 15, 16, 40, 69] {
-                    let right = &together[place * row..(place + 1) * row];
-                    assert_eq!(of(&[(0, place..place + 1)]), right, "alone, {place}");
-                    let from = place.saturating_sub(7);
-                    let cut = of(&[(1, 3..9), (0, from..place + 1)]);
-                    assert_eq!(&cut[cut.len() - row..], right, "cut otherwise, {place}");
+                for position in [0, 1, 15, 16, 40, 69] {
+                    let expected = &together[position * row..(position + 1) * row];
+                    assert_eq!(of(&[(0, position..position + 1)]), expected, "alone, {position}");
+                    let from = position.saturating_sub(7);
+                    let cut = of(&[(1, 3..9), (0, from..position + 1)]);
+                    assert_eq!(&cut[cut.len() - row..], expected, "cut otherwise, {position}");
                 }
             }
         });

@@ -1,6 +1,6 @@
 //! Convolution of images in channels-last layout, `[images, height, width, channels]`. A convolution is the matrix
-//! product of its patches with the weights; a 1 × 1 convolution is the product of the pixels themselves, each of which
-//! is a row. Depthwise convolutions have a separate kernel. Owns the packed weights.
+//! product of the image's patches with the weights. For a 1 × 1 convolution the rows are the pixels themselves.
+//! Depthwise convolutions have a separate kernel. Owns the packed weights.
 
 use std::cell::RefCell;
 
@@ -12,10 +12,10 @@ use super::gemm::{Panels, Rows, by_blocks, multiply_rows};
 /// The zeros around an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
-    /// So many pixels on each side.
+    /// This many pixels on each side.
     Each(usize),
-    /// As many as are needed so that the result has one pixel for each `stride` pixels of the image's side, rounded up.
-    /// If the number is odd, the extra one is to the right or below.
+    /// Just enough that the result has one pixel for each `stride` pixels of the image's side, rounded up. If their
+    /// number is odd, the extra one is to the right or below.
     Same,
 }
 
@@ -43,7 +43,7 @@ pub struct Patches {
     pub padding: Padding,
 }
 
-/// The parameters of a convolution, as published except for the order of the weights.
+/// The parameters of a convolution, as in the checkpoint except for the order of the weights.
 pub struct Filters<'a> {
     /// `[out, size, size, in]`, or for a depthwise convolution `[channels, size, size]`: the pixels of a patch follow
     /// each other, each with all its channels.
@@ -74,16 +74,15 @@ enum Weights {
 }
 
 impl Convolution {
-    /// Lays out the weights.
+    /// Packs the weights.
     pub fn new(filters: Filters<'_>) -> Self {
         let Filters { weights, bias, patches, clamp, is_depthwise } = filters;
-        // The weights of one channel of the result.
-        let each = weights.len() / bias.len();
+        let per_out_channel = weights.len() / bias.len();
         let weights = if is_depthwise {
-            let taps = (0..each).flat_map(|tap| weights[tap..].iter().step_by(each));
+            let taps = (0..per_out_channel).flat_map(|tap| weights[tap..].iter().step_by(per_out_channel));
             Weights::Depthwise(taps.copied().collect())
         } else {
-            Weights::Packed(Panels::new(weights, each))
+            Weights::Packed(Panels::new(weights, per_out_channel))
         };
         Self { weights, bias, patches, clamp }
     }
@@ -92,12 +91,12 @@ impl Convolution {
     pub fn channels(&self) -> usize {
         match &self.weights {
             Weights::Packed(matrix) => matrix.depth() / (self.patches.size * self.patches.size),
-            Weights::Depthwise(_) => self.width(),
+            Weights::Depthwise(_) => self.out_channels(),
         }
     }
 
     /// The channels of the result.
-    fn width(&self) -> usize {
+    fn out_channels(&self) -> usize {
         self.bias.len()
     }
 
@@ -106,16 +105,16 @@ impl Convolution {
     pub fn forward(&self, x: &[f32], [images, height, width]: [usize; 3]) -> (Vec<f32>, [usize; 4]) {
         let (rows, columns, channels) =
             (self.patches.side(height), self.patches.side(width), self.channels());
-        let mut out = vec![0.0; images * rows.out * columns.out * self.width()];
+        let mut out = vec![0.0; images * rows.out * columns.out * self.out_channels()];
         let image = Images { x, rows, columns, channels };
         match &self.weights {
-            Weights::Packed(matrix) => self.product(&image, matrix, &mut out),
+            Weights::Packed(matrix) => self.multiply_patches(&image, matrix, &mut out),
             Weights::Depthwise(taps) => {
                 let width = columns.out * channels;
                 by_blocks(&mut out, width, |first, lines| {
                     for (index, line) in lines.chunks_exact_mut(width).enumerate() {
                         dispatch(DepthwiseLine {
-                            of: self,
+                            convolution: self,
                             image: &image,
                             taps,
                             bias: &self.bias,
@@ -126,13 +125,13 @@ impl Convolution {
                 });
             }
         }
-        (out, [images, rows.out, columns.out, self.width()])
+        (out, [images, rows.out, columns.out, self.out_channels()])
     }
 }
 
 impl Patches {
     /// The number of zeros before and after `length` pixels.
-    pub fn around(self, length: usize) -> (usize, usize) {
+    pub fn zeros_around(self, length: usize) -> (usize, usize) {
         match self.padding {
             Padding::Each(count) => (count, count),
             Padding::Same => {
@@ -144,7 +143,7 @@ impl Patches {
     }
 
     fn side(self, length: usize) -> Side {
-        let (before, after) = self.around(length);
+        let (before, after) = self.zeros_around(length);
         Side { length, out: (length + before + after).saturating_sub(self.size) / self.stride + 1, before }
     }
 }
@@ -161,9 +160,9 @@ struct Side {
 }
 
 impl Side {
-    /// The taps of the patch number `place` that are within the image, and the pixel of the first one.
-    fn taps(self, place: usize, size: usize, stride: usize) -> (std::ops::Range<usize>, usize) {
-        let start = place * stride;
+    /// The taps of patch number `patch` that are within the image, and the pixel of the first one.
+    fn taps(self, patch: usize, size: usize, stride: usize) -> (std::ops::Range<usize>, usize) {
+        let start = patch * stride;
         let first = self.before.saturating_sub(start).min(size);
         let end = (self.length + self.before).saturating_sub(start).min(size);
         (first..end.max(first), (start + first).saturating_sub(self.before))
@@ -184,49 +183,49 @@ struct Images<'a> {
 
 impl Convolution {
     /// Computes the convolution as a matrix product.
-    fn product(&self, image: &Images<'_>, matrix: &Panels, out: &mut [f32]) {
-        let end = |_: usize, block: &mut [f32]| {
-            let Clamp(least, most) = self.clamp;
-            for row in block.chunks_exact_mut(self.width()) {
-                row.iter_mut().zip(&self.bias).for_each(|(x, bias)| *x = (*x + bias).clamp(least, most));
+    fn multiply_patches(&self, image: &Images<'_>, matrix: &Panels, out: &mut [f32]) {
+        let add_bias_and_clamp = |_: usize, block: &mut [f32]| {
+            let Clamp(min, max) = self.clamp;
+            for row in block.chunks_exact_mut(self.out_channels()) {
+                row.iter_mut().zip(&self.bias).for_each(|(x, bias)| *x = (*x + bias).clamp(min, max));
             }
         };
-        if self.patches.size == 1 && out.len() / self.width() == image.x.len() / image.channels {
-            return multiply_rows(image.x, matrix, out, end);
+        if self.patches.size == 1 && out.len() / self.out_channels() == image.x.len() / image.channels {
+            return multiply_rows(image.x, matrix, out, add_bias_and_clamp);
         }
         let depth = matrix.depth();
-        by_blocks(out, self.width(), |first, block| {
+        by_blocks(out, self.out_channels(), |first, block| {
             let (mut patches, mut left) = PATCHES.take();
             patches.clear();
-            patches.resize(block.len() / self.width() * depth, 0.0);
+            patches.resize(block.len() / self.out_channels() * depth, 0.0);
             for (index, patch) in patches.chunks_exact_mut(depth).enumerate() {
-                self.fill(image, first + index, patch);
+                self.copy_patch(image, first + index, patch);
             }
             left.pack(&patches, depth);
-            left.multiply(0, matrix, block, self.width());
+            left.multiply(0, matrix, block, self.out_channels());
             PATCHES.set((patches, left));
-            end(first, block);
+            add_bias_and_clamp(first, block);
         });
     }
 
     /// Copies the patch for pixel `index` of the result to `patch`. Leaves the pixels outside the image unchanged.
-    fn fill(&self, image: &Images<'_>, index: usize, patch: &mut [f32]) {
+    fn copy_patch(&self, image: &Images<'_>, index: usize, patch: &mut [f32]) {
         let Images { x, rows, columns, channels } = *image;
         let Patches { size, stride, .. } = self.patches;
         let (line, column) = (index / columns.out, index % columns.out);
-        let (of_rows, row) = rows.taps(line % rows.out, size, stride);
-        let (of_columns, first) = columns.taps(column, size, stride);
+        let (row_taps, row) = rows.taps(line % rows.out, size, stride);
+        let (column_taps, first) = columns.taps(column, size, stride);
         let start = line / rows.out * rows.length + row;
-        for (tap, row) in of_rows.zip(start..) {
-            let from = &x[(row * columns.length + first) * channels..][..of_columns.len() * channels];
-            patch[(tap * size + of_columns.start) * channels..][..from.len()].copy_from_slice(from);
+        for (tap, row) in row_taps.zip(start..) {
+            let from = &x[(row * columns.length + first) * channels..][..column_taps.len() * channels];
+            patch[(tap * size + column_taps.start) * channels..][..from.len()].copy_from_slice(from);
         }
     }
 }
 
 /// Computes one line of a depthwise convolution's result.
 struct DepthwiseLine<'a> {
-    of: &'a Convolution,
+    convolution: &'a Convolution,
     image: &'a Images<'a>,
     taps: &'a [f32],
     bias: &'a [f32],
@@ -244,26 +243,28 @@ impl WithSimd for DepthwiseLine<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { of, image, taps, bias, index, line } = self;
+        let Self { convolution, image, taps, bias, index, line } = self;
         let Images { x, rows, columns, channels } = *image;
-        let (of_rows, row) = rows.taps(index % rows.out, of.patches.size, of.patches.stride);
+        let (row_taps, row) =
+            rows.taps(index % rows.out, convolution.patches.size, convolution.patches.stride);
         let start = index / rows.out * rows.length + row;
-        let (least, most) = (simd.splat_f32s(of.clamp.0), simd.splat_f32s(of.clamp.1));
+        let (min, max) = (simd.splat_f32s(convolution.clamp.0), simd.splat_f32s(convolution.clamp.1));
         for (column, out) in line.chunks_exact_mut(channels).enumerate() {
-            let (of_columns, first) = columns.taps(column, of.patches.size, of.patches.stride);
+            let (column_taps, first) =
+                columns.taps(column, convolution.patches.size, convolution.patches.stride);
             // The sums of this many channels stay in registers for all taps.
-            let at_once = REGISTERS * S::F32_LANES;
+            let channels_at_once = REGISTERS * S::F32_LANES;
             let mut channel = 0;
             while channel < channels {
-                let count = (channels - channel).min(at_once);
+                let count = (channels - channel).min(channels_at_once);
                 let mut sums = [simd.splat_f32s(0.0); REGISTERS];
                 load(simd, &bias[channel..][..count], &mut sums);
-                for (tap, row) in of_rows.clone().zip(start..) {
+                for (tap, row) in row_taps.clone().zip(start..) {
                     let pixels = (row * columns.length + first) * channels + channel;
-                    let weights = (tap * of.patches.size + of_columns.start) * channels + channel;
-                    for place in 0..of_columns.len() {
-                        let pixel = &x[pixels + place * channels..][..count];
-                        let weight = &taps[weights + place * channels..][..count];
+                    let weights = (tap * convolution.patches.size + column_taps.start) * channels + channel;
+                    for index in 0..column_taps.len() {
+                        let pixel = &x[pixels + index * channels..][..count];
+                        let weight = &taps[weights + index * channels..][..count];
                         add_product(simd, pixel, weight, &mut sums);
                     }
                 }
@@ -271,7 +272,7 @@ impl WithSimd for DepthwiseLine<'_> {
                 for (to, sum) in to.chunks_mut(S::F32_LANES).zip(sums) {
                     // On some CPUs the min and max instructions drop NaN.
                     let is_number = simd.equal_f32s(sum, sum);
-                    let bounded = simd.min_f32s(most, simd.max_f32s(least, sum));
+                    let bounded = simd.min_f32s(max, simd.max_f32s(min, sum));
                     let sum = simd.select_f32s(is_number, bounded, sum);
                     match to.len() == S::F32_LANES {
                         true => S::as_mut_simd_f32s(to).0[0] = sum,
@@ -313,15 +314,15 @@ mod tests {
     use super::*;
 
     /// The convolution of `x` `[images, height, width, channels]` by the formula, in f64.
-    fn right(filters: &Filters<'_>, x: &[f64], [images, height, width]: [usize; 3]) -> Vec<f64> {
+    fn expected(filters: &Filters<'_>, x: &[f64], [images, height, width]: [usize; 3]) -> Vec<f64> {
         let Filters { weights, bias, patches, clamp, is_depthwise } = filters;
         let Patches { size, stride, .. } = *patches;
         let channels = x.len() / (images * height * width);
         let (rows, columns) = (patches.side(height), patches.side(width));
-        let each = weights.len() / bias.len();
+        let per_out_channel = weights.len() / bias.len();
         let mut out = Vec::new();
-        for at in 0..images * rows.out * columns.out {
-            let (line, column) = (at / columns.out, at % columns.out);
+        for index in 0..images * rows.out * columns.out {
+            let (line, column) = (index / columns.out, index % columns.out);
             let (image, line) = (line / rows.out, line % rows.out);
             // A pixel of the patch; none outside the image.
             let pixel = |tap: usize| {
@@ -332,9 +333,9 @@ mod tests {
                 Some(&x[((image * height + row) * width + column) * channels..][..channels])
             };
             for (index, bias) in bias.iter().enumerate() {
-                let weights = to_f64(&weights[index * each..][..each]);
+                let weights = to_f64(&weights[index * per_out_channel..][..per_out_channel]);
                 let mut sum = f64::from(*bias);
-                for (tap, weights) in weights.chunks_exact(each / (size * size)).enumerate() {
+                for (tap, weights) in weights.chunks_exact(per_out_channel / (size * size)).enumerate() {
                     let Some(pixel) = pixel(tap) else { continue };
                     let pixel = if *is_depthwise { &pixel[index..=index] } else { pixel };
                     sum += pixel.iter().zip(weights).map(|(x, weight)| x * weight).sum::<f64>();
@@ -361,22 +362,23 @@ mod tests {
         for ((height, width, channels, clamp), is_depthwise) in
             shapes.into_iter().flat_map(|it| [(it, false), (it, true)])
         {
-            let has_rest = height % 8 + width % 8 > 0;
-            if patches.size == 8 && (patches.padding != Padding::Each(0) || has_rest) {
+            // Size 8 is a patch embedding: without padding, and of sides that are multiples of 8.
+            let is_whole = height % 8 + width % 8 == 0;
+            if patches.size == 8 && (patches.padding != Padding::Each(0) || !is_whole) {
                 continue;
             }
-            let (out, each) = if is_depthwise { (channels, 1) } else { (5, channels) };
-            let weights = noise(&[out, patches.size, patches.size, each], 0.5, 1);
+            let (out, in_per_filter) = if is_depthwise { (channels, 1) } else { (5, channels) };
+            let weights = noise(&[out, patches.size, patches.size, in_per_filter], 0.5, 1);
             let bias = noise(&[out], 0.5, 2);
             let filters = || Filters { weights: &weights, bias: bias.clone(), patches, clamp, is_depthwise };
             let x = noise(&[2, height, width, channels], 1.0, 3);
-            let right = right(&filters(), &to_f64(&x), [2, height, width]);
+            let expected = expected(&filters(), &to_f64(&x), [2, height, width]);
             let convolution = Convolution::new(filters());
             assert_eq!(convolution.channels(), channels);
             let (ours, shape) = convolution.forward(&x, [2, height, width]);
             assert_eq!((ours.len(), shape[3]), (shape.iter().product(), out));
-            let off = difference(&ours, &right);
-            assert!(off < 5e-5, "{patches:?}, depthwise: {is_depthwise}: {off}");
+            let error = difference(&ours, &expected);
+            assert!(error < 5e-5, "{patches:?}, depthwise: {is_depthwise}: {error}");
         }
     }
 

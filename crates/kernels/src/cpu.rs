@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuFeatures {
-    /// The best that the CPU has.
+    /// The widest vector units that the CPU has.
     #[default]
     Auto,
     /// Registers of 16 f32.
@@ -32,7 +32,7 @@ static ARCH: OnceLock<Arch> = OnceLock::new();
 /// Makes all kernels of this process use these vector units. Call it before any kernel.
 ///
 /// # Errors
-/// This CPU lacks them.
+/// This CPU does not have them.
 pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     let arch = match features {
         CpuFeatures::Auto => return Ok(()),

@@ -62,16 +62,16 @@ impl WithSimd for Exponentials<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> f32 {
-        let most = Largest(self.row).with_simd(simd);
-        let (most, scale) = (simd.splat_f32s(most), simd.splat_f32s(self.scale));
+        let largest = Largest(self.row).with_simd(simd);
+        let (largest, scale) = (simd.splat_f32s(largest), simd.splat_f32s(self.scale));
         let (head, tail) = S::as_mut_simd_f32s(self.row);
         let mut sum = simd.splat_f32s(0.0);
         for x in head {
-            *x = power(simd, *x, most, scale);
+            *x = power(simd, *x, largest, scale);
             sum = simd.add_f32s(sum, *x);
         }
         let mut total = simd.reduce_sum_f32s(sum);
-        let powers = power(simd, simd.partial_load_f32s(tail), most, scale);
+        let powers = power(simd, simd.partial_load_f32s(tail), largest, scale);
         simd.partial_store_f32s(tail, powers);
         for x in tail {
             total += *x;
@@ -80,12 +80,12 @@ impl WithSimd for Exponentials<'_> {
     }
 }
 
-/// e^((x - most)·scale). A function and not a closure, for the reason given at [`Lanes`](super::activation::Lanes).
+/// e^((x - largest)·scale). A function and not a closure, for the reason given at [`Lanes`](super::activation::Lanes).
 #[inline(always)]
-fn power<S: Simd>(simd: S, x: S::f32s, most: S::f32s, scale: S::f32s) -> S::f32s {
+fn power<S: Simd>(simd: S, x: S::f32s, largest: S::f32s, scale: S::f32s) -> S::f32s {
     // `exp` limits x, so its smallest result is 1e-38 instead of 0.
     let is_unmasked = simd.greater_than_f32s(x, simd.splat_f32s(f32::NEG_INFINITY));
-    let power = exp(simd, simd.mul_f32s(simd.sub_f32s(x, most), scale));
+    let power = exp(simd, simd.mul_f32s(simd.sub_f32s(x, largest), scale));
     simd.select_f32s(is_unmasked, power, simd.splat_f32s(0.0))
 }
 
@@ -97,11 +97,11 @@ impl WithSimd for Largest<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> f32 {
         let (head, tail) = S::as_simd_f32s(self.0);
-        let mut most = simd.splat_f32s(f32::NEG_INFINITY);
+        let mut largest = simd.splat_f32s(f32::NEG_INFINITY);
         for x in head {
-            most = simd.max_f32s(most, *x);
+            largest = simd.max_f32s(largest, *x);
         }
-        tail.iter().copied().fold(simd.reduce_max_f32s(most), f32::max)
+        tail.iter().copied().fold(simd.reduce_max_f32s(largest), f32::max)
     }
 }
 
@@ -129,8 +129,8 @@ mod tests {
         let mut ys = xs.clone();
         dispatch(Exp(&mut ys));
         for (x, y) in xs.iter().zip(&ys) {
-            let right = f64::from(*x).exp();
-            assert!((f64::from(*y) / right - 1.0).abs() < 4e-7, "e^{x} = {right}, got {y}");
+            let expected = f64::from(*x).exp();
+            assert!((f64::from(*y) / expected - 1.0).abs() < 4e-7, "e^{x} = {expected}, got {y}");
         }
     }
 
@@ -155,17 +155,17 @@ mod tests {
     fn exponentials_are_relative_to_the_largest_number() {
         on_every_cpu(|| {
             for count in [1, 15, 16, 100] {
-                let given: Vec<f32> = (0..count).map(|at| (at * 37 % 101) as f32 / 7.0 - 3.0).collect();
-                let most = given.iter().copied().fold(f32::MIN, f32::max);
-                assert_eq!(largest(&given), most);
+                let given: Vec<f32> = (0..count).map(|index| (index * 37 % 101) as f32 / 7.0 - 3.0).collect();
+                let max = given.iter().copied().fold(f32::MIN, f32::max);
+                assert_eq!(largest(&given), max);
                 let mut row = given.clone();
                 row.push(f32::NEG_INFINITY);
                 let sum = exponentials(&mut row, 0.5);
                 assert_eq!(row.pop(), Some(0.0));
-                let right: Vec<f64> = given.iter().map(|x| (f64::from(x - most) * 0.5).exp()).collect();
-                assert!((f64::from(sum) - right.iter().sum::<f64>()).abs() < 1e-5 * f64::from(sum));
-                for (ours, right) in row.iter().zip(right) {
-                    assert!((f64::from(*ours) - right).abs() < 1e-6);
+                let expected: Vec<f64> = given.iter().map(|x| (f64::from(x - max) * 0.5).exp()).collect();
+                assert!((f64::from(sum) - expected.iter().sum::<f64>()).abs() < 1e-5 * f64::from(sum));
+                for (ours, expected) in row.iter().zip(expected) {
+                    assert!((f64::from(*ours) - expected).abs() < 1e-6);
                 }
             }
         });

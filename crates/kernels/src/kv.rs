@@ -1,6 +1,6 @@
 //! The paged cache of keys and values: blocks of memory, which a sequence refers to by a table of block numbers. Owns
-//! the memory, which the system provides page by page when it is written for the first time. Knows no sequences: the
-//! caller decides which block belongs to which one.
+//! the memory, which the system provides page by page when it is written for the first time. The caller decides which
+//! block belongs to which sequence.
 
 use std::io;
 use std::ops::Range;
@@ -31,7 +31,7 @@ pub struct KvShape {
     pub heads: usize,
     /// Numbers in a head; even.
     pub width: usize,
-    /// Their number format.
+    /// The number format of keys and values.
     pub numbers: KvNumbers,
 }
 
@@ -52,7 +52,7 @@ impl KvShape {
         self.key_words() + self.words(BLOCK * self.stride())
     }
 
-    /// Words of 32 bits for so many numbers.
+    /// Words of 32 bits for this many numbers.
     fn words(&self, numbers: usize) -> usize {
         match self.numbers {
             KvNumbers::F32 => numbers,
@@ -72,8 +72,8 @@ pub struct KvBlocks {
     memory: MmapMut,
 }
 
-/// The keys and values of one layer and head of a block, in words of 32 bits. A word holds one f32 or two bf16, of
-/// which the first is in the upper half.
+/// The keys and values of one layer and head of a block, in words of 32 bits. A word holds one f32, or two bf16, the
+/// first in the upper half.
 #[derive(Clone, Copy)]
 pub struct HeadBlock<'a> {
     /// For f32 the shape is `[BLOCK / KEY_LANES, width, KEY_LANES]`. For bf16 it is
@@ -94,7 +94,7 @@ pub struct CachePosition {
 }
 
 impl KvBlocks {
-    /// Reserves address space for so many blocks. No memory is used yet.
+    /// Reserves address space for this many blocks. No memory is used yet.
     ///
     /// # Errors
     /// The system has not enough address space.
@@ -108,7 +108,7 @@ impl KvBlocks {
         self.shape
     }
 
-    /// Gives a block's memory back to the system.
+    /// Returns a block's memory to the system.
     #[expect(unsafe_code, reason = "no safe interface exists for discarding the contents of pages")]
     pub fn release(&mut self, block: u32) {
         let bytes = self.shape.block_bytes();
@@ -135,13 +135,13 @@ impl KvBlocks {
 
     /// Writes the key and the value of a token. The tokens of a block must be written in order, because writing one
     /// with an even index discards the value of the one after it.
-    pub fn put(&mut self, at: CachePosition, layer: usize, head: usize, key: &[f32], value: &[f32]) {
+    pub fn put(&mut self, position: CachePosition, layer: usize, head: usize, key: &[f32], value: &[f32]) {
         let KvShape { width, numbers, .. } = self.shape;
         let stride = self.shape.stride();
-        let offset = at.offset;
+        let offset = position.offset;
         let (group, lane) = (offset / KEY_LANES, offset % KEY_LANES);
         let group_words = self.shape.words(width * KEY_LANES);
-        let range = self.byte_range(at.block, layer, head);
+        let range = self.byte_range(position.block, layer, head);
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory[range]);
         let (keys, values) = words.split_at_mut(self.shape.key_words());
         let key_words = keys[group * group_words..].iter_mut().skip(lane).step_by(KEY_LANES);
@@ -190,10 +190,10 @@ mod tests {
         for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
             let shape = KvShape { layers: 2, heads: 3, width: 4, numbers };
             let mut blocks = KvBlocks::new(shape, 3).unwrap();
-            for place in 0..5 {
-                let x = place as f32;
+            for offset in 0..5 {
+                let x = offset as f32;
                 blocks.put(
-                    CachePosition { block: 1, offset: place },
+                    CachePosition { block: 1, offset },
                     1,
                     2,
                     &[x, 10.0 + x, 20.0 + x, 30.0 + x],

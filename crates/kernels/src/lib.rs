@@ -1,12 +1,12 @@
 //! The operations of networks on a CPU in f32, on slices, written for the CPU's vector units (detected at run time) and
-//! caches. The types own packed weights, tables of positions and, in `kv`, the keys and values. Apart from these, the
-//! kernels leave nothing behind but buffers that the next call reuses. A bug of the caller, such as slices of sizes
-//! that do not match, panics.
+//! caches. The types own packed weights, tables of positions and, in `kv`, the keys and values. Otherwise the kernels
+//! keep only scratch buffers, which the next call reuses. They panic on a bug of the caller, such as slices whose
+//! sizes do not match.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `cpu` | which vector units kernels are compiled for and run on |
-//! | `gemm` | layouts of matrices, matrix products, products of a few rows (`gemv`) |
+//! | `gemm` | layouts of matrices, matrix products, products with few rows (`gemv`) |
 //! | `attention`, `positions` | attention of texts over all their tokens, and its positional terms |
 //! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
@@ -29,14 +29,14 @@ mod positions;
 pub mod time_convolution;
 
 pub use activation::{Activation, activate, gate};
-pub use add_norm::{End, Norm, layer_norm, rms_norm};
+pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
 pub use cpu::{CpuFeatures, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
     Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowNumbers, multiply_rows,
     multiply_together,
 };
-pub use positions::{Bias, PositionTerms, Rotary, places};
+pub use positions::{PositionTerms, RelativeBias, Rotary, positions_in_texts};
 
 use cpu::dispatch;
 
@@ -50,16 +50,16 @@ mod testing {
     /// Runs `test` with this CPU's registers, and with emulated ones of 1 and of 16 lanes.
     pub fn on_every_cpu(test: impl Fn() + Send + Sync) {
         // One thread, so that the kernels run on the thread whose `LANES` is set.
-        let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         for lanes in [None, Some(1), Some(16)] {
-            alone.install(|| {
+            one_thread.install(|| {
                 LANES.set(lanes);
                 test();
             });
         }
     }
 
-    /// Reproducible values between -`range` and `range`, as many as a tensor of this shape has.
+    /// Reproducible values between -`range` and `range` for a tensor of this shape.
     pub fn noise(shape: &[usize], range: f32, seed: u32) -> Vec<f32> {
         let mut state = seed.wrapping_mul(2_654_435_769).wrapping_add(12_345);
         let mut next = || {
@@ -70,27 +70,27 @@ mod testing {
     }
 
     /// The largest absolute difference from the expected values; NaN if one is NaN.
-    pub fn difference(ours: &[f32], right: &[f64]) -> f64 {
-        assert_eq!(ours.len(), right.len());
-        let off = |(ours, right): (&f32, &f64)| (f64::from(*ours) - right).abs();
+    pub fn difference(ours: &[f32], expected: &[f64]) -> f64 {
+        assert_eq!(ours.len(), expected.len());
+        let error = |(ours, expected): (&f32, &f64)| (f64::from(*ours) - expected).abs();
         // `f64::max` would drop NaN.
         ours.iter()
-            .zip(right)
-            .map(off)
-            .fold(0.0, |most, off| if off > most || off.is_nan() { off } else { most })
+            .zip(expected)
+            .map(error)
+            .fold(0.0, |max, error| if error > max || error.is_nan() { error } else { max })
     }
 
     /// A linear layer in f64: `rows` `[count, depth]` times the transpose of `columns` `[width, depth]`, plus `bias`
     /// `[width]`.
     pub fn linear(rows: &[f64], columns: &[f32], bias: &[f32]) -> Vec<f64> {
         let depth = columns.len() / bias.len();
-        let of_row = |row: &[f64]| {
-            let number = |(column, bias): (&[f32], &f32)| {
+        let row_times_columns = |row: &[f64]| {
+            let dot = |(column, bias): (&[f32], &f32)| {
                 row.iter().zip(column).map(|(a, b)| a * f64::from(*b)).sum::<f64>() + f64::from(*bias)
             };
-            columns.chunks_exact(depth).zip(bias).map(number).collect::<Vec<f64>>()
+            columns.chunks_exact(depth).zip(bias).map(dot).collect::<Vec<f64>>()
         };
-        rows.chunks_exact(depth).flat_map(of_row).collect()
+        rows.chunks_exact(depth).flat_map(row_times_columns).collect()
     }
 
     /// The numbers as f64.

@@ -1,4 +1,4 @@
-//! Pooling: makes one vector out of a text's token vectors, in f32 on the CPU. Pure.
+//! Pooling: makes one vector out of a text's token vectors, in f32 on the CPU. Owns no state.
 
 /// One way to pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub struct Pooling {
 }
 
 impl Pooling {
-    /// The width of a text's vector, given that of a token's.
+    /// The width of a text's vector, given the width of a token's vector.
     pub fn width(&self, hidden: usize) -> usize {
         self.modes.len() * hidden
     }
@@ -41,10 +41,11 @@ impl Pooling {
     }
 }
 
+/// The result of one mode, before normalization.
 fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
     let (first, rest) = rows.split_at(hidden);
     let mut vector = first.to_vec();
-    let each = |vector: &mut Vec<f32>, join: fn(f32, f32) -> f32| {
+    let fold_rows = |vector: &mut Vec<f32>, join: fn(f32, f32) -> f32| {
         for row in rest.chunks_exact(hidden) {
             vector.iter_mut().zip(row).for_each(|(x, y)| *x = join(*x, *y));
         }
@@ -54,13 +55,13 @@ fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
         Mode::Cls => return vector,
         Mode::Max => {
             // `f32::max` would drop NaN, and a wrong result would look right.
-            each(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
+            fold_rows(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
             return vector;
         }
         Mode::Mean => tokens,
         Mode::MeanSqrtLen => tokens.sqrt(),
     };
-    each(&mut vector, |x, y| x + y);
+    fold_rows(&mut vector, |x, y| x + y);
     vector.iter_mut().for_each(|x| *x /= divisor);
     vector
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, Default)]
 pub struct PositionTerms {
     /// Relative bias, which is added to the scores.
-    pub bias: Option<Arc<Bias>>,
+    pub bias: Option<Arc<RelativeBias>>,
     /// Rotary embedding of queries and keys.
     pub rotary: Option<Arc<Rotary>>,
     /// Sliding window: a token attends to tokens up to this distance.
@@ -38,22 +38,22 @@ impl PositionTerms {
 
 /// Relative bias: a number for each head and distance.
 #[derive(Debug)]
-pub struct Bias {
-    /// Tokens of the longest text.
+pub struct RelativeBias {
+    /// The length of the longest text, in tokens.
     longest: usize,
-    /// `[heads, 2·longest - 1]`, by the key's position minus the query's, from -(longest - 1) on.
+    /// `[heads, 2·longest - 1]`, by the key's position minus the query's, which begins at -(longest - 1).
     numbers: Vec<f32>,
 }
 
-impl Bias {
-    /// Fills the table. `of` returns the number for a head and for a distance: the key's position minus the query's.
-    pub fn new(heads: usize, longest: usize, of: impl Fn(usize, isize) -> f32) -> Self {
+impl RelativeBias {
+    /// Fills the table. `bias` returns the number for a head and a distance: the key's position minus the query's.
+    pub fn new(heads: usize, longest: usize, bias: impl Fn(usize, isize) -> f32) -> Self {
         let width = 2 * longest - 1;
-        let number = |index: usize| of(index / width, (index % width) as isize - (longest as isize - 1));
+        let number = |index: usize| bias(index / width, (index % width) as isize - (longest as isize - 1));
         Self { longest, numbers: (0..heads * width).map(number).collect() }
     }
 
-    /// The numbers of a query at `position`, for the first `keys` keys.
+    /// The biases of a query at `position`, for the first `keys` keys.
     fn row(&self, head: usize, position: usize, keys: usize) -> &[f32] {
         let first = head * (2 * self.longest - 1) + self.longest - 1 - position;
         &self.numbers[first..][..keys]
@@ -61,13 +61,13 @@ impl Bias {
 }
 
 /// Rotary embedding: the angles of each position. Number `i` of the first half of a head and number `i` of the second
-/// half are a pair. It is rotated by an angle of `position` times the pair's frequency, in radians.
+/// half are a pair. The pair is rotated by `position` times its frequency, in radians.
 #[derive(Debug)]
 pub struct Rotary {
     /// Half of a head's numbers.
     half: usize,
     /// `[positions, half]`: cosine and sine.
-    turns: Vec<(f32, f32)>,
+    rotations: Vec<(f32, f32)>,
 }
 
 impl Rotary {
@@ -75,19 +75,19 @@ impl Rotary {
     /// pair `i` is `1 / base^(2i/d)`.
     pub fn new(base: f64, d: usize, longest: usize) -> Self {
         let frequency = |pair: usize| (1.0 / base.powf(2.0 * pair as f64 / d as f64)) as f32;
-        Self::of(&(0..d / 2).map(frequency).collect::<Vec<_>>(), longest)
+        Self::from_frequencies(&(0..d / 2).map(frequency).collect::<Vec<_>>(), longest)
     }
 
     /// Fills the table for texts of up to `longest` tokens. `frequencies` are the angles, in radians, by which each
     /// pair is rotated from one position to the next.
-    pub fn of(frequencies: &[f32], longest: usize) -> Self {
+    pub fn from_frequencies(frequencies: &[f32], longest: usize) -> Self {
         let half = frequencies.len();
-        let turn = |index: usize| {
+        let rotation = |index: usize| {
             // The frequency and the angle are f32, as in the reference libraries.
             let angle = f64::from((index / half) as f32 * frequencies[index % half]);
             (angle.cos() as f32, angle.sin() as f32)
         };
-        Self { half, turns: (0..longest * half).map(turn).collect() }
+        Self { half, rotations: (0..longest * half).map(rotation).collect() }
     }
 
     /// Half of a head's numbers: the number of pairs that are rotated.
@@ -96,15 +96,15 @@ impl Rotary {
     }
 
     /// The cosine and sine of each pair at `position`.
-    pub fn at(&self, position: usize) -> &[(f32, f32)] {
-        &self.turns[position * self.half..][..self.half]
+    pub fn rotations_at(&self, position: usize) -> &[(f32, f32)] {
+        &self.rotations[position * self.half..][..self.half]
     }
 
     /// Rotates the heads of one token at `position`.
     pub fn rotate(&self, position: usize, heads: &mut [f32]) {
         for head in heads.chunks_exact_mut(2 * self.half) {
             let (first, second) = head.split_at_mut(self.half);
-            for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(self.at(position)) {
+            for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(self.rotations_at(position)) {
                 (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
             }
         }
@@ -118,7 +118,7 @@ impl Rotary {
             first.chunks_exact_mut(stride).zip(second.chunks_exact_mut(stride)).enumerate()
         {
             for ((a, b), position) in first.iter_mut().zip(second).zip(positions) {
-                let (cos, sin) = self.turns[position * self.half + number];
+                let (cos, sin) = self.rotations[position * self.half + number];
                 (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
             }
         }
@@ -126,7 +126,7 @@ impl Rotary {
 }
 
 /// The position of each token in its text, for texts with `lengths` tokens.
-pub fn places(lengths: &[usize]) -> Vec<usize> {
+pub fn positions_in_texts(lengths: &[usize]) -> Vec<usize> {
     lengths.iter().flat_map(|length| 0..*length).collect()
 }
 
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn the_bias_depends_on_distance_and_the_window_masks_far_tokens() {
-        let bias = Bias::new(2, 4, |head, distance| head as f32 * 100.0 + distance as f32);
+        let bias = RelativeBias::new(2, 4, |head, distance| head as f32 * 100.0 + distance as f32);
         let position_terms = PositionTerms { bias: Some(Arc::new(bias)), rotary: None, window: Some(1) };
         let mut scores = [0.5; 4];
         position_terms.apply(1, 2, &mut scores);
@@ -152,14 +152,14 @@ mod tests {
         let mut token = [1.0, 2.0, 3.0, 4.0];
         rotary.rotate(3, &mut token);
         let (a, b) = (3.0_f64, 0.3_f64);
-        let right = [
+        let expected = [
             a.cos() - 3.0 * a.sin(),
             2.0 * b.cos() - 4.0 * b.sin(),
             3.0 * a.cos() + a.sin(),
             4.0 * b.cos() + 2.0 * b.sin(),
         ];
-        for (ours, right) in token.iter().zip(right) {
-            assert!((f64::from(*ours) - right).abs() < 1e-6, "{ours} {right}");
+        for (ours, expected) in token.iter().zip(expected) {
+            assert!((f64::from(*ours) - expected).abs() < 1e-6, "{ours} {expected}");
         }
         // One token at position 3 in the second column of three.
         let mut head = [9.0, 1.0, 9.0, 9.0, 2.0, 9.0, 9.0, 3.0, 9.0, 9.0, 4.0, 9.0];

@@ -1,5 +1,5 @@
 //! Tracks the unsettled deliveries of a session, and combines many acks into few commands: one `multiple` ack up to
-//! the first delivery that is not acked yet, and one ack for each acked delivery after it. Pure.
+//! the first delivery that is not acked yet, and one ack for each acked delivery after it. Does no I/O.
 //!
 //! Few commands matter for safety too: while more than 32 commands are under way on a quorum queue, RabbitMQ
 //! holds back further settlements of the channel, and forgets them when the channel closes. A burst of
@@ -21,7 +21,7 @@ pub(super) struct Ack {
 pub(super) enum Flush {
     /// The caller sends what [`AckTracker::take`] returns, until that is empty.
     Send,
-    /// The caller waits a little for more acks, and then sends if [`AckTracker::begin`] returns true.
+    /// The caller waits a little for more acks, and then sends if [`AckTracker::become_sender`] returns true.
     Gather,
     /// The caller does nothing: another caller sends this ack.
     Delegated,
@@ -49,13 +49,13 @@ pub(super) struct AckTracker {
     /// When this many acks wait, they are sent at once.
     batch_size: usize,
     /// Tag of the last delivery with `redelivered` set.
-    redelivered: u64,
+    last_redelivered: u64,
 }
 
 impl AckTracker {
     /// Makes each ack wait until `batch_size` of them wait, or the gathering caller sends. Before this call, acks do
     /// not wait.
-    pub(super) fn gather(&mut self, batch_size: usize) {
+    pub(super) fn set_batch_size(&mut self, batch_size: usize) {
         self.batch_size = batch_size;
     }
 
@@ -63,20 +63,20 @@ impl AckTracker {
     pub(super) fn delivered(&mut self, tag: u64, redelivered: bool) {
         self.unsettled.insert(tag);
         if redelivered {
-            self.redelivered = tag;
+            self.last_redelivered = tag;
         }
     }
 
     /// Makes the caller the sender, so that no ack is sent until it calls [`AckTracker::take`]. Returns true if at
-    /// least `full` deliveries are unsettled, all of them have tags from `first` on, and nobody else is sending.
+    /// least `prefetch` deliveries are unsettled, all of them have tags from `first` on, and nobody else is sending.
     /// Otherwise it returns false and changes nothing.
-    pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
-        let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
-        own && self.unsettled.len() >= full && self.begin()
+    pub(super) fn hold(&mut self, first: u64, prefetch: usize) -> bool {
+        let all_from_first = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
+        all_from_first && self.unsettled.len() >= prefetch && self.become_sender()
     }
 
     /// Makes the caller the sender, which has to call [`AckTracker::take`]. False if another caller is sending.
-    pub(super) fn begin(&mut self) -> bool {
+    pub(super) fn become_sender(&mut self) -> bool {
         std::mem::replace(&mut self.sender, Sender::Sending) != Sender::Sending
     }
 
@@ -90,10 +90,10 @@ impl AckTracker {
     /// crash the process, and tasks finished just before would have to be done again.
     pub(super) fn ack(&mut self, tag: u64) -> Flush {
         self.acked.insert(tag);
-        let at_once = tag <= self.redelivered || self.acked.len() >= self.batch_size;
+        let is_due = tag <= self.last_redelivered || self.acked.len() >= self.batch_size;
         let (sender, flush) = match self.sender {
             Sender::Sending => (Sender::Sending, Flush::Delegated),
-            _ if at_once => (Sender::Sending, Flush::Send),
+            _ if is_due => (Sender::Sending, Flush::Send),
             Sender::Gathering => (Sender::Gathering, Flush::Delegated),
             Sender::Nobody => (Sender::Gathering, Flush::Gather),
         };
@@ -135,8 +135,8 @@ mod tests {
     #[test]
     fn acks_up_to_the_first_gap_are_one_command() {
         let mut ack_tracker = ack_tracker(1..=6);
-        let turns = [2, 1, 3, 5].map(|tag| ack_tracker.ack(tag));
-        assert_eq!(turns, [Flush::Send, Flush::Delegated, Flush::Delegated, Flush::Delegated], "one sender");
+        let acks = [2, 1, 3, 5].map(|tag| ack_tracker.ack(tag));
+        assert_eq!(acks, [Flush::Send, Flush::Delegated, Flush::Delegated, Flush::Delegated], "one sender");
         assert_eq!(ack_tracker.take(), [Ack { tag: 3, multiple: true }, Ack { tag: 5, multiple: false }]);
         assert_eq!(ack_tracker.take(), []);
         assert_eq!(ack_tracker.ack(4), Flush::Send);
@@ -159,26 +159,26 @@ mod tests {
     #[test]
     fn acks_gather_until_enough_wait_and_the_caller_of_the_last_one_sends() {
         let mut ack_tracker = ack_tracker(1..=9);
-        ack_tracker.gather(3);
+        ack_tracker.set_batch_size(3);
         assert_eq!(
             [1, 2, 3, 4].map(|tag| ack_tracker.ack(tag)),
             [Flush::Gather, Flush::Delegated, Flush::Send, Flush::Delegated]
         );
-        assert!(!ack_tracker.begin(), "the gathering caller finds that another one sends");
+        assert!(!ack_tracker.become_sender(), "the gathering caller finds that another one sends");
         assert_eq!(ack_tracker.take(), [Ack { tag: 4, multiple: true }]);
         assert_eq!((ack_tracker.take(), ack_tracker.ack(5)), (vec![], Flush::Gather));
         assert!(ack_tracker.hold(5, 5), "nobody is sending yet");
-        assert!(!ack_tracker.begin());
+        assert!(!ack_tracker.become_sender());
         assert_eq!((ack_tracker.take(), ack_tracker.take()), (vec![Ack { tag: 5, multiple: true }], vec![]));
         assert_eq!(ack_tracker.ack(6), Flush::Gather);
-        assert!(ack_tracker.begin());
+        assert!(ack_tracker.become_sender());
         assert_eq!(ack_tracker.take(), [Ack { tag: 6, multiple: true }]);
     }
 
     #[test]
     fn acks_up_to_a_redelivery_are_sent_at_once() {
         let mut ack_tracker = AckTracker::default();
-        ack_tracker.gather(10);
+        ack_tracker.set_batch_size(10);
         for tag in 1..=4 {
             ack_tracker.delivered(tag, tag == 2);
         }
@@ -207,32 +207,32 @@ mod tests {
         ) {
             let mut ack_tracker = AckTracker::default();
             let (mut at_broker, mut acked) = (BTreeSet::new(), BTreeSet::new());
-            let mut open: Vec<u64> = Vec::new();
+            let mut unsettled: Vec<u64> = Vec::new();
             let mut next = 1;
-            for (what, which) in steps {
-                match what {
+            for (event, index) in steps {
+                match event {
                     0 => {
                         ack_tracker.delivered(next, false);
                         at_broker.insert(next);
-                        open.push(next);
+                        unsettled.push(next);
                         next += 1;
                     }
-                    1 if !open.is_empty() => {
-                        let tag = open.remove(which % open.len());
+                    1 if !unsettled.is_empty() => {
+                        let tag = unsettled.remove(index % unsettled.len());
                         acked.insert(tag);
                         ack_tracker.ack(tag);
                     }
-                    2 if !open.is_empty() => {
-                        let tag = open.remove(which % open.len());
+                    2 if !unsettled.is_empty() => {
+                        let tag = unsettled.remove(index % unsettled.len());
                         at_broker.remove(&tag);
                         ack_tracker.returned(tag);
                     }
                     _ => {
                         for Ack { tag, multiple } in ack_tracker.take() {
-                            let gone: Vec<u64> = at_broker
+                            let removed: Vec<u64> = at_broker
                                 .iter().copied().filter(|it| *it == tag || multiple && *it < tag).collect();
-                            prop_assert!(gone.iter().all(|it| acked.contains(it)), "{gone:?}");
-                            at_broker.retain(|it| !gone.contains(it));
+                            prop_assert!(removed.iter().all(|it| acked.contains(it)), "{removed:?}");
+                            at_broker.retain(|it| !removed.contains(it));
                         }
                     }
                 }

@@ -20,14 +20,14 @@ const FLUSH_WAIT: Duration = Duration::from_millis(100);
 /// send its next task at once, and that task would wait for the write. Within 2 ms that task has been delivered, so the
 /// write no longer delays it.
 const GATHER_TIME: Duration = Duration::from_millis(2);
-/// Deliveries returned between two pauses: half of the 32 commands that RabbitMQ lets be under way on a quorum queue
-/// (see `ack_tracker`).
+/// Number of deliveries returned between two pauses: half of the 32 commands that RabbitMQ allows under way on a quorum
+/// queue (see `ack_tracker`).
 const RETURNS_PER_PAUSE: usize = 16;
 /// The pause after [`RETURNS_PER_PAUSE`] returned deliveries.
 const RETURN_PAUSE: Duration = Duration::from_millis(10);
 
-/// The current session, or why there is none. Written by the supervisor when a session begins, ends or cannot
-/// be made; read by every settle and by a cancel. A plain mutex, held for a clone only.
+/// The current session, or why there is none. Written by the supervisor when a session begins, ends or cannot be
+/// opened; read by every settle and by a cancel. The lock is held only to clone or replace the value.
 #[derive(Clone, Default)]
 pub(super) struct CurrentSession(Arc<Mutex<SessionState>>);
 
@@ -81,17 +81,17 @@ impl OpenSession {
             return true;
         }
         let open = self.clone();
-        let sent = async move {
+        let send = async move {
             if flush == Flush::Gather {
                 tokio::time::sleep(GATHER_TIME).await;
-                if !open.ack_tracker().begin() {
+                if !open.ack_tracker().become_sender() {
                     return true;
                 }
             }
             open.send_acks().await
         };
         // A task of its own, because the acks of others depend on it: it must finish even if this caller is cancelled.
-        tokio::spawn(sent).await.unwrap_or(false)
+        tokio::spawn(send).await.unwrap_or(false)
     }
 
     /// Sends the waiting acks, as the sender. False: the session is over.
@@ -125,6 +125,7 @@ impl AmqpAcker {
         Self { current, returned: tokio::sync::Mutex::new(0) }
     }
 
+    /// The session of this delivery; none if it is over.
     fn open(&self, delivery_tag: DeliveryTag) -> Option<OpenSession> {
         self.current.open().filter(|open| open.session == delivery_tag.session)
     }
@@ -143,7 +144,7 @@ impl Acker for AmqpAcker {
     fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
         Box::pin(async move {
             let Some(open) = self.open(delivery_tag) else { return false };
-            // The lock is held during the command, which keeps returns in order.
+            // The lock is held during the command, so that returns keep their order.
             let mut returned = self.returned.lock().await;
             *returned += 1;
             if *returned % RETURNS_PER_PAUSE == 0 {

@@ -20,21 +20,21 @@ pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), B
     Ok(())
 }
 
-/// Declares `replies`, the queue of a job's replies, if `task_queue` exists. The broker deletes it after `keep` without
-/// a consumer.
+/// Declares `reply_queue`, the queue of a job's replies, if `task_queue` exists. The broker deletes it after `keep`
+/// without a consumer.
 ///
 /// # Errors
 /// As [`declare`]; a task queue that does not exist is refused.
 pub async fn declare_job(
     connector: &Connector,
     task_queue: &str,
-    replies: &str,
+    reply_queue: &str,
     keep: Duration,
 ) -> Result<(), BrokerError> {
     let (connection, broker) = connect(connector).await?;
     let declared = async {
         inspect(&connection, task_queue).await?;
-        declare_reply_queue(&connection, replies, keep).await
+        declare_reply_queue(&connection, reply_queue, keep).await
     };
     declared.await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
@@ -57,21 +57,21 @@ pub(super) async fn ready_count(connection: &Connection, queue: &str) -> Result<
     Ok(inspect(connection, queue).await?.message_count())
 }
 
-/// Connects to the first address that accepts.
+/// Connects to the first address that accepts. Also returns that address without its password.
 pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
-    let (mut last, begun) = (None, Instant::now());
+    let (mut last_failure, start) = (None, Instant::now());
     for _ in &connector.settings.url {
         match connector.attempt().await {
             Ok(connected) => return Ok(connected),
-            Err(failure) => last = Some(failure),
+            Err(failure) => last_failure = Some(failure),
         }
     }
-    Err(match last {
+    Err(match last_failure {
         Some(failure) if failure.refusal != Refusal::None => {
             BrokerError::Refused { broker: failure.broker, reason: failure.reason }
         }
         Some(failure) => BrokerError::Unreachable {
-            seconds: begun.elapsed().as_secs(),
+            seconds: start.elapsed().as_secs(),
             reason: format!("{}: {}", failure.broker, failure.reason),
         },
         None => BrokerError::Refused { broker: "broker.url".into(), reason: "it is empty".into() },

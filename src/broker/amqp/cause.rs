@@ -1,4 +1,4 @@
-//! Classifies errors of lapin. The only place that reads the broker's reply codes and texts. Pure.
+//! Classifies errors of lapin. Only this file reads the broker's reply codes and texts. Does no I/O.
 
 use std::io;
 
@@ -12,7 +12,7 @@ pub(super) enum Cause {
     /// The queue or exchange does not exist.
     Missing,
     /// The queue exists, and cannot be reached now: the node of a classic queue is down, or the queue has crashed.
-    Away,
+    Unavailable,
     /// The queue is exclusive to another connection.
     Exclusive,
     /// The user lacks a permission; or the password is wrong, or the broker's authentication service is down.
@@ -52,13 +52,13 @@ impl Cause {
     /// Classifies a reply of the broker. RabbitMQ also answers 404 for a queue that it cannot reach, and only the text
     /// differs. Only the beginning of a text is compared, because the queue's name follows, which anybody may choose.
     fn of_reply(code: u16, message: &str) -> Self {
-        const AWAY: [&str; 3] = ["home node '", "queue '", "failed to perform operation on "];
+        const UNAVAILABLE: [&str; 3] = ["home node '", "queue '", "failed to perform operation on "];
         let reason = message.strip_prefix("NOT_FOUND - ").unwrap_or(message);
         match code {
             311 => Self::ContentTooLarge,
             402 => Self::InvalidPath,
             403 => Self::AccessRefused,
-            404 if AWAY.iter().any(|beginning| reason.starts_with(beginning)) => Self::Away,
+            404 if UNAVAILABLE.iter().any(|beginning| reason.starts_with(beginning)) => Self::Unavailable,
             404 => Self::Missing,
             405 => Self::Exclusive,
             406 => Self::PreconditionFailed,
@@ -92,8 +92,8 @@ pub(super) fn message(error: &Error) -> String {
     }
 }
 
-/// Makes the error of an operation that was refused. `broker` is the broker's address, or the name of the exchange that
-/// was used.
+/// Returns the error of an operation that was refused. `broker` is the broker's address, or the name of the exchange
+/// that was used.
 pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
     let reason = message(error);
     match Cause::of(error) {
@@ -107,25 +107,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_whose_node_is_down_is_away_not_missing_whatever_its_name() {
-        let of = |message: &str| Cause::of_reply(404, message);
-        assert_eq!(of("NOT_FOUND - no queue 'q' in vhost '/'"), Cause::Missing);
+    fn a_queue_whose_node_is_down_is_unavailable_not_missing_whatever_its_name() {
+        let cause_of = |message: &str| Cause::of_reply(404, message);
+        assert_eq!(cause_of("NOT_FOUND - no queue 'q' in vhost '/'"), Cause::Missing);
         assert_eq!(
-            of("NOT_FOUND - no queue 'home node 'q' is down or inaccessible' in vhost '/'"),
+            cause_of("NOT_FOUND - no queue 'home node 'q' is down or inaccessible' in vhost '/'"),
             Cause::Missing
         );
         let down =
             "NOT_FOUND - home node 'rabbit@b' of durable queue 'q' in vhost '/' is down or inaccessible";
-        assert_eq!(of(down), Cause::Away);
-        assert_eq!(of("NOT_FOUND - queue 'q' in vhost '/' has crashed and failed to restart"), Cause::Away);
-        assert_eq!(of("another broker's text"), Cause::Missing);
+        assert_eq!(cause_of(down), Cause::Unavailable);
+        assert_eq!(
+            cause_of("NOT_FOUND - queue 'q' in vhost '/' has crashed and failed to restart"),
+            Cause::Unavailable
+        );
+        assert_eq!(cause_of("another broker's text"), Cause::Missing);
     }
 
     #[test]
     fn a_connection_limit_is_distinguished_from_a_forbidden_virtual_host() {
-        let of = |message: &str| Cause::of_reply(530, message);
-        assert_eq!(of("NOT_ALLOWED - connection limit (2) is reached"), Cause::LimitReached);
-        assert_eq!(of("NOT_ALLOWED - vhost 'b' is down"), Cause::LimitReached);
-        assert_eq!(of("NOT_ALLOWED - vhost b not found"), Cause::NotAllowed);
+        let cause_of = |message: &str| Cause::of_reply(530, message);
+        assert_eq!(cause_of("NOT_ALLOWED - connection limit (2) is reached"), Cause::LimitReached);
+        assert_eq!(cause_of("NOT_ALLOWED - vhost 'b' is down"), Cause::LimitReached);
+        assert_eq!(cause_of("NOT_ALLOWED - vhost b not found"), Cause::NotAllowed);
     }
 }

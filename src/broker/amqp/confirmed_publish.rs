@@ -1,5 +1,5 @@
-//! Publishes one message, on a given channel or on a new one, and waits for the broker's answer; finds the
-//! request that a returned message belongs to. Owns no state.
+//! Publishes one message, on a given channel or on a new one, and waits for the broker's answer. Finds the request that
+//! a returned message belongs to. Owns no state.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -48,7 +48,7 @@ impl Publishable for Request {
 }
 
 /// The broker's answer to a message.
-pub(super) struct Sent {
+pub(super) struct PublishAnswer {
     pub(super) id: u64,
     /// The channel that it was sent on; none if no channel could be opened.
     pub(super) channel: Option<Channel>,
@@ -81,19 +81,19 @@ pub(super) fn publish_confirmed(
     connection: Arc<OpenConnection>,
     queue: Arc<str>,
     message: Arc<Message>,
-) -> BoxFuture<'static, Sent> {
+) -> BoxFuture<'static, PublishAnswer> {
     Box::pin(async move {
         let channel = match channel {
             Some(channel) => channel,
             None => match confirming_channel(&connection).await {
                 Ok(channel) => channel,
-                Err(error) => return Sent { id, channel: None, result: Err(error) },
+                Err(error) => return PublishAnswer { id, channel: None, result: Err(error) },
             },
         };
         // A confirm may take long, and must not keep a closed connection alive meanwhile.
         drop(connection);
         let result = publish_and_confirm(&channel, &queue, message).await;
-        Sent { id, channel: Some(channel), result }
+        PublishAnswer { id, channel: Some(channel), result }
     })
 }
 
@@ -118,7 +118,7 @@ async fn publish_and_confirm(
 /// Removes the returned message of this request from `returns`; false when there is none.
 pub(super) fn take_return(returns: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
     let found = returns.iter().position(|(message, _)| is_return_of(message, request));
-    found.map(|at| returns.swap_remove(at)).is_some()
+    found.map(|index| returns.swap_remove(index)).is_some()
 }
 
 /// Whether a returned message may be this request's. Two requests that are equal in everything compared here have the

@@ -21,7 +21,7 @@ use crate::backoff::Backoff;
 use crate::broker::BrokerError;
 use crate::config::{Broker, Tls, redact_url};
 
-const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), most: Duration::from_secs(10) };
+const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), max: Duration::from_secs(10) };
 /// After this many refusals before any success, the settings are taken to be wrong. It is more than one, because a
 /// broker that starts refuses its virtual hosts for a moment.
 const MAX_REFUSALS: u32 = 3;
@@ -54,6 +54,7 @@ impl Failure {
     }
 }
 
+/// Whether a failure is a refusal, and what that says about the settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// Not a refusal, or one that may end without a change of our settings: a limit is reached, or a queue does not
@@ -71,7 +72,7 @@ impl From<Cause> for Refusal {
             Cause::AccessRefused | Cause::NotAllowed => Self::Uncertain,
             Cause::InvalidPath | Cause::PreconditionFailed | Cause::Tls => Self::Settings,
             Cause::Missing
-            | Cause::Away
+            | Cause::Unavailable
             | Cause::Exclusive
             | Cause::LimitReached
             | Cause::ContentTooLarge
@@ -150,7 +151,7 @@ impl Connector {
         let mut uri: AMQPUri = url.parse().map_err(wrong_settings)?;
         let heartbeat = u16::try_from(self.settings.heartbeat.as_secs()).unwrap_or(u16::MAX);
         uri.query.heartbeat.get_or_insert(heartbeat);
-        let tls = certificates(&self.settings.tls).map_err(wrong_settings)?;
+        let tls = tls_config(&self.settings.tls).map_err(wrong_settings)?;
         let properties = ConnectionProperties::default().with_connection_name(self.name.as_str().into());
         connect(uri, tls, properties).await.map_err(|error| Failure::of(broker.to_owned(), &error))
     }
@@ -176,7 +177,7 @@ async fn connect(
         AMQPScheme::AMQP => stream,
         AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
     };
-    // Lapin may take the stream only once. Taking it again would be a reconnection, which only our own code makes.
+    // Lapin may take the stream only once. Taking it again would be a reconnection, which only our own code does.
     let once = Mutex::new(Some(stream));
     let connection = Connection::connector(
         uri,
@@ -232,7 +233,8 @@ impl Drop for OpenConnection {
     }
 }
 
-fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
+/// Reads the files of certificates and keys.
+fn tls_config(tls: &Tls) -> Result<OwnedTLSConfig, String> {
     let read = |path: &Path| fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
     let cert_chain = match &tls.ca_file {
         Some(path) => Some(String::from_utf8_lossy(&read(path)?).into_owned()),
@@ -250,8 +252,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After a successful connection, at most this many earlier failures count towards the next delay.
 const MAX_FAILURES_KEPT: u32 = 3;
 
-/// Counts failures since the last working connection, and decides the delay before the next attempt or the
-/// end of all attempts. The consumer's supervisor and each task that owns a publishing connection have one.
+/// Counts failures since the last working connection, and decides when the next attempt follows, or that none follows.
+/// The consumer's supervisor and each task that owns a publishing connection have one.
 #[derive(Default)]
 pub(super) struct ReconnectPolicy {
     failing_since: Option<Instant>,
@@ -322,8 +324,8 @@ impl ReconnectPolicy {
         }
         self.refusals += 1;
         let lasted = self.refused_since.get_or_insert_with(Instant::now).elapsed();
-        let uncertain = refusal == Refusal::Uncertain && refusals == RefusalPolicy::Service;
-        let tolerated = if uncertain { UNCERTAIN_REFUSAL_TIMEOUT } else { Duration::ZERO };
+        let is_uncertain = refusal == Refusal::Uncertain && refusals == RefusalPolicy::Service;
+        let tolerated = if is_uncertain { UNCERTAIN_REFUSAL_TIMEOUT } else { Duration::ZERO };
         let was_accepted = self.was_connected || refusals == RefusalPolicy::Reached;
         !was_accepted && self.refusals >= MAX_REFUSALS && lasted >= tolerated
     }
@@ -431,7 +433,7 @@ mod tests {
         for _ in 0..20 {
             last = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
         }
-        assert!(last >= BACKOFF.most / 2);
+        assert!(last >= BACKOFF.max / 2);
         reconnect.connected();
         let next = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
         assert!(

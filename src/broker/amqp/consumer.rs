@@ -1,5 +1,5 @@
 //! The receiving side of RabbitMQ: one task supervises sessions (connect, declare, qos, consume), passes on
-//! their deliveries, and makes a new session whenever the old one ends. Owns the session; deliveries are
+//! their deliveries, and opens a new session whenever the old one ends. Owns the session; deliveries are
 //! settled only on the current session's channel, because delivery tags belong to a channel.
 
 use std::mem;
@@ -47,24 +47,24 @@ pub struct AmqpConsumer {
     close: CancellationToken,
 }
 
-/// Starts consuming. The first session is made in the background; [`Consumer::next`] reports failures.
+/// Starts consuming. The first session is opened in the background; [`Consumer::next`] reports failures.
 pub fn subscribe(
     connector: Connector,
     subscription: Subscription,
     prefetch: u16,
 ) -> (AmqpConsumer, AmqpAcker) {
-    let (events_in, events) = mpsc::channel(usize::from(prefetch).max(MIN_EVENTS_BOUND));
+    let (event_sender, events) = mpsc::channel(usize::from(prefetch).max(MIN_EVENTS_BOUND));
     let close = CancellationToken::new();
     let cancel = close.child_token();
     let granted = Arc::new(AtomicU16::new(prefetch));
-    let (prefetch, wanted) = watch::channel(prefetch);
+    let (prefetch, prefetch_receiver) = watch::channel(prefetch);
     let current = CurrentSession::default();
     let supervisor = Supervisor {
         connector,
         subscription,
-        prefetch: wanted,
+        prefetch: prefetch_receiver,
         granted: granted.clone(),
-        events: events_in,
+        events: event_sender,
         cancel: cancel.clone(),
         close: close.clone(),
         current: current.clone(),
@@ -116,7 +116,7 @@ impl Drop for AmqpConsumer {
     }
 }
 
-/// The task that makes sessions; see [`AmqpConsumer`] for its channels.
+/// The task that opens sessions; see [`AmqpConsumer`] for its channels.
 struct Supervisor {
     connector: Connector,
     subscription: Subscription,
@@ -183,8 +183,8 @@ impl Supervisor {
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
-                    let Some(ended) = self.run_session(number, session, one_by_one).await else { return };
-                    let Ended { reason, cause } = ended;
+                    let end = self.run_session(number, session, one_by_one).await;
+                    let Some(Ended { reason, cause }) = end else { return };
                     match cause {
                         EndCause::Lost | EndCause::Unreadable => {
                             tracing::warn!(session = number, reason, "lost the broker");
@@ -229,10 +229,10 @@ impl Supervisor {
         let channel = session.channel.clone();
         let open = OpenSession { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
         self.granted.store(session.prefetch, Ordering::Relaxed);
-        self.let_acks_gather(&open, session.prefetch);
+        self.set_ack_batch_size(&open, session.prefetch);
         self.current.set(Some(open.clone()));
         let ended = tokio::select! {
-            ended = self.pump(&open, &mut session, one_by_one) => ended,
+            ended = self.forward(&open, &mut session, one_by_one) => ended,
             () = tokio::time::sleep(ONE_BY_ONE_PERIOD), if one_by_one => Some(Ended::one_by_one_over()),
         };
         self.current.set(None);
@@ -248,20 +248,25 @@ impl Supervisor {
     }
 
     /// Forwards the deliveries of a session until it ends, and handles cancel, close and prefetch changes meanwhile.
-    async fn pump(&mut self, open: &OpenSession, session: &mut Session, one_by_one: bool) -> Option<Ended> {
+    async fn forward(
+        &mut self,
+        open: &OpenSession,
+        session: &mut Session,
+        one_by_one: bool,
+    ) -> Option<Ended> {
         let mut failures = session.connection.events_listener();
-        let mut cancelling = self.cancel.is_cancelled();
-        let (mut ended, mut resizing) = (false, false);
-        if cancelling {
+        let mut is_cancelled = self.cancel.is_cancelled();
+        let (mut stream_ended, mut is_resizing) = (false, false);
+        if is_cancelled {
             cancel(&session.channel, session.consumer.tag()).await;
         }
         loop {
-            let wanted = *self.prefetch.borrow();
-            if wanted != session.prefetch && !cancelling && !resizing && !one_by_one {
-                resizing = cancel_to_resize(open, session).await;
+            let wanted_prefetch = *self.prefetch.borrow();
+            if wanted_prefetch != session.prefetch && !is_cancelled && !is_resizing && !one_by_one {
+                is_resizing = cancel_to_resize(open, session).await;
             }
             tokio::select! {
-                delivered = session.consumer.next(), if !ended => match delivered {
+                delivered = session.consumer.next(), if !stream_ended => match delivered {
                     Some(Ok(delivery)) => {
                         session.first_tag.get_or_insert(delivery.delivery_tag);
                         open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
@@ -273,18 +278,18 @@ impl Supervisor {
                         }
                     }
                     Some(Err(error)) => break Some((&error).into()),
-                    None => match self.consume_again(open, session, mem::take(&mut resizing)).await {
+                    None => match self.consume_again(open, session, mem::take(&mut is_resizing)).await {
                         Ok(true) => {}
                         Ok(false) => {
-                            cancelling = true;
-                            ended = true;
+                            is_cancelled = true;
+                            stream_ended = true;
                             let _ = self.events.send(Ok(Event::End)).await;
                         }
                         Err(lost) => break Some(lost),
                     },
                 },
-                () = self.cancel.cancelled(), if !cancelling => cancelling = true,
-                Ok(()) = self.prefetch.changed(), if !cancelling && !resizing => {}
+                () = self.cancel.cancelled(), if !is_cancelled => is_cancelled = true,
+                Ok(()) = self.prefetch.changed(), if !is_cancelled && !is_resizing => {}
                 event = failures.next() => match event {
                     Some(lapin::Event::Error(error)) => break Some((&error).into()),
                     Some(_) => {}
@@ -295,13 +300,13 @@ impl Supervisor {
         }
     }
 
-    /// Handles the end of a consumer's stream, which comes once for each consumer. Makes a new consumer and returns
-    /// true if we cancelled the old one to change the prefetch. False: the owner cancelled.
+    /// Handles the end of a consumer's stream, which comes once for each consumer. Creates a new consumer and returns
+    /// true if we cancelled the old one to change the prefetch (`is_resizing`). False: the owner cancelled.
     async fn consume_again(
         &mut self,
         open: &OpenSession,
         session: &mut Session,
-        resizing: bool,
+        is_resizing: bool,
     ) -> Result<bool, Ended> {
         // The lock is held from reading the flag until the broker has the new consumer, so that a cancel in between
         // waits for the new consumer's tag. The flag is up to date, because `cancel` sets it before it sends the
@@ -310,28 +315,28 @@ impl Supervisor {
         if self.cancel.is_cancelled() {
             return Ok(false);
         }
-        if !resizing {
+        if !is_resizing {
             return Err("the broker cancelled the consumer; was the queue deleted?".into());
         }
         let prefetch = *self.prefetch.borrow_and_update();
         session.consume_again(prefetch, &self.connector).await.map_err(|error| Ended::from(&error))?;
         *consumer_tag = session.consumer.tag();
         self.granted.store(prefetch, Ordering::Relaxed);
-        self.let_acks_gather(open, prefetch);
+        self.set_ack_batch_size(open, prefetch);
         tracing::debug!(prefetch, "prefetch changed");
         Ok(true)
     }
 
-    /// Lets the acks of a pool's queues gather until as many wait as a quarter of the prefetch. Acks of other queues
+    /// Makes the acks of a pool's queues wait until their number is a quarter of the prefetch. Acks of other queues
     /// never wait. RabbitMQ does not write the acks of private queues to disk.
-    fn let_acks_gather(&self, open: &OpenSession, prefetch: u16) {
+    fn set_ack_batch_size(&self, open: &OpenSession, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
-            open.ack_tracker().gather(usize::from(prefetch) / 4);
+            open.ack_tracker().set_batch_size(usize::from(prefetch) / 4);
         }
     }
 }
 
-/// Cancels the consumer, so that a new one with another prefetch can be made. Acks are held back meanwhile. Returns
+/// Cancels the consumer, so that a new one with another prefetch can be created. Acks are held back meanwhile. Returns
 /// false, and cancels nothing, if a cancel is not safe now.
 ///
 /// A cancel is safe only while no delivery is in transit: RabbitMQ would requeue that delivery, count it as failed and
@@ -339,10 +344,10 @@ impl Supervisor {
 /// ack is being sent. All messages of earlier consumers must be settled too, so the unsettled messages never belong to
 /// more than two consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {
-    let full = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
-    if full {
+    let is_safe = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
+    if is_safe {
         cancel(&session.channel, session.consumer.tag()).await;
         open.send_acks().await;
     }
-    full
+    is_safe
 }

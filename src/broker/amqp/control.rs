@@ -83,9 +83,10 @@ impl ControlClient {
             ..Properties::default()
         };
         let options = BasicPublishOptions { mandatory: true, immediate: false };
-        let (to, key, properties) = (short(&self.exchange), short(routing_key), properties_to(&properties));
+        let (exchange, key) = (short(&self.exchange), short(routing_key));
+        let properties = properties_to(&properties);
         let published = async {
-            let confirm = self.channel.basic_publish(to, key, options, body, properties).await?.await?;
+            let confirm = self.channel.basic_publish(exchange, key, options, body, properties).await?.await?;
             Ok(confirm.take_message().is_none())
         };
         let exchange = format!("exchange {:?}", self.exchange);
@@ -118,9 +119,9 @@ impl ControlClient {
     /// # Errors
     /// The broker is lost.
     pub async fn depth(&self, queue: &str) -> Result<Option<QueueDepth>, BrokerError> {
-        let unanswered = |_| unanswered(&self.broker, ANSWER_TIMEOUT);
-        let inspected =
-            timeout(ANSWER_TIMEOUT, inspect(&self.connection, queue)).await.map_err(unanswered)?;
+        let inspected = timeout(ANSWER_TIMEOUT, inspect(&self.connection, queue))
+            .await
+            .map_err(|_| unanswered(&self.broker, ANSWER_TIMEOUT))?;
         if !self.connection.status().connected() {
             let reason = format!("{}: the connection is lost", self.broker);
             return Err(BrokerError::Unreachable { seconds: 0, reason });
@@ -145,6 +146,7 @@ async fn in_time<T>(
     answered.map_err(|error| refused(broker.to_owned(), &error))
 }
 
+/// The error of a request that the broker did not answer within `limit`.
 fn unanswered(broker: &str, limit: Duration) -> BrokerError {
     let reason = format!("{broker}: no answer; is an alarm active (rabbitmq-diagnostics check_alarms)?");
     BrokerError::Unreachable { seconds: limit.as_secs(), reason }

@@ -6,55 +6,59 @@ use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, L
 
 use crate::protocol::{Headers, Properties, Value};
 
-pub(super) fn properties_from(lapin: &BasicProperties) -> Properties {
+pub(super) fn properties_from(properties: &BasicProperties) -> Properties {
     let text = |value: &Option<ShortString>| value.as_ref().map(|text| text.as_str().to_owned());
     Properties {
-        content_type: text(lapin.content_type()),
-        content_encoding: text(lapin.content_encoding()),
-        headers: lapin.headers().as_ref().map(headers_from).unwrap_or_default(),
-        delivery_mode: *lapin.delivery_mode(),
-        priority: *lapin.priority(),
-        correlation_id: text(lapin.correlation_id()),
-        reply_to: text(lapin.reply_to()),
-        expiration: text(lapin.expiration()),
-        message_id: text(lapin.message_id()),
-        timestamp: *lapin.timestamp(),
-        kind: text(lapin.kind()),
-        user_id: text(lapin.user_id()),
-        app_id: text(lapin.app_id()),
-        cluster_id: text(lapin.cluster_id()),
+        content_type: text(properties.content_type()),
+        content_encoding: text(properties.content_encoding()),
+        headers: properties.headers().as_ref().map(headers_from).unwrap_or_default(),
+        delivery_mode: *properties.delivery_mode(),
+        priority: *properties.priority(),
+        correlation_id: text(properties.correlation_id()),
+        reply_to: text(properties.reply_to()),
+        expiration: text(properties.expiration()),
+        message_id: text(properties.message_id()),
+        timestamp: *properties.timestamp(),
+        kind: text(properties.kind()),
+        user_id: text(properties.user_id()),
+        app_id: text(properties.app_id()),
+        cluster_id: text(properties.cluster_id()),
     }
 }
 
 /// Converts the properties of a message to publish. Texts over AMQP's 255 bytes are cut; only producers on the embedded
 /// queue can send such texts.
-pub(super) fn properties_to(ours: &Properties) -> BasicProperties {
-    let mut lapin = BasicProperties::default();
+pub(super) fn properties_to(properties: &Properties) -> BasicProperties {
+    let mut converted = BasicProperties::default();
     let mut text = |value: &Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
         if let Some(value) = value {
-            lapin = set(std::mem::take(&mut lapin), short(value));
+            converted = set(std::mem::take(&mut converted), short(value));
         }
     };
-    text(&ours.content_type, BasicProperties::with_content_type);
-    text(&ours.content_encoding, BasicProperties::with_content_encoding);
-    text(&ours.correlation_id, BasicProperties::with_correlation_id);
-    text(&ours.reply_to, BasicProperties::with_reply_to);
-    text(&ours.expiration, BasicProperties::with_expiration);
-    text(&ours.message_id, BasicProperties::with_message_id);
-    text(&ours.kind, BasicProperties::with_type);
-    text(&ours.user_id, BasicProperties::with_user_id);
-    text(&ours.app_id, BasicProperties::with_app_id);
-    text(&ours.cluster_id, BasicProperties::with_cluster_id);
-    if let Some(mode) = ours.delivery_mode {
-        lapin = lapin.with_delivery_mode(mode);
+    text(&properties.content_type, BasicProperties::with_content_type);
+    text(&properties.content_encoding, BasicProperties::with_content_encoding);
+    text(&properties.correlation_id, BasicProperties::with_correlation_id);
+    text(&properties.reply_to, BasicProperties::with_reply_to);
+    text(&properties.expiration, BasicProperties::with_expiration);
+    text(&properties.message_id, BasicProperties::with_message_id);
+    text(&properties.kind, BasicProperties::with_type);
+    text(&properties.user_id, BasicProperties::with_user_id);
+    text(&properties.app_id, BasicProperties::with_app_id);
+    text(&properties.cluster_id, BasicProperties::with_cluster_id);
+    if let Some(mode) = properties.delivery_mode {
+        converted = converted.with_delivery_mode(mode);
     }
-    if let Some(priority) = ours.priority {
-        lapin = lapin.with_priority(priority);
+    if let Some(priority) = properties.priority {
+        converted = converted.with_priority(priority);
     }
-    if let Some(timestamp) = ours.timestamp {
-        lapin = lapin.with_timestamp(timestamp);
+    if let Some(timestamp) = properties.timestamp {
+        converted = converted.with_timestamp(timestamp);
     }
-    if ours.headers.is_empty() { lapin } else { lapin.with_headers(table_to(&ours.headers)) }
+    if properties.headers.is_empty() {
+        converted
+    } else {
+        converted.with_headers(table_to(&properties.headers))
+    }
 }
 
 /// Converts to an AMQP short string, cut to 255 bytes at a character boundary.

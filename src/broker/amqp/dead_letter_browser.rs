@@ -21,17 +21,16 @@ use super::publisher::AmqpPublisher;
 use super::session::{cancel, delivery_from};
 use super::topology::{HIGH_LIMIT, has_high_limit};
 use crate::broker::{BrokerError, Delivery, DeliveryTag, Published, Publisher, Source};
-use crate::protocol::message::without_acting_properties;
+use crate::protocol::message::without_broker_directives;
 
 /// Deliveries after which RabbitMQ 4 drops a message of a quorum queue whose arguments set no limit.
 const ASSUMED_LIMIT: u64 = 20;
 /// A message with at most this many deliveries left is published to the queue again: returning it uses up one
 /// delivery, and other readers may use up more.
 const LIMIT_MARGIN: u64 = 3;
-/// After this many acks in a row, a `basic_get` waits until the broker has acted on them. A channel with more than 32
-/// acks and returns under way on a quorum queue holds back further ones, and forgets them when it closes: those
-/// messages would be in the queue again as if not acked. The queue answers a `basic_get` after the acks before it, so
-/// by then none of them is under way.
+/// After this many acks, a `basic_get` is sent as a barrier: the queue answers it after the acks before it, so by then
+/// none of them is under way. A channel with more than 32 acks and returns under way on a quorum queue holds back
+/// further ones, and forgets them when it closes: those messages would be in the queue again as if not acked.
 const ACKS_PER_FLUSH: usize = 16;
 /// Messages read at once. It bounds the memory: 64 messages may all be of the largest size.
 const BATCH_SIZE: u32 = 64;
@@ -51,25 +50,25 @@ pub struct DeadLetterBrowser {
     publisher: AmqpPublisher,
     /// Number of deliveries after which the queue drops a message; none: it is not known.
     limit: Option<u64>,
-    /// How many of the messages that were ready at the start are still to be read.
+    /// How many of the messages that were ready at the start `next` has still to return.
     remaining: u32,
-    /// Messages read but not yet returned by `next`. Bound: [`BATCH_SIZE`], and one for each [`ACKS_PER_FLUSH`] acks
-    /// between two calls of `next`.
+    /// Messages received but not yet returned by `next`. Bound: [`BATCH_SIZE`], and one for each [`ACKS_PER_FLUSH`]
+    /// acks between two calls of `next`.
     buffered: VecDeque<Delivery>,
     /// How many messages the channel holds unacked.
     held: u32,
-    /// Acks sent since the last `basic_get`.
-    acks: usize,
-    left_behind: LeftBehind,
+    /// Acks that the broker may not have acted on yet: sent since it last answered a `basic_get` or a cancel.
+    unflushed_acks: usize,
+    near_limit: NearLimit,
 }
 
-/// Counts messages near their delivery limit, which could not simply be returned.
+/// The number of messages near their delivery limit, by what happened to them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LeftBehind {
+pub struct NearLimit {
     /// Published to the queue again, at its end.
-    pub renewed: usize,
+    pub republished: usize,
     /// Returned nevertheless, because publishing them again failed. The queue will drop them soon.
-    pub near_limit: usize,
+    pub returned: usize,
 }
 
 impl DeadLetterBrowser {
@@ -79,23 +78,24 @@ impl DeadLetterBrowser {
     /// No address could be reached, or the broker refuses; a queue that does not exist is refused.
     pub async fn open(connector: Connector, queue: &str) -> Result<Self, BrokerError> {
         let (connection, broker) = connect(&connector).await?;
-        let refuse = |error| failed(&broker, queue, &error);
-        let remaining = ready_count(&connection, queue).await.map_err(refuse)?;
-        let is_known =
-            connector.settings.declare && has_high_limit(&connection, queue).await.map_err(refuse)?;
+        let to_error = |error| broker_error(&broker, queue, &error);
+        let remaining = ready_count(&connection, queue).await.map_err(to_error)?;
+        // The check declares the queue, which the settings may forbid.
+        let has_our_limit =
+            connector.settings.declare && has_high_limit(&connection, queue).await.map_err(to_error)?;
         Ok(Self {
-            channel: connection.create_channel().await.map_err(refuse)?,
+            channel: connection.create_channel().await.map_err(to_error)?,
             connection,
             broker,
             queue: queue.to_owned(),
             answer_timeout: connector.settings.connect_timeout,
             publisher: AmqpPublisher::new(connector),
-            limit: is_known.then_some(HIGH_LIMIT),
+            limit: has_our_limit.then_some(HIGH_LIMIT),
             remaining,
             buffered: VecDeque::new(),
             held: 0,
-            acks: 0,
-            left_behind: LeftBehind::default(),
+            unflushed_acks: 0,
+            near_limit: NearLimit::default(),
         })
     }
 
@@ -126,37 +126,38 @@ impl DeadLetterBrowser {
         Ok(next)
     }
 
-    /// Reads a batch with a consumer, which is then cancelled. `basic_get` alone would not do: a quorum queue counts
-    /// each get as a consumer, and each further one is slower the more messages are held (on RabbitMQ 3.10, 10,000
-    /// messages took 10 s and 30,000 took 70 s).
+    /// Reads a batch with a consumer, which is then cancelled. `basic_get` alone would be too slow: a quorum queue
+    /// treats each get as a consumer, and a get takes longer the more messages are held (on RabbitMQ 3.10, reading
+    /// 10,000 messages took 10 s and 30,000 took 70 s).
     async fn fetch(&mut self) -> Result<(), BrokerError> {
         let size = self.remaining.min(BATCH_SIZE);
-        let failed = |error| failed(&self.broker, &self.queue, &error);
-        self.channel.basic_qos(size as u16, BasicQosOptions::default()).await.map_err(failed)?;
+        let to_error = |error| broker_error(&self.broker, &self.queue, &error);
+        self.channel.basic_qos(size as u16, BasicQosOptions::default()).await.map_err(to_error)?;
         let options = BasicConsumeOptions::default();
         let (queue, tag) = (short(&self.queue), short(""));
         let consumer = self.channel.basic_consume(queue, tag, options, FieldTable::default()).await;
-        let (mut consumer, mut waited) = (consumer.map_err(failed)?, Duration::ZERO);
+        let (mut consumer, mut waited) = (consumer.map_err(to_error)?, Duration::ZERO);
         let mut read = Vec::new();
         while read.len() < size as usize {
             match timeout(IDLE_AFTER, consumer.next()).await {
-                Ok(Some(delivery)) => read.push(delivery.map_err(failed)?),
+                Ok(Some(delivery)) => read.push(delivery.map_err(to_error)?),
                 Ok(None) => break,
-                // Nothing is ready: other readers have taken the rest, or it is on its way here.
-                Err(_) if ready_count(&self.connection, &self.queue).await.map_err(failed)? == 0 => break,
+                // No message is ready: other readers have taken the rest, or the broker has sent it, and it arrives
+                // before the answer to the cancel below.
+                Err(_) if ready_count(&self.connection, &self.queue).await.map_err(to_error)? == 0 => break,
+                // A message is ready, and not delivered yet.
                 Err(_) if waited < self.answer_timeout => waited += IDLE_AFTER,
-                Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut).into())),
+                Err(_) => return Err(to_error(io::Error::from(io::ErrorKind::TimedOut).into())),
             }
         }
         // The broker answers the cancel after the messages that it has sent; then the consumer ends.
         cancel(&self.channel, consumer.tag()).await;
         while let Ok(Some(delivery)) = timeout(self.answer_timeout, consumer.next()).await {
-            read.push(delivery.map_err(failed)?);
+            read.push(delivery.map_err(to_error)?);
         }
         self.held += read.len() as u32;
-        self.buffered
-            .extend(read.into_iter().map(|delivery| delivery_from(delivery, Source::Main, 0, false)));
-        self.acks = 0;
+        self.buffered.extend(read.into_iter().map(delivery_of));
+        self.unflushed_acks = 0;
         Ok(())
     }
 
@@ -165,10 +166,10 @@ impl DeadLetterBrowser {
         let get = self.channel.basic_get(short(&self.queue), BasicGetOptions::default());
         let late = |_| Error::from(io::Error::from(io::ErrorKind::TimedOut));
         let got = timeout(self.answer_timeout, get).await.map_err(late).flatten();
-        let got = got.map_err(|error| self.failed(&error))?;
-        self.acks = 0;
+        let got = got.map_err(|error| self.broker_error(&error))?;
+        self.unflushed_acks = 0;
         self.held += u32::from(got.is_some());
-        Ok(got.map(|got| delivery_from(got.delivery, Source::Main, 0, false)))
+        Ok(got.map(|got| delivery_of(got.delivery)))
     }
 
     /// Removes the message from the queue. This is certain only after [`DeadLetterBrowser::flush`].
@@ -177,10 +178,10 @@ impl DeadLetterBrowser {
     /// As [`DeadLetterBrowser::next`].
     pub async fn ack(&mut self, message: DeliveryTag) -> Result<(), BrokerError> {
         let acked = self.channel.basic_ack(message.tag, BasicAckOptions::default()).await;
-        acked.map_err(|error| self.failed(&error))?;
+        acked.map_err(|error| self.broker_error(&error))?;
         self.held -= 1;
-        self.acks += 1;
-        if self.acks == ACKS_PER_FLUSH { self.flush().await } else { Ok(()) }
+        self.unflushed_acks += 1;
+        if self.unflushed_acks == ACKS_PER_FLUSH { self.flush().await } else { Ok(()) }
     }
 
     /// Waits until the broker has acted on all acks.
@@ -188,7 +189,7 @@ impl DeadLetterBrowser {
     /// # Errors
     /// As [`DeadLetterBrowser::next`]. Messages that were acked may be delivered again.
     pub async fn flush(&mut self) -> Result<(), BrokerError> {
-        if self.acks > 0 {
+        if self.unflushed_acks > 0 {
             let fetched = self.get().await?;
             self.buffered.extend(fetched);
         }
@@ -201,18 +202,19 @@ impl DeadLetterBrowser {
     /// # Errors
     /// As [`DeadLetterBrowser::next`], and if the connection that publishes is lost.
     pub async fn leave(&mut self, delivery: Delivery) -> Result<(), BrokerError> {
+        // A queue that does not count deliveries (a classic one) has no limit either.
         let deliveries = delivery.delivery_count.unwrap_or(1);
         if deliveries.saturating_add(LIMIT_MARGIN) < self.limit.unwrap_or(ASSUMED_LIMIT) {
             return Ok(());
         }
-        let message = Arc::new(without_acting_properties(delivery.message));
+        let message = Arc::new(without_broker_directives(delivery.message));
         let published = self.publisher.publish(&self.queue, message).await?;
         if published == Published::Confirmed {
-            self.left_behind.renewed += 1;
+            self.near_limit.republished += 1;
             return self.ack(delivery.delivery_tag).await;
         }
         tracing::debug!(queue = self.queue, "cannot publish a message near its delivery limit again");
-        self.left_behind.near_limit += 1;
+        self.near_limit.returned += 1;
         Ok(())
     }
 
@@ -222,16 +224,17 @@ impl DeadLetterBrowser {
     ///
     /// # Errors
     /// As [`DeadLetterBrowser::next`].
-    pub async fn close(mut self) -> Result<LeftBehind, BrokerError> {
+    pub async fn close(mut self) -> Result<NearLimit, BrokerError> {
         self.flush().await?;
         while let Some(delivery) = self.buffered.pop_front() {
             self.leave(delivery).await?;
         }
-        let ready = ready_count(&self.connection, &self.queue).await.map_err(|error| self.failed(&error))?;
+        let ready =
+            ready_count(&self.connection, &self.queue).await.map_err(|error| self.broker_error(&error))?;
         // The flush may fetch a ready message, which does not change the sum.
         let all = ready + self.held;
         self.flush().await?;
-        self.channel.close(200, "done".into()).await.map_err(|error| self.failed(&error))?;
+        self.channel.close(200, "done".into()).await.map_err(|error| self.broker_error(&error))?;
         let returned = async {
             while ready_count(&self.connection, &self.queue).await.is_ok_and(|ready| ready < all) {
                 tokio::time::sleep(POLL_INTERVAL).await;
@@ -242,15 +245,20 @@ impl DeadLetterBrowser {
         let closed =
             async { tokio::join!(self.connection.close(200, "done".into()), self.publisher.close()) };
         let _ = timeout(CLOSE_TIMEOUT, closed).await;
-        Ok(self.left_behind)
+        Ok(self.near_limit)
     }
 
-    fn failed(&self, error: &Error) -> BrokerError {
-        failed(&self.broker, &self.queue, error)
+    fn broker_error(&self, error: &Error) -> BrokerError {
+        broker_error(&self.broker, &self.queue, error)
     }
 }
 
-fn failed(broker: &str, queue: &str, error: &Error) -> BrokerError {
+/// A delivery of the browser, which has only one session and needs no routing keys.
+fn delivery_of(delivery: lapin::message::Delivery) -> Delivery {
+    delivery_from(delivery, Source::Main, 0, false)
+}
+
+fn broker_error(broker: &str, queue: &str, error: &Error) -> BrokerError {
     let reason = format!("queue {queue:?}: {}", message(error));
     match Cause::of(error) {
         Cause::Connection | Cause::Tls => {

@@ -25,7 +25,7 @@ pub use admin::{consumers_of, declare, declare_job};
 pub use connect::{Connector, RefusalPolicy};
 pub use consumer::{AmqpConsumer, subscribe};
 pub use control::{ControlClient, QueueDepth};
-pub use dead_letter_browser::{DeadLetterBrowser, LeftBehind};
+pub use dead_letter_browser::{DeadLetterBrowser, NearLimit};
 pub use publisher::AmqpPublisher;
 pub use session::Subscription;
 pub use topology::{Topology, retry_queue};

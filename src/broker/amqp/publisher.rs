@@ -1,7 +1,7 @@
 //! The sending side of RabbitMQ. Each message is confirmed individually; `routes` decides its channel, so that
 //! no queue, refusal or large message delays others. Owns the handles to two connections, each with a task of its
 //! own: one for messages with plain headers (see `Properties::is_plain`), and a second, opened when needed, for
-//! messages with other headers, called foreign. Such headers may make a broker close the connection.
+//! messages with other headers, called foreign headers. These may make a broker close the connection.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,19 +17,18 @@ use super::admin::{connect, declare};
 use super::cause::Cause;
 use super::confirmed_publish::{PublishResult, Request};
 use super::connect::{Connector, OpenConnection};
-use super::sending::{MAX_REQUESTS, Sending};
+use super::sending::{MAX_REQUESTS, SendTask};
 use super::topology::{Topology, inspect, retry_queue};
 use crate::broker::{BrokerError, Delay, Publisher, QueueState};
 use crate::protocol::Message;
 
 /// How long queues that were just declared are assumed to exist.
-const RESTORED_FOR: Duration = Duration::from_secs(1);
-/// Largest body, in bytes, of a message that may share a channel. A message with a larger one gets a channel of its
-/// own, because the broker may refuse it. Used if no pool sets a limit.
-const DEFAULT_LARGE: usize = 1 << 20;
+const DECLARED_FOR: Duration = Duration::from_secs(1);
+/// Largest body, in bytes, of a message that may share a channel, if no pool sets a limit. A message with a larger body
+/// gets a channel of its own, because the broker may refuse it.
+const DEFAULT_MAX_SHARED_BODY: usize = 1 << 20;
 
-/// How long a queue that we may not inspect is left alone. The inspection is not repeated earlier, because the broker
-/// logs each refusal.
+/// How long a queue that we may not inspect is not inspected again. The broker logs each refusal.
 const REFUSAL_TTL: Duration = Duration::from_secs(60);
 /// Maximum number of such queues that are remembered. It is bounded because requesters choose their names.
 const MAX_REFUSED: usize = 1_024;
@@ -41,7 +40,7 @@ pub struct AmqpPublisher {
     topology: Option<Topology>,
     /// When the queues were last declared. The lock is held while they are being declared, so that other callers wait
     /// for the result.
-    restored: Mutex<Option<Instant>>,
+    declared_at: Mutex<Option<Instant>>,
     plain: ConnectionHandle,
     foreign: ConnectionHandle,
     /// Locked during an inspection, so that there is one at a time.
@@ -78,7 +77,7 @@ impl Inspector {
         };
         match Cause::of(&error) {
             Cause::Missing => Some(QueueState::Missing),
-            Cause::Away => Some(QueueState::Unavailable),
+            Cause::Unavailable => Some(QueueState::Unavailable),
             Cause::Exclusive => Some(QueueState::Exclusive),
             // RabbitMQ 4.3 requires the permission `configure` to inspect a queue.
             Cause::AccessRefused => {
@@ -106,33 +105,36 @@ struct ConnectionHandle {
 impl AmqpPublisher {
     /// A publisher without a pool. Connects when the first message is published.
     pub fn new(connector: Connector) -> Self {
-        Self::for_pool(connector, DEFAULT_LARGE, None)
+        Self::for_pool(connector, DEFAULT_MAX_SHARED_BODY, None)
     }
 
-    /// A pool's publisher. Messages of more than `large` bytes go on channels of their own, and
+    /// A pool's publisher. Messages with bodies of more than `max_shared_body` bytes go on channels of their own, and
     /// [`Publisher::restore`] declares `topology`.
-    pub fn for_pool(connector: Connector, large: usize, topology: Option<Topology>) -> Self {
+    pub fn for_pool(connector: Connector, max_shared_body: usize, topology: Option<Topology>) -> Self {
         let foreign =
             Connector::new(connector.settings.clone(), format!("{} (foreign headers)", connector.name));
         let foreign = Arc::new(foreign.with_refusals(connector.refusals));
         let connector = Arc::new(connector);
         Self {
-            plain: ConnectionHandle::start(connector.clone(), Some(large)),
+            plain: ConnectionHandle::start(connector.clone(), Some(max_shared_body)),
             foreign: ConnectionHandle::start(foreign, None),
             connector,
             topology,
-            restored: Mutex::default(),
+            declared_at: Mutex::default(),
             inspector: Mutex::default(),
         }
     }
 }
 
 impl ConnectionHandle {
-    fn start(connector: Arc<Connector>, large: Option<usize>) -> Self {
+    /// Starts the task of a connection. `max_shared_body` is as in [`super::routes::Routes::new`].
+    fn start(connector: Arc<Connector>, max_shared_body: Option<usize>) -> Self {
         let (requests, queued) = mpsc::channel(MAX_REQUESTS);
         let close = CancellationToken::new();
         let takes_messages = Arc::new(AtomicBool::new(false));
-        tokio::spawn(Sending::new(connector, large, takes_messages.clone()).run(queued, close.clone()));
+        tokio::spawn(
+            SendTask::new(connector, max_shared_body, takes_messages.clone()).run(queued, close.clone()),
+        );
         Self { takes_messages, requests, close }
     }
 
@@ -173,8 +175,8 @@ impl Publisher for AmqpPublisher {
     fn restore(&self) -> BoxFuture<'_, Result<bool, BrokerError>> {
         Box::pin(async {
             let Some(topology) = &self.topology else { return Ok(false) };
-            let mut restored = self.restored.lock().await;
-            if restored.is_some_and(|at| at.elapsed() < RESTORED_FOR) {
+            let mut declared_at = self.declared_at.lock().await;
+            if declared_at.is_some_and(|at| at.elapsed() < DECLARED_FOR) {
                 return Ok(true);
             }
             let limit = 2 * self.connector.settings.connect_timeout;
@@ -185,7 +187,7 @@ impl Publisher for AmqpPublisher {
                     return Err(BrokerError::Unreachable { seconds: limit.as_secs(), reason });
                 }
             }
-            *restored = Some(Instant::now());
+            *declared_at = Some(Instant::now());
             Ok(true)
         })
     }

@@ -1,12 +1,12 @@
 //! Decides on which channel a message is published: the shared one, or one where it is alone. Owns the waiting
-//! messages and those under way. Pure: no I/O, time is passed in.
+//! messages and those under way. Does no I/O; time is passed in.
 //!
 //! RabbitMQ processes a channel's messages in order, so one queue can block the channel: the first message
 //! to a quorum queue without a majority blocks it for 65 s (`rabbit_fifo_client` registers itself and waits),
 //! and more than 32 unconfirmed messages use up its credit, after which the broker soon stops reading the whole
 //! connection. A refused message makes the broker close the channel, with all other messages on it. So a
 //! message uses the shared channel only if none of this is expected: its queue has just confirmed a message, and the
-//! broker has accepted one at least as large. All other messages go alone on a channel, one at a time for each queue.
+//! broker has accepted one at least as large. Each other message goes alone on a channel, one at a time for each queue.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -76,7 +76,8 @@ struct Queue<R> {
     shared: usize,
     /// Its messages are not sent before this time.
     not_before: Option<Instant>,
-    used: Instant,
+    /// When it last had a message.
+    last_used: Instant,
 }
 
 struct UnderWay<R> {
@@ -85,13 +86,21 @@ struct UnderWay<R> {
     queue: Arc<str>,
     place: Place,
     bytes: usize,
-    since: Instant,
+    sent: Instant,
 }
 
 impl<R: Publishable> UnderWay<R> {
     fn is_suspect(&self) -> bool {
         self.request.as_ref().is_some_and(R::is_suspect)
     }
+}
+
+/// The messages under way that a caller waits for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Wanted {
+    /// Bytes of their bodies.
+    pub(super) bytes: usize,
+    pub(super) oldest_sent: Instant,
 }
 
 /// All messages of one connection.
@@ -104,40 +113,39 @@ pub(super) struct Routes<R> {
     suspects: VecDeque<(Arc<str>, R)>,
     /// Messages under way, by number in the order of sending.
     under_way: BTreeMap<u64, UnderWay<R>>,
-    next: u64,
+    next_id: u64,
     /// Bytes of bodies under way on the shared channel.
     shared_bytes: usize,
-    /// Whether there is a shared channel.
-    is_shared: bool,
+    has_shared_channel: bool,
     /// Bytes of the body of the largest confirmed message. Larger ones go alone, because the broker may refuse them.
-    largest: usize,
+    largest_confirmed: usize,
     /// Messages with bodies of more bytes always go alone; none: all messages do.
-    large: Option<usize>,
+    max_shared_body: Option<usize>,
     /// Current limit of messages that go alone, at most [`MAX_ALONE`].
     max_alone: usize,
 }
 
 impl<R: Publishable> Routes<R> {
-    /// Messages of more than `large` bytes always go alone; none: all messages do.
-    pub(super) fn new(large: Option<usize>) -> Self {
+    /// Messages with bodies of more than `max_shared_body` bytes always go alone; none: all messages do.
+    pub(super) fn new(max_shared_body: Option<usize>) -> Self {
         Self {
             queues: HashMap::new(),
             turns: VecDeque::new(),
             suspects: VecDeque::new(),
             under_way: BTreeMap::new(),
-            next: 0,
+            next_id: 0,
             shared_bytes: 0,
-            is_shared: false,
-            largest: 0,
-            large,
+            has_shared_channel: false,
+            largest_confirmed: 0,
+            max_shared_body,
             max_alone: MAX_ALONE,
         }
     }
 
     pub(super) fn push(&mut self, queue: Arc<str>, request: R, now: Instant) {
-        let known = self.queue(&queue, now);
-        known.waiting.push_back(request);
-        if known.waiting.len() == 1 {
+        let waiting = &mut self.queue(&queue, now).waiting;
+        waiting.push_back(request);
+        if waiting.len() == 1 {
             self.turns.push_back(queue);
         }
     }
@@ -149,10 +157,10 @@ impl<R: Publishable> Routes<R> {
             self.suspects.pop_front();
         }
         if !self.suspects.is_empty() {
-            let early = |(name, _): &(Arc<str>, R)| {
+            let is_too_early = |(name, _): &(Arc<str>, R)| {
                 self.queues.get(name).and_then(|queue| queue.not_before).is_some_and(|at| now < at)
             };
-            if !self.under_way.is_empty() || self.suspects.front().is_some_and(early) {
+            if !self.under_way.is_empty() || self.suspects.front().is_some_and(is_too_early) {
                 return None;
             }
             let (queue, request) = self.suspects.pop_front()?;
@@ -180,9 +188,10 @@ impl<R: Publishable> Routes<R> {
         None
     }
 
+    /// Counts a message as under way, and returns its number.
     fn send(&mut self, queue: Arc<str>, request: R, place: Place, now: Instant) -> u64 {
-        let (id, bytes) = (self.next, request.bytes());
-        self.next += 1;
+        let (id, bytes) = (self.next_id, request.bytes());
+        self.next_id += 1;
         match place {
             Place::Alone => self.queue(&queue, now).alone = true,
             _ => {
@@ -190,7 +199,7 @@ impl<R: Publishable> Routes<R> {
                 self.shared_bytes += bytes;
             }
         }
-        self.under_way.insert(id, UnderWay { request: Some(request), queue, place, bytes, since: now });
+        self.under_way.insert(id, UnderWay { request: Some(request), queue, place, bytes, sent: now });
         id
     }
 
@@ -201,32 +210,33 @@ impl<R: Publishable> Routes<R> {
         if queue.alone || queue.not_before.is_some_and(|at| now < at) {
             return None;
         }
-        let trusted = match queue.trust {
+        let is_trusted = match queue.trust {
             Trust::Shared => true,
             Trust::Fresh(at) => now < at + FRESH_FOR,
             Trust::None => false,
         };
-        if trusted && self.is_shared && self.large.is_some_and(|large| bytes <= large.min(self.largest)) {
-            let oldest = self.at(Place::Shared).next().map_or(self.next, |(id, _)| *id);
-            let room = self.shared_bytes == 0 || self.shared_bytes + bytes <= MAX_SHARED_BYTES;
-            return (room && self.next - oldest < MAX_SPAN).then_some(Place::Shared);
+        let is_small = self.max_shared_body.is_some_and(|max| bytes <= max.min(self.largest_confirmed));
+        if is_trusted && self.has_shared_channel && is_small {
+            let oldest = self.under_way_at(Place::Shared).next().map_or(self.next_id, |(id, _)| *id);
+            let has_room = self.shared_bytes == 0 || self.shared_bytes + bytes <= MAX_SHARED_BYTES;
+            return (has_room && self.next_id - oldest < MAX_SPAN).then_some(Place::Shared);
         }
         if queue.shared > 0 {
             return None;
         }
-        let (mut all, mut fast, mut fast_bytes) = (0, 0, 0);
-        for (_, it) in self.at(Place::Alone) {
-            all += 1;
-            if now < it.since + SLOW_AFTER {
+        let (mut alone, mut fast, mut fast_bytes) = (0, 0, 0);
+        for (_, it) in self.under_way_at(Place::Alone) {
+            alone += 1;
+            if now < it.sent + SLOW_AFTER {
                 fast += 1;
                 fast_bytes += it.bytes;
             }
         }
-        let room = fast_bytes == 0 || fast_bytes + bytes <= MAX_ALONE_FAST_BYTES;
-        (room && fast < MAX_ALONE_FAST && all < self.max_alone).then_some(Place::Alone)
+        let has_room = fast_bytes == 0 || fast_bytes + bytes <= MAX_ALONE_FAST_BYTES;
+        (has_room && fast < MAX_ALONE_FAST && alone < self.max_alone).then_some(Place::Alone)
     }
 
-    fn at(&self, place: Place) -> impl Iterator<Item = (&u64, &UnderWay<R>)> {
+    fn under_way_at(&self, place: Place) -> impl Iterator<Item = (&u64, &UnderWay<R>)> {
         self.under_way.iter().filter(move |(_, it)| it.place == place)
     }
 
@@ -245,7 +255,7 @@ impl<R: Publishable> Routes<R> {
     pub(super) fn answered(&mut self, id: u64, confirmed: bool, now: Instant) -> Option<R> {
         let UnderWay { request, queue, place, bytes, .. } = self.remove(id)?;
         if confirmed {
-            self.largest = self.largest.max(bytes);
+            self.largest_confirmed = self.largest_confirmed.max(bytes);
         }
         let queue = self.queue(&queue, now);
         queue.alone &= place != Place::Alone;
@@ -289,7 +299,7 @@ impl<R: Publishable> Routes<R> {
 
     /// Records that the channel on which this message was alone is now the shared one. Its queue may use it.
     pub(super) fn share(&mut self, id: u64) {
-        self.is_shared = true;
+        self.has_shared_channel = true;
         if let Some(it) = self.under_way.get_mut(&id)
             && let Some(queue) = self.queues.get_mut(&it.queue)
         {
@@ -299,7 +309,7 @@ impl<R: Publishable> Routes<R> {
 
     /// Stops using the shared channel for new messages. The messages under way on it stay under way.
     pub(super) fn retire(&mut self) {
-        self.is_shared = false;
+        self.has_shared_channel = false;
         for it in self.under_way.values_mut().filter(|it| it.place == Place::Shared) {
             it.place = Place::Retired;
         }
@@ -311,7 +321,7 @@ impl<R: Publishable> Routes<R> {
     /// their number.
     pub(super) fn connection_lost(&mut self, now: Instant, wait: impl Fn(&R) -> Duration) -> usize {
         self.retire();
-        self.largest = 0;
+        self.largest_confirmed = 0;
         let ids: Vec<u64> = self.under_way.keys().rev().copied().collect();
         for id in &ids {
             let wait = self.get(*id).map(|(request, _)| wait(request)).unwrap_or_default();
@@ -325,41 +335,40 @@ impl<R: Publishable> Routes<R> {
         self.under_way.values_mut().filter_map(|it| it.request.as_mut()).for_each(change);
     }
 
-    /// Removes and returns the requests under way for which `which` is true.
-    pub(super) fn take_if(&mut self, which: impl Fn(&R) -> bool) -> Vec<R> {
+    /// Removes and returns the requests under way for which `predicate` is true.
+    pub(super) fn take_if(&mut self, predicate: impl Fn(&R) -> bool) -> Vec<R> {
         let under_way = self.under_way.values_mut();
-        under_way.filter_map(|it| it.request.take_if(|request| which(request))).collect()
+        under_way.filter_map(|it| it.request.take_if(|request| predicate(request))).collect()
     }
 
     /// Whether the oldest message on the shared channel has been unconfirmed for [`SLOW_AFTER`], counted from `since`
     /// at the earliest.
     pub(super) fn is_held_up_since(&self, since: Instant, now: Instant) -> bool {
-        self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW_AFTER)
+        self.under_way_at(Place::Shared).next().is_some_and(|(_, it)| now >= it.sent.max(since) + SLOW_AFTER)
     }
 
     /// Lowers the limit of messages that go alone, because the broker allows fewer channels: to half of those that are
     /// alone now, but not below 1.
     pub(super) fn allow_fewer(&mut self) {
-        self.max_alone = (self.at(Place::Alone).count().min(self.max_alone) / 2).max(1);
+        self.max_alone = (self.under_way_at(Place::Alone).count().min(self.max_alone) / 2).max(1);
     }
 
-    /// Whether messages wait only for abandoned ones, which have been under way for `long` and which no caller waits
-    /// for any more. These occupy all channels, or a suspect waits until nothing is under way. Only a new connection
+    /// Whether messages wait only for abandoned ones, which no caller waits for any more and which have been under way
+    /// for `timeout`. These occupy all channels, or a suspect waits until nothing is under way. Only a new connection
     /// ends this.
-    pub(super) fn is_choked(&self, now: Instant, long: Duration) -> bool {
-        let abandoned = |it: &UnderWay<R>| it.request.is_none() && now >= it.since + long;
-        let full = self.at(Place::Alone).count() >= self.max_alone;
-        let alone = full && self.at(Place::Alone).all(|(_, it)| abandoned(it));
-        let exclusive = !self.under_way.is_empty() && self.under_way.values().all(abandoned);
-        self.has_waiting() && alone || !self.suspects.is_empty() && exclusive
+    pub(super) fn is_choked(&self, now: Instant, timeout: Duration) -> bool {
+        let is_abandoned = |it: &UnderWay<R>| it.request.is_none() && now >= it.sent + timeout;
+        let is_full = self.under_way_at(Place::Alone).count() >= self.max_alone;
+        let holds_channels = is_full && self.under_way_at(Place::Alone).all(|(_, it)| is_abandoned(it));
+        let holds_suspect = !self.under_way.is_empty() && self.under_way.values().all(is_abandoned);
+        self.has_waiting() && holds_channels || !self.suspects.is_empty() && holds_suspect
     }
 
-    /// The bytes of the messages under way that a caller waits for, and when the oldest of them was sent; none if there
-    /// are none.
-    pub(super) fn wanted(&self) -> Option<(usize, Instant)> {
+    /// The messages under way that a caller waits for; none if there are none.
+    pub(super) fn wanted(&self) -> Option<Wanted> {
         let wanted = || self.under_way.values().filter(|it| it.request.as_ref().is_some_and(R::is_wanted));
-        let oldest = wanted().map(|it| it.since).min()?;
-        Some((wanted().map(|it| it.bytes).sum(), oldest))
+        let oldest_sent = wanted().map(|it| it.sent).min()?;
+        Some(Wanted { bytes: wanted().map(|it| it.bytes).sum(), oldest_sent })
     }
 
     pub(super) fn is_idle(&self) -> bool {
@@ -377,8 +386,8 @@ impl<R: Publishable> Routes<R> {
         }
         self.queues.retain(|_, queue| {
             queue.waiting.retain(R::is_wanted);
-            let in_use = !queue.waiting.is_empty() || queue.alone || queue.shared > 0;
-            in_use || now < queue.used + FORGET_AFTER
+            let is_used = !queue.waiting.is_empty() || queue.alone || queue.shared > 0;
+            is_used || now < queue.last_used + FORGET_AFTER
         });
         let queues = &self.queues;
         self.turns.retain(|name| queues.get(name).is_some_and(|queue| !queue.waiting.is_empty()));
@@ -399,10 +408,10 @@ impl<R: Publishable> Routes<R> {
             alone: false,
             shared: 0,
             not_before: None,
-            used: now,
+            last_used: now,
         };
         let queue = self.queues.entry(name.clone()).or_insert_with(new);
-        queue.used = now;
+        queue.last_used = now;
         queue
     }
 }
@@ -507,10 +516,10 @@ mod tests {
         const QUEUES: [&str; 40] = {
             let mut names = [""; 40];
             let all = "aAbBcCdDeEfFgGhHiIjJkKlLmMnNoOpPqQrRsStT";
-            let mut at = 0;
-            while at < 40 {
-                names[at] = all.split_at(at).1.split_at(1).0;
-                at += 1;
+            let mut index = 0;
+            while index < 40 {
+                names[index] = all.split_at(index).1.split_at(1).0;
+                index += 1;
             }
             names
         };

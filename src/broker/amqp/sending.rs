@@ -14,7 +14,9 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::cause::{Cause, message};
-use super::confirmed_publish::{DIRECT_REPLY_TO, Request, Sent, publish_confirmed, send_probe, take_return};
+use super::confirmed_publish::{
+    DIRECT_REPLY_TO, PublishAnswer, Request, publish_confirmed, send_probe, take_return,
+};
 use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy};
 use super::routes::{Place, Routes};
 use crate::broker::{BrokerError, Published};
@@ -23,7 +25,7 @@ use crate::broker::{BrokerError, Published};
 pub(super) const MAX_REQUESTS: usize = 512;
 /// Maximum number of unused channels that are kept for reuse.
 const MAX_SPARE_CHANNELS: usize = 4;
-/// When the broker has sent nothing for this long while messages are under way, it is probed. After as long again
+/// When the broker has sent nothing for this long while messages are under way, it is probed. After the same time again
 /// without an answer it counts as not taking messages.
 const PROBE_AFTER: Duration = Duration::from_millis(500);
 /// A connection that breaks sooner counts as a failed attempt: the next attempt waits, longer each time.
@@ -65,13 +67,14 @@ struct LiveConnection {
     probe_channel: Option<Channel>,
     /// When the broker last answered a message or a probe.
     silent_since: Instant,
-    /// Slowness is measured from here at the earliest: the connection's opening, or the end of an alarm.
-    clock_since: Instant,
+    /// The time for which a queue has been slow is counted from here at the earliest: the opening of the connection, or
+    /// the end of an alarm.
+    slow_since: Instant,
     opened: Instant,
 }
 
 /// An answer that is held back, because the message may still turn out to have been returned.
-struct Held {
+struct HeldAnswer {
     request: Request,
     confirmed: bool,
     until: Instant,
@@ -84,14 +87,14 @@ struct Probe {
 }
 
 /// The state of the task that owns a connection.
-pub(super) struct Sending {
+pub(super) struct SendTask {
     connector: Arc<Connector>,
     live: Option<LiveConnection>,
     reconnect: ReconnectPolicy,
     routes: Routes<Request>,
-    under_way: FuturesUnordered<BoxFuture<'static, Sent>>,
+    under_way: FuturesUnordered<BoxFuture<'static, PublishAnswer>>,
     /// Answers that came with the returned message of another request; see [`RETURN_WAIT`].
-    held: Vec<Held>,
+    held_answers: Vec<HeldAnswer>,
     /// Returned messages not yet matched with a request, and when they came.
     unmatched_returns: Vec<(BasicReturnMessage, Instant)>,
     /// The probe that the broker has not answered yet.
@@ -102,21 +105,21 @@ pub(super) struct Sending {
     early_failure: Option<Failure>,
 }
 
-impl Sending {
-    /// Makes the state without a connection; the task connects when the first message comes. `large` is as in
+impl SendTask {
+    /// The state without a connection; the task connects when the first message comes. `max_shared_body` is as in
     /// [`Routes::new`].
     pub(super) fn new(
         connector: Arc<Connector>,
-        large: Option<usize>,
+        max_shared_body: Option<usize>,
         takes_messages: Arc<AtomicBool>,
     ) -> Self {
         Self {
             connector,
             live: None,
             reconnect: ReconnectPolicy::default(),
-            routes: Routes::new(large),
+            routes: Routes::new(max_shared_body),
             under_way: FuturesUnordered::new(),
-            held: Vec::new(),
+            held_answers: Vec::new(),
             unmatched_returns: Vec::new(),
             probe: None,
             takes_messages,
@@ -127,8 +130,8 @@ impl Sending {
     pub(super) async fn run(mut self, mut queued: mpsc::Receiver<Request>, close: CancellationToken) {
         let mut next_check = tokio::time::Instant::now();
         loop {
-            let mut fresh = Vec::new();
-            let needs_check = !self.routes.is_idle() || !self.held.is_empty();
+            let mut requests = Vec::new();
+            let needs_check = !self.routes.is_idle() || !self.held_answers.is_empty();
             tokio::select! {
                 biased;
                 // First in the list, so that a busy task does not skip the checks.
@@ -136,23 +139,23 @@ impl Sending {
                     self.check();
                     next_check = tokio::time::Instant::now() + CHECK_INTERVAL;
                 }
-                Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.settle(sent),
+                Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.handle_answers(sent),
                 answer = probe_answer(&mut self.probe) => self.probe_answered(answer),
-                received = queued.recv_many(&mut fresh, MAX_REQUESTS) => {
+                received = queued.recv_many(&mut requests, MAX_REQUESTS) => {
                     if received == 0 { break }
-                    gather(&mut queued, &mut fresh).await;
-                    self.enqueue(fresh);
+                    gather(&mut queued, &mut requests).await;
+                    self.enqueue(requests);
                 }
                 () = close.cancelled() => break,
             }
             if let Err(error) = self.send().await {
                 tracing::error!(%error, "cannot publish");
                 queued.close();
-                let mut left = self.routes.take_all();
+                let mut unsent = self.routes.take_all();
                 while let Some(request) = queued.recv().await {
-                    left.push(request);
+                    unsent.push(request);
                 }
-                left.into_iter().for_each(|it| drop(it.answer.send(Err(error.clone()))));
+                unsent.into_iter().for_each(|it| drop(it.answer.send(Err(error.clone()))));
                 return;
             }
         }
@@ -168,11 +171,12 @@ impl Sending {
         }
     }
 
+    /// Hands the requests to `routes`. All direct reply-to addresses count as one queue.
     fn enqueue(&mut self, requests: Vec<Request>) {
         let now = Instant::now();
         for request in requests {
-            let direct = request.queue.starts_with(DIRECT_REPLY_TO);
-            let queue = if direct { DIRECT_REPLY_TO.into() } else { request.queue.clone() };
+            let is_direct = request.queue.starts_with(DIRECT_REPLY_TO);
+            let queue = if is_direct { DIRECT_REPLY_TO.into() } else { request.queue.clone() };
             self.routes.push(queue, request, now);
         }
     }
@@ -200,47 +204,47 @@ impl Sending {
     fn check(&mut self) {
         let now = Instant::now();
         self.routes.clean(now);
-        self.release_held(now);
+        self.release_held_answers(now);
         let settings = &self.connector.settings;
-        let choked = self.routes.is_choked(now, settings.confirm_timeout);
+        let is_choked = self.routes.is_choked(now, settings.confirm_timeout);
         let wanted = self.routes.wanted();
         let Some(live) = &mut self.live else { return };
         if *live.blocked.borrow() {
-            (live.silent_since, live.clock_since) = (now, now);
+            (live.silent_since, live.slow_since) = (now, now);
             (self.probe, live.probe_channel) = (None, None);
             return self.takes_messages.store(false, Ordering::Relaxed);
         }
         if let Some(probe) = &self.probe {
-            let bytes = wanted.map_or(0, |(bytes, _)| bytes);
+            let bytes = wanted.map_or(0, |wanted| wanted.bytes);
             let limit = settings.confirm_timeout
                 + Duration::from_secs_f64(bytes as f64 / MIN_BYTES_PER_SECOND as f64);
             if now >= probe.sent + limit {
                 let limit_ms = limit.as_millis() as u64;
                 tracing::warn!(broker = live.broker, limit_ms, "no confirm; reconnecting");
-                self.lose(now);
+                self.drop_connection(now);
                 return;
             }
-        } else if wanted.is_some_and(|(_, oldest)| now >= oldest.max(live.silent_since) + PROBE_AFTER) {
+        } else if wanted.is_some_and(|it| now >= it.oldest_sent.max(live.silent_since) + PROBE_AFTER) {
             let answer = send_probe(live.probe_channel.take(), live.connection.clone());
             self.probe = Some(Probe { answer, sent: now });
         }
-        let answers = self.probe.as_ref().is_none_or(|probe| now < probe.sent + PROBE_AFTER);
-        self.takes_messages.store(answers, Ordering::Relaxed);
-        if choked {
+        let is_answering = self.probe.as_ref().is_none_or(|probe| now < probe.sent + PROBE_AFTER);
+        self.takes_messages.store(is_answering, Ordering::Relaxed);
+        if is_choked {
             tracing::warn!(
                 broker = live.broker,
                 "queues that confirm nothing hold all channels; reconnecting"
             );
-            self.lose(now);
-        } else if answers && self.routes.is_held_up_since(live.clock_since, now) {
+            self.drop_connection(now);
+        } else if is_answering && self.routes.is_held_up_since(live.slow_since, now) {
             tracing::info!(broker = live.broker, "a queue is slow to confirm; others get a new channel");
             live.shared = None;
             self.routes.retire();
         }
     }
 
-    /// Handles the end of a probe: the broker has answered, or the connection is lost, which the messages under way
-    /// report too.
+    /// Handles the end of a probe: the broker has answered, or the connection is lost. The loss is not handled here,
+    /// because the messages under way report it too.
     fn probe_answered(&mut self, answer: Result<Channel, Error>) {
         self.probe = None;
         if let Some(live) = &mut self.live
@@ -254,14 +258,14 @@ impl Sending {
 
     /// Handles the answer to one message together with all other answers that have come by now, because a returned
     /// message may have come with the answer to another message.
-    fn settle(&mut self, first: Sent) {
-        let mut sent = vec![first];
+    fn handle_answers(&mut self, first: PublishAnswer) {
+        let mut answers = vec![first];
         while let Some(Some(more)) = self.under_way.next().now_or_never() {
-            sent.push(more);
+            answers.push(more);
         }
         let now = Instant::now();
         let (mut answered, mut failed) = (Vec::new(), Vec::new());
-        for Sent { id, channel, result } in sent {
+        for PublishAnswer { id, channel, result } in answers {
             match result {
                 Ok(confirmation) => {
                     let confirmed = confirmation.is_ack();
@@ -273,16 +277,16 @@ impl Sending {
             }
         }
         for (id, channel, confirmed, with_return) in answered {
-            self.answer(id, channel, confirmed, with_return, now);
+            self.handle_confirmation(id, channel, confirmed, with_return, now);
         }
-        self.release_held(now);
+        self.release_held_answers(now);
         for (id, error) in failed {
-            self.fail(id, &error, now);
+            self.handle_failure(id, &error, now);
         }
     }
 
     /// Handles a confirm or nack. `with_return`: a returned message came with it, which may be this message or another.
-    fn answer(
+    fn handle_confirmation(
         &mut self,
         id: u64,
         channel: Option<Channel>,
@@ -301,7 +305,9 @@ impl Sending {
                     live.shared = channel.map(|channel| (channel, now));
                     self.routes.share(id);
                 }
-                (Some(Place::Alone), true) => channel.into_iter().for_each(|channel| live.keep(channel)),
+                (Some(Place::Alone), true) => {
+                    channel.into_iter().for_each(|channel| live.keep_spare(channel));
+                }
                 (Some(Place::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| is_old(it)) => {
                     live.shared = None;
                     self.routes.retire();
@@ -313,27 +319,28 @@ impl Sending {
         if returned {
             let _ = request.answer.send(Ok(Published::Unroutable));
         } else if with_return && place != Some(Place::Alone) {
-            self.held.push(Held { request, confirmed, until: now + RETURN_WAIT });
+            self.held_answers.push(HeldAnswer { request, confirmed, until: now + RETURN_WAIT });
         } else {
             let _ = request.answer.send(Ok(outcome(confirmed)));
         }
     }
 
     /// Passes on the held answers whose returned message has come, or whose wait is over.
-    fn release_held(&mut self, now: Instant) {
-        for held in std::mem::take(&mut self.held) {
+    fn release_held_answers(&mut self, now: Instant) {
+        for held in std::mem::take(&mut self.held_answers) {
             if take_return(&mut self.unmatched_returns, &held.request) {
                 let _ = held.request.answer.send(Ok(Published::Unroutable));
             } else if now >= held.until {
                 let _ = held.request.answer.send(Ok(outcome(held.confirmed)));
             } else {
-                self.held.push(held);
+                self.held_answers.push(held);
             }
         }
         self.unmatched_returns.retain(|(_, came)| now < *came + 2 * RETURN_WAIT);
     }
 
-    fn fail(&mut self, id: u64, error: &Error, now: Instant) {
+    /// Handles the failure of a publish: drops the connection, reports that the message is refused, or sends it again.
+    fn handle_failure(&mut self, id: u64, error: &Error, now: Instant) {
         // None when an earlier failure of this round lost the connection: this message will be sent again.
         let Some(place) = self.routes.place_of(id) else { return };
         let Some(live) = &mut self.live else { return };
@@ -346,7 +353,7 @@ impl Sending {
                     request.suspicions += u32::from(!request.message.properties.is_plain())
                 });
             }
-            return self.lose_over(error, now);
+            return self.drop_connection_after(error, now);
         }
         match place {
             // The message was alone on the channel, so the broker refused this one.
@@ -370,7 +377,7 @@ impl Sending {
     }
 
     /// Drops the connection because of this error.
-    fn lose_over(&mut self, error: &Error, now: Instant) {
+    fn drop_connection_after(&mut self, error: &Error, now: Instant) {
         let broker = self.live.as_ref().map(|live| live.broker.clone());
         let reason = message(error);
         if matches!(Cause::of(error), Cause::NotAllowed | Cause::LimitReached) {
@@ -383,12 +390,12 @@ impl Sending {
         for request in self.routes.take_if(|request| request.suspicions >= MAX_SUSPICIONS) {
             let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
         }
-        let messages = self.lose(now);
+        let messages = self.drop_connection(now);
         tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");
     }
 
     /// Drops the connection, so that the messages under way are sent again. Returns their number.
-    fn lose(&mut self, now: Instant) -> usize {
+    fn drop_connection(&mut self, now: Instant) -> usize {
         (self.live, self.probe) = (None, None);
         self.takes_messages.store(false, Ordering::Relaxed);
         self.under_way.clear();
@@ -434,12 +441,12 @@ impl LiveConnection {
             blocked,
             probe_channel: None,
             silent_since: now,
-            clock_since: now,
+            slow_since: now,
             opened: now,
         }
     }
 
-    fn keep(&mut self, channel: Channel) {
+    fn keep_spare(&mut self, channel: Channel) {
         if self.spare.len() < MAX_SPARE_CHANNELS {
             self.spare.push(channel);
         }
@@ -448,11 +455,11 @@ impl LiveConnection {
 
 /// Adds the requests that arrive at the same moment, such as the other replies of a batch. Messages that are sent
 /// together cost the broker only one write to disk.
-async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
+async fn gather(queued: &mut mpsc::Receiver<Request>, requests: &mut Vec<Request>) {
     loop {
         tokio::task::yield_now().await;
-        // When `fresh` is full, the limit is 0 and this returns 0 too.
-        if queued.recv_many(fresh, MAX_REQUESTS - fresh.len()).now_or_never().unwrap_or(0) == 0 {
+        // When `requests` is full, the limit is 0 and this returns 0 too.
+        if queued.recv_many(requests, MAX_REQUESTS - requests.len()).now_or_never().unwrap_or(0) == 0 {
             return;
         }
     }
@@ -479,7 +486,7 @@ fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
                 _ => {}
             }
         }
-        // The connection is closed: no notice of the alarm's end can come.
+        // The connection is closed, so the broker cannot report the alarm's end.
         sender.send_replace(false);
     });
     blocked

@@ -1,5 +1,5 @@
 //! One session with RabbitMQ: a connection, its channel, and the consumer on it. Decides how a session is set
-//! up and how deliveries are converted. Owns the handles. The supervisor in `consumer.rs` makes a new session when
+//! up and how deliveries are converted. Owns the handles. The supervisor in `consumer.rs` opens a new session when
 //! one ends.
 
 use std::time::Duration;
@@ -66,7 +66,8 @@ pub(super) struct Session {
     queue: String,
     /// Consumer tag of the first consumer; later ones append their number.
     tag: String,
-    consumers: u32,
+    /// Number of consumers that this session has had.
+    consumer_count: u32,
 }
 
 impl Subscription {
@@ -127,21 +128,18 @@ impl Session {
                 queue.clone()
             }
             Subscription::Private(name) => {
-                let own = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
-                let queue = channel.queue_declare("".into(), own, FieldTable::default()).await?;
-                let queue = queue.name().as_str().to_owned();
+                let queue = declare_private_queue(&channel).await?;
                 name.send_replace(Some(queue.clone()));
                 queue
             }
             Subscription::Topic { exchange, keys } => {
                 let durable = ExchangeDeclareOptions { durable: true, ..Default::default() };
-                let none = FieldTable::default;
-                channel.exchange_declare(short(exchange), ExchangeKind::Topic, durable, none()).await?;
-                let own = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
-                let queue = channel.queue_declare("".into(), own, none()).await?.name().as_str().to_owned();
+                let empty = FieldTable::default;
+                channel.exchange_declare(short(exchange), ExchangeKind::Topic, durable, empty()).await?;
+                let queue = declare_private_queue(&channel).await?;
                 for key in keys {
                     let options = QueueBindOptions::default();
-                    channel.queue_bind(short(&queue), short(exchange), short(key), options, none()).await?;
+                    channel.queue_bind(short(&queue), short(exchange), short(key), options, empty()).await?;
                 }
                 queue
             }
@@ -158,16 +156,16 @@ impl Session {
             first_tag: None,
             queue,
             tag,
-            consumers: 1,
+            consumer_count: 1,
         })
     }
 
-    /// Makes a new consumer with another prefetch, because RabbitMQ applies a prefetch only to consumers made after it.
-    /// The old consumer must have been cancelled, and its stream must have ended.
+    /// Starts a new consumer with another prefetch, because RabbitMQ applies a prefetch only to later consumers. The
+    /// old consumer must have been cancelled, and its stream must have ended.
     pub(super) async fn consume_again(&mut self, prefetch: u16, connector: &Connector) -> Result<(), Error> {
-        self.consumers += 1;
+        self.consumer_count += 1;
         // Another tag, so that lapin does not confuse the old consumer with the new one.
-        let tag = format!("{} #{}", self.tag, self.consumers);
+        let tag = format!("{} #{}", self.tag, self.consumer_count);
         let consumer = consume(&self.channel, &self.queue, &tag, prefetch, connector);
         let answered = tokio::time::timeout(connector.settings.connect_timeout, consumer).await;
         self.consumer =
@@ -175,6 +173,13 @@ impl Session {
         (self.prefetch, self.first_tag) = (prefetch, None);
         Ok(())
     }
+}
+
+/// Declares a queue that only this connection may use. Returns the name that the broker has given it.
+async fn declare_private_queue(channel: &Channel) -> Result<String, Error> {
+    let options = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
+    let queue = channel.queue_declare("".into(), options, FieldTable::default()).await?;
+    Ok(queue.name().as_str().to_owned())
 }
 
 async fn consume(
@@ -196,30 +201,31 @@ async fn consume(
     channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
 }
 
-/// Cancels a consumer. Returns when the broker has confirmed, or after [`CLOSE_TIMEOUT`]. Nobody need act on a missing
-/// answer: the session with a broker that does not answer ends anyway.
+/// Cancels a consumer. Returns when the broker has confirmed, or after [`CLOSE_TIMEOUT`]. A missing answer is ignored:
+/// the session with a broker that does not answer ends anyway.
 pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, cancel).await;
 }
 
+/// Converts a delivery of this session of this source.
 pub(super) fn delivery_from(
-    lapin: lapin::message::Delivery,
+    delivery: lapin::message::Delivery,
     source: Source,
     session: u64,
     with_routing_key: bool,
 ) -> Delivery {
-    let mut properties = properties_from(&lapin.properties);
-    // This is the broker's count for this message, or an old one: somebody may have copied all headers of a redelivered
-    // message into this one. So the header of a message that is not redelivered does not count.
+    let mut properties = properties_from(&delivery.properties);
+    // The header is the broker's count for this message, or was copied with all headers of a redelivered message. So it
+    // is ignored in a message that is not redelivered.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
     let counted = counted.map(|count| count.max(1) as u64);
-    let delivery_count = if lapin.redelivered { counted } else { Some(0) };
+    let delivery_count = if delivery.redelivered { counted } else { Some(0) };
     Delivery {
-        message: Message { properties, body: lapin.data.into() },
-        delivery_tag: DeliveryTag { source, session, tag: lapin.delivery_tag },
-        routing_key: with_routing_key.then(|| lapin.routing_key.as_str().to_owned()),
-        redelivered: lapin.redelivered,
+        message: Message { properties, body: delivery.data.into() },
+        delivery_tag: DeliveryTag { source, session, tag: delivery.delivery_tag },
+        routing_key: with_routing_key.then(|| delivery.routing_key.as_str().to_owned()),
+        redelivered: delivery.redelivered,
         delivery_count,
     }
 }

@@ -14,7 +14,7 @@ use crate::protocol::control::QUEUE_MADE;
 /// The queues of a pool.
 #[derive(Clone, Debug)]
 pub struct Topology {
-    /// The queue that tasks come from.
+    /// The queue that tasks are consumed from.
     pub task_queue: String,
     /// The queue of background tasks, which only fill up batches.
     pub background_queue: Option<String>,
@@ -38,9 +38,10 @@ pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
 }
 
 impl Topology {
+    /// Declares the missing queues, and what they need.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
-            declare_queue(connection, &self.dead_letter_queue, with_high_limit()).await?;
+            declare_queue(connection, &self.dead_letter_queue, high_limit_arguments()).await?;
             // The bindings of the dead-letter exchange were deleted with the queue.
             self.declare_dead_letter_exchange(connection).await?;
         }
@@ -49,13 +50,13 @@ impl Topology {
         {
             // Not a classic queue, which is on one node of a cluster: while that node is down, all replies would be
             // unroutable.
-            declare_queue(connection, queue, with_high_limit()).await?;
+            declare_queue(connection, queue, high_limit_arguments()).await?;
         }
         for queue in [Some(&self.task_queue), self.background_queue.as_ref()].into_iter().flatten() {
             if exists(connection, queue).await? {
                 continue;
             }
-            let mut arguments = quorum();
+            let mut arguments = quorum_arguments();
             let limit = i64::from(self.delivery_limit);
             arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(limit));
             arguments.insert(
@@ -78,9 +79,9 @@ impl Topology {
     /// Returns the arguments of a retry queue, whose messages move into the task queue when they expire. The broker
     /// removes a message here only when the task queue has confirmed it (`at-least-once`).
     fn retry_arguments(&self, ceiling: Duration) -> FieldTable {
-        let mut arguments = quorum();
-        let most = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
-        arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(most));
+        let mut arguments = quorum_arguments();
+        let ttl_ms = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
+        arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(ttl_ms));
         arguments.insert("x-dead-letter-exchange".into(), text(""));
         arguments.insert("x-dead-letter-routing-key".into(), text(&self.task_queue));
         arguments.insert("x-dead-letter-strategy".into(), text("at-least-once"));
@@ -95,21 +96,23 @@ impl Topology {
         let exchange = format!("{}.dlx", self.task_queue);
         let channel = connection.create_channel().await?;
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
-        let none = FieldTable::default();
-        channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, none).await?;
+        let no_arguments = FieldTable::default();
+        channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, no_arguments).await?;
         // The bindings match two kinds of messages. The first kind has died for the first time, by the delivery limit.
         // The second kind was retried: its headers still name its first death, in a retry queue, so the reason of its
         // later death cannot be matched. RabbitMQ removed its expiration in the retry queue, so only the delivery limit
         // can have sent it here.
-        let waited = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
+        let retry_queues = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
-        for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
-            let mut died = FieldTable::default();
+        for (header, value) in retry_queues.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
+            let mut binding = FieldTable::default();
             // `x-match: all` ignores headers that begin with `x-`.
-            died.insert("x-match".into(), text("all-with-x"));
-            died.insert(header.into(), text(&value));
+            binding.insert("x-match".into(), text("all-with-x"));
+            binding.insert(header.into(), text(&value));
             let queue = short(&self.dead_letter_queue);
-            channel.queue_bind(queue, short(&exchange), "".into(), QueueBindOptions::default(), died).await?;
+            channel
+                .queue_bind(queue, short(&exchange), "".into(), QueueBindOptions::default(), binding)
+                .await?;
         }
         channel.close(200, "done".into()).await?;
         Ok(exchange)
@@ -120,7 +123,7 @@ fn text(text: &str) -> AMQPValue {
     AMQPValue::LongString(text.into())
 }
 
-fn quorum() -> FieldTable {
+fn quorum_arguments() -> FieldTable {
     let mut arguments = FieldTable::default();
     arguments.insert("x-queue-type".into(), text("quorum"));
     arguments
@@ -131,8 +134,8 @@ pub(super) const HIGH_LIMIT: u64 = 1_000_000;
 
 /// Arguments of a quorum queue whose messages may be read and returned. Without a limit in the arguments,
 /// RabbitMQ 4 drops a message after 20 deliveries.
-fn with_high_limit() -> FieldTable {
-    let mut arguments = quorum();
+fn high_limit_arguments() -> FieldTable {
+    let mut arguments = quorum_arguments();
     arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(HIGH_LIMIT as i64));
     arguments
 }
@@ -148,7 +151,7 @@ pub(super) async fn declare_reply_queue(
     }
     // A quorum queue, like a pool's reply queue: while a classic queue's node is down, replies would be unroutable, and
     // their tasks would become dead letters.
-    let mut arguments = with_high_limit();
+    let mut arguments = high_limit_arguments();
     let keep = i64::try_from(keep.as_millis()).unwrap_or(i64::MAX);
     arguments.insert("x-expires".into(), AMQPValue::LongLongInt(keep));
     declare_queue(connection, queue, arguments).await
@@ -160,7 +163,7 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
     // On a separate channel, because the broker closes the channel when the arguments differ.
     let channel = connection.create_channel().await?;
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    match channel.queue_declare(short(queue), durable, with_high_limit()).await {
+    match channel.queue_declare(short(queue), durable, high_limit_arguments()).await {
         Ok(_) => channel.close(200, "done".into()).await.map(|()| true),
         // Other arguments, or no permission to declare.
         Err(error) if matches!(Cause::of(&error), Cause::AccessRefused | Cause::PreconditionFailed) => {
@@ -196,7 +199,7 @@ async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
         Err(error) => match Cause::of(&error) {
             Cause::Missing => Ok(false),
             // Declaring it again would fail in the same way.
-            Cause::Away => Ok(true),
+            Cause::Unavailable => Ok(true),
             _ => Err(error),
         },
     }

@@ -1,4 +1,4 @@
-//! Writes and reads the stream that keeps withdrawals (of jobs, and of runs of `sconce stop`) for launchers that start
+//! Writes and reads the stream that stores withdrawals (of jobs, and of runs of `sconce stop`) for launchers that start
 //! later. The stream is bound to the control exchange. Owns no connection for longer than one call.
 
 use std::time::{Duration, Instant, SystemTime};
@@ -21,11 +21,11 @@ use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
 
 /// The routing key of the stream's entries.
-const KEY: &str = "withdrawal";
-/// The most bytes of the stream. The broker drops old entries in segments of a tenth of this size.
+const ROUTING_KEY: &str = "withdrawal";
+/// Maximum size of the stream in bytes. The broker drops old entries in segments of a tenth of this size.
 const STREAM_BYTES: u32 = 5_000_000;
 /// The largest body that is read, in bytes. Entries with larger ones are ignored.
-const ENTRY_BYTES: usize = 1_024;
+const MAX_ENTRY_BYTES: usize = 1_024;
 /// The pause between two attempts to read the stream.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
 /// The longest time for which a broker that accepts connections may lack the stream.
@@ -43,7 +43,7 @@ async fn declare(connection: &Connection, exchange: &str, max_age: Duration) -> 
     let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
     channel.exchange_declare(short(exchange), ExchangeKind::Topic, durable, FieldTable::default()).await?;
     let (queue, options) = (short(&stream), QueueBindOptions::default());
-    channel.queue_bind(queue, short(exchange), KEY.into(), options, FieldTable::default()).await?;
+    channel.queue_bind(queue, short(exchange), ROUTING_KEY.into(), options, FieldTable::default()).await?;
     channel.close(200, "done".into()).await?;
     Ok(stream)
 }
@@ -84,7 +84,7 @@ pub async fn read_withdrawals(
                     let _ = connection.close(200, "done".into()).await;
                     return Ok(entries);
                 }
-                Ok(Err(error)) if !is_late && may_pass(&error) => {}
+                Ok(Err(error)) if !is_late && is_temporary(&error) => {}
                 Ok(Err(error)) => return Err(refused(broker, &error)),
                 Ok(Ok(None)) => {
                     let reason = "the broker ended the consumer before the last entry".to_owned();
@@ -100,9 +100,9 @@ pub async fn read_withdrawals(
     }
 }
 
-/// Whether a broker that is starting gives this error: it cannot reach a stream before it has read it from its disk.
-fn may_pass(error: &Error) -> bool {
-    matches!(Cause::of(error), Cause::Away | Cause::Connection | Cause::LimitReached | Cause::Other)
+/// Whether a broker that is starting may give this error: it cannot reach a stream before it has read it from its disk.
+fn is_temporary(error: &Error) -> bool {
+    matches!(Cause::of(error), Cause::Unavailable | Cause::Connection | Cause::LimitReached | Cause::Other)
 }
 
 /// Returns the entries, or `None` if the consumer ended before the last of them.
@@ -121,8 +121,8 @@ async fn read(
     start.insert("x-stream-offset".into(), AMQPValue::Timestamp(seconds));
     let mut deliveries =
         channel.basic_consume(short(&stream), "".into(), BasicConsumeOptions::default(), start).await?;
-    // A consumer of a stream is not told when it has read all entries. So an end mark is published, and all entries
-    // before it are read.
+    // The broker does not report that a consumer has read all entries of a stream. So an end mark is published, and all
+    // entries before it are read.
     let end_mark = uuid::Uuid::new_v4().to_string();
     let properties = Properties { correlation_id: Some(end_mark.clone()), ..Properties::default() };
     publish(&channel, exchange, b"null", properties).await?;
@@ -138,7 +138,7 @@ async fn read(
         if properties.correlation_id.as_ref() == Some(&end_mark) {
             return Ok(Some(entries));
         }
-        if delivery.data.len() <= ENTRY_BYTES {
+        if delivery.data.len() <= MAX_ENTRY_BYTES {
             entries.push(Message { properties, body: delivery.data.into() });
         }
     }
@@ -154,7 +154,7 @@ async fn publish(
 ) -> Result<(), Error> {
     let properties = Properties { content_type: Some(JSON.into()), delivery_mode: Some(2), ..properties };
     let options = BasicPublishOptions::default();
-    let (to, properties) = (short(exchange), properties_to(&properties));
-    channel.basic_publish(to, KEY.into(), options, body, properties).await?.await?;
+    let (exchange, properties) = (short(exchange), properties_to(&properties));
+    channel.basic_publish(exchange, ROUTING_KEY.into(), options, body, properties).await?.await?;
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Serves one worker's connection: passes its requests to the queue store, and writes the answers to its
-//! socket. Owns both halves of the socket and the worker's one consumer; returns the consumer's unsettled
-//! messages when the connection ends, however it ends. Decides nothing about messages.
+//! Serves one worker's connection: passes its requests to the queue store, and writes the answers to its socket. Owns
+//! both halves of the socket and the worker's one consumer. When the connection ends in any way, returns the consumer's
+//! unsettled messages to the queue. Decides nothing about messages.
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ const LAST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Reads the requests of one connection, and owns its consumer.
 struct Reader {
     queue_store: Arc<QueueStore>,
-    /// The way to the connection's writer.
+    /// Sends answers to the connection's writer.
     outlet: ConnectionOutlet,
     /// The connection's consumer, once it consumes.
     consumer: Option<ConsumerKey>,
@@ -52,8 +52,8 @@ pub(super) async fn serve(
 ) {
     let (read, write) = stream.into_split();
     let (responses, outgoing) = mpsc::channel(OUTLET_BOUND);
-    let outlet = ConnectionOutlet { id, responses, cut: CancellationToken::new() };
-    let writer = tokio::spawn(write_all(write, outgoing, outlet.cut.clone()));
+    let outlet = ConnectionOutlet { id, responses, disconnect: CancellationToken::new() };
+    let writer = tokio::spawn(write_all(write, outgoing, outlet.disconnect.clone()));
     let mut reader = Reader { queue_store, outlet, consumer: None };
     let ending = reader.read_all(read, stop).await;
     reader.end(ending);
@@ -68,10 +68,12 @@ pub(super) async fn serve(
 impl Reader {
     async fn read_all(&mut self, read: OwnedReadHalf, stop: CancellationToken) -> Ending {
         let mut frames = FramedRead::new(read, FrameCodec);
-        let cut = self.outlet.cut.clone();
+        let disconnect = self.outlet.disconnect.clone();
         loop {
             let frame = tokio::select! {
-                () = cut.cancelled() => return Ending::Aborted("answers to the worker cannot be written".to_owned()),
+                () = disconnect.cancelled() => {
+                    return Ending::Aborted("answers to the worker cannot be written".to_owned());
+                }
                 () = stop.cancelled() => return Ending::Aborted("the launcher is stopping".to_owned()),
                 frame = frames.next() => frame,
             };
@@ -127,9 +129,9 @@ impl Reader {
         }
     }
 
-    /// Settles a delivery by `act`, which returns false for a delivery that the consumer does not hold.
-    fn settle(&self, act: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
-        if self.consumer.is_some_and(|consumer| !self.queue_store.change(consumer, act)) {
+    /// Settles a delivery with `change`, which returns false for a delivery that the consumer does not hold.
+    fn settle(&self, change: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
+        if self.consumer.is_some_and(|consumer| !self.queue_store.change(consumer, change)) {
             tracing::warn!(
                 connection = self.outlet.id,
                 "the worker settled a delivery that it does not hold"
@@ -164,7 +166,7 @@ impl Reader {
 async fn write_all(
     mut write: OwnedWriteHalf,
     mut outgoing: mpsc::Receiver<(Response, Bytes)>,
-    cut: CancellationToken,
+    disconnect: CancellationToken,
 ) {
     let mut gathered = BytesMut::new();
     while let Some((response, body)) = outgoing.recv().await {
@@ -172,7 +174,7 @@ async fn write_all(
             Ok(frame) => append(&frame, &mut gathered),
             Err(error) => {
                 tracing::error!(%error, "cannot write an answer to a worker");
-                return cut.cancel();
+                return disconnect.cancel();
             }
         }
         // Small answers are collected into one write.
@@ -181,7 +183,7 @@ async fn write_all(
         }
         if let Err(error) = write.write_all_buf(&mut gathered).await {
             tracing::debug!(%error, "cannot write to a worker's connection");
-            return cut.cancel();
+            return disconnect.cancel();
         }
     }
 }

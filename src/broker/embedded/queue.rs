@@ -1,5 +1,5 @@
-//! Decides which consumer gets which message of one queue, and in what order. A pure state machine: it owns the ready
-//! messages, the consumers and their unsettled messages, and does no I/O.
+//! Decides which consumer gets which message of one queue, and in what order. Owns the ready messages, the consumers
+//! and their unsettled messages. Does no I/O.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU16;
@@ -25,7 +25,7 @@ pub struct QueueDelivery {
     pub message: Message,
 }
 
-/// How full a queue is.
+/// The number of messages of a queue, by their state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Messages waiting for a consumer.
@@ -37,7 +37,7 @@ pub struct Stats {
 #[derive(Debug)]
 struct Entry {
     message: Message,
-    /// How often the message was returned to the queue.
+    /// How many times the message was returned to the queue.
     returns: u64,
 }
 
@@ -103,9 +103,8 @@ impl Queue {
     /// Removes the consumer; its unsettled messages return to their positions.
     pub fn remove_consumer(&mut self, id: ConsumerId) {
         self.turns.retain(|turn| *turn != id);
-        for (position, entry) in
-            self.consumers.remove(&id).into_iter().flat_map(|it| it.unacked.into_values())
-        {
+        let Some(consumer) = self.consumers.remove(&id) else { return };
+        for (position, entry) in consumer.unacked.into_values() {
             self.put_back(position, entry);
         }
     }
@@ -117,12 +116,9 @@ impl Queue {
 
     /// Returns a message to its position. False: the tag is not known.
     pub fn requeue(&mut self, id: ConsumerId, tag: u64) -> bool {
-        let taken = self.take_unacked(id, tag);
-        let known = taken.is_some();
-        if let Some((position, entry)) = taken {
-            self.put_back(position, entry);
-        }
-        known
+        let Some((position, entry)) = self.take_unacked(id, tag) else { return false };
+        self.put_back(position, entry);
+        true
     }
 
     fn take_unacked(&mut self, id: ConsumerId, tag: u64) -> Option<(u64, Entry)> {
@@ -157,7 +153,7 @@ impl Queue {
         Some(queue_delivery)
     }
 
-    /// How full the queue is.
+    /// The number of messages, by their state.
     pub fn stats(&self) -> Stats {
         let unacked = self.consumers.values().map(|consumer| consumer.unacked.len()).sum();
         Stats { ready: self.ready.len(), unacked }

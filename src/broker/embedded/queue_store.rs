@@ -14,7 +14,7 @@ use super::queue::{ConsumerId, Queue, QueueDelivery, Stats};
 use super::wire::Response;
 use crate::protocol::Message;
 
-/// A queue to make.
+/// A queue to create.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueSpec {
     /// Its name, which is unique.
@@ -23,7 +23,7 @@ pub struct QueueSpec {
     pub kept: bool,
 }
 
-/// The way to one connection's writer.
+/// Sends answers to one connection's writer.
 #[derive(Clone, Debug)]
 pub(super) struct ConnectionOutlet {
     /// The connection's number.
@@ -33,11 +33,11 @@ pub(super) struct ConnectionOutlet {
     pub responses: mpsc::Sender<(Response, Bytes)>,
     /// Cancelled when a response cannot be sent: the peer has exceeded the bound, or the writer has failed. The
     /// connection's reader then disconnects the peer.
-    pub cut: CancellationToken,
+    pub disconnect: CancellationToken,
 }
 
-/// Bound of a connection's responses: the largest prefetch, and room for 8,192 others: the confirms of the publishes
-/// under way, and the few answers to consume, cancel, leave and close.
+/// Bound of a connection's responses: the largest prefetch, and 8,192 others for the confirms of the publishes under
+/// way and the few answers to consume, cancel, leave and close.
 pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + 8_192;
 
 impl ConnectionOutlet {
@@ -45,12 +45,12 @@ impl ConnectionOutlet {
     /// its deliveries return to the queue when its connection ends.
     pub fn send(&self, response: Response, body: Bytes) {
         if self.responses.try_send((response, body)).is_err() {
-            self.cut.cancel();
+            self.disconnect.cancel();
         }
     }
 }
 
-/// Names one consumer among those of all queues.
+/// Identifies one consumer among those of all queues.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ConsumerKey {
     queue: usize,
@@ -69,21 +69,21 @@ pub(super) struct QueueStore {
     /// sent under the lock, so that each consumer receives them in the order of the queue's decisions.
     queues: Mutex<Vec<StoredQueue>>,
     /// Index in `queues` by name; fixed at start.
-    names: HashMap<String, usize>,
+    index_by_name: HashMap<String, usize>,
 }
 
 impl QueueStore {
-    /// Makes the queues of `specs`. The error is a message that names the queue that occurs twice.
+    /// Creates the queues of `specs`. The error is a message that names the queue that occurs twice.
     pub fn new(specs: &[QueueSpec]) -> Result<Self, String> {
-        let mut names = HashMap::new();
+        let mut index_by_name = HashMap::new();
         for (index, spec) in specs.iter().enumerate() {
-            if names.insert(spec.name.clone(), index).is_some() {
+            if index_by_name.insert(spec.name.clone(), index).is_some() {
                 return Err(format!("queue {:?} is named twice", spec.name));
             }
         }
         let stored = |kept| StoredQueue { kept, queue: Queue::default(), outlets: HashMap::new() };
         let queues = specs.iter().map(|spec| stored(spec.kept)).collect();
-        Ok(Self { queues: Mutex::new(queues), names })
+        Ok(Self { queues: Mutex::new(queues), index_by_name })
     }
 
     fn queues(&self) -> MutexGuard<'_, Vec<StoredQueue>> {
@@ -101,15 +101,15 @@ impl QueueStore {
         delay: Option<Duration>,
         message: Message,
     ) {
-        let Some(&index) = self.names.get(queue) else {
+        let Some(&index) = self.index_by_name.get(queue) else {
             return outlet.send(Response::Unroutable { id }, Bytes::new());
         };
         outlet.send(Response::Confirmed { id }, Bytes::new());
-        let Some(delay) = delay else { return put(&mut self.queues()[index], message) };
+        let Some(delay) = delay else { return enqueue(&mut self.queues()[index], message) };
         let store = self.clone();
         tokio::spawn(async move {
             tokio::time::sleep(delay).await;
-            put(&mut store.queues()[index], message);
+            enqueue(&mut store.queues()[index], message);
         });
     }
 
@@ -120,22 +120,22 @@ impl QueueStore {
         prefetch: NonZeroU16,
         outlet: ConnectionOutlet,
     ) -> Option<ConsumerKey> {
-        let index = *self.names.get(queue)?;
+        let index = *self.index_by_name.get(queue)?;
         let mut queues = self.queues();
         let stored = &mut queues[index];
         let id = stored.queue.add_consumer(prefetch);
         outlet.send(Response::Consuming, Bytes::new());
         stored.outlets.insert(id, outlet);
-        pump(stored);
+        deliver_ready(stored);
         Some(ConsumerKey { queue: index, id })
     }
 
-    /// Applies `act` to a consumer's queue, and delivers what may be delivered after it.
-    pub fn change<T>(&self, consumer: ConsumerKey, act: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
+    /// Applies `change` to a consumer's queue, and delivers what may be delivered after it.
+    pub fn change<T>(&self, consumer: ConsumerKey, change: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
         let stored = &mut self.queues()[consumer.queue];
-        let done = act(&mut stored.queue, consumer.id);
-        pump(stored);
-        done
+        let result = change(&mut stored.queue, consumer.id);
+        deliver_ready(stored);
+        result
     }
 
     /// Stops deliveries to a consumer, and sends `Cancelled` after its last message.
@@ -152,24 +152,24 @@ impl QueueStore {
         let stored = &mut self.queues()[consumer.queue];
         stored.outlets.remove(&consumer.id);
         stored.queue.remove_consumer(consumer.id);
-        pump(stored);
+        deliver_ready(stored);
     }
 
-    /// How full a queue is; none: the queue does not exist.
+    /// The number of messages of a queue, by their state; none: the queue does not exist.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
-        self.names.get(queue).map(|index| self.queues()[*index].queue.stats())
+        self.index_by_name.get(queue).map(|index| self.queues()[*index].queue.stats())
     }
 }
 
-fn put(stored: &mut StoredQueue, message: Message) {
+fn enqueue(stored: &mut StoredQueue, message: Message) {
     if stored.kept {
         stored.queue.publish(message);
-        pump(stored);
+        deliver_ready(stored);
     }
 }
 
-/// Delivers as much as possible. Called after every change of a queue.
-fn pump(stored: &mut StoredQueue) {
+/// Delivers ready messages while a consumer has room. Called after every change of a queue.
+fn deliver_ready(stored: &mut StoredQueue) {
     while let Some(delivery) = stored.queue.deliver() {
         if let Some(outlet) = stored.outlets.get(&delivery.consumer) {
             let QueueDelivery { tag, redelivered, delivery_count, message, .. } = delivery;

@@ -1,4 +1,4 @@
-//! Tests of one queue, and a property over every interleaving.
+//! Tests of one queue, and a property test over random interleavings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
@@ -145,7 +145,7 @@ struct Model {
     consumers: BTreeMap<ConsumerId, u16>,
     /// The number of the message, by the consumer that holds it and the tag.
     held: BTreeMap<(ConsumerId, u64), u32>,
-    gone: BTreeSet<u32>,
+    acked: BTreeSet<u32>,
     /// The number of the last message that was delivered for the first time.
     last_fresh: Option<u32>,
 }
@@ -168,7 +168,7 @@ impl Model {
             Step::Ack(pick) => {
                 if let Some((id, tag)) = self.pick_held(pick) {
                     assert!(queue.ack(id, tag));
-                    self.gone.extend(self.held.remove(&(id, tag)));
+                    self.acked.extend(self.held.remove(&(id, tag)));
                 }
             }
             Step::Requeue(pick) => {
@@ -195,7 +195,7 @@ impl Model {
     fn check_delivery(&mut self, queue_delivery: &QueueDelivery) {
         let n = number(&queue_delivery.message);
         assert!(!self.held.values().any(|held| *held == n), "{n} is held by two consumers");
-        assert!(!self.gone.contains(&n), "{n} was settled before");
+        assert!(!self.acked.contains(&n), "{n} was settled before");
         self.held.insert((queue_delivery.consumer, queue_delivery.tag), n);
         let holds = self.held.keys().filter(|(id, _)| *id == queue_delivery.consumer).count();
         assert!(holds <= usize::from(self.consumers[&queue_delivery.consumer]), "over the prefetch");
@@ -227,7 +227,7 @@ proptest! {
             model.step(&mut queue, step);
             let stats = queue.stats();
             prop_assert_eq!(stats.unacked, model.held.len());
-            let all = stats.ready + stats.unacked + model.gone.len();
+            let all = stats.ready + stats.unacked + model.acked.len();
             prop_assert_eq!(all, model.published as usize);
         }
         for id in model.consumers.keys().copied().collect::<Vec<_>>() {
@@ -236,7 +236,7 @@ proptest! {
         queue.add_consumer(prefetch(u16::MAX));
         let rest: Vec<u32> = numbers(&deliver_all(&mut queue));
         prop_assert!(rest.is_sorted(), "old places were kept");
-        let all: BTreeSet<u32> = rest.into_iter().chain(model.gone).collect();
+        let all: BTreeSet<u32> = rest.into_iter().chain(model.acked).collect();
         prop_assert_eq!(all, (0..model.published).collect::<BTreeSet<u32>>());
     }
 }

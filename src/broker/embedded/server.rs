@@ -1,6 +1,6 @@
-//! The launcher's side of the embedded queue: listens on a private Unix socket and accepts connections of
-//! workers and of its own client. Owns the socket's folder, which it makes and removes. Leaves all decisions
-//! about messages to the queue store.
+//! The launcher's side of the embedded queue: listens on a private Unix socket and accepts connections of workers and
+//! of the launcher's own client. Owns the socket's folder, which it creates and removes. Leaves all decisions about
+//! messages to the queue store.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -30,25 +30,25 @@ pub struct EmbeddedBroker {
 }
 
 impl EmbeddedBroker {
-    /// Makes the queues and listens at `path`. Makes the folder of `path` for this user alone; it must not
-    /// exist yet. Call inside a tokio runtime.
+    /// Creates the queues and listens at `path`. Creates the folder of `path` for this user alone; it must not exist
+    /// yet. Call inside a tokio runtime.
     ///
     /// # Errors
-    /// The folder exists or cannot be made, the path is too long for a socket (about 100 bytes), or a queue is
+    /// The folder exists or cannot be created, the path is too long for a socket (about 100 bytes), or a queue is
     /// named twice.
     pub fn bind(path: impl Into<PathBuf>, queues: &[QueueSpec]) -> io::Result<Self> {
         let path = path.into();
         let queue_store =
             QueueStore::new(queues).map_err(|reason| io::Error::new(io::ErrorKind::InvalidInput, reason))?;
         let folder = path.parent().unwrap_or(Path::new("/"));
-        // Made with its final mode, so it is never open to others; an existing folder is an error.
-        std::fs::DirBuilder::new().mode(0o700).create(folder).map_err(|error| at(folder, &error))?;
+        // Created with its final mode, so it is never open to others; an existing folder is an error.
+        std::fs::DirBuilder::new().mode(0o700).create(folder).map_err(|error| with_path(folder, &error))?;
         let listener = match UnixListener::bind(&path) {
             Ok(listener) => listener,
             Err(error) => {
                 // The folder is ours and empty. The error of the bind says more than an error of this call.
                 let _ = std::fs::remove_dir(folder);
-                return Err(at(&path, &error));
+                return Err(with_path(&path, &error));
             }
         };
         let broker = Self {
@@ -71,7 +71,7 @@ impl EmbeddedBroker {
         &self.path
     }
 
-    /// How full a queue is. None: no such queue.
+    /// The number of messages of a queue, by their state. None: no such queue.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
         self.queue_store.stats(queue)
     }
@@ -96,7 +96,7 @@ impl Drop for EmbeddedBroker {
     }
 }
 
-fn at(path: &Path, error: &io::Error) -> io::Error {
+fn with_path(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 

@@ -22,6 +22,7 @@ pub const MAX_MESSAGE: usize = MAX_FRAME - (64 << 10);
 /// Bytes of the two lengths.
 const PREFACE: usize = 8;
 
+/// A frame from a worker.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub(super) enum Request {
@@ -44,6 +45,7 @@ pub(super) enum Request {
     Close,
 }
 
+/// A frame from the launcher.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub(super) enum Response {
@@ -89,7 +91,7 @@ impl Frame {
     /// Serializes the head.
     pub fn new(head: &impl Serialize, body: Bytes) -> Result<Self, WireError> {
         let head = Bytes::from(serde_json::to_vec(head)?);
-        check(head.len() as u64 + body.len() as u64)?;
+        check_length(head.len() as u64 + body.len() as u64)?;
         Ok(Self { head, body })
     }
 
@@ -99,17 +101,17 @@ impl Frame {
     }
 }
 
-fn check(length: u64) -> Result<(), WireError> {
+fn check_length(length: u64) -> Result<(), WireError> {
     if length > MAX_FRAME as u64 { Err(WireError::TooLong { length }) } else { Ok(()) }
 }
 
-/// An error message for the sender of a message that is too long or cannot be written; none if it is neither.
+/// An error message for the sender of a message that is too long or cannot be serialized; none if the message is valid.
 pub(super) fn too_long(message: &Message) -> Option<String> {
-    let head = match serde_json::to_vec(&message.properties) {
-        Ok(head) => head.len(),
+    let properties = match serde_json::to_vec(&message.properties) {
+        Ok(properties) => properties.len(),
         Err(error) => return Some(format!("properties cannot be written: {error}")),
     };
-    let length = head + message.body.len();
+    let length = properties + message.body.len();
     (length > MAX_MESSAGE).then(|| {
         format!("{length} bytes are more than the embedded queue takes in one message ({MAX_MESSAGE})")
     })
@@ -128,11 +130,11 @@ impl Decoder for FrameCodec {
             return Ok(None);
         };
         let (head, body) = (preface.get_u32(), preface.get_u32());
-        check(u64::from(head) + u64::from(body))?;
+        check_length(u64::from(head) + u64::from(body))?;
         let (head, body) = (head as usize, body as usize);
-        let whole = PREFACE + head + body;
-        if input.len() < whole {
-            input.reserve(whole - input.len());
+        let length = PREFACE + head + body;
+        if input.len() < length {
+            input.reserve(length - input.len());
             return Ok(None);
         }
         input.advance(PREFACE);

@@ -1,5 +1,5 @@
-//! Counts the errors of an output by code and message. Owns the counts, which are bounded, because each line of an
-//! output may hold a different error.
+//! Counts the errors of an output by code and message. Owns the counts, whose number is bounded, because each line of
+//! an output may hold a different error.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub struct ErrorCounts {
     /// By code and message. Bound: [`MAX_DISTINCT`].
     by_message: BTreeMap<(String, String), u64>,
     /// Errors for which `by_message` had no room, by code. Bound: [`MAX_DISTINCT`].
-    others: BTreeMap<String, u64>,
+    by_code: BTreeMap<String, u64>,
 }
 
 /// An error with the number of lines that hold it.
@@ -43,8 +43,8 @@ impl ErrorCounts {
             *count += 1;
         } else if self.by_message.len() < MAX_DISTINCT {
             self.by_message.insert(key, 1);
-        } else if self.others.len() < MAX_DISTINCT || self.others.contains_key(&key.0) {
-            *self.others.entry(key.0).or_default() += 1;
+        } else if self.by_code.len() < MAX_DISTINCT || self.by_code.contains_key(&key.0) {
+            *self.by_code.entry(key.0).or_default() += 1;
         }
     }
 
@@ -67,12 +67,12 @@ impl ErrorCounts {
             code: code.clone(),
             message: Some(message.clone()),
         });
-        let others = self.others.iter().map(|(code, count)| CommonError {
+        let by_code = self.by_code.iter().map(|(code, count)| CommonError {
             count: *count,
             code: code.clone(),
             message: None,
         });
-        let mut all: Vec<CommonError> = by_message.chain(others).collect();
+        let mut all: Vec<CommonError> = by_message.chain(by_code).collect();
         all.sort_by_key(|error| std::cmp::Reverse(error.count));
         all.truncate(COMMONEST);
         all
@@ -105,7 +105,7 @@ mod tests {
             errors.add(error("400", &format!("input {number}")));
             errors.add(error(&format!("code {number}"), ""));
         }
-        assert!(errors.by_message.len() <= MAX_DISTINCT && errors.others.len() <= MAX_DISTINCT);
+        assert!(errors.by_message.len() <= MAX_DISTINCT && errors.by_code.len() <= MAX_DISTINCT);
         let first = errors.commonest().remove(0);
         assert_eq!((first.count, first.code.as_str(), first.message), (950, "400", None));
         assert_eq!(errors.total(), 2_000);

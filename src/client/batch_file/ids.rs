@@ -16,8 +16,8 @@ pub struct RepeatedIds {
 }
 
 impl RepeatedIds {
-    /// Takes the id of a line, counted from 1.
-    pub fn take(&mut self, id: &str, line: usize) {
+    /// Adds the id of a line, counted from 1.
+    pub fn add(&mut self, id: &str, line: usize) {
         let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(id);
         if self.seen.contains(&hash) {
             self.repeated += 1;
@@ -28,7 +28,7 @@ impl RepeatedIds {
     }
 
     /// A warning about repeated ids, if there are any.
-    pub fn words(&self) -> Option<String> {
+    pub fn warning(&self) -> Option<String> {
         let (id, line) = self.first.as_ref()?;
         let repeated = self.repeated;
         Some(format!(
@@ -44,10 +44,10 @@ mod tests {
     #[test]
     fn the_warning_names_the_first_line_with_a_repeated_id() {
         let mut ids = RepeatedIds::default();
-        ["a", "b"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 1));
-        assert_eq!(ids.words(), None);
-        ["b", "c", "a"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 3));
-        let warning = ids.words().unwrap();
+        ["a", "b"].iter().enumerate().for_each(|(index, id)| ids.add(id, index + 1));
+        assert_eq!(ids.warning(), None);
+        ["b", "c", "a"].iter().enumerate().for_each(|(index, id)| ids.add(id, index + 3));
+        let warning = ids.warning().unwrap();
         assert!(warning.starts_with("custom_ids that occur again: 2, first on line 3 (\"b\")"), "{warning}");
     }
 }

@@ -1,5 +1,5 @@
-//! The input of a run: its digest, the requests that were counted when the run began, and afterwards a check that the
-//! files have not changed. Owns the read position. Never writes a file.
+//! Reads the input of a run: computes its digest, returns the lines that were counted when the run began, and checks
+//! afterwards that the files have not changed. Owns the read position. Never writes a file.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -94,7 +94,7 @@ fn open(path: PathBuf) -> io::Result<File> {
 pub(super) struct HashedLines {
     lines: InputLines<BufReader<Hashing<Files>>>,
     /// Number of lines read or skipped.
-    read: usize,
+    count: usize,
 }
 
 impl HashedLines {
@@ -104,13 +104,13 @@ impl HashedLines {
     /// The file system's, with the file's name.
     pub fn open(paths: &[PathBuf], done: usize) -> io::Result<Self> {
         let reader = Hashing { reader: Files::open(paths)?, bytes: 0, sha256: Sha256::new() };
-        Ok(Self { lines: InputLines::after(BufReader::new(reader), done)?, read: done })
+        Ok(Self { lines: InputLines::after(BufReader::new(reader), done)?, count: done })
     }
 
-    /// The digest of the bytes read so far: of the whole input once all lines are read.
+    /// The digest of the bytes read so far, which is that of the whole input once all lines are read.
     pub fn digest(&self) -> InputDigest {
         let Hashing { bytes, sha256, .. } = self.lines.get_ref().get_ref();
-        InputDigest { lines: self.read, bytes: *bytes, sha256: format!("{:x}", sha256.clone().finalize()) }
+        InputDigest { lines: self.count, bytes: *bytes, sha256: format!("{:x}", sha256.clone().finalize()) }
     }
 }
 
@@ -119,7 +119,7 @@ impl Iterator for HashedLines {
 
     fn next(&mut self) -> Option<Self::Item> {
         let line = self.lines.next();
-        self.read += usize::from(matches!(line, Some(Ok(_))));
+        self.count += usize::from(matches!(line, Some(Ok(_))));
         line
     }
 }
@@ -141,7 +141,7 @@ impl CountedInput {
     /// are read and answered, so that late changes are detected too. Two changes are not detected: a new file with the
     /// same name, and a file truncated after the read position.
     pub fn changed(&mut self) -> io::Result<Option<String>> {
-        let (answered, counted) = (self.lines.read, self.counted.lines);
+        let (answered, counted) = (self.lines.count, self.counted.lines);
         let how = match self.lines.next().transpose()? {
             Some(_) => "grown",
             None if answered < counted => "become shorter",
@@ -159,7 +159,7 @@ impl Iterator for CountedInput {
     type Item = io::Result<InputLine>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.lines.read < self.counted.lines { self.lines.next() } else { None }
+        if self.lines.count < self.counted.lines { self.lines.next() } else { None }
     }
 }
 

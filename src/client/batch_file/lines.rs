@@ -29,7 +29,7 @@ pub(super) struct RawLine {
 pub(super) fn read_line(reader: &mut impl BufRead, limit: usize) -> io::Result<Option<RawLine>> {
     let mut kept = Vec::new();
     let mut line = RawLine { bytes: None, length: 0, complete: false };
-    let mut over = false;
+    let mut is_too_long = false;
     while !line.complete {
         let chunk = match reader.fill_buf() {
             Ok(chunk) => chunk,
@@ -41,16 +41,16 @@ pub(super) fn read_line(reader: &mut impl BufRead, limit: usize) -> io::Result<O
         }
         let newline = chunk.iter().position(|byte| *byte == b'\n');
         let content = &chunk[..newline.unwrap_or(chunk.len())];
-        over |= kept.len() + content.len() > limit;
-        if !over {
+        is_too_long |= kept.len() + content.len() > limit;
+        if !is_too_long {
             kept.extend_from_slice(content);
         }
         line.complete = newline.is_some();
-        let used = content.len() + usize::from(line.complete);
-        line.length += used as u64;
-        reader.consume(used);
+        let consumed = content.len() + usize::from(line.complete);
+        line.length += consumed as u64;
+        reader.consume(consumed);
     }
-    line.bytes = (!over).then_some(kept);
+    line.bytes = (!is_too_long).then_some(kept);
     Ok((line.length > 0).then_some(line))
 }
 
@@ -82,7 +82,7 @@ impl<R: BufRead> InputLines<R> {
         Ok(lines)
     }
 
-    /// The reader, whose position is ahead of the lines by its buffer.
+    /// The reader. It has read ahead of the lines, into its buffer.
     pub(super) fn get_ref(&self) -> &R {
         &self.reader
     }

@@ -1,6 +1,6 @@
-//! The files of a batch: input lines read as a stream, the position in the output at which an interrupted run
-//! continues, and the record beside the output. Blocking file I/O only: call it from a blocking task. Knows the lines'
-//! ids, not their requests.
+//! The files of a batch: reads input lines as a stream, finds the position in the output at which an interrupted run
+//! continues, and reads and writes the record beside the output. Blocking file I/O only: call it from a blocking task.
+//! Knows the lines' ids, not their requests.
 
 use std::io;
 
@@ -15,7 +15,7 @@ pub use errors::{CommonError, ErrorCounts};
 pub use ids::RepeatedIds;
 pub use input::{CountedInput, InputDigest};
 pub use lines::{InputLine, InputLines, MAX_LINE};
-pub(crate) use record::{beside, read_record, write_record};
+pub(crate) use record::{read_record, record_path, write_record};
 pub use resume::{ResumePoint, claim};
 
 /// Why a run cannot use its files. The operator has to name other files, or repair these.

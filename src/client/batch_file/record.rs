@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// The path of the record of an output.
-pub(crate) fn beside(output: &Path) -> PathBuf {
+pub(crate) fn record_path(output: &Path) -> PathBuf {
     with_suffix(output, ".run.json")
 }
 

@@ -20,8 +20,8 @@ const MAX_OUTPUT_LINE: usize = 1 << 30;
 pub struct ResumePoint {
     /// Requests whose output line is written: skip this many non-blank input lines.
     pub done: usize,
-    /// Length of the output's whole lines in bytes; what follows is a torn line.
-    pub keep: u64,
+    /// Length of the output's whole lines in bytes; a torn line may follow.
+    pub whole_bytes: u64,
     /// The digest of the current input.
     pub input: InputDigest,
     /// The errors in the output's whole lines.
@@ -29,7 +29,7 @@ pub struct ResumePoint {
 }
 
 /// Opens the output, creates it if it does not exist, and locks it until the file is closed. Call it before
-/// [`ResumePoint::find`], so that lines another run still writes are neither counted nor cut off.
+/// [`ResumePoint::find`], so that no lines are counted or cut off that another run is still writing.
 ///
 /// # Errors
 /// The file system's, or another run writes it.
@@ -60,11 +60,11 @@ impl ResumePoint {
         let mut requests =
             HashedLines::open(input, 0).map_err(|error| FileError::Refused(error.to_string()))?;
         let mut answers = match File::open(output) {
-            Ok(file) => Some(Answers::new(BufReader::new(file))),
+            Ok(file) => Some(OutputLines::new(BufReader::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(FileError::at(output.display())(error)),
         };
-        let (mut done, mut total, mut keep, mut errors) = (0, 0, 0, ErrorCounts::default());
+        let (mut done, mut total, mut whole_bytes, mut errors) = (0, 0, 0, ErrorCounts::default());
         let mut next_answer = || match &mut answers {
             Some(answers) => answers.next(output),
             None => Ok(None),
@@ -73,10 +73,10 @@ impl ResumePoint {
         for request in &mut requests {
             let request = request.map_err(FileError::at("the input"))?;
             total += 1;
-            let Some(Answer { custom_id, error, end }) = answer else { continue };
-            same(total, custom_id, &request)?;
+            let Some(OutputLine { custom_id, error, end }) = answer else { continue };
+            check_same_id(total, custom_id, &request)?;
             error.into_iter().for_each(|error| errors.add(error));
-            (done, keep) = (total, end);
+            (done, whole_bytes) = (total, end);
             answer = next_answer()?;
         }
         if answer.is_some() {
@@ -84,7 +84,7 @@ impl ResumePoint {
                 format!("the output has more lines than the input has requests ({total}): not its output");
             return Err(FileError::Refused(problem));
         }
-        Ok(Self { done, keep, input: requests.digest(), errors })
+        Ok(Self { done, whole_bytes, input: requests.digest(), errors })
     }
 
     /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
@@ -92,7 +92,7 @@ impl ResumePoint {
     /// # Errors
     /// The file system's.
     pub fn cut(&self, file: &mut File, output: &Path) -> Result<(), FileError> {
-        let cut = file.set_len(self.keep).and_then(|()| file.seek(SeekFrom::End(0)));
+        let cut = file.set_len(self.whole_bytes).and_then(|()| file.seek(SeekFrom::End(0)));
         cut.map(drop).map_err(FileError::at(output.display()))
     }
 
@@ -106,7 +106,7 @@ impl ResumePoint {
 }
 
 /// One whole output line.
-struct Answer {
+struct OutputLine {
     custom_id: Option<String>,
     error: Option<OutputError>,
     /// Offset after its newline.
@@ -114,20 +114,22 @@ struct Answer {
 }
 
 /// The whole lines of an output.
-struct Answers<R> {
+struct OutputLines<R> {
     reader: R,
+    /// Number of lines read.
     line: usize,
+    /// Length of the whole lines read, in bytes.
     end: u64,
 }
 
-impl<R: BufRead> Answers<R> {
+impl<R: BufRead> OutputLines<R> {
     fn new(reader: R) -> Self {
         Self { reader, line: 0, end: 0 }
     }
 
     /// The next whole line; none at the end, and at a torn last line. A torn line lacks only its newline, or holds the
     /// beginning of an output line or only zeros (`is_torn_output`).
-    fn next(&mut self, output: &Path) -> Result<Option<Answer>, FileError> {
+    fn next(&mut self, output: &Path) -> Result<Option<OutputLine>, FileError> {
         let name = output.display();
         let line = read_line(&mut self.reader, MAX_OUTPUT_LINE).map_err(FileError::at(&name))?;
         let Some(line) = line else { return Ok(None) };
@@ -140,14 +142,14 @@ impl<R: BufRead> Answers<R> {
         let problem = match read_output(&bytes) {
             Ok(OutputSummary { custom_id, error }) if line.complete => {
                 self.end += line.length;
-                return Ok(Some(Answer { custom_id, error, end: self.end }));
+                return Ok(Some(OutputLine { custom_id, error, end: self.end }));
             }
             Ok(_) => return Ok(None),
             Err(problem) => problem,
         };
-        let last = self.reader.fill_buf().map_err(FileError::at(&name))?.is_empty();
+        let is_last = self.reader.fill_buf().map_err(FileError::at(&name))?.is_empty();
         // A file with any other line may have been named as the output by mistake, and must never be cut.
-        if last && is_torn_output(&bytes) {
+        if is_last && is_torn_output(&bytes) {
             Ok(None)
         } else {
             let problem = format!("{name}: line {number} of the output is not batch output: {problem}");
@@ -157,16 +159,16 @@ impl<R: BufRead> Answers<R> {
 }
 
 /// Checks that an output line has the `custom_id` of the request in its place.
-fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), FileError> {
-    let asked = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
+fn check_same_id(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), FileError> {
+    let requested = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
         Ok(request) => Some(request.custom_id),
         Err(invalid) => invalid.custom_id,
     });
-    if answered == asked {
+    if answered == requested {
         return Ok(());
     }
     let shown = |id: Option<String>| id.map_or("null".to_owned(), |id| format!("{id:?}"));
-    let (output_id, input_line, input_id) = (shown(answered), request.number, shown(asked));
+    let (output_id, input_line, input_id) = (shown(answered), request.number, shown(requested));
     Err(FileError::Refused(format!(
         "line {output_line} of the output answers {output_id}, line {input_line} of the input asks \
          {input_id}: not the output of this input; give another output file, or remove this one"
@@ -254,7 +256,7 @@ mod tests {
     fn without_an_output_all_requests_are_to_do() {
         let files = files(INPUT, None);
         let point = run(&files);
-        assert_eq!((point.done, point.keep, point.input.lines), (0, 0, 5));
+        assert_eq!((point.done, point.whole_bytes, point.input.lines), (0, 0, 5));
         assert_eq!(point.input.bytes, INPUT.len() as u64);
         assert_eq!(std::fs::read(&files.output).unwrap(), whole_output());
     }
@@ -264,7 +266,7 @@ mod tests {
         let whole = whole_output();
         let files = files(INPUT, Some(&whole));
         let point = run(&files);
-        assert_eq!((point.done, point.keep), (5, whole.len() as u64));
+        assert_eq!((point.done, point.whole_bytes), (5, whole.len() as u64));
         assert_eq!(point.errors.total(), 2, "the lines that are no requests");
         assert_eq!(std::fs::read(&files.output).unwrap(), whole);
     }
@@ -347,7 +349,7 @@ mod tests {
         let mut file = claim(&files.output).unwrap();
         point.cut(&mut file, &files.output).unwrap();
         file.write_all(b"next\n").unwrap();
-        let kept = usize::try_from(point.keep).unwrap();
+        let kept = usize::try_from(point.whole_bytes).unwrap();
         assert_eq!(std::fs::read(&files.output).unwrap(), [&whole[..kept], b"next\n"].concat());
     }
 }

@@ -5,27 +5,27 @@ use std::collections::BTreeMap;
 
 use super::summary::DeadLetterSummary;
 
-/// The oldest `most` dead letters, and the number of all by reason.
+/// The oldest dead letters, at most `limit`, and the number of all by reason.
 pub(crate) struct Listing {
-    most: usize,
+    limit: usize,
     kept: Vec<DeadLetterSummary>,
     reasons: BTreeMap<String, usize>,
 }
 
 impl Listing {
     /// Default of the maximum number of rows.
-    pub(crate) const MOST: usize = 10_000;
+    pub(crate) const DEFAULT_LIMIT: usize = 10_000;
 
-    /// Empty, for at most this many rows.
-    pub(crate) fn at_most(most: usize) -> Self {
-        Self { most, kept: Vec::new(), reasons: BTreeMap::new() }
+    /// An empty list, for at most this many rows.
+    pub(crate) fn with_limit(limit: usize) -> Self {
+        Self { limit, kept: Vec::new(), reasons: BTreeMap::new() }
     }
 
     pub(crate) fn add(&mut self, row: DeadLetterSummary) {
         *self.reasons.entry(row.reason.clone()).or_default() += 1;
         self.kept.push(row);
         // Rows are cut only at twice the limit, so that adding a row is cheap.
-        if self.kept.len() >= self.most.saturating_mul(2) {
+        if self.kept.len() >= self.limit.saturating_mul(2) {
             self.cut();
         }
     }
@@ -36,7 +36,7 @@ impl Listing {
             (Some(one), Some(other)) => one.cmp(other),
             (one, other) => other.is_some().cmp(&one.is_some()),
         });
-        self.kept.truncate(self.most);
+        self.kept.truncate(self.limit);
     }
 
     /// The rows, the oldest first; those without a time last.
@@ -50,9 +50,9 @@ impl Listing {
         self.reasons.values().sum()
     }
 
-    /// How many of them are over the limit.
-    pub(crate) fn more(&self) -> usize {
-        self.count().saturating_sub(self.most)
+    /// How many of them are over the limit, and not among the rows.
+    pub(crate) fn omitted(&self) -> usize {
+        self.count().saturating_sub(self.limit)
     }
 
     /// How many were added of each reason.
@@ -91,16 +91,16 @@ mod tests {
 
     #[test]
     fn the_oldest_rows_are_kept_and_all_are_counted() {
-        let mut listing = Listing::at_most(3);
+        let mut listing = Listing::with_limit(3);
         for timestamp in [None, Some(9), Some(2), None, Some(7), Some(1), Some(8), None] {
             listing.add(row(timestamp));
         }
         assert_eq!(ids(&mut listing), ["Some(1)", "Some(2)", "Some(7)"]);
-        assert_eq!((listing.count(), listing.more()), (8, 5));
+        assert_eq!((listing.count(), listing.omitted()), (8, 5));
         assert_eq!(listing.reasons().get("unknown"), Some(&8));
-        let mut listing = Listing::at_most(2);
+        let mut listing = Listing::with_limit(2);
         [None, Some(9)].into_iter().for_each(|timestamp| listing.add(row(timestamp)));
         assert_eq!(ids(&mut listing), ["Some(9)", "None"]);
-        assert_eq!(listing.more(), 0);
+        assert_eq!(listing.omitted(), 0);
     }
 }

@@ -9,19 +9,21 @@ use super::session::BrowserSession;
 use crate::broker::{BrokerError, Delivery, Published, Publisher};
 use crate::protocol::dead_letter::restored;
 
-/// Dead letters published at once: the most that a crash may leave in both queues.
+/// Number of dead letters published at once. A crash may leave at most this many in both queues.
 const WINDOW: usize = 64;
 /// No further dead letter joins a window that has this many bytes of bodies.
 const WINDOW_BYTES: usize = 16 << 20;
 
-/// How many dead letters went to the task queue, and how many stayed in the dead-letter queue.
+/// The number of selected dead letters, by their outcome.
 #[derive(Default)]
 pub(crate) struct Requeued {
-    pub(crate) went: usize,
-    pub(crate) stayed: usize,
+    /// Moved to the task queue.
+    pub(crate) moved: usize,
+    /// Left in the dead-letter queue.
+    pub(crate) left: usize,
 }
 
-/// Requeues all selected dead letters. Calls `report_stayed` with each one that cannot be requeued, and the reason.
+/// Requeues all selected dead letters. Calls `report_left` with each one that cannot be requeued, and the reason.
 /// After an error, `requeued` counts what was done before it.
 ///
 /// # Errors
@@ -29,7 +31,7 @@ pub(crate) struct Requeued {
 pub(crate) async fn requeue(
     session: &mut BrowserSession,
     requeued: &mut Requeued,
-    mut report_stayed: impl FnMut(&Delivery, &str),
+    mut report_left: impl FnMut(&Delivery, &str),
 ) -> Result<(), BrokerError> {
     loop {
         let window = window(session).await?;
@@ -37,24 +39,24 @@ pub(crate) async fn requeue(
             return Ok(());
         }
         let sent = join_all(window.iter().map(|delivery| send(session, delivery))).await;
-        let mut ended = Ok(());
+        let mut result = Ok(());
         for (sent, delivery) in sent.into_iter().zip(window) {
             let settled = match sent {
                 Ok(None) => {
-                    requeued.went += 1;
+                    requeued.moved += 1;
                     session.browser.ack(delivery.delivery_tag).await
                 }
-                Ok(Some(why)) => {
-                    report_stayed(&delivery, &why);
-                    requeued.stayed += 1;
+                Ok(Some(reason)) => {
+                    report_left(&delivery, &reason);
+                    requeued.left += 1;
                     session.browser.leave(delivery).await
                 }
                 Err(error) => Err(error),
             };
-            ended = ended.and(settled);
+            result = result.and(settled);
         }
         session.browser.flush().await?;
-        ended?;
+        result?;
     }
 }
 
@@ -71,10 +73,10 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// Publishes a dead letter to its task queue. Returns the reason why it stays; none: the task queue has confirmed it.
+/// Publishes a dead letter to its task queue. Returns the reason why it is left; none: the task queue has confirmed it.
 async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
-    if let Some(why) = session.selection.refusal(delivery) {
-        return Ok(Some(why));
+    if let Some(reason) = session.selection.refusal(delivery) {
+        return Ok(Some(reason));
     }
     let queue = session.selection.task_queue.as_str();
     let message = Arc::new(restored(delivery.message.clone()));

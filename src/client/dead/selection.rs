@@ -30,7 +30,7 @@ pub(crate) struct Selection {
     pub(crate) now: SystemTime,
     found: BTreeSet<String>,
     /// How many matched, but belong to another pool.
-    pub(crate) others: usize,
+    pub(crate) of_other_pools: usize,
 }
 
 impl Selection {
@@ -44,11 +44,12 @@ impl Selection {
             task_queue: task_queue.to_owned(),
             now: SystemTime::now(),
             found: BTreeSet::new(),
-            others: 0,
+            of_other_pools: 0,
         }
     }
 
-    /// Whether a dead letter is selected. Records its ids as found. Counts it in `others` if only its pool excludes it.
+    /// Whether a dead letter is selected. Records its ids as found. Counts it in `of_other_pools` if only its pool
+    /// excludes it.
     pub(crate) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
         let ids: Vec<&String> = self.ids.iter().filter(|id| dead_letter.has_id(id)).collect();
         let Filters { reason, older_than, newer_than } = &self.filters;
@@ -56,7 +57,7 @@ impl Selection {
             && (reason.is_empty() || reason.iter().any(|it| it == dead_letter.reason()))
             && match dead_letter.age(self.now) {
                 Some(age) => {
-                    older_than.is_none_or(|than| age > than) && newer_than.is_none_or(|than| age <= than)
+                    older_than.is_none_or(|min| age > min) && newer_than.is_none_or(|max| age <= max)
                 }
                 None => older_than.is_none() && newer_than.is_none(),
             };
@@ -65,7 +66,7 @@ impl Selection {
         }
         // An id selects a dead letter of any pool: the pool may have been renamed.
         if ids.is_empty() && self.is_of_another_pool(dead_letter) {
-            self.others += 1;
+            self.of_other_pools += 1;
             return false;
         }
         self.found.extend(ids.into_iter().cloned());
@@ -74,7 +75,7 @@ impl Selection {
 
     /// Why a matching dead letter may not be requeued; none: it may.
     pub(crate) fn refusal(&self, delivery: &Delivery) -> Option<String> {
-        DeadLetter::of(&delivery.message).refusal(!self.ids.is_empty())
+        DeadLetter::new(&delivery.message).refusal(!self.ids.is_empty())
     }
 
     /// Whether a dead letter names another pool or, without a pool, comes from the queue of another one. A dead letter
@@ -102,16 +103,16 @@ mod tests {
     const NOW: u64 = 1_000_000;
 
     /// A poison dead letter of this worker, this many seconds old.
-    fn dead(id: &str, worker: &str, ago: i64) -> Message {
-        let at = jiff::Timestamp::from_second(NOW as i64 - ago).unwrap().to_string();
-        let of = [
+    fn dead(id: &str, worker: &str, age: i64) -> Message {
+        let at = jiff::Timestamp::from_second(NOW as i64 - age).unwrap().to_string();
+        let headers = [
             ("reason", "poison"),
             ("error", ""),
             ("task_id", id),
             ("worker", worker),
             ("dead_lettered_at", &at),
         ];
-        let headers = of.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
+        let headers = headers.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
         Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() }
     }
 
@@ -141,26 +142,26 @@ mod tests {
             (selection(&[], &[], None, Some(99)), false),
             (selection(&[], &[], Some(50), Some(150)), true),
         ] {
-            assert_eq!(selection.matches(&DeadLetter::of(&poison)), wanted, "{selection:?}");
+            assert_eq!(selection.matches(&DeadLetter::new(&poison)), wanted, "{selection:?}");
         }
     }
 
     #[test]
     fn without_a_time_there_is_no_age_and_a_future_time_counts_as_new() {
         let bare = Message::default();
-        let bare = DeadLetter::of(&bare);
+        let bare = DeadLetter::new(&bare);
         assert!(selection(&[], &["unknown"], None, None).matches(&bare));
         assert!(!selection(&[], &[], Some(1), None).matches(&bare));
         assert!(!selection(&[], &[], None, Some(u64::MAX)).matches(&bare));
         let ahead = dead("a", "host/embed/0", -1_000);
-        assert!(selection(&[], &[], None, Some(1)).matches(&DeadLetter::of(&ahead)));
+        assert!(selection(&[], &[], None, Some(1)).matches(&DeadLetter::new(&ahead)));
     }
 
     #[test]
     fn ids_without_a_dead_letter_are_reported() {
         let mut selection = selection(&["a", "b", "c"], &[], None, None);
         for id in ["x", "b"] {
-            selection.matches(&DeadLetter::of(&dead(id, "host/embed/0", 1)));
+            selection.matches(&DeadLetter::new(&dead(id, "host/embed/0", 1)));
         }
         assert_eq!(selection.missing(), ["a", "c"]);
     }
@@ -175,25 +176,25 @@ mod tests {
     #[test]
     fn dead_letters_of_other_pools_are_left_out_and_counted() {
         let mut selection = selection(&[], &[], None, None);
-        let mut of = |worker: &str| selection.matches(&DeadLetter::of(&dead("a", worker, 1)));
-        assert!(of("host/embed/0") && of("elsewhere/embed/7"));
-        assert!(!of("host/rerank/1") && !of("host/rerank/2") && !of("host/embed.old/0"));
-        let mut from = |queue: &str| selection.matches(&DeadLetter::of(&dropped_from(queue)));
+        let mut by = |worker: &str| selection.matches(&DeadLetter::new(&dead("a", worker, 1)));
+        assert!(by("host/embed/0") && by("elsewhere/embed/7"));
+        assert!(!by("host/rerank/1") && !by("host/rerank/2") && !by("host/embed.old/0"));
+        let mut from = |queue: &str| selection.matches(&DeadLetter::new(&dropped_from(queue)));
         assert!(from("tasks") && from("tasks.retry-1000ms"));
         assert!(!from("tasks.other") && !from("rerank.tasks"));
-        assert!(selection.matches(&DeadLetter::of(&Message::default())), "it does not say whose it is");
-        assert_eq!(selection.others, 5);
+        assert!(selection.matches(&DeadLetter::new(&Message::default())), "it does not say whose it is");
+        assert_eq!(selection.of_other_pools, 5);
     }
 
     #[test]
     fn a_dead_letter_of_another_pool_is_matched_only_by_its_id() {
         let theirs = dead("a", "host/rerank/0", 1);
-        let theirs = DeadLetter::of(&theirs);
+        let theirs = DeadLetter::new(&theirs);
         let mut by_id = selection(&["a"], &[], None, None);
-        assert!(by_id.matches(&theirs) && by_id.missing().is_empty() && by_id.others == 0);
+        assert!(by_id.matches(&theirs) && by_id.missing().is_empty() && by_id.of_other_pools == 0);
         let mut by_reason = selection(&[], &["poison"], None, None);
-        assert!(!by_reason.matches(&theirs) && by_reason.others == 1);
+        assert!(!by_reason.matches(&theirs) && by_reason.of_other_pools == 1);
         let mut by_another = selection(&[], &["attempts"], None, None);
-        assert!(!by_another.matches(&theirs) && by_another.others == 0, "nobody asked for it");
+        assert!(!by_another.matches(&theirs) && by_another.of_other_pools == 0, "nobody asked for it");
     }
 }

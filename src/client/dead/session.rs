@@ -1,8 +1,8 @@
-//! A session with a pool's dead-letter queue: reads the selected dead letters, and hands back the others. Owns the
-//! browser and the selection until it is closed.
+//! A session with a pool's dead-letter queue: reads the selected dead letters, and returns the others to the queue.
+//! Owns the browser and the selection until it is closed.
 
 use super::selection::Selection;
-use crate::broker::amqp::{Connector, DeadLetterBrowser, LeftBehind};
+use crate::broker::amqp::{Connector, DeadLetterBrowser, NearLimit};
 use crate::broker::{BrokerError, Delivery};
 use crate::config::Broker;
 use crate::protocol::dead_letter::DeadLetter;
@@ -22,13 +22,13 @@ pub(crate) enum Fate {
 
 /// The results of a session that are known when it is closed.
 #[derive(Debug)]
-pub(crate) struct Left {
+pub(crate) struct CloseReport {
     /// Dead letters published to the queue again, at its end, because the broker would have dropped them soon.
-    pub(crate) renewed: usize,
+    pub(crate) republished: usize,
     /// Dead letters that could not be published again, and that the broker will drop after a few more deliveries.
     pub(crate) near_limit: usize,
     /// Dead letters that matched, but belong to other pools.
-    pub(crate) others: usize,
+    pub(crate) of_other_pools: usize,
     /// The ids for which there was no dead letter.
     pub(crate) missing: Vec<String>,
 }
@@ -63,7 +63,7 @@ impl BrowserSession {
     /// The broker is lost, or refuses.
     pub(crate) async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
         while let Some(delivery) = self.browser.next().await? {
-            if self.selection.matches(&DeadLetter::of(&delivery.message)) {
+            if self.selection.matches(&DeadLetter::new(&delivery.message)) {
                 return Ok(Some(delivery));
             }
             self.browser.leave(delivery).await?;
@@ -88,13 +88,14 @@ impl BrowserSession {
         self.browser.flush().await
     }
 
-    /// Hands the dead letters that were left back to the queue. Returns what is known then.
+    /// Returns to the queue the dead letters that were left.
     ///
     /// # Errors
     /// The broker is lost, or refuses.
-    pub(crate) async fn close(self) -> Result<Left, BrokerError> {
-        let LeftBehind { renewed, near_limit } = self.browser.close().await?;
+    pub(crate) async fn close(self) -> Result<CloseReport, BrokerError> {
+        let NearLimit { republished, returned } = self.browser.close().await?;
         let missing = self.selection.missing().into_iter().map(str::to_owned).collect();
-        Ok(Left { renewed, near_limit, others: self.selection.others, missing })
+        let of_other_pools = self.selection.of_other_pools;
+        Ok(CloseReport { republished, near_limit: returned, of_other_pools, missing })
     }
 }

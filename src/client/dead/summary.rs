@@ -1,4 +1,4 @@
-//! A summary of a dead letter. Pure. Its texts are shortened, because those of a dead letter may be of any length.
+//! A summary of a dead letter. Its texts are shortened, because those of a dead letter may be of any length.
 
 use std::time::SystemTime;
 
@@ -26,15 +26,15 @@ pub(crate) struct DeadLetterSummary {
     pub(crate) error: Option<String>,
     /// Bytes of its body.
     pub(crate) size: usize,
-    /// Where it would be put, or why it stays; none if that was not requested.
+    /// Where it would be moved, or why it is left; none if that was not requested.
     #[serde(skip)]
-    pub(crate) to: Option<String>,
+    pub(crate) destination: Option<String>,
 }
 
 impl DeadLetterSummary {
     /// Summarizes a dead letter. Its age is counted up to `now`.
     pub(crate) fn of(delivery: &Delivery, now: SystemTime) -> Self {
-        let (message, dead_letter) = (&delivery.message, DeadLetter::of(&delivery.message));
+        let (message, dead_letter) = (&delivery.message, DeadLetter::new(&delivery.message));
         let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
         Self {
             task_id: text(dead_letter.task_id()),
@@ -46,12 +46,12 @@ impl DeadLetterSummary {
             worker: text(dead_letter.worker()),
             error: text(dead_letter.error()),
             size: message.body.len(),
-            to: None,
+            destination: None,
         }
     }
 
-    pub(crate) fn to(self, to: String) -> Self {
-        Self { to: Some(to), ..self }
+    pub(crate) fn with_destination(self, destination: String) -> Self {
+        Self { destination: Some(destination), ..self }
     }
 }
 

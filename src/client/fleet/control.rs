@@ -27,7 +27,7 @@ pub(crate) enum FleetError {
     /// The settings say that there is no remote control.
     #[error("admin.control_exchange = \"\": there is no remote control")]
     NoExchange,
-    /// No launcher has made the exchange.
+    /// No launcher has declared the exchange.
     #[error("nobody has answered: {0}")]
     Nobody(String),
     /// The connection was lost while answers were awaited.
@@ -55,8 +55,7 @@ impl Control {
     }
 
     /// Sends a request, and returns the answers that arrive until no more are expected, sorted by launcher. Waits for
-    /// the first answer until this time. How long it waits for each further one follows from how long the first one
-    /// took.
+    /// the first answer until this time. The wait for each further answer depends on how long the first one took.
     ///
     /// # Errors
     /// As [`Control::request`].
@@ -84,6 +83,7 @@ impl Control {
         self.gather(target, request, until, expected, false).await
     }
 
+    /// As [`Control::request`]; if `until_quiet`, as [`Control::request_until_quiet`].
     async fn gather(
         &mut self,
         target: &Target,
@@ -103,7 +103,7 @@ impl Control {
             Ok(true) => {}
             // No launcher is bound to this routing key.
             Ok(false) => return Ok(answers),
-            // No launcher has made the exchange: nobody is there.
+            // No launcher has declared the exchange, so none is running.
             Err(BrokerError::Missing { reason, .. }) => {
                 return Err(FleetError::Nobody(reason));
             }
@@ -127,7 +127,7 @@ impl Control {
         Ok(answers)
     }
 
-    /// Keeps a withdrawal for launchers that start later.
+    /// Stores a withdrawal at the broker, for launchers that start later.
     ///
     /// # Errors
     /// The broker refuses or is lost.
@@ -151,6 +151,7 @@ impl Control {
     }
 }
 
+/// Stands for an answer that cannot be parsed.
 fn unreadable(error: &serde_json::Error) -> Answer {
     let message = format!("an answer that this version cannot read: {error}");
     Answer { host: "unknown".to_owned(), error: Some(message), ..Answer::default() }

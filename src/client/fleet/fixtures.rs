@@ -7,7 +7,7 @@ use super::history::Snapshot;
 use crate::broker::amqp::QueueDepth;
 use crate::protocol::admin::{Answer, SlotReport, State};
 use crate::protocol::control::BatchChange;
-use crate::protocol::stats::{Stage, Standing, Stats};
+use crate::protocol::stats::{Stage, Stats, WorkerState};
 
 pub(crate) const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";
 
@@ -15,13 +15,13 @@ pub(crate) const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";
 /// launcher/pool/index.
 pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
     let mut stats = Stats::default();
-    stats.answered("succeeded", "", tasks);
+    stats.count_answers("succeeded", "", tasks);
     for _ in 0..tasks {
-        stats.took(Stage::Compute, 0.02);
-        stats.batch(1, 500, 0.02);
+        stats.observe_stage(Stage::Compute, 0.02);
+        stats.observe_batch(1, 500, 0.02);
     }
     // 1.5 GiB of memory.
-    stats.now = Standing { connected: true, held: 3, resident: 3 << 29, ..Standing::default() };
+    stats.now = WorkerState { connected: true, held: 3, resident: 3 << 29, ..WorkerState::default() };
     let (_, slot) = worker.split_once('/').expect("launcher/pool/index");
     let (pool, _) = slot.rsplit_once('/').expect("pool/index");
     SlotReport {
@@ -61,7 +61,7 @@ pub(crate) fn snapshot(start: Instant, at: u64, answers: Vec<Answer>) -> Snapsho
 pub(crate) fn pool() -> PoolQueues {
     PoolQueues {
         pool: "embed".into(),
-        task: "embed.tasks".into(),
+        task_queue: "embed.tasks".into(),
         background: None,
         retries: vec!["embed.retry-1000ms".into()],
         dead: "embed.dead".into(),
@@ -71,7 +71,7 @@ pub(crate) fn pool() -> PoolQueues {
 /// Two launchers with two pools. One slot fails, and one is quarantined.
 pub(crate) fn two_hosts(start: Instant, at: u64) -> Snapshot {
     let mut failing = slot("gpu1/embed/1", "GPU-66660000", 2 * at);
-    failing.stats.as_mut().expect("counts").answered("failed", "invalid_request", at);
+    failing.stats.as_mut().expect("counts").count_answers("failed", "invalid_request", at);
     failing.restarts = [("crashed".to_owned(), 2)].into();
     failing.last_failure = Some("CUDA_ERROR_ILLEGAL_ADDRESS in a forward pass of 12 tasks. ".repeat(4));
     failing.active = vec!["7f3e".into(), "91b0".into()];

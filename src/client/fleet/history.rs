@@ -1,5 +1,5 @@
 //! The history of every slot: its last report, its rates, its last minute, and whether its launcher still answers. Owns
-//! that state, which is bounded by the launchers that answered recently. Pure: time is passed in.
+//! that state, which is bounded by the launchers that answered recently. Has no clock: time is passed in.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ pub(crate) const REMEMBERED: Duration = Duration::from_secs(30);
 const MEAN_MS: u64 = 2_800;
 /// Maximum number of counts of a slot that are kept for these means.
 const MAX_COUNTS: usize = 8;
-/// Seconds of the sparkline.
+/// Length of the sparkline in seconds.
 const MINUTE: usize = 60;
 
 /// The answers of all launchers, and the queues of their pools, at one time.
@@ -64,14 +64,15 @@ pub(crate) struct History {
     /// When launchers were last queried successfully.
     pub(crate) polled_at: Option<Instant>,
     /// The message of a launcher that answered with an error.
-    pub(crate) refused: Option<String>,
+    pub(crate) error: Option<String>,
 }
 
 impl History {
-    pub(crate) fn learn(&mut self, snapshot: Snapshot) {
+    /// Adds a snapshot, and forgets the slots that are gone.
+    pub(crate) fn add(&mut self, snapshot: Snapshot) {
         let Snapshot { at, wall_ms, answers, queues } = snapshot;
         let (mut live, mut names, mut launchers) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
-        self.refused = answers.iter().find_map(|answer| answer.error.clone());
+        self.error = answers.iter().find_map(|answer| answer.error.clone());
         self.launchers = answers.len();
         for answer in answers {
             let launcher = (answer.host, answer.pid);
@@ -79,7 +80,7 @@ impl History {
                 let key = Key { worker: report.worker.clone(), launcher: launcher.clone() };
                 let slot = self.slots.entry(key.clone()).or_default();
                 slot.key = key.clone();
-                slot.learn(report, answer.uptime_ms, wall_ms);
+                slot.add(report, answer.uptime_ms, wall_ms);
                 names.insert(key.worker.clone());
                 live.insert(key);
             }
@@ -98,31 +99,32 @@ impl History {
 }
 
 impl Slot {
-    fn learn(&mut self, report: SlotReport, uptime_ms: u64, wall_ms: u64) {
+    fn add(&mut self, report: SlotReport, uptime_ms: u64, wall_ms: u64) {
         let now = report.stats.as_deref().cloned().unwrap_or_default();
         // A launcher that was started again, perhaps with the same process id, counts from zero.
         if self.counts.back().is_some_and(|(at, _)| *at >= uptime_ms) {
             (self.counts, self.minute) = Default::default();
         }
-        let since = |at: u64| (uptime_ms - at) as f64 / 1e3;
+        let seconds_since = |at: u64| (uptime_ms - at) as f64 / 1e3;
         match self.counts.back() {
             Some((at, before)) => {
                 let seconds = (uptime_ms / 1_000).saturating_sub(at / 1_000) as usize;
-                let rate = now.tasks().saturating_sub(before.tasks()) as f64 / since(*at);
+                let rate = now.tasks().saturating_sub(before.tasks()) as f64 / seconds_since(*at);
                 self.minute.extend(std::iter::repeat_n(Some(rate), seconds.min(MINUTE)));
             }
             None => self.minute.push(None),
         }
         self.minute.drain(..self.minute.len().saturating_sub(MINUTE));
         // The oldest count is dropped if the second oldest is old enough for the means.
-        let is_enough =
-            |second: Option<&(u64, Stats)>| second.is_some_and(|(at, _)| uptime_ms - at >= MEAN_MS);
-        while is_enough(self.counts.get(1)) || self.counts.len() >= MAX_COUNTS {
+        let is_old_enough =
+            |count: Option<&(u64, Stats)>| count.is_some_and(|(at, _)| uptime_ms - at >= MEAN_MS);
+        while is_old_enough(self.counts.get(1)) || self.counts.len() >= MAX_COUNTS {
             self.counts.pop_front();
         }
-        self.rates = self.counts.front().map_or_else(Rates::default, |(at, before)| {
-            Rates::between(before, &now, since(*at), report.batch.max_tokens)
-        });
+        self.rates = match self.counts.front() {
+            Some((at, before)) => Rates::between(before, &now, seconds_since(*at), report.batch.max_tokens),
+            None => Rates::default(),
+        };
         self.counts.push_back((uptime_ms, now));
         self.age_ms = report.ready_at_ms.map(|ready| wall_ms.saturating_sub(ready));
         (self.report, self.missing_since) = (report, None);
@@ -132,23 +134,23 @@ impl Slot {
     pub(crate) fn state(&self) -> &'static str {
         match self.report.state {
             _ if self.missing_since.is_some() => "silent",
-            state if state.works() && !self.is_connected() => "no broker",
+            state if state.is_serving() && !self.is_connected() => "no broker",
             state => state.name(),
         }
     }
 
     /// Whether it takes tasks now.
     pub(crate) fn works(&self) -> bool {
-        self.missing_since.is_none() && self.report.state.works() && self.is_connected()
+        self.missing_since.is_none() && self.report.state.is_serving() && self.is_connected()
     }
 
     /// How urgently its state needs an operator: higher is worse.
     pub(crate) fn severity(&self) -> usize {
-        let known = || State::ALL.iter().position(|(state, _)| *state == self.report.state);
+        let rank = || State::ALL.iter().position(|(state, _)| *state == self.report.state);
         match self.state() {
             "silent" => State::ALL.len() + 1,
             "no broker" => State::ALL.len(),
-            _ => known().unwrap_or_default(),
+            _ => rank().unwrap_or_default(),
         }
     }
 

@@ -1,6 +1,5 @@
-//! The fleet over its control exchange: sends requests to running launchers and gathers their answers; watches them and
-//! the queues of their pools, and computes their figures: rates, depths, and which launchers are silent. Knows no
-//! terminal.
+//! The fleet over its control exchange: sends requests to running launchers and gathers their answers. Watches them and
+//! the queues of their pools, and computes rates, depths, and which launchers are silent. Knows no terminal.
 
 mod control;
 #[cfg(all(test, feature = "top"))]

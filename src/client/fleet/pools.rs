@@ -1,4 +1,4 @@
-//! Sums up slots and queues by pool. Pure.
+//! Sums up slots and queues by pool. Does no I/O.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::config::Pool;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PoolQueues {
     pub(crate) pool: String,
-    pub(crate) task: String,
+    pub(crate) task_queue: String,
     pub(crate) background: Option<String>,
     pub(crate) retries: Vec<String>,
     pub(crate) dead: String,
@@ -22,7 +22,7 @@ impl PoolQueues {
         let retries = pool.retry.ceilings().into_iter().map(|ceiling| retry_queue(&pool.task_queue, ceiling));
         Self {
             pool: pool.name.clone(),
-            task: pool.task_queue.clone(),
+            task_queue: pool.task_queue.clone(),
             background: pool.background_queue.clone(),
             retries: retries.collect(),
             dead: pool.dead_letter_queue.clone(),
@@ -30,7 +30,7 @@ impl PoolQueues {
     }
 
     /// All queues except the task queue.
-    pub(crate) fn beside(&self) -> impl Iterator<Item = &String> {
+    pub(crate) fn other_queues(&self) -> impl Iterator<Item = &String> {
         self.background.iter().chain(&self.retries).chain([&self.dead])
     }
 }
@@ -53,7 +53,7 @@ pub(crate) struct Total {
     pub(crate) queue: String,
     pub(crate) slots: usize,
     /// Slots that take tasks.
-    pub(crate) work: usize,
+    pub(crate) working: usize,
     /// Tasks answered per second.
     pub(crate) tasks: f64,
     /// Tokens computed per second.
@@ -66,23 +66,24 @@ pub(crate) struct Total {
     pub(crate) held: u64,
     /// Messages in the task queue.
     pub(crate) waiting: Depth,
+    /// Consumers of the task queue; none if it cannot be inspected.
     pub(crate) consumers: Option<u32>,
     pub(crate) background: Depth,
     pub(crate) retry: Depth,
     pub(crate) dead: Depth,
 }
 
-/// The totals of all pools, by name.
-pub(crate) fn totals(history: &History, known: &[PoolQueues]) -> Vec<Total> {
+/// The totals of all pools, by name. `pool_queues` are the queues that the settings name.
+pub(crate) fn totals(history: &History, pool_queues: &[PoolQueues]) -> Vec<Total> {
     let mut totals: BTreeMap<(&str, &str), Total> = BTreeMap::new();
     for slot in history.slots.values() {
         totals.entry((&slot.report.pool, &slot.report.queue)).or_default().add(slot);
     }
     let finish = |((pool, queue), mut total): ((&str, &str), Total)| {
-        let queues = known.iter().find(|it| it.pool == pool && it.task == queue);
+        let queues = pool_queues.iter().find(|it| it.pool == pool && it.task_queue == queue);
         let depth = |names: &[&String]| depth(&history.queues, names);
         (total.pool, total.queue) = (pool.to_owned(), queue.to_owned());
-        total.busy /= total.work.max(1) as f64;
+        total.busy /= total.working.max(1) as f64;
         total.waiting = depth(&[&total.queue]);
         total.consumers = history.queues.get(queue).copied().flatten().map(|depth| depth.consumers);
         if let Some(queues) = queues {
@@ -98,7 +99,7 @@ pub(crate) fn totals(history: &History, known: &[PoolQueues]) -> Vec<Total> {
 impl Total {
     fn add(&mut self, slot: &Slot) {
         self.slots += 1;
-        self.work += usize::from(slot.works());
+        self.working += usize::from(slot.works());
         if slot.missing_since.is_some() {
             return;
         }

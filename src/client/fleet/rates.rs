@@ -1,4 +1,4 @@
-//! Computes rates from the counts of a slot at two times. Pure.
+//! Computes rates from the counts of a slot at two times. Does no I/O.
 
 use crate::protocol::stats::{SECONDS, Stage, Stats};
 

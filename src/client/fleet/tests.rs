@@ -1,4 +1,4 @@
-//! Tests of the fleet's figures: rates, silence, totals.
+//! Tests of the fleet's rates and totals, and of silent launchers.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use super::fixtures::{answer, pool, slot, snapshot, two_hosts};
 use super::*;
 use crate::protocol::admin::Answer;
 
-/// The workers by name, with their states.
+/// The workers in the order of their names, with their states.
 fn shown(history: &History) -> Vec<(String, &'static str)> {
     history.slots.values().map(|slot| (slot.report.worker.clone(), slot.state())).collect()
 }
@@ -16,7 +16,7 @@ fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
     let (mut history, start) = (History::default(), Instant::now());
     for (at, tasks) in [(1, 5), (2, 5), (3, 45), (4, 65), (5, 65)] {
         let one = answer("h", at, vec![slot("h/embed/0", "cpu", tasks)]);
-        history.learn(snapshot(start, at, vec![one]));
+        history.add(snapshot(start, at, vec![one]));
         let rates = &history.slots.values().next().unwrap().rates;
         match at {
             1 => assert_eq!((rates.tasks, rates.fill), (0.0, None)),
@@ -26,7 +26,7 @@ fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
         }
     }
     let again = answer("h", 1, vec![slot("h/embed/0", "cpu", 3)]);
-    history.learn(snapshot(start, 6, vec![again]));
+    history.add(snapshot(start, 6, vec![again]));
     let slot = history.slots.values().next().unwrap();
     assert_eq!((slot.rates.tasks, slot.minute.len(), slot.age_ms), (0.0, 1, Some(66_000)));
 }
@@ -35,7 +35,7 @@ fn rates_are_means_of_three_seconds_and_zero_for_a_new_slot() {
 fn exactly_one_minute_is_kept_even_if_rounds_were_missed() {
     let (mut history, start) = (History::default(), Instant::now());
     for at in (0..200).step_by(2).chain([900]) {
-        history.learn(snapshot(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]));
+        history.add(snapshot(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]));
     }
     let minute = &history.slots.values().next().unwrap().minute;
     assert!(minute.len() == 60 && minute.iter().all(|rate| *rate == Some(1.0)), "{minute:?}");
@@ -44,19 +44,19 @@ fn exactly_one_minute_is_kept_even_if_rounds_were_missed() {
 #[test]
 fn slots_of_a_silent_launcher_are_marked_and_removed_after_30_s() {
     let (mut history, start) = (History::default(), Instant::now());
-    history.learn(two_hosts(start, 1));
+    history.add(two_hosts(start, 1));
     let one = |at| snapshot(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
-    history.learn(one(2));
+    history.add(one(2));
     // Its launcher has answered without the other two.
     let silent = [("gpu1/embed/0".to_owned(), "busy"), ("gpu2.example.com/generate/0".to_owned(), "silent")];
     assert_eq!(shown(&history), silent);
-    history.learn(one(31));
+    history.add(one(31));
     assert_eq!(shown(&history), silent);
-    history.learn(one(32));
+    history.add(one(32));
     assert_eq!(shown(&history), silent[..1]);
     // An outage does not count: nobody could answer.
-    history.learn(two_hosts(start, 40));
-    history.learn(one(400));
+    history.add(two_hosts(start, 40));
+    history.add(one(400));
     assert_eq!(shown(&history), silent);
 }
 
@@ -64,21 +64,21 @@ fn slots_of_a_silent_launcher_are_marked_and_removed_after_30_s() {
 fn slots_of_a_restarted_launcher_replace_its_silent_slots() {
     let (mut history, start) = (History::default(), Instant::now());
     let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
-    history.learn(snapshot(start, 1, vec![with(7, 100)]));
-    history.learn(snapshot(start, 2, vec![with(8, 1)]));
+    history.add(snapshot(start, 1, vec![with(7, 100)]));
+    history.add(snapshot(start, 2, vec![with(8, 1)]));
     assert_eq!(shown(&history), [("h/embed/0".to_owned(), "busy")]);
 }
 
 #[test]
 fn totals_sum_working_slots_and_the_depths_of_known_queues() {
     let (mut history, start) = (History::default(), Instant::now());
-    history.learn(two_hosts(start, 1));
-    history.learn(two_hosts(start, 2));
+    history.add(two_hosts(start, 1));
+    history.add(two_hosts(start, 2));
     let [embed, generate] = &totals(&history, &[pool()])[..] else { panic!() };
-    assert_eq!((embed.work, embed.slots, embed.held, embed.consumers), (3, 3, 9, Some(2)));
+    assert_eq!((embed.working, embed.slots, embed.held, embed.consumers), (3, 3, 9, Some(2)));
     assert_eq!((embed.tasks.round(), embed.errors), (32.0, 1.0));
     assert_eq!((embed.waiting, embed.background), (Depth::Messages(12), Depth::NoQueue));
     assert_eq!((embed.retry, embed.dead), (Depth::Messages(5), Depth::Messages(2)));
-    assert_eq!((generate.work, generate.slots), (0, 1));
+    assert_eq!((generate.working, generate.slots), (0, 1));
     assert_eq!((generate.waiting, generate.dead), (Depth::Unknown, Depth::NoQueue));
 }

@@ -14,9 +14,11 @@ use crate::config::Settings;
 use crate::protocol::admin::{Request, Target};
 
 /// Maximum time for the answers of a round. A round ends earlier once all known launchers have answered.
-const PATIENCE: Duration = Duration::from_millis(800);
-/// In every fifth round, the watch waits the whole [`PATIENCE`], so that new launchers are found.
-const DISCOVERY_ROUNDS: u64 = 5;
+const ROUND_TIMEOUT: Duration = Duration::from_millis(800);
+/// Once in this many rounds, the watch waits the whole [`ROUND_TIMEOUT`], so that new launchers are found.
+const ROUNDS_PER_DISCOVERY: u64 = 5;
+/// Maximum time for the answer to an order. It is longer than a round, because an order is not sent again.
+const ORDER_TIMEOUT: Duration = Duration::from_millis(1_600);
 /// Delay before a lost broker is tried again.
 const RETRY_DELAY: Duration = Duration::from_secs(2);
 /// Interval at which background, retry and dead-letter queues are inspected. It is long because the broker logs each
@@ -46,7 +48,7 @@ pub(crate) struct Watch {
     pools: Vec<PoolQueues>,
     /// When launchers, by host and process, answered last.
     heard: BTreeMap<(String, u32), Instant>,
-    /// When launchers last named each pool and task queue. The queues are inspected while the pool's slots are shown.
+    /// When launchers last named each pool and task queue. After [`REMEMBERED`], the queues are no longer inspected.
     pools_heard: BTreeMap<(String, String), Instant>,
     /// The depths of all queues except the task queues, at the time of `other_queues_at`.
     other_queues: Queues,
@@ -100,14 +102,14 @@ impl Watch {
 
     /// Queries all launchers once, and inspects the queues of their pools.
     async fn snapshot(&mut self) -> Result<Snapshot, FleetError> {
-        let expected = Some(self.heard.len())
-            .filter(|heard| *heard > 0 && !self.rounds.is_multiple_of(DISCOVERY_ROUNDS));
+        let is_discovery = self.heard.is_empty() || self.rounds.is_multiple_of(ROUNDS_PER_DISCOVERY);
+        let expected = (!is_discovery).then_some(self.heard.len());
         self.rounds += 1;
         let control = match &mut self.control {
             Some(control) => control,
             None => self.control.insert(Control::open(&self.settings).await?),
         };
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + ROUND_TIMEOUT;
         let answers = control.request(&Target::All, &Request::Stats, until, expected).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
@@ -126,10 +128,10 @@ impl Watch {
     async fn depths(&mut self) -> Result<Queues, FleetError> {
         let control = self.control.as_ref().ok_or(FleetError::Lost)?;
         if self.other_queues_at.is_none_or(|at| at.elapsed() >= OTHER_QUEUES_INTERVAL) {
-            let is_run =
-                |it: &&PoolQueues| self.pools_heard.contains_key(&(it.pool.clone(), it.task.clone()));
+            let has_launcher =
+                |it: &&PoolQueues| self.pools_heard.contains_key(&(it.pool.clone(), it.task_queue.clone()));
             let names: BTreeSet<&String> =
-                self.pools.iter().filter(is_run).flat_map(PoolQueues::beside).collect();
+                self.pools.iter().filter(has_launcher).flat_map(PoolQueues::other_queues).collect();
             self.other_queues.clear();
             for name in names {
                 self.other_queues.insert(name.clone(), control.depth(name).await?);
@@ -137,8 +139,8 @@ impl Watch {
             self.other_queues_at = Some(Instant::now());
         }
         let mut queues = self.other_queues.clone();
-        for (_, task) in self.pools_heard.keys() {
-            queues.insert(task.clone(), control.depth(task).await?);
+        for (_, task_queue) in self.pools_heard.keys() {
+            queues.insert(task_queue.clone(), control.depth(task_queue).await?);
         }
         Ok(queues)
     }
@@ -148,11 +150,12 @@ impl Watch {
         let Some(control) = self.control.as_mut() else {
             return Ok("the broker is not connected now".to_owned());
         };
-        let answers = control.request(target, request, Instant::now() + 2 * PATIENCE, Some(1)).await?;
+        let answers = control.request(target, request, Instant::now() + ORDER_TIMEOUT, Some(1)).await?;
         let key = target.routing_key();
         let Some(answer) = answers.into_iter().next() else {
             return Ok(format!("nobody has answered for {key:?}"));
         };
+        // Orders target a single slot.
         let slot = answer.slots.into_iter().next();
         let result = answer.error.or_else(|| slot.and_then(|slot| slot.refused.or(slot.done)));
         Ok(format!("{key}: {}", result.unwrap_or_default()))

@@ -1,5 +1,4 @@
-//! The files of a job: decides which inputs and outputs it can have, and where it continues. Opens and locks the
-//! output.
+//! Decides which files a job can have as inputs and output, and where it continues. Opens and locks the output.
 
 use std::cell::RefCell;
 use std::fs::{File, Metadata};
@@ -29,8 +28,8 @@ impl JobFiles {
             let problem = format!("the output {shown} is no file: an interrupted run could not continue it");
             return Err(FileError::Refused(problem));
         }
-        // Checked before the output is created, so that a wrong name leaves no file. No input is opened here: whoever
-        // writes to a FIFO would lose its reader when it is closed again.
+        // Checked before the output is created, so that a wrong name leaves no file. No input is opened here: the
+        // writer of a FIFO would lose its reader when the FIFO is closed again.
         let mut are_files = true;
         let file_of = |metadata: Metadata| (metadata.dev(), metadata.ino());
         let existing = output.metadata().ok().map(file_of);

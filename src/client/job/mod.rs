@@ -1,7 +1,7 @@
-//! A whole job over the fleet: publishes a file's rows to a running pool, and writes the answers in the order of the
-//! rows. Each run has a reply queue of its own, which outlives this process for a while, so that answers to a client
-//! that died are no dead letters. The output alone records what is done: a run continues after its last line.
-//! Knows no command line and no terminal.
+//! A job of `sconce submit`: publishes a file's rows to a running pool, and writes the answers in the order of the
+//! rows. Each run has a reply queue of its own, which outlives this process for a day, so that replies to a client that
+//! died do not become dead letters. The output alone records what is done: a run continues after its last line. Knows
+//! no command line and no terminal.
 
 mod files;
 mod ordered;
@@ -34,7 +34,7 @@ const MAX_UNDER_WAY: usize = 4_096;
 const PREFETCH: u16 = 512;
 const MIN_PREFETCH: u16 = 8;
 /// How long the broker keeps the replies of a job whose client is gone.
-const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
+const KEEP_REPLIES: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The options of a job.
 #[derive(Clone, Debug)]
@@ -98,9 +98,9 @@ impl<'a> JobRun<'a> {
             (job_queue(job.id()), format!("sconce submit {}", job.id()))
         };
         let prefetch = (PREFETCH / options.rows_per_task).max(MIN_PREFETCH);
-        let client = Client::for_job(broker, &name, &options.queue, &replies, KEEP, prefetch).await?;
+        let client = Client::for_job(broker, &name, &options.queue, &replies, KEEP_REPLIES, prefetch).await?;
         let limits = TaskLimits { rows: options.rows_per_task.into(), inputs: options.max_inputs };
-        let point = job.borrow_mut().take_point();
+        let point = job.borrow_mut().take_resume_point();
         let units = read::read(&options.inputs, point, limits)?;
         Ok(Self { job, client, units, resend: options.resend })
     }
@@ -113,7 +113,7 @@ impl<'a> JobRun<'a> {
     /// [`JobError`].
     pub(crate) async fn drive(&mut self, stopped: impl Future<Output = ()>) -> Result<(), JobError> {
         let bounds =
-            Bounds { under_way: MAX_UNDER_WAY, timeout: None, in_order: false, resend: Some(self.resend) };
+            Bounds { max_tasks: MAX_UNDER_WAY, timeout: None, in_order: false, resend: Some(self.resend) };
         let tasks = tasks(self.job, &mut self.units).take_until(stopped);
         self.client.run(0, tasks, &bounds, &mut Sink(self.job)).await
     }

@@ -30,30 +30,31 @@ pub(super) struct Ordered {
 
 enum Place {
     Memory(Vec<u8>),
-    Disk { file: u64, at: u64, length: usize },
+    Disk { file: u64, offset: u64, length: usize },
 }
 
 struct SpillFile {
     file: File,
+    /// Its length in bytes.
     end: u64,
-    /// Lines that still wait.
+    /// Number of its lines that still wait.
     lines: usize,
 }
 
 impl Ordered {
-    /// Writes to `file`, which is positioned at its end and holds the lines before number `next`.
+    /// Writes to `file`, which is positioned at its end and holds the lines before the one with the number `next`.
     pub(super) fn new(file: File, path: &Path, next: u64) -> Self {
         let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
         let folder = folder.to_owned();
         Self { file, folder, next, waiting: BTreeMap::new(), in_memory: 0, spill_files: BTreeMap::new() }
     }
 
-    /// Lines written, those of earlier runs included.
+    /// Number of lines written, those of earlier runs included.
     pub(super) fn written(&self) -> u64 {
         self.next
     }
 
-    /// Lines that wait for an earlier one.
+    /// Number of lines that wait for an earlier one.
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }
@@ -65,7 +66,7 @@ impl Ordered {
     /// The file system's.
     pub(super) fn put(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
         if number != self.next {
-            return self.spill(number, line);
+            return self.store(number, line);
         }
         self.file.write_all(&line)?;
         self.next += 1;
@@ -75,7 +76,7 @@ impl Ordered {
                     self.in_memory -= line.len();
                     line
                 }
-                Place::Disk { file, at, length } => self.read_spilled(file, at, length)?,
+                Place::Disk { file, offset, length } => self.read_spilled(file, offset, length)?,
             };
             self.file.write_all(&line)?;
             self.next += 1;
@@ -92,7 +93,7 @@ impl Ordered {
     }
 
     /// Keeps a line until its turn: in memory if there is room, otherwise on disk.
-    fn spill(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
+    fn store(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
         if self.in_memory + line.len() <= MAX_BYTES_IN_MEMORY {
             self.in_memory += line.len();
             self.waiting.insert(number, Place::Memory(line));
@@ -103,24 +104,24 @@ impl Ordered {
             last += 1;
         }
         let spill_file = match self.spill_files.entry(last) {
-            Entry::Occupied(spill_file) => spill_file.into_mut(),
-            Entry::Vacant(none) => {
-                none.insert(SpillFile { file: tempfile::tempfile_in(&self.folder)?, end: 0, lines: 0 })
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                entry.insert(SpillFile { file: tempfile::tempfile_in(&self.folder)?, end: 0, lines: 0 })
             }
         };
         spill_file.file.seek(SeekFrom::Start(spill_file.end))?;
         spill_file.file.write_all(&line)?;
-        self.waiting.insert(number, Place::Disk { file: last, at: spill_file.end, length: line.len() });
+        self.waiting.insert(number, Place::Disk { file: last, offset: spill_file.end, length: line.len() });
         spill_file.end += line.len() as u64;
         spill_file.lines += 1;
         Ok(())
     }
 
     /// Reads a waiting line from the spill file with this number. Removes the file after its last waiting line.
-    fn read_spilled(&mut self, number: u64, at: u64, length: usize) -> io::Result<Vec<u8>> {
+    fn read_spilled(&mut self, number: u64, offset: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut line = vec![0; length];
         let Some(spill_file) = self.spill_files.get_mut(&number) else { return Ok(line) };
-        spill_file.file.seek(SeekFrom::Start(at))?;
+        spill_file.file.seek(SeekFrom::Start(offset))?;
         spill_file.file.read_exact(&mut line)?;
         spill_file.lines -= 1;
         if spill_file.lines == 0 {
@@ -170,8 +171,8 @@ mod tests {
             for number in order {
                 ordered.put(number, format!("{number}\n").into_bytes()).unwrap();
             }
-            let right: String = (5..40).map(|number| format!("{number}\n")).collect();
-            prop_assert_eq!(std::fs::read_to_string(&path).unwrap(), right);
+            let expected: String = (5..40).map(|number| format!("{number}\n")).collect();
+            prop_assert_eq!(std::fs::read_to_string(&path).unwrap(), expected);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::client::batch_file::{FileError, InputDigest, beside, read_record, write_record};
+use crate::client::batch_file::{FileError, InputDigest, read_record, record_path, write_record};
 
 /// The input that an output answers, and the queue that its rows went through.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,22 +23,20 @@ impl Record {
     /// # Errors
     /// This run may not continue the output, and the operator has to name another one. Nothing is changed then.
     pub(super) fn continue_output(&self, output: &Path, done: usize) -> Result<(), FileError> {
-        let path = beside(output);
+        let path = record_path(output);
         let shown = path.display();
         let earlier: Option<Self> = if done > 0 {
-            let how = "give another output file, or remove it and the output";
-            read_record(&path).map_err(FileError::at(format!("{shown} is of another kind of run: {how}")))?
+            let hint = "give another output file, or remove it and the output";
+            read_record(&path).map_err(FileError::at(format!("{shown} is of another kind of run: {hint}")))?
         } else {
             None
         };
         let Some(earlier) = earlier else {
             return write_record(&path, self).map_err(FileError::at(&shown));
         };
-        let input = |record: &Self| {
-            record
-                .input
-                .as_ref()
-                .map_or("standard input".to_owned(), |digest| format!("an input of {digest}"))
+        let input = |record: &Self| match &record.input {
+            Some(digest) => format!("an input of {digest}"),
+            None => "standard input".to_owned(),
         };
         if (&earlier.input, &earlier.queue) != (&self.input, &self.queue) || self.input.is_none() {
             return Err(FileError::Refused(format!(
@@ -72,16 +70,16 @@ mod tests {
         record().continue_output(&output, 0).unwrap();
         record().continue_output(&output, 2).unwrap();
         let other = Record { queue: "other".into(), ..record() };
-        let said = error(&other, 2);
+        let message = error(&other, 2);
         assert!(
-            said.contains("through \"sconce.tasks\"; this run has") && said.contains("\"other\""),
-            "{said}"
+            message.contains("through \"sconce.tasks\"; this run has") && message.contains("\"other\""),
+            "{message}"
         );
         let stdin = Record { input: None, ..record() };
         assert!(error(&stdin, 1).contains("this run has standard input"));
         other.continue_output(&output, 0).unwrap();
         assert!(error(&record(), 1).contains("through \"other\""), "a new output is recorded anew");
-        std::fs::write(beside(&output), r#"{"format":2,"pools":[]}"#).unwrap();
+        std::fs::write(record_path(&output), r#"{"format":2,"pools":[]}"#).unwrap();
         assert!(error(&record(), 1).contains("of another kind of run"));
     }
 }

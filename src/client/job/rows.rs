@@ -1,5 +1,5 @@
-//! Makes tasks of lines, and output lines of replies. Decides which lines share a task, and how its reply is
-//! divided among them. Pure.
+//! Makes tasks from lines, and output lines from replies. Decides which lines share a task, and how its reply is
+//! divided among them. Does no I/O.
 
 use crate::protocol::Message;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
@@ -25,14 +25,14 @@ pub(super) struct Row {
 
 /// A task with the rows that it answers.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Packed {
+pub(super) struct PackedTask {
     pub(super) rows: Vec<Row>,
     pub(super) url: String,
     pub(super) body: RequestBody,
 }
 
 /// A row that waits for others to share its task.
-struct Open {
+struct OpenRow {
     row: Row,
     request: Shareable,
 }
@@ -49,7 +49,7 @@ pub(super) struct TaskLimits {
 pub(super) struct Packer {
     limits: TaskLimits,
     url: String,
-    open: Vec<Open>,
+    open: Vec<OpenRow>,
     /// Inputs and bytes of the open rows.
     inputs: usize,
     bytes: usize,
@@ -60,27 +60,29 @@ impl Packer {
         Self { limits, url: String::new(), open: Vec::new(), inputs: 0, bytes: 0 }
     }
 
-    /// Takes the request of the next row. `number` is its number in the output, `line` that in the input. Returns the
-    /// tasks that are now complete.
-    pub(super) fn take(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<Packed> {
+    /// Adds the request of the next row. `number` is the row's number in the output, `line` its number in the input.
+    /// Returns the tasks that are now complete.
+    pub(super) fn add(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<PackedTask> {
         let BatchRequest { custom_id, url, body } = request;
         let row = Row { number, custom_id, line, inputs: 1, body: None };
-        let request = if self.limits.rows > 1 { Shareable::of(&url, &body) } else { None };
+        let request = if self.limits.rows > 1 { Shareable::from_request(&url, &body) } else { None };
         let Some(request) = request else {
             let row = Row { inputs: count_inputs(&body), ..row };
-            return self.flush().into_iter().chain([Packed { rows: vec![row], url, body }]).collect();
+            return self.flush().into_iter().chain([PackedTask { rows: vec![row], url, body }]).collect();
         };
         let inputs = request.inputs.len();
         let has_room =
             self.inputs + inputs <= self.limits.inputs && self.bytes + body.len() <= MAX_SHARED_BYTES;
-        let can_join = |first: &Open| self.url == url && first.request.is_like(&request) && has_room;
-        let fits = self.open.first().is_none_or(can_join);
-        let mut complete: Vec<Packed> = if fits { None } else { self.flush() }.into_iter().collect();
+        let can_join = |first: &OpenRow| self.url == url && first.request.is_like(&request) && has_room;
+        let mut complete = Vec::new();
+        if !self.open.first().is_none_or(can_join) {
+            complete.extend(self.flush());
+        }
         self.url = url;
         self.inputs += inputs;
         self.bytes += body.len();
         let row = Row { inputs, body: Some(body), ..row };
-        self.open.push(Open { row, request });
+        self.open.push(OpenRow { row, request });
         if self.open.len() == self.limits.rows {
             complete.extend(self.flush());
         }
@@ -88,18 +90,18 @@ impl Packer {
     }
 
     /// Completes the task of the rows gathered so far.
-    pub(super) fn flush(&mut self) -> Option<Packed> {
+    pub(super) fn flush(&mut self) -> Option<PackedTask> {
         let open = std::mem::take(&mut self.open);
         let url = std::mem::take(&mut self.url);
         (self.inputs, self.bytes) = (0, 0);
         let inputs = open.iter().flat_map(|row| &row.request.inputs).map(|input| &**input);
         let body = open.first()?.request.body_for(inputs);
         let rows = open.into_iter().map(|row| row.row).collect();
-        Some(Packed { rows, url, body: body.into() })
+        Some(PackedTask { rows, url, body: body.into() })
     }
 }
 
-impl Packed {
+impl PackedTask {
     /// Splits the task into one task for each row.
     pub(super) fn split(self) -> Vec<Self> {
         let Self { rows, url, body } = self;
@@ -120,10 +122,10 @@ pub(super) fn line_of(row: &Row, status: u16, reply: &Message) -> Vec<u8> {
 /// divided among them, because it is not JSON, or does not have one item for each input.
 pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> Option<Vec<Vec<u8>>> {
     let inputs: Vec<usize> = rows.iter().map(|row| row.inputs).collect();
-    let bodies = requests::divided(reply, &inputs).ok()?;
+    let bodies = requests::divide_reply(reply, &inputs).ok()?;
     let line = |(index, (row, body)): (usize, (&Row, Box<_>))| {
-        let own_id = format!("{}_{index}", id_of(reply));
-        batch_line::response_line(&row.custom_id, status, &own_id, &body)
+        let id = format!("{}_{index}", id_of(reply));
+        batch_line::response_line(&row.custom_id, status, &id, &body)
     };
     Some(rows.iter().zip(bodies).enumerate().map(line).collect())
 }
@@ -148,18 +150,18 @@ mod tests {
         BatchRequest { custom_id: id.into(), url: url.into(), body: body.to_string().into() }
     }
 
-    fn packed(max_rows: usize, lines: &[(&str, Value)]) -> Vec<Packed> {
+    fn packed(max_rows: usize, lines: &[(&str, Value)]) -> Vec<PackedTask> {
         let mut packer = Packer::new(TaskLimits { rows: max_rows, inputs: 5 });
         let mut tasks = Vec::new();
         for (index, (url, body)) in lines.iter().enumerate() {
-            tasks.extend(packer.take(index as u64, index + 1, request(&index.to_string(), url, body)));
+            tasks.extend(packer.add(index as u64, index + 1, request(&index.to_string(), url, body)));
         }
         tasks.extend(packer.flush());
         tasks
     }
 
-    fn shown(tasks: &[Packed]) -> Vec<(Vec<u64>, Value)> {
-        let shown = |task: &Packed| {
+    fn shown(tasks: &[PackedTask]) -> Vec<(Vec<u64>, Value)> {
+        let shown = |task: &PackedTask| {
             let numbers = task.rows.iter().map(|row| row.number).collect();
             (numbers, serde_json::from_slice(&task.body).unwrap())
         };
@@ -215,14 +217,14 @@ mod tests {
         let reply = |body: &Value| Message { body: body.to_string().into(), ..Message::default() };
         let lines = shared_lines(&task.rows, 200, &reply(&body)).unwrap();
         let lines: Vec<Value> = lines.iter().map(|line| serde_json::from_slice(line).unwrap()).collect();
-        let own = |row: usize| &lines[row]["response"]["body"];
+        let body_of = |row: usize| &lines[row]["response"]["body"];
         assert_eq!(lines[1]["custom_id"], "1");
-        assert_eq!(own(0)["data"], json!([item(0)]));
+        assert_eq!(body_of(0)["data"], json!([item(0)]));
         let embedding =
-            |index: usize, of: usize| json!({"object": "embedding", "index": index, "embedding": [of, 0.5]});
-        assert_eq!(own(1)["data"], json!([embedding(0, 1), embedding(1, 2)]));
-        assert_eq!(own(0)["usage"]["total_tokens"], 9);
-        assert_eq!(own(1)["usage"], json!({"prompt_tokens": 0, "total_tokens": 0}));
+            |index: usize, x: usize| json!({"object": "embedding", "index": index, "embedding": [x, 0.5]});
+        assert_eq!(body_of(1)["data"], json!([embedding(0, 1), embedding(1, 2)]));
+        assert_eq!(body_of(0)["usage"]["total_tokens"], 9);
+        assert_eq!(body_of(1)["usage"], json!({"prompt_tokens": 0, "total_tokens": 0}));
         assert_ne!(lines[0]["id"], lines[1]["id"]);
         assert_eq!(
             shared_lines(&task.rows, 200, &reply(&json!({"data": [item(0)]}))),

@@ -1,4 +1,4 @@
-//! The state of a job: which rows are under way, answered, and written. Decides what becomes of a reply. Owns the
+//! The state of a job: which rows are under way, answered, and written. Decides what follows from a reply. Owns the
 //! output.
 
 use std::cell::RefCell;
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::JobError;
 use super::ordered::{MAX_WAITING, Ordered};
 use super::read::Unit;
-use super::rows::{Packed, failed_line, line_of, shared_lines};
+use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
 use crate::client::batch_file::{ErrorCounts, ResumePoint};
 use crate::client::tally::{Report, Tally};
@@ -24,33 +24,34 @@ use crate::protocol::control::new_run_id;
 /// The `status_code` of a task that was withdrawn.
 const CANCELLED: i64 = 499;
 
-/// A job. Changed by the client's run, read by whoever reports its progress.
+/// A job. The client's run changes it, and the report of its progress reads it.
 pub(crate) struct Job {
     id: String,
     ordered: Ordered,
     /// Where reading begins; none once it has begun.
     point: Option<ResumePoint>,
-    /// Rows that earlier runs answered.
-    before: u64,
+    /// Number of rows that earlier runs answered.
+    answered_before: u64,
+    /// The number of rows; none if the input can be read only once.
     total: Option<usize>,
     attempts: u32,
     /// Tasks of one row each, split from shared tasks that failed. Bound: the rows under way.
-    split: VecDeque<Packed>,
+    split: VecDeque<PackedTask>,
     /// Why the broker will never take a task, by the task's number; until it is answered.
     refused: HashMap<u64, String>,
     /// The error that ended the input early. It ends the run once all rows read before are answered.
     input_failed: Option<JobError>,
     /// Whether all rows were read.
     is_exhausted: bool,
-    /// Tasks under way that may still be split.
-    shared: usize,
+    /// Number of tasks that several rows share, and that may still be split.
+    shared_tasks: usize,
     published: u64,
     under_way: u64,
     resent: u64,
     duplicates: u64,
     errors: u64,
     /// The errors of the output, those of earlier runs included.
-    in_output: ErrorCounts,
+    output_errors: ErrorCounts,
     is_consumed: bool,
     tally: Tally,
     answered: u64,
@@ -72,7 +73,7 @@ pub(crate) struct Progress<'a> {
     pub(crate) written: u64,
     /// Tasks published again.
     pub(crate) resent: u64,
-    /// Replies that came a second time.
+    /// Duplicate replies.
     pub(crate) duplicates: u64,
     /// Whether any worker consumes from the queue.
     pub(crate) consumed: bool,
@@ -85,12 +86,12 @@ impl Job {
     /// times in all.
     pub(super) fn new(output: Ordered, point: Option<ResumePoint>, attempts: u32) -> Self {
         let id = new_run_id();
-        let before = output.written();
+        let answered_before = output.written();
         let total = point.as_ref().map(|point| point.input.lines);
-        let in_output = point.as_ref().map(|point| point.errors.clone()).unwrap_or_default();
+        let output_errors = point.as_ref().map(|point| point.errors.clone()).unwrap_or_default();
         Self {
             id,
-            before,
+            answered_before,
             ordered: output,
             point,
             total,
@@ -98,14 +99,14 @@ impl Job {
             split: VecDeque::new(),
             refused: HashMap::new(),
             input_failed: None,
-            is_exhausted: total.is_some_and(|total| total as u64 == before),
-            shared: 0,
+            is_exhausted: total.is_some_and(|total| total as u64 == answered_before),
+            shared_tasks: 0,
             published: 0,
             under_way: 0,
             resent: 0,
             duplicates: 0,
             errors: 0,
-            in_output,
+            output_errors,
             is_consumed: true,
             tally: Tally::default(),
             answered: 0,
@@ -113,7 +114,7 @@ impl Job {
     }
 
     /// Where the reading of the rows begins; none where the input is read from its start, once.
-    pub(super) fn take_point(&mut self) -> Option<ResumePoint> {
+    pub(super) fn take_resume_point(&mut self) -> Option<ResumePoint> {
         self.point.take()
     }
 
@@ -126,14 +127,14 @@ impl Job {
         self.total
     }
 
-    /// Rows that earlier runs answered.
-    pub(crate) fn before(&self) -> u64 {
-        self.before
+    /// Number of rows that earlier runs answered.
+    pub(crate) fn answered_before(&self) -> u64 {
+        self.answered_before
     }
 
     /// The errors of the output, those of earlier runs included.
-    pub(crate) fn errors(&self) -> &ErrorCounts {
-        &self.in_output
+    pub(crate) fn output_errors(&self) -> &ErrorCounts {
+        &self.output_errors
     }
 
     /// Whether every row is answered in the output.
@@ -166,14 +167,14 @@ impl Job {
                 self.input_failed = Some(error);
                 self.next(units, context)
             }
-            Poll::Ready(None) if self.shared > 0 => Poll::Pending,
+            Poll::Ready(None) if self.shared_tasks > 0 => Poll::Pending,
             Poll::Ready(None) => {
                 self.is_exhausted = true;
                 Poll::Ready(None)
             }
             Poll::Ready(Some(Ok(Unit::Task(packed)))) => {
                 self.published += packed.rows.len() as u64;
-                self.shared += usize::from(packed.rows.len() > 1);
+                self.shared_tasks += usize::from(packed.rows.len() > 1);
                 Poll::Ready(Some(Ok(Unit::Task(packed))))
             }
             Poll::Ready(Some(Ok(invalid))) => Poll::Ready(Some(Ok(invalid))),
@@ -182,19 +183,20 @@ impl Job {
     }
 
     /// Writes an error line for each row of a task.
-    fn fail(&mut self, packed: &Packed, code: &'static str, problem: &str) -> Result<(), JobError> {
+    fn fail(&mut self, packed: &PackedTask, code: &'static str, problem: &str) -> Result<(), JobError> {
         self.tally.count_without_reply(packed.rows.len() as u64);
         let mut rows = packed.rows.iter();
         rows.try_for_each(|row| self.put_error(row.number, failed_line(row, code, problem.to_owned())))
     }
 
-    /// Takes the output line of the row with this number. The line holds an error.
+    /// Takes the output line of the row with this number, which holds an error.
     fn put_error(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
         self.errors += 1;
-        self.in_output.add_line(&line);
+        self.output_errors.add_line(&line);
         self.put(number, line)
     }
 
+    /// Takes the output line of the row with this number.
     fn put(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
         self.ordered.put(number, line).map_err(JobError::Output)?;
         self.answered += 1;
@@ -202,10 +204,10 @@ impl Job {
     }
 
     /// Handles the reply to the task with this number. None: the broker refused the task, or it was given up.
-    fn answer(&mut self, number: u64, packed: Packed, reply: Option<Message>) -> Result<(), JobError> {
+    fn handle(&mut self, number: u64, packed: PackedTask, reply: Option<Message>) -> Result<(), JobError> {
         self.under_way -= 1;
         let is_shared = packed.rows.len() > 1;
-        self.shared -= usize::from(is_shared);
+        self.shared_tasks -= usize::from(is_shared);
         let refused = self.refused.remove(&number);
         let Some(reply) = reply else {
             return match refused {
@@ -269,7 +271,7 @@ impl Job {
 
     /// What this run has measured, for a pool of this name.
     pub(crate) fn report(&mut self, pool: &str) -> Report {
-        self.tally.report(pool, self.errors, &self.in_output)
+        self.tally.report(pool, self.errors, &self.output_errors)
     }
 
     /// Flushes the output to the disk.
@@ -287,7 +289,7 @@ pub(super) fn tasks<'a>(
     units: &'a mut mpsc::Receiver<Result<Unit, JobError>>,
 ) -> impl Stream<Item = Result<Task<Unit>, JobError>> + 'a {
     let task = |unit: Unit| match &unit {
-        Unit::Task(Packed { url, body, .. }) => {
+        Unit::Task(PackedTask { url, body, .. }) => {
             let id = uuid::Uuid::new_v4().to_string();
             let request = Request::new(id, Some(url), body.clone());
             Task { meta: unit, request: Some(request) }
@@ -322,7 +324,7 @@ impl client::Sink<Unit, JobError> for Sink<'_> {
     ) -> Result<(), JobError> {
         let mut job = self.0.borrow_mut();
         match unit {
-            Unit::Task(packed) => job.answer(task, packed, reply),
+            Unit::Task(packed) => job.handle(task, packed, reply),
             Unit::Invalid { number, line } => {
                 job.tally.count_without_reply(1);
                 job.put_error(number, line)

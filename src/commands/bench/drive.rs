@@ -1,5 +1,5 @@
-//! Publishes a load and receives its replies. Decides when the next task is published: when a reply has made room
-//! (closed loop), or when it is due (open loop). Owns the clock of a run; the tally interprets replies.
+//! Publishes a load and receives its replies. Decides when the next task is published: after a reply (closed loop), or
+//! when the task is due (open loop). Owns the clock of a run; the tally interprets replies.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::client::answer::Answer;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
 use crate::protocol::Message;
 
-/// A task expires after it has waited in its queue for this many time-outs.
+/// A task expires after it has waited in its queue for this multiple of `--timeout`.
 const EXPIRY_TIMEOUTS: u32 = 10;
 
 /// How many tasks a run publishes, in this order.
@@ -34,16 +34,16 @@ impl Plan {
 
 /// When the next task is published.
 pub(super) enum Pace {
-    /// When fewer than this many are under way.
+    /// When fewer than this number are under way.
     Closed(usize),
     /// When it is due.
     Open(Arrivals),
 }
 
-/// What the tally needs to know of a task.
-struct Due {
-    /// When the task was due, from the start.
-    at: Duration,
+/// The data of a task that the tally needs.
+struct TaskData {
+    /// When the task was due, since the start.
+    due: Duration,
     inputs: usize,
 }
 
@@ -61,28 +61,28 @@ pub(super) async fn drive(
     bar: &ProgressBar,
 ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
     let start = Instant::now();
-    let (under_way, arrivals) = match pace {
+    let (max_tasks, arrivals) = match pace {
         Pace::Closed(in_flight) => (in_flight, None),
         Pace::Open(arrivals) => (usize::MAX, Some(arrivals)),
     };
     let tasks = tasks(bodies.take(plan.total()), arrivals, start, timeout);
-    let bounds = Bounds { under_way, timeout: Some(timeout), in_order: false, resend: None };
-    let mut counts = Counts { tally: Tally::new(plan.warmup, plan.tasks), start, bar };
-    let unanswered = match client.run(0, tasks, &bounds, &mut counts).await {
+    let bounds = Bounds { max_tasks, timeout: Some(timeout), in_order: false, resend: None };
+    let mut sink = TallySink { tally: Tally::new(plan.warmup, plan.tasks), start, bar };
+    let unanswered = match client.run(0, tasks, &bounds, &mut sink).await {
         Ok(()) => None,
         Err(error @ ClientError::NoReply { .. }) => Some(error.into()),
         Err(error) => return Err(error.into()),
     };
-    Ok((counts.tally.measured(), unanswered))
+    Ok((sink.tally.measured(), unanswered))
 }
 
-/// Yields each task when it is due; without `arrivals` a task is due at once.
+/// Yields each task when it is due. Without `arrivals`, a task is due at once.
 fn tasks(
     bodies: impl Iterator<Item = super::load::Work>,
     arrivals: Option<Arrivals>,
     start: Instant,
     timeout: Duration,
-) -> impl Stream<Item = Result<Task<Due>, ClientError>> {
+) -> impl Stream<Item = Result<Task<TaskData>, ClientError>> {
     let run = uuid::Uuid::new_v4();
     stream::unfold((bodies.enumerate(), arrivals), move |(mut bodies, mut arrivals)| async move {
         let (number, work) = bodies.next()?;
@@ -95,23 +95,23 @@ fn tasks(
             }
         };
         let request = Request::new(format!("{run}/{number}"), work.url.as_deref(), work.body);
-        // The task expires, so that it does not stay in the queue if this run ends early: nobody else wants its reply.
+        // The task expires, so that it does not stay in the queue if this run ends early. Nobody else reads its reply.
         let request = Request { expires: Some(EXPIRY_TIMEOUTS * timeout), ..request };
-        let task = Task { meta: Due { at: due, inputs: work.inputs }, request: Some(request) };
+        let task = Task { meta: TaskData { due, inputs: work.inputs }, request: Some(request) };
         Some((Ok(task), (bodies, arrivals)))
     })
 }
 
-/// Passes events to the tally, with times from the start.
-struct Counts<'a> {
+/// Passes events to the tally, with times since the start.
+struct TallySink<'a> {
     tally: Tally,
     start: Instant,
     bar: &'a ProgressBar,
 }
 
-impl Sink<Due, ClientError> for Counts<'_> {
-    fn begun(&mut self, _: u64, due: &Due) {
-        self.tally.published(due.at, due.inputs);
+impl Sink<TaskData, ClientError> for TallySink<'_> {
+    fn begun(&mut self, _: u64, task: &TaskData) {
+        self.tally.published(task.due, task.inputs);
     }
 
     fn confirmed(&mut self, number: u64) {
@@ -121,7 +121,7 @@ impl Sink<Due, ClientError> for Counts<'_> {
     fn answered(
         &mut self,
         number: u64,
-        _: Due,
+        _: TaskData,
         reply: Option<Message>,
         at: Instant,
     ) -> Result<(), ClientError> {

@@ -1,4 +1,4 @@
-//! The load: which bodies are published, in which order, and when. Pure: everything follows from the seed. Bodies and
+//! The load: which bodies are published, in which order, and when. Everything follows from the seed. Bodies and
 //! arrivals have separate random numbers, so that the same texts can be published at another rate.
 
 use std::ops::RangeInclusive;
@@ -21,10 +21,10 @@ const WORDS: [&str; 48] = [
     "night", "book", "open", "road", "winter", "signal", "quiet", "table", "copper", "bridge", "season",
     "number", "morning", "field", "salt", "far",
 ];
-/// The exponent of the length's distribution. It makes most texts short: the mean of `u^7` for a uniform `u` is 1/8, so
-/// the mean length is the shortest plus an eighth of the range.
+/// The exponent of the distribution of lengths. It makes most texts short: the mean of `u^7` for a uniform `u` is 1/8,
+/// so the mean length is the shortest plus an eighth of the range.
 const SKEW: f64 = 7.0;
-/// Is xored with the seed, so that arrivals have other random numbers than bodies.
+/// XORed with the seed, so that arrivals and bodies have different random numbers.
 const ARRIVALS_SALT: u64 = 0x5eed_a441_7a15;
 
 /// A request to publish.
@@ -74,7 +74,7 @@ impl Iterator for Bodies {
     fn next(&mut self) -> Option<Work> {
         match self {
             Self::Texts { random, words, inputs, sample } => {
-                let texts: Vec<String> = (0..*inputs).map(|_| text(random, words)).collect();
+                let texts: Vec<String> = (0..*inputs).map(|_| random_text(random, words)).collect();
                 let Sample { url, body, inputs } = sample(&texts);
                 Some(Work { url: url.map(str::to_owned), body, inputs })
             }
@@ -90,7 +90,7 @@ impl Iterator for Bodies {
     }
 }
 
-fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> String {
+fn random_text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> String {
     let lengths = (words.end() - words.start() + 1) as f64;
     let length = words.start() + (random.random::<f64>().powf(SKEW) * lengths) as usize;
     let word = |_| WORDS[random.random_range(0..WORDS.len() as u32) as usize];
@@ -103,18 +103,18 @@ pub(super) struct Arrivals {
     /// Mean arrivals per second.
     rate: f64,
     /// The due time of the latest task, in seconds.
-    at: f64,
+    due: f64,
 }
 
 impl Arrivals {
     /// Arrivals at an average rate of `rate` tasks per second.
     pub(super) fn new(seed: u64, rate: f64) -> Self {
-        Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS_SALT), rate, at: 0.0 }
+        Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS_SALT), rate, due: 0.0 }
     }
 
     pub(super) fn next(&mut self) -> Duration {
-        self.at -= (1.0 - self.random.random::<f64>()).ln() / self.rate;
-        Duration::try_from_secs_f64(self.at).unwrap_or(Duration::MAX)
+        self.due -= (1.0 - self.random.random::<f64>()).ln() / self.rate;
+        Duration::try_from_secs_f64(self.due).unwrap_or(Duration::MAX)
     }
 }
 

@@ -28,7 +28,7 @@ use crate::telemetry::QUIET;
 pub(super) use self::load::{Bodies, Work};
 pub(super) use self::summary::{Sizes, Summary, Weighted};
 
-/// The number of warm-up tasks without `--warmup`. In a closed loop with more tasks in flight, that number is taken.
+/// The number of warm-up tasks without `--warmup`. A closed loop with more tasks in flight uses their number instead.
 const WARMUP: usize = 200;
 /// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 2_048;
@@ -60,13 +60,19 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
         load,
         measured,
     };
-    tolerate_broken_pipe(match arguments.json {
-        true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?),
-        false => write!(io::stdout(), "{report}"),
-    })?;
-    unanswered.map_or(Ok(Exit::Done), Err)
+    let printed = if arguments.json {
+        writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)
+    } else {
+        write!(io::stdout(), "{report}")
+    };
+    tolerate_broken_pipe(printed)?;
+    match unanswered {
+        Some(error) => Err(error),
+        None => Ok(Exit::Done),
+    }
 }
 
+/// Runs the load. Returns what [`drive`] returns.
 async fn measure(
     arguments: &Bench,
     settings: &Settings,
@@ -94,14 +100,14 @@ async fn measure(
     measured
 }
 
-/// Plans enough tasks to keep a closed loop full before and during the whole measurement.
+/// Plans the numbers of tasks, so that a closed loop is full before and during the whole measurement.
 fn plan(arguments: &Bench) -> Plan {
     let in_flight = if arguments.rate.is_some() { 1 } else { arguments.in_flight };
     let warmup = arguments.warmup.unwrap_or(WARMUP.max(in_flight));
     Plan { warmup, tasks: arguments.tasks, trailing: in_flight - 1 }
 }
 
-/// The tasks of `--input`, or tasks that `sample` makes of random texts.
+/// The tasks of `--input`, or tasks that `sample` makes from random texts.
 pub(super) fn bodies(texts: &Texts, sample: fn(&[String]) -> Sample) -> anyhow::Result<Bodies> {
     let Texts { seed, words, inputs, input } = texts;
     let Some(path) = input else {

@@ -1,4 +1,4 @@
-//! The report of a load, as JSON and as a table for people. Pure.
+//! The report of a load, as JSON and as a table for people. Does no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write as _};
@@ -41,10 +41,10 @@ pub(super) enum Load {
 /// The tally's results. Times are in milliseconds unless the name says otherwise.
 #[derive(Debug, Serialize)]
 pub(super) struct Measured {
-    /// The measured tasks per second by the broker's confirms.
+    /// The measured tasks per second by the broker's confirms. `bench::run` moves it to [`Load::Open`].
     #[serde(skip)]
     pub(super) achieved_rate: Option<f64>,
-    /// The models named by the replies.
+    /// The models named by the replies. `bench::run` moves them to [`Report::model`].
     #[serde(skip)]
     pub(super) model: BTreeSet<String>,
     pub(super) device: BTreeSet<String>,
@@ -53,27 +53,34 @@ pub(super) struct Measured {
     /// Number of errors by status code.
     pub(super) errors: BTreeMap<String, u64>,
     pub(super) duplicates: u64,
-    /// Published tasks whose reply did not arrive in time, measured or not.
+    /// Published tasks whose reply did not arrive in time, including those before and after the measured ones.
     pub(super) unanswered: usize,
+    /// The measured time: from the last warm-up reply, or without a warm-up from the first task, to the last measured
+    /// reply.
     pub(super) seconds: f64,
     pub(super) tasks_per_second: f64,
     pub(super) inputs_per_second: f64,
     pub(super) tokens_per_second: Option<f64>,
     /// Tokens of generated text per second.
     pub(super) generated_tokens_per_second: Option<f64>,
+    /// From the time at which a task was due to its reply.
     pub(super) latency_ms: Option<Summary>,
+    /// Time in the broker's queue.
     pub(super) queue_ms: Option<Summary>,
+    /// Preprocessing.
     pub(super) prepare_ms: Option<Summary>,
+    /// Time in the worker until a batch takes the task.
     pub(super) wait_ms: Option<Summary>,
+    /// Forward passes.
     pub(super) compute_ms: Option<Summary>,
-    pub(super) batch: Batches,
+    pub(super) batch: BatchSizes,
     pub(super) workers: Vec<WorkerShare>,
     pub(super) device_busy_percent: Option<f64>,
 }
 
-/// The forward passes, each counted once.
+/// The sizes of the batches. A batch that several replies report counts once.
 #[derive(Debug, Serialize)]
-pub(super) struct Batches {
+pub(super) struct BatchSizes {
     pub(super) inputs: Option<Sizes>,
     pub(super) tokens: Option<Sizes>,
 }
@@ -82,14 +89,14 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pool, queue, model, seed, tasks, warmup, load, measured } = self;
         let devices: Vec<&str> = measured.device.iter().map(String::as_str).collect();
-        writeln!(f, "pool      {pool}: {model} on {}, by queue {queue}", devices.join(", "))?;
+        writeln!(f, "pool      {pool}: {model} on {}, via queue {queue}", devices.join(", "))?;
         let inputs = measured.inputs_per_task;
-        writeln!(f, "load      {load}; seed {seed}, inputs a task: {inputs}")?;
+        writeln!(f, "load      {load}; seed {seed}, inputs per task: {inputs}")?;
         let errors: u64 = measured.errors.values().sum();
         write!(f, "tasks     {} of {tasks} succeeded", measured.succeeded)?;
         writeln!(
             f,
-            ", {errors} failed, {} duplicates; {warmup} before them to warm up",
+            ", {errors} failed, {} duplicates; {warmup} before these, as a warm-up",
             measured.duplicates
         )?;
         for (code, count) in &measured.errors {
@@ -107,9 +114,9 @@ impl fmt::Display for Report {
             write!(f, ", {tokens:.0} of them generated")?;
         }
         writeln!(f, " in {:.2} s", measured.seconds)?;
-        f.write_str(&times(measured))?;
-        f.write_str(&batches(&measured.batch))?;
-        f.write_str(&workers(measured))
+        f.write_str(&times_table(measured))?;
+        f.write_str(&batches_table(&measured.batch))?;
+        f.write_str(&workers_table(measured))
     }
 }
 
@@ -119,13 +126,16 @@ impl fmt::Display for Load {
             Self::Closed { in_flight } => write!(f, "closed loop, {in_flight} tasks in flight"),
             Self::Open { rate, achieved_rate } => {
                 write!(f, "open loop, {rate} tasks/s")?;
-                achieved_rate.map_or(Ok(()), |achieved| write!(f, " ({achieved:.1} achieved)"))
+                match achieved_rate {
+                    Some(achieved) => write!(f, " ({achieved:.1} achieved)"),
+                    None => Ok(()),
+                }
             }
         }
     }
 }
 
-fn times(measured: &Measured) -> String {
+fn times_table(measured: &Measured) -> String {
     let mut table = String::new();
     let names = ["mean", "p50", "p90", "p99", "p99.9", "max"].map(|name| format!("{name:>10}"));
     let _ = writeln!(table, "\n{:10}{}", "ms", names.concat());
@@ -143,9 +153,9 @@ fn times(measured: &Measured) -> String {
     table
 }
 
-fn batches(batch: &Batches) -> String {
+fn batches_table(batch: &BatchSizes) -> String {
     let mut table = String::new();
-    let _ = writeln!(table, "\n{:10}{:>10}{:>10}{:>10}", "a batch", "mean", "p50", "max");
+    let _ = writeln!(table, "\n{:10}{:>10}{:>10}{:>10}", "per batch", "mean", "p50", "max");
     for (name, sizes) in [("inputs", batch.inputs), ("tokens", batch.tokens)] {
         let Some(Sizes { mean, p50, max }) = sizes else { continue };
         let _ = writeln!(table, "{name:10}{mean:>10.1}{p50:>10}{max:>10}");
@@ -153,13 +163,15 @@ fn batches(batch: &Batches) -> String {
     table
 }
 
-fn workers(measured: &Measured) -> String {
+fn workers_table(measured: &Measured) -> String {
+    // At least 8, so that this column is as wide as the first one of the other tables.
     let width = measured.workers.iter().map(|it| it.worker.len()).max().unwrap_or(0).max(8);
-    let device = measured.workers.iter().map(|it| it.device.len()).max().unwrap_or(0).max(6);
+    let device_width =
+        measured.workers.iter().map(|it| it.device.len()).max().unwrap_or(0).max("device".len());
     let mut table = String::new();
-    let _ = writeln!(table, "\n{:width$}  {:device$}{:>10}{:>10}", "worker", "device", "tasks", "busy");
-    for WorkerShare { worker, device: name, tasks, busy_percent } in &measured.workers {
-        let _ = writeln!(table, "{worker:width$}  {name:device$}{tasks:>10}{busy_percent:>8.1} %");
+    let _ = writeln!(table, "\n{:width$}  {:device_width$}{:>10}{:>10}", "worker", "device", "tasks", "busy");
+    for WorkerShare { worker, device, tasks, busy_percent } in &measured.workers {
+        let _ = writeln!(table, "{worker:width$}  {device:device_width$}{tasks:>10}{busy_percent:>8.1} %");
     }
     if let Some(busy) = measured.device_busy_percent {
         let _ = writeln!(table, "devices busy with this load: {busy:.1} %");
@@ -203,7 +215,7 @@ mod tests {
                 prepare_ms: Some(summary),
                 wait_ms: Some(summary),
                 compute_ms: None,
-                batch: Batches { inputs: sizes, tokens: sizes },
+                batch: BatchSizes { inputs: sizes, tokens: sizes },
                 workers: vec![share],
                 device_busy_percent: Some(87.5),
             },

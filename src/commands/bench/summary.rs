@@ -1,4 +1,4 @@
-//! The arithmetic of a report: exact percentiles, by sorting. Pure.
+//! The arithmetic of a report: exact percentiles, by sorting.
 
 use serde::Serialize;
 
@@ -21,18 +21,25 @@ impl Summary {
     pub(in crate::commands) fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_unstable_by(f64::total_cmp);
         let max = *values.last()?;
-        let at = |thousandths: usize| {
+        let percentile = |thousandths: usize| {
             let rank = (values.len() * thousandths).div_ceil(1_000).max(1);
             values.get(rank - 1).copied().map_or(max, rounded)
         };
         let mean = rounded(values.iter().sum::<f64>() / values.len() as f64);
         let max = rounded(max);
-        Some(Self { mean, p50: at(500), p90: at(900), p99: at(990), p99_9: at(999), max })
+        Some(Self {
+            mean,
+            p50: percentile(500),
+            p90: percentile(900),
+            p99: percentile(990),
+            p99_9: percentile(999),
+            max,
+        })
     }
 }
 
-/// The size of a batch, weighted by the share of the batch that the reporting task has. So a batch counts once, however
-/// many tasks report it.
+/// The size of a batch, weighted by the reporting task's share of the batch. The weights of a batch add up to 1 if all
+/// of its tasks report it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::commands) struct Weighted {
     pub(in crate::commands) size: f64,
@@ -52,14 +59,14 @@ impl Sizes {
     pub(in crate::commands) fn of(mut sizes: Vec<Weighted>) -> Option<Self> {
         sizes.sort_unstable_by(|a, b| a.size.total_cmp(&b.size));
         let max = sizes.last()?.size;
-        let all: f64 = sizes.iter().map(|it| it.share).sum();
-        let mean = rounded(sizes.iter().map(|it| it.size * it.share).sum::<f64>() / all);
-        let mut below = 0.0;
-        let half = sizes.iter().find(|it| {
-            below += it.share;
-            below * 2.0 >= all
+        let total_share: f64 = sizes.iter().map(|it| it.share).sum();
+        let mean = rounded(sizes.iter().map(|it| it.size * it.share).sum::<f64>() / total_share);
+        let mut cumulative_share = 0.0;
+        let median = sizes.iter().find(|it| {
+            cumulative_share += it.share;
+            cumulative_share * 2.0 >= total_share
         });
-        Some(Self { mean, p50: half.map_or(max, |it| it.size), max })
+        Some(Self { mean, p50: median.map_or(max, |it| it.size), max })
     }
 }
 

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::report::{Batches, Measured};
+use super::report::{BatchSizes, Measured};
 use super::summary::{Sizes, Summary, Weighted};
 use crate::client::answer::{Answer, STAGES};
 use crate::client::replies::{ReplyStats, busy_percent, rounded};
@@ -14,7 +14,7 @@ use crate::client::replies::{ReplyStats, busy_percent, rounded};
 /// A published task.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
-    /// When the schedule wanted it sent; in a closed loop, when it was published.
+    /// When the task was due; in a closed loop, when it was published.
     due: Duration,
     inputs: usize,
 }
@@ -36,6 +36,7 @@ pub(super) struct Tally {
     reply_stats: ReplyStats,
 }
 
+/// The number of confirms, and when the first and the last arrived.
 #[derive(Clone, Copy, Debug)]
 struct Confirms {
     first: Duration,
@@ -62,8 +63,7 @@ impl Tally {
         Self { warmup, tasks, ..Self::default() }
     }
 
-    /// Records the next task, in the order of their numbers. `due`: when the schedule wanted it sent; in a closed loop,
-    /// when it was published.
+    /// Records a published task. Calls are in the order of task numbers. `due` is as in [`Sent`].
     pub(super) fn published(&mut self, due: Duration, inputs: usize) {
         // Without a warm-up, the measured time starts when the first task is due.
         if self.sent.is_empty() {
@@ -86,7 +86,7 @@ impl Tally {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }
 
-    /// Records that `count` replies arrived a second time.
+    /// Records `count` replies to tasks that had a reply already.
     pub(super) fn duplicates(&mut self, count: u64) {
         self.duplicates += count;
     }
@@ -113,7 +113,7 @@ impl Tally {
         }
     }
 
-    /// The results.
+    /// Computes the results.
     pub(super) fn measured(self) -> Measured {
         let achieved_rate = self.confirms.and_then(|Confirms { first, last, count }| {
             let seconds = (last - first).as_secs_f64();
@@ -149,7 +149,7 @@ impl Tally {
             prepare_ms,
             wait_ms,
             compute_ms,
-            batch: Batches { inputs: Sizes::of(batch_inputs), tokens: Sizes::of(batch_tokens) },
+            batch: BatchSizes { inputs: Sizes::of(batch_inputs), tokens: Sizes::of(batch_tokens) },
             device_busy_percent: busy_percent(&workers),
             workers,
         }

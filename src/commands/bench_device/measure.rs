@@ -10,7 +10,7 @@ use crate::commands::bench::Work;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::engine::{
-    Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState,
+    EndedPass, Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Setup, Starter, TaskState,
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::message::URL;
@@ -18,7 +18,7 @@ use crate::protocol::{Files, Message, Properties, TaskError};
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
 
-/// The warm-up lasts the measured time divided by this number.
+/// The warm-up lasts for the measured time divided by this number.
 const WARMUP_DIVISOR: u32 = 4;
 
 pub(in crate::commands) struct Measured {
@@ -56,9 +56,9 @@ impl Observer for Passes {
 
     fn mark_idle(&self) {}
 
-    fn tell_idle(&self) {}
+    fn report_idle(&self) {}
 
-    fn passed(&self, passed: &Passed<'_>) {
+    fn pass_ended(&self, passed: &EndedPass<'_>) {
         let pass = Pass { inputs: passed.pass.size, tokens: passed.pass.tokens, took: passed.took };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pass);
     }
@@ -82,33 +82,33 @@ pub(super) fn measure(
         prepared_bytes: slot.pool.prepared_bytes,
         observer: Box::new(passes.clone()),
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     let loaded = starter.start(setup)?.blocking_recv().context("the model thread died while loading")?;
     let mut loaded = loaded.map_err(WorkerError::from)?;
-    let loading = begun.elapsed();
+    let loading = start.elapsed();
 
-    let begun = Instant::now();
-    let mut jobs = preprocessed(&loaded, tasks)?;
-    let preprocessing = begun.elapsed();
+    let start = Instant::now();
+    let mut jobs = preprocess_all(&loaded, tasks)?;
+    let preprocessing = start.elapsed();
     let inputs = jobs.iter().map(|job| job.inputs()).sum();
     let tokens = jobs.iter().map(|job| job.tokens()).sum();
 
     let mut computing = compute(&mut loaded, jobs)?;
     while computing < time / WARMUP_DIVISOR {
-        jobs = preprocessed(&loaded, tasks)?;
+        jobs = preprocess_all(&loaded, tasks)?;
         computing += compute(&mut loaded, jobs)?;
     }
     passes.take();
     computing = Duration::ZERO;
     while computing < time {
-        jobs = preprocessed(&loaded, tasks)?;
+        jobs = preprocess_all(&loaded, tasks)?;
         computing += compute(&mut loaded, jobs)?;
     }
     Ok(Measured { loading, inputs, tokens, preprocessing, passes: passes.take(), computing })
 }
 
 /// Preprocesses all tasks, one after the other.
-fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
+fn preprocess_all(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
     let job = |(task, number): (&Work, usize)| {
         let content_type = task.body.media_type.clone();
         let mut properties = Properties { content_type, ..Properties::default() };
@@ -126,43 +126,43 @@ fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn J
 
 /// Computes all jobs, and returns how long that took.
 fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<Duration> {
-    // Announces further jobs, so that the first batch is a full one.
+    // Announces a further job until all are enqueued, so that the first batch is full.
     loaded.engine.expect(Expect::More);
-    let begun = Instant::now();
+    let start = Instant::now();
     for (number, job) in jobs.iter_mut().enumerate() {
         let name = TaskName { id: number.to_string(), fingerprint: String::new() };
         job.enqueue(Arc::new(TaskState::new(name, None)), None);
     }
-    let mut left = 0;
+    let mut unfinished = 0;
     for (job, number) in jobs.iter_mut().zip(1..) {
         if let Some(source) = job.source() {
-            prepare(&*source).map_err(|error| anyhow!("task {number}: {error}"))?;
+            make_inputs(&*source).map_err(|error| anyhow!("task {number}: {error}"))?;
         }
-        // A job may be done already: its inputs were computed before `prepare` found that there are no more. No notice
-        // comes for it.
+        // A job may be done already: its inputs were computed before `make_inputs` found that there are no more. No
+        // notice comes for it.
         let is_done = matches!(poll(&mut **job), Poll::Ready(JobEvent::Done(_)));
-        left += usize::from(!is_done);
+        unfinished += usize::from(!is_done);
     }
     loaded.engine.expect(Expect::Less);
-    while left > 0 {
+    while unfinished > 0 {
         match loaded.notices.blocking_recv() {
             Some(Notice::Done(tasks)) => {
-                left -= tasks.len();
+                unfinished -= tasks.len();
                 tasks.iter().for_each(|task| task.notify());
             }
             Some(Notice::Fault(error)) => return Err(WorkerError::Device(error).into()),
             None => return Err(WorkerError::Device("the model thread ended".into()).into()),
         }
     }
-    let took = begun.elapsed();
+    let took = start.elapsed();
     for (number, job) in jobs.into_iter().enumerate() {
         job.finish().map_err(|error| WorkerError::Device(format!("task {}: {error}", number + 1)))?;
     }
     Ok(took)
 }
 
-/// Makes all inputs of a job at once, even while many of them wait for the model.
-fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
+/// Makes all inputs of a job without a pause, even if many of them still wait for the model.
+fn make_inputs(source: &dyn InputSource) -> Result<(), TaskError> {
     let mut context = Context::from_waker(Waker::noop());
     while source.poll_wanted(&mut context) != Poll::Ready(false) {
         source.pull()?;
@@ -170,7 +170,7 @@ fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
     Ok(())
 }
 
-/// Polls the state of a job, without parts of its reply.
+/// Polls the state of a job. Requests no parts of its reply.
 fn poll(job: &mut dyn Job) -> Poll<JobEvent> {
     job.poll_event(&mut Context::from_waker(Waker::noop()), false)
 }

@@ -1,4 +1,5 @@
-//! `sconce bench-device`: measures a model on one device, run as by a worker of the pool, but without a queue.
+//! `sconce bench-device`: measures a model on one device. It runs the model as a worker of the pool does, but without a
+//! queue.
 
 mod measure;
 mod report;
@@ -28,14 +29,15 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
         .collect();
     let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);
-    match arguments.json {
-        true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?,
-        false => write!(io::stdout(), "{report}")?,
+    if arguments.json {
+        writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?;
+    } else {
+        write!(io::stdout(), "{report}")?;
     }
     Ok(Exit::Done)
 }
 
-/// The first slot of the pool, with one worker per device. An error if it does not fit its device.
+/// The first slot of the pool, planned with one worker per device. An error if it does not fit its device.
 fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignment> {
     let loaded = load(&arguments.settings, &[])?.settings;
     let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;

@@ -1,4 +1,4 @@
-//! The report of a measured device, as JSON and as a table for people. Pure.
+//! The report of a measured device, as JSON and as a table for people. Does no I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub(super) struct Report {
     forward: Rate,
     passes: usize,
     forward_ms: Option<Summary>,
-    batch: Batches,
+    batch: BatchSizes,
 }
 
 /// Inputs and tokens per second.
@@ -37,7 +37,7 @@ struct Rate {
 }
 
 #[derive(Debug, Serialize)]
-struct Batches {
+struct BatchSizes {
     inputs: Option<Sizes>,
     tokens: Option<Sizes>,
 }
@@ -58,10 +58,10 @@ impl Report {
     /// The report of the measurement of `tasks` tasks on a slot's device.
     pub(super) fn new(slot: &Assignment, tasks: usize, measured: Measured) -> Self {
         let Measured { loading, inputs, tokens, preprocessing, passes, computing } = measured;
-        let sizes = |size: fn(&Pass) -> usize| {
-            Sizes::of(passes.iter().map(|pass| Weighted { size: size(pass) as f64, share: 1.0 }).collect())
+        let sizes = |count: fn(&Pass) -> usize| {
+            Sizes::of(passes.iter().map(|pass| Weighted { size: count(pass) as f64, share: 1.0 }).collect())
         };
-        let sum = |size: fn(&Pass) -> usize| passes.iter().map(size).sum();
+        let sum = |count: fn(&Pass) -> usize| passes.iter().map(count).sum();
         let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
         Self {
             model: load_spec(slot).model_name().to_owned(),
@@ -76,7 +76,7 @@ impl Report {
             forward: Rate::of(sum(|pass| pass.inputs), sum(|pass| pass.tokens), computing),
             passes: passes.len(),
             forward_ms: Summary::of(passes.iter().map(|pass| ms(pass.took)).collect()),
-            batch: Batches { inputs: sizes(|pass| pass.inputs), tokens: sizes(|pass| pass.tokens) },
+            batch: BatchSizes { inputs: sizes(|pass| pass.inputs), tokens: sizes(|pass| pass.tokens) },
         }
     }
 }
@@ -89,7 +89,7 @@ impl fmt::Display for Report {
             "model     {model} in {dtype} on {device}, {threads} threads; loaded in {load_ms:.0} ms"
         )?;
         let mean = *tokens as f64 / (*inputs).max(1) as f64;
-        writeln!(f, "load      {tasks} tasks, {inputs} inputs, {mean:.1} tokens an input")?;
+        writeln!(f, "load      {tasks} tasks, {inputs} inputs, {mean:.1} tokens per input")?;
         writeln!(f, "prepare   {}: one thread", self.prepare)?;
         writeln!(f, "forward   {}: {} batches", self.forward, self.passes)?;
         if let Some(Summary { mean, p50, p99, max, .. }) = self.forward_ms {
@@ -97,7 +97,7 @@ impl fmt::Display for Report {
         }
         for (name, sizes) in [("inputs", self.batch.inputs), ("tokens", self.batch.tokens)] {
             let Some(Sizes { mean, p50, max }) = sizes else { continue };
-            writeln!(f, "a batch   {mean:.1} {name} on average, p50 {p50}, max {max}")?;
+            writeln!(f, "per batch {mean:.1} {name} on average, p50 {p50}, max {max}")?;
         }
         Ok(())
     }

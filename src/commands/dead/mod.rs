@@ -11,7 +11,9 @@ use anyhow::anyhow;
 use super::{load, pool_named, start_logging, tolerate_broken_pipe};
 use crate::broker::Delivery;
 use crate::cli::{Dead, DeadFilters, DeadList, DeadPurge, DeadShow, DeadSource, DeadWhich};
-use crate::client::dead::{BrowserSession, DeadLetterSummary, Fate, Filters, Left, Listing, Selection};
+use crate::client::dead::{
+    BrowserSession, CloseReport, DeadLetterSummary, Fate, Filters, Listing, Selection,
+};
 use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -32,15 +34,15 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
     })
 }
 
-/// Lists dead letters. Prints them only after all were handed back to the queue, because a pager may block printing.
+/// Lists dead letters. Hands all of them back to the queue before it prints, because a pager may block printing.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut session = open(&arguments.source, &[], &arguments.filters).await?;
-    let mut listing = Listing::at_most(arguments.limit);
-    let list = |delivery: &Delivery, selection: &Selection| {
+    let mut listing = Listing::with_limit(arguments.limit);
+    let add = |delivery: &Delivery, selection: &Selection| {
         listing.add(DeadLetterSummary::of(delivery, selection.now));
         Fate::Leave
     };
-    session.for_each(list).await?;
+    session.for_each(add).await?;
     let queue = session.queue().to_owned();
     let exit = close(session).await?;
     let mut out = Vec::new();
@@ -51,8 +53,8 @@ async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
         writeln!(out, "{}", table::summary(&listing, &format!(" in {queue}")))?;
     }
     tolerate_broken_pipe(io::stdout().write_all(&out))?;
-    if arguments.json && listing.more() > 0 {
-        print_note(&format!("and {} more: see --limit", listing.more()))?;
+    if arguments.json && listing.omitted() > 0 {
+        print_note(&format!("and {} more: see --limit", listing.omitted()))?;
     }
     Ok(exit)
 }
@@ -61,15 +63,16 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
     let ids = std::slice::from_ref(&arguments.id);
     let mut session = open(&arguments.source, ids, &<_>::default()).await?;
     let (mut found, mut bytes, mut more) = (Vec::<Delivery>::new(), 0, 0);
-    let show = |delivery: &Delivery, _: &Selection| {
+    let keep = |delivery: &Delivery, _: &Selection| {
         bytes += delivery.message.body.len();
-        match found.is_empty() || bytes <= SHOWN_BYTES {
-            true => found.push(delivery.clone()),
-            false => more += 1,
+        if found.is_empty() || bytes <= SHOWN_BYTES {
+            found.push(delivery.clone());
+        } else {
+            more += 1;
         }
         Fate::Leave
     };
-    session.for_each(show).await?;
+    session.for_each(keep).await?;
     let (now, queue) = (session.selection.now, session.queue().to_owned());
     let exit = close(session).await?;
     if found.is_empty() {
@@ -79,25 +82,26 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
     }
     if more > 0 {
         let hidden = view::dead_letters(more);
-        let most = SHOWN_BYTES >> 20;
-        print_note(&format!("{hidden} with this id not shown: the bodies exceed {most} MiB together"))?;
+        let max_mib = SHOWN_BYTES >> 20;
+        print_note(&format!("{hidden} with this id not shown: the bodies exceed {max_mib} MiB together"))?;
     }
     let mut out = Vec::new();
     for delivery in &found {
-        match arguments.json {
-            true => writeln!(out, "{}", view::full_json(delivery, now))?,
-            false => writeln!(out, "{}", view::full_text(delivery, now))?,
+        if arguments.json {
+            writeln!(out, "{}", view::full_json(delivery, now))?;
+        } else {
+            writeln!(out, "{}", view::full_text(delivery, now))?;
         }
     }
     tolerate_broken_pipe(io::stdout().write_all(&out))?;
     Ok(exit)
 }
 
-/// Deletes dead letters with `--yes`; without it, shows which ones `--yes` would delete.
+/// With `--yes`, deletes dead letters. Without it, shows which ones `--yes` would delete.
 async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     let DeadWhich { source, ids, filters, .. } = &arguments.which;
     let mut session = open(source, ids, filters).await?;
-    let mut listing = Listing::at_most(if arguments.yes { 0 } else { Listing::MOST });
+    let mut listing = Listing::with_limit(if arguments.yes { 0 } else { Listing::DEFAULT_LIMIT });
     let purge = |delivery: &Delivery, selection: &Selection| {
         listing.add(DeadLetterSummary::of(delivery, selection.now));
         if arguments.yes { Fate::Delete } else { Fate::Leave }
@@ -137,13 +141,13 @@ async fn open(source: &DeadSource, ids: &[String], filters: &DeadFilters) -> any
     Ok(session)
 }
 
-/// Hands back the dead letters that were left in the queue, and prints notes about them to stderr. Returns the exit
-/// code of a command that succeeded otherwise.
+/// Hands back the dead letters that stay in the queue, and prints notes about them to stderr. Returns the exit code for
+/// the case that the rest of the command succeeds.
 async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
     let queue = session.queue().to_owned();
-    let Left { renewed, near_limit, others, missing } = session.close().await?;
-    if renewed > 0 {
-        let count = view::dead_letters(renewed);
+    let CloseReport { republished, near_limit, of_other_pools, missing } = session.close().await?;
+    if republished > 0 {
+        let count = view::dead_letters(republished);
         print_note(&format!(
             "{count} republished to the end of {queue}, because the broker would have dropped them soon"
         ))?;
@@ -155,8 +159,8 @@ async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
              republished: is the queue full, or may this user not write to amq.default?"
         ))?;
     }
-    if others > 0 {
-        let count = view::dead_letters(others);
+    if of_other_pools > 0 {
+        let count = view::dead_letters(of_other_pools);
         print_note(&format!(
             "{count} of other pools in {queue} left out: select them with --pool, their settings, or their ids"
         ))?;
@@ -167,7 +171,8 @@ async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
     Ok(if near_limit > 0 || !missing.is_empty() { Exit::Refused } else { Exit::Done })
 }
 
-/// Prints a line to stderr, beside the result. Removes control characters, because the line may quote a dead letter.
+/// Prints a line to stderr, apart from the result on stdout. Removes control characters, because the line may quote a
+/// dead letter.
 fn print_note(line: &str) -> io::Result<()> {
     writeln!(io::stderr(), "sconce: {}", view::printable(line))
 }

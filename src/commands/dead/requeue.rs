@@ -13,34 +13,31 @@ use crate::shutdown::Exit;
 pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let DeadWhich { source, ids, filters, .. } = &arguments.which;
     let mut session = open(source, ids, filters).await?;
-    let (mut requeued, mut listing) = (Requeued::default(), Listing::at_most(Listing::MOST));
-    let ended = match arguments.dry_run {
-        true => {
-            let preview = |delivery: &Delivery, selection: &Selection| {
-                let to = match selection.refusal(delivery) {
-                    None => {
-                        requeued.went += 1;
-                        selection.task_queue.clone()
-                    }
-                    Some(why) => {
-                        requeued.stayed += 1;
-                        format!("stays: {why}")
-                    }
-                };
-                listing.add(DeadLetterSummary::of(delivery, selection.now).to(to));
-                Fate::Leave
+    let (mut requeued, mut listing) = (Requeued::default(), Listing::with_limit(Listing::DEFAULT_LIMIT));
+    let ended = if arguments.dry_run {
+        let preview = |delivery: &Delivery, selection: &Selection| {
+            let to = match selection.refusal(delivery) {
+                None => {
+                    requeued.moved += 1;
+                    selection.task_queue.clone()
+                }
+                Some(why) => {
+                    requeued.left += 1;
+                    format!("stays: {why}")
+                }
             };
-            session.for_each(preview).await
-        }
-        false => {
-            let now = session.selection.now;
-            let report_stayed = |delivery: &Delivery, why: &str| {
-                let [id, reason, ..] = view::cells(&DeadLetterSummary::of(delivery, now));
-                // A closed stderr must not prevent the acks of confirmed messages.
-                let _ = print_note(&format!("dead letter {id} ({reason}) stays: {why}"));
-            };
-            requeue(&mut session, &mut requeued, report_stayed).await
-        }
+            listing.add(DeadLetterSummary::of(delivery, selection.now).with_destination(to));
+            Fate::Leave
+        };
+        session.for_each(preview).await
+    } else {
+        let now = session.selection.now;
+        let report_stayed = |delivery: &Delivery, why: &str| {
+            let [id, reason, ..] = view::cells(&DeadLetterSummary::of(delivery, now));
+            // A closed stderr must not prevent the acks of confirmed messages.
+            let _ = print_note(&format!("dead letter {id} ({reason}) stays: {why}"));
+        };
+        requeue(&mut session, &mut requeued, report_stayed).await
     };
     let task_queue = view::printable(&session.selection.task_queue);
     let closed = close(session).await;
@@ -48,15 +45,15 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     table::write_table(&mut listing, &mut out, "TO")?;
     // Also printed after an error, because dead letters that were requeued before it stay requeued.
     let verb = if arguments.dry_run { "would requeue" } else { "requeued" };
-    match requeued.went {
+    match requeued.moved {
         0 => writeln!(out, "{verb} no dead letter")?,
         went => writeln!(out, "{verb} {} to {task_queue}", view::dead_letters(went))?,
     }
-    if requeued.stayed > 0 {
-        writeln!(out, "{} asked for, but not requeued", view::dead_letters(requeued.stayed))?;
+    if requeued.left > 0 {
+        writeln!(out, "{} asked for, but not requeued", view::dead_letters(requeued.left))?;
     }
     tolerate_broken_pipe(io::stdout().write_all(&out))?;
     ended?;
     let exit = closed?;
-    Ok(if requeued.stayed > 0 { Exit::Refused } else { exit })
+    Ok(if requeued.left > 0 { Exit::Refused } else { exit })
 }

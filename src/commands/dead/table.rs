@@ -13,31 +13,31 @@ pub(super) fn summary(listing: &Listing, place: &str) -> String {
     format!("{}{place}{colon}{}", dead_letters(listing.count()), counts.collect::<Vec<_>>().join(", "))
 }
 
-/// Writes one JSON object per line and dead letter.
+/// Writes one line with a JSON object for each dead letter.
 pub(super) fn write_json(listing: &mut Listing, out: &mut impl Write) -> io::Result<()> {
     listing.rows().iter().try_for_each(|row| writeln!(out, "{}", serde_json::to_string(row)?))
 }
 
-/// Writes a table whose last column has the title `last`, and a line that counts the rows not shown. Writes nothing if
-/// there are no rows.
-pub(super) fn write_table(listing: &mut Listing, out: &mut impl Write, last: &str) -> io::Result<()> {
+/// Writes a table whose last column has the title `last_title`, and a line that counts the rows not shown. Writes
+/// nothing if there are no rows.
+pub(super) fn write_table(listing: &mut Listing, out: &mut impl Write, last_title: &str) -> io::Result<()> {
     let rows = listing.rows();
     if rows.is_empty() {
         return Ok(());
     }
-    writeln!(out, "{}", table(last, rows.iter().map(cells)))?;
-    match listing.more() {
+    writeln!(out, "{}", table(last_title, rows.iter().map(cells)))?;
+    match listing.omitted() {
         0 => Ok(()),
         more => writeln!(out, "and {more} more"),
     }
 }
 
 /// Formats rows below a header, with columns as wide as their longest cell.
-fn table(last: &str, rows: impl Iterator<Item = [String; 6]>) -> String {
-    let header = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
+fn table(last_title: &str, rows: impl Iterator<Item = [String; 6]>) -> String {
+    let header = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last_title].map(str::to_owned);
     let rows: Vec<_> = std::iter::once(header).chain(rows).collect();
-    let widest = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let [a, b, c, d, e]: [usize; 5] = std::array::from_fn(widest);
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [a, b, c, d, e]: [usize; 5] = std::array::from_fn(width);
     let lines = rows.iter().map(|[id, reason, age, worker, size, last]| {
         let line = format!("{id:a$}  {reason:b$}  {age:>c$}  {worker:d$}  {size:>e$}  {last}");
         line.trim_end().to_owned()
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn a_table_aligns_its_header_and_counts_the_rows_left_out() {
-        let mut listing = Listing::at_most(1);
+        let mut listing = Listing::with_limit(1);
         for timestamp in [2, 1] {
             let message_id = Some(format!("id-{timestamp}"));
             let properties = Properties { timestamp: Some(timestamp), message_id, ..Properties::default() };
@@ -67,7 +67,9 @@ mod tests {
                 redelivered: false,
                 delivery_count: Some(0),
             };
-            listing.add(DeadLetterSummary::of(&delivery, SystemTime::UNIX_EPOCH).to("it broke".into()));
+            listing.add(
+                DeadLetterSummary::of(&delivery, SystemTime::UNIX_EPOCH).with_destination("it broke".into()),
+            );
         }
         let mut shown = Vec::new();
         write_table(&mut listing, &mut shown, "ERROR").unwrap();

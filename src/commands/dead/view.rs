@@ -1,5 +1,5 @@
-//! Formats dead letters: a row of a table, or all contents as text or as JSON. Pure. Removes control characters from
-//! text, so that a dead letter cannot control the terminal.
+//! Formats dead letters: a row of a table, or all contents as text or as JSON. Removes control characters from text, so
+//! that a dead letter cannot control the terminal. Does no I/O.
 
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
@@ -12,8 +12,8 @@ use crate::broker::Delivery;
 use crate::client::dead::{DeadLetterSummary, iso};
 use crate::protocol::{Headers, Properties, Value, shorten};
 
-/// Bytes of the longest text in the last column of a table.
-const LAST_COLUMN_BYTES: usize = 100;
+/// Maximum bytes of a text in the last column of a table.
+const MAX_LAST_COLUMN_BYTES: usize = 100;
 
 /// The cells of a table row: id, reason, age, worker, size, and the destination or the error.
 pub(super) fn cells(row: &DeadLetterSummary) -> [String; 6] {
@@ -24,7 +24,10 @@ pub(super) fn cells(row: &DeadLetterSummary) -> [String; 6] {
         row.age_s.map_or_else(dash, human_duration),
         row.worker.clone().unwrap_or_else(dash),
         row.size.to_string(),
-        shorten(row.to.as_ref().or(row.error.as_ref()).map_or("", String::as_str), LAST_COLUMN_BYTES),
+        shorten(
+            row.destination.as_ref().or(row.error.as_ref()).map_or("", String::as_str),
+            MAX_LAST_COLUMN_BYTES,
+        ),
     ]
     .map(|cell| printable(&cell))
 }
@@ -43,16 +46,16 @@ pub(super) fn full_text(delivery: &Delivery, now: SystemTime) -> String {
         row.dead_lettered_at.map_or_else(|| "an unknown time".into(), |at| format!("{at}, {age} ago"));
     let mut text = format!("task    {id}\nreason  {reason}\nerror   {error}\nworker  {worker}\n");
     let delivered = match delivery.delivery_count {
-        // The broker does not count.
+        // The queue does not count deliveries.
         None => String::new(),
         Some(1) => "; delivered once before".to_owned(),
         Some(count) => format!("; delivered {count} times before"),
     };
     let _ = writeln!(text, "since   {since}{delivered}");
     text.push_str("\nproperties\n");
-    fields(&mut text, properties(&message.properties));
+    write_fields(&mut text, properties(&message.properties));
     text.push_str("\nheaders\n");
-    fields(&mut text, headers(&message.properties.headers));
+    write_fields(&mut text, headers(&message.properties.headers));
     let _ = writeln!(text, "\nbody, {size} bytes");
     match std::str::from_utf8(&message.body) {
         Ok(body) => {
@@ -66,7 +69,7 @@ pub(super) fn full_text(delivery: &Delivery, now: SystemTime) -> String {
     text
 }
 
-fn fields(text: &mut String, fields: Map<String, Json>) {
+fn write_fields(text: &mut String, fields: Map<String, Json>) {
     for (name, value) in fields {
         let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let _ = writeln!(text, "  {}  {}", printable(&name), printable(&value));
@@ -103,16 +106,19 @@ fn headers(headers: &Headers) -> Map<String, Json> {
     headers.iter().map(|(name, it)| (name.clone(), value_json(it))).collect()
 }
 
-fn value_json(of: &Value) -> Json {
-    let bytes = |bytes: &[u8]| json!({"base64": BASE64.encode(bytes)});
-    match of {
+fn value_json(value: &Value) -> Json {
+    let base64 = |bytes: &[u8]| json!({"base64": BASE64.encode(bytes)});
+    match value {
         Value::Void => Json::Null,
         Value::Bool(it) => json!(it),
         Value::F32(it) => json!(it),
         Value::F64(it) => json!(it),
         Value::Decimal { scale, value } => json!(format!("{value}e-{scale}")),
-        Value::Text(text) => std::str::from_utf8(text).map_or_else(|_| bytes(text), Json::from),
-        Value::Bytes(it) => bytes(it),
+        Value::Text(text) => match std::str::from_utf8(text) {
+            Ok(text) => text.into(),
+            Err(_) => base64(text),
+        },
+        Value::Bytes(bytes) => base64(bytes),
         Value::Timestamp(seconds) => {
             let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(*seconds));
             at.and_then(iso).map_or(json!(seconds), Json::from)
@@ -123,7 +129,7 @@ fn value_json(of: &Value) -> Json {
     }
 }
 
-/// A duration in its two largest units: `3d 4h`.
+/// A duration in its two largest units, such as `3d 4h`.
 fn human_duration(seconds: u64) -> String {
     let (days, hours, minutes) = (seconds / 86_400, seconds / 3_600 % 24, seconds / 60 % 60);
     match (days, hours, minutes) {

@@ -34,7 +34,7 @@ fn control_characters_of_a_dead_letter_never_reach_the_terminal() {
     let row = DeadLetterSummary::of(&hostile, now());
     for shown in [
         cells(&row).join(" "),
-        cells(&row.to("\u{1b}gone next".into())).join(" "),
+        cells(&row.with_destination("\u{1b}gone next".into())).join(" "),
         full_text(&hostile, now()),
     ] {
         assert!(!shown.chars().any(|it| it.is_control() && it != '\n' && it != '\t'), "{shown:?}");

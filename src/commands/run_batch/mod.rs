@@ -1,8 +1,8 @@
-//! `sconce run-batch`: a launcher with an embedded queue. Publishes the file's lines as tasks, then one
-//! sentinel per worker; collects the replies and writes them in the order of the lines.
+//! `sconce run-batch`: runs a launcher with an embedded queue. Publishes the file's lines as tasks, then one sentinel
+//! per worker. Collects the replies and writes them in the order of the lines.
 //!
-//! There are two runtimes. The launcher's runs on the main thread alone, because the kernel signals workers when the
-//! thread that spawned them ends. The embedded queue and both files use the other one.
+//! There are two runtimes. The launcher's runtime uses only the main thread, because the kernel signals workers when
+//! the thread that spawned them ends. The embedded queue and both files use the other runtime.
 
 mod provenance;
 
@@ -41,10 +41,10 @@ use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
 use crate::protocol::{Message, Properties};
-use crate::shutdown::{Exit, Patience, Phase, Stop, listen_for_signals};
+use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
 
-/// The most lines that are under way, or answered and waiting for an earlier one.
+/// Maximum number of lines that are under way, or answered and waiting for an earlier one.
 const WINDOW: usize = 4_096;
 /// Unacked replies that the queue may send ahead.
 const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
@@ -53,10 +53,10 @@ const REPLIES: &str = "replies";
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = settings(arguments, registry)?;
-    let names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
+    let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     start_logging(Some(QUIET))?;
-    let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(pool)?));
-    let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
+    let with_digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights_digest(pool)?));
+    let pools = settings.pools.iter().map(with_digest).collect::<anyhow::Result<Vec<_>>>();
     let pools = pools.map_err(|error| {
         let is_unavailable = matches!(error.downcast_ref(), Some(LoadError::Hub { .. }));
         error.exits_with(if is_unavailable { Exit::ModelUnavailable } else { Exit::ModelFailed })
@@ -64,7 +64,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let (output, point) = open_files(arguments, &pools?).exits_with(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
-        return already_complete(arguments, &names, &point);
+        return already_complete(arguments, &pool_names, &point);
     }
     let input = point.open_input(std::slice::from_ref(&arguments.input))?;
 
@@ -77,9 +77,9 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
     let program = std::env::current_exe().context("cannot find this program's file")?;
-    let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let queue_runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
-        let _guard = queues.enter();
+        let _guard = queue_runtime.enter();
         let bound = EmbeddedBroker::bind(&socket, &queues_of(&settings.pools));
         Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).exits_with(Exit::Config)?)
     };
@@ -87,7 +87,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         file: BufWriter::new(output),
         done: point.done,
         errors: 0,
-        in_output: point.errors.clone(),
+        all_errors: point.errors.clone(),
         tally: arguments.json.then(Tally::default),
         show: arguments.show.then(|| Show::new(io::stdout())),
         repeated_ids: None,
@@ -95,7 +95,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
     }));
     let stop = Stop::default();
-    let run = Run {
+    let feeder = Feeder {
         socket,
         queues: assignments.iter().map(|slot| slot.pool.task_queue.clone()).collect(),
         router: Router::new(&settings.pools, registry),
@@ -103,7 +103,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         output: output.clone(),
         stop: stop.clone(),
     };
-    let feeder = queues.spawn(run.run(input));
+    let feeder = queue_runtime.spawn(feeder.run(input));
     let launching = Launching::new(LaunchSpec {
         worker_program: &program,
         guard_program: Some(&program),
@@ -113,10 +113,10 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     });
     let launched = launching.run(&assignments);
     let exit = run_with_feeder(launched, feeder, total, &output, &broker, &stop)?;
-    queues.block_on(broker.shutdown());
+    queue_runtime.block_on(broker.shutdown());
     let mut output = lock(&output);
     output.bar.finish_and_clear();
-    conclude(&mut output, &names, exit, &point)
+    conclude(&mut output, &pool_names, exit, &point)
 }
 
 /// Runs the launcher until it ends, and watches the feeder, which publishes the lines. If the feeder fails, the
@@ -129,9 +129,9 @@ fn run_with_feeder(
     broker: &EmbeddedBroker,
     stop: &Stop,
 ) -> anyhow::Result<Exit> {
-    let launch = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    launch.block_on(async {
-        listen_for_signals(stop.clone(), Patience::SecondAborts)?;
+    let launcher_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    launcher_runtime.block_on(async {
+        listen_for_signals(stop.clone(), SecondSignal::Aborts)?;
         let mut launched = pin!(launched);
         let mut feeder_done = false;
         let exit = loop {
@@ -148,7 +148,7 @@ fn run_with_feeder(
                 }
             }
         };
-        // The last replies of the workers are in the queue, and have to be written.
+        // The last replies of the workers may still be in the queue.
         wait_until_written(total, output, broker, exit, stop).await;
         Ok(exit)
     })
@@ -167,17 +167,18 @@ fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> a
     Ok(batch_errors::exit_of(&point.errors))
 }
 
-/// Prints what was done and what is missing, and chooses the exit code.
+/// Prints how many lines are answered and whether all are, and chooses the exit code.
 fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
     output.file.get_ref().sync_all().context("the output")?;
-    let Output { done, errors, in_output, .. } = output;
+    let Output { done, errors, all_errors, .. } = output;
     if let Some(tally) = &mut output.tally {
-        print_report(tally, pools, *errors, in_output)?;
+        print_report(tally, pools, *errors, all_errors)?;
     }
     let (now, total, before) = (*done - point.done, point.input.lines, point.done);
-    let all = in_output.total();
-    let mut summary = format!("{now} of {total} lines answered now, {before} before; {all} with an error\n");
-    summary += &batch_errors::summary(in_output);
+    let failed = all_errors.total();
+    let mut summary =
+        format!("{now} of {total} lines answered now, {before} before; {failed} with an error\n");
+    summary += &batch_errors::summary(all_errors);
     if let Some(repeated) = &output.repeated_ids {
         let _ = writeln!(summary, "warning: {repeated}");
     }
@@ -193,19 +194,19 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     }
     // If all lines are written, it does not matter how the workers ended.
     Ok(match exit {
-        _ if is_complete => batch_errors::exit_of(in_output),
+        _ if is_complete => batch_errors::exit_of(all_errors),
         Exit::Done => Exit::Aborted,
         other => other,
     })
 }
 
-fn print_report(tally: &mut Tally, pools: &str, errors: u64, in_output: &ErrorCounts) -> anyhow::Result<()> {
-    let report = tally.report(pools, errors, in_output);
+fn print_report(tally: &mut Tally, pools: &str, errors: u64, all_errors: &ErrorCounts) -> anyhow::Result<()> {
+    let report = tally.report(pools, errors, all_errors);
     tolerate_broken_pipe(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?))?;
     Ok(())
 }
 
-fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
+fn parse_line(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
     let Some(bytes) = &line.bytes else {
         let problem = format!("longer than {MAX_LINE} bytes");
         return Err(InvalidLine { custom_id: None, problem });
@@ -237,10 +238,13 @@ fn open_files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow:
     let mut claimed = claim(output)?;
     let point = ResumePoint::find(std::slice::from_ref(input), output)?;
     let provenance = Provenance::new(pools, point.input.clone());
-    let unknown = provenance.continue_output(output, point.done)?;
-    if unknown > 0 {
+    let unknown_lines = provenance.continue_output(output, point.done)?;
+    if unknown_lines > 0 {
         let output = output.display();
-        writeln!(io::stderr(), "warning: nothing tells what made the first {unknown} lines of {output}")?;
+        writeln!(
+            io::stderr(),
+            "warning: nothing tells what made the first {unknown_lines} lines of {output}"
+        )?;
     }
     point.cut(&mut claimed, output)?;
     Ok((claimed, point))
@@ -250,10 +254,11 @@ fn open_files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow:
 fn settings(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Settings> {
     let RunBatch { pool: names, model, devices, .. } = arguments;
     let loaded = load(&arguments.settings, &[])?.settings;
-    let named = |name: &String| Ok(pool_named(&loaded.pools, Some(name))?.0);
-    let mut chosen: Vec<usize> = match names.is_empty() {
-        true => (0..loaded.pools.len()).collect(),
-        false => names.iter().map(named).collect::<anyhow::Result<_>>()?,
+    let index_of = |name: &String| Ok(pool_named(&loaded.pools, Some(name))?.0);
+    let mut chosen: Vec<usize> = if names.is_empty() {
+        (0..loaded.pools.len()).collect()
+    } else {
+        names.iter().map(index_of).collect::<anyhow::Result<_>>()?
     };
     chosen.sort_unstable();
     chosen.dedup();
@@ -274,7 +279,7 @@ fn settings(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Setting
     Ok(settings)
 }
 
-/// The queues of these pools, each once, and the reply queue.
+/// The queues of these pools, without duplicates, and the reply queue.
 fn queues_of(pools: &[Pool]) -> Vec<QueueSpec> {
     let spec = |name: &str, kept| QueueSpec { name: name.to_owned(), kept };
     // A dead-lettered task has been answered too, so nobody reads its dead letter.
@@ -287,25 +292,25 @@ fn queues_of(pools: &[Pool]) -> Vec<QueueSpec> {
 
 /// Decides which pool answers a line.
 struct Router {
-    pools: Vec<Route>,
-    /// The indices of the pools that answer a URL, by the URLs seen so far. Bound: [`MAX_CACHED_URLS`].
+    pools: Vec<PoolRoute>,
+    /// A cache of the indices of the pools that answer a URL, by URL. Bound: [`MAX_CACHED_URLS`].
     by_url: HashMap<String, Arc<[usize]>>,
     registry: Registry,
 }
 
-struct Route {
+struct PoolRoute {
     pool: Pool,
     queue: Arc<str>,
     /// The names of its model, without folder or owner.
     names: Vec<String>,
 }
 
-/// The most URLs whose pools are cached. A file usually has a few.
+/// Maximum number of URLs whose pools are cached. A file usually has a few.
 const MAX_CACHED_URLS: usize = 100;
 
 impl Router {
     fn new(pools: &[Pool], registry: &Registry) -> Self {
-        let of_pool = |pool: &Pool| Route {
+        let of_pool = |pool: &Pool| PoolRoute {
             pool: pool.clone(),
             queue: pool.task_queue.as_str().into(),
             names: pool
@@ -326,14 +331,14 @@ impl Router {
     /// names, else the first of them. If no pool does, chooses the first pool, which answers with an error.
     fn queue(&mut self, url: &str, body: &[u8]) -> Arc<str> {
         let pools = match self.by_url.get(url) {
-            Some(known) => known.clone(),
+            Some(cached) => cached.clone(),
             None => {
                 let answers = |index: &usize| self.registry.answers(&self.pools[*index].pool, url);
-                let found: Arc<[usize]> = (0..self.pools.len()).filter(answers).collect();
+                let answering: Arc<[usize]> = (0..self.pools.len()).filter(answers).collect();
                 if self.by_url.len() < MAX_CACHED_URLS {
-                    self.by_url.insert(url.to_owned(), found.clone());
+                    self.by_url.insert(url.to_owned(), answering.clone());
                 }
-                found
+                answering
             }
         };
         let named = || {
@@ -358,7 +363,7 @@ enum Line {
         /// Number of inputs for the report; 0 without a report.
         inputs: usize,
     },
-    /// Not a valid request; holds its output line.
+    /// A line that is not a valid request, with the output line that reports the error.
     Invalid(Vec<u8>),
 }
 
@@ -371,9 +376,9 @@ fn tasks(
 ) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
     input.map(move |line| {
         let line = line.context("the input")?;
-        Ok(match parse(&line) {
+        Ok(match parse_line(&line) {
             Ok(BatchRequest { custom_id, url, body }) => {
-                ids.take(&custom_id, line.number);
+                ids.add(&custom_id, line.number);
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{}", line.number);
                 let queue = Some(router.queue(&url, &body));
@@ -390,12 +395,12 @@ fn tasks(
 /// The output. Shared by the feeder, which writes it, and `conclude`, which prints the summary.
 struct Output {
     file: BufWriter<File>,
-    /// Lines written, those of earlier runs included.
+    /// Lines written, including those of earlier runs.
     done: usize,
     /// Lines with an error written in this run.
     errors: u64,
-    /// The errors of the output, those of earlier runs included.
-    in_output: ErrorCounts,
+    /// The errors of the whole output, including those of earlier runs.
+    all_errors: ErrorCounts,
     /// The counts for the report, if one is requested.
     tally: Option<Tally>,
     /// Writes the texts of answers to stdout, if that is requested.
@@ -462,7 +467,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         };
         if is_error {
             output.errors += 1;
-            output.in_output.add_line(&written);
+            output.all_errors.add_line(&written);
         }
         output.file.write_all(&written).and_then(|()| output.file.flush()).context("the output")?;
         output.done += 1;
@@ -476,7 +481,7 @@ fn lock(output: &Mutex<Output>) -> MutexGuard<'_, Output> {
 }
 
 /// The feeder: publishes the lines and writes the answers.
-struct Run {
+struct Feeder {
     socket: PathBuf,
     /// The task queue of each worker. Each worker gets a sentinel at the end.
     queues: Vec<String>,
@@ -487,9 +492,9 @@ struct Run {
     stop: Stop,
 }
 
-impl Run {
-    /// Publishes every line that was counted at the start. Once all are answered, publishes a sentinel for each worker;
-    /// not earlier, because a task may have to wait for another attempt.
+impl Feeder {
+    /// Publishes every line that was counted at the start. Once all are answered, publishes a sentinel for each worker.
+    /// An earlier sentinel could stop the workers while a task still waits for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
         let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
         let mut client = Client::over(session, "", REPLIES);
@@ -501,9 +506,9 @@ impl Run {
         let mut ids = RepeatedIds::default();
         let tasks = stream::iter(tasks(&mut input, self.router, counts_inputs, &mut ids))
             .take_until(async move { stopped.reached(Phase::Returning).await });
-        let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true, resend: None };
+        let bounds = Bounds { max_tasks: WINDOW, timeout: None, in_order: true, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
-        lock(&self.output).repeated_ids = ids.words();
+        lock(&self.output).repeated_ids = ids.warning();
         if self.stop.phase() >= Phase::Returning {
             return Ok(());
         }
@@ -514,7 +519,7 @@ impl Run {
             client.publish(queue, Message { properties, body: "null".into() }).await?;
         }
         // A worker that died after it took its sentinel has been restarted, and no sentinel is left for it. It is
-        // stopped after the grace period.
+        // stopped here, after the grace period.
         tokio::time::sleep(self.grace).await;
         self.stop.advance(Phase::Returning, "every line is answered");
         Ok(())
@@ -531,10 +536,10 @@ async fn wait_until_written(
     stop: &Stop,
 ) {
     const POLL_INTERVAL: Duration = Duration::from_millis(20);
-    let all_taken = || broker.stats(REPLIES).is_none_or(|left| left.ready + left.unacked == 0);
+    let is_drained = || broker.stats(REPLIES).is_none_or(|queue| queue.ready + queue.unacked == 0);
     let written = async {
         while exit == Exit::Done && lock(output).done < total {
-            if stop.phase() >= Phase::Returning && all_taken() {
+            if stop.phase() >= Phase::Returning && is_drained() {
                 return;
             }
             tokio::time::sleep(POLL_INTERVAL).await;

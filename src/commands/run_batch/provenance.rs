@@ -7,14 +7,14 @@ use std::path::Path;
 use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::client::batch_file::{InputDigest, beside, read_record, write_record};
+use crate::client::batch_file::{InputDigest, read_record, record_path, write_record};
 use crate::config::{Dtype, Options, Pool};
 use crate::model::model_name;
 
 /// The version of the record's format; other versions are refused.
 const FORMAT: u32 = 2;
 
-/// What made the lines of an output.
+/// The models, the settings and the input that produced the lines of an output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
     format: u32,
@@ -23,12 +23,12 @@ pub struct Provenance {
     pools: Vec<PoolProvenance>,
 }
 
-/// What made the replies of one pool.
+/// The model and the settings that produced the replies of one pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct PoolProvenance {
-    /// The model's name as in replies: for a folder, its last component, wherever the folder is.
+    /// The model's name as in replies. For a folder, this is the last component of its path.
     model: String,
-    /// The digest of the model's files; none for a registered model, of which only the name is known.
+    /// The digest of the model's files; none for a registered model, because only its code knows its files.
     weights: Option<String>,
     settings: ReplySettings,
 }
@@ -42,7 +42,7 @@ struct ReplySettings {
     max_body: u64,
     /// Sorted, because the order has no meaning.
     served_names: Vec<String>,
-    /// None in records of versions that did not write it, which are not compared.
+    /// None in records of older versions, which did not write it. Such a record is compared without it.
     #[serde(default)]
     model: Option<ModelSettings>,
 }
@@ -51,12 +51,12 @@ struct ReplySettings {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ModelSettings {
     task: Option<String>,
-    /// Those that decide the content of replies.
+    /// The options that decide the content of replies.
     options: Options,
 }
 
 /// The options that decide only how many sequences run at once.
-const CAPACITY: [&str; 2] = ["kv_tokens", "sequences"];
+const CAPACITY_OPTIONS: [&str; 2] = ["kv_tokens", "sequences"];
 
 /// One property of a pool that must not change between runs.
 struct Criterion {
@@ -75,10 +75,10 @@ impl Provenance {
     /// line, writes this run's record. Returns the number of lines of unknown origin: `done` without a record, else 0.
     ///
     /// # Errors
-    /// The output was made with something else, or its record cannot be read. The operator has to name another output;
-    /// nothing is changed.
+    /// The output was made by another model, input or setting, or its record cannot be read. The operator has to name
+    /// another output. Nothing is changed.
     pub fn continue_output(self, output: &Path, done: usize) -> anyhow::Result<usize> {
-        let path = beside(output);
+        let path = record_path(output);
         let earlier = if done > 0 { Self::read(&path, output)? } else { None };
         let Some(earlier) = earlier else {
             write_record(&path, &self).with_context(|| path.display().to_string())?;
@@ -94,32 +94,32 @@ impl Provenance {
         Ok(0)
     }
 
-    /// The properties that differ, first as they are in `self`, then as they are in `now`. None if all are equal.
-    fn differences(&self, now: &Self) -> Option<(String, String)> {
-        let (mut then, mut changed) = (Vec::new(), Vec::new());
-        if self.pools.len() != now.pools.len() {
-            then.push(format!("{} pools", self.pools.len()));
-            changed.push(format!("{} pools", now.pools.len()));
+    /// The properties that differ: their values in `self`, and their values in `new`. None if all are equal.
+    fn differences(&self, new: &Self) -> Option<(String, String)> {
+        let (mut old_values, mut new_values) = (Vec::new(), Vec::new());
+        if self.pools.len() != new.pools.len() {
+            old_values.push(format!("{} pools", self.pools.len()));
+            new_values.push(format!("{} pools", new.pools.len()));
         }
-        for (old, new) in self.pools.iter().zip(&now.pools) {
-            for Criterion { show, .. } in old.criteria(new).iter().filter(|it| !it.is_equal) {
-                then.push(show(old));
-                changed.push(show(new));
+        for (old_pool, new_pool) in self.pools.iter().zip(&new.pools) {
+            for Criterion { show, .. } in old_pool.criteria(new_pool).iter().filter(|it| !it.is_equal) {
+                old_values.push(show(old_pool));
+                new_values.push(show(new_pool));
             }
         }
-        if self.input != now.input {
-            then.push(format!("an input of {}", self.input));
-            changed.push(format!("an input of {}", now.input));
+        if self.input != new.input {
+            old_values.push(format!("an input of {}", self.input));
+            new_values.push(format!("an input of {}", new.input));
         }
-        (!then.is_empty()).then(|| (then.join(", "), changed.join(", ")))
+        (!old_values.is_empty()).then(|| (old_values.join(", "), new_values.join(", ")))
     }
 
     /// Reads the record; none if there is no file.
     fn read(path: &Path, output: &Path) -> anyhow::Result<Option<Self>> {
         let problem = match read_record::<Self>(path) {
             Ok(None) => return Ok(None),
-            Ok(Some(made)) if made.format == FORMAT => return Ok(Some(made)),
-            Ok(Some(made)) => format!("its format is {}, this program reads {FORMAT}", made.format),
+            Ok(Some(record)) if record.format == FORMAT => return Ok(Some(record)),
+            Ok(Some(record)) => format!("its format is {}, this program reads {FORMAT}", record.format),
             Err(error) => error.to_string(),
         };
         let (path, output) = (path.display(), output.display());
@@ -136,7 +136,7 @@ impl PoolProvenance {
         served_names.dedup();
         let Pool { dtype, max_inputs, max_body, .. } = *pool;
         let mut options = pool.options.clone();
-        options.retain(|name, _| !CAPACITY.contains(&name.as_str()));
+        options.retain(|name, _| !CAPACITY_OPTIONS.contains(&name.as_str()));
         let model = Some(ModelSettings { task: pool.task.clone(), options });
         let settings = ReplySettings { dtype, max_inputs, max_body, served_names, model };
         Self { model: model_name(&pool.model).to_owned(), weights, settings }
@@ -221,7 +221,7 @@ mod tests {
         }
 
         fn record(&self) -> String {
-            fs::read_to_string(beside(&self.path)).unwrap()
+            fs::read_to_string(record_path(&self.path)).unwrap()
         }
     }
 
@@ -310,9 +310,9 @@ mod tests {
         other.input.lines = 4;
         other.pools[0].settings.max_inputs = 9;
         let (then, now) = run().differences(&other).unwrap();
-        for (text, model, lines, most) in [(then, "\"a\"", "3 lines", "8"), (now, "\"b\"", "4 lines", "9")] {
-            let most = format!("max_inputs {most}");
-            let order = [model, most.as_str(), lines].map(|part| text.find(part).unwrap());
+        for (text, model, lines, limit) in [(then, "\"a\"", "3 lines", "8"), (now, "\"b\"", "4 lines", "9")] {
+            let limit = format!("max_inputs {limit}");
+            let order = [model, limit.as_str(), lines].map(|part| text.find(part).unwrap());
             assert!(order.is_sorted(), "{text}");
         }
     }
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn the_record_of_an_output_without_whole_lines_is_replaced() {
         let output = Output::new();
-        fs::write(beside(&output.path), "not JSON").unwrap();
+        fs::write(record_path(&output.path), "not JSON").unwrap();
         let other = Provenance { pools: Vec::new(), ..run() };
         assert_eq!(other.continue_output(&output.path, 0).unwrap(), 0);
         assert_eq!(run().continue_output(&output.path, 0).unwrap(), 0);
@@ -341,11 +341,11 @@ mod tests {
         let other_format = serde_json::to_string(&Provenance { format: 1, ..run() }).unwrap();
         for content in ["", "{}", "null", other_format.as_str()] {
             let output = Output::new();
-            fs::write(beside(&output.path), content).unwrap();
+            fs::write(record_path(&output.path), content).unwrap();
             let error = run().continue_output(&output.path, 1).unwrap_err();
             let named = error.to_string();
             assert!(named.contains("does not say what made"), "{named}");
-            assert!(named.contains(beside(&output.path).to_str().unwrap()), "{named}");
+            assert!(named.contains(record_path(&output.path).to_str().unwrap()), "{named}");
             assert_eq!(output.record(), content);
         }
     }

@@ -25,26 +25,26 @@ pub(super) struct Bounds {
 /// The widths of parts with one column between them; none for those that do not fit into `width`.
 pub(super) fn fit(bounds: &[Bounds], width: usize) -> Vec<Option<usize>> {
     let mut order: Vec<usize> = (0..bounds.len()).collect();
-    order.sort_by_key(|at| bounds[*at].rank);
+    order.sort_by_key(|index| bounds[*index].rank);
     let mut widths = vec![None; bounds.len()];
     // Each part takes one column more, to separate it from the next. The last part needs none, so one is added.
-    let mut left = width + 1;
-    for at in &order {
-        if bounds[*at].min < left {
-            left -= bounds[*at].min + 1;
-            widths[*at] = Some(bounds[*at].min);
+    let mut free = width + 1;
+    for index in &order {
+        if bounds[*index].min < free {
+            free -= bounds[*index].min + 1;
+            widths[*index] = Some(bounds[*index].min);
         }
     }
-    for at in &order {
-        if let Some(width) = &mut widths[*at] {
-            let more = bounds[*at].max.saturating_sub(*width).min(left);
-            (*width, left) = (*width + more, left - more);
+    for index in &order {
+        if let Some(width) = &mut widths[*index] {
+            let more = bounds[*index].max.saturating_sub(*width).min(free);
+            (*width, free) = (*width + more, free - more);
         }
     }
     widths
 }
 
-/// Formats a row's cell in a column. The number is the most columns of the terminal that it may take.
+/// Formats a row's cell in a column. The number is the width of the column.
 type Cell<T> = fn(&T, usize) -> Span<'static>;
 
 /// A column of a table whose rows are of `T`.
@@ -87,9 +87,10 @@ pub(super) fn lines<T>(
     (header, rows.iter().map(|row| line(&|column, width| (column.cell)(row, width))).collect())
 }
 
-fn padded(cell: Span<'static>, is_number: bool, most: usize) -> Span<'static> {
-    let text = cut(&cell.content, most);
-    let blank = " ".repeat(most - figures::width(&text));
+/// The cell, cut or padded to `width`: a number on the left, a text on the right.
+fn padded(cell: Span<'static>, is_number: bool, width: usize) -> Span<'static> {
+    let text = cut(&cell.content, width);
+    let blank = " ".repeat(width - figures::width(&text));
     let text = if is_number { format!("{blank}{text}") } else { format!("{text}{blank}") };
     Span::styled(text, cell.style)
 }
@@ -101,20 +102,19 @@ pub(super) struct SlotRow<'a> {
     pub(super) peak: f64,
 }
 
-/// The columns of slots. `longest` is the width of the longest name of a worker and `width` that of the screen, in
-/// columns of the terminal.
-pub(super) fn of_slots<'a>(list: &List, longest: usize, width: usize) -> Vec<Column<SlotRow<'a>>> {
+/// The columns of slots. `longest` is the width of the longest worker's name, and `width` is the width of the screen.
+pub(super) fn slot_columns<'a>(list: &List, longest: usize, width: usize) -> Vec<Column<SlotRow<'a>>> {
     let mut columns: Vec<Column<SlotRow<'a>>> = vec![
-        Column::text("worker", 0, name_width(longest, width), |it, most| {
-            cut_middle(&it.slot.key.worker, most).into()
+        Column::text("worker", 0, name_width(longest, width), |it, width| {
+            cut_middle(&it.slot.key.worker, width).into()
         }),
         Column::text("state", 1, 11..=11, |it, _| state(it.slot)),
         Column::number("age", 6, 6, |it, _| or_dash(it.slot.age_ms.map(age))),
         Column::number("tasks/s", 3, 8, |it, _| short(it.slot.rates.tasks).into()),
-        Column::text("last minute", 10, 12..=30, |it, most| spark(&it.slot.minute, most, it.peak).cyan()),
+        Column::text("last minute", 10, 12..=30, |it, width| spark(&it.slot.minute, width, it.peak).cyan()),
         Column::number("tok/s", 5, 6, |it, _| short(it.slot.rates.tokens).into()),
         Column::number("busy", 4, 5, |it, _| percent(it.slot.rates.busy).into()),
-        Column::text("", 9, 6..=12, |it, most| bar(it.slot.rates.busy, most).green()),
+        Column::text("", 9, 6..=12, |it, width| bar(it.slot.rates.busy, width).green()),
         Column::number("fill", 11, 5, |it, _| or_dash(it.slot.rates.fill.map(percent))),
         Column::number("held", 7, 5, |it, _| count(it.slot.held()).into()),
         Column::number("queued", 12, 6, |it, _| or_dash(it.slot.rates.queued.map(seconds))),
@@ -132,8 +132,8 @@ pub(super) fn of_slots<'a>(list: &List, longest: usize, width: usize) -> Vec<Col
     columns
 }
 
-/// The least and the greatest width of a column of names. The greatest is that of the longest name; the least is the
-/// same, but no more than a quarter of the line. Neither is below 6, the width of the title `worker`.
+/// The range of the width of a column of names. The maximum is the width of the longest name. The minimum is the same,
+/// but at most a quarter of the line. Both are at least 6, the width of the title `worker`.
 fn name_width(longest: usize, width: usize) -> RangeInclusive<usize> {
     let longest = longest.max(6);
     longest.min(width / 4).max(6)..=longest
@@ -144,7 +144,7 @@ fn median_and_p99((median, p99): (f64, f64)) -> String {
 }
 
 /// The columns of pools.
-pub(super) fn of_pools(totals: &[Total], width: usize) -> Vec<Column<Total>> {
+pub(super) fn pool_columns(totals: &[Total], width: usize) -> Vec<Column<Total>> {
     let longest = totals.iter().map(|it| figures::width(&it.pool)).max().unwrap_or_default();
     let has_background = totals.iter().any(|it| it.background != Depth::NoQueue);
     vec![
@@ -153,7 +153,7 @@ pub(super) fn of_pools(totals: &[Total], width: usize) -> Vec<Column<Total>> {
         Column::number("tasks/s", 7, 7, |it, _| short(it.tasks).into()),
         Column::number("tok/s", 8, 5, |it, _| short(it.tokens).into()),
         Column::number("busy", 9, 4, |it, _| percent(it.busy).into()),
-        Column::text("", 11, 6..=12, |it, most| bar(it.busy, most).green()),
+        Column::text("", 11, 6..=12, |it, width| bar(it.busy, width).green()),
         Column::number("held", 10, 5, |it, _| count(it.held).into()),
         Column::number("err/s", 2, 5, |it, _| errors(it.errors)),
         Column::number("queue", 3, 5, |it, _| depth(it.waiting)),
@@ -168,8 +168,8 @@ pub(super) fn of_pools(totals: &[Total], width: usize) -> Vec<Column<Total>> {
 }
 
 fn work(total: &Total) -> Span<'static> {
-    let text = format!("{}/{}", total.work, total.slots);
-    if total.work < total.slots { text.yellow() } else { text.into() }
+    let text = format!("{}/{}", total.working, total.slots);
+    if total.working < total.slots { text.yellow() } else { text.into() }
 }
 
 fn dead(letters: Depth) -> Span<'static> {

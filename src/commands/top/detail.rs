@@ -1,4 +1,4 @@
-//! Formats the detail pane: all facts about one slot, as lines of a given width. Pure.
+//! Formats the detail pane: all facts about one slot, as lines of a given width. Does no I/O.
 
 use std::time::Instant;
 
@@ -10,9 +10,9 @@ use crate::client::fleet::Slot;
 use crate::commands::ctl::span;
 use crate::protocol::stats::Stats;
 
-/// The width of the names at the left, in columns.
+/// The width of the names on the left, in columns of the terminal.
 const NAME_WIDTH: usize = 14;
-/// The most lines that one fact may take.
+/// Maximum number of lines of one fact.
 const MAX_FACT_LINES: usize = 6;
 
 /// The detail lines of a slot.
@@ -29,18 +29,18 @@ pub(super) fn lines(slot: &Slot, columns: usize, now: Instant) -> Vec<Line<'stat
             texts.truncate(MAX_FACT_LINES);
             texts[MAX_FACT_LINES - 1] = cut(&format!("{} …", texts[MAX_FACT_LINES - 1]), text_width);
         }
-        for (at, text) in texts.into_iter().enumerate() {
-            let name = format!("{:<NAME_WIDTH$}", if at == 0 { name } else { "" });
+        for (index, text) in texts.into_iter().enumerate() {
+            let name = format!("{:<NAME_WIDTH$}", if index == 0 { name } else { "" });
             lines.push(Line::from(vec![name.dim(), Span::styled(text, style)]));
         }
     }
     lines
 }
 
-/// The facts as pairs of name and text. After the state, those that an operator has to act on come first.
+/// The facts as pairs of name and text. After the state come first the facts that an operator has to act on.
 fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
-    let (report, none) = (&slot.report, Stats::default());
-    let stats = report.stats.as_deref().unwrap_or(&none);
+    let (report, no_stats) = (&slot.report, Stats::default());
+    let stats = report.stats.as_deref().unwrap_or(&no_stats);
     let state = format!("{} for {}", report.state.name(), span(report.state_ms));
     let state = match slot.missing_since {
         Some(since) => {
@@ -60,20 +60,20 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
         ("state", Some(state)),
         ("problem", stats.now.problem.clone()),
         ("last failure", report.last_failure.clone()),
-        ("active", Some(active(slot))),
+        ("active", Some(active_tasks(slot))),
         ("model", Some(report.model.clone())),
         ("device", Some(report.device.clone())),
         ("worker", Some(format!("{ready}{process}{memory}"))),
         ("batches", Some(batches(slot))),
         ("restarts", Some(restarts)),
         ("times", Some(times(slot))),
-        ("tasks", Some(answered(stats))),
+        ("tasks", Some(task_counts(stats))),
         ("kv cache", (capacity > 0).then(|| format!("{reserved} of {capacity} tokens reserved"))),
     ];
     facts.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
 }
 
-fn active(slot: &Slot) -> String {
+fn active_tasks(slot: &Slot) -> String {
     let report = &slot.report;
     let Some(ms) = report.active_ms else { return "no task on the device".to_owned() };
     let more = report.in_flight.saturating_sub(report.active.len() as u64);
@@ -100,9 +100,9 @@ fn times(slot: &Slot) -> String {
 }
 
 /// Counts tasks by status and reason, then other events such as retries.
-fn answered(stats: &Stats) -> String {
+fn task_counts(stats: &Stats) -> String {
     let reason = |reason: &str| if reason.is_empty() { String::new() } else { format!(" ({reason})") };
-    let each = stats.answers.iter().map(|it| (it.count, format!("{}{}", it.status, reason(&it.reason))));
+    let answers = stats.answers.iter().map(|it| (it.count, format!("{}{}", it.status, reason(&it.reason))));
     let others = [
         (stats.retried, "retried"),
         (stats.put_off, "put off"),
@@ -112,7 +112,7 @@ fn answered(stats: &Stats) -> String {
         (stats.lost_sessions, "sessions with the broker lost"),
     ];
     let others = others.into_iter().map(|(count, what)| (count, what.to_owned()));
-    let all = each.chain(others).filter(|(count, _)| *count > 0);
+    let all = answers.chain(others).filter(|(count, _)| *count > 0);
     let all: Vec<String> = all.map(|(count, what)| format!("{count} {what}")).collect();
     if all.is_empty() { "nothing".to_owned() } else { all.join(", ") }
 }

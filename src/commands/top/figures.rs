@@ -1,4 +1,4 @@
-//! Formats numbers, durations and long texts for a few columns of the terminal. Pure.
+//! Formats numbers, durations and long texts for a limited number of columns of the terminal. Does no I/O.
 
 use ratatui::text::Span;
 
@@ -59,14 +59,15 @@ pub(super) fn bar(share: f64, width: usize) -> String {
 pub(super) fn spark(minute: &[Option<f64>], width: usize, peak: f64) -> String {
     const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let missing = 60_usize.saturating_sub(minute.len());
-    let column = |at: usize| {
-        let (from, to) = (at * 60 / width, ((at + 1) * 60 / width).max(at * 60 / width + 1));
+    let character = |column: usize| {
+        let from = column * 60 / width;
+        let to = ((column + 1) * 60 / width).max(from + 1);
         let seconds = (from..to).filter_map(|second| *minute.get(second.checked_sub(missing)?)?);
         let (sum, known) = seconds.fold((0.0, 0), |(sum, known), rate| (sum + rate, known + 1));
         let share = sum / f64::from(known.max(1)) / peak.max(f64::MIN_POSITIVE);
         if known == 0 { ' ' } else { LEVELS[((share * 7.0).ceil() as usize).min(7)] }
     };
-    (0..width).map(column).collect()
+    (0..width).map(character).collect()
 }
 
 /// The width of a text, in columns of the terminal.
@@ -74,42 +75,43 @@ pub(super) fn width(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// The text, cut to at most `most` columns. A cut text ends with `…`.
-pub(super) fn cut(text: &str, most: usize) -> String {
-    if width(text) <= most {
+/// The text, cut to at most `columns` columns. A cut text ends with `…`.
+pub(super) fn cut(text: &str, columns: usize) -> String {
+    if width(text) <= columns {
         return text.to_owned();
     }
-    match most {
+    match columns {
         0 => String::new(),
-        most => format!("{}…", &text[..prefix_bytes(text, most - 1)]),
+        columns => format!("{}…", &text[..prefix_bytes(text, columns - 1)]),
     }
 }
 
-/// The text, cut in the middle to at most `most` columns, because launcher and slot are at the ends of a worker's name.
-pub(super) fn cut_middle(text: &str, most: usize) -> String {
-    if width(text) <= most || most < 3 {
-        return cut(text, most);
+/// The text, cut in the middle to at most `columns` columns. For a worker's name, which has the launcher at its
+/// beginning and the slot at its end.
+pub(super) fn cut_middle(text: &str, columns: usize) -> String {
+    if width(text) <= columns || columns < 3 {
+        return cut(text, columns);
     }
     let reversed: String = text.chars().rev().collect();
-    let tail = &reversed[..prefix_bytes(&reversed, (most - 1) / 2 + (most - 1) % 2)];
-    let head = &text[..prefix_bytes(text, most - 1 - width(tail))];
+    let tail = &reversed[..prefix_bytes(&reversed, (columns - 1).div_ceil(2))];
+    let head = &text[..prefix_bytes(text, columns - 1 - width(tail))];
     format!("{head}…{}", tail.chars().rev().collect::<String>())
 }
 
-/// The text in lines of at most `most` columns. Lines are broken between words, and within words that are longer.
-pub(super) fn wrap(text: &str, most: usize) -> Vec<String> {
+/// The text in lines of at most `columns` columns. Lines are broken between words, and within words that are longer.
+pub(super) fn wrap(text: &str, columns: usize) -> Vec<String> {
     let mut lines = Vec::new();
     for paragraph in text.lines() {
         let mut line = String::new();
         for word in paragraph.split_whitespace() {
-            if !line.is_empty() && width(&line) + 1 + width(word) <= most {
+            if !line.is_empty() && width(&line) + 1 + width(word) <= columns {
                 line = format!("{line} {word}");
                 continue;
             }
             lines.extend(Some(std::mem::replace(&mut line, word.to_owned())).filter(|line| !line.is_empty()));
-            while width(&line) > most {
+            while width(&line) > columns {
                 let first = line.chars().next().map_or(0, char::len_utf8);
-                let rest = line.split_off(prefix_bytes(&line, most).max(first));
+                let rest = line.split_off(prefix_bytes(&line, columns).max(first));
                 lines.push(std::mem::replace(&mut line, rest));
             }
         }
@@ -118,12 +120,14 @@ pub(super) fn wrap(text: &str, most: usize) -> Vec<String> {
     lines
 }
 
-/// The length in bytes of the longest prefix that takes at most `most` columns.
-fn prefix_bytes(text: &str, most: usize) -> usize {
+/// The length in bytes of the longest prefix that takes at most `columns` columns.
+fn prefix_bytes(text: &str, columns: usize) -> usize {
     let mut taken = 0;
-    let is_beyond = |(at, character): &(usize, char)| {
-        taken += width(&text[*at..*at + character.len_utf8()]);
-        taken > most
-    };
-    text.char_indices().find(is_beyond).map_or(text.len(), |(at, _)| at)
+    for (start, character) in text.char_indices() {
+        taken += width(&text[start..start + character.len_utf8()]);
+        if taken > columns {
+            return start;
+        }
+    }
+    text.len()
 }

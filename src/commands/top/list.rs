@@ -1,5 +1,5 @@
 //! Decides which slots are listed, in which order, and which one is selected. Owns the sort column, the filter and the
-//! selection, which follows its slot when the order changes. Pure.
+//! selection, which follows its slot when the order changes. Does no I/O.
 
 use std::cmp::Ordering;
 
@@ -34,7 +34,7 @@ pub(super) struct List {
     filter: String,
     selected: Option<Key>,
     /// The row of the selected slot when it was last listed.
-    at: usize,
+    row: usize,
 }
 
 impl List {
@@ -51,10 +51,11 @@ impl List {
         slots
     }
 
-    /// Names are in ascending order, numbers in descending order, unless the order is reversed.
+    /// Compares by the sort column. Names are in ascending order, and numbers in descending order, unless the order is
+    /// reversed.
     fn compare(&self, one: &Slot, other: &Slot) -> Ordering {
         let (_, value) = SORTS[self.sort];
-        let by_name = || name(&one.key).cmp(&name(&other.key)).then_with(|| one.key.cmp(&other.key));
+        let by_name = || name_key(&one.key).cmp(&name_key(&other.key)).then_with(|| one.key.cmp(&other.key));
         // The order if `is_reversed`: names descending, numbers ascending. The default order is its reverse.
         let order = match self.sort {
             0 => by_name().reverse(),
@@ -63,7 +64,7 @@ impl List {
         (if self.is_reversed { order } else { order.reverse() }).then_with(by_name)
     }
 
-    /// The arrow beside the title of the sort column: ▲ if ascending, ▼ if descending; empty for other columns.
+    /// The arrow beside the title of the sort column: ▲ if ascending, ▼ if descending. Empty for other columns.
     pub(super) fn mark(&self, title: &str) -> &'static str {
         match SORTS[self.sort].0 == title {
             true if (self.sort == 0) == self.is_reversed => "▼",
@@ -84,7 +85,7 @@ impl List {
         &self.filter
     }
 
-    /// Appends a character to the filter; with none, removes the last one.
+    /// Appends a character to the filter. With none, removes the last character.
     pub(super) fn edit_filter(&mut self, character: Option<char>) {
         match character {
             Some(character) if self.filter.chars().count() < MAX_FILTER_CHARS => self.filter.push(character),
@@ -97,25 +98,25 @@ impl List {
         self.filter.clear();
     }
 
-    /// Moves the selection by `by` rows.
-    pub(super) fn step(&mut self, by: isize, history: &History) {
+    /// Moves the selection by this number of rows; down if it is positive.
+    pub(super) fn step(&mut self, rows: isize, history: &History) {
         let slots = self.slots(history);
-        let at = self.at.saturating_add_signed(by).min(slots.len().saturating_sub(1));
-        (self.at, self.selected) = (at, slots.get(at).map(|slot| slot.key.clone()));
+        let row = self.row.saturating_add_signed(rows).min(slots.len().saturating_sub(1));
+        (self.row, self.selected) = (row, slots.get(row).map(|slot| slot.key.clone()));
     }
 
-    /// Follows the selected slot to its present row. If the slot is gone, selects the one in its place.
+    /// Follows the selected slot to its current row. If the slot is gone, selects the slot that is now in its row.
     pub(super) fn follow(&mut self, history: &History) {
         let slots = self.slots(history);
         match slots.iter().position(|slot| Some(&slot.key) == self.selected.as_ref()) {
-            Some(at) => self.at = at,
+            Some(row) => self.row = row,
             None => self.step(0, history),
         }
     }
 
     /// The row of the selected slot, from 0.
-    pub(super) fn at(&self) -> usize {
-        self.at
+    pub(super) fn selected_row(&self) -> usize {
+        self.row
     }
 
     pub(super) fn selected<'a>(&self, history: &'a History) -> Option<&'a Slot> {
@@ -124,7 +125,7 @@ impl List {
 }
 
 /// A worker's name as a sort key, in which slot 10 of a pool comes after slot 9.
-fn name(key: &Key) -> (&str, u64) {
+fn name_key(key: &Key) -> (&str, u64) {
     let (pool, index) = key.worker.rsplit_once('/').unwrap_or((&key.worker, ""));
     (pool, index.parse().unwrap_or_default())
 }

@@ -1,5 +1,5 @@
 //! `sconce top`: a live view of all launchers that answer over the control exchange. One task polls the launchers and
-//! sends orders (`client/fleet`), the other one draws and handles keys. Owns the terminal, and restores it at the end.
+//! sends orders (`client/fleet`); another task draws and handles keys. Owns the terminal, and restores it at the end.
 
 mod columns;
 mod detail;
@@ -31,7 +31,7 @@ use view::draw;
 
 /// How often the screen is redrawn if nothing happens, to update the age of stale data.
 const REDRAW_INTERVAL: Duration = Duration::from_secs(1);
-/// Data are stale if they are older than two polling intervals and this margin.
+/// Data are stale if they are older than two polling intervals plus this margin.
 const STALE_MARGIN: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
@@ -41,22 +41,22 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
             .exits_with(Exit::Usage));
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let every = arguments.every;
+    let poll_interval = arguments.every;
     let broker = settings.broker.url.first().map(|url| redact_url(url.expose())).unwrap_or_default();
     let pools = settings.pools.iter().map(PoolQueues::of).collect();
-    let screen = Screen::new(broker, pools, every * 2 + STALE_MARGIN);
-    // `updates` goes from the polling task to the drawing one, `orders` back. If `updates` is full, the polling task
-    // waits; if `orders` is full, an order is refused.
+    let screen = Screen::new(broker, pools, poll_interval * 2 + STALE_MARGIN);
+    // The polling task writes `updates` and reads `orders`; the drawing task does the reverse. If `updates` is full,
+    // the polling task waits. If `orders` is full, the order is refused.
     let (updates_sender, updates) = mpsc::channel(8);
     let (orders, orders_receiver) = mpsc::channel(8);
     // Connects before taking over the screen, so that a failure is printed as an error.
-    let first = runtime.block_on(Control::open(&settings)).map_err(with_exit)?;
-    runtime.spawn(Watch::new(first, settings).run(every, updates_sender, orders_receiver));
+    let control = runtime.block_on(Control::open(&settings)).map_err(with_exit)?;
+    runtime.spawn(Watch::new(control, settings).run(poll_interval, updates_sender, orders_receiver));
     let terminal = ratatui::try_init().context("the terminal cannot be used")?;
-    let shown = runtime.block_on(show(terminal, screen, updates, orders));
+    let result = runtime.block_on(show(terminal, screen, updates, orders));
     ratatui::restore();
     runtime.shutdown_background();
-    shown.map(|()| Exit::Done)
+    result.map(|()| Exit::Done)
 }
 
 /// Draws new data and handles keys, until the user quits.
@@ -66,7 +66,7 @@ async fn show(
     mut updates: mpsc::Receiver<Update>,
     orders: mpsc::Sender<Order>,
 ) -> anyhow::Result<()> {
-    let (mut keys, mut offset) = (keys(), 0);
+    let (mut events, mut offset) = (read_events(), 0);
     let mut ticks = tokio::time::interval(REDRAW_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -75,8 +75,8 @@ async fn show(
             received = updates.recv() => {
                 screen.update(received.context("the task that polls the launchers has ended")?, Instant::now());
             }
-            key = keys.recv() => {
-                let Some(event) = key else { return Ok(()) };
+            event = events.recv() => {
+                let Some(event) = event else { return Ok(()) };
                 let is_full = match screen.press(&event, Instant::now()) {
                     Some(Action::Quit) => return Ok(()),
                     Some(Action::Order(order)) => orders.try_send(order).is_err(),
@@ -91,15 +91,15 @@ async fn show(
     }
 }
 
-/// Reads keys on a separate thread, because reading blocks. The thread ends with the process.
-fn keys() -> mpsc::Receiver<Event> {
-    let (pressed, keys) = mpsc::channel(16);
+/// Reads the terminal's events on a separate thread, because reading blocks. The thread ends with the process.
+fn read_events() -> mpsc::Receiver<Event> {
+    let (sender, events) = mpsc::channel(16);
     thread::spawn(move || {
         while let Ok(event) = crossterm::event::read() {
-            if pressed.blocking_send(event).is_err() {
+            if sender.blocking_send(event).is_err() {
                 return;
             }
         }
     });
-    keys
+    events
 }

@@ -1,5 +1,5 @@
 //! The state of the screen, and how keys and updates change it: which panes are open, which order waits for
-//! confirmation, whether the data are stale. Pure: the time is passed in.
+//! confirmation, whether the data are stale. Does no I/O; the time is passed in.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::protocol::admin::{Request, State, Target};
 /// How long a notice, such as the result of an order, is shown. A key press removes it earlier.
 const NOTICE_DURATION: Duration = Duration::from_secs(20);
 
-/// What a key asks of the caller, beyond a change of the screen.
+/// What the caller has to do after a key press, beside redrawing the screen.
 #[derive(Debug, PartialEq)]
 pub(super) enum Action {
     Quit,
@@ -31,24 +31,25 @@ pub(super) struct Screen {
     pub(super) has_help: bool,
     /// Whether keys are typed into the filter.
     pub(super) is_typing: bool,
-    /// Why no data could be read after the last snapshot; none if there was no failure since.
+    /// The failure to read data since the last snapshot; none if there was no failure.
     pub(super) trouble: Option<String>,
     /// Data older than this are stale, even if no trouble is known.
-    pub(super) patience: Duration,
-    /// A worker and the order for it that waits for the user's confirmation.
+    pub(super) stale_after: Duration,
+    /// An order that waits for the user's confirmation, and the worker that it is for.
     unconfirmed: Option<(String, Request)>,
+    /// A notice, and since when it is shown.
     notice: Option<(Instant, String)>,
 }
 
 impl Screen {
-    pub(super) fn new(broker: String, pools: Vec<PoolQueues>, patience: Duration) -> Self {
-        Self { broker, pools, patience, ..Self::default() }
+    pub(super) fn new(broker: String, pools: Vec<PoolQueues>, stale_after: Duration) -> Self {
+        Self { broker, pools, stale_after, ..Self::default() }
     }
 
     pub(super) fn update(&mut self, update: Update, now: Instant) {
         match update {
             Update::Snapshot(snapshot) => {
-                self.history.learn(*snapshot);
+                self.history.add(*snapshot);
                 self.trouble = None;
                 self.list.follow(&self.history);
             }
@@ -65,7 +66,7 @@ impl Screen {
     /// The age of the data, if they are stale.
     pub(super) fn stale(&self, now: Instant) -> Option<Duration> {
         let age = now.saturating_duration_since(self.history.polled_at?);
-        (self.trouble.is_some() || age > self.patience).then_some(age)
+        (self.trouble.is_some() || age > self.stale_after).then_some(age)
     }
 
     /// The text of the bottom line: the question whether to send an order, or a notice; none if there is neither.
@@ -124,7 +125,7 @@ impl Screen {
             KeyCode::Char('q') => return Some(Action::Quit),
             KeyCode::Char('?') => self.has_help = !self.has_help,
             KeyCode::Esc => return self.close(),
-            // The help hides the rows, so keys do not change them.
+            // The help hides the rows, so no key changes them.
             _ if self.has_help => {}
             KeyCode::Up | KeyCode::Char('k') => self.list.step(-1, &self.history),
             KeyCode::Down | KeyCode::Char('j') => self.list.step(1, &self.history),
@@ -145,7 +146,7 @@ impl Screen {
         None
     }
 
-    /// Closes the help, else the detail pane, else clears the filter, else quits.
+    /// Does the first of these that applies: closes the help, closes the detail pane, clears the filter, quits.
     fn close(&mut self) -> Option<Action> {
         if self.has_help {
             self.has_help = false;
@@ -159,8 +160,8 @@ impl Screen {
         None
     }
 
-    /// Asks the user to confirm an order for the selected slot. Without `order`: resume if the slot is paused or
-    /// stopped, else pause.
+    /// Asks the user to confirm an order for the selected slot. Without `order`, the order is to resume a slot that is
+    /// paused or stopped, and to pause any other slot.
     fn request_order(&mut self, order: Option<Request>) {
         let Some(slot) = self.list.selected(&self.history) else { return };
         let resumes = matches!(slot.report.state, State::Paused | State::Stopped);

@@ -1,5 +1,5 @@
-//! Draws the screen, from top to bottom: totals, trouble, pools, slots, the detail of the selected slot, and a line of
-//! keys or a question. The help covers all of it. No line is wider than the screen.
+//! Draws the screen, from top to bottom: totals, trouble, pools, slots, the detail of the selected slot, and a line
+//! with the keys or a question. The help is drawn on top of it. No line is wider than the screen.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -10,17 +10,16 @@ use ratatui::style::{Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Paragraph};
 
-use super::columns::{Bounds, SlotRow, errors, fit, lines, of_pools, of_slots};
+use super::columns::{Bounds, SlotRow, errors, fit, lines, pool_columns, slot_columns};
 use super::detail;
 use super::figures::{cut, short, width, wrap};
 use super::screen::Screen;
-use crate::client::fleet::Slot;
-use crate::client::fleet::{Total, totals};
+use crate::client::fleet::{Slot, Total, totals};
 use crate::commands::ctl::span;
 
 /// A screen of at least this many lines has room for both pools and detail.
 const TALL_LINES: u16 = 32;
-/// The least number of lines that the detail pane leaves to the table of slots.
+/// Minimum number of lines that the detail pane leaves to the table of slots.
 const MIN_SLOT_LINES: u16 = 6;
 
 /// The style of stale data: dim, without colours.
@@ -60,43 +59,45 @@ pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, offset: &mut usize, n
     let selected = screen.list.selected(&screen.history).filter(|_| screen.has_detail);
     let trouble = trouble(screen, columns);
     let detail = selected.map(|slot| detail::lines(slot, columns, now)).unwrap_or_default();
-    let pools = match area.height {
+    let pools_height = match area.height {
         height if !detail.is_empty() && height < TALL_LINES => 0,
         height => (totals.len() as u16 + 2).min((height / 3).max(3)),
     };
-    let rest = area.height.saturating_sub(2 + trouble.len() as u16 + pools);
-    let pane = if detail.is_empty() {
+    let rest = area.height.saturating_sub(2 + trouble.len() as u16 + pools_height);
+    let detail_height = if detail.is_empty() {
         0
     } else {
         (detail.len() as u16 + 1).min(rest.saturating_sub(MIN_SLOT_LINES))
     };
-    let heights = [1, trouble.len() as u16, pools].map(Constraint::Length).into_iter();
-    let heights = heights.chain([Constraint::Fill(1), Constraint::Length(pane), Constraint::Length(1)]);
+    let heights = [1, trouble.len() as u16, pools_height].map(Constraint::Length).into_iter();
+    let heights =
+        heights.chain([Constraint::Fill(1), Constraint::Length(detail_height), Constraint::Length(1)]);
     let areas = Layout::vertical(heights).split(area);
-    frame.render_widget(head(screen, &totals, columns, now), areas[0]);
+    frame.render_widget(totals_line(screen, &totals, columns, now), areas[0]);
     frame.render_widget(Paragraph::new(trouble), areas[1]);
     let is_stale = screen.stale(now).is_some();
     pool_table(frame, areas[2], &totals, is_stale);
     slot_table(frame, areas[3], screen, is_stale, offset);
     if let Some(slot) = selected {
         let rule = rule(&slot.key.worker, "Esc closes", columns);
-        block(frame, areas[4], rule, None, truncated(detail, usize::from(pane).saturating_sub(1)));
+        block(frame, areas[4], rule, None, truncated(detail, usize::from(detail_height).saturating_sub(1)));
     }
-    frame.render_widget(foot(screen, columns, now), areas[5]);
+    frame.render_widget(bottom_line(screen, columns, now), areas[5]);
     if screen.has_help {
-        help(frame);
+        draw_help(frame);
     }
 }
 
 /// The line of totals. Parts that do not fit are left out; errors and the age of stale data have precedence.
-fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line<'static> {
+fn totals_line(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line<'static> {
     // Not `Iterator::sum`: without totals it is -0.0, and the minus sign would be shown.
-    let sum = |of: fn(&Total) -> f64| totals.iter().map(of).fold(0.0, |sum, one| sum + one);
-    let count = |of: fn(&Total) -> usize| totals.iter().map(of).sum::<usize>();
-    let failing = sum(|it| it.errors);
+    let sum = |field: fn(&Total) -> f64| totals.iter().map(field).fold(0.0, |sum, value| sum + value);
+    let count = |field: fn(&Total) -> usize| totals.iter().map(field).sum::<usize>();
+    let error_rate = sum(|it| it.errors);
     let stale = screen.stale(now).map(|age| format!(" stale for {} ", span(age.as_millis() as u64)));
-    let slots = format!(" {} of {} slots work", count(|it| it.work), count(|it| it.slots));
+    let slots = format!(" {} of {} slots work", count(|it| it.working), count(|it| it.slots));
     let (was_polled, is_stale) = (screen.history.polled_at.is_some(), stale.is_some());
+    // The numbers are ranks, as in `fitted`.
     let (rank, launchers) = match screen.history.launchers {
         0 if was_polled => (2, " no launcher answers".yellow().bold()),
         0 => (2, " waiting for answers".into()),
@@ -111,7 +112,7 @@ fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line
         (4, slots.into()),
         (3, format!(" {} tasks/s", short(sum(|it| it.tasks))).into()),
         (5, format!(" {} tok/s", short(sum(|it| it.tokens))).into()),
-        (1, Span::styled(format!(" {} err/s", errors(failing).content), errors(failing).style)),
+        (1, Span::styled(format!(" {} err/s", errors(error_rate).content), errors(error_rate).style)),
     ];
     // Stale parts are dim, so that they do not look current.
     let parts = parts.map(|(rank, part)| (rank, if is_stale && rank > 0 { part.style(DIM) } else { part }));
@@ -119,8 +120,8 @@ fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line
     fitted(shown.collect(), columns)
 }
 
-/// A line of the parts that fit, in their order, with one column between them. Parts of the lowest rank have
-/// precedence.
+/// A line of the parts that fit, in their order, with one column between them. Each part comes with its rank; the part
+/// with the lowest rank has precedence.
 fn fitted(parts: Vec<(u8, Span<'static>)>, columns: usize) -> Line<'static> {
     let bounds = |(rank, part): &(u8, Span<'_>)| Bounds { rank: *rank, min: part.width(), max: part.width() };
     let widths = fit(&parts.iter().map(bounds).collect::<Vec<_>>(), columns);
@@ -132,7 +133,7 @@ fn fitted(parts: Vec<(u8, Span<'static>)>, columns: usize) -> Line<'static> {
 
 /// Why data cannot be read, in at most two lines.
 fn trouble(screen: &Screen, columns: usize) -> Vec<Line<'static>> {
-    let Some(text) = screen.trouble.as_ref().or(screen.history.refused.as_ref()) else { return Vec::new() };
+    let Some(text) = screen.trouble.as_ref().or(screen.history.error.as_ref()) else { return Vec::new() };
     let mut texts = wrap(text, columns);
     if texts.len() > 2 {
         texts.truncate(2);
@@ -143,17 +144,17 @@ fn trouble(screen: &Screen, columns: usize) -> Vec<Line<'static>> {
 
 fn pool_table(frame: &mut Frame<'_>, area: Rect, totals: &[Total], is_stale: bool) {
     let columns = usize::from(area.width);
-    let (header, rows) = lines(&of_pools(totals, columns), totals, columns);
+    let (header, rows) = lines(&pool_columns(totals, columns), totals, columns);
     let rows = rows.into_iter().map(|row| if is_stale { dim(row) } else { row }).collect();
     let rows = truncated(rows, usize::from(area.height).saturating_sub(2));
     block(frame, area, rule("pools", "", columns), Some(header), rows);
 }
 
-/// At most `most` lines. If there are more, the last line says how many are left out.
-fn truncated(mut lines: Vec<Line<'static>>, most: usize) -> Vec<Line<'static>> {
-    if lines.len() > most && most > 0 {
-        let more = lines.len() + 1 - most;
-        lines.truncate(most - 1);
+/// At most `max_lines` lines. If there are more, the last line says how many are left out.
+fn truncated(mut lines: Vec<Line<'static>>, max_lines: usize) -> Vec<Line<'static>> {
+    if lines.len() > max_lines && max_lines > 0 {
+        let more = lines.len() + 1 - max_lines;
+        lines.truncate(max_lines - 1);
         lines.push(Line::from(format!("… {more} more")).dim());
     }
     lines
@@ -162,28 +163,33 @@ fn truncated(mut lines: Vec<Line<'static>>, most: usize) -> Vec<Line<'static>> {
 fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool, offset: &mut usize) {
     let columns = usize::from(area.width);
     let slots = screen.list.slots(&screen.history);
-    let (at, room) = (screen.list.at(), usize::from(area.height).saturating_sub(2).max(1));
+    let selected = screen.list.selected_row();
+    let room = usize::from(area.height).saturating_sub(2).max(1);
     // Scrolls no further than the selected row requires, and leaves no room empty below the last row.
-    *offset = (*offset).clamp((at + 1).saturating_sub(room), at).min(slots.len().saturating_sub(room));
+    let lowest_offset = (selected + 1).saturating_sub(room);
+    *offset = (*offset).clamp(lowest_offset, selected).min(slots.len().saturating_sub(room));
     let longest = slots.iter().map(|slot| width(&slot.key.worker)).max().unwrap_or_default();
     let peaks = peaks(slots.iter().copied());
     let peak = |slot: &Slot| peaks.get(slot.report.pool.as_str()).copied().unwrap_or_default();
     let shown: Vec<SlotRow<'_>> =
         slots.iter().skip(*offset).take(room).map(|slot| SlotRow { slot, peak: peak(slot) }).collect();
-    let (header, rows) = lines(&of_slots(&screen.list, longest, columns), &shown, columns);
-    let draw = |(row, (index, line)): (&SlotRow<'_>, (usize, Line<'static>))| {
+    let (header, rows) = lines(&slot_columns(&screen.list, longest, columns), &shown, columns);
+    let styled = |(row, (index, line)): (&SlotRow<'_>, (usize, Line<'static>))| {
         let line = if is_stale || row.slot.missing_since.is_some() { dim(line) } else { line };
-        if *offset + index == at { line.reversed() } else { line }
+        if *offset + index == selected { line.reversed() } else { line }
     };
-    let rows: Vec<Line<'static>> = shown.iter().zip(rows.into_iter().enumerate()).map(draw).collect();
-    let all = screen.history.slots.len();
+    let rows: Vec<Line<'static>> = shown.iter().zip(rows.into_iter().enumerate()).map(styled).collect();
+    let total = screen.history.slots.len();
     let title = match screen.list.filter() {
         "" => "slots".to_owned(),
-        filter => format!("slots with /{filter}: {} of {all}", slots.len()),
+        filter => format!("slots with /{filter}: {} of {total}", slots.len()),
     };
-    let place = format!("{}–{} of {}", *offset + 1, *offset + shown.len(), slots.len());
-    let place = if shown.len() < slots.len() { place } else { String::new() };
-    block(frame, area, rule(&title, &place, columns), Some(header), rows);
+    let position = if shown.len() < slots.len() {
+        format!("{}–{} of {}", *offset + 1, *offset + shown.len(), slots.len())
+    } else {
+        String::new()
+    };
+    block(frame, area, rule(&title, &position, columns), Some(header), rows);
 }
 
 /// For each pool the highest rate, in tasks per second, of any of its slots within the last minute.
@@ -221,7 +227,8 @@ fn block(
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-fn foot(screen: &Screen, columns: usize, now: Instant) -> Line<'static> {
+/// A question or a notice, else the filter that is being typed, else the keys.
+fn bottom_line(screen: &Screen, columns: usize, now: Instant) -> Line<'static> {
     if let Some(text) = screen.foot(now) {
         return Line::from(cut(&text, columns)).yellow().bold();
     }
@@ -243,17 +250,17 @@ fn foot(screen: &Screen, columns: usize, now: Instant) -> Line<'static> {
     fitted(keys.map(|(rank, key)| (rank, format!("{key} ").dark_gray())).to_vec(), columns)
 }
 
-fn help(frame: &mut Frame<'_>) {
+fn draw_help(frame: &mut Frame<'_>) {
     let area = frame.area();
-    let wide = HELP.iter().map(|line| width(line)).max().unwrap_or_default() as u16 + 4;
-    let (wide, high) = (wide.min(area.width), (HELP.len() as u16 + 2).min(area.height));
-    let place = Rect::new((area.width - wide) / 2, (area.height - high) / 2, wide, high);
-    let room = usize::from(wide.saturating_sub(4));
-    let lines = HELP.iter().map(|line| Line::from(format!(" {}", cut(line, room)))).collect();
-    let lines = truncated(lines, usize::from(high.saturating_sub(2)));
-    frame.render_widget(Clear, place);
+    let longest = HELP.iter().map(|line| width(line)).max().unwrap_or_default() as u16;
+    let (columns, rows) = ((longest + 4).min(area.width), (HELP.len() as u16 + 2).min(area.height));
+    let popup = Rect::new((area.width - columns) / 2, (area.height - rows) / 2, columns, rows);
+    let text_width = usize::from(columns.saturating_sub(4));
+    let lines = HELP.iter().map(|line| Line::from(format!(" {}", cut(line, text_width)))).collect();
+    let lines = truncated(lines, usize::from(rows.saturating_sub(2)));
+    frame.render_widget(Clear, popup);
     frame.render_widget(
         Paragraph::new(lines).block(Block::bordered().title(" help: ? or Esc closes ")),
-        place,
+        popup,
     );
 }

@@ -1,5 +1,5 @@
-//! Reads addresses: of brokers, of the collector of spans, and of the launcher's HTTP port. Connects to
-//! nothing, and never puts a broker's address into an error.
+//! Reads the addresses of brokers, of the collector of spans, and of the launcher's HTTP server. Connects to nothing,
+//! and never puts a broker's address into an error.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use super::reader::Expected;
 use super::values::{parse_array, text};
 
 /// The collector's path for spans.
-const TRACES: &str = "/v1/traces";
+const TRACES_PATH: &str = "/v1/traces";
 
 /// A value that must not be shown: `Debug` masks it, and there is no `Display`.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,12 +50,12 @@ pub(crate) fn urls(value: &Value) -> Result<Vec<Secret>, Expected> {
             urls(&parse_array(text).ok_or_else(expected_address)?)
         }
         ValueKind::String(text) => {
-            split_urls(text.trim()).into_iter().map(without_comma).map(checked).collect()
+            split_urls(text.trim()).into_iter().map(without_comma).map(checked_address).collect()
         }
         ValueKind::Array(items) if !items.is_empty() => items
             .iter()
             .map(|item| match &item.kind {
-                ValueKind::String(text) => checked(text.trim()),
+                ValueKind::String(text) => checked_address(text.trim()),
                 _ => Err(expected_address()),
             })
             .collect(),
@@ -63,13 +63,13 @@ pub(crate) fn urls(value: &Value) -> Result<Vec<Secret>, Expected> {
     }
 }
 
-/// A part of [`split_urls`] without the comma behind it. `split_urls` also serves the masking of passwords, which shows
-/// the text between addresses, so it leaves separators at the end of each part.
+/// A part of [`split_urls`] without the comma at its end. `split_urls` keeps separators, because the masking of
+/// passwords uses it too and shows the text between addresses.
 fn without_comma(part: &str) -> &str {
     part.trim_end().strip_suffix(',').unwrap_or(part).trim()
 }
 
-fn checked(address: &str) -> Result<Secret, Expected> {
+fn checked_address(address: &str) -> Result<Secret, Expected> {
     match address.split_once(':') {
         Some(("embedded", path)) if !path.is_empty() => {}
         Some((scheme, rest)) if is_amqp(scheme) => {
@@ -85,6 +85,7 @@ fn is_amqp(scheme: &str) -> bool {
     scheme.eq_ignore_ascii_case("amqp") || scheme.eq_ignore_ascii_case("amqps")
 }
 
+/// Checks the part of an address after `amqp://`.
 fn check_authority(rest: &str) -> Result<(), Expected> {
     let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
     let (authority, path) = rest.split_at(end);
@@ -171,9 +172,9 @@ pub(crate) fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
     if !path.chars().all(is_path_character) {
         return Err("an address that ends with its path, without `?`, `#` or blanks".to_owned());
     }
-    if path.trim_end_matches('/').ends_with(TRACES) {
+    if path.trim_end_matches('/').ends_with(TRACES_PATH) {
         return Err(format!(
-            "the collector's address alone, such as http://host:4318: {TRACES} is appended to it"
+            "the collector's address alone, such as http://host:4318: {TRACES_PATH} is appended to it"
         ));
     }
     Ok(Some(address))

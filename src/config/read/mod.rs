@@ -1,5 +1,5 @@
-//! Readers of settings: turn the merged tree into values and collect every mistake. `reader` walks the keys of
-//! a section; the others read single values, and each error says what was expected.
+//! Readers of settings: they turn the merged tree into values and collect every mistake. `reader` walks the keys of a
+//! section. The other modules read single values; each error says what was expected.
 
 mod addresses;
 mod names;

@@ -10,18 +10,18 @@ use super::reader::Expected;
 use super::values::{list, name, optional_name};
 
 /// The longest name, in bytes: AMQP carries a name's length in one byte.
-const LONGEST: usize = 255;
+const MAX_NAME_BYTES: usize = 255;
 /// The longest suffix of a retry queue's name, in bytes: `.retry-2592000000ms`, which is 30 days.
-const LONGEST_SUFFIX: usize = 19;
+const MAX_SUFFIX_BYTES: usize = 19;
 
 /// A queue.
 pub(crate) fn queue(value: &Value) -> Result<String, Expected> {
-    queue_of_at_most(value, LONGEST)
+    queue_name(value, MAX_NAME_BYTES)
 }
 
 /// A queue, with room for the suffix of its retry queues.
 pub(crate) fn task_queue(value: &Value) -> Result<String, Expected> {
-    queue_of_at_most(value, LONGEST - LONGEST_SUFFIX)
+    queue_name(value, MAX_NAME_BYTES - MAX_SUFFIX_BYTES)
 }
 
 /// A queue, or `""` for none.
@@ -29,10 +29,10 @@ pub(crate) fn optional_queue(value: &Value) -> Result<Option<String>, Expected> 
     optional_name(value)?.map(|_| queue(value)).transpose()
 }
 
-fn queue_of_at_most(value: &Value, longest: usize) -> Result<String, Expected> {
+fn queue_name(value: &Value, max_bytes: usize) -> Result<String, Expected> {
     let queue = name(value).map_err(|_| "the name of a queue".to_owned())?;
-    if queue.len() > longest {
-        return Err(format!("a queue name of at most {longest} bytes"));
+    if queue.len() > max_bytes {
+        return Err(format!("a queue name of at most {max_bytes} bytes"));
     }
     if queue.starts_with("amq.") {
         return Err("a queue name that does not start with `amq.`, the broker's own".to_owned());
@@ -44,7 +44,7 @@ fn queue_of_at_most(value: &Value, longest: usize) -> Result<String, Expected> {
 pub(crate) fn exchange(value: &Value) -> Result<Option<String>, Expected> {
     let exchange = optional_name(value).map_err(|_| "the name of an exchange, or \"\"".to_owned())?;
     match &exchange {
-        Some(name) if name.len() > LONGEST => Err(format!("a name of at most {LONGEST} bytes")),
+        Some(name) if name.len() > MAX_NAME_BYTES => Err(format!("a name of at most {MAX_NAME_BYTES} bytes")),
         Some(name) if name.starts_with("amq.") => {
             Err("a name that does not start with `amq.`, the broker's own".to_owned())
         }
@@ -55,10 +55,10 @@ pub(crate) fn exchange(value: &Value) -> Result<Option<String>, Expected> {
 /// Names by which requests may call a model.
 pub(crate) fn served_names(value: &Value) -> Result<Vec<String>, Expected> {
     let names = list(value)?;
-    match names.iter().any(String::is_empty) {
-        true => Err("a list without empty names".to_owned()),
-        false => Ok(names),
+    if names.iter().any(String::is_empty) {
+        return Err("a list without empty names".to_owned());
     }
+    Ok(names)
 }
 
 /// The `devices` setting.

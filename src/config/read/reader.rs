@@ -1,5 +1,5 @@
-//! A cursor over one section of the merged settings: each key is read once, unreadable values become problems,
-//! and keys that were never read are unknown. Adds to the [`Report`].
+//! A cursor over one section of the merged settings. Each key is read once. Unreadable values and keys that were never
+//! read become problems in the [`Report`].
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::super::files::BUILT_IN;
 use super::super::problem::Problem;
 use super::super::problem::unknown_key;
 
-/// What was expected of an invalid value, as the end of a sentence.
+/// What was expected in the place of an invalid value; completes a sentence that begins with "expected".
 pub(crate) type Expected = String;
 
 /// The result of validation: the problems, and the origin of each setting.
@@ -24,10 +24,11 @@ pub(crate) struct Report {
 /// One section that is being read.
 pub(crate) struct Reader<'r> {
     path: String,
-    /// The keys that were not read yet.
-    left: Map<String, Value>,
+    /// The keys that were not read yet, with their values.
+    unread: Map<String, Value>,
     /// The keys that were read.
     known: Vec<&'static str>,
+    /// Gets the problems and the origins.
     report: &'r mut Report,
 }
 
@@ -37,15 +38,15 @@ impl<'r> Reader<'r> {
         let problem = Problem::new(path.as_str(), "expected a section with keys")
             .with_value(&value)
             .with_origin(origin(&value));
-        let ValueKind::Table(left) = value.kind else {
+        let ValueKind::Table(unread) = value.kind else {
             report.problems.push(problem);
             return None;
         };
         let known = Vec::new();
-        Some(Self { path, left, known, report })
+        Some(Self { path, unread, known, report })
     }
 
-    /// Reads a key. None if it is missing or wrong, which is reported.
+    /// Reads a key's value with `read`. None if it is missing or invalid, which is reported.
     pub(crate) fn read<T>(
         &mut self,
         key: &'static str,
@@ -57,7 +58,7 @@ impl<'r> Reader<'r> {
         let result = read(&value);
         self.report.origins.insert(path.clone(), origin);
         match result {
-            Ok(read) => Some(read),
+            Ok(value) => Some(value),
             Err(expected) => {
                 self.report.refuse(path, value, expected);
                 None
@@ -71,10 +72,10 @@ impl<'r> Reader<'r> {
         Reader::open(self.path_of(key), value, self.report)
     }
 
-    /// Takes a key's raw value. None if it is missing, which is reported.
+    /// Removes a key and returns its raw value. None if it is missing, which is reported.
     pub(crate) fn take(&mut self, key: &'static str) -> Option<Value> {
         self.known.push(key);
-        let value = self.left.remove(key);
+        let value = self.unread.remove(key);
         if value.is_none() {
             let problem = Problem::new(self.path_of(key), "missing");
             self.report.problems.push(problem);
@@ -106,22 +107,22 @@ impl<'r> Reader<'r> {
         self.report
     }
 
-    /// Reads all keys not read yet, as raw values.
+    /// Returns the raw values of all keys that were not read yet.
     pub(crate) fn read_rest(&mut self) -> Map<String, Value> {
-        let left = std::mem::take(&mut self.left);
-        for (key, value) in &left {
+        let unread = std::mem::take(&mut self.unread);
+        for (key, value) in &unread {
             let path = self.path_of(key);
             self.report.origins.insert(path, origin(value));
         }
-        left
+        unread
     }
 
-    /// Ends the section: keys that were not read are unknown. Their values are not shown, because a mistyped
-    /// `password` holds one.
+    /// Ends the section. Reports each key that was not read as unknown, without its value, because that may be a
+    /// secret: the key may be a typo of a setting that holds one.
     pub(crate) fn finish(self) {
-        let mut left: Vec<_> = self.left.iter().collect();
-        left.sort_by_key(|(key, _)| key.as_str());
-        for (key, value) in left {
+        let mut unread: Vec<_> = self.unread.iter().collect();
+        unread.sort_by_key(|(key, _)| key.as_str());
+        for (key, value) in unread {
             let expected = unknown_key(key, self.known.iter().copied());
             let problem = Problem::new(self.path_of(key), expected).with_origin(origin(value));
             self.report.problems.push(problem);
@@ -145,16 +146,16 @@ impl Report {
     }
 }
 
-/// The origin of a value. A section merged from several layers has none of its own. The alphabetically first origin of
-/// its settings stands for it, so that the result does not depend on the order in a map.
+/// The origin of a value. A section merged from several layers has no origin itself; it gets the alphabetically first
+/// origin of its settings, so that the result does not depend on the order in a map.
 pub(crate) fn origin(value: &Value) -> String {
-    fn written_by(value: &Value) -> Option<&str> {
-        let below = || match &value.kind {
-            ValueKind::Table(table) => table.values().filter_map(written_by).min(),
-            ValueKind::Array(items) => items.iter().find_map(written_by),
+    fn first_origin(value: &Value) -> Option<&str> {
+        let of_children = || match &value.kind {
+            ValueKind::Table(table) => table.values().filter_map(first_origin).min(),
+            ValueKind::Array(items) => items.iter().find_map(first_origin),
             _ => None,
         };
-        value.origin().or_else(below)
+        value.origin().or_else(of_children)
     }
-    written_by(value).unwrap_or(BUILT_IN).to_owned()
+    first_origin(value).unwrap_or(BUILT_IN).to_owned()
 }

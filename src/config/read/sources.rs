@@ -1,4 +1,4 @@
-//! Reads `pool.allowed_sources`: the beginnings of URLs that tasks may give in the place of files. Fetches nothing.
+//! Reads `pool.allowed_sources`: prefixes of the URLs that tasks may give in the place of files. Fetches nothing.
 
 use ::config::{Value, ValueKind};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use super::values::{list, parse_array, switch, text};
 /// The schemes of URLs that can be fetched.
 pub(crate) const SCHEMES: [&str; 4] = ["file", "http", "https", "s3"];
 
-/// The beginning of URLs that a task may give in the place of a file.
+/// A prefix of URLs that a task may give in the place of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllowedSource {
     /// A scheme, a host with its port, and a path that ends with `/`. The host of `s3` is the bucket, `file` has none.
@@ -38,14 +38,18 @@ fn item(value: &Value) -> Result<AllowedSource, Expected> {
     if let Some(unknown) = fields.keys().find(|key| !["url", "private"].contains(&key.as_str())) {
         return Err(format!("entries with the keys url and private, got {unknown}"));
     }
-    let private = fields.get("private").map_or(Ok(false), switch);
-    source(&text(fields.get("url").ok_or_else(expected_list)?)?, private.map_err(|_| expected_list())?)
+    let url = text(fields.get("url").ok_or_else(expected_list)?)?;
+    let private = match fields.get("private") {
+        Some(value) => switch(value).map_err(|_| expected_list())?,
+        None => false,
+    };
+    source(&url, private)
 }
 
 fn source(written: &str, private: bool) -> Result<AllowedSource, Expected> {
     let url = Url::parse(written).map_err(|error| format!("URLs, got {written:?} ({error})"))?;
     let is_file = url.scheme() == "file";
-    let is_whole = SCHEMES.contains(&url.scheme())
+    let is_valid = SCHEMES.contains(&url.scheme())
         && url.has_host() != is_file
         && url.path().ends_with('/')
         && url.username().is_empty()
@@ -53,7 +57,7 @@ fn source(written: &str, private: bool) -> Result<AllowedSource, Expected> {
         && url.query().is_none()
         && url.fragment().is_none()
         && (url.scheme() != "s3" || url.port().is_none());
-    if !is_whole {
+    if !is_valid {
         return Err(format!(
             "URLs of the form scheme://host:port/path/, with a / at the end, where the scheme is one of {}; file:// has \
              no host, and the host of s3:// is the bucket",

@@ -85,7 +85,7 @@ pub(crate) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Val
     }
 }
 
-/// None for the text `word`; for any other value what `read` returns.
+/// None for the text `word`; any other value is read with `read`.
 pub(crate) fn unless<T>(
     word: &'static str,
     read: impl Fn(&Value) -> Result<T, Expected>,
@@ -96,8 +96,8 @@ pub(crate) fn unless<T>(
     }
 }
 
-/// A value with a unit, within the range. `parse` reads it. Errors name it as `what`, describe the expected `form`, and
-/// write the range's limits with `show`.
+/// A value with a unit, within the range. `parse` reads it. Errors call it `what`, describe the expected `form`, and
+/// show the range's limits with `show`.
 fn with_unit<T: PartialOrd + Copy>(
     what: &'static str,
     form: &'static str,
@@ -143,8 +143,8 @@ pub(crate) fn share(value: &Value) -> Result<f64, Expected> {
     number.filter(|number| (0.0..=1.0).contains(number)).ok_or_else(|| "a number from 0 to 1".to_owned())
 }
 
-/// A list of texts. It may also be one text: comma-separated, or an array as TOML and JSON write it. Blanks around
-/// parts are dropped. Parts may be empty; an empty text has no parts.
+/// A list of texts. It may also be one text: comma-separated, or an array in TOML or JSON. Blanks around parts are
+/// dropped. Parts may be empty; an empty text has no parts.
 pub(crate) fn list(value: &Value) -> Result<Vec<String>, Expected> {
     match &value.kind {
         ValueKind::String(written) if written.trim_start().starts_with('[') => {
@@ -170,8 +170,8 @@ pub(crate) fn parse_array(written: &str) -> Option<Value> {
     parse_value(written).filter(|value| matches!(value.kind, ValueKind::Array(_)))
 }
 
-/// Parses a flag's or variable's text as a TOML value. Text that is no TOML, and all other values, are returned as they
-/// are.
+/// Parses a flag's or variable's text as a TOML value. Text that is not TOML, and any other value, is returned
+/// unchanged.
 pub(crate) fn typed(value: &Value) -> Value {
     let is_text = value.origin().is_some_and(|origin| TEXT_ORIGINS.iter().any(|it| origin.starts_with(it)));
     match &value.kind {

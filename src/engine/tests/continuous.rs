@@ -44,12 +44,12 @@ impl Rig {
         let starter = crate::engine::continuous(script::load);
         let Loaded { engine, mut notices, .. } =
             starter.start_here(setup(source, max_tokens, &log)).unwrap_or_else(|error| panic!("{error}"));
-        let noted = fault.clone();
+        let received = fault.clone();
         tokio::task::spawn_local(async move {
             while let Some(notice) = notices.recv().await {
                 match notice {
                     Notice::Done(tasks) => tasks.iter().for_each(|task| task.notify()),
-                    Notice::Fault(error) => *noted.lock().unwrap() = Some(error),
+                    Notice::Fault(error) => *received.lock().unwrap() = Some(error),
                 }
             }
         });
@@ -157,7 +157,7 @@ async fn a_long_prompt_goes_in_chunks_and_holds_up_no_answer() {
         // 12 tokens fit beside a's prompt, then 15 beside each token of its answer: 6 more steps.
         assert_eq!((prompt.at, prompt.text()), (90, &*words(3)));
         for report in rig.log.take() {
-            assert!(!matches!(report, Report::Passed { tokens: 17.., .. }), "{report:?}");
+            assert!(!matches!(report, Report::PassEnded { tokens: 17.., .. }), "{report:?}");
         }
     })
     .await;
@@ -296,8 +296,8 @@ async fn isolated_sequences_run_alone_and_interrupted_ones_give_the_same_text() 
         assert_eq!(suspect.at, 90);
         for ended in [&a, &b] {
             let parts: String = ended.parts.iter().map(|(_, part)| part.as_str()).collect();
-            let spoken = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
-            assert_eq!((ended.text(), spoken), (&*words(10), 10), "no piece twice: {parts}");
+            let words_once = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
+            assert_eq!((ended.text(), words_once), (&*words(10), 10), "no piece twice: {parts}");
         }
         let on_device = rig.log.on_device();
         assert!(on_device.contains(&vec!["suspect".to_owned()]), "{on_device:?}");
@@ -383,9 +383,9 @@ async fn preemption_makes_room_for_another_requester_and_repeats_no_part() {
         let rig = Rig::new("script?tokens=16384&context=4096", 1_024);
         let other = async {
             rig.log.passes(1_200).await;
-            let came = rig.ms();
+            let arrived_at = rig.ms();
             let ended = rig.run_as(state_of("other", 2), sequence(600, 1), None).await;
-            ended.at - came
+            ended.at - arrived_at
         };
         let (long, waited) = tokio::join!(eight_long(&rig), other);
         assert!(waited <= 120, "{waited} ms");

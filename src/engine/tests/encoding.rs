@@ -24,7 +24,7 @@ fn at(ended: &[Ended]) -> Vec<u64> {
 fn sizes(rig: &Rig) -> Vec<usize> {
     let reports = rig.log.take().into_iter();
     reports
-        .filter_map(|report| if let Report::Passed { inputs, .. } = report { Some(inputs) } else { None })
+        .filter_map(|report| if let Report::PassEnded { inputs, .. } = report { Some(inputs) } else { None })
         .collect()
 }
 
@@ -89,10 +89,10 @@ async fn a_denoising_model_has_no_prompt_and_takes_its_steps_at_once() {
 #[tokio::test(start_paused = true)]
 async fn the_pools_encode_settings_override_those_of_the_model() {
     here(async {
-        for (own, source) in [(None, "script?encode_interval=2&encode_batch=1"), (Some(2), "script")] {
+        for (interval, source) in [(None, "script?encode_interval=2&encode_batch=1"), (Some(2), "script")] {
             let rig = Rig::new(source, 64);
-            let (batch, names) = (own.map(|_| 1), names(3));
-            rig.engine.set_policy(Policy { encode_interval: own, encode_batch: batch, ..policy(64) });
+            let (batch, names) = (interval.map(|_| 1), names(3));
+            rig.engine.set_policy(Policy { encode_interval: interval, encode_batch: batch, ..policy(64) });
             let (long, windows) = tokio::join!(
                 rig.run("long", sequence(1, 20)),
                 join_all(names.iter().map(|id| rig.run(id, window(1, 1))))
@@ -112,8 +112,8 @@ async fn a_hundred_windows_of_one_requester_delay_another_by_one_window() {
         let many = join_all(names.iter().map(|id| rig.run_as(state_of(id, 1), window(1, 20), None)));
         let other = async {
             rig.log.passes(10).await;
-            let came = rig.ms();
-            rig.run_as(state_of("other", 2), window(1, 1), None).await.at - came
+            let arrived_at = rig.ms();
+            rig.run_as(state_of("other", 2), window(1, 1), None).await.at - arrived_at
         };
         let (many, waited) = tokio::join!(many, other);
         // The bound is two windows, one of the others and its own, each with eight steps of 10 ms, and one more step.
@@ -238,8 +238,8 @@ async fn a_preempted_sequence_encodes_again_and_gives_the_same_text() {
         assert_eq!(suspect.at, 800 + 30 + 400 + 50);
         for ended in [&a, &b] {
             let parts: String = ended.parts.iter().map(|(_, part)| part.as_str()).collect();
-            let spoken = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
-            assert_eq!((ended.text(), spoken), (&*words(10), 10), "no piece twice: {parts}");
+            let words_once = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
+            assert_eq!((ended.text(), words_once), (&*words(10), 10), "no piece twice: {parts}");
         }
         // Two windows, three steps, its window again, and all ten steps.
         assert_eq!(b.computed.compute, Duration::from_millis(800 + 30 + 400 + 100));

@@ -22,8 +22,8 @@ pub(super) fn policy(max_tokens: usize) -> Policy {
 pub(super) enum Report {
     OnDevice(Vec<String>),
     Idle,
-    ReportedIdle,
-    Passed { inputs: usize, tokens: usize, fault: bool },
+    IdleReported,
+    PassEnded { inputs: usize, tokens: usize, fault: bool },
 }
 
 /// An observer that records its calls, and the number of passes that have ended.
@@ -62,13 +62,13 @@ impl Observer for Log {
         self.push(Report::Idle);
     }
 
-    fn tell_idle(&self) {
-        self.push(Report::ReportedIdle);
+    fn report_idle(&self) {
+        self.push(Report::IdleReported);
     }
 
-    fn passed(&self, passed: &Passed<'_>) {
-        let Pass { size, tokens, .. } = passed.pass;
-        self.push(Report::Passed { inputs: size, tokens, fault: passed.fault.is_some() });
+    fn pass_ended(&self, ended: &EndedPass<'_>) {
+        let Pass { size, tokens, .. } = ended.pass;
+        self.push(Report::PassEnded { inputs: size, tokens, fault: ended.fault.is_some() });
         self.1.send_modify(|passes| *passes += 1);
     }
 }

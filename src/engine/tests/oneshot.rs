@@ -11,8 +11,8 @@ use super::*;
 use crate::batching::Group;
 use crate::model::{Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
-/// A network whose inputs decide how the batch goes: 0 fails, 1 breaks the device, 2 runs out of memory unless it is
-/// alone, and 3 panics. Every other input is its own output. Calls are recorded in `log`.
+/// A network whose inputs decide what happens to the batch: 0 fails, 1 breaks the device, 2 runs out of memory unless
+/// it is alone, and 3 panics. Every other input is its own output. Calls are recorded in `log`.
 struct Scripted {
     log: Arc<Mutex<Vec<String>>>,
     asynchronous: bool,
@@ -79,13 +79,13 @@ impl Forward for Scripted {
 struct Rig {
     engine: Arc<dyn Engine>,
     waiting: Arc<WaitingInputs<Numbers>>,
-    work: OneShot<Numbers, Scripted>,
+    model_loop: OneShot<Numbers, Scripted>,
     notices: mpsc::Receiver<Notice>,
     calls: Arc<Mutex<Vec<String>>>,
     log: Log,
     jobs: Vec<(Arc<TaskState>, Box<dyn Job>)>,
     /// The number of tasks in each `Done` notice.
-    together: Vec<usize>,
+    done_per_notice: Vec<usize>,
     fault: Option<String>,
     woken: Arc<AtomicBool>,
 }
@@ -93,16 +93,16 @@ struct Rig {
 impl Rig {
     fn new(asynchronous: bool) -> Self {
         let (calls, log, woken) = (Arc::default(), Log::default(), Arc::new(AtomicBool::new(false)));
-        let (notices_in, notices) = Notices::new();
+        let (sender, notices) = Notices::new();
         let wake = woken.clone();
         let waker = Box::new(move || wake.store(true, Ordering::SeqCst));
         let waiting = Arc::new(WaitingInputs::new(policy(4), asynchronous, waker));
         let scripted = Scripted { log: Arc::clone(&calls), asynchronous };
-        let network = Network::new(scripted, Box::new(log.clone()), notices_in);
-        let work = OneShot::new(network, waiting.clone());
+        let network = Network::new(scripted, Box::new(log.clone()), sender);
+        let model_loop = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(Numbers, waiting.clone(), Memory::new(1)));
-        let (jobs, together) = (Vec::new(), Vec::new());
-        Self { engine, waiting, work, notices, calls, log, jobs, together, fault: None, woken }
+        let (jobs, done_per_notice) = (Vec::new(), Vec::new());
+        Self { engine, waiting, model_loop, notices, calls, log, jobs, done_per_notice, fault: None, woken }
     }
 
     fn enqueue(&mut self, inputs: &[u8], group: Option<Group>) {
@@ -114,11 +114,11 @@ impl Rig {
     }
 
     fn turn(&mut self) -> Next {
-        let next = self.work.turn();
+        let next = self.model_loop.turn();
         while let Ok(notice) = self.notices.try_recv() {
             match notice {
                 Notice::Done(tasks) => {
-                    self.together.push(tasks.len());
+                    self.done_per_notice.push(tasks.len());
                     tasks.iter().for_each(|task| task.notify());
                 }
                 Notice::Fault(fault) => self.fault = Some(fault),
@@ -137,7 +137,7 @@ impl Rig {
     }
 
     /// Enqueues a task for each input of these batches, and then runs the loop until it sleeps.
-    fn ran(asynchronous: bool, batches: &[&[u8]]) -> Self {
+    fn after(asynchronous: bool, batches: &[&[u8]]) -> Self {
         let mut rig = Self::new(asynchronous);
         // One task counts as on its way, so that the loop sees no partial batch before all are enqueued.
         rig.engine.expect(Expect::More);
@@ -171,7 +171,7 @@ const NEXT: &[u8] = &[20, 21, 22, 23];
 
 #[test]
 fn the_next_batch_is_submitted_before_the_last_is_waited_for() {
-    let mut rig = Rig::ran(true, &[FULL, NEXT, &[30]]);
+    let mut rig = Rig::after(true, &[FULL, NEXT, &[30]]);
     let order = [
         "submit [10, 11, 12, 13]",
         "submit [20, 21, 22, 23]",
@@ -181,7 +181,7 @@ fn the_next_batch_is_submitted_before_the_last_is_waited_for() {
         "wait [30]",
     ];
     assert_eq!(rig.calls(), order, "a partial batch may still grow while the device computes");
-    assert_eq!(rig.together, [4, 4, 1]);
+    assert_eq!(rig.done_per_notice, [4, 4, 1]);
     let on_device = rig.log.on_device();
     assert_eq!(on_device[1].len(), 8, "both batches are on the device: {on_device:?}");
     assert!(rig.answers().iter().all(|answer| matches!(answer, Some(Ok(_)))));
@@ -189,7 +189,7 @@ fn the_next_batch_is_submitted_before_the_last_is_waited_for() {
 
 #[test]
 fn a_synchronous_model_is_given_one_batch_at_a_time() {
-    let rig = Rig::ran(false, &[FULL, NEXT]);
+    let rig = Rig::after(false, &[FULL, NEXT]);
     let order = [
         "submit [10, 11, 12, 13]",
         "wait [10, 11, 12, 13]",
@@ -203,7 +203,7 @@ fn a_synchronous_model_is_given_one_batch_at_a_time() {
 fn a_bad_input_and_a_panic_cost_their_batch_mates_nothing() {
     for asynchronous in [false, true] {
         for bad in [0, 3] {
-            let mut rig = Rig::ran(asynchronous, &[&[10, 11, bad, 12], NEXT]);
+            let mut rig = Rig::after(asynchronous, &[&[10, 11, bad, 12], NEXT]);
             let answers = rig.answers();
             let good: Vec<_> = answers.iter().filter(|answer| matches!(answer, Some(Ok(_)))).collect();
             assert_eq!(good.len(), 7, "{answers:?}");
@@ -215,7 +215,7 @@ fn a_bad_input_and_a_panic_cost_their_batch_mates_nothing() {
 
 #[test]
 fn a_batch_out_of_memory_is_halved_after_the_one_before_it() {
-    let mut rig = Rig::ran(true, &[FULL, &[20, 2, 21, 22], &[30, 31, 32, 33]]);
+    let mut rig = Rig::after(true, &[FULL, &[20, 2, 21, 22], &[30, 31, 32, 33]]);
     let calls = rig.calls();
     let order = [
         "submit [10, 11, 12, 13]",
@@ -235,7 +235,7 @@ fn a_batch_out_of_memory_is_halved_after_the_one_before_it() {
     );
     assert!(rig.answers().iter().all(|answer| matches!(answer, Some(Ok(_)))));
     assert_eq!(
-        rig.together[..3],
+        rig.done_per_notice[..3],
         [4, 1, 1],
         "each half is reported when it is done: the next may end the process"
     );
@@ -243,10 +243,10 @@ fn a_batch_out_of_memory_is_halved_after_the_one_before_it() {
 
 #[test]
 fn after_a_device_failure_nothing_is_answered() {
-    let mut rig = Rig::ran(true, &[FULL, &[1, 21, 22, 23], &[30, 31, 32, 33]]);
+    let mut rig = Rig::after(true, &[FULL, &[1, 21, 22, 23], &[30, 31, 32, 33]]);
     assert_eq!(rig.fault.as_deref(), Some("gone"));
     assert!(rig.answers()[4..].iter().all(Option::is_none));
-    let failed = Report::Passed { inputs: 4, tokens: 4, fault: true };
+    let failed = Report::PassEnded { inputs: 4, tokens: 4, fault: true };
     let reports = rig.log.take();
     assert!(reports.contains(&failed), "{reports:?}");
     let last = reports
@@ -342,11 +342,11 @@ fn tasks_of_an_earlier_group_are_computed_with_all_others() {
 
 #[tokio::test(start_paused = true)]
 async fn idleness_is_reported_after_a_delay() {
-    let mut rig = Rig::ran(false, &[FULL]);
-    assert!(!rig.log.take().contains(&Report::ReportedIdle));
+    let mut rig = Rig::after(false, &[FULL]);
+    assert!(!rig.log.take().contains(&Report::IdleReported));
     tokio::time::advance(Duration::from_millis(10)).await;
     assert_eq!(rig.run(), Next::Sleep(None));
-    assert_eq!(rig.log.take(), [Report::ReportedIdle]);
+    assert_eq!(rig.log.take(), [Report::IdleReported]);
 }
 
 /// Sets the flag when it is dropped.

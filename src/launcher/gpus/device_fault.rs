@@ -1,8 +1,8 @@
-//! The faults that a device can have, with names and descriptions, and what the driver's Xid numbers mean for
-//! processes that compute on the device. Pure.
+//! The faults that a device can have, with names and descriptions, and what the driver's Xid numbers (error codes) mean
+//! for processes that compute on the device. Pure.
 //!
-//! Sources: NVIDIA's catalogue ("Analyzing Xid Errors with the Xid Catalog", the immediate action), and the
-//! list of Xids that its device plugin for Kubernetes ascribes to the application.
+//! The sources are NVIDIA's catalogue ("Analyzing Xid Errors with the Xid Catalog", its immediate actions) and the list
+//! of Xids that NVIDIA's device plugin for Kubernetes ascribes to the application.
 
 use crate::launcher::restart::RestartReason;
 
@@ -16,7 +16,7 @@ pub(crate) struct DeviceFault {
 /// The kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// The driver reports an error.
+    /// The driver reports an error with an Xid number.
     Xid,
     /// A memory error that cannot be corrected.
     Ecc,
@@ -40,15 +40,15 @@ impl Kind {
 /// What an event means for processes on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Severity {
-    /// It means nothing: the error was corrected, or follows from another one.
+    /// It means nothing for them: the error was corrected, or follows from another one.
     Ignored,
-    /// The driver ends the affected processes. If a worker ends shortly after, this is the reason.
+    /// The driver ends the affected processes. If a worker ends shortly after the event, the event is the reason.
     Process,
     /// No process can use the device any more.
     DeviceFailed,
 }
 
-/// Xid number, severity, kind, NVIDIA's description, shortened.
+/// The Xid number, the severity, the kind, and NVIDIA's description (shortened).
 type Row = (u64, Severity, Kind, &'static str);
 
 /// The Xids that matter to a process that computes. Others are only logged; the driver's recovery action says
@@ -93,6 +93,7 @@ const XIDS: [Row; 35] = [
     (172, Severity::Ignored, Kind::Ecc, "uncorrectable SRAM error"),
 ];
 
+/// The fault that an Xid event reports, and what it means for processes.
 pub(super) fn xid(number: u64) -> (DeviceFault, Severity) {
     match XIDS.iter().find(|(known, ..)| *known == number) {
         Some((_, severity, kind, meaning)) => {
@@ -102,8 +103,8 @@ pub(super) fn xid(number: u64) -> (DeviceFault, Severity) {
     }
 }
 
-/// What the driver wants done with a GPU before it is used again, by nvml.h's `nvmlDeviceGpuRecoveryAction_t`.
-/// None if it wants nothing that matters to a worker. (3 asks to stop traffic between GPUs, which workers do not have; 5
+/// What the driver requires before a GPU is used again, by nvml.h's `nvmlDeviceGpuRecoveryAction_t`. None if it
+/// requires nothing that matters to a worker. (3 asks to stop traffic between GPUs, which workers do not have; 5
 /// concerns several hosts.)
 pub(super) fn recovery(action: u64) -> Option<&'static str> {
     match action {
@@ -129,11 +130,11 @@ mod tests {
 
     #[test]
     fn each_xid_has_a_reason_and_a_message_with_its_number() {
-        let said = |number| (xid(number).0.kind.reason().as_str(), xid(number).0.message);
-        assert_eq!(said(79), ("off_the_bus", "Xid 79: GPU has fallen off the bus".to_owned()));
-        assert_eq!(said(95), ("ecc", "Xid 95: uncontained memory error".to_owned()));
-        assert_eq!(said(31), ("xid", "Xid 31: GPU memory page fault".to_owned()));
-        assert_eq!(said(9_999), ("xid", "Xid 9999".to_owned()));
+        let described = |number| (xid(number).0.kind.reason().as_str(), xid(number).0.message);
+        assert_eq!(described(79), ("off_the_bus", "Xid 79: GPU has fallen off the bus".to_owned()));
+        assert_eq!(described(95), ("ecc", "Xid 95: uncontained memory error".to_owned()));
+        assert_eq!(described(31), ("xid", "Xid 31: GPU memory page fault".to_owned()));
+        assert_eq!(described(9_999), ("xid", "Xid 9999".to_owned()));
         assert!(XIDS.is_sorted_by(|a, b| a.0 < b.0), "each number once");
     }
 

@@ -1,4 +1,4 @@
-//! Queries the NVIDIA driver through NVML, whose library is opened at run time. An error of one GPU becomes that
+//! Queries the NVIDIA driver through NVML, whose library is opened at run time. An error of one GPU is reported as that
 //! GPU's fault, and hides no other GPU.
 
 use std::ffi::OsStr;
@@ -9,7 +9,7 @@ use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_
 
 use super::{Gpu, Gpus, Memory, Part, Process};
 
-/// The first is installed with every driver, the second only with the development files.
+/// The file names of NVML. The first is installed with every driver, the second only with the development files.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
 pub(super) fn query() -> Gpus {
@@ -24,8 +24,8 @@ pub(super) fn query() -> Gpus {
         Ok(count) => count,
         Err(error) => return Gpus { unknown: Some(describe(&error)), installed: true, ..Gpus::default() },
     };
-    let mut gpus: Vec<Gpu> = (0..count).map(|index| gpu(&nvml, index)).collect();
-    // CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID; GPUs without a bus id come last.
+    let mut gpus: Vec<Gpu> = (0..count).map(|index| query_gpu(&nvml, index)).collect();
+    // This is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. GPUs without a bus id come last.
     gpus.sort_by_key(|gpu| (gpu.pci.is_none(), gpu.pci.clone()));
     let cuda = nvml.sys_cuda_driver_version().ok();
     Gpus {
@@ -37,7 +37,7 @@ pub(super) fn query() -> Gpus {
     }
 }
 
-/// A session with the driver.
+/// Opens a session with the driver.
 ///
 /// # Errors
 /// The library or the driver cannot be used; [`describe`] says what to do.
@@ -71,7 +71,7 @@ pub(super) fn describe(error: &NvmlError) -> String {
     }
 }
 
-fn gpu(nvml: &Nvml, index: u32) -> Gpu {
+fn query_gpu(nvml: &Nvml, index: u32) -> Gpu {
     let device = match nvml.device_by_index(index) {
         Ok(device) => device,
         Err(error) => {
@@ -80,7 +80,7 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
         }
     };
     let (uuid, fault) = match device.uuid() {
-        Ok(uuid) => (uuid, lost(&device)),
+        Ok(uuid) => (uuid, loss_of(&device)),
         Err(error) => (format!("number {index} of NVML"), Some(error.to_string())),
     };
     let pci = device.pci_info().ok().map(|pci| pci.bus_id);
@@ -98,7 +98,7 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
 }
 
 /// The fault of a device that has fallen off the bus. The driver then still knows its UUID, and little else.
-fn lost(device: &Device<'_>) -> Option<String> {
+fn loss_of(device: &Device<'_>) -> Option<String> {
     match device.memory_info() {
         Err(error @ (NvmlError::GpuLost | NvmlError::Unknown)) => Some(error.to_string()),
         _ => None,

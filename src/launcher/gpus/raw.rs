@@ -8,8 +8,8 @@ use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::error::{NvmlError, nvml_try};
 use nvml_wrapper::{Device, EventSet, Nvml};
 
-/// The value in nvml.h for "not in a MIG device".
-const NOWHERE: u32 = u32::MAX;
+/// The instance id in nvml.h that means "not in a MIG device".
+const NO_INSTANCE: u32 = u32::MAX;
 
 /// A position in a GPU with MIG: a GPU instance, which may be divided into compute instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ impl MigPlace {
     /// Whether an event at this place affects the device at the other place.
     pub(super) fn includes(self, device: Self) -> bool {
         let same_compute_instance =
-            self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
+            self.compute_instance.is_none_or(|instance| device.compute_instance == Some(instance));
         self.gpu_instance == device.gpu_instance && same_compute_instance
     }
 }
@@ -37,21 +37,21 @@ pub(super) struct Event<'a> {
     pub(super) place: Option<MigPlace>,
 }
 
-/// Waits for the next event, like `EventSet::wait`, and returns its place too.
+/// Waits for the next event, like `EventSet::wait`, but also returns its place.
 ///
 /// # Errors
 /// [`NvmlError::Timeout`] if no event came in time, or the driver's error.
 pub(super) fn wait<'a>(nvml: &'a Nvml, set: &EventSet<'a>, time: Duration) -> Result<Event<'a>, NvmlError> {
     let function = nvml.lib().nvmlEventSetWait_v2.as_ref();
     let function = *function.map_err(|error| NvmlError::FailedToLoadSymbol(error.to_string()))?;
-    // SAFETY: a plain C struct of a pointer and numbers; the driver writes it before it is read.
+    // SAFETY: it is a plain C struct of a pointer and numbers. The driver writes it before it is read.
     let mut event = unsafe { std::mem::zeroed() };
     // SAFETY: the set belongs to this session, and is freed with `set`, which outlives the call.
     nvml_try(unsafe { function(set.handle(), &raw mut event, time.as_millis() as u32) })?;
-    let compute_instance = Some(event.computeInstanceId).filter(|instance| *instance != NOWHERE);
-    let gpu_instance = Some(event.gpuInstanceId).filter(|instance| *instance != NOWHERE);
+    let compute_instance = Some(event.computeInstanceId).filter(|instance| *instance != NO_INSTANCE);
+    let gpu_instance = Some(event.gpuInstanceId).filter(|instance| *instance != NO_INSTANCE);
     Ok(Event {
-        // SAFETY: a handle that the driver gave, valid as long as the session.
+        // SAFETY: the driver gave this handle, which is valid as long as the session.
         device: unsafe { Device::new(event.device, nvml) },
         kind: EventTypes::from_bits_truncate(event.eventType),
         data: event.eventData,
@@ -65,9 +65,9 @@ pub(super) fn wait<'a>(nvml: &'a Nvml, set: &EventSet<'a>, time: Duration) -> Re
 /// The device is not a MIG device, or the driver does not report its place.
 pub(super) fn place(nvml: &Nvml, part: &Device<'_>) -> Result<MigPlace, NvmlError> {
     let missing = |error: &_| NvmlError::FailedToLoadSymbol(format!("{error}"));
-    let (mut gpu_instance, mut compute_instance) = (NOWHERE, NOWHERE);
+    let (mut gpu_instance, mut compute_instance) = (NO_INSTANCE, NO_INSTANCE);
     let function = *nvml.lib().nvmlDeviceGetGpuInstanceId.as_ref().map_err(missing)?;
-    // SAFETY: a handle of this session, and room for one number.
+    // SAFETY: the handle belongs to this session, and the pointer has room for one number.
     nvml_try(unsafe { function(part.handle(), &raw mut gpu_instance) })?;
     let function = *nvml.lib().nvmlDeviceGetComputeInstanceId.as_ref().map_err(missing)?;
     // SAFETY: as above.

@@ -1,6 +1,6 @@
-//! Listens to the driver while the launcher runs: waits for events of the GPUs (Xid, ECC), and polls every 2 s
-//! whether they are still present and which recovery action the driver wants. Owns its NVML session. Blocks
-//! while the driver does, so it needs a thread of its own.
+//! Listens to the driver while the launcher runs: waits for events of the GPUs (Xid, ECC), and checks every 2 s whether
+//! they are still present and which recovery action the driver wants. Owns its NVML session. Calls of the driver may
+//! block, so this needs a thread of its own.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -25,9 +25,9 @@ const EVENT_TIMEOUT: Duration = Duration::from_millis(500);
 /// A report about devices.
 #[derive(Debug)]
 pub(crate) enum DriverReport {
-    /// An event that concerns these devices.
+    /// An event on these devices.
     Event { devices: Vec<String>, device_fault: DeviceFault, severity: Severity },
-    /// The state of all devices: each with the fault that prevents its use now.
+    /// The state of all devices. For each device: the fault that prevents its use now, if there is one.
     State(BTreeMap<String, Option<DeviceFault>>),
 }
 
@@ -36,8 +36,8 @@ pub(crate) enum DriverReport {
 struct Card {
     /// Its MIG devices by UUID, with their places.
     parts: BTreeMap<String, Option<MigPlace>>,
-    /// The last event that marked it as failed.
-    last: Option<DeviceFault>,
+    /// The fault of the last event that marked the GPU as failed.
+    last_failure: Option<DeviceFault>,
 }
 
 /// All GPUs that were ever seen, by UUID.
@@ -49,8 +49,8 @@ pub(crate) fn listen(mut report: impl FnMut(DriverReport) -> bool) {
     loop {
         match open() {
             Ok(nvml) => match session(&nvml, &mut cards, &mut report) {
-                Ok(Over::NobodyListens) => return,
-                Ok(Over::Changed) => continue,
+                Ok(SessionEnd::NobodyListens) => return,
+                Ok(SessionEnd::Changed) => continue,
                 Err(error) => tracing::warn!(%error, "lost the session with the driver; opening another"),
             },
             Err(error) if cards.is_empty() => {
@@ -71,47 +71,48 @@ pub(crate) fn listen(mut report: impl FnMut(DriverReport) -> bool) {
 }
 
 /// Why a session has ended.
-enum Over {
-    /// Nobody takes the reports any more.
+enum SessionEnd {
+    /// Nobody receives the reports any more.
     NobodyListens,
     /// Devices have disappeared or come back: their events must be registered again.
     Changed,
 }
 
+/// Listens until the session with the driver must be opened again.
 fn session(
     nvml: &Nvml,
     cards: &mut Cards,
     report: &mut impl FnMut(DriverReport) -> bool,
-) -> Result<Over, NvmlError> {
+) -> Result<SessionEnd, NvmlError> {
     discover(nvml, cards)?;
     let set = register(nvml, cards)
         .inspect_err(|error| tracing::info!(%error, "the driver reports no events; polling it instead"))
         .ok();
     let mut known = check_devices(nvml, cards);
     if !report(DriverReport::State(known.clone())) {
-        return Ok(Over::NobodyListens);
+        return Ok(SessionEnd::NobodyListens);
     }
     let mut last_check = Instant::now();
     loop {
-        let event = set.as_ref().map_or_else(
-            || {
+        let event = match &set {
+            Some(set) => raw::wait(nvml, set, EVENT_TIMEOUT),
+            None => {
                 thread::sleep(EVENT_TIMEOUT);
                 Err(NvmlError::Timeout)
-            },
-            |set| raw::wait(nvml, set, EVENT_TIMEOUT),
-        );
+            }
+        };
         let (event_report, check_now) = match event {
             Ok(event) => (event_on(&event, cards), true),
             Err(NvmlError::Timeout) => (None, false),
             Err(NvmlError::GpuLost) => {
-                // A device is lost. The next wait may return at once too, so this thread sleeps.
+                // A device is lost. The next wait may also return at once, so this thread sleeps first.
                 thread::sleep(EVENT_TIMEOUT);
                 (None, true)
             }
             Err(error) => return Err(error),
         };
         if !event_report.is_none_or(&mut *report) {
-            return Ok(Over::NobodyListens);
+            return Ok(SessionEnd::NobodyListens);
         }
         if !check_now && last_check.elapsed() < POLL_INTERVAL {
             continue;
@@ -123,10 +124,10 @@ fn session(
         });
         known.clone_from(&now);
         if !report(DriverReport::State(now)) {
-            return Ok(Over::NobodyListens);
+            return Ok(SessionEnd::NobodyListens);
         }
         if changed {
-            return Ok(Over::Changed);
+            return Ok(SessionEnd::Changed);
         }
     }
 }
@@ -138,8 +139,8 @@ fn discover(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
             continue;
         };
         let card = cards.entry(uuid).or_default();
-        let places = 0..device.mig_device_count().unwrap_or(0);
-        for part in places.filter_map(|place| device.mig_device_by_index(place).ok()) {
+        let mig_indices = 0..device.mig_device_count().unwrap_or(0);
+        for part in mig_indices.filter_map(|mig_index| device.mig_device_by_index(mig_index).ok()) {
             if let Ok(uuid) = part.uuid() {
                 card.parts.insert(uuid, raw::place(nvml, &part).ok());
             }
@@ -156,14 +157,14 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
         let mut set = nvml.create_event_set()?;
         for uuid in cards.keys().filter(|uuid| !failed.contains(uuid)) {
             let Ok(device) = nvml.device_by_uuid(uuid.as_str()) else { continue };
-            let has = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
-            if has.is_empty() {
+            let supported = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
+            if supported.is_empty() {
                 tracing::info!(device = uuid, "the driver reports no Xid or ECC events of this device");
                 continue;
             }
-            match device.register_events(has, set) {
+            match device.register_events(supported, set) {
                 Ok(registered) => set = registered,
-                // `register_events` consumes the set, also on failure.
+                // `register_events` consumes the set even if it fails.
                 Err(error) => {
                     tracing::warn!(device = uuid, %error, "cannot register for the events of this device");
                     failed.push(uuid);
@@ -188,50 +189,50 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<DriverReport> {
     };
     let affected: Vec<String> = match event.place {
         Some(place) => {
-            let of_place = |found: &Option<MigPlace>| found.is_some_and(|found| place.includes(found));
-            card.parts.iter().filter(|(_, found)| of_place(found)).map(|(part, _)| part.clone()).collect()
+            let is_affected = |part: &Option<MigPlace>| part.is_some_and(|part| place.includes(part));
+            card.parts.iter().filter(|(_, part)| is_affected(part)).map(|(uuid, _)| uuid.clone()).collect()
         }
         None => card.parts.keys().chain([&uuid]).cloned().collect(),
     };
     if severity == Severity::DeviceFailed && event.place.is_none() {
-        card.last = Some(device_fault.clone());
+        card.last_failure = Some(device_fault.clone());
     }
     let has_failed = severity == Severity::DeviceFailed;
     tracing::warn!(device = uuid, devices = ?affected, has_failed, fault = device_fault.message, "the driver reports an event");
     Some(DriverReport::Event { devices: affected, device_fault, severity })
 }
 
-/// Asks for every GPU and MIG device which fault prevents its use.
+/// The fault that prevents the use of each GPU and MIG device now, if there is one.
 fn check_devices(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>> {
     let mut states = BTreeMap::new();
     for (uuid, card) in cards {
         let found = nvml.device_by_uuid(uuid.as_str());
         let device_fault = match &found {
-            Ok(device) => lost(device).or_else(|| wants(device, card.last.as_ref())),
-            Err(error) => absent(error),
+            Ok(device) => loss_of(device).or_else(|| recovery_fault(device, card.last_failure.as_ref())),
+            Err(error) => loss(error),
         };
         if device_fault.is_none() {
-            card.last = None;
+            card.last_failure = None;
         }
         for part in card.parts.keys() {
-            let of_part = || match nvml.device_by_uuid(part.as_str()) {
-                Ok(device) => lost(&device),
-                Err(error) => absent(&error),
+            let part_fault = || match nvml.device_by_uuid(part.as_str()) {
+                Ok(device) => loss_of(&device),
+                Err(error) => loss(&error),
             };
-            states.insert(part.clone(), device_fault.clone().or_else(of_part));
+            states.insert(part.clone(), device_fault.clone().or_else(part_fault));
         }
         states.insert(uuid.clone(), device_fault);
     }
     states
 }
 
-/// The fault of a device that is gone: the driver still knows its UUID, but answers nothing else.
-fn lost(device: &Device<'_>) -> Option<DeviceFault> {
-    device.memory_info().err().and_then(|error| absent(&error))
+/// The fault of a device that is gone: the driver still knows its UUID, but does not answer other queries.
+fn loss_of(device: &Device<'_>) -> Option<DeviceFault> {
+    device.memory_info().err().and_then(|error| loss(&error))
 }
 
-/// The fault, if an error means that the device is gone. Other errors mean that it lacks the function.
-fn absent(error: &NvmlError) -> Option<DeviceFault> {
+/// The fault, if an error means that the device is gone. Other errors mean that it does not support the query.
+fn loss(error: &NvmlError) -> Option<DeviceFault> {
     let message = format!("the driver says: {error}");
     match error {
         NvmlError::GpuLost
@@ -244,19 +245,19 @@ fn absent(error: &NvmlError) -> Option<DeviceFault> {
     }
 }
 
-/// The recovery action that the driver wants before the GPU is used again, with the event that caused it.
-fn wants(device: &Device<'_>, after: Option<&DeviceFault>) -> Option<DeviceFault> {
+/// The fault of a GPU that needs a recovery action before it is used again. `cause`: the event that led to it.
+fn recovery_fault(device: &Device<'_>, cause: Option<&DeviceFault>) -> Option<DeviceFault> {
     let mut answers = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     let action = match answers.pop()?.ok()?.value.ok()? {
         SampleValue::U32(action) => action.into(),
         SampleValue::U64(action) => action,
         _ => return None,
     };
-    let wanted = recovery(action)?;
-    Some(match after {
+    let advice = recovery(action)?;
+    Some(match cause {
         Some(DeviceFault { kind, message }) => {
-            DeviceFault { kind: *kind, message: format!("{message}; {wanted}") }
+            DeviceFault { kind: *kind, message: format!("{message}; {advice}") }
         }
-        None => DeviceFault { kind: Kind::Xid, message: wanted.to_owned() },
+        None => DeviceFault { kind: Kind::Xid, message: advice.to_owned() },
     })
 }

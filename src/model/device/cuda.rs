@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 use sys::CUdevice_attribute_enum as Attribute;
 
-use super::Power;
+use super::GpuUnits;
 pub use copies::{Copies, DeviceToHost, HostToDevice};
 
 /// The libraries that every computation needs, and what to do if one is missing.
@@ -20,12 +20,12 @@ const NEEDED: [(&str, &str); 3] = [
     ("curand", "CUDA 13's cuRAND is not here; install CUDA's runtime libraries, or use an image with them"),
 ];
 
-/// Opens the GPU. Returns it with its name: the UUID that the driver reports, after `MIG-` if `asked` begins with that,
-/// otherwise after `GPU-`.
+/// Opens the GPU. Returns it with its name: the UUID that the driver reports, after `MIG-` if `requested` begins with
+/// that, otherwise after `GPU-`.
 ///
 /// # Errors
-/// Why it cannot be opened.
-pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
+/// The reason why it cannot be opened.
+pub(super) fn open(requested: &str) -> Result<(Device, String), String> {
     for (library, missing) in NEEDED {
         if !is_installed(library) {
             return Err(format!("lib{library} is not found: {missing}"));
@@ -41,7 +41,7 @@ pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
     let stream = cuda.cuda_stream();
     configure(stream.context()).map_err(|error| format!("its memory pool cannot be configured: {error}"))?;
     let uuid = stream.context().uuid().map_err(|error| format!("no UUID: {error}"))?;
-    let kind = if asked.starts_with("MIG-") { "MIG" } else { "GPU" };
+    let kind = if requested.starts_with("MIG-") { "MIG" } else { "GPU" };
     let uuid = uuid::Uuid::from_bytes(uuid.bytes.map(|byte| byte.cast_unsigned()));
     Ok((device, format!("{kind}-{uuid}")))
 }
@@ -66,17 +66,17 @@ fn configure(context: &CudaContext) -> Result<(), DriverError> {
 
 /// The GPU's multiprocessors, and its peak speed in f32: at the highest clock that the driver reports, with one
 /// multiplication and one addition per unit and cycle.
-pub(super) fn power(device: &Device) -> Option<Power> {
+pub(super) fn gpu_units(device: &Device) -> Option<GpuUnits> {
     let stream = device.as_cuda_device().ok()?.cuda_stream();
     let attribute = |which| stream.context().attribute(which).ok().filter(|value| *value > 0);
     let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     // The f32 units of a multiprocessor, according to CUDA's programming guide.
     let capability = stream.context().compute_capability().ok()?;
-    let units = if capability <= (8, 0) { 64.0 } else { 128.0 };
+    let f32_units = if capability <= (8, 0) { 64.0 } else { 128.0 };
     let clock =
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE).map(|kilohertz| f64::from(kilohertz) * 1e3);
-    let possible = clock.map(|clock| f64::from(multiprocessors) * units * 2.0 * clock);
-    Some(Power { multiprocessors: multiprocessors as usize, possible })
+    let peak_rate = clock.map(|clock| f64::from(multiprocessors) * f32_units * 2.0 * clock);
+    Some(GpuUnits { multiprocessors: multiprocessors as usize, peak_rate })
 }
 
 #[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]

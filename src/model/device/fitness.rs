@@ -5,24 +5,24 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Power, forward_error, open};
+use super::{GpuUnits, forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
 
-/// The fewest rows of the matrices. Used on a CPU, where a product should take a fraction of a millisecond, and on a
-/// GPU whose memory is nearly full.
+/// The smallest number of rows of the matrices. It is used on a CPU, where a product should take a fraction of a
+/// millisecond, and on a GPU whose memory is nearly full.
 const MIN_ROWS: usize = 128;
 /// Rows and columns of a tile. On a GPU the product has two tiles for each multiprocessor, so that all multiprocessors
-/// compute, for one millisecond at most.
+/// are busy. The product takes one millisecond at most.
 const TILE: usize = 128;
-/// The most rows of the matrices. They suffice for more multiprocessors than any GPU has.
+/// The largest number of rows of the matrices. It suffices for more multiprocessors than any GPU has.
 const MAX_ROWS: usize = 2560;
 /// f32 represents all whole numbers up to this one.
 const MAX_EXACT: f32 = 16_777_216.0;
 /// The largest entry of the matrices in f32: the entries of their product stay far below [`MAX_EXACT`].
 const MAX_ENTRY: i32 = 8;
-/// The same in half precision: the product's entries stay below 256, up to which bf16 represents all whole numbers
-/// (f16: up to 2048).
+/// The largest entry in half precision: the product's entries stay below 256, up to which bf16 represents all whole
+/// numbers (f16: up to 2048).
 const MAX_ENTRY_HALF: i32 = 1;
 /// How long a GPU may take to reach the required speed: its clock rises only under load, and other processes may
 /// compute on it at the same time.
@@ -54,12 +54,12 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
         LoadError::Device { device: name.clone(), reason }
     };
     let unfit = |why, reason| LoadError::Unfit { device: name.clone(), why, reason };
-    let power = power(&opened);
-    let rows = power.as_ref().map_or(MIN_ROWS, |power| rows(power.multiprocessors));
-    let check = |known: &Known, product: &[f32], dtype| {
+    let units = gpu_units(&opened);
+    let rows = units.as_ref().map_or(MIN_ROWS, |units| rows(units.multiprocessors));
+    let check = |known: &KnownMatrices, product: &[f32], dtype| {
         known.check(product, dtype).map_err(|reason| unfit(Unfit::WrongResult, reason))
     };
-    let (in_f32, product) = Known::computed(rows, MAX_ENTRY, &opened, DType::F32).map_err(failed)?;
+    let (in_f32, product) = KnownMatrices::computed(rows, MAX_ENTRY, &opened, DType::F32).map_err(failed)?;
     check(&in_f32, &product, DType::F32)?;
     let half = match dtype {
         // Only a CPU multiplies in int8. The comparison of the network with its reference checks these products.
@@ -68,47 +68,48 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
         Dtype::F16 => Some(DType::F16),
     };
     if let Some(half) = half {
-        let (known, product) = Known::computed(rows, MAX_ENTRY_HALF, &opened, half).map_err(failed)?;
+        let (known, product) =
+            KnownMatrices::computed(rows, MAX_ENTRY_HALF, &opened, half).map_err(failed)?;
         check(&known, &product, half)?;
     }
     // A smaller product does not show the device's speed.
-    let possible = power.and_then(|power| power.possible).filter(|_| in_f32.rows == rows);
-    if let Some(possible) = possible.filter(|_| min_speed > 0.0) {
-        let factors = in_f32.on(&opened, DType::F32).map_err(failed)?;
-        let wanted = possible * min_speed;
+    let peak_rate = units.and_then(|units| units.peak_rate).filter(|_| in_f32.rows == rows);
+    if let Some(peak_rate) = peak_rate.filter(|_| min_speed > 0.0) {
+        let factors = in_f32.upload(&opened, DType::F32).map_err(failed)?;
+        let wanted = peak_rate * min_speed;
         let reached = best_rate(2.0 * (rows as f64).powi(3), wanted, || factors.time()).map_err(failed)?;
-        let (gflops, possible_gflops) = (reached / 1e9, possible / 1e9);
+        let (gflops, possible_gflops) = (reached / 1e9, peak_rate / 1e9);
         tracing::debug!(device = name, gflops, possible_gflops, "known products computed");
-        check_rate(reached, possible, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
+        check_rate(reached, peak_rate, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
     }
     Ok(Proven { _device: opened })
 }
 
 /// The arithmetic units of a GPU. None if the device is a CPU, or if the driver does not report them.
 #[cfg(feature = "cuda")]
-fn power(device: &Device) -> Option<Power> {
-    super::cuda::power(device)
+fn gpu_units(device: &Device) -> Option<GpuUnits> {
+    super::cuda::gpu_units(device)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn power(_: &Device) -> Option<Power> {
+fn gpu_units(_: &Device) -> Option<GpuUnits> {
     None
 }
 
-/// The rows for this many multiprocessors.
+/// The number of rows of the matrices for this many multiprocessors.
 fn rows(multiprocessors: usize) -> usize {
     let tiles = (1..).find(|tiles| tiles * tiles >= 2 * multiprocessors);
     tiles.map_or(MAX_ROWS, |tiles| (TILE * tiles).min(MAX_ROWS))
 }
 
 /// Two square matrices of whole numbers, the same at each start.
-struct Known {
+struct KnownMatrices {
     rows: usize,
     left: Vec<i32>,
     right: Vec<i32>,
 }
 
-impl Known {
+impl KnownMatrices {
     /// Numbers from -`largest` to `largest`.
     fn new(rows: usize, largest: i32) -> Self {
         let mut numbers = Numbers(1);
@@ -126,7 +127,7 @@ impl Known {
     ) -> candle_core::Result<(Self, Vec<f32>)> {
         loop {
             let known = Self::new(rows, largest);
-            match known.on(device, dtype).and_then(Factors::multiply) {
+            match known.upload(device, dtype).and_then(Factors::multiply) {
                 Err(error)
                     if rows > MIN_ROWS && matches!(forward_error(&error), ForwardError::OutOfMemory(_)) =>
                 {
@@ -137,7 +138,7 @@ impl Known {
         }
     }
 
-    fn on(&self, device: &Device, dtype: DType) -> candle_core::Result<Factors> {
+    fn upload(&self, device: &Device, dtype: DType) -> candle_core::Result<Factors> {
         let tensor = |numbers: &[i32]| {
             let numbers: Vec<f32> = numbers.iter().map(|number| *number as f32).collect();
             Tensor::from_vec(numbers, (self.rows, self.rows), device)?.to_dtype(dtype)
@@ -164,15 +165,15 @@ impl Known {
         let mut numbers = Numbers(2);
         let x: Vec<i64> = (0..self.rows).map(|_| (numbers.next() >> 44) as i64 + 1).collect();
         let times_x = |row: &[i32]| row.iter().zip(&x).map(|(a, x)| i64::from(*a) * x).sum();
-        let right: Vec<i64> = self.right.chunks_exact(self.rows).map(times_x).collect();
+        let right_x: Vec<i64> = self.right.chunks_exact(self.rows).map(times_x).collect();
         let expected = self
             .left
             .chunks_exact(self.rows)
-            .map(|row| -> i64 { row.iter().zip(&right).map(|(a, b)| i64::from(*a) * b).sum() });
+            .map(|row| -> i64 { row.iter().zip(&right_x).map(|(a, b)| i64::from(*a) * b).sum() });
         let found = product.chunks_exact(self.rows).map(|row| {
             let terms = row.iter().zip(&x).map(|(number, x)| {
-                let whole = number.fract() == 0.0 && number.abs() <= MAX_EXACT;
-                whole.then(|| *number as i64 * x)
+                let is_exact = number.fract() == 0.0 && number.abs() <= MAX_EXACT;
+                is_exact.then(|| *number as i64 * x)
             });
             terms.sum::<Option<i64>>()
         });
@@ -205,7 +206,7 @@ impl Factors {
 }
 
 /// Multiplies until the rate, in operations per second, reaches `wanted` or [`SPEED_TIMEOUT`] is over; returns the best
-/// rate. `operations` are those of one product. The first product is not counted, since it loads code.
+/// rate. `operations` is the number for one product. The first product is not counted, since it loads code.
 fn best_rate<E>(
     operations: f64,
     wanted: f64,
@@ -221,8 +222,8 @@ fn best_rate<E>(
     Ok(best)
 }
 
-fn check_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String> {
-    let share = reached / possible;
+fn check_rate(reached: f64, peak: f64, min_speed: f64) -> Result<(), String> {
+    let share = reached / peak;
     if share >= min_speed {
         return Ok(());
     }
@@ -232,7 +233,7 @@ fn check_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String>
          PERFORMANCE,CLOCK), heat, missing power; where other programs use it too, lower pool.min_speed",
         reached / 1e9,
         share * 100.0,
-        possible / 1e9,
+        peak / 1e9,
         min_speed * 100.0,
     ))
 }
@@ -259,8 +260,8 @@ impl Numbers {
 mod tests {
     use super::*;
 
-    fn multiplied(known: &Known, dtype: DType) -> Vec<f32> {
-        known.on(&Device::Cpu, dtype).and_then(Factors::multiply).unwrap()
+    fn multiplied(known: &KnownMatrices, dtype: DType) -> Vec<f32> {
+        known.upload(&Device::Cpu, dtype).and_then(Factors::multiply).unwrap()
     }
 
     #[test]
@@ -275,11 +276,11 @@ mod tests {
     #[test]
     fn known_products_are_exact_in_their_precision() {
         for (largest, bound) in [(MAX_ENTRY, MAX_EXACT), (MAX_ENTRY_HALF, 256.0)] {
-            let known = Known::new(MAX_ROWS, largest);
+            let known = KnownMatrices::new(MAX_ROWS, largest);
             let product = multiplied(&known, DType::F32);
             assert!(known.check(&product, DType::F32).is_ok());
-            let most = product.iter().fold(0.0, |most: f32, number| most.max(number.abs()));
-            assert!(most <= bound && most > bound.min(4096.0) / 4.0, "{most} of {bound}");
+            let max = product.iter().fold(0.0, |max: f32, number| max.max(number.abs()));
+            assert!(max <= bound && max > bound.min(4096.0) / 4.0, "{max} of {bound}");
         }
     }
 
@@ -288,25 +289,25 @@ mod tests {
         // One multiprocessor, a seventh of an A100, T4, A100, H100, B200, and more than any GPU has.
         let expected =
             [(1, 256), (14, 768), (40, 1152), (108, 1920), (132, 2176), (148, 2304), (9_999, MAX_ROWS)];
-        assert!(expected.iter().all(|(count, most)| rows(*count) == *most));
+        assert!(expected.iter().all(|(count, expected)| rows(*count) == *expected));
     }
 
     #[test]
     fn one_wrong_number_is_found_and_its_row_is_named() {
-        let known = Known::new(MIN_ROWS, MAX_ENTRY);
-        let right = multiplied(&known, DType::F32);
-        assert_eq!(known.check(&right, DType::F32), Ok(()));
-        let at = 77 * MIN_ROWS + 5;
-        let flipped = f32::from_bits(right[at].to_bits() ^ 1 << 12);
-        for bad in [right[at] + 1.0, flipped, right[at] + 0.5, f32::NAN, f32::INFINITY, 3e20] {
-            let mut wrong = right.clone();
-            wrong[at] = bad;
+        let known = KnownMatrices::new(MIN_ROWS, MAX_ENTRY);
+        let product = multiplied(&known, DType::F32);
+        assert_eq!(known.check(&product, DType::F32), Ok(()));
+        let index = 77 * MIN_ROWS + 5;
+        let flipped = f32::from_bits(product[index].to_bits() ^ 1 << 12);
+        for bad in [product[index] + 1.0, flipped, product[index] + 0.5, f32::NAN, f32::INFINITY, 3e20] {
+            let mut wrong = product.clone();
+            wrong[index] = bad;
             let message = known.check(&wrong, DType::F32).unwrap_err();
             assert!(message.contains("1 rows are") && message.contains("row 77 first"), "{bad}: {message}");
         }
-        let message = known.check(&right[..at], DType::F32).unwrap_err();
+        let message = known.check(&product[..index], DType::F32).unwrap_err();
         assert!(message.contains("row 77 first"), "cut off: {message}");
-        let zeros = vec![0.0; right.len()];
+        let zeros = vec![0.0; product.len()];
         assert!(known.check(&zeros, DType::F32).unwrap_err().contains("128 rows"), "no result at all");
     }
 

@@ -1,5 +1,5 @@
-//! Renders a conversation to a prompt by the model's own chat template. A template is a program by whoever published
-//! the model, so it may read no files, and may execute only a limited number of instructions.
+//! Renders a conversation to a prompt by the model's own chat template. A template is a program that comes with the
+//! model, so it may read no files, and may execute only a limited number of instructions.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::model::{TaskError, TaskErrorKind};
 
-/// The most instructions of a template for one conversation.
+/// The largest number of instructions that a template may execute for one conversation.
 const FUEL: u64 = 2_000_000;
 /// The template's name in its errors.
 const NAME: &str = "chat_template";
@@ -48,13 +48,18 @@ impl ChatTemplate {
     /// `BadInput` with the template's reason if it refuses the conversation.
     pub fn render(&self, messages: &impl Serialize) -> Result<String, TaskError> {
         let refused = |error: Error| {
-            let reason = error.detail().map_or_else(|| error.to_string(), ToOwned::to_owned);
+            let reason = match error.detail() {
+                Some(reason) => reason.to_owned(),
+                None => error.to_string(),
+            };
             let message = format!("the model's chat template refuses these messages: {reason}");
-            TaskError::new(TaskErrorKind::BadInput, message).at("messages")
+            TaskError::new(TaskErrorKind::BadInput, message).with_param("messages")
         };
-        let known = self.special_tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
-        let own = [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
-        let context = Value::from_pairs(own.into_iter().chain(known));
+        let special_tokens =
+            self.special_tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
+        let variables =
+            [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
+        let context = Value::from_pairs(variables.into_iter().chain(special_tokens));
         self.environment.get_template(NAME).and_then(|template| template.render(context)).map_err(refused)
     }
 }

@@ -14,23 +14,23 @@ use crate::model::LoadError;
 /// The largest file that is read whole, in bytes. Tokenizers and settings are smaller.
 const MAX_WHOLE: u64 = 32 << 20;
 /// Bytes that are read at the beginning and at the end of a larger file.
-const END: usize = 64 << 10;
+const END_BYTES: usize = 64 << 10;
 /// The number of blocks of a larger file that are read.
 const BLOCKS: u64 = 64;
 /// Bytes of one block.
-const BLOCK: usize = 16 << 10;
+const BLOCK_BYTES: usize = 16 << 10;
 
 /// The digest of these files, by name.
 pub(super) fn of(files: &BTreeMap<String, PathBuf>) -> Result<String, LoadError> {
     let mut sha256 = Sha256::new();
     for (name, path) in files {
-        add(&mut sha256, name, path)
+        add_file(&mut sha256, name, path)
             .map_err(|error| LoadError::File { path: path.clone(), reason: error.to_string() })?;
     }
     Ok(format!("{:x}", sha256.finalize()))
 }
 
-fn add(sha256: &mut Sha256, name: &str, path: &Path) -> io::Result<()> {
+fn add_file(sha256: &mut Sha256, name: &str, path: &Path) -> io::Result<()> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
     // The length comes first, so that different lists of files never give the same bytes.
@@ -50,9 +50,9 @@ fn pieces(size: u64) -> Vec<(u64, usize)> {
     if size <= MAX_WHOLE {
         return vec![(0, size as usize)];
     }
-    let distance = (size - BLOCK as u64) / (BLOCKS - 1);
-    let blocks = (0..BLOCKS).map(|n| (n * distance, BLOCK));
-    [(0, END), (size - END as u64, END)].into_iter().chain(blocks).collect()
+    let distance = (size - BLOCK_BYTES as u64) / (BLOCKS - 1);
+    let blocks = (0..BLOCKS).map(|n| (n * distance, BLOCK_BYTES));
+    [(0, END_BYTES), (size - END_BYTES as u64, END_BYTES)].into_iter().chain(blocks).collect()
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! Tokenises the ASCII words of a text by BERT's WordPiece. The ids equal those of the tokenizers library, in a tenth
-//! of its time, since the library also records the origin of each character. Decides which tokenizers, texts and words
-//! are handled here; the library does the rest.
+//! Tokenises the ASCII words of a text by BERT's WordPiece. The ids equal those of the tokenizers library, and take a
+//! tenth of its time, since the library also records the origin of each character. Decides which tokenizers, texts and
+//! words are handled here; the library handles the others.
 
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
@@ -17,15 +17,15 @@ pub(super) struct FastWordPiece {
     prefix: String,
     /// The id of words that have no pieces in the vocabulary.
     unknown: u32,
-    /// The most letters of a word; a longer word is unknown.
+    /// The largest number of letters in a word; a longer word is unknown.
     max_letters: usize,
     /// The special tokens, which the library also finds inside texts.
-    added: Vec<String>,
+    special_tokens: Vec<String>,
 }
 
 impl FastWordPiece {
     /// Reads the properties. None if the tokenizer is of another kind.
-    pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
+    pub(super) fn new(tokenizer: &Tokenizer) -> Option<Self> {
         let NormalizerWrapper::BertNormalizer(normalizer) = tokenizer.get_normalizer()? else { return None };
         let PreTokenizerWrapper::BertPreTokenizer(_) = tokenizer.get_pre_tokenizer()? else { return None };
         let model = model_of(tokenizer)?;
@@ -39,60 +39,60 @@ impl FastWordPiece {
             prefix: model.continuing_subword_prefix.clone(),
             unknown: model.token_to_id(&model.unk_token)?,
             max_letters: model.max_input_chars_per_word,
-            added: added.into_values().map(|token| token.content).collect(),
+            special_tokens: added.into_values().map(|token| token.content).collect(),
         })
     }
 
-    /// The ids of `text` without special tokens, at most `most`. None if the library must tokenise the whole text.
-    /// `tokenizer` must be the one that was passed to `of`.
-    pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str, most: usize) -> Option<Vec<u32>> {
+    /// The ids of `text` without special tokens, at most `max_ids`. None if the library must tokenise the whole text.
+    /// `tokenizer` must be the one that was passed to [`new`](Self::new).
+    pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str, max_ids: usize) -> Option<Vec<u32>> {
         let model = model_of(tokenizer)?;
-        if self.added.iter().any(|token| text.contains(token)) {
+        if self.special_tokens.iter().any(|token| text.contains(token)) {
             return None;
         }
-        let (mut ids, mut rest) = (Vec::with_capacity(most.min(text.len() / 2)), text);
-        while !rest.is_empty() && ids.len() < most {
+        let (mut ids, mut rest) = (Vec::with_capacity(max_ids.min(text.len() / 2)), text);
+        while !rest.is_empty() && ids.len() < max_ids {
             // BERT tokenises each word independently of its neighbours.
-            let (plain, behind) = rest.split_at(length_of_words(rest, true));
-            self.words(model, plain, &mut ids, most);
-            let (foreign, behind) = behind.split_at(length_of_words(behind, false));
-            if !foreign.is_empty() && ids.len() < most {
+            let (ascii, after) = rest.split_at(length_of_words(rest, true));
+            self.add_words(model, ascii, &mut ids, max_ids);
+            let (foreign, after) = after.split_at(length_of_words(after, false));
+            if !foreign.is_empty() && ids.len() < max_ids {
                 let encode = |text: &str| Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec());
                 let foreign: tokenizers::Result<_> =
-                    ids_of(foreign, most - ids.len(), Side::Beginning, encode);
+                    ids_of(foreign, max_ids - ids.len(), Side::Beginning, encode);
                 ids.extend(foreign.ok()?.ids);
             }
-            rest = behind;
+            rest = after;
         }
-        ids.truncate(most);
+        ids.truncate(max_ids);
         Some(ids)
     }
 
-    /// Adds the pieces of an ASCII text, until there are `most` ids.
-    fn words(&self, model: &WordPiece, text: &str, ids: &mut Vec<u32>, most: usize) {
+    /// Adds the pieces of an ASCII text, until there are `max_ids` ids.
+    fn add_words(&self, model: &WordPiece, text: &str, ids: &mut Vec<u32>, max_ids: usize) {
         let mut word = String::new();
         for letter in text.chars() {
             match letter {
-                _ if BLANKS.contains(&letter) => self.pieces(model, &mut word, ids),
+                _ if BLANKS.contains(&letter) => self.add_pieces(model, &mut word, ids),
                 // The library removes control characters, and joins the text on both sides.
                 _ if letter.is_ascii_control() => {}
                 _ if letter.is_ascii_punctuation() => {
-                    self.pieces(model, &mut word, ids);
+                    self.add_pieces(model, &mut word, ids);
                     word.push(letter);
-                    self.pieces(model, &mut word, ids);
+                    self.add_pieces(model, &mut word, ids);
                 }
                 _ if self.lowercase => word.push(letter.to_ascii_lowercase()),
                 _ => word.push(letter),
             }
-            if ids.len() >= most {
+            if ids.len() >= max_ids {
                 return;
             }
         }
-        self.pieces(model, &mut word, ids);
+        self.add_pieces(model, &mut word, ids);
     }
 
     /// Adds the pieces of `word`, each as long as possible, and empties it.
-    fn pieces(&self, model: &WordPiece, word: &mut String, ids: &mut Vec<u32>) {
+    fn add_pieces(&self, model: &WordPiece, word: &mut String, ids: &mut Vec<u32>) {
         let before = ids.len();
         let mut known = word.len() <= self.max_letters;
         // The first piece has no prefix; further ones have one.
@@ -115,11 +115,11 @@ impl FastWordPiece {
     }
 }
 
-/// Returns the length in bytes of the run of words at the beginning of `text` that are ASCII, or that are not if
-/// `ascii` is false.
-fn length_of_words(text: &str, ascii: bool) -> usize {
+/// Returns the length in bytes of the run of words at the beginning of `text` that are ASCII, or not ASCII if
+/// `is_ascii` is false.
+fn length_of_words(text: &str, is_ascii: bool) -> usize {
     let words = text.split_inclusive(BLANKS);
-    words.take_while(|word| word.is_ascii() == ascii).map(str::len).sum()
+    words.take_while(|word| word.is_ascii() == is_ascii).map(str::len).sum()
 }
 
 fn model_of(tokenizer: &Tokenizer) -> Option<&WordPiece> {
@@ -143,7 +143,7 @@ mod tests {
     }
 
     fn ids(tokenizer: &Tokenizer, text: &str) -> Option<Vec<u32>> {
-        FastWordPiece::of(tokenizer).unwrap().ids(tokenizer, text, usize::MAX)
+        FastWordPiece::new(tokenizer).unwrap().ids(tokenizer, text, usize::MAX)
     }
 
     #[test]
@@ -152,7 +152,7 @@ mod tests {
         assert!(ids(&bert, "plain").is_some());
         assert_eq!(ids(&bert, "a [SEP] b"), None);
         for other in ["tiny-roberta", "tiny-xlm-roberta"] {
-            assert!(FastWordPiece::of(&tokenizer(other)).is_none(), "{other}");
+            assert!(FastWordPiece::new(&tokenizer(other)).is_none(), "{other}");
         }
     }
 
@@ -160,9 +160,9 @@ mod tests {
     fn a_text_is_cut_after_the_last_piece_that_fits() {
         let bert = tokenizer("tiny-bert-cls");
         let whole = ids(&bert, "unbelievable things, again").unwrap();
-        for most in 0..whole.len() {
-            let cut = FastWordPiece::of(&bert).unwrap().ids(&bert, "unbelievable things, again", most);
-            assert_eq!(cut.unwrap(), whole[..most]);
+        for max_ids in 0..whole.len() {
+            let cut = FastWordPiece::new(&bert).unwrap().ids(&bert, "unbelievable things, again", max_ids);
+            assert_eq!(cut.unwrap(), whole[..max_ids]);
         }
     }
 

@@ -11,7 +11,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use memmap2::Mmap;
 
-use super::weights::map;
+use super::weights::map_file;
 use crate::model::LoadError;
 use crate::model::ops::{Group, Matrix, NumberFormat};
 
@@ -29,8 +29,8 @@ impl Gguf {
     /// [`LoadError::File`] if it is not a GGUF file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
-        let bytes = map(path).map_err(|error| fault(error.to_string()))?;
-        let content = content(&mut Cursor::new(&*bytes)).map_err(fault)?;
+        let bytes = map_file(path).map_err(|error| fault(error.to_string()))?;
+        let content = read_content(&mut Cursor::new(&*bytes)).map_err(fault)?;
         Ok(Self { path: path.to_owned(), content, bytes })
     }
 
@@ -41,7 +41,7 @@ impl Gguf {
     pub fn architecture(path: &Path) -> Result<String, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let file = File::open(path).map_err(|error| fault(error.to_string()))?;
-        let content = content(&mut BufReader::new(file)).map_err(fault)?;
+        let content = read_content(&mut BufReader::new(file)).map_err(fault)?;
         let architecture = content.metadata.get("general.architecture");
         let architecture = architecture.and_then(|value| value.to_string().ok()).cloned();
         architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
@@ -63,7 +63,7 @@ impl Gguf {
     pub fn check_length(&self) -> Result<(), LoadError> {
         let mut end = 0;
         for (name, info) in &self.content.tensor_infos {
-            end = end.max(self.place(name, info)?.end);
+            end = end.max(self.byte_range(name, info)?.end);
         }
         match end.checked_sub(self.bytes.len()) {
             None | Some(0) => Ok(()),
@@ -130,20 +130,20 @@ impl Gguf {
         let (info, bytes) = self.linear(name, [depth, width])?;
         let dtype = info.ggml_dtype;
         let row_bytes = depth / dtype.block_size() * dtype.type_size();
-        let bytes_of = |column: usize| &bytes[row_of_column(column) * row_bytes..][..row_bytes];
+        let row_of = |column: usize| &bytes[row_of_column(column) * row_bytes..][..row_bytes];
         let floats = |read: fn(&[u8]) -> f32| {
             let size = dtype.type_size();
             let columns: Vec<f32> =
-                (0..width).flat_map(|column| bytes_of(column).chunks_exact(size).map(read)).collect();
+                (0..width).flat_map(|column| row_of(column).chunks_exact(size).map(read)).collect();
             columns
         };
-        let groups = |numbers, read: fn(&[u8], usize) -> Group| {
-            Matrix::of_groups(numbers, [depth, width], |column, group| read(bytes_of(column), group))
+        let groups = |format, read: fn(&[u8], usize) -> Group| {
+            Matrix::of_groups(format, [depth, width], |column, group| read(row_of(column), group))
         };
         Ok(match dtype {
-            GgmlDType::F32 => Matrix::of_f32(&floats(f32_of), depth),
-            GgmlDType::F16 => Matrix::of_f32(&floats(f16_of), depth),
-            GgmlDType::BF16 => Matrix::of_bf16(&floats(bf16_of), depth),
+            GgmlDType::F32 => Matrix::of_f32(&floats(f32_number), depth),
+            GgmlDType::F16 => Matrix::of_f32(&floats(f16_number), depth),
+            GgmlDType::BF16 => Matrix::of_bf16(&floats(bf16_number), depth),
             GgmlDType::Q4_0 => groups(NumberFormat::Bits4, q4_0),
             GgmlDType::Q4_1 => groups(NumberFormat::Bits4, q4_1),
             GgmlDType::Q8_0 => groups(NumberFormat::Bits8, q8_0),
@@ -157,13 +157,13 @@ impl Gguf {
     }
 
     /// The tensor of a linear layer with `depth` inputs and `width` outputs. The file has a row of `depth` numbers for
-    /// each output, so its shape is the other way round.
+    /// each output, so its shape is `[width, depth]`.
     fn linear(&self, name: &str, [depth, width]: [usize; 2]) -> Result<(&TensorInfo, &[u8]), LoadError> {
         self.tensor(name, &[width, depth])
     }
 
-    /// Returns a tensor's description and bytes. Its shape must be `shape`: for a matrix, the number of rows, then
-    /// their length.
+    /// Returns a tensor's description and bytes. Its shape must be `shape`: for a matrix, the number of rows and their
+    /// length.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&TensorInfo, &[u8]), LoadError> {
         let info = self.content.tensor_infos.get(name);
         let info = info.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
@@ -179,21 +179,21 @@ impl Gguf {
                 self.fault(format!("tensor {name} has rows that are no multiple of a block of {dtype:?}"))
             );
         }
-        let bytes = self.bytes.get(self.place(name, info)?);
+        let bytes = self.bytes.get(self.byte_range(name, info)?);
         let bytes =
             bytes.ok_or_else(|| self.fault(format!("tensor {name} extends past the end of the file")))?;
         Ok((info, bytes))
     }
 
     /// The range of a tensor's bytes, which may exceed the file's end.
-    fn place(&self, name: &str, info: &TensorInfo) -> Result<Range<usize>, LoadError> {
+    fn byte_range(&self, name: &str, info: &TensorInfo) -> Result<Range<usize>, LoadError> {
         let (shape, dtype) = (info.shape.dims(), info.ggml_dtype);
         let numbers = shape.iter().try_fold(1, |count: usize, length| count.checked_mul(*length));
         let size = numbers.and_then(|count| (count / dtype.block_size()).checked_mul(dtype.type_size()));
         let start = self.content.tensor_data_offset.checked_add(info.offset);
         let start = start.and_then(|start| usize::try_from(start).ok());
-        let place = start.zip(size).and_then(|(start, size)| Some(start..start.checked_add(size)?));
-        place.ok_or_else(|| self.fault(format!("tensor {name} is too large: {shape:?}")))
+        let range = start.zip(size).and_then(|(start, size)| Some(start..start.checked_add(size)?));
+        range.ok_or_else(|| self.fault(format!("tensor {name} is too large: {shape:?}")))
     }
 
     /// An error of this file.
@@ -203,7 +203,7 @@ impl Gguf {
 }
 
 /// Reads a file's header and metadata. The library limits each count in it by the size of the file.
-fn content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
+fn read_content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
     // The library divides by the alignment that the file states, and panics if that is 0.
     let read = catch_unwind(AssertUnwindSafe(|| Content::read(file)));
     match read {
@@ -212,20 +212,20 @@ fn content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
     }
 }
 
-fn f32_of(bytes: &[u8]) -> f32 {
+fn f32_number(bytes: &[u8]) -> f32 {
     bytes.first_chunk().map_or(0.0, |x| f32::from_le_bytes(*x))
 }
 
-fn bf16_of(bytes: &[u8]) -> f32 {
+fn bf16_number(bytes: &[u8]) -> f32 {
     bytes.first_chunk().map_or(0.0, |x| f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16))
 }
 
-fn f16_of(bytes: &[u8]) -> f32 {
-    bytes.first_chunk().map_or(0.0, |x| half(u16::from_le_bytes(*x)))
+fn f16_number(bytes: &[u8]) -> f32 {
+    bytes.first_chunk().map_or(0.0, |x| f16_value(u16::from_le_bytes(*x)))
 }
 
 /// The value of an f16.
-fn half(bits: u16) -> f32 {
+fn f16_value(bits: u16) -> f32 {
     let (sign, magnitude) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
     let value = match magnitude >> 10 {
         // Shifted by 13, the number is an f32 that is too small by a factor of 2^112: the exponent's bias is 127 in an
@@ -248,20 +248,20 @@ fn nibbles(bytes: &[u8]) -> [u8; 32] {
 /// The block holds a scale, then 32 4-bit numbers, stored with 8 added.
 fn q4_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 18..][..18];
-    let scale = f16_of(block);
+    let scale = f16_number(block);
     Group { scale, offset: -8.0 * scale, q: nibbles(&block[2..]) }
 }
 
 /// The block holds a scale and an offset, then 32 4-bit numbers.
 fn q4_1(row: &[u8], group: usize) -> Group {
     let block = &row[group * 20..][..20];
-    Group { scale: f16_of(block), offset: f16_of(&block[2..]), q: nibbles(&block[4..]) }
+    Group { scale: f16_number(block), offset: f16_number(&block[2..]), q: nibbles(&block[4..]) }
 }
 
 /// The block holds a scale, then 32 signed bytes. A `Group` has bytes without a sign, so 128 is added to them here.
 fn q8_0(row: &[u8], group: usize) -> Group {
     let block = &row[group * 34..][..34];
-    let scale = f16_of(block);
+    let scale = f16_number(block);
     let mut q = [0; 32];
     q.iter_mut().zip(&block[2..]).for_each(|(q, byte)| *q = byte ^ 0x80);
     Group { scale, offset: -128.0 * scale, q }
@@ -271,12 +271,14 @@ fn q8_0(row: &[u8], group: usize) -> Group {
 /// the minimum of each group.
 fn q4_k(row: &[u8], group: usize) -> Group {
     let block = &row[group / 8 * 144..][..144];
-    let (scale, min, packed, numbers) = (f16_of(block), f16_of(&block[2..]), &block[4..16], &block[16..]);
+    let (scale, min, packed, numbers) =
+        (f16_number(block), f16_number(&block[2..]), &block[4..16], &block[16..]);
     let index = group % 8;
-    // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. Of groups 0 to 3, the scales
-    // are in the lower 6 bits of bytes 0 to 3, and the minimums in those of bytes 4 to 7. Of groups 4 to 7, bytes 8 to
-    // 11 hold the lower 4 bits: of the scales in their lower halves, of the minimums in their upper halves. The upper 2
-    // bits of these scales are in bytes 0 to 3, those of the minimums in bytes 4 to 7, in both cases above the 6 bits.
+    // 12 bytes hold the scales and the minimums of the 8 groups, each a number of 6 bits. For groups 0 to 3, the lower
+    // 6 bits of bytes 0 to 3 are the scales, and the lower 6 bits of bytes 4 to 7 the minimums. For groups 4 to 7, the
+    // lower halves of bytes 8 to 11 are the lower 4 bits of the scales, and their upper halves the lower 4 bits of the
+    // minimums. The upper 2 bits of these scales are the upper 2 bits of bytes 0 to 3, and those of the minimums of
+    // bytes 4 to 7.
     let (group_scale, group_min) = match index {
         0..4 => (packed[index] & 63, packed[index + 4] & 63),
         _ => (
@@ -301,15 +303,15 @@ fn q6_k(row: &[u8], group: usize) -> Group {
     let (scales, scale) = rest.split_at(16);
     let index = group % 16;
     // The block has two halves of 128 numbers. The four quarters of 32 numbers in a half share bytes.
-    let (part, quarter, first) = (index / 8, index % 8 / 2, index % 2 * 16);
+    let (half, quarter, first) = (index / 8, index % 8 / 2, index % 2 * 16);
     let mut q = [0; 32];
-    for (place, q) in q.iter_mut().take(16).enumerate() {
-        let at = first + place;
-        let byte = low[part * 64 + quarter % 2 * 32 + at];
+    for (offset, q) in q.iter_mut().take(16).enumerate() {
+        let index = first + offset;
+        let byte = low[half * 64 + quarter % 2 * 32 + index];
         let lower = if quarter < 2 { byte & 15 } else { byte >> 4 };
-        *q = lower | (high[part * 32 + at] >> (2 * quarter) & 3) << 4;
+        *q = lower | (high[half * 32 + index] >> (2 * quarter) & 3) << 4;
     }
-    let scale = f16_of(scale) * f32::from(scales[index] as i8);
+    let scale = f16_number(scale) * f32::from(scales[index] as i8);
     Group { scale, offset: -32.0 * scale, q }
 }
 
@@ -340,13 +342,13 @@ mod tests {
         ] {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
             gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
-            let right: Vec<Vec<f32>> = tensor.dequantize(&Device::Cpu).unwrap().to_vec2().unwrap();
+            let expected: Vec<Vec<f32>> = tensor.dequantize(&Device::Cpu).unwrap().to_vec2().unwrap();
             let matrix = Gguf::read(&path).unwrap().matrix("w", [depth, width], |row| 2 - row).unwrap();
-            for (column, right) in right.iter().rev().enumerate() {
+            for (column, expected) in expected.iter().rev().enumerate() {
                 let mut ours = vec![0.0; depth];
                 matrix.column(column, &mut ours);
-                let off = ours.iter().zip(right).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-                assert!(off < 2e-6, "{dtype:?}: {off}");
+                let error = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(error < 2e-6, "{dtype:?}: {error}");
             }
         }
     }
@@ -370,8 +372,8 @@ mod tests {
         assert!(Gguf::read(&path).is_err());
     }
 
-    /// A file with one tensor, whose dimensions and metadata may be lies.
-    fn lie(dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Result<Gguf, LoadError> {
+    /// A file with one tensor of 64 bytes. Its dimensions and metadata may be false.
+    fn forged(dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Result<Gguf, LoadError> {
         let mut bytes = b"GGUF".to_vec();
         let text = |bytes: &mut Vec<u8>, text: &str| {
             bytes.extend((text.len() as u64).to_le_bytes());
@@ -404,23 +406,23 @@ mod tests {
             ([1 << 20, 1 << 20], "past the end of the file"),
             ([32, 1], "past the end of the file"),
         ] {
-            let gguf = lie(dimensions, &[]).unwrap();
+            let gguf = forged(dimensions, &[]).unwrap();
             let [depth, width] = dimensions.map(|length| length as usize);
             let error = gguf.check("w", [depth, width]).unwrap_err().to_string();
             assert!(error.contains(message), "{error}");
             let error = gguf.matrix("w", [depth, width], |row| row).err().unwrap().to_string();
             assert!(error.contains(message), "{error}");
         }
-        let error = lie([4, 4], &[("general.alignment", 0)]).err().unwrap().to_string();
+        let error = forged([4, 4], &[("general.alignment", 0)]).err().unwrap().to_string();
         assert!(error.contains("general.alignment is 0"), "{error}");
     }
 
     #[test]
     fn f16_numbers_are_read_exactly() {
         for bits in 0..=u16::MAX {
-            let right = half::f16::from_bits(bits).to_f32();
-            let ours = super::half(bits);
-            assert!(ours.to_bits() == right.to_bits() || ours.is_nan() && right.is_nan(), "{bits:x}");
+            let expected = half::f16::from_bits(bits).to_f32();
+            let ours = super::f16_value(bits);
+            assert!(ours.to_bits() == expected.to_bits() || ours.is_nan() && expected.is_nan(), "{bits:x}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Finds the files of one model of the Hugging Face hub: in the cache, else over the network. A download that stands
-//! still for too long fails. Honours `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
+//! Finds the files of one model of the Hugging Face hub: in the cache, else over the network. A download that stalls
+//! for too long fails. Honours `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
@@ -56,12 +56,12 @@ impl Hub {
     /// Parses an id and reads the environment; uses no network.
     pub fn open(id: &str) -> Result<Self, LoadError> {
         let (name, revision) = id.split_once('@').unwrap_or((id, "main"));
-        let plain = |part: &str| {
-            let sign = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-            !part.is_empty() && part.chars().all(sign)
+        let is_valid_part = |part: &str| {
+            let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            !part.is_empty() && part.chars().all(is_allowed)
         };
-        let named = name.split('/').count() <= 2 && name.split('/').all(plain);
-        if !named || revision.is_empty() {
+        let is_valid_name = name.split('/').count() <= 2 && name.split('/').all(is_valid_part);
+        if !is_valid_name || revision.is_empty() {
             let reason = "is neither an existing folder nor an id like org/name or org/name@revision";
             return Err(LoadError::Unsupported { model: id.into(), reason: reason.into() });
         }
@@ -69,8 +69,9 @@ impl Hub {
             Some(folder) => Cache::new(folder.into()),
             None => Cache::from_env(),
         };
-        let yes = ["1", "true", "yes", "on"];
-        let offline = environment("HF_HUB_OFFLINE").is_some_and(|v| yes.contains(&&*v.to_lowercase()));
+        let true_values = ["1", "true", "yes", "on"];
+        let offline =
+            environment("HF_HUB_OFFLINE").is_some_and(|v| true_values.contains(&&*v.to_lowercase()));
         let (id, name, revision) = (id.to_owned(), name.to_owned(), revision.to_owned());
         Ok(Self { id, name, revision, cache, offline })
     }
@@ -97,9 +98,9 @@ impl Hub {
 
     /// Whether the cache holds all files of the model: it does if it has the weights, which are downloaded last.
     pub fn is_cached(&self) -> bool {
-        let all =
+        let has_shards =
             |index: PathBuf| shards(&index).is_ok_and(|it| it.iter().all(|it| self.cached(it).is_some()));
-        self.cached(WEIGHTS).is_some() || self.cached(INDEX).is_some_and(all)
+        self.cached(WEIGHTS).is_some() || self.cached(INDEX).is_some_and(has_shards)
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {
@@ -114,12 +115,12 @@ impl Hub {
     }
 
     /// Downloads a file. hf-hub's requests have no timeout, so they run on a separate thread. After a stall the thread
-    /// is left alone, because the process ends soon.
+    /// keeps running, because the process ends soon.
     fn fetch(&self, file: &str) -> Result<Option<PathBuf>, LoadError> {
         let (sender, events) = mpsc::sync_channel(1);
-        let (repo, cache, wanted) = (self.repo(), self.cache.clone(), file.to_owned());
+        let (repo, cache, name) = (self.repo(), self.cache.clone(), file.to_owned());
         let spawned = thread::Builder::new().name("hub".into()).spawn(move || {
-            let result = download(repo, cache, &wanted, Reporter(sender.clone()));
+            let result = download(repo, cache, &name, Reporter(sender.clone()));
             let _ = sender.send(Event::Finished(result));
         });
         spawned.map_err(|error| self.failed(&error.to_string()))?;

@@ -1,5 +1,5 @@
 //! Tokenises only as much of a long text as a model can use. The tokenizers library takes up to 200 bytes of memory for
-//! a byte of text, and as much time for tokens that are dropped as for those that are kept. Pure.
+//! a byte of text, and as much time for tokens that are dropped as for those that are kept. Owns no state.
 
 /// Bytes of text that are tokenised at first for each token that fits: four times the bytes of a token of prose.
 const FIRST_BYTES: usize = 16;
@@ -19,10 +19,10 @@ impl Side {
         if bytes >= text.len() {
             return text;
         }
-        let is_whole = |at: &usize| text.is_char_boundary(*at);
+        let is_boundary = |index: &usize| text.is_char_boundary(*index);
         match self {
-            Self::Beginning => &text[..(bytes..text.len()).find(is_whole).unwrap_or(text.len())],
-            Self::End => &text[(0..=text.len() - bytes).rev().find(is_whole).unwrap_or(0)..],
+            Self::Beginning => &text[..(bytes..text.len()).find(is_boundary).unwrap_or(text.len())],
+            Self::End => &text[(0..=text.len() - bytes).rev().find(is_boundary).unwrap_or(0)..],
         }
     }
 }
@@ -30,31 +30,31 @@ impl Side {
 /// The ids of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextIds {
-    /// All ids, or more than twice as many as requested, from one side.
+    /// All ids, or the ids at one side, more than twice as many as requested.
     pub ids: Vec<u32>,
     /// Whether these are all ids of the text.
     pub is_whole: bool,
 }
 
-/// The token ids of a text, by `encode`. If the text has more than twice `most` tokens, it may be tokenised only in
-/// part, from one side. The `most` ids at that side are still exactly those of the whole text: the cut is more than
-/// `most` tokens away from them, and affects only the one or two words next to it.
+/// The token ids of a text, by `encode`. If the text has more than twice `max_ids` tokens, it may be tokenised only in
+/// part, from one side. The `max_ids` ids at that side are still exactly those of the whole text: the cut is more than
+/// `max_ids` tokens away from them, and affects only the one or two words next to it.
 ///
 /// # Errors
 /// Those of `encode`.
 pub fn ids_of<E>(
     text: &str,
-    most: usize,
+    max_ids: usize,
     side: Side,
     encode: impl Fn(&str) -> Result<Vec<u32>, E>,
 ) -> Result<TextIds, E> {
     // Short texts are always tokenised whole.
-    let mut bytes = most.max(64).saturating_mul(FIRST_BYTES);
+    let mut bytes = max_ids.max(64).saturating_mul(FIRST_BYTES);
     loop {
         let part = side.part(text, bytes);
         let ids = encode(part)?;
         let is_whole = part.len() == text.len();
-        if is_whole || ids.len() > most.saturating_mul(2) {
+        if is_whole || ids.len() > max_ids.saturating_mul(2) {
             return Ok(TextIds { ids, is_whole });
         }
         bytes = bytes.saturating_mul(2);
@@ -69,13 +69,13 @@ mod tests {
     use super::*;
 
     /// Makes a token of each word. The second result is the length of each part that was tokenised.
-    fn words(text: &str, most: usize, side: Side) -> (TextIds, Vec<usize>) {
+    fn words(text: &str, max_ids: usize, side: Side) -> (TextIds, Vec<usize>) {
         let seen = RefCell::new(Vec::new());
         let encode = |part: &str| {
             seen.borrow_mut().push(part.len());
             Ok::<_, Infallible>(part.split_whitespace().map(|word| word.len() as u32).collect())
         };
-        let Ok(ids) = ids_of(text, most, side, encode);
+        let Ok(ids) = ids_of(text, max_ids, side, encode);
         (ids, seen.into_inner())
     }
 

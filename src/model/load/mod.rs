@@ -21,10 +21,10 @@ pub mod weights;
 
 use hub::Hub;
 
-/// A lower bound of the bytes of a model's weights on a device. Files may hold f32, so half of their bytes is counted
-/// for half precision, and a third for int8. None if the model's files are not on this host yet.
+/// A lower bound of the bytes of a model's weights on a device. Files may hold f32, so half of their bytes count for
+/// half precision, and a third for int8. None if the model's files are not on this host yet.
 pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
-    let files = ModelFiles::at_hand(&spec.source)?;
+    let files = ModelFiles::on_this_host(&spec.source)?;
     let paths = match files.gguf() {
         Some(path) => vec![path],
         None => files.weights().ok()?,
@@ -61,18 +61,18 @@ impl ModelFiles {
     pub fn locate(source: &str) -> Result<Self, LoadError> {
         let folder = expand_home(source);
         if let (true, Some(name)) = (is_gguf(source), folder.file_name().and_then(|name| name.to_str())) {
-            let files = Self::of(Location::Folder(folder.with_file_name("")));
+            let files = Self::at(Location::Folder(folder.with_file_name("")));
             files.required(name)?;
             return Ok(files);
         }
         if folder.is_dir() {
-            return Ok(Self::of(Location::Folder(folder)));
+            return Ok(Self::at(Location::Folder(folder)));
         }
         if Self::is_path(source) {
             let reason = if folder.exists() { "is not a folder" } else { "no such folder" };
             return Err(LoadError::File { path: folder, reason: reason.to_owned() });
         }
-        Ok(Self::of(Location::Hub(Hub::open(source)?)))
+        Ok(Self::at(Location::Hub(Hub::open(source)?)))
     }
 
     /// Whether a `model` setting can only be a folder or a GGUF file, and not an id of the hub.
@@ -80,15 +80,15 @@ impl ModelFiles {
         source.starts_with(['.', '/', '~']) || is_gguf(source)
     }
 
-    /// Does the same as [`locate`](Self::locate) for a model whose files are on this host. None for a model of the hub
-    /// that must be downloaded first, and if `locate` fails.
-    pub fn at_hand(source: &str) -> Option<Self> {
+    /// As [`locate`](Self::locate), for a model whose files are on this host. None for a model of the hub that must be
+    /// downloaded first, and if `locate` fails.
+    pub fn on_this_host(source: &str) -> Option<Self> {
         let files = Self::locate(source).ok()?;
-        let complete = match &files.location {
+        let is_complete = match &files.location {
             Location::Folder(_) => true,
             Location::Hub(hub) => hub.is_cached(),
         };
-        complete.then_some(files)
+        is_complete.then_some(files)
     }
 
     /// The GGUF file, if the model is one.
@@ -100,7 +100,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// [`LoadError::File`] naming the file if the model does not have it, [`LoadError::Hub`] if the hub cannot
-    /// be asked.
+    /// be reached.
     pub fn required(&self, name: &str) -> Result<PathBuf, LoadError> {
         if let Some(path) = self.optional(name)? {
             return Ok(path);
@@ -150,8 +150,8 @@ impl ModelFiles {
 
     /// A digest of the files that were requested and found so far: SHA-256 over their names, sizes and bytes, 64 hex
     /// digits. For a file over 32 MiB it covers the size, the first and last 64 KiB, and 64 evenly spread blocks of 16
-    /// KiB. Other weights have another digest, but a few numbers changed by hand may not change it. Paths and times of
-    /// the files have no influence.
+    /// KiB. Another model has another digest, but a change of a few numbers may not change the digest. Paths and
+    /// times of the files have no influence.
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that cannot be read.
@@ -172,7 +172,7 @@ impl ModelFiles {
         value.map(Some).map_err(|error| LoadError::File { path, reason: error.to_string() })
     }
 
-    /// The same as [`json`](Self::json), for a required file.
+    /// As [`json`](Self::json), for a required file.
     ///
     /// # Errors
     /// [`LoadError::File`] if the file is missing or invalid.
@@ -184,7 +184,7 @@ impl ModelFiles {
         })
     }
 
-    fn of(location: Location) -> Self {
+    fn at(location: Location) -> Self {
         Self { location, found: RefCell::default() }
     }
 }
@@ -214,8 +214,8 @@ struct Index {
 /// The files that an index names, each once.
 fn shards(index: &Path) -> Result<BTreeSet<String>, LoadError> {
     let fault = |reason: String| LoadError::File { path: index.into(), reason };
-    let read: Index = serde_json::from_slice(&read(index)?).map_err(|error| fault(error.to_string()))?;
-    let names: BTreeSet<String> = read.weight_map.into_values().collect();
+    let parsed: Index = serde_json::from_slice(&read(index)?).map_err(|error| fault(error.to_string()))?;
+    let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
         Some(other) => Err(fault(format!("{other:?} is not the name of a file in the same folder"))),
         None if names.is_empty() => Err(fault("it names no files".to_owned())),

@@ -1,6 +1,6 @@
 //! A file with a decoder's matrices, packed in the layout that the kernels read. It is written to the user's cache
 //! folder when a model is loaded for the first time, and then mapped by every worker, so that all share its pages. If
-//! the file cannot be written or read, that is no error: the worker keeps the matrices in its own memory.
+//! the file cannot be written or read, the worker keeps the matrices in its own memory instead.
 //!
 //! The file consists of the length of an index (8 bytes, little-endian), the index (JSON), and the matrices, each at a
 //! multiple of `ALIGNMENT`.
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
 
-use super::weights::map;
+use super::weights::map_file;
 use crate::model::ops::{Matrix, NumberFormat, PackedWords};
 
 /// The version of the layout. It is raised when the layout of matrices changes.
@@ -35,15 +35,15 @@ struct Entry {
     numbers: NumberFormat,
     depth: usize,
     width: usize,
-    /// Bytes from the first matrix.
+    /// The distance from the first matrix, in bytes.
     offset: usize,
     bytes: usize,
 }
 
 /// The path of the file for the model with this digest. None if this user has no cache folder.
 pub fn path(digest: &str) -> Option<PathBuf> {
-    let own = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-    let folder = own.or_else(|| Some(std::env::home_dir()?.join(".cache")))?;
+    let configured = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let folder = configured.or_else(|| Some(std::env::home_dir()?.join(".cache")))?;
     Some(folder.join("sconce").join(format!("{digest}-{VERSION}.matrices")))
 }
 
@@ -55,14 +55,14 @@ pub fn write<'a>(path: &Path, matrices: impl Iterator<Item = (String, &'a Matrix
     let folder = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
     let mut end = 0;
-    let placed = |(name, matrix): (String, &'a Matrix)| {
+    let entry_of = |(name, matrix): (String, &'a Matrix)| {
         let offset = end;
         let bytes = size_of_val(matrix.words());
         end = (offset + bytes).next_multiple_of(ALIGNMENT);
-        let (numbers, depth, width) = (matrix.numbers(), matrix.depth(), matrix.width());
+        let (numbers, depth, width) = (matrix.format(), matrix.depth(), matrix.width());
         ((name, Entry { numbers, depth, width, offset, bytes }), matrix)
     };
-    let (index, matrices): (Vec<_>, Vec<_>) = matrices.map(placed).unzip();
+    let (index, matrices): (Vec<_>, Vec<_>) = matrices.map(entry_of).unzip();
     let sizes: Vec<usize> = index.iter().map(|(_, entry)| entry.bytes).collect();
     let index = serde_json::to_vec(&index.into_iter().collect::<BTreeMap<_, _>>())?;
     let scratch = folder.join(format!("{}.tmp", uuid::Uuid::new_v4().simple()));
@@ -84,6 +84,7 @@ pub fn write<'a>(path: &Path, matrices: impl Iterator<Item = (String, &'a Matrix
     written
 }
 
+/// Pads `written` bytes with zeros to a multiple of [`ALIGNMENT`].
 fn pad(out: &mut impl Write, written: usize) -> io::Result<()> {
     out.write_all(&[0; ALIGNMENT][..written.next_multiple_of(ALIGNMENT) - written])
 }
@@ -91,26 +92,26 @@ fn pad(out: &mut impl Write, written: usize) -> io::Result<()> {
 impl PackedCache {
     /// Maps a file. None if it does not exist or is not complete.
     pub fn open(path: &Path) -> Option<Self> {
-        let file = Arc::new(map(path).ok()?);
+        let file = Arc::new(map_file(path).ok()?);
         let length = usize::try_from(u64::from_le_bytes(*file.first_chunk()?)).ok()?;
         let end = length.checked_add(8)?;
         let index: BTreeMap<String, Entry> = serde_json::from_slice(file.get(8..end)?).ok()?;
         let start = end.next_multiple_of(ALIGNMENT);
-        let is_whole = |entry: &Entry| {
-            let end = start.checked_add(entry.offset).and_then(|at| at.checked_add(entry.bytes));
+        let is_valid = |entry: &Entry| {
+            let end = start.checked_add(entry.offset).and_then(|begin| begin.checked_add(entry.bytes));
             end.is_some_and(|end| end <= file.len())
                 && entry.offset.is_multiple_of(ALIGNMENT)
                 && entry.bytes.is_multiple_of(4)
         };
-        index.values().all(is_whole).then_some(())?;
+        index.values().all(is_valid).then_some(())?;
         Some(Self { file, index, start })
     }
 
     /// The matrix `[depth, width]` of this name.
     pub fn matrix(&self, name: &str, [depth, width]: [usize; 2]) -> Option<Matrix> {
         let entry = self.index.get(name).filter(|entry| (entry.depth, entry.width) == (depth, width))?;
-        let place = self.start + entry.offset..self.start + entry.offset + entry.bytes;
-        Matrix::of_words(entry.numbers, [depth, width], PackedWords::Mapped(self.file.clone(), place))
+        let range = self.start + entry.offset..self.start + entry.offset + entry.bytes;
+        Matrix::of_words(entry.numbers, [depth, width], PackedWords::Mapped(self.file.clone(), range))
     }
 }
 

@@ -25,7 +25,7 @@ pub struct Tokens {
 /// A model's settings for texts, besides those of its tokenizer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TextLimits {
-    /// The most tokens of a text, special ones included. None if the model's files have no such limit.
+    /// The largest number of tokens of a text, special ones included. None if the model's files have no such limit.
     pub max_tokens: Option<usize>,
     /// Whether texts are lower-cased before the tokenizer's own normalising.
     pub lower_case: bool,
@@ -36,19 +36,19 @@ pub struct TextTokenizer {
     tokenizer: Tokenizer,
     fast: Option<FastWordPiece>,
     /// The special tokens before and after a text.
-    around: [Vec<u32>; 2],
+    special: [Vec<u32>; 2],
     /// The special tokens before, between and after two texts.
-    around_pair: [Vec<u32>; 3],
-    /// Whether the model distinguishes the two texts of a pair.
-    is_typed: bool,
+    pair_special: [Vec<u32>; 3],
+    /// Whether the model has token types, which distinguish the two texts of a pair.
+    has_token_types: bool,
     /// Token ids are below this number.
     vocabulary: u32,
     max_tokens: usize,
 }
 
 impl TextTokenizer {
-    /// Reads `tokenizer.json`. Its truncation and padding are ignored, since published files have those that were used
-    /// in training. `max_tokens` and `vocabulary` are the network's.
+    /// Reads `tokenizer.json`. Its truncation and padding are ignored, since the file has those that were used in
+    /// training. `max_tokens` and `vocabulary` are the network's.
     ///
     /// # Errors
     /// [`LoadError::File`] if the file is not a tokenizer, or the limit leaves no room for text.
@@ -60,19 +60,19 @@ impl TextTokenizer {
     ) -> Result<Self, LoadError> {
         let bytes = super::read(&path)?;
         let fault = |reason: String| LoadError::File { path: path.clone(), reason };
-        let of_library = |error: tokenizers::Error| fault(error.to_string());
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(of_library)?;
+        let library_fault = |error: tokenizers::Error| fault(error.to_string());
+        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(library_fault)?;
         if limits.lower_case {
             let mut steps = vec![NormalizerWrapper::Lowercase(Lowercase)];
             steps.extend(tokenizer.get_normalizer().cloned());
-            tokenizer.with_normalizer(Some(Sequence::new(steps))).map_err(of_library)?;
+            tokenizer.with_normalizer(Some(Sequence::new(steps))).map_err(library_fault)?;
         }
-        tokenizer.with_padding(None).with_truncation(None).map_err(of_library)?;
-        let one = tokenizer.encode("a", true).map_err(of_library)?;
-        let [before, after]: [Vec<u32>; 2] = special(one.get_ids(), one.get_special_tokens_mask());
-        let two = tokenizer.encode(("a", "b"), true).map_err(of_library)?;
+        tokenizer.with_padding(None).with_truncation(None).map_err(library_fault)?;
+        let one = tokenizer.encode("a", true).map_err(library_fault)?;
+        let [before, after]: [Vec<u32>; 2] = special_runs(one.get_ids(), one.get_special_tokens_mask());
+        let two = tokenizer.encode(("a", "b"), true).map_err(library_fault)?;
         let [before_pair, between, after_pair]: [Vec<u32>; 3] =
-            special(two.get_ids(), two.get_special_tokens_mask());
+            special_runs(two.get_ids(), two.get_special_tokens_mask());
         // A larger id would be outside the network's token embeddings.
         let largest = tokenizer.get_vocab(false).into_values().chain(two.get_ids().iter().copied()).max();
         if let Some(largest) = largest.filter(|largest| *largest as usize >= vocabulary) {
@@ -82,27 +82,28 @@ impl TextTokenizer {
             )));
         }
         let max_tokens = limits.max_tokens.unwrap_or(max_tokens).min(max_tokens);
-        let special = (before.len() + after.len()).max(before_pair.len() + between.len() + after_pair.len());
-        if max_tokens <= special {
+        let special_count =
+            (before.len() + after.len()).max(before_pair.len() + between.len() + after_pair.len());
+        if max_tokens <= special_count {
             return Err(fault(format!("no text fits into {max_tokens} tokens")));
         }
         Ok(Self {
-            fast: FastWordPiece::of(&tokenizer),
+            fast: FastWordPiece::new(&tokenizer),
             tokenizer,
-            around: [before, after],
-            around_pair: [before_pair, between, after_pair],
-            is_typed: two.get_type_ids().contains(&1),
+            special: [before, after],
+            pair_special: [before_pair, between, after_pair],
+            has_token_types: two.get_type_ids().contains(&1),
             vocabulary: u32::try_from(vocabulary).unwrap_or(u32::MAX),
             max_tokens,
         })
     }
 
-    /// The most tokens of a text without special tokens.
+    /// The largest number of tokens of a text, without special tokens.
     pub fn room(&self) -> usize {
-        self.max_tokens - self.around.iter().map(Vec::len).sum::<usize>()
+        self.max_tokens - self.special.iter().map(Vec::len).sum::<usize>()
     }
 
-    /// The most tokens of a text or pair, special tokens included.
+    /// The largest number of tokens of a text or pair, special tokens included.
     pub fn max_tokens(&self) -> usize {
         self.max_tokens
     }
@@ -118,7 +119,7 @@ impl TextTokenizer {
     /// `Internal` if the tokenizer fails, gives no tokens, or an id outside the vocabulary.
     pub fn text(&self, text: &str) -> Result<Tokens, TaskError> {
         let pieces = self.pieces(text)?;
-        let [before, after] = &self.around;
+        let [before, after] = &self.special;
         let ids = [before, &pieces[..pieces.len().min(self.room())], after].concat();
         if ids.is_empty() {
             return Err(TaskError::internal("the tokenizer made no tokens of the text"));
@@ -126,23 +127,23 @@ impl TextTokenizer {
         Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room() })
     }
 
-    /// Returns the ids of a text without special tokens. Of a text that is too long it returns only the beginning,
-    /// which has more ids than fit.
+    /// Returns the ids of a text without special tokens. If the text is too long, these are its first ids, one more
+    /// than fits.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
     pub fn pieces(&self, text: &str) -> Result<Vec<u32>, TaskError> {
         // One more than fits, to know whether a text is cut.
-        let most = self.max_tokens + 1;
-        let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, most));
+        let max_ids = self.max_tokens + 1;
+        let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, max_ids));
         let ids = match fast {
             Some(ids) => ids,
             None => {
                 let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, false)?.get_ids().to_vec());
                 let failed =
                     |error: tokenizers::Error| TaskError::internal(format!("the tokenizer failed: {error}"));
-                let mut ids = ids_of(text, most, Side::Beginning, encode).map_err(failed)?.ids;
-                ids.truncate(most);
+                let mut ids = ids_of(text, max_ids, Side::Beginning, encode).map_err(failed)?.ids;
+                ids.truncate(max_ids);
                 ids
             }
         };
@@ -160,13 +161,13 @@ impl TextTokenizer {
     /// The tokens of a pair of texts, from the [`pieces`](Self::pieces) of each. If both together are too long, the
     /// longer one is cut first (`longest_first`).
     pub fn pair(&self, first: &[u32], second: &[u32]) -> Tokens {
-        let [before, between, after] = &self.around_pair;
+        let [before, between, after] = &self.pair_special;
         let room = self.max_tokens - before.len() - between.len() - after.len();
         let (a, b) = longest_first(first.len(), second.len(), room);
         let ids = [before, &first[..a], between, &second[..b], after].concat();
-        let starts = before.len() + a + between.len();
+        let start_of_second = before.len() + a + between.len();
         Tokens {
-            second: if self.is_typed { starts } else { ids.len() },
+            second: if self.has_token_types { start_of_second } else { ids.len() },
             ids,
             truncated: a < first.len() || b < second.len(),
         }
@@ -183,13 +184,13 @@ impl TextTokenizer {
             return Err(TaskError::bad_input(path, message));
         }
         let given = ids.len();
-        let [before, after] = &self.around;
+        let [before, after] = &self.special;
         let complete = given >= before.len() + after.len() && ids.starts_with(before) && ids.ends_with(after);
         let ids = if complete { ids } else { [before, &*ids, after].concat() };
         if ids.len() > self.max_tokens {
-            let (total, most) = (ids.len(), self.max_tokens);
+            let (total, max) = (ids.len(), self.max_tokens);
             let with = if complete { String::new() } else { format!(" ({total} with special tokens)") };
-            let message = format!("{path} holds {given} token ids{with}; this model takes at most {most}");
+            let message = format!("{path} holds {given} token ids{with}; this model takes at most {max}");
             return Err(TaskError::bad_input(path, message));
         }
         Ok(Tokens { second: ids.len(), ids, truncated: false })
@@ -197,7 +198,7 @@ impl TextTokenizer {
 }
 
 /// The runs of special tokens in an encoded text or pair: before, between (of a pair) and after.
-fn special<const RUNS: usize>(ids: &[u32], mask: &[u32]) -> [Vec<u32>; RUNS] {
+fn special_runs<const RUNS: usize>(ids: &[u32], mask: &[u32]) -> [Vec<u32>; RUNS] {
     let mut runs = [const { Vec::new() }; RUNS];
     let mut run = 0;
     let mut was_special = true;
@@ -213,7 +214,7 @@ fn special<const RUNS: usize>(ids: &[u32], mask: &[u32]) -> [Vec<u32>; RUNS] {
     runs
 }
 
-/// How many tokens of two texts with `first` and `second` tokens are kept, if `room` tokens fit.
+/// The numbers of tokens that are kept of two texts with `first` and `second` tokens, if `room` tokens fit.
 fn longest_first(first: usize, second: usize, room: usize) -> (usize, usize) {
     if first + second <= room {
         return (first, second);
@@ -240,11 +241,11 @@ mod tests {
 
     #[test]
     fn special_tokens_are_found_before_between_and_after() {
-        let found: [Vec<u32>; 3] = special(&[1, 10, 11, 2, 2, 12, 2], &[1, 0, 0, 1, 1, 0, 1]);
+        let found: [Vec<u32>; 3] = special_runs(&[1, 10, 11, 2, 2, 12, 2], &[1, 0, 0, 1, 1, 0, 1]);
         assert_eq!(found, [vec![1], vec![2, 2], vec![2]]);
-        let found: [Vec<u32>; 3] = special(&[10, 12], &[0, 0]);
+        let found: [Vec<u32>; 3] = special_runs(&[10, 12], &[0, 0]);
         assert!(found.iter().all(Vec::is_empty), "{found:?}");
-        let found: [Vec<u32>; 2] = special(&[10, 2], &[0, 1]);
+        let found: [Vec<u32>; 2] = special_runs(&[10, 2], &[0, 1]);
         assert_eq!((found[0].len(), &*found[1]), (0, &[2][..]));
     }
 

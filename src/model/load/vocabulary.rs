@@ -21,7 +21,7 @@ use crate::model::{LoadError, TaskError};
 /// A model's tokens.
 pub struct Vocabulary {
     tokenizer: Tokenizer,
-    /// The token that is put before each prompt that is not a conversation. The template adds it to conversations.
+    /// The token that is put before each prompt that is not a conversation. For a conversation the template adds it.
     begin: Option<u32>,
     /// Tokens that end an answer.
     pub ends: BTreeSet<u32>,
@@ -30,11 +30,11 @@ pub struct Vocabulary {
     texts: TokenTexts,
 }
 
-/// Which tokens of a prompt are needed if it is too long.
+/// The tokens that are kept of a prompt that is too long.
 #[derive(Clone, Copy, Debug)]
-pub struct Reach {
-    /// The most tokens that fit.
-    pub most: usize,
+pub struct TokenLimit {
+    /// The largest number of tokens that fit.
+    pub max_tokens: usize,
     /// The side from which they are taken.
     pub side: Side,
 }
@@ -51,7 +51,7 @@ impl TokenTexts {
         self.bytes.get(id as usize).map_or(&[], |bytes| bytes)
     }
 
-    /// The bytes of these texts, for tests.
+    /// Tokens with these texts, for tests.
     #[cfg(test)]
     pub fn of(texts: &[impl AsRef<[u8]>]) -> Self {
         Self { bytes: texts.iter().map(|text| text.as_ref().into()).collect() }
@@ -61,12 +61,12 @@ impl TokenTexts {
 /// A token in `tokenizer_config.json`: its text, or an object with it.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Named {
+enum TokenField {
     Text(String),
     Object { content: String },
 }
 
-impl Named {
+impl TokenField {
     fn text(self) -> String {
         match self {
             Self::Text(text) | Self::Object { content: text } => text,
@@ -77,8 +77,8 @@ impl Named {
 /// The fields of `tokenizer_config.json` that are used.
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
-    bos_token: Option<Named>,
-    eos_token: Option<Named>,
+    bos_token: Option<TokenField>,
+    eos_token: Option<TokenField>,
     chat_template: Option<String>,
 }
 
@@ -105,8 +105,8 @@ impl Vocabulary {
         let fault = |reason: String| LoadError::File { path: path.clone(), reason };
         let mut tokenizer =
             Tokenizer::from_bytes(super::read(&path)?).map_err(|error| fault(error.to_string()))?;
-        let plain = tokenizer.with_padding(None).with_truncation(None).map(drop);
-        plain.map_err(|error| fault(error.to_string()))?;
+        let configured = tokenizer.with_padding(None).with_truncation(None).map(drop);
+        configured.map_err(|error| fault(error.to_string()))?;
         if !matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
             return Err(fault(
                 "its decoder is not ByteLevel; no other kind is read for generation".to_owned(),
@@ -121,7 +121,7 @@ impl Vocabulary {
                 None => {}
             }
         }
-        let (begin, end) = (config.bos_token.map(Named::text), config.eos_token.map(Named::text));
+        let (begin, end) = (config.bos_token.map(TokenField::text), config.eos_token.map(TokenField::text));
         ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
         let template = match config.chat_template {
             Some(text) => Some(text),
@@ -191,19 +191,19 @@ impl Vocabulary {
             ChatTemplate::new(template.to_owned(), special_tokens(text(begin), text(end)))
                 .map_err(|reason| gguf.fault(reason))
         });
-        let adds = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
+        let adds_begin = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
         let texts = TokenTexts::read(&tokenizer, vocab_size);
         let ends = end.into_iter().chain(id("tokenizer.ggml.eot_token_id")).collect();
-        let begin = begin.filter(|_| adds == Some(true));
+        let begin = begin.filter(|_| adds_begin == Some(true));
         Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
     }
 
-    /// The tokens of a prompt. Of a long text they may be only a part, as [`ids_of`] says.
+    /// The tokens of a prompt. For a long text they may be incomplete (see [`ids_of`]).
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails.
-    pub fn prompt(&self, text: &str, reach: Reach) -> Result<TextIds, TaskError> {
-        let mut prompt = self.ids(text, true, reach)?;
+    pub fn prompt(&self, text: &str, limit: TokenLimit) -> Result<TextIds, TaskError> {
+        let mut prompt = self.ids(text, true, limit)?;
         prompt.ids.splice(0..0, self.begin);
         Ok(prompt)
     }
@@ -212,14 +212,14 @@ impl Vocabulary {
     ///
     /// # Errors
     /// As [`Vocabulary::prompt`].
-    pub fn conversation(&self, text: &str, reach: Reach) -> Result<TextIds, TaskError> {
-        self.ids(text, false, reach)
+    pub fn conversation(&self, text: &str, limit: TokenLimit) -> Result<TextIds, TaskError> {
+        self.ids(text, false, limit)
     }
 
-    fn ids(&self, text: &str, special: bool, reach: Reach) -> Result<TextIds, TaskError> {
-        let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, special)?.get_ids().to_vec());
+    fn ids(&self, text: &str, add_special: bool, limit: TokenLimit) -> Result<TextIds, TaskError> {
+        let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, add_special)?.get_ids().to_vec());
         let failed = |error: tokenizers::Error| TaskError::internal(format!("the tokenizer fails: {error}"));
-        ids_of(text, reach.most, reach.side, encode).map_err(failed)
+        ids_of(text, limit.max_tokens, limit.side, encode).map_err(failed)
     }
 
     /// The bytes of each token.
@@ -293,9 +293,9 @@ impl TokenTexts {
 /// The byte that each letter of byte-level tokens represents, by the letter's code point. Printable bytes represent
 /// themselves; the others are numbered from U+0100 on.
 fn bytes_of_letters() -> Vec<Option<u8>> {
-    let is_printed = |byte: &u8| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    let printed = (0..=255_u8).map(|byte| Some(byte).filter(is_printed));
-    printed.chain((0..=255).filter(|byte| !is_printed(byte)).map(Some)).collect()
+    let is_printable = |byte: &u8| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let printable = (0..=255_u8).map(|byte| Some(byte).filter(is_printable));
+    printable.chain((0..=255).filter(|byte| !is_printable(byte)).map(Some)).collect()
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use crate::model::ops::{Matrix, NumberFormat};
 /// The types of the numbers with which a network computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// The type of its tensors.
+    /// The type of tensors.
     pub tensors: DType,
     /// The type in which the matrices of linear layers are kept if tensors are f32 on a CPU.
     pub matrices: NumberFormat,
@@ -37,12 +37,12 @@ pub struct Weights {
     prefix: String,
     device: Device,
     dtype: DType,
-    numbers: NumberFormat,
+    matrix_format: NumberFormat,
 }
 
 impl Weights {
     /// Reads safetensors files, for tensors on `device` in this precision. In files that were saved from a model with a
-    /// head, names begin with `{base}.`; this is so if a tensor `{base}.{marker}` exists.
+    /// head, names begin with `{base}.`. Such a file is recognised by the tensor `{base}.{marker}`.
     ///
     /// # Errors
     /// [`LoadError::File`] if a file is truncated, corrupt or holds no such model.
@@ -51,14 +51,14 @@ impl Weights {
         base: &str,
         marker: &str,
         device: &Device,
-        Precision { tensors: dtype, matrices: numbers }: Precision,
+        Precision { tensors: dtype, matrices: matrix_format }: Precision,
     ) -> Result<Self, LoadError> {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
         let marker = format!("{prefix}{marker}");
-        let prefixed = shards.iter().any(|shard| shard.metadata.info(&marker).is_some());
-        let prefix = if prefixed { prefix } else { String::new() };
-        Ok(Self { shards, prefix, device: device.clone(), dtype, numbers })
+        let has_prefix = shards.iter().any(|shard| shard.metadata.info(&marker).is_some());
+        let prefix = if has_prefix { prefix } else { String::new() };
+        Ok(Self { shards, prefix, device: device.clone(), dtype, matrix_format })
     }
 
     /// The tensor `name`; its shape must be `shape`.
@@ -77,26 +77,26 @@ impl Weights {
     /// As [`Weights::get`].
     pub fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
         let (shard, info) = self.info_by_full_name(name.to_owned(), shape)?;
-        let bytes = &shard.bytes[shard.place(info)];
+        let bytes = &shard.bytes[shard.byte_range(info)];
         let values = DType::try_from(info.dtype)
             .and_then(|dtype| Tensor::from_raw_buffer(bytes, dtype, &info.shape, &Device::Cpu))
             .and_then(|tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1());
         self.checked(name, values)
     }
 
-    /// The matrix `[depth, width]` of a linear layer, kept in the file's number type: bf16, or else f32.
+    /// The matrix `[depth, width]` of a linear layer: in bf16 if the file has bf16, otherwise in f32.
     ///
     /// # Errors
     /// As [`Weights::get`].
     pub fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.matrix_of(&format!("{}{name}", self.prefix), shape)
+        self.matrix_by_full_name(&format!("{}{name}", self.prefix), shape)
     }
 
-    /// The same by the tensor's full name.
+    /// As [`matrix`](Self::matrix), by the tensor's full name.
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn matrix_of(&self, name: &str, [depth, width]: [usize; 2]) -> Result<Matrix, LoadError> {
+    pub fn matrix_by_full_name(&self, name: &str, [depth, width]: [usize; 2]) -> Result<Matrix, LoadError> {
         let columns = self.values(name, &[width, depth])?;
         let (_, info) = self.info_by_full_name(name.to_owned(), &[width, depth])?;
         let is_half = info.dtype == safetensors::Dtype::BF16 && depth % 2 == 0;
@@ -120,8 +120,8 @@ impl Weights {
     }
 
     /// The type in which the matrices of linear layers are kept if their tensors are f32 on a CPU.
-    pub fn numbers(&self) -> NumberFormat {
-        self.numbers
+    pub fn matrix_format(&self) -> NumberFormat {
+        self.matrix_format
     }
 
     /// The type of tensors.
@@ -146,10 +146,10 @@ impl Weights {
 
     fn info_by_full_name(&self, name: String, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
         // Checkpoints converted from TensorFlow keep its names for a norm's parameters.
-        let older =
+        let old_name =
             name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
         let found = self.shards.iter().find_map(|shard| {
-            let info = shard.metadata.info(&name).or_else(|| shard.metadata.info(&older));
+            let info = shard.metadata.info(&name).or_else(|| shard.metadata.info(&old_name));
             Some((shard, info?))
         });
         let (shard, info) = found.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
@@ -164,7 +164,7 @@ impl Weights {
 
     fn tensor(&self, shard: &Shard, info: &TensorInfo) -> candle_core::Result<Tensor> {
         let dtype = DType::try_from(info.dtype)?;
-        let bytes = &shard.bytes[shard.place(info)];
+        let bytes = &shard.bytes[shard.byte_range(info)];
         Tensor::from_raw_buffer(bytes, dtype, &info.shape, &self.device)?.to_dtype(self.dtype)
     }
 
@@ -177,7 +177,7 @@ impl Weights {
         let (shard, info) = self.info(name, &[rows, width])?;
         let as_in_file = info.dtype == safetensors::Dtype::F32 && self.dtype == DType::F32;
         if as_in_file && self.device.is_cpu() {
-            return Ok(Table::Mapped { file: shard.bytes.clone(), place: shard.place(info), width });
+            return Ok(Table::Mapped { file: shard.bytes.clone(), range: shard.byte_range(info), width });
         }
         self.get(name, &[rows, width]).map(Table::Tensor)
     }
@@ -218,7 +218,7 @@ struct Shard {
 impl Shard {
     fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
-        let bytes = map(path).map_err(|error| fault(error.to_string()))?;
+        let bytes = map_file(path).map_err(|error| fault(error.to_string()))?;
         let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| {
             fault(format!("not a whole safetensors file ({} bytes): {error}", bytes.len()))
         })?;
@@ -226,7 +226,7 @@ impl Shard {
         Ok(Self { path: path.to_owned(), bytes: Arc::new(bytes), data, metadata })
     }
 
-    fn place(&self, info: &TensorInfo) -> Range<usize> {
+    fn byte_range(&self, info: &TensorInfo) -> Range<usize> {
         let (start, end) = info.data_offsets;
         self.data + start..self.data + end
     }
@@ -237,7 +237,7 @@ impl Shard {
 }
 
 #[expect(unsafe_code, reason = "a mapped file can change while it is read, so there is no safe interface")]
-pub(super) fn map(path: &Path) -> io::Result<Mmap> {
+pub(super) fn map_file(path: &Path) -> io::Result<Mmap> {
     let file = File::open(path)?;
     // SAFETY: the bytes are only read, and any bytes are a valid number. If a new file takes the name, this mapping
     // keeps the old one. If the file is truncated in place, the workers that use it crash.
@@ -251,7 +251,7 @@ pub enum Table {
         /// The whole file.
         file: Arc<Mmap>,
         /// The byte range of the rows in the file.
-        place: Range<usize>,
+        range: Range<usize>,
         /// The width of a row.
         width: usize,
     },
@@ -267,8 +267,8 @@ impl Table {
     pub fn select(&self, indices: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
         let count = indices.len();
         match self {
-            Self::Mapped { file, place, width } => {
-                let table = file[place.clone()].as_chunks::<4>().0;
+            Self::Mapped { file, range, width } => {
+                let table = file[range.clone()].as_chunks::<4>().0;
                 let mut rows = Vec::with_capacity(count * width);
                 for index in indices {
                     let row = &table[index as usize * width..][..*width];

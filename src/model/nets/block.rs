@@ -15,13 +15,20 @@ pub struct Blocks {
 
 /// One block.
 pub struct Block {
-    /// The norms before the two sublayers; the first block may have none before its attention. None if norms come after
-    /// the sublayers, and belong to them.
-    pub before: Option<(Option<NormParams>, NormParams)>,
+    /// The norms before the sublayers. None if norms come after the sublayers, and belong to them.
+    pub pre_norms: Option<PreNorms>,
     /// The first sublayer.
     pub attention: SelfAttention,
     /// The second sublayer.
     pub feed_forward: FeedForward,
+}
+
+/// The norms before a block's two sublayers.
+pub struct PreNorms {
+    /// Before attention. The first block may have none.
+    pub attention: Option<NormParams>,
+    /// Before the feed-forward sublayer.
+    pub feed_forward: NormParams,
 }
 
 impl Blocks {
@@ -35,12 +42,12 @@ impl Blocks {
         mut x: Tensor,
         attend: impl Fn(&SelfAttention, Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        for Block { before, attention, feed_forward } in &self.blocks {
-            match before {
+        for Block { pre_norms, attention, feed_forward } in &self.blocks {
+            match pre_norms {
                 None => x = feed_forward.forward(attend(attention, x)?)?,
-                Some((attention_norm, feed_forward_norm)) => {
-                    x = (&x + attend(attention, normed(&x, attention_norm.as_ref())?)?)?;
-                    x = (&x + feed_forward.forward(normed(&x, Some(feed_forward_norm))?)?)?;
+                Some(norms) => {
+                    x = (&x + attend(attention, normed(&x, norms.attention.as_ref())?)?)?;
+                    x = (&x + feed_forward.forward(normed(&x, Some(&norms.feed_forward))?)?)?;
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Attention of some tokens of any sequences over cached keys and values, by candle's operations, for any device. Decides
-//! which rows share a product. Owns nothing: the caches belong to the networks.
+//! Attention of some tokens of any sequences over cached keys and values, by candle's operations, for any device.
+//! Decides which rows share a product. Owns nothing: the caches belong to the networks.
 
 use std::ops::Range;
 
@@ -9,15 +9,15 @@ use candle_nn::ops::softmax_last_dim;
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, CachePosition};
 
-/// The most numbers in the keys of a group, and in its scores: 256 MiB in f32. The keys of a single sequence may exceed
-/// this, and so may the scores of a single token.
-pub(super) const MAX_AT_ONCE: usize = 1 << 26;
+/// The largest number of elements in the keys of a group, and in its scores: 256 MiB in f32. The keys of a single
+/// sequence may exceed this, and so may the scores of a single token.
+pub(super) const MAX_ELEMENTS: usize = 1 << 26;
 
 /// Rows whose attention is computed together: one token of each of some sequences, or some tokens of one sequence.
 pub(super) struct Group {
     rows: Range<usize>,
     sequences: usize,
-    /// The number of keys of each sequence: that of the longest one.
+    /// The number of keys of each sequence, padded to the longest one.
     keys: usize,
     /// The slots of the keys: `[sequences·keys]`.
     slots: Tensor,
@@ -26,8 +26,8 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Copies the plan of a group to the device. Shorter sequences are padded with `padding_slot`, whose keys and values
-    /// are zeros.
+    /// Copies the plan of a group to the device. Shorter sequences are padded with `padding_slot`, whose keys and
+    /// values are zeros.
     ///
     /// # Errors
     /// The device fails.
@@ -38,10 +38,10 @@ impl Group {
         device: &Device,
     ) -> Result<Self> {
         let PackedGroup { rows, sequences } = group;
-        let own = &packed.rows[rows.clone()];
-        let keys = own.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
+        let group_rows = &packed.rows[rows.clone()];
+        let keys = group_rows.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
         let mut slots = Vec::with_capacity(sequences * keys);
-        for (span, position) in &own[own.len() - sequences..] {
+        for (span, position) in &group_rows[group_rows.len() - sequences..] {
             slots.extend((0..=*position).map(|key| token_slot(span, key)));
             slots.resize(slots.len().next_multiple_of(keys), padding_slot);
         }
@@ -49,36 +49,36 @@ impl Group {
             let position = *position;
             (0..keys).map(move |key| if key <= position { 0.0 } else { f32::NEG_INFINITY })
         };
-        let mask: Vec<f32> = own.iter().flat_map(mask).collect();
-        let shape = (1, *sequences, own.len() / sequences, keys);
+        let mask: Vec<f32> = group_rows.iter().flat_map(mask).collect();
+        let shape = (1, *sequences, group_rows.len() / sequences, keys);
         let mask = Tensor::from_vec(mask, shape, device)?;
         Ok(Self { rows: rows.clone(), sequences: *sequences, keys, slots: indices(slots, device)?, mask })
     }
 
     /// Computes softmax(Q·Kᵀ)·V for the rows of this group. `queries` are `[kv_heads, shared, all rows, head_width]`,
-    /// and already scaled; `shared` is the number of heads of queries for each head of keys. `keys` and `values` are
+    /// and scaled already; `shared` is the number of heads of queries for each head of keys. `keys` and `values` are
     /// `[kv_heads, slots, head_width]`. Returns `[rows, kv_heads, shared, head_width]`.
     pub(super) fn attend(&self, queries: &Tensor, [keys, values]: &[Tensor; 2]) -> Result<Tensor> {
         let (heads, shared, _, width) = queries.dims4()?;
         let rows = self.rows.len();
-        let own = queries.narrow(2, self.rows.start, rows)?;
+        let queries = queries.narrow(2, self.rows.start, rows)?;
         // Queries that attend to the same keys are made adjacent: the heads of a token, or the tokens of a sequence.
         let is_mixed = self.sequences > 1;
-        let (own, [a, b]) = match is_mixed {
-            true => (own.transpose(1, 2)?, [rows, shared]),
-            false => (own, [shared, rows]),
+        let (queries, [a, b]) = match is_mixed {
+            true => (queries.transpose(1, 2)?, [rows, shared]),
+            false => (queries, [shared, rows]),
         };
-        let each = shared * rows / self.sequences;
-        let held = |all: &Tensor| {
-            let own = all.index_select(&self.slots, 1)?;
-            own.reshape((heads, self.sequences, self.keys, width))?.to_dtype(DType::F32)
+        let queries_per_sequence = shared * rows / self.sequences;
+        let gather = |cache: &Tensor| {
+            let selected = cache.index_select(&self.slots, 1)?;
+            selected.reshape((heads, self.sequences, self.keys, width))?.to_dtype(DType::F32)
         };
-        let own = own.contiguous()?.reshape((heads, self.sequences, each, width))?;
-        let scores = own.matmul(&held(keys)?.t()?)?.reshape((heads, a, b, self.keys))?;
+        let queries = queries.contiguous()?.reshape((heads, self.sequences, queries_per_sequence, width))?;
+        let scores = queries.matmul(&gather(keys)?.t()?)?.reshape((heads, a, b, self.keys))?;
         // The weights and the values of padding are exactly 0, whatever the blocks hold.
         let weights = softmax_last_dim(&scores.broadcast_add(&self.mask)?)?;
-        let weights = weights.reshape((heads, self.sequences, each, self.keys))?;
-        let attended = weights.matmul(&held(values)?)?.reshape((heads, a, b, width))?;
+        let weights = weights.reshape((heads, self.sequences, queries_per_sequence, self.keys))?;
+        let attended = weights.matmul(&gather(values)?)?.reshape((heads, a, b, width))?;
         if is_mixed { attended.permute((1, 0, 2, 3)) } else { attended.permute((2, 0, 1, 3)) }
     }
 }
@@ -119,35 +119,35 @@ pub(super) struct PackedGroup {
 impl<'a> Packed<'a> {
     /// Groups the rows. Spans of one token come first, the shortest sequences first; sequences of similar lengths are
     /// padded to the longest of them. The longer spans follow, in parts. `heads` is the number of heads of queries, and
-    /// `narrow` the width of a token's key over all heads.
-    pub(super) fn new(spans: &'a [Span<'a>], heads: usize, narrow: usize) -> Self {
-        let starts = spans.iter().scan(0, |next, span| Some(std::mem::replace(next, *next + span.count)));
+    /// `key_width` the width of a token's key over all heads.
+    pub(super) fn new(spans: &'a [Span<'a>], heads: usize, key_width: usize) -> Self {
+        let starts = spans.iter().scan(0, |start, span| Some(std::mem::replace(start, *start + span.count)));
         let (mut singles, longer): (Vec<_>, Vec<_>) =
             spans.iter().zip(starts).partition(|(span, _)| span.count == 1);
         singles.sort_by_key(|(span, _)| span.first);
         let mut packed = Self { order: Vec::new(), rows: Vec::new(), groups: Vec::new() };
         for (span, start) in singles {
-            let at = packed.take(span, start, 0..1);
+            let rows = packed.append(span, start, 0..1);
             let fits = |group: &&mut PackedGroup| {
-                (group.rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MAX_AT_ONCE
+                (group.rows.len() + 1) * (span.first + 1) * key_width.max(heads) <= MAX_ELEMENTS
             };
             match packed.groups.last_mut().filter(fits) {
-                Some(group) => (group.rows.end, group.sequences) = (at.end, group.sequences + 1),
-                None => packed.groups.push(PackedGroup { rows: at, sequences: 1 }),
+                Some(group) => (group.rows.end, group.sequences) = (rows.end, group.sequences + 1),
+                None => packed.groups.push(PackedGroup { rows, sequences: 1 }),
             }
         }
         for (span, start) in longer {
-            let most = (MAX_AT_ONCE / ((span.first + span.count) * heads)).max(1);
-            for first in (0..span.count).step_by(most) {
-                let at = packed.take(span, start, first..span.count.min(first + most));
-                packed.groups.push(PackedGroup { rows: at, sequences: 1 });
+            let max_tokens = (MAX_ELEMENTS / ((span.first + span.count) * heads)).max(1);
+            for first in (0..span.count).step_by(max_tokens) {
+                let rows = packed.append(span, start, first..span.count.min(first + max_tokens));
+                packed.groups.push(PackedGroup { rows, sequences: 1 });
             }
         }
         packed
     }
 
     /// Appends some tokens of a span whose first row is `start`. Returns their packed rows.
-    fn take(&mut self, span: &'a Span<'a>, start: usize, tokens: Range<usize>) -> Range<usize> {
+    fn append(&mut self, span: &'a Span<'a>, start: usize, tokens: Range<usize>) -> Range<usize> {
         let begin = self.rows.len();
         self.order.extend(tokens.clone().map(|token| start + token));
         self.rows.extend(tokens.map(|token| (span, span.first + token)));

@@ -7,12 +7,12 @@ use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, LoadSpec, Unfit};
 
 /// Whether the comparison is needed: a CPU in f32 is the reference itself.
-pub fn is_to_be_compared(device: &Device, dtype: Dtype) -> bool {
+pub fn needs_comparison(device: &Device, dtype: Dtype) -> bool {
     !device.is_cpu() || dtype != Dtype::F32
 }
 
-/// Returns the largest accepted error of a vector, relative to its Euclidean norm. f32 results differ by the order of
-/// sums, half precision by rounding in every layer; those of a broken device differ by much more.
+/// Returns the largest accepted error of a vector, relative to its Euclidean norm. In f32, results differ by the order
+/// of sums; in half precision, by rounding in every layer. The results of a broken device differ by much more.
 pub fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 1e-3,
@@ -37,15 +37,15 @@ pub fn compare(
 ) -> Result<(), LoadError> {
     // If the result is not finite even on a CPU, the weights are at fault. That is reported later.
     let Some(expected) = expected else { return Ok(()) };
-    let off = found.map_or(f64::NAN, |found| distance(found, expected));
-    let most = tolerance(*dtype);
-    if off <= most {
+    let error = found.map_or(f64::NAN, |found| distance(found, expected));
+    let tolerance = tolerance(*dtype);
+    if error <= tolerance {
         return Ok(());
     }
     let dtype = dtype.name();
     let reason = format!(
-        "it computes wrongly: of a known {what} the vector in {dtype} is off by {off:.2e} of its length from what \
-         a CPU computes in f32, and {most} is allowed; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and \
+        "it computes wrongly: of a known {what} the vector in {dtype} is off by {error:.2e} of its length from what \
+         a CPU computes in f32, and {tolerance} is allowed; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and \
          take it out of `devices`; if all cards fail, the model is unfit for this precision (pool.dtype)"
     );
     Err(LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason })
@@ -59,6 +59,7 @@ pub fn failed(spec: &LoadSpec, error: &ForwardError) -> LoadError {
 /// Returns the Euclidean distance of `found` from `expected`, relative to the norm of `expected`.
 pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
     let pairs = found.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
-    let (off, all) = pairs.fold((0.0, 0.0), |(off, all), (a, b)| (off + (a - b).powi(2), all + b * b));
-    (off / f64::max(all, f64::MIN_POSITIVE)).sqrt()
+    let (error, norm) =
+        pairs.fold((0.0, 0.0), |(error, norm), (a, b)| (error + (a - b).powi(2), norm + b * b));
+    (error / f64::max(norm, f64::MIN_POSITIVE)).sqrt()
 }

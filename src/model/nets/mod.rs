@@ -1,4 +1,4 @@
-//! Networks: they compute numbers from inputs. They do not know requests; `tasks` does.
+//! Networks compute numbers from inputs. `tasks` makes the inputs from requests.
 
 mod block;
 mod cached_attention;
@@ -11,7 +11,7 @@ pub mod whisper;
 
 use candle_core::{DType, Device};
 
-use self::fitness::is_to_be_compared;
+use self::fitness::needs_comparison;
 use super::load::weights::Precision;
 use super::ops::NumberFormat;
 use super::{Dtype, LoadError, LoadSpec};
@@ -33,11 +33,11 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that the device does not have.
 fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
-    let on_cpu = |matrices| Precision { matrices, ..Precision::F32 };
+    let with_matrices = |matrices| Precision { matrices, ..Precision::F32 };
     match spec.dtype {
-        Dtype::Bf16 if device.is_cpu() => Ok(on_cpu(NumberFormat::Bf16)),
-        Dtype::Int8 if device.is_cpu() => Ok(on_cpu(NumberFormat::Bits8)),
-        _ => uniform(spec),
+        Dtype::Bf16 if device.is_cpu() => Ok(with_matrices(NumberFormat::Bf16)),
+        Dtype::Int8 if device.is_cpu() => Ok(with_matrices(NumberFormat::Bits8)),
+        _ => uniform_precision(spec),
     }
 }
 
@@ -45,7 +45,7 @@ fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have.
-fn uniform(spec: &LoadSpec) -> Result<Precision, LoadError> {
+fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     let tensors = match spec.dtype {
         Dtype::F32 => DType::F32,
         Dtype::Bf16 => DType::BF16,

@@ -47,12 +47,12 @@ mod tests {
                 let x = noise(&[70, 37], range, seed).unwrap();
                 let bias = noise(&[37], 0.7, seed + 9).unwrap();
                 let mut ours: Vec<f32> = x.flatten_all().unwrap().to_vec1().unwrap();
-                let right = bias_activation(x, &bias, activation).unwrap();
+                let expected = bias_activation(x, &bias, activation).unwrap();
                 activate(&mut ours, &bias.to_vec1::<f32>().unwrap(), activation);
-                let ours = Tensor::from_vec(ours, right.shape(), &Device::Cpu).unwrap();
-                let off = difference(&ours, &right).unwrap();
+                let ours = Tensor::from_vec(ours, expected.shape(), &Device::Cpu).unwrap();
+                let error = difference(&ours, &expected).unwrap();
                 // candle's own f32 differs in the last place of large values.
-                assert!(off <= 1e-6_f32.max(range * 1.2e-7), "{activation:?} ±{range}: {off}");
+                assert!(error <= 1e-6_f32.max(range * 1.2e-7), "{activation:?} ±{range}: {error}");
             }
         }
     }

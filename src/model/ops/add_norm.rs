@@ -2,7 +2,7 @@
 //! residual), row by row and in place, or only the addition of the bias.
 
 use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
-use sconce_kernels::{End, Norm};
+use sconce_kernels::{self as kernels, Norm};
 
 use super::{rows_of, values};
 
@@ -11,7 +11,7 @@ use super::{rows_of, values};
 pub struct NormParams {
     /// `[3, width]`: bias, the norm's weight, the norm's bias.
     rows: Tensor,
-    /// The same on the host.
+    /// The same constants on the host.
     host: Norm,
 }
 
@@ -19,7 +19,7 @@ impl NormParams {
     /// Joins the three vectors `[width]`; `eps` is added to the variance.
     ///
     /// # Errors
-    /// When their shapes differ.
+    /// Their shapes differ.
     pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
         // Half precision has too few digits for a variance.
         let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
@@ -33,12 +33,12 @@ impl NormParams {
         (&self.rows, self.host.eps)
     }
 
-    /// Adds `by` `[width]` to the bias.
+    /// Adds `bias` `[width]` to the bias.
     ///
     /// # Errors
     /// The device fails.
-    pub(super) fn with_added_bias(mut self, by: &[f32]) -> Result<Self> {
-        self.host.rows.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
+    pub(super) fn with_added_bias(mut self, bias: &[f32]) -> Result<Self> {
+        self.host.rows.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
         self.rows = Tensor::from_slice(&self.host.rows, self.rows.shape(), self.rows.device())?;
         Ok(self)
     }
@@ -68,15 +68,15 @@ impl Epilogue {
         Ok(Self::Bias(Bias { row: row.clone(), host }))
     }
 
-    /// Adds `by` `[width]` to the bias.
+    /// Adds `bias` `[width]` to the bias.
     ///
     /// # Errors
     /// The device fails.
-    pub(super) fn with_added_bias(self, by: &[f32]) -> Result<Self> {
+    pub(super) fn with_added_bias(self, bias: &[f32]) -> Result<Self> {
         match self {
-            Self::Norm(norm) => norm.with_added_bias(by).map(Self::Norm),
+            Self::Norm(norm) => norm.with_added_bias(bias).map(Self::Norm),
             Self::Bias(Bias { row, mut host }) => {
-                host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
+                host.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
                 let row = Tensor::from_slice(&host, row.shape(), row.device())?.to_dtype(row.dtype())?;
                 Ok(Self::Bias(Bias { row, host }))
             }
@@ -91,11 +91,11 @@ impl Epilogue {
         }
     }
 
-    /// The same in the form for the CPU's kernels.
-    pub(super) fn on_host(&self) -> End<'_> {
+    /// The epilogue in the form for the CPU's kernels.
+    pub(super) fn on_host(&self) -> kernels::Epilogue<'_> {
         match self {
-            Self::Norm(norm) => End::Norm(&norm.host),
-            Self::Bias(bias) => End::Bias(&bias.host),
+            Self::Norm(norm) => kernels::Epilogue::Norm(&norm.host),
+            Self::Bias(bias) => kernels::Epilogue::Bias(&bias.host),
         }
     }
 }
@@ -116,6 +116,7 @@ pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Ten
     Ok(x)
 }
 
+/// As [`add_norm`], composed of candle's operations.
 fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
     let (dtype, rows) = (x.dtype(), &params.rows);
     let x = (x.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.broadcast_add(&rows.get(0)?)?;
@@ -156,9 +157,9 @@ mod tests {
             let x = noise(&[67, width], 3.0, 1).unwrap();
             let residual = noise(&[67, width], 2.0, 2).unwrap();
             let params = norm_params(width, 3).unwrap();
-            let right = composed(&x, &residual, &params).unwrap();
+            let expected = composed(&x, &residual, &params).unwrap();
             let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
-            assert!(difference(&ours, &right).unwrap() < 2e-6, "width {width}");
+            assert!(difference(&ours, &expected).unwrap() < 2e-6, "width {width}");
         }
     }
 }

@@ -2,7 +2,7 @@
 //! Each text attends to its own tokens. Decides the form in which its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, bail};
-use sconce_kernels::attention::{Attention, through};
+use sconce_kernels::attention::{Attention, multiply_vector};
 use sconce_kernels::{NumberFormat, PositionTerms};
 
 use super::add_norm::Epilogue;
@@ -22,7 +22,7 @@ pub struct SelfAttention {
 }
 
 enum Weights {
-    /// For a CPU, if the published weights are f32; kept in the format [`Published::numbers`].
+    /// For a CPU, if the given weights are f32; kept in the format [`AttentionWeights::format`].
     Packed(Attention),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
@@ -33,10 +33,10 @@ enum Weights {
 }
 
 /// The weights of one attention sublayer as in the model's file: matrices `[hidden, hidden]`, one row for each output.
-pub struct Published {
-    /// Of queries, keys and values, each with its bias.
+pub struct AttentionWeights {
+    /// The projections to queries, keys and values, each with its bias.
     pub qkv: [(Tensor, Tensor); 3],
-    /// O.
+    /// The output projection O.
     pub out: Tensor,
     /// Heads; they divide `hidden`.
     pub heads: usize,
@@ -44,7 +44,7 @@ pub struct Published {
     /// 0.
     pub position_terms: PositionTerms,
     /// If the matrices are f32 and on a CPU, the format to which they are converted.
-    pub numbers: NumberFormat,
+    pub format: NumberFormat,
 }
 
 impl SelfAttention {
@@ -52,26 +52,26 @@ impl SelfAttention {
     ///
     /// # Errors
     /// Shapes or types do not match, or the device fails.
-    pub fn new(published: Published, mut epilogue: Epilogue) -> Result<Self> {
-        let Published { qkv: [q, k, v], out, heads, position_terms, numbers } = published;
+    pub fn new(weights: AttentionWeights, mut epilogue: Epilogue) -> Result<Self> {
+        let AttentionWeights { qkv: [q, k, v], out, heads, position_terms, format } = weights;
         let matrices = [&q.0, &k.0, &v.0];
         let biases = [&q.1, &k.1, &v.1];
         let weights = if let Some(out) = host_values(&out)? {
             let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
-            epilogue = epilogue.with_added_bias(&through(&out, &v_bias))?;
-            let packed = Attention::new([q, k, v], q_bias, &out, heads, numbers);
+            epilogue = epilogue.with_added_bias(&multiply_vector(&out, &v_bias))?;
+            let packed = Attention::new([q, k, v], q_bias, &out, heads, format);
             Weights::Packed(packed.map_err(Error::msg)?)
         } else {
             #[cfg(feature = "cuda")]
             if position_terms.is_empty()
-                && let Some(weights) = for_kernel(&matrices, &biases, &out, heads)?
+                && let Some(weights) = kernel_weights(&matrices, &biases, &out, heads)?
             {
                 let host =
                     |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
-                let by = through(&host(&out)?, &host(biases[2])?);
-                epilogue = epilogue.with_added_bias(&by)?;
+                let v_bias_after_out = multiply_vector(&host(&out)?, &host(biases[2])?);
+                epilogue = epilogue.with_added_bias(&v_bias_after_out)?;
                 return Ok(Self { weights, heads, position_terms, epilogue });
             }
             Weights::Plain {
@@ -83,8 +83,8 @@ impl SelfAttention {
         Ok(Self { weights, heads, position_terms, epilogue })
     }
 
-    /// Computes the sublayer on `x` `[tokens, hidden]`, in `x`'s memory. `lengths` are the tokens of each text; their
-    /// sum is `tokens`.
+    /// Computes the sublayer on `x` `[tokens, hidden]`, in `x`'s memory. `lengths` are the numbers of tokens of
+    /// the texts; their sum is `tokens`.
     ///
     /// # Errors
     /// Shapes or types do not match: a bug of the caller.
@@ -108,7 +108,7 @@ impl SelfAttention {
             Weights::Kernel { heads, .. } => {
                 // Attention reads neither ids nor positions from the plan.
                 let unused = vec![0; lengths.iter().sum()];
-                let plan = super::gpu::Plan::new(&unused, &unused, lengths, heads.queries());
+                let plan = super::gpu::Plan::new(&unused, &unused, lengths, heads.queries_per_warp());
                 let words = Tensor::from_slice(&plan.words, plan.words.len(), x.device())?;
                 let planned = super::gpu::cuda::Planned { plan, lengths: lengths.to_vec(), words };
                 self.forward_planned(x, &planned)
@@ -116,7 +116,7 @@ impl SelfAttention {
         }
     }
 
-    /// The same for a batch whose plan is already on the device.
+    /// As [`forward`](Self::forward), for a batch whose plan is already on the device.
     ///
     /// # Errors
     /// The driver's error.
@@ -157,14 +157,15 @@ impl InplaceOp1 for Attend<'_> {
 
 /// The weights in the form for the GPU's kernel; none if no kernel fits these heads.
 #[cfg(feature = "cuda")]
-fn for_kernel(
+fn kernel_weights(
     matrices: &[&Tensor; 3],
     biases: &[&Tensor; 3],
     out: &Tensor,
     heads: usize,
 ) -> Result<Option<Weights>> {
     let (dtype, hidden) = (out.dtype(), out.dim(0)?);
-    let heads = super::gpu::cuda::attends(dtype, heads, hidden / heads).filter(|_| out.device().is_cuda());
+    let heads =
+        super::gpu::cuda::heads_with_kernel(dtype, heads, hidden / heads).filter(|_| out.device().is_cuda());
     let Some(heads) = heads else { return Ok(None) };
     Ok(Some(Weights::Kernel {
         qkv: Tensor::cat(matrices, 0)?.t()?.contiguous()?,
@@ -178,86 +179,95 @@ fn for_kernel(
 mod tests {
     use std::sync::Arc;
 
-    use sconce_kernels::{Bias, Rotary};
+    use sconce_kernels::{RelativeBias, Rotary};
 
     use super::super::testing::{difference, noise, norm_params};
     use super::*;
 
-    fn published(heads: usize, hidden: usize, range: f32) -> Published {
-        let part = |seed| (noise(&[hidden, hidden], range, seed), noise(&[hidden], 0.5, seed + 10));
-        let part = |seed| (part(seed).0.unwrap(), part(seed).1.unwrap());
+    fn weights(heads: usize, hidden: usize, range: f32) -> AttentionWeights {
+        let projection = |seed| {
+            let matrix = noise(&[hidden, hidden], range, seed).unwrap();
+            (matrix, noise(&[hidden], 0.5, seed + 10).unwrap())
+        };
         let out = noise(&[hidden, hidden], 0.2, 4).unwrap();
         let position_terms = PositionTerms::default();
-        Published { qkv: [part(1), part(2), part(3)], out, heads, position_terms, numbers: NumberFormat::F32 }
+        AttentionWeights {
+            qkv: [projection(1), projection(2), projection(3)],
+            out,
+            heads,
+            position_terms,
+            format: NumberFormat::F32,
+        }
     }
 
-    fn plain(published: Published, epilogue: Epilogue) -> SelfAttention {
-        let Published { qkv: [q, k, v], out, heads, position_terms, .. } = published;
+    fn plain(weights: AttentionWeights, epilogue: Epilogue) -> SelfAttention {
+        let AttentionWeights { qkv: [q, k, v], out, heads, position_terms, .. } = weights;
         let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
         let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
         let out = out.t().unwrap().contiguous().unwrap();
         SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, position_terms, epilogue }
     }
 
-    /// The largest difference between the result of the CPU's kernel (`Packed`) and that of candle's operations.
-    fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
+    /// The largest difference between the results of the CPU's kernel (`Packed`) and of candle's operations.
+    fn largest_error(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
         let hidden = heads * d;
         let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();
         let norm = || Epilogue::Norm(norm_params(hidden, 20).unwrap());
-        let right = plain(published(heads, hidden, range), norm());
-        let ours = SelfAttention::new(published(heads, hidden, range), norm()).unwrap();
+        let reference = plain(weights(heads, hidden, range), norm());
+        let ours = SelfAttention::new(weights(heads, hidden, range), norm()).unwrap();
         assert!(matches!(ours.weights, Weights::Packed(_)));
-        let right = right.forward(x.copy().unwrap(), lengths).unwrap();
-        difference(&ours.forward(x, lengths).unwrap(), &right).unwrap()
+        let expected = reference.forward(x.copy().unwrap(), lengths).unwrap();
+        difference(&ours.forward(x, lengths).unwrap(), &expected).unwrap()
     }
 
     #[test]
     fn the_kernel_equals_candles_operations_for_any_length_and_head_size() {
         for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
-            let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
-            assert!(off < 2e-5, "{heads} heads of {d}: {off}");
+            let error = largest_error(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
+            assert!(error < 2e-5, "{heads} heads of {d}: {error}");
         }
-        assert!(off(2, 32, &[512], 0.2) < 1e-5);
+        assert!(largest_error(2, 32, &[512], 0.2) < 1e-5);
     }
 
     #[test]
     fn the_kernel_equals_candles_operations_with_positional_terms() {
         let lengths = [1, 2, 17, 33, 70];
-        let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
+        let bias = RelativeBias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
         let cases = [
             PositionTerms { bias: Some(Arc::new(bias)), ..PositionTerms::default() },
             PositionTerms { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..PositionTerms::default() },
             PositionTerms { window: Some(5), ..PositionTerms::default() },
         ];
         for position_terms in cases {
-            let published = || {
-                let mut published = published(4, 32, 0.3);
+            let weights = || {
+                let mut weights = weights(4, 32, 0.3);
                 // Rotated keys have no bias.
-                published.qkv[1].1 = published.qkv[1].1.zeros_like().unwrap();
-                Published { position_terms: position_terms.clone(), ..published }
+                weights.qkv[1].1 = weights.qkv[1].1.zeros_like().unwrap();
+                AttentionWeights { position_terms: position_terms.clone(), ..weights }
             };
             let x = noise(&[lengths.iter().sum(), 32], 1.0, 1).unwrap();
             let bias = || Epilogue::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
             for epilogue in [bias, || Epilogue::Norm(norm_params(32, 20).unwrap())] {
-                let ours = SelfAttention::new(published(), epilogue()).unwrap();
+                let ours = SelfAttention::new(weights(), epilogue()).unwrap();
                 assert!(matches!(ours.weights, Weights::Packed(_)));
-                let right = plain(published(), epilogue()).forward(x.copy().unwrap(), &lengths).unwrap();
-                let off = difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &right).unwrap();
-                assert!(off < 2e-5, "{position_terms:?}: {off}");
+                let expected = plain(weights(), epilogue()).forward(x.copy().unwrap(), &lengths).unwrap();
+                let error =
+                    difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &expected).unwrap();
+                assert!(error < 2e-5, "{position_terms:?}: {error}");
             }
         }
     }
 
     #[test]
     fn large_scores_do_not_overflow() {
-        assert!(off(2, 32, &[9, 40], 4.0) < 1e-3);
+        assert!(largest_error(2, 32, &[9, 40], 4.0) < 1e-3);
     }
 
     #[test]
     fn a_text_attends_to_its_own_tokens_only() {
         let x = noise(&[30, 32], 1.0, 1).unwrap();
         let sublayer =
-            SelfAttention::new(published(4, 32, 0.5), Epilogue::Norm(norm_params(32, 5).unwrap())).unwrap();
+            SelfAttention::new(weights(4, 32, 0.5), Epilogue::Norm(norm_params(32, 5).unwrap())).unwrap();
         let alone = sublayer.forward(x.narrow(0, 11, 19).unwrap().copy().unwrap(), &[19]).unwrap();
         let together = sublayer.forward(x, &[11, 19]).unwrap();
         assert_eq!(difference(&together.narrow(0, 11, 19).unwrap(), &alone).unwrap(), 0.0);
@@ -266,7 +276,7 @@ mod tests {
     #[test]
     fn lengths_whose_sum_is_not_the_number_of_rows_are_refused() {
         let sublayer =
-            SelfAttention::new(published(4, 32, 0.5), Epilogue::Norm(norm_params(32, 5).unwrap())).unwrap();
+            SelfAttention::new(weights(4, 32, 0.5), Epilogue::Norm(norm_params(32, 5).unwrap())).unwrap();
         let error = sublayer.forward(noise(&[30, 32], 1.0, 1).unwrap(), &[11, 18]).unwrap_err().to_string();
         assert!(error.contains("texts of 29 tokens") && error.contains("30 rows"), "{error}");
     }

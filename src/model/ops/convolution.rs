@@ -2,11 +2,13 @@
 //! its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
-use sconce_kernels::convolution::{self, Clamp, Padding, Patches};
+use sconce_kernels::convolution::{
+    Clamp, Convolution as PackedConvolution, Filters as PackedFilters, Padding, Patches,
+};
 
 use super::{host_values, values};
 
-/// A convolution as published.
+/// A convolution as stored in the checkpoint.
 pub struct Filters<'a> {
     /// `[out, in, size, size]`, or for a depthwise convolution `[channels, 1, size, size]`.
     pub weights: &'a Tensor,
@@ -18,7 +20,7 @@ pub struct Filters<'a> {
     pub padding: Padding,
     /// The bounds of the result.
     pub clamp: Clamp,
-    /// Whether each channel is convolved by itself.
+    /// Whether this is a depthwise convolution: each channel is convolved separately.
     pub is_depthwise: bool,
 }
 
@@ -31,8 +33,8 @@ pub struct Convolution {
 
 enum Weights {
     /// On a CPU, in f32.
-    Packed(convolution::Convolution),
-    /// For candle's operations: as published, and the bias `[1, out, 1, 1]`.
+    Packed(PackedConvolution),
+    /// For candle's operations: the weights as in the checkpoint, and the bias `[1, out, 1, 1]`.
     Plain { weights: Tensor, bias: Tensor, groups: usize },
 }
 
@@ -43,28 +45,28 @@ impl Convolution {
     /// Shapes do not match, or the device fails.
     pub fn new(filters: &Filters<'_>) -> Result<Self> {
         let Filters { weights, bias, stride, padding, clamp, is_depthwise } = *filters;
-        let (width, _, size, _) = weights.dims4()?;
+        let (out_channels, _, size, _) = weights.dims4()?;
         let patches = Patches { size, stride, padding };
         // Candle has no convolution in bf16 on a CPU.
-        let on_cpu = |tensor: &Tensor| {
+        let f32_if_on_cpu = |tensor: &Tensor| {
             if tensor.device().is_cpu() { tensor.to_dtype(DType::F32) } else { Ok(tensor.clone()) }
         };
-        let (weights, bias) = (&on_cpu(weights)?, &on_cpu(bias)?);
+        let (weights, bias) = (&f32_if_on_cpu(weights)?, &f32_if_on_cpu(bias)?);
         // The layout of a patch: pixel after pixel, each with all its channels.
         let by_pixel = weights.permute((0, 2, 3, 1))?.contiguous()?;
-        let packed = match (host_values(&by_pixel)?, host_values(bias)?) {
+        let weights = match (host_values(&by_pixel)?, host_values(bias)?) {
             (Some(numbers), Some(bias)) => {
                 let weights = &numbers[..];
-                let filters = convolution::Filters { weights, bias, patches, clamp, is_depthwise };
-                Weights::Packed(convolution::Convolution::new(filters))
+                let filters = PackedFilters { weights, bias, patches, clamp, is_depthwise };
+                Weights::Packed(PackedConvolution::new(filters))
             }
             _ => Weights::Plain {
                 weights: weights.clone(),
-                bias: bias.reshape((1, width, 1, 1))?,
-                groups: if is_depthwise { width } else { 1 },
+                bias: bias.reshape((1, out_channels, 1, 1))?,
+                groups: if is_depthwise { out_channels } else { 1 },
             },
         };
-        Ok(Self { weights: packed, patches, clamp })
+        Ok(Self { weights, patches, clamp })
     }
 
     /// Convolves `x` `[images, height, width, channels]`.
@@ -76,13 +78,13 @@ impl Convolution {
         match &self.weights {
             Weights::Plain { weights, bias, groups } => {
                 let ((top, bottom), (left, right)) =
-                    (self.patches.around(height), self.patches.around(width));
+                    (self.patches.zeros_around(height), self.patches.zeros_around(width));
                 let x = x.permute((0, 3, 1, 2))?.contiguous()?;
                 let x = x.pad_with_zeros(2, top, bottom)?.pad_with_zeros(3, left, right)?;
                 let x = x.conv2d(weights, 0, self.patches.stride, 1, *groups)?.broadcast_add(bias)?;
-                let Clamp(least, most) = self.clamp;
-                let x = if least.is_finite() { x.maximum(f64::from(least))? } else { x };
-                let x = if most.is_finite() { x.minimum(f64::from(most))? } else { x };
+                let Clamp(min, max) = self.clamp;
+                let x = if min.is_finite() { x.maximum(f64::from(min))? } else { x };
+                let x = if max.is_finite() { x.minimum(f64::from(max))? } else { x };
                 x.permute((0, 2, 3, 1))?.contiguous()
             }
             Weights::Packed(packed) => {
@@ -93,7 +95,7 @@ impl Convolution {
 }
 
 /// The CPU's kernel, applied to images.
-struct Convolve<'a>(&'a convolution::Convolution);
+struct Convolve<'a>(&'a PackedConvolution);
 
 impl CustomOp1 for Convolve<'_> {
     fn name(&self) -> &'static str {
@@ -117,7 +119,7 @@ impl CustomOp1 for Convolve<'_> {
 /// # Errors
 /// Shapes do not match: a bug of the caller.
 pub fn max_pool(x: &Tensor) -> Result<Tensor> {
-    // Padding with zeros is right, since no number is below 0.
+    // Zeros never exceed a number of `x`, so they can pad it.
     let x = x.permute((0, 3, 1, 2))?.pad_with_zeros(2, 1, 1)?.pad_with_zeros(3, 1, 1)?.contiguous()?;
     x.max_pool2d_with_stride(3, 2)?.permute((0, 2, 3, 1))?.contiguous()
 }
@@ -138,11 +140,11 @@ mod tests {
     /// The same convolution by candle's operations.
     fn plain(filters: &Filters<'_>) -> Convolution {
         let ours = Convolution::new(filters).unwrap();
-        let width = filters.weights.dim(0).unwrap();
+        let out_channels = filters.weights.dim(0).unwrap();
         let weights = Weights::Plain {
             weights: filters.weights.clone(),
-            bias: filters.bias.reshape((1, width, 1, 1)).unwrap(),
-            groups: if filters.is_depthwise { width } else { 1 },
+            bias: filters.bias.reshape((1, out_channels, 1, 1)).unwrap(),
+            groups: if filters.is_depthwise { out_channels } else { 1 },
         };
         Convolution { weights, ..ours }
     }
@@ -155,20 +157,24 @@ mod tests {
                 for (height, width, channels, clamp) in
                     [(9, 12, 3, Clamp::RELU), (8, 8, 19, Clamp::NONE), (10, 8, 80, Clamp::RELU6)]
                 {
+                    // Size 8 is a patch embedding: without padding, and of sides that are multiples of 8.
                     if size == 8 && (padding != Padding::Each(0) || height % 8 + width % 8 > 0) {
                         continue;
                     }
                     let out = if is_depthwise { channels } else { 5 };
-                    let each = if is_depthwise { 1 } else { channels };
-                    let weights = noise(&[out, each, size, size], 0.5, 1).unwrap();
+                    let in_per_filter = if is_depthwise { 1 } else { channels };
+                    let weights = noise(&[out, in_per_filter, size, size], 0.5, 1).unwrap();
                     let bias = noise(&[out], 0.5, 2).unwrap();
                     let filters =
                         Filters { weights: &weights, bias: &bias, stride, padding, clamp, is_depthwise };
                     let x = noise(&[2, height, width, channels], 1.0, 3).unwrap();
-                    let right = plain(&filters).forward(&x).unwrap();
+                    let expected = plain(&filters).forward(&x).unwrap();
                     let ours = Convolution::new(&filters).unwrap().forward(&x).unwrap();
-                    let off = difference(&ours, &right).unwrap();
-                    assert!(off < 5e-5, "{size} by {stride}, {padding:?}, depthwise: {is_depthwise}: {off}");
+                    let largest_error = difference(&ours, &expected).unwrap();
+                    assert!(
+                        largest_error < 5e-5,
+                        "{size} by {stride}, {padding:?}, depthwise: {is_depthwise}: {largest_error}"
+                    );
                 }
             }
         }

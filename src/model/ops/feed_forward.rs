@@ -22,9 +22,9 @@ pub struct FeedForward {
 }
 
 enum Weights {
-    /// For a CPU, if the published weights are f32; kept in the format [`InputWeights::numbers`].
+    /// For a CPU, if the given weights are f32; kept in the format [`InputWeights::format`].
     Packed(feed_forward::FeedForward),
-    /// Of another type or on another device: `up` and `gate` `[hidden, inner]`, `up_bias` `[inner]` and `down`
+    /// For another type or device: `up` and `gate` `[hidden, inner]`, `up_bias` `[inner]` and `down`
     /// `[inner, hidden]`.
     Plain { up: Tensor, up_bias: Tensor, gate: Option<Tensor>, down: Tensor },
 }
@@ -38,7 +38,7 @@ pub struct InputWeights {
     /// G.
     pub gate: Option<Tensor>,
     /// If the weights are f32 and on a CPU, the format to which U, G and D are converted.
-    pub numbers: NumberFormat,
+    pub format: NumberFormat,
 }
 
 impl FeedForward {
@@ -52,13 +52,13 @@ impl FeedForward {
         epilogue: Epilogue,
         activation: Activation,
     ) -> Result<Self> {
-        let InputWeights { matrix: up, bias: up_bias, gate, numbers } = input;
+        let InputWeights { matrix: up, bias: up_bias, gate, format } = input;
         let weights = match (host_values(&up)?, host_values(&up_bias)?, host_values(down)?) {
             (Some(up), Some(up_bias), Some(down)) => {
                 let gate: Option<Vec<f32>> = gate.map(|gate| gate.flatten_all()?.to_vec1()).transpose()?;
                 let (up, gate, down) = (&up[..], gate.as_deref(), &down[..]);
-                let in_file = feed_forward::Published { up, up_bias, gate, down, numbers };
-                Weights::Packed(feed_forward::FeedForward::new(in_file, activation).map_err(Error::msg)?)
+                let weights = feed_forward::FeedForwardWeights { up, up_bias, gate, down, format };
+                Weights::Packed(feed_forward::FeedForward::new(weights, activation).map_err(Error::msg)?)
             }
             _ => {
                 let columns = |matrix: &Tensor| matrix.t()?.contiguous();
@@ -138,18 +138,14 @@ mod tests {
                     activation,
                     epilogue: epilogue(),
                 };
-                let input = InputWeights {
-                    matrix: up.clone(),
-                    bias,
-                    gate: gate.cloned(),
-                    numbers: NumberFormat::F32,
-                };
+                let input =
+                    InputWeights { matrix: up.clone(), bias, gate: gate.cloned(), format: NumberFormat::F32 };
                 let fused = FeedForward::new(input, &down, epilogue(), activation).unwrap();
                 assert!(matches!(fused.weights, Weights::Packed(_)));
                 let x = noise(&[rows, hidden], 1.0, 7).unwrap();
-                let right = plain.forward(x.copy().unwrap()).unwrap();
-                let off = difference(&fused.forward(x).unwrap(), &right).unwrap();
-                assert!(off < 2e-5, "{rows}×{hidden}×{inner}, {activation:?}: {off}");
+                let expected = plain.forward(x.copy().unwrap()).unwrap();
+                let error = difference(&fused.forward(x).unwrap(), &expected).unwrap();
+                assert!(error < 2e-5, "{rows}×{hidden}×{inner}, {activation:?}: {error}");
             }
         }
     }
@@ -158,8 +154,8 @@ mod tests {
     fn rows_of_another_width_are_refused() {
         let matrix = noise(&[16, 16], 1.0, 1).unwrap();
         let norm = Epilogue::Norm(norm_params(16, 3).unwrap());
-        let (bias, numbers) = (noise(&[16], 1.0, 2).unwrap(), NumberFormat::F32);
-        let input = InputWeights { matrix: matrix.clone(), bias, gate: None, numbers };
+        let (bias, format) = (noise(&[16], 1.0, 2).unwrap(), NumberFormat::F32);
+        let input = InputWeights { matrix: matrix.clone(), bias, gate: None, format };
         let sublayer = FeedForward::new(input, &matrix, norm, Activation::Relu).unwrap();
         let error = sublayer.forward(noise(&[3, 17], 1.0, 2).unwrap()).unwrap_err().to_string();
         assert!(error.contains("rows of 16 numbers") && error.contains("[3, 17]"), "{error}");

@@ -1,6 +1,6 @@
-//! The steps of networks on candle's tensors. On a CPU in f32 they use the kernels of `crates/kernels`, and on a GPU
-//! those of `gpu`. In half precision on a CPU, for sizes without a kernel, and as a reference for tests, they are
-//! composed of candle's operations.
+//! The operations of networks on candle's tensors. On a CPU in f32 they use the kernels of `crates/kernels`, and on a
+//! GPU the kernels of `gpu`. In half precision on a CPU, for sizes without a kernel, and as a reference for tests, they
+//! are composed of candle's operations.
 
 mod activation;
 mod add_norm;
@@ -12,21 +12,21 @@ mod position_terms;
 mod time_convolution;
 
 pub use add_norm::{Epilogue, NormParams, add_norm};
-pub use attention::{Published, SelfAttention};
+pub use attention::{AttentionWeights, SelfAttention};
 pub use convolution::{Convolution, Filters, max_pool, mean_pool};
 pub use feed_forward::{FeedForward, InputWeights};
-pub use position_terms::turns;
+pub use position_terms::cos_sin;
 pub use sconce_kernels::convolution::{Clamp, Padding};
 pub use sconce_kernels::{
-    Activation, Bias, Group, Matrix, NumberFormat, PackedWords, Panels, PositionTerms, Rotary, RowNumbers,
-    activate, causal, exponentials, gate, kv, largest, layer_norm, may_use_vnni, multiply_rows,
+    Activation, Group, Matrix, NumberFormat, PackedWords, Panels, PositionTerms, RelativeBias, Rotary,
+    RowNumbers, activate, causal, exponentials, gate, kv, largest, layer_norm, may_use_vnni, multiply_rows,
     multiply_together, pooling, rms_norm, use_features,
 };
 pub use time_convolution::TimeConvolution;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 
-/// The values of a tensor if it is f32 on a CPU, which is what the CPU's kernels take; else none.
+/// The values of a tensor if the CPU's kernels can take it: if it is f32 and on a CPU. Otherwise none.
 fn host_values(tensor: &Tensor) -> Result<Option<Vec<f32>>> {
     let has_kernels = tensor.device().is_cpu() && tensor.dtype() == DType::F32;
     has_kernels.then(|| tensor.flatten_all()?.to_vec1()).transpose()

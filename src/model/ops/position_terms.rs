@@ -8,25 +8,30 @@ use sconce_kernels::{PositionTerms, Rotary};
 ///
 /// # Errors
 /// The device fails.
-pub fn added(position_terms: &PositionTerms, heads: usize, n: usize, device: &Device) -> Result<Tensor> {
-    let mut added = vec![0.0; heads * n * n];
-    for (index, scores) in added.chunks_exact_mut(n).enumerate() {
+pub fn score_terms(
+    position_terms: &PositionTerms,
+    heads: usize,
+    n: usize,
+    device: &Device,
+) -> Result<Tensor> {
+    let mut terms = vec![0.0; heads * n * n];
+    for (index, scores) in terms.chunks_exact_mut(n).enumerate() {
         position_terms.apply(index / n, index % n, scores);
     }
-    Tensor::from_vec(added, (heads, n, n), device)
+    Tensor::from_vec(terms, (heads, n, n), device)
 }
 
 /// The cosines and sines of the rotation at these positions, each `[positions, half]`, in f32.
 ///
 /// # Errors
 /// The device fails.
-pub fn turns(rotary: &Rotary, positions: &[usize], device: &Device) -> Result<[Tensor; 2]> {
+pub fn cos_sin(rotary: &Rotary, positions: &[usize], device: &Device) -> Result<[Tensor; 2]> {
     let table = |part: fn(&(f32, f32)) -> f32| {
         let numbers: Vec<f32> =
-            positions.iter().flat_map(|position| rotary.at(*position)).map(part).collect();
+            positions.iter().flat_map(|position| rotary.rotations_at(*position)).map(part).collect();
         Tensor::from_vec(numbers, (positions.len(), rotary.half()), device)
     };
-    Ok([table(|turn| turn.0)?, table(|turn| turn.1)?])
+    Ok([table(|(cos, _)| *cos)?, table(|(_, sin)| *sin)?])
 }
 
 /// [`Rotary::rotate`] of `x` `[tokens, heads, d]`.
@@ -34,9 +39,9 @@ pub fn turns(rotary: &Rotary, positions: &[usize], device: &Device) -> Result<[T
 /// # Errors
 /// Shapes or types do not match, or the device fails.
 pub fn rotated(rotary: &Rotary, x: &Tensor, positions: &[usize]) -> Result<Tensor> {
-    let [cos, sin] = turns(rotary, positions, x.device())?;
-    let of_heads = |table: Tensor| table.unsqueeze(1)?.to_dtype(x.dtype());
-    let (cos, sin) = (of_heads(cos)?, of_heads(sin)?);
+    let [cos, sin] = cos_sin(rotary, positions, x.device())?;
+    let for_heads = |table: Tensor| table.unsqueeze(1)?.to_dtype(x.dtype());
+    let (cos, sin) = (for_heads(cos)?, for_heads(sin)?);
     let half = rotary.half();
     let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;

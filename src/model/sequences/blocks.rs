@@ -1,7 +1,7 @@
-//! Decides which sequence holds which blocks of keys and values. A full block becomes known: it is found by its tokens
+//! Decides which sequence holds which blocks of keys and values. A full block is published: it is found by its tokens
 //! and the blocks before it, so that another sequence that begins with the same tokens reuses it instead of computing
-//! it (prefix reuse). Known blocks are kept after their sequences have closed. They are evicted when memory is needed,
-//! the least recently used first. Only sequences of one owner share blocks. Does not own the keys and values.
+//! it (prefix reuse). Published blocks are kept after their sequences have closed. They are evicted when memory is
+//! needed, the least recently used first. Only sequences of one owner share blocks. Does not own the keys and values.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use crate::model::ops::kv::BLOCK;
 
 /// Who may share a block: the SHA-256 of the requester's name. The hash has a fixed size, unlike the name, and a block
-/// keeps it for as long as it is known.
+/// keeps it for as long as it is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner([u8; 32]);
 
@@ -21,45 +21,45 @@ impl Owner {
     }
 }
 
-/// What precedes a block.
+/// What precedes a block in its sequence.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Before {
-    /// Nothing: it is the first block of a sequence of this owner.
+enum Predecessor {
+    /// No block: it is the first one of a sequence of this owner.
     Owner(Owner),
-    /// The known block with this name.
-    Known(u64),
+    /// The published block with this id.
+    Block(BlockId),
 }
 
-/// The content of a known block.
+/// The content of a published block.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Content {
-    before: Before,
+    predecessor: Predecessor,
     tokens: [u32; BLOCK],
 }
 
-/// A known block's name. Unlike its index, it is never used again.
-type Name = u64;
+/// The id of a published block. Unlike its index, it is never used again.
+type BlockId = u64;
 
 #[derive(Clone, Debug, Default)]
 struct Block {
     /// The number of sequences that hold it.
     holders: usize,
-    /// Its name and content, if it can be shared.
-    known: Option<(Name, Content)>,
-    /// The time at which its last holder released it.
+    /// Its id and content, if it can be shared.
+    published: Option<(BlockId, Content)>,
+    /// When its last holder released it, by [`Blocks::clock`].
     released: u64,
 }
 
 /// All blocks.
 pub struct Blocks {
     blocks: Vec<Block>,
-    /// Blocks that hold nothing.
+    /// Blocks without content.
     empty: Vec<u32>,
-    known: HashMap<Content, u32>,
-    /// Known blocks that no sequence holds, by the time of their release.
+    published: HashMap<Content, u32>,
+    /// Published blocks that no sequence holds, by the time of their release.
     unused: BTreeMap<u64, u32>,
-    /// The last name that was given.
-    last_name: Name,
+    /// The last id that was assigned.
+    last_id: BlockId,
     /// A counter of releases: the time for `released` and `unused`.
     clock: u64,
 }
@@ -70,22 +70,22 @@ pub struct Table {
     /// The indices of the blocks, in the order of the sequence.
     pub blocks: Vec<u32>,
     owner: Owner,
-    /// The names of its first blocks, as far as they are known.
-    names: Vec<Name>,
+    /// The ids of its first blocks, as far as they are published.
+    ids: Vec<BlockId>,
 }
 
 impl Table {
     /// The empty table of a sequence of this owner.
     pub fn new(owner: Owner) -> Self {
-        Self { blocks: Vec::new(), owner, names: Vec::new() }
+        Self { blocks: Vec::new(), owner, ids: Vec::new() }
     }
 
     fn content(&self, index: usize, tokens: &[u32]) -> Option<Content> {
-        let before = match index.checked_sub(1) {
-            None => Before::Owner(self.owner),
-            Some(last) => Before::Known(*self.names.get(last)?),
+        let predecessor = match index.checked_sub(1) {
+            None => Predecessor::Owner(self.owner),
+            Some(last) => Predecessor::Block(*self.ids.get(last)?),
         };
-        Some(Content { before, tokens: tokens.get(index * BLOCK..)?.first_chunk().copied()? })
+        Some(Content { predecessor, tokens: tokens.get(index * BLOCK..)?.first_chunk().copied()? })
     }
 }
 
@@ -95,32 +95,32 @@ impl Blocks {
         Self {
             blocks: vec![Block::default(); count as usize],
             empty: (0..count).rev().collect(),
-            known: HashMap::new(),
+            published: HashMap::new(),
             unused: BTreeMap::new(),
-            last_name: 0,
+            last_id: 0,
             clock: 0,
         }
     }
 
-    /// Extends a table by known blocks with the tokens of `prompt`. At least the last token is left to be computed. All
-    /// blocks of the table must be full. Returns the number of tokens that the table holds now.
+    /// Extends a table by published blocks with the tokens of `prompt`. At least the last token is left to be computed.
+    /// All blocks of the table must be full. Returns the number of tokens that the table holds now.
     pub fn reuse(&mut self, table: &mut Table, prompt: &[u32]) -> usize {
         while (table.blocks.len() + 1) * BLOCK < prompt.len()
             && let Some(content) = table.content(table.blocks.len(), prompt)
-            && let Some(block) = self.known.get(&content).copied()
+            && let Some(index) = self.published.get(&content).copied()
         {
-            let held = &mut self.blocks[block as usize];
-            if held.holders == 0 {
-                self.unused.remove(&held.released);
+            let block = &mut self.blocks[index as usize];
+            if block.holders == 0 {
+                self.unused.remove(&block.released);
             }
-            held.holders += 1;
-            table.names.extend(held.known.as_ref().map(|(name, _)| *name));
-            table.blocks.push(block);
+            block.holders += 1;
+            table.ids.extend(block.published.as_ref().map(|(id, _)| *id));
+            table.blocks.push(index);
         }
         table.blocks.len() * BLOCK
     }
 
-    /// Extends a table to `tokens` tokens. None if there are too few blocks; the table keeps those that it has got.
+    /// Extends a table to `tokens` tokens. None if there are too few blocks; the table keeps those that it got.
     pub fn grow(&mut self, table: &mut Table, tokens: usize) -> Option<()> {
         while table.blocks.len() * BLOCK < tokens {
             let block = self.empty.pop().or_else(|| self.evict())?;
@@ -133,45 +133,45 @@ impl Blocks {
     /// Evicts the least recently used block, and returns it empty.
     fn evict(&mut self) -> Option<u32> {
         let (_, block) = self.unused.pop_first()?;
-        if let Some((_, content)) = self.blocks[block as usize].known.take() {
-            self.known.remove(&content);
+        if let Some((_, content)) = self.blocks[block as usize].published.take() {
+            self.published.remove(&content);
         }
         Some(block)
     }
 
-    /// Makes the full blocks of a table known, so that other sequences can reuse them. `tokens` are the sequence's
+    /// Publishes the full blocks of a table, so that other sequences can reuse them. `tokens` are the sequence's
     /// computed tokens.
     pub fn publish(&mut self, table: &mut Table, tokens: &[u32]) {
-        while let Some(content) = table.content(table.names.len(), tokens) {
-            let block = table.blocks[table.names.len()];
-            // Another sequence has computed the same block meanwhile, so this copy stays unknown.
-            if self.known.contains_key(&content) {
+        while let Some(content) = table.content(table.ids.len(), tokens) {
+            let block = table.blocks[table.ids.len()];
+            // Another sequence has computed the same block meanwhile, so this copy is not published.
+            if self.published.contains_key(&content) {
                 break;
             }
-            self.last_name += 1;
-            self.known.insert(content.clone(), block);
-            self.blocks[block as usize].known = Some((self.last_name, content));
-            table.names.push(self.last_name);
+            self.last_id += 1;
+            self.published.insert(content.clone(), block);
+            self.blocks[block as usize].published = Some((self.last_id, content));
+            table.ids.push(self.last_id);
         }
     }
 
     /// Releases the blocks of a table. Returns those that are empty now.
     pub fn release(&mut self, table: Table) -> Vec<u32> {
         let mut emptied = Vec::new();
-        // The last block is released first, and so evicted first, since a block is useless without those before it.
-        for block in table.blocks.into_iter().rev() {
-            let held = &mut self.blocks[block as usize];
-            held.holders -= 1;
-            if held.holders > 0 {
+        // The last block is released first, and so evicted first, since a block is useless without its predecessors.
+        for index in table.blocks.into_iter().rev() {
+            let block = &mut self.blocks[index as usize];
+            block.holders -= 1;
+            if block.holders > 0 {
                 continue;
             }
-            if held.known.is_some() {
+            if block.published.is_some() {
                 self.clock += 1;
-                held.released = self.clock;
-                self.unused.insert(self.clock, block);
+                block.released = self.clock;
+                self.unused.insert(self.clock, index);
             } else {
-                self.empty.push(block);
-                emptied.push(block);
+                self.empty.push(index);
+                emptied.push(index);
             }
         }
         emptied
@@ -199,7 +199,7 @@ mod tests {
     }
 
     fn tokens(seed: u32, count: usize) -> Vec<u32> {
-        (0..count as u32).map(|at| at * 7 + seed).collect()
+        (0..count as u32).map(|index| index * 7 + seed).collect()
     }
 
     #[test]
@@ -235,8 +235,8 @@ mod tests {
         let mut blocks = Blocks::new(10);
         let (first, _) = computed(&mut blocks, &long, &tokens(1, 70));
         blocks.release(first);
-        let kept: Vec<&Before> = blocks.known.keys().map(|content| &content.before).collect();
-        assert!(kept.contains(&&Before::Owner(Owner::of(&long))), "{kept:?}");
+        let kept: Vec<&Predecessor> = blocks.published.keys().map(|content| &content.predecessor).collect();
+        assert!(kept.contains(&&Predecessor::Owner(Owner::of(&long))), "{kept:?}");
         assert!(size_of::<Content>() <= size_of::<[u32; BLOCK]>() + 40, "{}", size_of::<Content>());
         assert_eq!(computed(&mut blocks, &long, &tokens(1, 70)).1, 64);
         assert_eq!(computed(&mut blocks, &long[1..], &tokens(1, 70)).1, 0, "it belongs to another owner");

@@ -1,6 +1,6 @@
 //! The parts shared by all models whose answers are sequences of tokens: which sequence holds which blocks of keys and
-//! values (`blocks`), which token comes next (`sampler`, `grammar`), and which text may be sent (`text`). Knows no
-//! request and no network.
+//! values (`blocks`), which token comes next (`sampler`, `grammar`), and which text may be sent (`text`). Knows
+//! neither requests nor networks.
 
 pub mod blocks;
 pub mod grammar;

@@ -11,7 +11,7 @@ use crate::protocol::generate::Sampling;
 
 /// Below this temperature the likeliest token is chosen.
 const MIN_TEMPERATURE: f32 = 1e-4;
-/// How many of the likeliest tokens are sorted at first, for `top_p` without `top_k`.
+/// The number of likeliest tokens that are sorted at first, for `top_p` without `top_k`.
 const FIRST_CUT: usize = 256;
 
 /// The sampler of one sequence.
@@ -22,9 +22,9 @@ pub struct Sampler {
     /// How often each token has occurred in the answer. Tokens of the prompt are present with 0. Empty without
     /// penalties.
     counts: BTreeMap<u32, u32>,
-    /// The position of the last chosen token, and its id. It is counted when the next one is chosen: if the step fails
-    /// elsewhere, it is computed again, and this sampler chooses for the same position once more. None without
-    /// penalties.
+    /// The position of the last chosen token, and its id. The token is counted when the next one is chosen: if the step
+    /// fails elsewhere, the step is computed again, and this sampler chooses for the same position once more. None
+    /// without penalties.
     last: Option<(usize, u32)>,
 }
 
@@ -47,17 +47,17 @@ impl Sampler {
     /// or +∞, or if all are -∞, which is the logit of tokens that may not come next. May be called again for the same
     /// position.
     pub fn choose(&mut self, logits: &mut [f32], position: usize) -> Option<u32> {
-        if let Some((_, id)) = self.last.take_if(|(before, _)| *before < position) {
+        if let Some((_, id)) = self.last.take_if(|(last, _)| *last < position) {
             *self.counts.entry(id).or_default() += 1;
         }
         self.apply_penalties(logits);
-        let most = largest(logits);
-        if !most.is_finite() || logits.iter().any(|x| x.is_nan()) {
+        let max = largest(logits);
+        if !max.is_finite() || logits.iter().any(|x| x.is_nan()) {
             return None;
         }
         let Sampling { temperature, .. } = self.sampling;
         let chosen = if temperature < MIN_TEMPERATURE {
-            logits.iter().position(|x| *x == most)?
+            logits.iter().position(|x| *x == max)?
         } else {
             let sum = exponentials(logits, 1.0 / temperature);
             self.draw(logits, sum, self.seed.uniform(position as u64))
@@ -78,23 +78,23 @@ impl Sampler {
         }
     }
 
-    /// Draws a token by `weights`, whose largest is 1 and whose sum is `sum`, with the random number `uniform`.
+    /// Draws a token with the random number `uniform`. The largest of `weights` is 1, and their sum is `sum`.
     fn draw(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         if top_k == 0 && top_p >= 1.0 && min_p <= 0.0 {
-            let all = weights.iter().map(|weight| f64::from(*weight));
-            return index_at(all.clone(), uniform * all.sum::<f64>());
+            let weights = weights.iter().map(|weight| f64::from(*weight));
+            return weighted_index(weights.clone(), uniform * weights.sum::<f64>());
         }
         let candidates = candidates(weights, sum, &self.sampling);
-        let all = candidates.iter().map(|id| f64::from(weights[*id]));
-        let at = index_at(all.clone(), uniform * all.sum::<f64>());
-        candidates.get(at).copied().unwrap_or_default()
+        let weights = candidates.iter().map(|id| f64::from(weights[*id]));
+        let index = weighted_index(weights.clone(), uniform * weights.sum::<f64>());
+        candidates.get(index).copied().unwrap_or_default()
     }
 }
 
 /// The first index at which the sum of the weights so far exceeds `target`. If there is none, the last index with a
 /// positive weight.
-fn index_at(weights: impl Iterator<Item = f64>, target: f64) -> usize {
+fn weighted_index(weights: impl Iterator<Item = f64>, target: f64) -> usize {
     let (mut sum, mut last) = (0.0, 0);
     for (index, weight) in weights.enumerate() {
         sum += weight;
@@ -113,8 +113,8 @@ fn candidates(weights: &[f32], sum: f32, sampling: &Sampling) -> Vec<usize> {
     let Sampling { top_k, top_p, min_p, .. } = *sampling;
     let by_weight = |a: &usize, b: &usize| -> Ordering { weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)) };
     let mut ids: Vec<usize> = (0..weights.len()).filter(|id| weights[*id] >= min_p).collect();
-    let most = if top_k == 0 { ids.len() } else { top_k.min(ids.len()) };
-    let mut cut = if top_k == 0 { FIRST_CUT.min(most) } else { most };
+    let max_candidates = if top_k == 0 { ids.len() } else { top_k.min(ids.len()) };
+    let mut cut = if top_k == 0 { FIRST_CUT.min(max_candidates) } else { max_candidates };
     loop {
         if cut < ids.len() {
             ids.select_nth_unstable_by(cut, by_weight);
@@ -125,18 +125,18 @@ fn candidates(weights: &[f32], sum: f32, sampling: &Sampling) -> Vec<usize> {
         let total = if top_k == 0 && min_p <= 0.0 {
             f64::from(sum)
         } else {
-            let of = if top_k == 0 { &ids[..] } else { &likeliest };
-            of.iter().map(|id| f64::from(weights[*id])).sum()
+            let kept = if top_k == 0 { &ids[..] } else { &likeliest };
+            kept.iter().map(|id| f64::from(weights[*id])).sum()
         };
-        let mut seen = 0.0;
-        let enough = likeliest.iter().position(|id| {
-            seen += f64::from(weights[*id]);
-            seen >= f64::from(top_p) * total
+        let mut cumulative = 0.0;
+        let last = likeliest.iter().position(|id| {
+            cumulative += f64::from(weights[*id]);
+            cumulative >= f64::from(top_p) * total
         });
-        match enough {
+        match last {
             Some(last) => likeliest.truncate(last + 1),
-            None if cut < most => {
-                cut = (cut * 16).min(most);
+            None if cut < max_candidates => {
+                cut = (cut * 16).min(max_candidates);
                 continue;
             }
             None => {}
@@ -147,17 +147,17 @@ fn candidates(weights: &[f32], sum: f32, sampling: &Sampling) -> Vec<usize> {
 
 /// The logarithm of the probability of `chosen`, and the `count` likeliest tokens with theirs.
 pub fn log_probabilities(logits: &[f32], chosen: u32, count: usize) -> (f32, Vec<(u32, f32)>) {
-    let most = largest(logits);
-    let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
-    let of = |id: usize| (f64::from(logits[id] - most) - sum.ln()) as f32;
-    let by_size = |a: &usize, b: &usize| -> Ordering { logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)) };
+    let max = largest(logits);
+    let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
+    let log_probability = |id: usize| (f64::from(logits[id] - max) - sum.ln()) as f32;
+    let by_logit = |a: &usize, b: &usize| -> Ordering { logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)) };
     let mut ids: Vec<usize> = (0..logits.len()).collect();
     if count < ids.len() {
-        ids.select_nth_unstable_by(count, by_size);
+        ids.select_nth_unstable_by(count, by_logit);
         ids.truncate(count);
     }
-    ids.sort_unstable_by(by_size);
-    (of(chosen as usize), ids.into_iter().map(|id| (id as u32, of(id))).collect())
+    ids.sort_unstable_by(by_logit);
+    (log_probability(chosen as usize), ids.into_iter().map(|id| (id as u32, log_probability(id))).collect())
 }
 
 #[cfg(test)]
@@ -180,8 +180,8 @@ mod tests {
     #[test]
     fn tokens_are_drawn_as_often_as_they_are_likely() {
         let logits = [0.5_f32, 0.25, 0.125, 0.125].map(f32::ln);
-        for (count, right) in drawn(PLAIN, &logits).iter().zip([2_000, 1_000, 500, 500]) {
-            assert!(count.abs_diff(right) < 110, "{count} {right}");
+        for (count, expected) in drawn(PLAIN, &logits).iter().zip([2_000, 1_000, 500, 500]) {
+            assert!(count.abs_diff(expected) < 110, "{count} {expected}");
         }
         let cold = drawn(Sampling { temperature: 0.5, ..PLAIN }, &logits);
         // At temperature 0.5 the weights are the squares 0.25, 0.0625 and twice 0.015625: 0.34375 in all.
@@ -267,9 +267,9 @@ mod tests {
         ];
         // The largest repetition penalty makes 3e38 of 3e37, which is just below the largest f32.
         for size in [0.0, 1e-38, 1.0, 1e3, 3e37] {
-            for (one, its) in edges {
-                for (other, value) in edges.into_iter().filter(|(other, _)| *other != one) {
-                    let body = format!(r#"{{"prompt":"a","{one}":{its},"{other}":{value}}}"#);
+            for (one, one_value) in edges {
+                for (other, other_value) in edges.into_iter().filter(|(other, _)| *other != one) {
+                    let body = format!(r#"{{"prompt":"a","{one}":{one_value},"{other}":{other_value}}}"#);
                     let request = GenerateRequest::read(Api::Completions, body.as_bytes(), 1).unwrap();
                     let mut sampler = Sampler::new(request.sampling, SEED, &[0, 1]);
                     for position in 0..4 {

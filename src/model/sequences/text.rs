@@ -10,8 +10,8 @@ pub struct Text {
     stops: Arc<[String]>,
     text: String,
     /// Bytes of a character that is not complete yet.
-    rest: Vec<u8>,
-    /// The number of bytes of the text that were sent.
+    incomplete: Vec<u8>,
+    /// How many bytes of the text were sent.
     sent: usize,
 }
 
@@ -25,32 +25,32 @@ impl Text {
     #[must_use]
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
-        let before = self.text.len();
-        self.rest.extend_from_slice(bytes);
-        let mut rest = std::mem::take(&mut self.rest);
-        self.take_whole(&mut rest);
-        self.rest = rest;
-        let mut from = before.saturating_sub(longest);
+        let old_len = self.text.len();
+        self.incomplete.extend_from_slice(bytes);
+        let mut bytes = std::mem::take(&mut self.incomplete);
+        self.take_complete(&mut bytes);
+        self.incomplete = bytes;
+        let mut from = old_len.saturating_sub(longest);
         while !self.text.is_char_boundary(from) {
             from -= 1;
         }
         let new = &self.text[from..];
         let stop = self.stops.iter().filter_map(|stop| new.find(stop.as_str())).min();
-        if let Some(at) = stop {
-            self.text.truncate(from + at);
-            self.rest.clear();
+        if let Some(offset) = stop {
+            self.text.truncate(from + offset);
+            self.incomplete.clear();
         }
         stop.is_some()
     }
 
     /// Moves the complete characters of `bytes` to the text.
-    fn take_whole(&mut self, bytes: &mut Vec<u8>) {
+    fn take_complete(&mut self, bytes: &mut Vec<u8>) {
         let mut done = 0;
         while let Some(chunk) = bytes[done..].utf8_chunks().next() {
             self.text.push_str(chunk.valid());
             done += chunk.valid().len();
             let invalid = chunk.invalid();
-            // At the end, invalid bytes may be the beginning of a character.
+            // Invalid bytes at the end may be the beginning of a character.
             if invalid.is_empty() || done + invalid.len() == bytes.len() && may_become_valid(invalid) {
                 break;
             }
@@ -62,8 +62,8 @@ impl Text {
 
     /// The text that may be sent and was not sent before.
     pub fn new_part(&mut self) -> String {
-        let held = self.stops.iter().map(|stop| held_back(&self.text, stop)).max().unwrap_or(0);
-        let end = (self.text.len() - held).max(self.sent);
+        let held_back = self.stops.iter().map(|stop| held_back_bytes(&self.text, stop)).max().unwrap_or(0);
+        let end = (self.text.len() - held_back).max(self.sent);
         let part = self.text[self.sent..end].to_owned();
         self.sent = end;
         part
@@ -71,7 +71,7 @@ impl Text {
 
     /// Ends the text, which then includes what was held back. Returns the part that was not sent before.
     pub fn end(&mut self) -> String {
-        if !std::mem::take(&mut self.rest).is_empty() {
+        if !std::mem::take(&mut self.incomplete).is_empty() {
             self.text.push(char::REPLACEMENT_CHARACTER);
         }
         let part = self.text[self.sent..].to_owned();
@@ -90,10 +90,10 @@ fn may_become_valid(bytes: &[u8]) -> bool {
 }
 
 /// The length in bytes of the longest end of `text` that is a beginning of `stop`.
-fn held_back(text: &str, stop: &str) -> usize {
+fn held_back_bytes(text: &str, stop: &str) -> usize {
     let longest = stop.len().saturating_sub(1).min(text.len());
-    let is_begun = |length: &usize| stop.as_bytes().starts_with(&text.as_bytes()[text.len() - length..]);
-    (1..=longest).rev().find(is_begun).unwrap_or(0)
+    let begins_stop = |length: &usize| stop.as_bytes().starts_with(&text.as_bytes()[text.len() - length..]);
+    (1..=longest).rev().find(begins_stop).unwrap_or(0)
 }
 
 #[cfg(test)]

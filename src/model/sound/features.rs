@@ -1,6 +1,6 @@
-//! Log-mel features as OpenAI's Whisper computes them. There is a centred frame of 25 ms every 10 ms; the sound is
-//! mirrored at both ends; the mel filters follow Slaney's formula; logarithms are at most 8 below their largest value.
-//! Pure: processes one piece of sound at a time, on the caller's thread.
+//! Log-mel features as OpenAI's Whisper computes them. There is a centred frame of 25 ms every 10 ms. The window is
+//! mirrored at both ends. The mel filters follow Slaney's formula. Logarithms more than 8 below the largest one are
+//! raised to that bound. Keeps no state between windows.
 
 use std::f64::consts::TAU;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const BINS: usize = FRAME / 2 + 1;
 /// The least power whose logarithm is taken.
 const MIN_POWER: f32 = 1e-10;
 
-/// Computes features. Shared by threads.
+/// Computes features. Threads share it.
 pub struct LogMel {
     fft: Arc<dyn RealToComplex<f32>>,
     /// The Hann window.
@@ -34,15 +34,15 @@ pub struct LogMel {
 
 /// A triangular filter over the spectrum.
 struct Filter {
-    /// Its first bin.
-    first: usize,
+    /// The bin of the first weight.
+    first_bin: usize,
     weights: Vec<f32>,
 }
 
 impl LogMel {
     /// Prepares the transform and the filters for models with this number of mel bins: 80, or 128 from large-v3 on.
     pub fn new(mels: usize) -> Self {
-        let window = (0..FRAME).map(|at| (0.5 - 0.5 * (TAU * at as f64 / FRAME as f64).cos()) as f32);
+        let window = (0..FRAME).map(|index| (0.5 - 0.5 * (TAU * index as f64 / FRAME as f64).cos()) as f32);
         Self {
             fft: RealFftPlanner::new().plan_fft_forward(FRAME),
             window: window.collect(),
@@ -58,16 +58,17 @@ impl LogMel {
     /// The features of a piece of 30 s at most, `[mels, FRAMES]`. Samples beyond [`WINDOW`] are left out.
     pub fn features(&self, samples: &[f32]) -> Vec<f32> {
         let samples = &samples[..samples.len().min(WINDOW)];
-        // Frames that begin after the sound are silent. In a full window the last frames contain mirrored sound.
+        // Later frames are silent: they begin after the sound. The last frames of a full window hold mirrored sound.
         let frames = ((samples.len() + FRAME / 2).div_ceil(HOP)).min(FRAMES);
         let mut features = vec![MIN_POWER.log10(); self.mels() * FRAMES];
         let mut frame = vec![0.0; FRAME];
         let mut spectrum = vec![Complex::default(); BINS];
         let mut scratch = self.fft.make_scratch_vec();
         let mut power = [0.0; BINS];
-        for at in 0..frames {
+        for frame_index in 0..frames {
             for (offset, (value, window)) in frame.iter_mut().zip(&self.window).enumerate() {
-                *value = window * mirrored(samples, (at * HOP + offset) as isize - (FRAME / 2) as isize);
+                let index = (frame_index * HOP + offset) as isize - (FRAME / 2) as isize;
+                *value = window * mirrored(samples, index);
             }
             // It fails only if a length differs from the plan's.
             if self.fft.process_with_scratch(&mut frame, &mut spectrum, &mut scratch).is_err() {
@@ -75,9 +76,9 @@ impl LogMel {
             }
             power.iter_mut().zip(&spectrum).for_each(|(power, bin)| *power = bin.norm_sqr());
             for (filter, row) in self.filters.iter().zip(features.chunks_exact_mut(FRAMES)) {
-                let bins = power[filter.first..].iter().zip(&filter.weights);
+                let bins = power[filter.first_bin..].iter().zip(&filter.weights);
                 let energy: f32 = bins.map(|(power, weight)| power * weight).sum();
-                row[at] = energy.max(MIN_POWER).log10();
+                row[frame_index] = energy.max(MIN_POWER).log10();
             }
         }
         let largest = features.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -86,50 +87,50 @@ impl LogMel {
     }
 }
 
-/// The sample `at` of a window, which is mirrored at its ends without repeating the sample there.
-fn mirrored(samples: &[f32], at: isize) -> f32 {
+/// The sample at this index of a window, which is mirrored beyond its ends, without repeating the samples there.
+fn mirrored(samples: &[f32], index: isize) -> f32 {
     let last = WINDOW as isize - 1;
-    let at = if at < 0 { -at } else { at };
-    let at = if at > last { 2 * last - at } else { at };
-    samples.get(at as usize).copied().unwrap_or(0.0)
+    let index = index.abs();
+    let index = if index > last { 2 * last - index } else { index };
+    samples.get(index as usize).copied().unwrap_or(0.0)
 }
 
 /// Triangles whose corners lie at equal distances on the mel scale. The height of each is 2 over its width in Hz, so
 /// its area is 1.
 fn filters(mels: usize) -> Vec<Filter> {
     let highest = mel(f64::from(RATE) / 2.0);
-    let corner = |at: usize| hertz(highest * at as f64 / (mels + 1) as f64);
+    let corner = |index: usize| hertz(highest * index as f64 / (mels + 1) as f64);
     let bin_hertz = f64::from(RATE) / FRAME as f64;
-    let filter = |at: usize| {
-        let (low, middle, high) = (corner(at), corner(at + 1), corner(at + 2));
+    let filter = |index: usize| {
+        let (low, middle, high) = (corner(index), corner(index + 1), corner(index + 2));
         let weight = |bin: usize| {
             let hertz = bin as f64 * bin_hertz;
             let height = ((hertz - low) / (middle - low)).min((high - hertz) / (high - middle));
             (height.max(0.0) * 2.0 / (high - low)) as f32
         };
-        let first = (0..BINS).find(|bin| weight(*bin) > 0.0).unwrap_or(BINS);
-        let weights = (first..BINS).map(weight).take_while(|weight| *weight > 0.0).collect();
-        Filter { first, weights }
+        let first_bin = (0..BINS).find(|bin| weight(*bin) > 0.0).unwrap_or(BINS);
+        let weights = (first_bin..BINS).map(weight).take_while(|weight| *weight > 0.0).collect();
+        Filter { first_bin, weights }
     };
     (0..mels).map(filter).collect()
 }
 
-/// Hz for a mel where Slaney's mel scale is linear: below 1,000 Hz (15 mels). Above, it is logarithmic: 27 mels for a
-/// factor of 6.4.
-const LINEAR_HERTZ: f64 = 200.0 / 3.0;
+/// Hz per mel where Slaney's mel scale is linear: below [`BREAK_HERTZ`].
+const HERTZ_PER_MEL: f64 = 200.0 / 3.0;
+/// From this frequency on, Slaney's mel scale is logarithmic: 27 mels for a factor of 6.4.
 const BREAK_HERTZ: f64 = 1_000.0;
-const BREAK_MEL: f64 = BREAK_HERTZ / LINEAR_HERTZ;
+const BREAK_MEL: f64 = BREAK_HERTZ / HERTZ_PER_MEL;
 
 fn mel(hertz: f64) -> f64 {
     if hertz < BREAK_HERTZ {
-        return hertz / LINEAR_HERTZ;
+        return hertz / HERTZ_PER_MEL;
     }
     BREAK_MEL + (hertz / BREAK_HERTZ).ln() * 27.0 / 6.4f64.ln()
 }
 
 fn hertz(mel: f64) -> f64 {
     if mel < BREAK_MEL {
-        return mel * LINEAR_HERTZ;
+        return mel * HERTZ_PER_MEL;
     }
     BREAK_HERTZ * ((mel - BREAK_MEL) * 6.4f64.ln() / 27.0).exp()
 }

@@ -1,6 +1,6 @@
 //! Sound: turns the bytes of a recording into the input of speech models. Decodes files to 16 kHz, finds where there is
 //! speech, and computes log-mel features. Works block by block, so that hours of sound need no more memory than
-//! minutes. Knows no requests, and never opens a device.
+//! minutes. Does not know requests, and never opens a device.
 
 pub mod decode;
 pub mod features;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
-use crate::model::random::{Seed, mixed};
+use crate::model::random::{Seed, splitmix64};
 
 /// The length of a window, in hops.
 const HOPS: usize = 4;
@@ -173,7 +173,7 @@ fn shape(spectrum: &mut [Complex<f32>], spectra: &[f32], bits: u64) {
         let magnitude = |log: &[f32]| log[bin].min(MAX_LOG_MAGNITUDE).exp();
         let turn = Complex::cis(std::f32::consts::PI * phase[bin].tanh());
         *value = *value * turn * magnitude(harmonic)
-            + normal(mixed(bits ^ bin as u64)) * magnitude(noise)
+            + normal(splitmix64(bits ^ bin as u64)) * magnitude(noise)
             + Complex::cis(rest_phase[bin]) * magnitude(rest);
     }
 }
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn the_noise_is_normally_distributed() {
-        let drawn: Vec<Complex<f32>> = (0..20_000).map(|at| normal(mixed(at))).collect();
+        let drawn: Vec<Complex<f32>> = (0..20_000).map(|at| normal(splitmix64(at))).collect();
         let mean = drawn.iter().sum::<Complex<f32>>() / 20_000.0;
         let variance: f32 = drawn.iter().map(|z| (z - mean).norm_sqr()).sum::<f32>() / 20_000.0;
         assert!(mean.norm() < 0.03 && (variance - 2.0).abs() < 0.06, "{mean} {variance}");

@@ -8,7 +8,10 @@ use serde::Deserialize;
 
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
-use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, text_model};
+use super::{
+    BRIEF_BODY, InputReport, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files,
+    load_text_model, request_text_files, text_input,
+};
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
@@ -16,9 +19,11 @@ use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig}
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::ops::pooling::{Pooling, normalize};
 use crate::model::{
-    Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
+    Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, URL, write_response};
+use crate::protocol::embeddings::{
+    EmbeddingRequest, EmbeddingResponse, Encoding, Input, URL, write_response,
+};
 
 /// Models that compute a vector for each text.
 pub static FAMILY: Family = Family {
@@ -29,7 +34,7 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
-        find: find_text_files,
+        request_files: request_text_files,
         check,
     }),
     options: &[OptionSpec {
@@ -73,7 +78,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
     let config = NetworkConfig::read(&files, &spec.source)?;
     let settings = SentenceSettings::read(&files, &spec.source)?;
     let output = Output::Pooled(settings.pooling.clone());
-    let (tokenizer, network) = text_model(spec, device, &files, &config, settings.limits, &output)?;
+    let (tokenizer, network) = load_text_model(spec, device, &files, &config, settings.limits, &output)?;
     let processor = EmbeddingProcessor {
         tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),
@@ -90,8 +95,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
 pub struct EmbeddingContext {
     encoding: Encoding,
     dimensions: Option<usize>,
-    /// The counts of the inputs, and the errors that replace inputs.
-    made: Arc<Made>,
+    report: Arc<SharedReport>,
 }
 
 /// Turns embedding requests into tokens, and vectors into responses.
@@ -128,20 +132,21 @@ impl Processor for EmbeddingProcessor {
             return Err(TaskError::bad_input("dimensions", message));
         }
         let (encoding, dimensions) = (request.encoding, request.dimensions);
-        let (made, inputs) = self.inputs(request)?;
-        Ok((EmbeddingContext { encoding, dimensions, made }, inputs))
+        let (report, inputs) = self.inputs(request)?;
+        Ok((EmbeddingContext { encoding, dimensions, report }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, request: EmbeddingContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
-        let (counts, errors) = request.made.take();
-        if let (true, Some((_, error))) = (outputs.is_empty(), errors.first()) {
+    fn finish(&self, context: EmbeddingContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        let InputReport { counts, errors } = context.report.take();
+        // If no input is good, the task fails by the first error.
+        if let Some((_, error)) = errors.first().filter(|_| outputs.is_empty()) {
             return Err(error.clone());
         }
-        if let Some(dimensions) = request.dimensions.filter(|n| *n < self.width) {
+        if let Some(dimensions) = context.dimensions.filter(|n| *n < self.width) {
             for vector in &mut outputs {
                 vector.truncate(dimensions);
                 if self.pooling.normalize {
@@ -150,10 +155,10 @@ impl Processor for EmbeddingProcessor {
             }
         }
         let response = write_response(&EmbeddingResponse {
-            model: self.names.own(),
+            model: self.names.reply_name(),
             vectors: &outputs,
             errors: &errors,
-            encoding: request.encoding,
+            encoding: context.encoding,
             prompt_tokens: counts.tokens,
         });
         response.map(|body| counts.body(body))
@@ -161,35 +166,36 @@ impl Processor for EmbeddingProcessor {
 }
 
 impl EmbeddingProcessor {
-    /// Makes the inputs. If the request's `errors_per_input` is set, the errors of bad inputs are kept for the reply.
-    /// Otherwise the first error fails the task.
-    fn inputs(&self, mut request: EmbeddingRequest) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
-        let prompt = self.prompts.of(request.prompt_name.as_deref())?.to_owned();
-        let (texts, each) = (std::mem::take(&mut request.texts), request.errors_per_input);
-        let bytes = |text: &Result<Text, TaskError>| match text {
-            Ok(Text::Plain(text)) => text.len(),
-            Ok(Text::Ids(ids)) => ids.len(),
+    /// Makes the inputs, and the report of their counts and errors.
+    fn inputs(&self, mut request: EmbeddingRequest) -> Result<ReportedInputs, TaskError> {
+        let prompt = self.prompts.named(request.prompt_name.as_deref())?.to_owned();
+        let texts = std::mem::take(&mut request.inputs);
+        let on_error = if request.errors_per_input { OnError::ReplaceOutput } else { OnError::FailTask };
+        let bytes = |text: &Result<Input, TaskError>| match text {
+            Ok(Input::Text(text)) => text.len(),
+            Ok(Input::Ids(ids)) => ids.len(),
             Err(_) => 0,
         };
         let tokenizer = self.tokenizer.clone();
-        let texts = Texts::new(texts, bytes, each, move |index, text| {
+        let texts = TextInputs::new(texts, bytes, on_error, move |index, text| {
             let path = || request.path(index);
             let tokens = match text? {
-                Text::Plain(text) if prompt.is_empty() => tokenizer.text(&text),
-                Text::Plain(text) => tokenizer.text(&format!("{prompt}{text}")),
-                Text::Ids(ids) => tokenizer.ids(ids, &path()),
+                Input::Text(text) if prompt.is_empty() => tokenizer.text(&text),
+                Input::Text(text) => tokenizer.text(&format!("{prompt}{text}")),
+                Input::Ids(ids) => tokenizer.ids(ids, &path()),
             };
-            let tokens =
-                tokens.map_err(|error| if error.param.is_some() { error } else { error.at(path()) })?;
-            sized(tokens, request.truncate, path, tokenizer.max_tokens())
+            let tokens = tokens
+                .map_err(|error| if error.param.is_some() { error } else { error.with_param(path()) })?;
+            text_input(tokens, request.truncate, path, tokenizer.max_tokens())
         });
-        texts.inputs()
+        texts.into_inputs()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Inputs;
 
     fn processor() -> EmbeddingProcessor {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls");
@@ -197,7 +203,7 @@ mod tests {
         load(&spec, &Device::Cpu).unwrap().0
     }
 
-    /// The ids of each input, or the path of the refused one. Checks that they do not depend on the number of threads.
+    /// The ids of each input, or the path of the refused one. Checks that the number of threads does not matter.
     fn ids_of(input: &serde_json::Value) -> Result<Vec<Vec<u32>>, Option<String>> {
         let processor = processor();
         let body = serde_json::json!({ "input": input }).to_string();
@@ -226,7 +232,7 @@ mod tests {
                 let ours = processor.tokenizer.pieces(&text).unwrap();
                 let whole = library.encode(text.as_str(), false).unwrap();
                 let same = ours.iter().zip(whole.get_ids()).take_while(|(a, b)| a == b).count();
-                // Of a text that is too long, `pieces` returns one token more than fits.
+                // For a text that is too long, `pieces` returns one token more than fits.
                 assert_eq!(same, whole.len().min(processor.tokenizer.max_tokens() + 1), "{name}");
             }
         }
@@ -259,9 +265,9 @@ mod tests {
         let answered = |body: &str| {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
             let processor = processor();
-            let (options, inputs) = processor.preprocess(&message).map_err(|error| error.param)?;
+            let (context, inputs) = processor.preprocess(&message).map_err(|error| error.param)?;
             let outputs = vec![vec![0.0; processor.width]; inputs.all().map_err(|error| error.param)?.len()];
-            let reply = processor.finish(options, outputs).map_err(|error| error.param)?;
+            let reply = processor.finish(context, outputs).map_err(|error| error.param)?;
             let reply: serde_json::Value = serde_json::from_slice(&reply.bytes).unwrap();
             let data = reply["data"].as_array().unwrap();
             Ok::<_, Option<String>>(data.iter().map(|one| one["embedding"].is_array()).collect::<Vec<_>>())
@@ -270,13 +276,13 @@ mod tests {
         assert_eq!(answered(one_bad), Ok(vec![true, false, true]));
         let all_bad = r#"{"errors":"each","input":[[4000000000],[4000000000]]}"#;
         assert_eq!(answered(all_bad), Err(Some("input[0]".to_owned())));
-        // So many inputs are made in slices.
+        // A thousand inputs are made in slices.
         let inputs: Vec<u32> =
             (0..1_000).map(|index| if index % 7 == 3 { 4_000_000_000 } else { 5 }).collect();
         let inputs: Vec<[u32; 1]> = inputs.into_iter().map(|id| [id]).collect();
         let some_bad = serde_json::json!({"errors": "each", "input": inputs}).to_string();
-        let right = (0..1_000).map(|index| index % 7 != 3).collect();
-        assert_eq!(answered(&some_bad), Ok(right));
+        let expected = (0..1_000).map(|index| index % 7 != 3).collect();
+        assert_eq!(answered(&some_bad), Ok(expected));
     }
 
     #[test]

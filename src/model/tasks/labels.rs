@@ -10,7 +10,10 @@ use serde_json::Value;
 
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, text_model};
+use super::{
+    BRIEF_BODY, OnError, SharedReport, TextInputs, check_text_files, load_text_model, request_text_files,
+    text_input,
+};
 use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
@@ -22,14 +25,14 @@ use crate::model::{
 use crate::protocol::labels::{ClassifyRequest, URL, write_labels};
 use crate::protocol::reply::Usage;
 
-/// The most labels of a classifier, far more than any model has. A name is made for each label before the shape of a
-/// tensor confirms their number.
+/// The maximum number of labels of a classifier, far more than any model has. The bound is needed because a name is
+/// made for each label before the shape of a tensor confirms their number.
 const MAX_LABELS: usize = 1 << 20;
 
 /// The labels of a classifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Labels {
-    /// Their names, in the order of the network's logits.
+    /// The names, in the order of the network's logits.
     pub names: Vec<String>,
     /// The function that turns the logits into probabilities.
     pub function: Function,
@@ -73,8 +76,8 @@ impl Labels {
                 while let Some(name) = names.remove(&in_order.len().to_string()) {
                     in_order.push(name);
                 }
-                if let Some(odd) = names.keys().next() {
-                    let reason = format!("id2label has the key {odd:?}; its keys must be 0, 1, 2 …");
+                if let Some(unexpected) = names.keys().next() {
+                    let reason = format!("id2label has the key {unexpected:?}; its keys must be 0, 1, 2 …");
                     return Err(LoadError::File { path, reason });
                 }
                 in_order
@@ -97,11 +100,11 @@ impl Labels {
         Ok(Self { names, function })
     }
 
-    /// Turns the network's logits for one input into probabilities, in place.
-    pub fn probabilities(&self, numbers: &mut [f32]) {
+    /// Applies the function to the network's logits for one input, in place.
+    pub fn apply_function(&self, logits: &mut [f32]) {
         match self.function {
-            Function::Softmax => softmax(numbers),
-            Function::Sigmoid => numbers.iter_mut().for_each(|x| *x = sigmoid(*x)),
+            Function::Softmax => softmax(logits),
+            Function::Sigmoid => logits.iter_mut().for_each(|x| *x = sigmoid(*x)),
             Function::None => {}
         }
     }
@@ -112,10 +115,10 @@ pub fn sigmoid(x: f32) -> f32 {
     (1.0 / (1.0 + (-f64::from(x)).exp())) as f32
 }
 
-fn softmax(numbers: &mut [f32]) {
-    let largest = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = numbers.iter().map(|x| f64::from(x - largest).exp()).sum();
-    numbers.iter_mut().for_each(|x| *x = (f64::from(*x - largest).exp() / sum) as f32);
+fn softmax(logits: &mut [f32]) {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|x| f64::from(x - largest).exp()).sum();
+    logits.iter_mut().for_each(|x| *x = (f64::from(*x - largest).exp() / sum) as f32);
 }
 
 /// Models that classify texts.
@@ -127,7 +130,7 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |model| label_count(model).is_some(),
-        find: find_text_files,
+        request_files: request_text_files,
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
             Labels::read(&files, &spec.source)?;
@@ -164,7 +167,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
     let labels = Labels::read(&files, &spec.source)?;
     let limits = SentenceSettings::limits(&files)?;
     let output = Output::Labels(labels.names.len());
-    let (tokenizer, network) = text_model(spec, device, &files, &config, limits, &output)?;
+    let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &output)?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = LabelProcessor { tokenizer, labels, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
@@ -182,7 +185,7 @@ pub struct LabelProcessor {
 pub struct LabelContext {
     top_k: Option<usize>,
     raw_scores: bool,
-    made: Arc<Made>,
+    report: Arc<SharedReport>,
 }
 
 impl Processor for LabelProcessor {
@@ -204,26 +207,26 @@ impl Processor for LabelProcessor {
         self.names.check(request.model.as_deref())?;
         let ClassifyRequest { top_k, raw_scores, .. } = request;
         let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
-        let texts = Texts::new(texts, String::len, false, move |index, text| {
+        let texts = TextInputs::new(texts, String::len, OnError::FailTask, move |index, text| {
             let path = || request.path(index);
-            let tokens = tokenizer.text(&text).map_err(|error| error.at(path()))?;
-            sized(tokens, request.truncate, path, tokenizer.max_tokens())
+            let tokens = tokenizer.text(&text).map_err(|error| error.with_param(path()))?;
+            text_input(tokens, request.truncate, path, tokenizer.max_tokens())
         });
-        let (made, inputs) = texts.inputs()?;
-        Ok((LabelContext { top_k, raw_scores, made }, inputs))
+        let (report, inputs) = texts.into_inputs()?;
+        Ok((LabelContext { top_k, raw_scores, report }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, request: LabelContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
-        if !request.raw_scores {
-            outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
+    fn finish(&self, context: LabelContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        if !context.raw_scores {
+            outputs.iter_mut().for_each(|logits| self.labels.apply_function(logits));
         }
-        let (top_k, (counts, _)) = (request.top_k, request.made.take());
-        let usage = Usage::of(counts.tokens);
-        let written = write_labels(&outputs, &self.labels.names, top_k, self.names.own(), usage);
+        let (top_k, counts) = (context.top_k, context.report.take().counts);
+        let usage = Usage::new(counts.tokens);
+        let written = write_labels(&outputs, &self.labels.names, top_k, self.names.reply_name(), usage);
         written.map(|body| counts.body(body))
     }
 }
@@ -246,10 +249,10 @@ mod tests {
         assert_eq!((twelve.names[2].as_str(), twelve.names[11].as_str()), ("label 2", "label 11"));
         assert_eq!(twelve.function, Function::Softmax);
         assert_eq!(labels(r#"{"id2label":{"0":"a"}}"#).unwrap().function, Function::Sigmoid);
-        let of = |problem: &str| labels(&format!(r#"{{"num_labels":3,"problem_type":"{problem}"}}"#));
-        assert_eq!(of("multi_label_classification").unwrap().function, Function::Sigmoid);
-        assert_eq!(of("regression").unwrap().names, ["LABEL_0", "LABEL_1", "LABEL_2"]);
-        assert!(of("ranking").unwrap_err().contains("\"ranking\""));
+        let typed = |problem: &str| labels(&format!(r#"{{"num_labels":3,"problem_type":"{problem}"}}"#));
+        assert_eq!(typed("multi_label_classification").unwrap().function, Function::Sigmoid);
+        assert_eq!(typed("regression").unwrap().names, ["LABEL_0", "LABEL_1", "LABEL_2"]);
+        assert!(typed("ranking").unwrap_err().contains("\"ranking\""));
         assert!(labels(r#"{"id2label":{"0":"a","7":"b"}}"#).unwrap_err().contains("\"7\""));
         assert!(labels(r#"{"num_labels":18446744073709551615}"#).unwrap_err().contains("at most 1048576"));
     }

@@ -1,5 +1,5 @@
 //! Kinds of requests. Each public module has the processor of one kind and loads its network; its `FAMILY` describes
-//! it to other modules. Bodies are read and written by `protocol`; the networks are in `nets`.
+//! the kind to other modules. `protocol` reads and writes bodies; `nets` has the networks.
 
 pub mod embed;
 pub mod generate;
@@ -32,14 +32,14 @@ const BRIEF_BODY: usize = 2 << 10;
 /// itself.
 const SLICE_BYTES: usize = 32 << 10;
 /// The cost of a text beside its bytes, expressed in bytes.
-const TEXT_BYTES: usize = 64;
-/// The fewest texts that are divided among the threads of the caller's pool.
+const TEXT_OVERHEAD: usize = 64;
+/// From this number of texts on, the threads of the caller's pool share them.
 const MANY_TEXTS: usize = 64;
 
 /// Requests the files of a model for texts.
-fn find_text_files(files: &ModelFiles) -> Result<(), LoadError> {
+fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
-    SentenceSettings::find(files)?;
+    SentenceSettings::request_files(files)?;
     files.optional("tokenizer.json")?;
     files.weights().map(drop)
 }
@@ -52,7 +52,7 @@ fn check_text_files(files: &ModelFiles, source: &str) -> Result<(), LoadError> {
 }
 
 /// Loads a network for texts, and its tokenizer.
-fn text_model(
+fn load_text_model(
     spec: &LoadSpec,
     device: &Device,
     files: &ModelFiles,
@@ -67,7 +67,7 @@ fn text_model(
 }
 
 /// Prepares each item, given its index. If there are `many` items or more, the threads of the caller's pool share them.
-fn prepared<T: Send, O: Send>(
+fn prepare_all<T: Send, O: Send>(
     items: Vec<T>,
     many: usize,
     prepare: impl Fn(usize, T) -> Result<O, TaskError> + Sync,
@@ -76,24 +76,24 @@ fn prepared<T: Send, O: Send>(
     if items.len() < many || rayon::current_thread_index().is_none() {
         return items.into_iter().enumerate().map(|(index, item)| prepare(index, item)).collect();
     }
-    let shared = items.into_par_iter().enumerate().with_min_len((many / 4).max(1));
-    // All items are prepared before the results are checked, so that the error is that of the first failing item.
-    let all: Vec<_> = shared.map(|(index, item)| prepare(index, item)).collect();
-    all.into_iter().collect()
+    let items = items.into_par_iter().enumerate().with_min_len((many / 4).max(1));
+    // All items are prepared before the results are checked, so that the first failing item gives the error.
+    let results: Vec<_> = items.map(|(index, item)| prepare(index, item)).collect();
+    results.into_iter().collect()
 }
 
-/// Makes the input of a text network from a text's tokens. Refuses a text that was cut to the `most` tokens of the
-/// model, unless `truncate` is set. The error names the text's `path` in the request.
-fn sized(
+/// Makes the input of a text network from a text's tokens. Refuses a text that was cut to the model's `max_tokens`,
+/// unless `truncate` is set. The error names the text's `path` in the request.
+fn text_input(
     tokens: Tokens,
     truncate: bool,
     path: impl FnOnce() -> String,
-    most: usize,
+    max_tokens: usize,
 ) -> Result<SizedInput<Tokens>, TaskError> {
     if tokens.truncated && !truncate {
         let path = path();
         let message = format!(
-            "{path} is too long: this model takes at most {most} tokens, special ones included, and truncate is false"
+            "{path} is too long: this model takes at most {max_tokens} tokens, special ones included, and truncate is false"
         );
         return Err(TaskError::bad_input(path, message));
     }
@@ -102,53 +102,70 @@ fn sized(
 }
 
 /// Makes inputs of a task's texts: all at once if they are few, else slice by slice.
-struct Texts<T, F> {
+struct TextInputs<T, F> {
     items: IntoIter<T>,
     /// The index of the next item.
     next: usize,
-    /// Bytes of an item's text.
+    /// Returns the bytes of an item's text.
     bytes: fn(&T) -> usize,
-    /// Makes an item's input, by its index.
-    input: F,
-    /// Whether each input with an error is answered by the error. Otherwise the first error fails the task.
-    each: bool,
-    made: Arc<Made>,
+    on_error: OnError,
+    /// Makes an item's input, given its index.
+    make_input: F,
+    report: Arc<SharedReport>,
 }
 
-/// The counts and errors of a task's inputs. Written by the threads that make the inputs, read when the reply is
-/// written.
-#[derive(Debug, Default)]
-struct Made(Mutex<(InputCounts, Vec<(usize, TaskError)>)>);
+/// What becomes of an error in one input.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OnError {
+    /// The first error fails the task.
+    FailTask,
+    /// The reply has each error in the place of its input's output.
+    ReplaceOutput,
+}
 
-impl Made {
-    /// Takes the counts, and the errors that replace inputs in the reply, with their indices.
-    fn take(&self) -> (InputCounts, Vec<(usize, TaskError)>) {
+/// The threads that make the inputs write it, and `finish` reads it.
+#[derive(Debug, Default)]
+struct SharedReport(Mutex<InputReport>);
+
+/// The counts and errors of a task's inputs.
+#[derive(Debug, Default)]
+struct InputReport {
+    counts: InputCounts,
+    /// Errors by the indices of their inputs.
+    errors: Vec<(usize, TaskError)>,
+}
+
+/// The inputs of a task, and their report, which is complete once all inputs are made.
+type ReportedInputs = (Arc<SharedReport>, Inputs<Tokens>);
+
+impl SharedReport {
+    fn take(&self) -> InputReport {
         mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl<T, F> Texts<T, F>
+impl<T, F> TextInputs<T, F>
 where
     T: Send + 'static,
     F: Fn(usize, T) -> Result<SizedInput<Tokens>, TaskError> + Send + Sync + 'static,
 {
-    fn new(items: Vec<T>, bytes: fn(&T) -> usize, each: bool, input: F) -> Self {
-        Self { items: items.into_iter(), next: 0, bytes, input, each, made: Arc::default() }
+    fn new(items: Vec<T>, bytes: fn(&T) -> usize, on_error: OnError, make_input: F) -> Self {
+        Self { items: items.into_iter(), next: 0, bytes, on_error, make_input, report: Arc::default() }
     }
 
-    /// The inputs, and their counts and errors, which are complete once all inputs are made.
-    fn inputs(mut self) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
-        let made = self.made.clone();
-        if self.fit(SLICE_BYTES) < self.items.len() {
-            return Ok((made, Inputs::Slices(Box::new(self))));
+    /// Makes the inputs, or the iterator that makes them.
+    fn into_inputs(mut self) -> Result<ReportedInputs, TaskError> {
+        let report = self.report.clone();
+        if self.count_within(SLICE_BYTES) < self.items.len() {
+            return Ok((report, Inputs::Slices(Box::new(self))));
         }
-        let inputs = self.slice(self.items.len())?;
-        Ok((made, Inputs::All(inputs)))
+        let inputs = self.make_inputs(self.items.len())?;
+        Ok((report, Inputs::All(inputs)))
     }
 
-    /// How many of the next items fit into so many bytes.
-    fn fit(&self, mut bytes: usize) -> usize {
-        let fits = |item: &&T| match bytes.checked_sub((self.bytes)(item) + TEXT_BYTES) {
+    /// The number of the next items that have at most this many bytes together.
+    fn count_within(&self, mut bytes: usize) -> usize {
+        let fits = |item: &&T| match bytes.checked_sub((self.bytes)(item) + TEXT_OVERHEAD) {
             Some(left) => {
                 bytes = left;
                 true
@@ -158,30 +175,29 @@ where
         self.items.as_slice().iter().take_while(fits).count()
     }
 
-    /// Makes the inputs of the next `count` items, and records their counts and errors.
-    fn slice(&mut self, count: usize) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
-        let (first, input, each) = (self.next, &self.input, self.each);
+    /// Makes the inputs of the next `count` items, and reports their counts and errors.
+    fn make_inputs(&mut self, count: usize) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
+        let (first, make_input, on_error) = (self.next, &self.make_input, self.on_error);
         let items: Vec<T> = self.items.by_ref().take(count).collect();
         self.next += items.len();
-        let made = prepared(items, MANY_TEXTS, |index, item| match input(first + index, item) {
-            Err(error) if each => Ok(Err((first + index, error))),
-            made => made.map(Ok),
+        let results = prepare_all(items, MANY_TEXTS, |index, item| match make_input(first + index, item) {
+            Err(error) if on_error == OnError::ReplaceOutput => Ok(Err((first + index, error))),
+            result => result.map(Ok),
         })?;
-        let mut report = self.made.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (counts, errors) = &mut *report;
-        let mut inputs = Vec::with_capacity(made.len());
-        for made in made {
-            match made {
+        let mut report = self.report.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inputs = Vec::with_capacity(results.len());
+        for result in results {
+            match result {
                 Ok(input) => inputs.push(input),
-                Err(error) => errors.push(error),
+                Err(error) => report.errors.push(error),
             }
         }
-        counts.add(&inputs);
+        report.counts.add(&inputs);
         Ok(inputs)
     }
 }
 
-impl<T, F> Iterator for Texts<T, F>
+impl<T, F> Iterator for TextInputs<T, F>
 where
     T: Send + 'static,
     F: Fn(usize, T) -> Result<SizedInput<Tokens>, TaskError> + Send + Sync + 'static,
@@ -190,8 +206,8 @@ where
 
     fn next(&mut self) -> Option<Self::Item> {
         let threads = if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 };
-        let count = self.fit(SLICE_BYTES.saturating_mul(threads)).max(1);
-        (self.items.len() > 0).then(|| self.slice(count))
+        let count = self.count_within(SLICE_BYTES.saturating_mul(threads)).max(1);
+        (self.items.len() > 0).then(|| self.make_inputs(count))
     }
 
     /// Each slice takes at least one text, so there are at most as many slices as texts.
@@ -200,10 +216,11 @@ where
     }
 }
 
-/// The counts of inputs for a reply's usage and headers.
+/// The counts of a task's inputs, for the usage and the headers of the reply.
 #[derive(Clone, Copy, Debug, Default)]
 struct InputCounts {
     tokens: usize,
+    /// The number of inputs that were cut.
     truncated: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The names by which requests may call a model. Pure.
+//! The names by which requests may call a model.
 
 use crate::model::LoadSpec;
 use crate::protocol::{TaskError, TaskErrorKind, shorten};
@@ -6,23 +6,23 @@ use crate::protocol::{TaskError, TaskErrorKind, shorten};
 /// One model's names.
 #[derive(Clone, Debug)]
 pub struct ServedNames {
-    own: String,
-    others: Vec<String>,
+    reply_name: String,
+    aliases: Vec<String>,
 }
 
 impl ServedNames {
     /// The names of the model in `spec`: its source, with and without revision, and its `served_names`.
     pub fn new(spec: &LoadSpec) -> Self {
         let source = spec.source.trim_end_matches('/');
-        let mut others = vec![source.to_owned()];
-        others.extend(source.split_once('@').filter(|_| !spec.is_folder()).map(|(id, _)| id.to_owned()));
-        others.extend(spec.served_names.iter().cloned());
-        Self { own: spec.model_name().to_owned(), others }
+        let mut aliases = vec![source.to_owned()];
+        aliases.extend(source.split_once('@').filter(|_| !spec.is_folder()).map(|(id, _)| id.to_owned()));
+        aliases.extend(spec.served_names.iter().cloned());
+        Self { reply_name: spec.model_name().to_owned(), aliases }
     }
 
-    /// The name in replies, by [`LoadSpec::model_name`].
-    pub fn own(&self) -> &str {
-        &self.own
+    /// The name in replies, which is [`LoadSpec::model_name`].
+    pub fn reply_name(&self) -> &str {
+        &self.reply_name
     }
 
     /// Accepts a request that names this model, or none. Last components are compared too, so that the folder
@@ -32,17 +32,17 @@ impl ServedNames {
     /// `UnknownModel`, with the requested name and the one that is served.
     pub fn check(&self, requested: Option<&str>) -> Result<(), TaskError> {
         let Some(requested) = requested else { return Ok(()) };
-        let same = |name: &String| name == requested || last(name) == last(requested);
-        if requested == self.own || self.others.iter().any(same) {
+        let matches = |name: &String| name == requested || last_component(name) == last_component(requested);
+        if requested == self.reply_name || self.aliases.iter().any(matches) {
             return Ok(());
         }
-        let own = &self.own;
-        let message = format!("this pool serves the model {own:?}, not {:?}", shorten(requested, 200));
-        Err(TaskError::new(TaskErrorKind::UnknownModel, message).at("model"))
+        let served = &self.reply_name;
+        let message = format!("this pool serves the model {served:?}, not {:?}", shorten(requested, 200));
+        Err(TaskError::new(TaskErrorKind::UnknownModel, message).with_param("model"))
     }
 }
 
-fn last(name: &str) -> &str {
+fn last_component(name: &str) -> &str {
     name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)
 }
 
@@ -61,7 +61,7 @@ mod tests {
         for requested in ["org/name@v2", "org/name", "name", "text-embedding-3-small"] {
             assert!(names.check(Some(requested)).is_ok(), "{requested}");
         }
-        assert_eq!(names.own(), "org/name@v2");
+        assert_eq!(names.reply_name(), "org/name@v2");
         let error = names.check(Some("gpt-5")).unwrap_err();
         assert_eq!(error.kind, TaskErrorKind::UnknownModel);
         assert!(error.message.contains("gpt-5") && error.message.contains("org/name@v2"));
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn a_folder_answers_to_an_id_with_the_same_last_component() {
         let names = names("./models/all-MiniLM-L6-v2/", &[]);
-        assert_eq!(names.own(), "all-MiniLM-L6-v2");
+        assert_eq!(names.reply_name(), "all-MiniLM-L6-v2");
         assert!(names.check(Some("sentence-transformers/all-MiniLM-L6-v2")).is_ok());
         assert!(names.check(Some("./models/all-MiniLM-L6-v2")).is_ok());
         assert!(names.check(Some("")).is_err());

@@ -9,14 +9,17 @@ use serde_json::json;
 use super::labels::{label_count, sigmoid};
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, text_model};
+use super::{
+    BRIEF_BODY, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files, load_text_model,
+    request_text_files, text_input,
+};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
 use crate::model::{
-    Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
+    Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::reply::Usage;
 use crate::protocol::rerank::{Form, PairsRequest, RERANK_URL, SCORE_URL, write_scores};
@@ -30,7 +33,7 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |model| label_count(model) == Some(1),
-        find: find_text_files,
+        request_files: request_text_files,
         check: |spec| check_text_files(&ModelFiles::locate(&spec.source)?, &spec.source),
     }),
     options: &[],
@@ -49,7 +52,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(PairProcessor, TextNetw
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
     let limits = SentenceSettings::limits(&files)?;
-    let (tokenizer, network) = text_model(spec, device, &files, &config, limits, &Output::Labels(1))?;
+    let (tokenizer, network) = load_text_model(spec, device, &files, &config, limits, &Output::Labels(1))?;
     let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
     let processor = PairProcessor { tokenizer, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
@@ -66,7 +69,7 @@ pub struct PairProcessor {
 pub struct PairContext {
     /// The request with its documents, which the reply may repeat.
     request: Arc<PairsRequest>,
-    made: Arc<Made>,
+    report: Arc<SharedReport>,
 }
 
 impl Processor for PairProcessor {
@@ -91,60 +94,62 @@ impl Processor for PairProcessor {
         }?;
         self.names.check(request.model.as_deref())?;
         let request = Arc::new(request);
-        let (made, inputs) = self.inputs(request.clone())?;
-        Ok((PairContext { request, made }, inputs))
+        let (report, inputs) = self.inputs(request.clone())?;
+        Ok((PairContext { request, report }, inputs))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, options: PairContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
-        let (request, (counts, _)) = (&options.request, options.made.take());
+    fn finish(&self, context: PairContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        let (request, counts) = (&context.request, context.report.take().counts);
         let score = |logit: f32| if request.raw_scores { logit } else { sigmoid(logit) };
         let scores: Vec<f32> = outputs.into_iter().flatten().map(score).collect();
-        let written =
-            write_scores(request.form, &request.second, &scores, self.names.own(), Usage::of(counts.tokens));
+        let (model, usage) = (self.names.reply_name(), Usage::new(counts.tokens));
+        let written = write_scores(request.form, &request.second, &scores, model, usage);
         written.map(|body| counts.body(body))
     }
 }
 
 impl PairProcessor {
-    fn inputs(&self, request: Arc<PairsRequest>) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
-        let listed = request.first.len() > 1;
+    /// Makes the inputs, and the report of their counts and errors.
+    fn inputs(&self, request: Arc<PairsRequest>) -> Result<ReportedInputs, TaskError> {
+        let has_several_first = request.first.len() > 1;
         let tokenizer = self.tokenizer.clone();
-        let first = {
+        let first_pieces = {
             let (tokenizer, request) = (tokenizer.clone(), request.clone());
             move |index: usize| {
                 let path = || match request.form {
                     Form::Rerank { .. } => "query".to_owned(),
-                    Form::Score if listed => format!("text_1[{index}]"),
+                    Form::Score if has_several_first => format!("text_1[{index}]"),
                     Form::Score => "text_1".to_owned(),
                 };
-                tokenizer.pieces(&request.first[index]).map_err(|error| error.at(path()))
+                tokenizer.pieces(&request.first[index]).map_err(|error| error.with_param(path()))
             }
         };
         // A first text that all pairs share is tokenised once.
-        let common = if listed { None } else { Some(first(0)?) };
+        let shared_first = if has_several_first { None } else { Some(first_pieces(0)?) };
         // Each item is the number of bytes that must be tokenised for a pair. The texts stay in the request.
         let pair_bytes = |(index, second): (usize, &String)| {
-            second.len() + if listed { request.first[index].len() } else { 0 }
+            second.len() + if has_several_first { request.first[index].len() } else { 0 }
         };
         let lengths: Vec<usize> = request.second.iter().enumerate().map(pair_bytes).collect();
-        let texts = Texts::new(
+        let texts = TextInputs::new(
             lengths,
             |length| *length,
-            false,
+            OnError::FailTask,
             move |index, _| {
                 let path = || format!("{}[{index}]", request.field);
-                let second = tokenizer.pieces(&request.second[index]).map_err(|error| error.at(path()))?;
-                let tokens = match &common {
+                let second =
+                    tokenizer.pieces(&request.second[index]).map_err(|error| error.with_param(path()))?;
+                let tokens = match &shared_first {
                     Some(first) => tokenizer.pair(first, &second),
-                    None => tokenizer.pair(&first(index)?, &second),
+                    None => tokenizer.pair(&first_pieces(index)?, &second),
                 };
-                sized(tokens, request.truncate, path, tokenizer.max_tokens())
+                text_input(tokens, request.truncate, path, tokenizer.max_tokens())
             },
         );
-        texts.inputs()
+        texts.into_inputs()
     }
 }

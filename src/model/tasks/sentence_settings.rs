@@ -1,5 +1,5 @@
-//! The settings of sentence-transformers beside the network: pooling, normalising, the longest text, and the prompts.
-//! Decides which of its modules are supported, and refuses the others.
+//! A model's settings in the files of sentence-transformers: pooling, normalising, the longest text, and the prompts.
+//! Decides which modules of that library are supported, and refuses the others.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ const TRANSFORMER_CONFIGS: [&str; 5] = [
 pub struct SentenceSettings {
     /// How the vectors of tokens become one vector.
     pub pooling: Pooling,
-    /// The most tokens of a text, and whether texts are lower-cased before they are tokenised.
+    /// The maximum number of tokens of a text, and whether texts are lower-cased before they are tokenised.
     pub limits: TextLimits,
     /// The prompts that may be put before each text.
     pub prompts: Prompts,
@@ -51,7 +51,7 @@ impl Prompts {
                 OptionProblem::expected(
                     "prompt_name",
                     name,
-                    format!("a prompt of the model; {}", self.known()),
+                    format!("a prompt of the model; {}", self.available()),
                 )
             });
             self.default = text?.clone();
@@ -63,16 +63,17 @@ impl Prompts {
     ///
     /// # Errors
     /// `BadInput` if the model has no such prompt.
-    pub fn of(&self, name: Option<&str>) -> Result<&str, TaskError> {
+    pub fn named(&self, name: Option<&str>) -> Result<&str, TaskError> {
         let Some(name) = name else { return Ok(&self.default) };
         let text = self.texts.get(name).ok_or_else(|| {
-            let message = format!("prompt_name is {:?}; {}", shorten(name, 80), self.known());
+            let message = format!("prompt_name is {:?}; {}", shorten(name, 80), self.available());
             TaskError::bad_input("prompt_name", message)
         });
         text.map(String::as_str)
     }
 
-    fn known(&self) -> String {
+    /// Says which prompts the model has, for errors.
+    fn available(&self) -> String {
         if self.texts.is_empty() {
             return "this model has no prompts".to_owned();
         }
@@ -106,8 +107,9 @@ struct TokenizerConfig {
 struct PoolingConfig {
     pooling_mode: Option<Modes>,
     include_prompt: Option<bool>,
+    /// The flags of the older form, among other fields.
     #[serde(flatten)]
-    rest: BTreeMap<String, serde_json::Value>,
+    others: BTreeMap<String, serde_json::Value>,
 }
 
 #[derive(Deserialize)]
@@ -148,7 +150,7 @@ impl SentenceSettings {
         let pooling = match files.json::<Vec<Module>>("modules.json")? {
             None => Pooling { modes: vec![Mode::Mean], normalize: false },
             Some(modules) => {
-                let normalize = check(&modules).map_err(&refused)?;
+                let normalize = check_modules(&modules).map_err(&refused)?;
                 let folder = modules.get(1).map_or("1_Pooling", |module| &module.path);
                 let config: PoolingConfig = files.required_json(&format!("{folder}/config.json"))?;
                 // The prompt's tokens would have to be left out of the pooling, which is not supported. The model's
@@ -169,7 +171,7 @@ impl SentenceSettings {
     ///
     /// # Errors
     /// [`LoadError::File`] for a `modules.json` that is invalid, [`LoadError::Hub`] if the hub cannot be reached.
-    pub fn find(files: &ModelFiles) -> Result<(), LoadError> {
+    pub fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
         for name in
             TRANSFORMER_CONFIGS.iter().chain(&["config_sentence_transformers.json", "tokenizer_config.json"])
         {
@@ -182,7 +184,7 @@ impl SentenceSettings {
         Ok(())
     }
 
-    /// Reads only the limits of texts, also for models without files of sentence-transformers.
+    /// Reads only the limits of texts. The model need not have files of sentence-transformers.
     ///
     /// # Errors
     /// [`LoadError::File`] for an invalid file.
@@ -195,14 +197,14 @@ impl SentenceSettings {
             }
         }
         let tokenizer: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
-        let of_tokenizer = tokenizer.model_max_length.filter(|n| *n >= 1.0).map(|n| n as usize);
-        let max_tokens = transformer.max_seq_length.or(of_tokenizer);
+        let tokenizer_limit = tokenizer.model_max_length.filter(|n| *n >= 1.0).map(|n| n as usize);
+        let max_tokens = transformer.max_seq_length.or(tokenizer_limit);
         Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case })
     }
 }
 
 /// Accepts Transformer, Pooling and optionally Normalize, in this order. Returns whether Normalize is present.
-fn check(modules: &[Module]) -> Result<bool, String> {
+fn check_modules(modules: &[Module]) -> Result<bool, String> {
     let kinds: Vec<&str> =
         modules.iter().map(|module| module.kind.rsplit('.').next().unwrap_or("")).collect();
     if let Some(kind) = kinds.iter().find(|k| !["Transformer", "Pooling", "Normalize"].contains(k)) {
@@ -220,14 +222,15 @@ fn check(modules: &[Module]) -> Result<bool, String> {
     }
 }
 
+/// The pooling modes, whose results are concatenated.
 fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
-    let flag = |name: &str| config.rest.get(name).and_then(serde_json::Value::as_bool) == Some(true);
+    let flag = |name: &str| config.others.get(name).and_then(serde_json::Value::as_bool) == Some(true);
     let names = match config.pooling_mode {
         Some(Modes::One(name)) => vec![name],
         Some(Modes::Several(names)) => names,
         None => {
-            let set = FLAGS.iter().filter(|(key, _)| flag(key));
-            set.map(|(_, name)| (*name).to_owned()).collect()
+            let set_flags = FLAGS.iter().filter(|(key, _)| flag(key));
+            set_flags.map(|(_, name)| (*name).to_owned()).collect()
         }
     };
     if names.is_empty() {

@@ -35,7 +35,7 @@ use crate::protocol::{JSON, data_url, shorten};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
-/// The same for tests. With it, a task's `fail`, `fits` and `hold` have an effect.
+/// The `model` setting for tests. With it, a task's `fail`, `fits` and `hold` have an effect.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
 /// Answers each task with its input.
@@ -82,7 +82,7 @@ pub struct EchoProcessor {
 pub struct EchoInput {
     value: Box<RawValue>,
     sleep: Duration,
-    /// The gate that its forward pass waits at.
+    /// The gate at which its forward pass waits.
     hold: Option<PathBuf>,
     fault: Option<Fault>,
     fits: Option<usize>,
@@ -92,7 +92,7 @@ pub struct EchoInput {
 #[derive(Clone, Debug)]
 pub struct EchoContext {
     /// Whether the input is a list.
-    listed: bool,
+    is_list: bool,
     stream: bool,
     /// The reply that the task requests instead of its input.
     reply: Option<Body>,
@@ -137,8 +137,8 @@ pub fn load(spec: &LoadSpec, _: &Device) -> Result<(EchoProcessor, Echo), LoadEr
         let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
     }
-    let held = broken.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
-    if let Some(why) = [Unfit::WrongResult, Unfit::TooSlow].into_iter().find(|it| it.name() == held) {
+    let content = broken.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
+    if let Some(why) = [Unfit::WrongResult, Unfit::TooSlow].into_iter().find(|it| it.name() == content) {
         let device = spec.device.clone();
         return Err(LoadError::Unfit { device, why, reason: "as a file says".to_owned() });
     }
@@ -163,7 +163,7 @@ impl Forward for Echo {
         if self.broken.as_ref().is_some_and(|file| file.exists()) {
             return Err(ForwardError::Failed("the device is broken".into()));
         }
-        if inputs.iter().any(|input| input.fits.is_some_and(|most| inputs.len() > most)) {
+        if inputs.iter().any(|input| input.fits.is_some_and(|max| inputs.len() > max)) {
             return Err(ForwardError::OutOfMemory(message));
         }
         match inputs.iter().find_map(|input| input.fault) {
@@ -215,12 +215,12 @@ impl Processor for EchoProcessor {
         let reply = body.reply.as_deref().map(reply).transpose()?;
         let input = body.input.unwrap_or(whole);
         let items = if input.get().starts_with('[') { items(&input)? } else { None };
-        let listed = items.is_some();
+        let is_list = items.is_some();
         let values = items.unwrap_or_else(|| vec![input]);
         if values.len() > self.max_inputs {
-            let (count, most) = (values.len(), self.max_inputs);
-            let message = format!("input holds {count} items; this pool takes at most {most}");
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("input"));
+            let (count, max) = (values.len(), self.max_inputs);
+            let message = format!("input holds {count} items; this pool takes at most {max}");
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("input"));
         }
         let sleep = Duration::from_millis(sleep);
         let hold = self.gates.as_ref().zip(body.hold).map(|(gates, name)| gates.join(name));
@@ -228,7 +228,7 @@ impl Processor for EchoProcessor {
         let inputs = inputs
             .map(|value| SizedInput::new(EchoInput { value, sleep, hold: hold.clone(), fault, fits }, 1));
         let stream = body.stream == Some(true);
-        Ok((EchoContext { listed, stream, reply }, Inputs::All(inputs.collect())))
+        Ok((EchoContext { is_list, stream, reply }, Inputs::All(inputs.collect())))
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -236,7 +236,7 @@ impl Processor for EchoProcessor {
     }
 
     fn streaming(&self, context: &EchoContext) -> Streaming {
-        Streaming::Outputs.of(context.stream)
+        Streaming::Outputs.if_requested(context.stream)
     }
 
     fn output_parts(&self, _: &mut EchoContext, index: usize, input: &Box<RawValue>) -> Vec<Body> {
@@ -244,20 +244,20 @@ impl Processor for EchoProcessor {
     }
 
     fn finish(&self, context: EchoContext, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
-        let EchoContext { listed, reply, .. } = context;
+        let EchoContext { is_list, reply, .. } = context;
         if let Some(reply) = reply {
             return Ok(reply);
         }
         let outputs = outputs.iter().map(|value| value.get()).collect::<Vec<_>>().join(",");
-        let input = if listed { format!("[{outputs}]") } else { outputs };
+        let input = if is_list { format!("[{outputs}]") } else { outputs };
         Ok(Body::json(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}")))
     }
 }
 
 /// Creates the gate's `.held` file and waits until the gate exists. Returns at once if the file cannot be created.
 fn wait_at(gate: &Path) {
-    let held = fs::write(gate.with_extension("held"), "");
-    while held.is_ok() && !gate.exists() {
+    let written = fs::write(gate.with_extension("held"), "");
+    while written.is_ok() && !gate.exists() {
         thread::sleep(POLL_INTERVAL);
     }
 }

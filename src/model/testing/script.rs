@@ -1,9 +1,9 @@
 //! A generator that computes nothing: each task describes how its sequence runs. It serves to try out a deployment that
 //! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined by `&`:
 //! `sequences=16` (at once), `tokens=16384` (of all sequences), `context=1024` (tokens of one sequence),
-//! `encode_interval=8` (at least so many token steps between two encoded windows, while sequences decode),
-//! `encode_batch=4` (most windows encoded together, while none decodes), `faults` (for tests). The numbers here are the
-//! defaults.
+//! `encode_interval=8` (at least this many token steps between two encoded windows, while sequences decode),
+//! `encode_batch=4` (at most this many windows encoded together, while none decodes), `faults` (for tests). The numbers
+//! here are the defaults.
 //!
 //! A body is `{"prompt": 12, "max_tokens": 20}`: the number of tokens of the prompt and of the answer. The answer is
 //! `0 1 2 …`. Further fields:
@@ -15,7 +15,7 @@
 //! - `encode_at`: before the piece with this number, which is at least 1, the window is encoded a second time. The
 //!   first piece has the number 0.
 //! - `content_type`: the media type of the parts and of the reply. Their bodies are then the numbers alone, not JSON.
-//! - `sequences`: a list that replaces `max_tokens`. There is one sequence for each of its numbers, with so many
+//! - `sequences`: a list that replaces `max_tokens`. There is one sequence for each of its numbers, with this many
 //!   tokens. The reply joins their answers, and each answer is one part.
 //!
 //! Only with `faults`:
@@ -58,9 +58,9 @@ pub static FAMILY: Family = Family {
     example: Example { model: SCRIPT, options: &[] },
 };
 
-/// Tokens of the answer in a sample.
+/// The number of tokens of the answer in a sample.
 const SAMPLE_TOKENS: usize = 32;
-/// The most tokens of a prompt or an answer.
+/// The largest number of tokens of a prompt or an answer.
 const MAX_TOKENS: usize = 1_000_000;
 /// The largest `encode_ms`.
 const MAX_ENCODE_MS: u64 = 600_000;
@@ -87,9 +87,9 @@ struct Sequence {
     /// Tokens of the prompt that were fed.
     fed: usize,
     /// Pieces that were produced.
-    given: usize,
-    /// Whether its window was encoded a second time, or is to be.
-    is_second: bool,
+    produced: usize,
+    /// Whether its window was encoded a second time, or will be.
+    is_second_window: bool,
 }
 
 /// A task's description of its sequence.
@@ -181,19 +181,19 @@ impl Processor for ScriptProcessor {
 
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let body: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_slice(&message.body).map_err(|error| bad(&error))?;
-        let mut script: Script = serde_json::from_value(body.into()).map_err(|error| bad(&error))?;
+            serde_json::from_slice(&message.body).map_err(|error| bad_input(&error))?;
+        let mut script: Script = serde_json::from_value(body.into()).map_err(|error| bad_input(&error))?;
         if script.sequences.len() > self.max_inputs {
-            let (count, most) = (script.sequences.len(), self.max_inputs);
-            let message = format!("there are {count} sequences; this pool takes at most {most} in a task");
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("sequences"));
+            let (count, max) = (script.sequences.len(), self.max_inputs);
+            let message = format!("there are {count} sequences; this pool takes at most {max} in a task");
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("sequences"));
         }
         let encodes = script.encode_ms > 0;
         let answers = script.sequences.iter().map(|count| ("sequences", *count, 1));
         let counts = [("prompt", script.prompt, usize::from(!encodes)), ("max_tokens", script.max_tokens, 1)];
-        for (name, count, least) in counts.into_iter().chain(answers) {
-            if !(least..=MAX_TOKENS).contains(&count) {
-                let message = format!("{name} must be {least} to {MAX_TOKENS}, got {count}");
+        for (name, count, min) in counts.into_iter().chain(answers) {
+            if !(min..=MAX_TOKENS).contains(&count) {
+                let message = format!("{name} must be {min} to {MAX_TOKENS}, got {count}");
                 return Err(TaskError::bad_input(name, message));
             }
         }
@@ -229,7 +229,7 @@ impl Processor for ScriptProcessor {
 
     fn streaming(&self, script: &Script) -> Streaming {
         let parts = if script.sequences.is_empty() { Streaming::Pieces } else { Streaming::Outputs };
-        parts.of(script.stream)
+        parts.if_requested(script.stream)
     }
 
     fn are_parts_brief(&self, script: &Script) -> bool {
@@ -263,7 +263,7 @@ fn body(script: &Script, fields: serde_json::Value) -> Body {
     }
 }
 
-fn bad(error: &serde_json::Error) -> TaskError {
+fn bad_input(error: &serde_json::Error) -> TaskError {
     TaskError::new(TaskErrorKind::BadInput, format!("the body is no script: {error}"))
 }
 
@@ -276,7 +276,7 @@ impl Sequence {
     fn fault(&self, feed: Feed) -> Option<Fault> {
         match feed {
             Feed::Encode => self.script.fail_encode,
-            Feed::Tokens(_) => self.script.fail.filter(|_| self.given == self.script.at),
+            Feed::Tokens(_) => self.script.fail.filter(|_| self.produced == self.script.at),
         }
     }
 
@@ -306,14 +306,14 @@ impl Sequence {
                 return Ok(Advance::Fed);
             }
         }
-        if self.script.encode_at > 0 && self.given == self.script.encode_at && !self.is_second {
-            (self.is_encoded, self.fed, self.is_second) = (false, 0, true);
+        if self.script.encode_at > 0 && self.produced == self.script.encode_at && !self.is_second_window {
+            (self.is_encoded, self.fed, self.is_second_window) = (false, 0, true);
             return Ok(Advance::Again);
         }
-        let piece = self.given;
-        self.given += 1;
-        let is_last = self.given == self.script.max_tokens;
-        Ok(if is_last { Advance::Done(Some(piece), self.given) } else { Advance::More(piece) })
+        let piece = self.produced;
+        self.produced += 1;
+        let is_last = self.produced == self.script.max_tokens;
+        Ok(if is_last { Advance::Done(Some(piece), self.produced) } else { Advance::More(piece) })
     }
 }
 
@@ -337,7 +337,13 @@ impl Generate for ScriptNetwork {
         }
         self.open.insert(
             slot,
-            Sequence { script: script.clone(), is_encoded: false, fed: 0, given: 0, is_second: false },
+            Sequence {
+                script: script.clone(),
+                is_encoded: false,
+                fed: 0,
+                produced: 0,
+                is_second_window: false,
+            },
         );
         Ok(())
     }
@@ -353,8 +359,8 @@ impl Generate for ScriptNetwork {
         for row in rows {
             let sequence = self.open.get(&row.slot);
             let sequence = sequence.ok_or_else(|| ForwardError::Failed("a row of a closed slot".into()))?;
-            let (script, own) = (&sequence.script, sequence.time(row.feed));
-            time = if windows > 0 { time + own } else { time.max(own) };
+            let (script, row_time) = (&sequence.script, sequence.time(row.feed));
+            time = if windows > 0 { time + row_time } else { time.max(row_time) };
             match sequence.fault(row.feed) {
                 None | Some(Fault::Row) => {}
                 Some(Fault::Error) => return Err(ForwardError::Failed(message())),
@@ -371,7 +377,7 @@ impl Generate for ScriptNetwork {
         if !time.is_zero() {
             clock::pass(time);
         }
-        let held: usize = self.open.values().map(|it| it.fed + it.given).sum();
+        let held: usize = self.open.values().map(|it| it.fed + it.produced).sum();
         if held + tokens > self.capacity.tokens {
             return Err(ForwardError::Failed(format!(
                 "{held} tokens are held, and {tokens} more exceed the capacity"

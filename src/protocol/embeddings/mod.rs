@@ -5,9 +5,9 @@
 mod request;
 mod response;
 
-use super::requests::Shared;
+use super::requests::ShareableRequests;
 
-pub use request::{EmbeddingRequest, Text};
+pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
 
 /// The URL of these requests.
@@ -15,9 +15,9 @@ pub const URL: &str = "/v1/embeddings";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["input"];
 /// Requests that can share a task.
-pub(super) const SHARED: Shared = Shared { url: URL, input: "input" };
+pub(super) const SHAREABLE: ShareableRequests = ShareableRequests { url: URL, input_field: "input" };
 
-/// The body of a request for the vector of a text.
+/// The body of a request to embed a text.
 pub fn body_of_text(text: &str) -> String {
     serde_json::json!({ "input": text }).to_string()
 }
@@ -25,7 +25,7 @@ pub fn body_of_text(text: &str) -> String {
 /// How the vectors of a reply are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encoding {
-    /// JSON numbers, the shortest digits that give the same f32 back.
+    /// JSON numbers, with the fewest digits that give the same f32 back.
     #[default]
     Float,
     /// Little-endian f32, base64 with padding.

@@ -4,10 +4,10 @@ use serde_json::value::RawValue;
 
 use super::Encoding;
 use crate::protocol::TaskError;
-use crate::protocol::fields::{Fields, Keys, Unsupported, is_number, list, read, string, token_ids, wrong};
+use crate::protocol::fields::{Fields, Keys, Unsupported, invalid, is_number, list, string, token_ids};
 
 const KEYS: Keys = Keys {
-    taken: &["input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate"],
+    supported: &["input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate"],
     unsupported: &[
         Unsupported { key: "add_special_tokens", only_value: "true" },
         Unsupported { key: "input_type", only_value: "null" },
@@ -17,11 +17,11 @@ const KEYS: Keys = Keys {
     ],
 };
 
-/// One thing to embed.
+/// One input: what a vector is computed for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Text {
+pub enum Input {
     /// A text, possibly empty.
-    Plain(String),
+    Text(String),
     /// Token ids of the model's own tokenizer; at least one.
     Ids(Vec<u32>),
 }
@@ -29,18 +29,18 @@ pub enum Text {
 /// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EmbeddingRequest {
-    /// What to embed, in order; at least one, and at most the pool's `max_inputs`. An item is an error only if
+    /// The inputs in order: at least one, and at most the pool's `max_inputs`. An input is an error only if
     /// `errors_per_input` is set.
-    pub texts: Vec<Result<Text, TaskError>>,
+    pub inputs: Vec<Result<Input, TaskError>>,
     /// Whether a bad input is answered by an error in its place; otherwise it fails the task.
     pub errors_per_input: bool,
-    /// Whether `input` was a list of texts, so that errors say `input[i]`.
-    pub listed: bool,
+    /// Whether the field `input` was a list of inputs, so that errors say `input[i]`.
+    pub is_list: bool,
     /// The model asked for, if any.
     pub model: Option<String>,
     /// How the reply's vectors are written.
     pub encoding: Encoding,
-    /// Numbers to keep of each vector; at least 1.
+    /// Number of dimensions to keep of each vector; at least 1.
     pub dimensions: Option<usize>,
     /// The name of the prompt that is put before each text, instead of the default.
     pub prompt_name: Option<String>,
@@ -49,7 +49,7 @@ pub struct EmbeddingRequest {
 }
 
 impl EmbeddingRequest {
-    /// Reads a body; `max_inputs` bounds the number of texts.
+    /// Reads a body; `max_inputs` bounds the number of inputs.
     ///
     /// # Errors
     /// `Undecodable` for a body that is not UTF-8 or not JSON, `TooLarge` over `max_inputs`, else `BadInput`
@@ -57,14 +57,14 @@ impl EmbeddingRequest {
     pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
         let errors_per_input = fields.get("errors").map(wants_errors_per_input).transpose()?.unwrap_or(false);
-        let (texts, listed) = texts(fields.required("input")?.get(), max_inputs)?;
-        if !errors_per_input && let Some(error) = texts.iter().find_map(|text| text.as_ref().err()) {
+        let Inputs { items: inputs, is_list } = read_inputs(fields.required("input")?.get(), max_inputs)?;
+        if !errors_per_input && let Some(error) = inputs.iter().find_map(|input| input.as_ref().err()) {
             return Err(error.clone());
         }
         Ok(Self {
-            texts,
+            inputs,
             errors_per_input,
-            listed,
+            is_list,
             model: fields.string("model")?,
             encoding: fields.get("encoding_format").map(encoding).transpose()?.unwrap_or_default(),
             dimensions: fields.positive("dimensions")?,
@@ -73,9 +73,9 @@ impl EmbeddingRequest {
         })
     }
 
-    /// The path of text `index` in the body: `input`, or `input[3]`.
+    /// The path of input `index` in the body: `input`, or `input[3]`.
     pub fn path(&self, index: usize) -> String {
-        if self.listed { format!("input[{index}]") } else { "input".to_owned() }
+        if self.is_list { format!("input[{index}]") } else { "input".to_owned() }
     }
 }
 
@@ -84,36 +84,47 @@ fn wants_errors_per_input(raw: &RawValue) -> Result<bool, TaskError> {
     match string(raw.get(), "errors").as_deref() {
         Ok("each") => Ok(true),
         Ok("task") => Ok(false),
-        _ => Err(wrong("errors", "\"task\" or \"each\"", raw.get())),
+        _ => Err(invalid("errors", "\"task\" or \"each\"", raw.get())),
     }
 }
 
-/// The texts of `input`, and whether it was a list of them.
-fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Result<Text, TaskError>>, bool), TaskError> {
-    const KINDS: &str = "a string, a list of strings, a list of token ids or a list of such lists";
+/// The inputs of the field `input`, and whether it was a list of them.
+struct Inputs {
+    items: Vec<Result<Input, TaskError>>,
+    is_list: bool,
+}
+
+fn read_inputs(raw: &str, max_inputs: usize) -> Result<Inputs, TaskError> {
+    const EXPECTED: &str = "a string, a list of strings, a list of token ids or a list of such lists";
     match raw.as_bytes().first() {
-        Some(b'"') => return Ok((vec![Ok(Text::Plain(string(raw, "input")?))], false)),
+        Some(b'"') => {
+            let input = Input::Text(string(raw, "input")?);
+            return Ok(Inputs { items: vec![Ok(input)], is_list: false });
+        }
         Some(b'[') => {}
-        _ => return Err(wrong("input", KINDS, raw)),
+        _ => return Err(invalid("input", EXPECTED, raw)),
     }
-    // A list of ids is one text: `max_inputs` does not bound the ids.
+    // A list of token ids is one input: `max_inputs` does not bound the ids.
     if is_number(raw[1..].trim_start()) {
-        return Ok((vec![Ok(Text::Ids(token_ids(raw, "input")?))], false));
+        let input = Input::Ids(token_ids(raw, "input")?);
+        return Ok(Inputs { items: vec![Ok(input)], is_list: false });
     }
     let items = list(raw, "input", max_inputs)?;
-    let of_strings = items.first().is_some_and(|first| first.get().starts_with('"'));
-    let texts = items.iter().enumerate().map(|(index, item)| item_text(item.get(), index, of_strings));
-    Ok((texts.collect(), true))
+    let expects_strings = items.first().is_some_and(|first| first.get().starts_with('"'));
+    let inputs = items.iter().enumerate().map(|(index, item)| read_item(item.get(), index, expects_strings));
+    Ok(Inputs { items: inputs.collect(), is_list: true })
 }
 
-fn item_text(raw: &str, index: usize, of_strings: bool) -> Result<Text, TaskError> {
+/// Reads item `index` of a list of inputs. All items must be of the same kind: strings if `expects_strings`, else
+/// lists of token ids.
+fn read_item(raw: &str, index: usize, expects_strings: bool) -> Result<Input, TaskError> {
     let path = format!("input[{index}]");
-    match (raw.as_bytes().first(), of_strings) {
-        (Some(b'"'), true) => Ok(Text::Plain(read(raw, &path)?)),
-        (Some(b'['), false) => Ok(Text::Ids(token_ids(raw, &path)?)),
-        (Some(b'"'), false) => Err(wrong(&path, "a list of token ids, as input[0] is", raw)),
-        (Some(b'['), true) => Err(wrong(&path, "a string, as input[0] is", raw)),
-        _ => Err(wrong(&path, "a string or a list of token ids", raw)),
+    match (raw.as_bytes().first(), expects_strings) {
+        (Some(b'"'), true) => Ok(Input::Text(string(raw, &path)?)),
+        (Some(b'['), false) => Ok(Input::Ids(token_ids(raw, &path)?)),
+        (Some(b'"'), false) => Err(invalid(&path, "a list of token ids, as input[0] is", raw)),
+        (Some(b'['), true) => Err(invalid(&path, "a string, as input[0] is", raw)),
+        _ => Err(invalid(&path, "a string or a list of token ids", raw)),
     }
 }
 
@@ -121,7 +132,7 @@ fn encoding(raw: &RawValue) -> Result<Encoding, TaskError> {
     match string(raw.get(), "encoding_format").as_deref() {
         Ok("float") => Ok(Encoding::Float),
         Ok("base64") => Ok(Encoding::Base64),
-        _ => Err(wrong("encoding_format", "\"float\" or \"base64\"", raw.get())),
+        _ => Err(invalid("encoding_format", "\"float\" or \"base64\"", raw.get())),
     }
 }
 
@@ -139,24 +150,24 @@ mod tests {
         (error.kind, error.message, error.param)
     }
 
-    fn plain(texts: &[&str]) -> Vec<Result<Text, TaskError>> {
-        texts.iter().map(|text| Ok(Text::Plain((*text).to_owned()))).collect()
+    fn plain(texts: &[&str]) -> Vec<Result<Input, TaskError>> {
+        texts.iter().map(|text| Ok(Input::Text((*text).to_owned()))).collect()
     }
 
     #[test]
     fn each_of_the_four_forms_of_input_is_read() {
-        assert_eq!(parse(r#"{"input":"a\u00e9\n"}"#).unwrap().texts, plain(&["aé\n"]));
-        assert_eq!(parse(r#" {"input" : [ "a" , "" ]}"#).unwrap().texts, plain(&["a", ""]));
-        assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().texts, [Ok(Text::Ids(vec![7, 8]))]);
+        assert_eq!(parse(r#"{"input":"a\u00e9\n"}"#).unwrap().inputs, plain(&["aé\n"]));
+        assert_eq!(parse(r#" {"input" : [ "a" , "" ]}"#).unwrap().inputs, plain(&["a", ""]));
+        assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().inputs, [Ok(Input::Ids(vec![7, 8]))]);
         let two = parse(r#"{"input":[[1],[2,3]]}"#).unwrap();
-        assert_eq!(two.texts, [Ok(Text::Ids(vec![1])), Ok(Text::Ids(vec![2, 3]))]);
+        assert_eq!(two.inputs, [Ok(Input::Ids(vec![1])), Ok(Input::Ids(vec![2, 3]))]);
         assert_eq!(two.path(1), "input[1]");
         assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().path(0), "input");
     }
 
     #[test]
     fn an_empty_text_is_an_input() {
-        assert_eq!(parse(r#"{"input":""}"#).unwrap().texts, plain(&[""]));
+        assert_eq!(parse(r#"{"input":""}"#).unwrap().inputs, plain(&[""]));
     }
 
     #[test]
@@ -217,7 +228,7 @@ mod tests {
     fn with_errors_each_a_bad_input_becomes_an_error_in_its_place() {
         let request = parse(r#"{"input":["a",7,"b"],"errors":"each"}"#).unwrap();
         let errors: Vec<_> =
-            request.texts.iter().map(|text| text.as_ref().err().map(|it| it.param.clone())).collect();
+            request.inputs.iter().map(|input| input.as_ref().err().map(|it| it.param.clone())).collect();
         assert_eq!(errors, [None, Some(Some("input[1]".to_owned())), None]);
         assert_eq!(refusal(r#"{"input":["a",7],"errors":"task"}"#).2.as_deref(), Some("input[1]"));
         assert_eq!(refusal(r#"{"input":["a"],"errors":"all"}"#).2.as_deref(), Some("errors"));
@@ -235,7 +246,7 @@ mod tests {
         assert_eq!(kind, TaskErrorKind::TooLarge);
         assert_eq!(message, "input holds 5 items; this pool takes at most 4");
         assert_eq!(param.as_deref(), Some("input"));
-        assert_eq!(parse(r#"{"input":[1,2,3,4,5]}"#).unwrap().texts.len(), 1);
+        assert_eq!(parse(r#"{"input":[1,2,3,4,5]}"#).unwrap().inputs.len(), 1);
     }
 
     #[test]

@@ -18,7 +18,7 @@ pub struct EmbeddingResponse<'a> {
     pub model: &'a str,
     /// One vector for each input that has no error, in order.
     pub vectors: &'a [Vec<f32>],
-    /// Errors of inputs, with their indices, ascending.
+    /// The errors, each with the index of its input, in ascending order.
     pub errors: &'a [(usize, TaskError)],
     /// How the vectors are written.
     pub encoding: Encoding,
@@ -37,7 +37,7 @@ pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskE
     body.extend_from_slice(b"{\"object\":\"list\",\"data\":[");
     let (mut vectors, mut errors) = (response.vectors.iter(), response.errors.iter().peekable());
     for index in 0..response.vectors.len() + response.errors.len() {
-        if let Some((_, error)) = errors.next_if(|(at, _)| *at == index) {
+        if let Some((_, error)) = errors.next_if(|(error_index, _)| *error_index == index) {
             write_error(&mut body, index, error);
             continue;
         }
@@ -63,11 +63,11 @@ pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskE
     Ok(body)
 }
 
-/// An item in the place of an embedding: the error as in the body of an error reply.
+/// Writes an item that takes the place of an embedding: the error as in the body of an error reply.
 fn write_error(body: &mut Vec<u8>, index: usize, error: &TaskError) {
     let comma = if index > 0 { "," } else { "" };
     body.extend_from_slice(format!(r#"{comma}{{"object":"error","index":{index},"#).as_bytes());
-    // `{"error":{…}}` without its first bracket.
+    // `{"error":{…}}` without its first brace.
     body.extend_from_slice(error_body(error).get(1..).unwrap_or_default());
 }
 

@@ -4,11 +4,11 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use super::Api;
 use crate::protocol::TaskError;
-use crate::protocol::reply::written;
+use crate::protocol::reply::to_json;
 
-/// The log probability that is written for one that is not finite, which JSON cannot express. OpenAI writes it for very
+/// Written in place of a log probability that is not finite, which JSON cannot express. OpenAI writes it for very
 /// unlikely tokens.
-const UNLIKELY: f32 = -9999.0;
+const MIN_LOGPROB: f32 = -9999.0;
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -16,7 +16,7 @@ const UNLIKELY: f32 = -9999.0;
 pub enum Finish {
     /// The model or a stop string ended it.
     Stop,
-    /// It has as many tokens as it may have.
+    /// It reached its maximum number of tokens.
     Length,
 }
 
@@ -29,8 +29,19 @@ pub struct TokenScore {
     pub bytes: Vec<u8>,
     /// Its log probability.
     pub logprob: f32,
-    /// The most probable tokens at this place, best first: text, bytes, log probability.
-    pub top: Vec<(String, Vec<u8>, f32)>,
+    /// The most probable tokens at this position, best first.
+    pub top: Vec<TopScore>,
+}
+
+/// One of the most probable tokens at a position.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TopScore {
+    /// The token's text.
+    pub text: String,
+    /// The token's bytes.
+    pub bytes: Vec<u8>,
+    /// Its log probability.
+    pub logprob: f32,
 }
 
 impl TokenScore {
@@ -48,29 +59,29 @@ fn begins_character(byte: u8) -> bool {
 /// One answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
-    /// Its place among all answers of the reply.
+    /// Its index among all answers of the reply.
     pub index: usize,
     /// The text; if the prompt is echoed, the prompt's text comes first.
     pub text: String,
     /// Why it ended.
     pub finish: Finish,
-    /// Its tokens, if they were asked for.
+    /// Its tokens, if log probabilities were requested.
     pub logprobs: Option<Vec<TokenScore>>,
 }
 
 /// What was added to one answer since the last chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chunk<'a> {
-    /// The answer's place among all answers of the reply.
+    /// The answer's index among all answers of the reply.
     pub choice: usize,
     /// The text added.
     pub text: &'a str,
     /// Whether this is the answer's first chunk, which in a chat has the role.
-    pub first: bool,
-    /// The tokens added, if they were asked for.
+    pub is_first: bool,
+    /// The tokens added, if log probabilities were requested.
     pub logprobs: Option<&'a [TokenScore]>,
-    /// Characters of the answer that begin before these tokens: the sum of [`TokenScore::characters`] of those
-    /// in earlier chunks. Only completions with `logprobs` write it.
+    /// Number of characters of the answer that begin before these tokens: the sum of [`TokenScore::characters`] over
+    /// earlier chunks. It is written only for completions with `logprobs`.
     pub offset: usize,
     /// Why the answer ended, in its last chunk.
     pub finish: Option<Finish>,
@@ -123,7 +134,7 @@ impl Reply<'_> {
                     logprobs: choice.logprobs.as_deref().map(|tokens| TextLogprobs::of(tokens, 0)),
                     finish_reason: Some(choice.finish),
                 });
-                self.written("text_completion", choices.collect(), Some(usage))
+                self.body("text_completion", choices.collect(), Some(usage))
             }
             Api::Chat => {
                 let choices = choices.iter().map(|choice| ChatChoice {
@@ -132,12 +143,12 @@ impl Reply<'_> {
                     logprobs: choice.logprobs.as_deref().map(ChatLogprobs::of),
                     finish_reason: choice.finish,
                 });
-                self.written("chat.completion", choices.collect(), Some(usage))
+                self.body("chat.completion", choices.collect(), Some(usage))
             }
         }
     }
 
-    /// The body of a part: what was added to one answer.
+    /// The body of a reply part: what was added to one answer.
     ///
     /// # Errors
     /// `Internal` if the body cannot be written.
@@ -150,29 +161,29 @@ impl Reply<'_> {
                     logprobs: chunk.logprobs.map(|tokens| TextLogprobs::of(tokens, chunk.offset)),
                     finish_reason: chunk.finish,
                 };
-                self.written(self.chunk_object(), vec![choice], None)
+                self.body(self.chunk_object(), vec![choice], None)
             }
             Api::Chat => {
                 let choice = ChatChunk {
                     index: chunk.choice,
                     delta: Delta {
-                        role: chunk.first.then_some("assistant"),
-                        content: (chunk.first || !chunk.text.is_empty()).then_some(chunk.text),
+                        role: chunk.is_first.then_some("assistant"),
+                        content: (chunk.is_first || !chunk.text.is_empty()).then_some(chunk.text),
                     },
                     logprobs: chunk.logprobs.map(ChatLogprobs::of),
                     finish_reason: chunk.finish,
                 };
-                self.written(self.chunk_object(), vec![choice], None)
+                self.body(self.chunk_object(), vec![choice], None)
             }
         }
     }
 
-    /// The body of the last part: the usage, and no choices.
+    /// The body of the last reply part: the usage, and no choices.
     ///
     /// # Errors
     /// `Internal` if the body cannot be written.
     pub fn usage_chunk(&self, usage: Usage) -> Result<Vec<u8>, TaskError> {
-        self.written(self.chunk_object(), Vec::<TextChoice<'_>>::new(), Some(usage))
+        self.body(self.chunk_object(), Vec::<TextChoice<'_>>::new(), Some(usage))
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -182,14 +193,14 @@ impl Reply<'_> {
         }
     }
 
-    fn written<C: Serialize>(
+    fn body<C: Serialize>(
         &self,
         object: &'static str,
         choices: Vec<C>,
         usage: Option<Usage>,
     ) -> Result<Vec<u8>, TaskError> {
         let Self { id, created, model, .. } = *self;
-        written(&Object { id, object, created, model, choices, usage })
+        to_json(&Object { id, object, created, model, choices, usage })
     }
 }
 
@@ -242,39 +253,38 @@ struct TextChoice<'a> {
 struct TextLogprobs<'a> {
     tokens: Vec<&'a str>,
     token_logprobs: Vec<f32>,
-    top_logprobs: Vec<Top<'a>>,
+    top_logprobs: Vec<TopLogprobs<'a>>,
     /// Where each token begins in the answer's text, in characters.
     text_offset: Vec<usize>,
 }
 
 impl<'a> TextLogprobs<'a> {
-    /// `offset`: characters that begin before these tokens.
-    fn of(tokens: &'a [TokenScore], offset: usize) -> Self {
-        let mut begun = offset;
+    /// `offset` is the number of characters of the answer that begin before these tokens.
+    fn of(tokens: &'a [TokenScore], mut offset: usize) -> Self {
         let mut text_offset = Vec::with_capacity(tokens.len());
         for token in tokens {
-            // A token that begins inside a character stands at that character's place.
-            let inside = token.bytes.first().is_some_and(|byte| !begins_character(*byte));
-            text_offset.push(begun.saturating_sub(usize::from(inside)));
-            begun = begun.saturating_add(token.characters());
+            // A token that begins inside a character has that character's offset.
+            let is_inside_character = token.bytes.first().is_some_and(|byte| !begins_character(*byte));
+            text_offset.push(offset.saturating_sub(usize::from(is_inside_character)));
+            offset = offset.saturating_add(token.characters());
         }
         Self {
             tokens: tokens.iter().map(|token| token.text.as_str()).collect(),
             token_logprobs: tokens.iter().map(|token| finite(token.logprob)).collect(),
-            top_logprobs: tokens.iter().map(Top).collect(),
+            top_logprobs: tokens.iter().map(TopLogprobs).collect(),
             text_offset,
         }
     }
 }
 
-/// The most probable tokens of a place and the chosen one, best first, as an object of log probabilities by
-/// text. Of tokens with the same text it has the best, since an object cannot hold both.
-struct Top<'a>(&'a TokenScore);
+/// The most probable tokens at a position and the chosen one, as an object that maps texts to log probabilities. Of
+/// tokens with the same text only the most probable is written, because an object cannot hold a key twice.
+struct TopLogprobs<'a>(&'a TokenScore);
 
-impl Serialize for Top<'_> {
+impl Serialize for TopLogprobs<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Self(token) = self;
-        let top = token.top.iter().map(|(text, _, logprob)| (text.as_str(), *logprob));
+        let top = token.top.iter().map(|it| (it.text.as_str(), it.logprob));
         let mut entries: Vec<(&str, f32)> = Vec::with_capacity(token.top.len() + 1);
         for (text, logprob) in top.chain([(token.text.as_str(), token.logprob)]) {
             if !entries.iter().any(|(known, _)| *known == text) {
@@ -347,10 +357,10 @@ impl<'a> ChatLogprobs<'a> {
 
 impl<'a> ChatToken<'a> {
     fn of(token: &'a TokenScore) -> Self {
-        let top = token.top.iter().map(|(text, bytes, logprob)| TopToken {
-            token: text,
-            logprob: finite(*logprob),
-            bytes,
+        let top = token.top.iter().map(|it| TopToken {
+            token: &it.text,
+            logprob: finite(it.logprob),
+            bytes: &it.bytes,
         });
         Self {
             token: &token.text,
@@ -362,7 +372,7 @@ impl<'a> ChatToken<'a> {
 }
 
 fn finite(logprob: f32) -> f32 {
-    if logprob.is_finite() { logprob } else { UNLIKELY }
+    if logprob.is_finite() { logprob } else { MIN_LOGPROB }
 }
 
 /// The text of the first answer in a reply or in a chunk.
@@ -400,7 +410,11 @@ mod tests {
     }
 
     fn token(bytes: &[u8], logprob: f32, top: &[(&str, f32)]) -> TokenScore {
-        let top = top.iter().map(|(text, logprob)| ((*text).into(), text.as_bytes().into(), *logprob));
+        let top = top.iter().map(|(text, logprob)| TopScore {
+            text: (*text).into(),
+            bytes: text.as_bytes().into(),
+            logprob: *logprob,
+        });
         let text = String::from_utf8_lossy(bytes).into_owned();
         TokenScore { text, bytes: bytes.into(), logprob, top: top.collect() }
     }
@@ -453,8 +467,8 @@ mod tests {
     #[test]
     fn the_first_chunk_of_a_chat_has_the_role_and_the_last_the_reason() {
         let chat = reply(Api::Chat);
-        let first = Chunk { choice: 1, text: "", first: true, logprobs: None, offset: 0, finish: None };
-        let last = Chunk { first: false, finish: Some(Finish::Length), ..first };
+        let first = Chunk { choice: 1, text: "", is_first: true, logprobs: None, offset: 0, finish: None };
+        let last = Chunk { is_first: false, finish: Some(Finish::Length), ..first };
         let middle = Chunk { text: "b", finish: None, ..last };
         let role = json!({"role": "assistant", "content": ""});
         for (chunk, delta, reason) in [
@@ -476,11 +490,11 @@ mod tests {
     #[test]
     fn offsets_count_characters_and_continue_over_chunks() {
         let tokens = [token(b"a\xf0\x9f", -1.0, &[]), token(b"\x98\x80", -1.0, &[]), token(b"b", -1.0, &[])];
-        let begun: usize = tokens[..1].iter().map(TokenScore::characters).sum();
+        let first_characters: usize = tokens[..1].iter().map(TokenScore::characters).sum();
         let chunk = |tokens, offset| Chunk {
             choice: 0,
             text: "",
-            first: false,
+            is_first: false,
             logprobs: Some(tokens),
             offset,
             finish: None,
@@ -489,14 +503,14 @@ mod tests {
             read(reply(Api::Completions).chunk(chunk))["choices"][0]["logprobs"]["text_offset"].clone()
         };
         assert_eq!(offsets(&chunk(&tokens[..], 0)), json!([0, 1, 2]));
-        assert_eq!(offsets(&chunk(&tokens[1..], begun)), json!([1, 2]));
+        assert_eq!(offsets(&chunk(&tokens[1..], first_characters)), json!([1, 2]));
     }
 
     #[test]
     fn a_logprob_that_is_not_finite_is_written_as_a_number() {
         let tokens = [token(b"a", f32::NEG_INFINITY, &[("b", 0.0), ("b", -3.0), ("c", f32::NAN)])];
         let chunk =
-            Chunk { choice: 0, text: "a", first: true, logprobs: Some(&tokens), offset: 0, finish: None };
+            Chunk { choice: 0, text: "a", is_first: true, logprobs: Some(&tokens), offset: 0, finish: None };
         let body = read(reply(Api::Completions).chunk(&chunk));
         let top = json!([{"b": 0.0, "c": -9999.0, "a": -9999.0}]);
         assert_eq!(body["choices"][0]["logprobs"]["top_logprobs"], top);

@@ -7,34 +7,35 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::protocol::fields::{
-    Fields, Keys, Listed, Unsupported, is_number, list, listed, read, short_string, string, token_ids, wrong,
+    Fields, FirstItems, Keys, Unsupported, bounded_string, deserialize, first_items, invalid, is_number,
+    list, string, token_ids,
 };
 use crate::protocol::{TaskError, TaskErrorKind};
 
-/// The most answers to one prompt.
-const MOST_CHOICES: usize = 8;
-/// The most stop strings, as OpenAI's.
-const MOST_STOPS: usize = 4;
-/// The most bytes of a stop string. It is searched for after each token, and text that may be its beginning is held
-/// back.
-const STOP_BYTES: usize = 1_024;
-/// The most bytes of `user` and `cache_salt`. `user` is a label of metrics.
-const NAME_BYTES: usize = 256;
-/// The most messages of a conversation, and the most parts of a message. Each takes some hundred bytes when the
-/// template is rendered, and as little as 26 bytes in the body.
-const MOST_MESSAGES: usize = 16_384;
-/// The most bytes of `response_format`, as written. A value of the schema takes 32 bytes in memory, and as little as
-/// two in the body.
-const FORMAT_BYTES: usize = 128 << 10;
-/// The most tokens listed beside each token of a completion, as OpenAI's.
-const MOST_LOGPROBS: usize = 5;
-/// The most tokens listed beside each token of a chat's answer, as OpenAI's.
-const MOST_TOP_LOGPROBS: usize = 20;
+/// Maximum number of answers to one prompt.
+const MAX_CHOICES: usize = 8;
+/// Maximum number of stop strings; OpenAI has the same limit.
+const MAX_STOP_STRINGS: usize = 4;
+/// Maximum length of a stop string in bytes. It is searched for after each token, and text that may be its beginning is
+/// held back.
+const MAX_STOP_BYTES: usize = 1_024;
+/// Maximum length of `user` and `cache_salt` in bytes. `user` is a label of metrics.
+const MAX_NAME_BYTES: usize = 256;
+/// Maximum number of messages of a conversation, and of parts of a message. Each takes several hundred bytes of memory
+/// when the template is rendered, but may take only 26 bytes in the body.
+const MAX_MESSAGES: usize = 16_384;
+/// Maximum length of `response_format` in bytes of JSON. A value of the schema takes 32 bytes in memory, but may take
+/// only two in the body.
+const MAX_FORMAT_BYTES: usize = 128 << 10;
+/// Maximum number of tokens listed beside each token of a completion; OpenAI has the same limit.
+const MAX_LOGPROBS: usize = 5;
+/// Maximum number of tokens listed beside each token of a chat's answer; OpenAI has the same limit.
+const MAX_TOP_LOGPROBS: usize = 20;
 /// The roles that a message can have. Tools are not supported.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
 const COMPLETIONS: Keys = Keys {
-    taken: &[
+    supported: &[
         "cache_salt",
         "echo",
         "frequency_penalty",
@@ -81,7 +82,7 @@ const COMPLETIONS: Keys = Keys {
     ],
 };
 const CHAT: Keys = Keys {
-    taken: &[
+    supported: &[
         "cache_salt",
         "frequency_penalty",
         "ignore_eos",
@@ -139,30 +140,31 @@ const CHAT: Keys = Keys {
     ],
 };
 const MESSAGE: Keys = Keys {
-    taken: &["content", "name", "role"],
+    supported: &["content", "name", "role"],
     unsupported: &[
         Unsupported { key: "audio", only_value: "null" },
         Unsupported { key: "function_call", only_value: "null" },
         Unsupported { key: "tool_calls", only_value: "[]" },
     ],
 };
-const PART: Keys = Keys { taken: &["text", "type"], unsupported: &[] };
+const PART: Keys = Keys { supported: &["text", "type"], unsupported: &[] };
 const STREAM_OPTIONS: Keys = Keys {
-    taken: &["include_usage"],
+    supported: &["include_usage"],
     unsupported: &[Unsupported { key: "continuous_usage_stats", only_value: "false" }],
 };
 const RESPONSE_FORMAT: Keys = Keys {
-    taken: &["json_schema", "pattern", "regex", "type"],
+    supported: &["json_schema", "pattern", "regex", "type"],
     unsupported: &[Unsupported { key: "schema", only_value: "null" }],
 };
-const JSON_SCHEMA: Keys = Keys { taken: &["schema"], unsupported: &[] };
+const JSON_SCHEMA: Keys = Keys { supported: &["schema"], unsupported: &[] };
 
-const TEMPERATURE: Span = Span { low: 0.0, with_low: true, high: 2.0 };
-const TOP_P: Span = Span { low: 0.0, with_low: false, high: 1.0 };
-const MIN_P: Span = Span { low: 0.0, with_low: true, high: 1.0 };
-const PENALTY: Span = Span { low: -2.0, with_low: true, high: 2.0 };
-/// From a tenth to ten times the neutral 1. A logit is divided by the penalty: a penalty near 0 would make it infinite.
-const REPETITION_PENALTY: Span = Span { low: 0.1, with_low: true, high: 10.0 };
+const TEMPERATURE: NumberRange = NumberRange { low: 0.0, includes_low: true, high: 2.0 };
+const TOP_P: NumberRange = NumberRange { low: 0.0, includes_low: false, high: 1.0 };
+const MIN_P: NumberRange = NumberRange { low: 0.0, includes_low: true, high: 1.0 };
+const PENALTY: NumberRange = NumberRange { low: -2.0, includes_low: true, high: 2.0 };
+/// From a tenth to ten times the neutral value, 1. A logit is divided by the penalty: one near 0 would make it
+/// infinite.
+const REPETITION_PENALTY: NumberRange = NumberRange { low: 0.1, includes_low: true, high: 10.0 };
 
 /// The endpoint, which decides the fields of the request and the form of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,7 +184,7 @@ impl Api {
     }
 }
 
-/// What to continue, or to answer.
+/// The texts to continue, or the conversation to answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompts {
     /// Texts to continue.
@@ -197,7 +199,7 @@ pub enum Prompts {
 }
 
 impl Prompts {
-    /// The number of prompts; a conversation is one.
+    /// The number of prompts; a conversation counts as one.
     pub fn count(&self) -> usize {
         match self {
             Self::Texts { texts } => texts.len(),
@@ -214,12 +216,12 @@ pub struct ChatMessage {
     pub role: String,
     /// The text; if it came in parts, they are joined by line breaks.
     pub content: String,
-    /// Distinguishes participants with the same role.
+    /// A name that distinguishes participants with the same role.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
-/// What the generated text must be.
+/// The form that the generated text must have.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Format {
     /// Any text.
@@ -235,13 +237,13 @@ pub enum Format {
 /// How the next token is drawn. All numbers are finite and within the bounds stated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 takes the most probable token. 0 to 2.
+    /// Divides the logits, from 0 to 2. At 0 the most probable token is taken.
     pub temperature: f32,
-    /// Only this many of the most probable tokens; 0 means all.
+    /// Draws only from this many of the most probable tokens; 0 means all.
     pub top_k: usize,
-    /// Only the most probable tokens that together have this probability. Above 0, at most 1.
+    /// Draws only from the most probable tokens that together have this probability. Above 0, at most 1.
     pub top_p: f32,
-    /// Only tokens with at least this share of the most probable token's probability. 0 to 1.
+    /// Draws only from tokens with at least this share of the most probable token's probability. From 0 to 1.
     pub min_p: f32,
     /// Subtracted from a token's logit for each time it was generated. -2 to 2.
     pub frequency_penalty: f32,
@@ -252,7 +254,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// Draws at this temperature, without filters and penalties.
+    /// Sampling at this temperature, without filters and penalties.
     pub const fn at(temperature: f32) -> Self {
         Self {
             temperature,
@@ -285,57 +287,57 @@ pub struct GenerateRequest {
     pub api: Api,
     /// The model asked for, if any.
     pub model: Option<String>,
-    /// What to continue or answer.
+    /// The prompts to continue or answer.
     pub prompts: Prompts,
     /// How tokens are drawn.
     pub sampling: Sampling,
-    /// The most tokens of each answer; at least 1.
+    /// Maximum number of tokens of each answer; at least 1.
     pub max_tokens: Option<usize>,
     /// Whether the answer goes on after the model's end-of-text token.
     pub ignore_eos: bool,
-    /// Answers to each prompt, 1 to 8.
+    /// Number of answers to each prompt, from 1 to 8.
     pub n: usize,
     /// Whether the text of a completion begins with its prompt; never together with `logprobs`.
     pub echo: bool,
-    /// If set, the reply has each token's log probability, and those of this many of the most probable tokens.
+    /// If set, the reply has the log probabilities of each token and of this many of the most probable tokens.
     pub logprobs: Option<usize>,
-    /// Texts that end the answer, and are no part of it; at most 4, none empty, each of at most 1 KiB.
+    /// Strings that end the answer and are not part of it: at most 4, none empty, each of at most 1 KiB.
     pub stop: Vec<String>,
-    /// Whether parts are sent before the reply.
+    /// Whether reply parts are sent before the reply.
     pub stream: bool,
-    /// Whether the last part has the usage; only with `stream`.
+    /// Whether the last reply part has the usage; only with `stream`.
     pub include_usage: bool,
     /// The seed of the random numbers.
     pub seed: Option<u64>,
-    /// What the text must be.
+    /// The form that the text must have.
     pub format: Format,
-    /// The owner of cached prompts: only prompts of the same owner are reused. `cache_salt`, else `user`; of at most
-    /// 256 bytes.
+    /// The owner of cached prompts: the cache of a prompt is reused only for the same owner. This is `cache_salt`, else
+    /// `user`; at most 256 bytes.
     pub owner: Option<String>,
-    /// The requester's name for its own user; of at most 256 bytes.
+    /// The requester's name for its own user; at most 256 bytes.
     pub user: Option<String>,
 }
 
 impl GenerateRequest {
-    /// Reads a body; `most` bounds the inputs, which are the prompts times `n`.
+    /// Reads a body; `max_inputs` bounds the number of inputs, which is the number of prompts times `n`.
     ///
     /// # Errors
     /// `Undecodable` for a body that is not UTF-8 or not JSON, `TooLarge` for too many inputs, else `BadInput`
     /// with the field and the value.
-    pub fn read(api: Api, body: &[u8], most: usize) -> Result<Self, TaskError> {
+    pub fn read(api: Api, body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, api.keys())?;
-        let n = integer(&fields, "n", 1..=MOST_CHOICES)?.unwrap_or(1);
+        let n = integer(&fields, "n", 1..=MAX_CHOICES)?.unwrap_or(1);
         let prompts = match api {
-            Api::Completions => completion_prompts(fields.required("prompt")?.get(), most)?,
+            Api::Completions => completion_prompts(fields.required("prompt")?.get(), max_inputs)?,
             Api::Chat => Prompts::Messages(messages(fields.required("messages")?.get())?),
         };
-        bounded(&prompts, n, most)?;
+        check_input_count(&prompts, n, max_inputs)?;
         let logprobs = match api {
-            Api::Completions => integer(&fields, "logprobs", 0..=MOST_LOGPROBS)?,
+            Api::Completions => integer(&fields, "logprobs", 0..=MAX_LOGPROBS)?,
             Api::Chat => chat_logprobs(&fields)?,
         };
         let stream = fields.boolean("stream", false)?;
-        let user = fields.short("user", NAME_BYTES)?;
+        let user = fields.bounded_string("user", MAX_NAME_BYTES)?;
         Ok(Self {
             api,
             model: fields.string("model")?,
@@ -346,14 +348,14 @@ impl GenerateRequest {
             n,
             echo: echo(&fields, logprobs)?,
             logprobs,
-            stop: fields.get("stop").map_or(Ok(Vec::new()), |raw| stop(raw.get()))?,
+            stop: fields.get("stop").map_or(Ok(Vec::new()), |raw| stop_strings(raw.get()))?,
             stream,
             include_usage: include_usage(&fields, stream)?,
             seed: fields.get("seed").map(seed).transpose()?,
             format: fields
                 .get("response_format")
                 .map_or(Ok(Format::Text), |raw| response_format(raw.get()))?,
-            owner: fields.short("cache_salt", NAME_BYTES)?.or_else(|| user.clone()),
+            owner: fields.bounded_string("cache_salt", MAX_NAME_BYTES)?.or_else(|| user.clone()),
             user,
         })
     }
@@ -368,21 +370,21 @@ impl GenerateRequest {
     }
 }
 
-/// A range of numbers from `low` to `high`. It includes `high`, and `low` if `with_low`.
-struct Span {
+/// The numbers from `low` to `high`. `high` is included, and `low` if `includes_low`.
+struct NumberRange {
     low: f32,
-    with_low: bool,
+    includes_low: bool,
     high: f32,
 }
 
-impl Span {
+impl NumberRange {
     fn contains(&self, number: f32) -> bool {
-        (number > self.low || (self.with_low && number == self.low)) && number <= self.high
+        (number > self.low || (self.includes_low && number == self.low)) && number <= self.high
     }
 
-    fn stated(&self) -> String {
-        let Self { low, with_low, high } = self;
-        if *with_low {
+    fn describe(&self) -> String {
+        let Self { low, includes_low, high } = self;
+        if *includes_low {
             format!("a number from {low} to {high}")
         } else {
             format!("a number above {low} and at most {high}")
@@ -390,23 +392,23 @@ impl Span {
     }
 }
 
-/// A number. The bounds are checked after rounding to f32, in which a tiny number is 0 and a huge one infinite.
-fn number(fields: &Fields<'_>, key: &str, default: f32, span: &Span) -> Result<f32, TaskError> {
+/// Reads a number. The range is checked after rounding to f32, because a tiny number becomes 0 and a huge one infinite.
+fn number(fields: &Fields<'_>, key: &str, default: f32, range: &NumberRange) -> Result<f32, TaskError> {
     let Some(raw) = fields.get(key) else { return Ok(default) };
     match serde_json::from_str::<f64>(raw.get()).map(|number| number as f32) {
-        Ok(number) if span.contains(number) => Ok(number),
-        _ => Err(wrong(key, &span.stated(), raw.get())),
+        Ok(number) if range.contains(number) => Ok(number),
+        _ => Err(invalid(key, &range.describe(), raw.get())),
     }
 }
 
-/// A whole number in a range.
+/// Reads an integer.
 fn integer(fields: &Fields<'_>, key: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, TaskError> {
     let Some(raw) = fields.get(key) else { return Ok(None) };
     match serde_json::from_str(raw.get()) {
         Ok(number) if range.contains(&number) => Ok(Some(number)),
         _ => {
             let wanted = format!("an integer from {} to {}", range.start(), range.end());
-            Err(wrong(key, &wanted, raw.get()))
+            Err(invalid(key, &wanted, raw.get()))
         }
     }
 }
@@ -415,16 +417,16 @@ fn top_k(raw: &RawValue) -> Result<usize, TaskError> {
     match serde_json::from_str::<i64>(raw.get()) {
         Ok(-1) => Ok(0),
         Ok(number) if number >= 0 => Ok(usize::try_from(number).unwrap_or(usize::MAX)),
-        _ => Err(wrong("top_k", "an integer from 0, or -1 (both 0 and -1 mean all tokens)", raw.get())),
+        _ => Err(invalid("top_k", "an integer from 0, or -1 (both 0 and -1 mean all tokens)", raw.get())),
     }
 }
 
-/// Any integer of 64 bits; a negative one stands for its two's complement.
+/// Reads a seed: any integer of 64 bits. A negative one is read as its two's complement.
 fn seed(raw: &RawValue) -> Result<u64, TaskError> {
     let text = raw.get();
     serde_json::from_str::<u64>(text)
         .or_else(|_| serde_json::from_str::<i64>(text).map(i64::cast_unsigned))
-        .map_err(|_| wrong("seed", "an integer of 64 bits", text))
+        .map_err(|_| invalid("seed", "an integer of 64 bits", text))
 }
 
 fn max_tokens(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
@@ -443,7 +445,7 @@ fn max_tokens(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
 
 fn chat_logprobs(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
     let wanted = fields.boolean("logprobs", false)?;
-    match (wanted, integer(fields, "top_logprobs", 0..=MOST_TOP_LOGPROBS)?) {
+    match (wanted, integer(fields, "top_logprobs", 0..=MAX_TOP_LOGPROBS)?) {
         (true, top) => Ok(Some(top.unwrap_or(0))),
         (false, None) => Ok(None),
         (false, Some(top)) => {
@@ -453,7 +455,7 @@ fn chat_logprobs(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
     }
 }
 
-/// `echo`. It is refused together with `logprobs`, because the prompt's own log probabilities are not computed.
+/// Reads `echo`. It is refused together with `logprobs`, because the prompt's own log probabilities are not computed.
 fn echo(fields: &Fields<'_>, logprobs: Option<usize>) -> Result<bool, TaskError> {
     let echo = fields.boolean("echo", false)?;
     match logprobs {
@@ -474,46 +476,46 @@ fn include_usage(fields: &Fields<'_>, stream: bool) -> Result<bool, TaskError> {
     match object(raw.get(), PATH, &STREAM_OPTIONS)?.get("include_usage").map(RawValue::get) {
         None | Some("false") => Ok(false),
         Some("true") => Ok(true),
-        Some(other) => Err(wrong("stream_options.include_usage", "true or false", other)),
+        Some(other) => Err(invalid("stream_options.include_usage", "true or false", other)),
     }
 }
 
-/// Stop strings: one, or a list, which may be empty.
-fn stop(raw: &str) -> Result<Vec<String>, TaskError> {
+/// Reads the stop strings: one, or a list, which may be empty.
+fn stop_strings(raw: &str) -> Result<Vec<String>, TaskError> {
     if raw.starts_with('"') {
         return Ok(vec![stop_string(raw, "stop")?]);
     }
     if !raw.starts_with('[') {
-        return Err(wrong("stop", "a string or a list of strings", raw));
+        return Err(invalid("stop", "a string or a list of strings", raw));
     }
-    let Listed { items, count } = listed(raw, "stop", MOST_STOPS)?;
-    if count > MOST_STOPS {
-        let message = format!("stop holds {count} strings; at most {MOST_STOPS} are taken");
+    let FirstItems { items, count } = first_items(raw, "stop", MAX_STOP_STRINGS)?;
+    if count > MAX_STOP_STRINGS {
+        let message = format!("stop holds {count} strings; at most {MAX_STOP_STRINGS} are taken");
         return Err(TaskError::bad_input("stop", message));
     }
     items.iter().enumerate().map(|(index, item)| stop_string(item.get(), &format!("stop[{index}]"))).collect()
 }
 
 fn stop_string(raw: &str, path: &str) -> Result<String, TaskError> {
-    let text = short_string(raw, path, STOP_BYTES)?;
-    if text.is_empty() { Err(wrong(path, "a string that is not empty", raw)) } else { Ok(text) }
+    let text = bounded_string(raw, path, MAX_STOP_BYTES)?;
+    if text.is_empty() { Err(invalid(path, "a string that is not empty", raw)) } else { Ok(text) }
 }
 
 fn response_format(raw: &str) -> Result<Format, TaskError> {
     const PATH: &str = "response_format";
     const TYPE: &str = "response_format.type";
-    if raw.len() > FORMAT_BYTES {
-        let message = format!("{PATH} has {} bytes; at most {FORMAT_BYTES} are taken", raw.len());
+    if raw.len() > MAX_FORMAT_BYTES {
+        let message = format!("{PATH} has {} bytes; at most {MAX_FORMAT_BYTES} are taken", raw.len());
         return Err(TaskError::bad_input(PATH, message));
     }
     let fields = object(raw, PATH, &RESPONSE_FORMAT)?;
-    let kind = member(&fields, PATH, "type")?;
+    let kind = required(&fields, PATH, "type")?;
     match string(kind, TYPE)?.as_str() {
         "text" => Ok(Format::Text),
         "json_object" => Ok(Format::JsonObject),
-        "json_schema" => json_schema(member(&fields, PATH, "json_schema")?).map(Format::JsonSchema),
+        "json_schema" => json_schema(required(&fields, PATH, "json_schema")?).map(Format::JsonSchema),
         "regex" => regex(&fields, PATH).map(Format::Regex),
-        _ => Err(wrong(TYPE, r#""text", "json_object", "json_schema" or "regex""#, kind)),
+        _ => Err(invalid(TYPE, r#""text", "json_object", "json_schema" or "regex""#, kind)),
     }
 }
 
@@ -521,11 +523,15 @@ fn json_schema(raw: &str) -> Result<serde_json::Value, TaskError> {
     const PATH: &str = "response_format.json_schema";
     const SCHEMA: &str = "response_format.json_schema.schema";
     let fields = object(raw, PATH, &JSON_SCHEMA)?;
-    let schema = member(&fields, PATH, "schema")?;
-    if schema.starts_with('{') { read(schema, SCHEMA) } else { Err(wrong(SCHEMA, "an object", schema)) }
+    let schema = required(&fields, PATH, "schema")?;
+    if schema.starts_with('{') {
+        deserialize(schema, SCHEMA)
+    } else {
+        Err(invalid(SCHEMA, "an object", schema))
+    }
 }
 
-/// A regular expression. Both names of its field, `regex` and `pattern`, are in use.
+/// Reads a regular expression. Its field may be named `regex` or `pattern`: clients use both names.
 fn regex(fields: &Fields<'_>, path: &str) -> Result<String, TaskError> {
     let key = match (fields.get("regex"), fields.get("pattern")) {
         (Some(_), Some(_)) => {
@@ -535,30 +541,30 @@ fn regex(fields: &Fields<'_>, path: &str) -> Result<String, TaskError> {
         (None, Some(_)) => "pattern",
         _ => "regex",
     };
-    string(member(fields, path, key)?, &format!("{path}.{key}"))
+    string(required(fields, path, key)?, &format!("{path}.{key}"))
 }
 
-/// The prompts of a completion; `most` bounds their number.
-fn completion_prompts(raw: &str, most: usize) -> Result<Prompts, TaskError> {
-    const KINDS: &str = "a string, a list of strings, a list of token ids or a list of such lists";
+/// Reads the prompts of a completion; `max_prompts` bounds their number.
+fn completion_prompts(raw: &str, max_prompts: usize) -> Result<Prompts, TaskError> {
+    const EXPECTED: &str = "a string, a list of strings, a list of token ids or a list of such lists";
     match raw.as_bytes().first() {
         Some(b'"') => return Ok(Prompts::Texts { texts: vec![string(raw, "prompt")?] }),
         Some(b'[') => {}
-        _ => return Err(wrong("prompt", KINDS, raw)),
+        _ => return Err(invalid("prompt", EXPECTED, raw)),
     }
-    // A list of ids is one prompt: `most` does not bound the ids.
+    // A list of token ids is one prompt: `max_prompts` does not bound the ids.
     if is_number(raw[1..].trim_start()) {
         return Ok(Prompts::Tokens(vec![token_ids(raw, "prompt")?]));
     }
-    let items = list(raw, "prompt", most)?;
+    let items = list(raw, "prompt", max_prompts)?;
     let items = items.iter().enumerate().map(|(index, item)| (item.get(), format!("prompt[{index}]")));
     match raw[1..].trim_start().as_bytes().first() {
         Some(b'"') => {
             let texts = items.map(|(item, path)| {
                 if item.starts_with('"') {
-                    read(item, &path)
+                    string(item, &path)
                 } else {
-                    Err(wrong(&path, "a string, as prompt[0] is", item))
+                    Err(invalid(&path, "a string, as prompt[0] is", item))
                 }
             });
             Ok(Prompts::Texts { texts: texts.collect::<Result<_, _>>()? })
@@ -568,78 +574,78 @@ fn completion_prompts(raw: &str, most: usize) -> Result<Prompts, TaskError> {
                 if item.starts_with('[') {
                     token_ids(item, &path)
                 } else {
-                    Err(wrong(&path, "a list of token ids, as prompt[0] is", item))
+                    Err(invalid(&path, "a list of token ids, as prompt[0] is", item))
                 }
             });
             Ok(Prompts::Tokens(lists.collect::<Result<_, _>>()?))
         }
-        _ => Err(wrong("prompt", KINDS, raw)),
+        _ => Err(invalid("prompt", EXPECTED, raw)),
     }
 }
 
-/// Checks that the inputs, which are the prompts times `n`, are at most `most`.
-fn bounded(prompts: &Prompts, n: usize, most: usize) -> Result<(), TaskError> {
+/// Checks that the number of inputs, which is the number of prompts times `n`, is at most `max_inputs`.
+fn check_input_count(prompts: &Prompts, n: usize, max_inputs: usize) -> Result<(), TaskError> {
     let count = prompts.count();
     let inputs = count.saturating_mul(n);
-    if inputs <= most {
+    if inputs <= max_inputs {
         return Ok(());
     }
     let prompts = if count == 1 { "prompt" } else { "prompts" };
     let message =
-        format!("n = {n} for {count} {prompts} makes {inputs} inputs; this pool takes at most {most}");
-    Err(TaskError::new(TaskErrorKind::TooLarge, message).at("n"))
+        format!("n = {n} for {count} {prompts} makes {inputs} inputs; this pool takes at most {max_inputs}");
+    Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("n"))
 }
 
-/// The messages of a conversation, at least one.
+/// Reads the messages of a conversation, at least one.
 fn messages(raw: &str) -> Result<Vec<ChatMessage>, TaskError> {
-    let items = list(raw, "messages", MOST_MESSAGES)?;
+    let items = list(raw, "messages", MAX_MESSAGES)?;
     items.iter().enumerate().map(|(index, item)| message(item.get(), &format!("messages[{index}]"))).collect()
 }
 
 fn message(raw: &str, path: &str) -> Result<ChatMessage, TaskError> {
     let fields = object(raw, path, &MESSAGE)?;
     let role_path = format!("{path}.role");
-    let raw_role = member(&fields, path, "role")?;
+    let raw_role = required(&fields, path, "role")?;
     let role = string(raw_role, &role_path)?;
     if !ROLES.contains(&role.as_str()) {
-        return Err(wrong(&role_path, r#""system", "developer", "user" or "assistant""#, raw_role));
+        return Err(invalid(&role_path, r#""system", "developer", "user" or "assistant""#, raw_role));
     }
     Ok(ChatMessage {
         role,
-        content: content(member(&fields, path, "content")?, &format!("{path}.content"))?,
+        content: content(required(&fields, path, "content")?, &format!("{path}.content"))?,
         name: fields.get("name").map(|raw| string(raw.get(), &format!("{path}.name"))).transpose()?,
     })
 }
 
 fn content(raw: &str, path: &str) -> Result<String, TaskError> {
     if raw.starts_with('"') {
-        return read(raw, path);
+        return string(raw, path);
     }
     if !raw.starts_with('[') {
-        return Err(wrong(path, "a string or a list of text parts", raw));
+        return Err(invalid(path, "a string or a list of text parts", raw));
     }
-    let items = list(raw, path, MOST_MESSAGES)?;
+    let items = list(raw, path, MAX_MESSAGES)?;
     let texts = items.iter().enumerate().map(|(index, item)| part(item.get(), &format!("{path}[{index}]")));
-    // vLLM and llama.cpp join them in the same way.
+    // vLLM and llama.cpp also join text parts by line breaks.
     Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
 }
 
 fn part(raw: &str, path: &str) -> Result<String, TaskError> {
     let fields = object(raw, path, &PART)?;
     let type_path = format!("{path}.type");
-    let kind = member(&fields, path, "type")?;
+    let kind = required(&fields, path, "type")?;
     if string(kind, &type_path)? != "text" {
-        return Err(wrong(&type_path, r#""text" (images, audio and files are not supported here)"#, kind));
+        return Err(invalid(&type_path, r#""text" (images, audio and files are not supported here)"#, kind));
     }
-    string(member(&fields, path, "text")?, &format!("{path}.text"))
+    string(required(&fields, path, "text")?, &format!("{path}.text"))
 }
 
-/// The fields of an object within the body.
+/// Reads the fields of an object within the body.
 fn object<'a>(raw: &'a str, path: &str, keys: &Keys) -> Result<Fields<'a>, TaskError> {
     if !raw.starts_with('{') {
-        return Err(wrong(path, "an object", raw));
+        return Err(invalid(path, "an object", raw));
     }
-    // Messages about a field begin with its name, so the object's path goes before it.
+    // Messages about a field begin with the field's name, so the object's path is put before them.
     Fields::parse(raw.as_bytes(), keys).map_err(|error| match error.param {
         Some(param) => TaskError::bad_input(format!("{path}.{param}"), format!("{path}.{}", error.message)),
         None => TaskError::bad_input(path, format!("{path}: {}", error.message)),
@@ -647,7 +653,7 @@ fn object<'a>(raw: &'a str, path: &str, keys: &Keys) -> Result<Fields<'a>, TaskE
 }
 
 /// A field that the object at `path` must have.
-fn member<'a>(fields: &Fields<'a>, path: &str, key: &str) -> Result<&'a str, TaskError> {
+fn required<'a>(fields: &Fields<'a>, path: &str, key: &str) -> Result<&'a str, TaskError> {
     let path = format!("{path}.{key}");
     match fields.get(key) {
         Some(raw) => Ok(raw.get()),
@@ -819,20 +825,23 @@ mod tests {
     #[test]
     fn texts_formats_and_conversations_are_bounded_in_size() {
         let quoted = |length: usize| format!("\"{}\"", "a".repeat(length));
-        for (field, most) in [("user", 256), ("cache_salt", 256), ("stop", 1_024)] {
-            assert!(completion(&format!(r#","{field}":{}"#, quoted(most))).is_ok());
-            let error = completion(&format!(r#","{field}":{}"#, quoted(most + 1))).unwrap_err();
+        for (field, max_bytes) in [("user", 256), ("cache_salt", 256), ("stop", 1_024)] {
+            assert!(completion(&format!(r#","{field}":{}"#, quoted(max_bytes))).is_ok());
+            let error = completion(&format!(r#","{field}":{}"#, quoted(max_bytes + 1))).unwrap_err();
             assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some(field)));
-            assert_eq!(error.message, format!("{field} has {} bytes; at most {most} are taken", most + 1));
+            assert_eq!(
+                error.message,
+                format!("{field} has {} bytes; at most {max_bytes} are taken", max_bytes + 1)
+            );
         }
         let error = completion(&format!(r#","stop":["a",{}]"#, quoted(2_000))).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("stop[1]"));
-        let schema = format!(r#"{{"enum":[{}]}}"#, quoted(FORMAT_BYTES));
+        let schema = format!(r#"{{"enum":[{}]}}"#, quoted(MAX_FORMAT_BYTES));
         let format = format!(r#"{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}"#);
         let error = completion(&format!(r#","response_format":{format}"#)).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("response_format"));
         assert!(error.message.ends_with("bytes; at most 131072 are taken"), "{}", error.message);
-        let many = "[".to_owned() + &r#"{"role":"user","content":""},"#.repeat(MOST_MESSAGES) + "0]";
+        let many = "[".to_owned() + &r#"{"role":"user","content":""},"#.repeat(MAX_MESSAGES) + "0]";
         let error = conversation(&many).unwrap_err();
         assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("messages")));
     }

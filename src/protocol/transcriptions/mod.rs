@@ -5,7 +5,7 @@ mod reply;
 mod request;
 
 pub use reply::{Segment, Transcript, Word, delta, text_of};
-pub use request::{Format, Sound, Task, TranscriptionRequest, VoiceDetection};
+pub use request::{Format, Sound, SpeechTask, TranscriptionRequest, VoiceDetection};
 
 /// The URL of requests for a text in the language of the recording.
 pub const TRANSCRIPTIONS_URL: &str = "/v1/audio/transcriptions";

@@ -3,27 +3,39 @@
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{Format, Task};
-use crate::protocol::reply::written;
+use super::{Format, SpeechTask};
+use crate::protocol::reply::to_json;
 use crate::protocol::{Body, TaskError};
 
 /// The media type of the formats that are not JSON.
 const PLAIN: &str = "text/plain; charset=utf-8";
 
+/// How a format of subtitles differs from the others.
+#[derive(Clone, Copy)]
+struct SubtitleStyle {
+    /// Stands before the milliseconds.
+    decimal_mark: char,
+    /// Whether each block begins with its number.
+    is_numbered: bool,
+}
+
+const SRT: SubtitleStyle = SubtitleStyle { decimal_mark: ',', is_numbered: true };
+const VTT: SubtitleStyle = SubtitleStyle { decimal_mark: '.', is_numbered: false };
+
 /// The text of a recording.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Transcript {
     /// Whether the text is in the language of the recording or in English.
-    pub task: Task,
-    /// The code of the language that is spoken; none if nothing was heard and the request did not say it.
+    pub task: SpeechTask,
+    /// The code of the spoken language; none if no speech was heard and the request does not name the language.
     pub language: Option<String>,
     /// Seconds of sound.
     pub seconds: f64,
-    /// Seconds of sound that were transcribed, without the silence that was left out; summed over split channels.
+    /// Seconds of sound that were transcribed: all but the silence that was left out. Split channels are summed up.
     pub speech_seconds: f64,
     /// In the order of time.
     pub segments: Vec<Segment>,
-    /// Whether the times of words were asked for.
+    /// Whether word timestamps were requested.
     pub has_words: bool,
 }
 
@@ -36,7 +48,7 @@ pub struct Segment {
     pub start: f64,
     /// When it ends.
     pub end: f64,
-    /// The text, which begins with a space if the language has spaces.
+    /// The text. It begins with a space in languages that separate words by spaces.
     pub text: String,
     /// Its token ids, timestamp tokens included.
     pub tokens: Vec<u32>,
@@ -44,13 +56,13 @@ pub struct Segment {
     pub temperature: f32,
     /// The mean log probability of its window's tokens.
     pub avg_logprob: f32,
-    /// How many times smaller the text of its window is when it is compressed.
+    /// The length of its window's text, divided by its length after compression.
     pub compression_ratio: f32,
     /// The probability that there is no speech in its window.
     pub no_speech_prob: f32,
-    /// Its words, if their times were asked for.
+    /// Its words, if word timestamps were requested.
     pub words: Vec<Word>,
-    /// The channel in which it was heard, from 0 on, if each channel is transcribed by itself.
+    /// The channel in which it was heard, counted from 0, if each channel is transcribed separately.
     pub channel: Option<usize>,
 }
 
@@ -72,13 +84,13 @@ impl Transcript {
     /// `Internal` if it cannot be written.
     pub fn body(&self, format: Format) -> Result<Body, TaskError> {
         let body = match format {
-            Format::Json => Body::json(written(&Short { text: self.text(), usage: self.usage() })?),
-            Format::VerboseJson => Body::json(written(&self.verbose())?),
+            Format::Json => Body::json(to_json(&ShortReply { text: self.text(), usage: self.usage() })?),
+            Format::VerboseJson => Body::json(to_json(&self.verbose())?),
             Format::Text => Body::new(PLAIN, format!("{}\n", self.text())),
-            Format::Srt => Body::new(PLAIN, self.subtitles(',', true)),
-            Format::Vtt => Body::new(PLAIN, format!("WEBVTT\n\n{}", self.subtitles('.', false))),
+            Format::Srt => Body::new(PLAIN, self.subtitles(SRT)),
+            Format::Vtt => Body::new(PLAIN, format!("WEBVTT\n\n{}", self.subtitles(VTT))),
         };
-        // Whole numbers, because pika cuts others.
+        // Whole numbers, because pika truncates floats to integers.
         let ms = |seconds: f64| (seconds * 1e3).round() as i64;
         Ok(body.header("audio_ms", ms(self.seconds)).header("speech_ms", ms(self.speech_seconds)))
     }
@@ -92,7 +104,7 @@ impl Transcript {
         Usage { kind: "duration", seconds: self.seconds.ceil() as u64 }
     }
 
-    fn verbose(&self) -> Verbose<'_> {
+    fn verbose(&self) -> VerboseReply<'_> {
         let segment = |(id, segment): (usize, &Segment)| {
             let numbers = [segment.avg_logprob, segment.compression_ratio, segment.no_speech_prob];
             let [avg_logprob, compression_ratio, no_speech_prob] = numbers.map(f64::from);
@@ -111,7 +123,7 @@ impl Transcript {
                 channel: segment.channel,
             }
         };
-        Verbose {
+        VerboseReply {
             task: self.task.name(),
             language: self.language.as_deref(),
             duration: rounded_to_ms(self.seconds),
@@ -131,28 +143,27 @@ impl Transcript {
         }
     }
 
-    /// Returns a block for each segment, with its times, and with its number if `is_numbered`. `point` separates the
-    /// milliseconds.
-    fn subtitles(&self, point: char, is_numbered: bool) -> String {
+    /// Returns a block for each segment, with its times and its text.
+    fn subtitles(&self, SubtitleStyle { decimal_mark, is_numbered }: SubtitleStyle) -> String {
         let mut out = String::new();
         for (index, segment) in self.segments.iter().enumerate() {
             if is_numbered {
                 out.push_str(&format!("{}\n", index + 1));
             }
-            // An arrow within the text would be read as times.
+            // Players would read a `-->` in the text as a line of timestamps.
             let text = segment.text.trim().replace("-->", "->");
-            let (start, end) = (timestamp(segment.start, point), timestamp(segment.end, point));
+            let (start, end) = (timestamp(segment.start, decimal_mark), timestamp(segment.end, decimal_mark));
             out.push_str(&format!("{start} --> {end}\n{text}\n\n"));
         }
         out
     }
 }
 
-/// Writes a time as hours, minutes, seconds and milliseconds. `point` separates the milliseconds.
-fn timestamp(seconds: f64, point: char) -> String {
+/// Writes a time as hours, minutes, seconds and milliseconds. `decimal_mark` stands before the milliseconds.
+fn timestamp(seconds: f64, decimal_mark: char) -> String {
     let total_ms = (seconds * 1_000.0).round() as u64;
     let (hours, minutes, seconds) = (total_ms / 3_600_000, total_ms / 60_000 % 60, total_ms / 1_000 % 60);
-    format!("{hours:02}:{minutes:02}:{seconds:02}{point}{:03}", total_ms % 1_000)
+    format!("{hours:02}:{minutes:02}:{seconds:02}{decimal_mark}{:03}", total_ms % 1_000)
 }
 
 /// Rounds seconds to whole milliseconds; the result is in seconds.
@@ -166,7 +177,7 @@ fn rounded_temperature(temperature: f32) -> f64 {
 }
 
 #[derive(Serialize)]
-struct Short {
+struct ShortReply {
     text: String,
     usage: Usage,
 }
@@ -179,7 +190,7 @@ struct Usage {
 }
 
 #[derive(Serialize)]
-struct Verbose<'a> {
+struct VerboseReply<'a> {
     task: &'static str,
     language: Option<&'a str>,
     duration: f64,
@@ -218,7 +229,7 @@ pub fn delta(text: &str) -> Body {
     Body::json(json!({"type": "transcript.text.delta", "delta": text}).to_string())
 }
 
-/// The text of a reply, or of a part of one; none if it is no transcript.
+/// The text of a reply or of a part of a reply; none if the body is not a transcript.
 pub fn text_of(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Reply {
@@ -249,7 +260,7 @@ mod tests {
         };
         Transcript {
             has_words: false,
-            task: Task::Transcribe,
+            task: SpeechTask::Transcribe,
             language: Some("en".to_owned()),
             seconds: 3_725.250_4,
             speech_seconds: 3_000.5,

@@ -1,6 +1,6 @@
 //! Reads requests. Either the body of the message is the recording, and its headers are the parameters; or the body is
 //! JSON, whose field `file_url` holds or names the recording.
-//! Decides what is accepted and what an absent field means; errors name the field and the value.
+//! Decides what is accepted and what an absent field means. Errors name the field and the value.
 
 use std::ops::RangeInclusive;
 
@@ -10,21 +10,21 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
 
 use super::TRANSLATIONS_URL;
-use crate::protocol::fields::{Fields, Keys, Unsupported, list, string, wrong};
+use crate::protocol::fields::{Fields, Keys, Unsupported, invalid, list, string};
 use crate::protocol::message::Headers;
 use crate::protocol::{FileUrl, Files, Message, TaskError, Value};
 
 /// The field with a recording in JSON.
 const FILE_URL: &str = "file_url";
-/// The most bytes of `prompt`. A model reads its last 223 tokens, which are about as many words.
-const PROMPT_BYTES: usize = 8 << 10;
-/// The most bytes of `language`; the longest code has 3.
-const LANGUAGE_BYTES: usize = 16;
-/// The most items of `timestamp_granularities`, of which there are two kinds.
-const MOST_GRANULARITIES: usize = 2;
+/// Maximum length of `prompt` in bytes. A model reads only its last 223 tokens, which are about as many words.
+const MAX_PROMPT_BYTES: usize = 8 << 10;
+/// Maximum length of `language` in bytes; the longest code has 3.
+const MAX_LANGUAGE_BYTES: usize = 16;
+/// Maximum number of items of `timestamp_granularities`: there are two kinds, `segment` and `word`.
+const MAX_GRANULARITIES: usize = 2;
 
 const KEYS: Keys = Keys {
-    taken: &[
+    supported: &[
         "channels",
         FILE_URL,
         KEYWORDS,
@@ -48,18 +48,18 @@ const KEYS: Keys = Keys {
         Unsupported { key: "vad_filter", only_value: "false" },
     ],
 };
-/// The fields whose values are not texts. If the header of such a field is a text, the text is read as JSON, since some
-/// clients can send only texts as headers.
-const NOT_TEXT: [&str; 5] = [KEYWORDS, "stream", "temperature", "timestamp_granularities", VAD];
+/// The fields whose values are not strings. If the header of such a field is a string, it is read as JSON, because some
+/// clients can send only strings as headers.
+const NON_TEXT_FIELDS: [&str; 5] = [KEYWORDS, "stream", "temperature", "timestamp_granularities", VAD];
 
 const KEYWORDS: &str = "keywords";
-/// The most keywords of a request, and the most bytes of one. A model reads the first 223 tokens of all keywords
-/// together, or half as many beside a prompt.
+/// Maximum number of keywords of a request, and the maximum length of one in bytes. A model reads the first 223 tokens
+/// of all keywords together, or half as many if there is also a prompt.
 const MAX_KEYWORDS: usize = 100;
-const KEYWORD_BYTES: usize = 64;
+const MAX_KEYWORD_BYTES: usize = 64;
 
 const VAD: &str = "vad";
-/// The most milliseconds of a field of `vad`.
+/// Maximum of the durations in `vad`, in milliseconds.
 const MAX_VAD_MS: f64 = 30_000.0;
 
 /// A request for the text of a recording.
@@ -70,28 +70,28 @@ pub struct TranscriptionRequest {
     /// The model asked for, if any.
     pub model: Option<String>,
     /// Whether the text is in the language of the recording or in English.
-    pub task: Task,
-    /// The code of the language that is spoken; none: the model detects it.
+    pub task: SpeechTask,
+    /// The code of the spoken language; none: the model detects it.
     pub language: Option<String>,
     /// A text that might precede the recording, whose style and spelling the model follows.
     pub prompt: Option<String>,
     /// Words that the model should prefer.
     pub keywords: Vec<String>,
-    /// Whether each channel is transcribed by itself.
+    /// Whether each channel is transcribed separately.
     pub split_channels: bool,
     /// The form of the reply.
     pub format: Format,
     /// From 0 to 1. If it is 0, windows with a doubtful text are decoded again with higher temperatures.
     pub temperature: f32,
-    /// How speech is told from silence, which is left out; none: nothing is left out.
+    /// How speech is detected. Silence is left out. None: the whole recording is transcribed.
     pub vad: Option<VoiceDetection>,
-    /// Whether the text of each finished window is sent as a part of the reply.
+    /// Whether the text of each finished window is sent as a reply part.
     pub stream: bool,
     /// Whether the reply says when each word was said.
     pub words: bool,
 }
 
-/// A file with sound.
+/// An audio file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sound {
     /// The file.
@@ -100,7 +100,7 @@ pub struct Sound {
     pub field: Option<&'static str>,
 }
 
-/// How speech is told from silence.
+/// How speech is detected in a recording.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct VoiceDetection {
     /// The probability above which there is speech.
@@ -119,14 +119,14 @@ impl Default for VoiceDetection {
 
 /// Whether the text is in the language of the recording or in English.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Task {
-    /// That of the recording.
+pub enum SpeechTask {
+    /// The text is in the language of the recording.
     Transcribe,
-    /// English.
+    /// The text is in English.
     Translate,
 }
 
-impl Task {
+impl SpeechTask {
     /// All tasks, with their names in requests.
     const ALL: [(&str, Self); 2] = [("transcribe", Self::Transcribe), ("translate", Self::Translate)];
 
@@ -168,7 +168,7 @@ impl TranscriptionRequest {
     /// The URL of the recording in a message; none if the message holds the recording, or cannot be read.
     pub fn file_url(message: &Message) -> Option<FileUrl> {
         let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok())??;
-        FileUrl::of(fields.get(FILE_URL)?, FILE_URL)
+        FileUrl::from_field(fields.get(FILE_URL)?, FILE_URL)
     }
 
     /// Reads a message. `files` are those that were fetched for it.
@@ -176,32 +176,37 @@ impl TranscriptionRequest {
     /// # Errors
     /// `Undecodable` for a body that should be JSON and is not, else `BadInput` with the field and the value.
     pub fn parse(message: &Message, files: &Files) -> Result<Self, TaskError> {
-        let default =
-            if message.url() == Some(TRANSLATIONS_URL) { Task::Translate } else { Task::Transcribe };
+        let default_task = if message.url() == Some(TRANSLATIONS_URL) {
+            SpeechTask::Translate
+        } else {
+            SpeechTask::Transcribe
+        };
         if message.is_json() {
             let fields = Fields::parse(&message.body, &KEYS)?;
-            return Self::of_fields(&fields, of_url(&fields, files)?, default);
+            return Self::from_fields(&fields, sound_from_url(&fields, files)?, default_task);
         }
         if message.body.is_empty() {
             return Err(TaskError::bad_input("body", "the body is empty; it should be a recording"));
         }
-        let headers = of_headers(&message.properties.headers)?;
+        let headers = headers_as_json(&message.properties.headers)?;
         let fields = Fields::parse(headers.as_bytes(), &KEYS)?;
         if fields.get(FILE_URL).is_some() {
             let text = "file_url is for a body of JSON; here the body is the recording";
             return Err(TaskError::bad_input(FILE_URL, text));
         }
-        Self::of_fields(&fields, Sound { bytes: message.body.clone(), field: None }, default)
+        Self::from_fields(&fields, Sound { bytes: message.body.clone(), field: None }, default_task)
     }
 
-    fn of_fields(fields: &Fields<'_>, sound: Sound, default: Task) -> Result<Self, TaskError> {
+    fn from_fields(fields: &Fields<'_>, sound: Sound, default_task: SpeechTask) -> Result<Self, TaskError> {
         let format = named(fields, "response_format", &Format::ALL)?.unwrap_or(Format::Json);
         Ok(Self {
             sound,
             model: fields.string("model")?,
-            task: named(fields, "task", &Task::ALL)?.unwrap_or(default),
-            language: fields.short("language", LANGUAGE_BYTES)?.map(|code| code.to_ascii_lowercase()),
-            prompt: fields.short("prompt", PROMPT_BYTES)?,
+            task: named(fields, "task", &SpeechTask::ALL)?.unwrap_or(default_task),
+            language: fields
+                .bounded_string("language", MAX_LANGUAGE_BYTES)?
+                .map(|code| code.to_ascii_lowercase()),
+            prompt: fields.bounded_string("prompt", MAX_PROMPT_BYTES)?,
             keywords: keywords(fields)?,
             split_channels: named(fields, "channels", &[("mix", false), ("split", true)])?.unwrap_or(false),
             words: asks_for_words(fields, format)?,
@@ -235,42 +240,42 @@ fn voice_detection(fields: &Fields<'_>) -> Result<Option<VoiceDetection>, TaskEr
         None | Some("true") => return Ok(Some(VoiceDetection::default())),
         Some("false") => return Ok(None),
         Some(raw) if raw.starts_with('{') => raw,
-        Some(other) => return Err(wrong(VAD, "true, false or an object", other)),
+        Some(other) => return Err(invalid(VAD, "true, false or an object", other)),
     };
     let given: VadFields = serde_json::from_str(raw)
         .map_err(|error| TaskError::bad_input(VAD, format!("{VAD} is not as it should be: {error}")))?;
-    let within = |key: &str, number: f64, range: RangeInclusive<f64>| {
+    let in_range = |key: &str, number: f64, range: RangeInclusive<f64>| {
         let path = format!("{VAD}.{key}");
         let wanted = format!("a number from {} to {}", range.start(), range.end());
-        if range.contains(&number) { Ok(number) } else { Err(wrong(&path, &wanted, &number.to_string())) }
+        if range.contains(&number) { Ok(number) } else { Err(invalid(&path, &wanted, &number.to_string())) }
     };
     Ok(Some(VoiceDetection {
-        threshold: within("threshold", given.threshold, 0.01..=0.99)? as f32,
-        min_silence_ms: within("min_silence_ms", given.min_silence_ms, 0.0..=MAX_VAD_MS)? as u32,
-        speech_pad_ms: within("speech_pad_ms", given.speech_pad_ms, 0.0..=MAX_VAD_MS)? as u32,
+        threshold: in_range("threshold", given.threshold, 0.01..=0.99)? as f32,
+        min_silence_ms: in_range("min_silence_ms", given.min_silence_ms, 0.0..=MAX_VAD_MS)? as u32,
+        speech_pad_ms: in_range("speech_pad_ms", given.speech_pad_ms, 0.0..=MAX_VAD_MS)? as u32,
     }))
 }
 
-/// The recording in a request of JSON.
-fn of_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError> {
+/// The recording in a JSON request.
+fn sound_from_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError> {
     let Some(raw) = fields.get(FILE_URL) else {
         let message = "file_url is missing; send a recording as a URL in file_url, or as the body of a message whose \
                        content_type is audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
     let url = string(raw.get(), FILE_URL)?;
-    let (_, bytes) = files.read(&url).map_err(|message| wrong_url(&message, raw))?;
+    let (_, bytes) = files.read(&url).map_err(|message| invalid_url(&message, raw))?;
     Ok(Sound { bytes, field: Some(FILE_URL) })
 }
 
-fn wrong_url(message: &str, raw: &RawValue) -> TaskError {
-    let shown = crate::protocol::fields::shortened(raw.get());
-    TaskError::bad_input(FILE_URL, format!("{FILE_URL} {message}, got {shown}"))
+fn invalid_url(message: &str, raw: &RawValue) -> TaskError {
+    let got = crate::protocol::fields::excerpt(raw.get());
+    TaskError::bad_input(FILE_URL, format!("{FILE_URL} {message}, got {got}"))
 }
 
 /// The headers that are parameters, as JSON. Others are ignored, unless one is a mistyped parameter.
-fn of_headers(headers: &Headers) -> Result<String, TaskError> {
-    let names = KEYS.taken.iter().copied().chain(KEYS.unsupported.iter().map(|it| it.key));
+fn headers_as_json(headers: &Headers) -> Result<String, TaskError> {
+    let names = KEYS.supported.iter().copied().chain(KEYS.unsupported.iter().map(|it| it.key));
     let is_known = |name: &str| names.clone().any(|known| known == name);
     if let Some(error) = headers.keys().filter(|name| !is_known(name)).find_map(|name| KEYS.mistyped(name)) {
         return Err(error);
@@ -279,13 +284,13 @@ fn of_headers(headers: &Headers) -> Result<String, TaskError> {
     for name in names {
         match headers.get(name) {
             None | Some(Value::Void) => {}
-            Some(value) => _ = fields.insert(name.to_owned(), of_header(name, value)?),
+            Some(value) => _ = fields.insert(name.to_owned(), header_as_json(name, value)?),
         }
     }
     Ok(Json::Object(fields).to_string())
 }
 
-fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
+fn header_as_json(name: &str, value: &Value) -> Result<Json, TaskError> {
     let number = |number: f64| Number::from_f64(number).map(Json::Number);
     let json = match value {
         Value::Bool(value) => Some((*value).into()),
@@ -297,7 +302,7 @@ fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
         }
         _ => match (value.as_i64(), value.as_str()) {
             (Some(value), _) => Some(value.into()),
-            (None, Some(text)) if NOT_TEXT.contains(&name) => {
+            (None, Some(text)) if NON_TEXT_FIELDS.contains(&name) => {
                 Some(serde_json::from_str(text).unwrap_or_else(|_| text.into()))
             }
             (None, Some(text)) => Some(text.into()),
@@ -319,7 +324,7 @@ fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(&str, T)]) -> Result<O
     let found = all.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
     found.map(Some).ok_or_else(|| {
         let names: Vec<String> = all.iter().map(|(name, _)| format!("{name:?}")).collect();
-        wrong(key, &format!("one of {}", names.join(", ")), raw.get())
+        invalid(key, &format!("one of {}", names.join(", ")), raw.get())
     })
 }
 
@@ -327,7 +332,7 @@ fn temperature(fields: &Fields<'_>) -> Result<f32, TaskError> {
     let Some(raw) = fields.get("temperature") else { return Ok(0.0) };
     match serde_json::from_str::<f32>(raw.get()) {
         Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
-        _ => Err(wrong("temperature", "a number from 0 to 1", raw.get())),
+        _ => Err(invalid("temperature", "a number from 0 to 1", raw.get())),
     }
 }
 
@@ -337,8 +342,9 @@ fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
     for (index, item) in list(raw.get(), KEYWORDS, MAX_KEYWORDS)?.into_iter().enumerate() {
         let path = format!("{KEYWORDS}[{index}]");
         let keyword = string(item.get(), &path)?;
-        if keyword.len() > KEYWORD_BYTES {
-            let message = format!("{path} has {} bytes; at most {KEYWORD_BYTES} are taken", keyword.len());
+        if keyword.len() > MAX_KEYWORD_BYTES {
+            let message =
+                format!("{path} has {} bytes; at most {MAX_KEYWORD_BYTES} are taken", keyword.len());
             return Err(TaskError::bad_input(&path, message));
         }
         keywords.push(keyword);
@@ -346,24 +352,24 @@ fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
     Ok(keywords)
 }
 
-/// Whether the times of words are wanted. Those of segments are in each reply that has times.
+/// Whether word timestamps are requested. Segment timestamps are in every reply that has times.
 fn asks_for_words(fields: &Fields<'_>, format: Format) -> Result<bool, TaskError> {
     const KEY: &str = "timestamp_granularities";
     let Some(raw) = fields.get(KEY) else { return Ok(false) };
-    let mut words = false;
-    for (index, item) in list(raw.get(), KEY, MOST_GRANULARITIES)?.into_iter().enumerate() {
+    let mut wants_words = false;
+    for (index, item) in list(raw.get(), KEY, MAX_GRANULARITIES)?.into_iter().enumerate() {
         match item.get() {
             "\"segment\"" => {}
-            "\"word\"" if format == Format::VerboseJson => words = true,
+            "\"word\"" if format == Format::VerboseJson => wants_words = true,
             "\"word\"" => {
                 let message =
                     format!("{KEY}[{index}] is \"word\", for which response_format must be \"verbose_json\"");
                 return Err(TaskError::bad_input(KEY, message));
             }
-            other => return Err(wrong(&format!("{KEY}[{index}]"), "\"segment\" or \"word\"", other)),
+            other => return Err(invalid(&format!("{KEY}[{index}]"), "\"segment\" or \"word\"", other)),
         }
     }
-    Ok(words)
+    Ok(wants_words)
 }
 
 #[cfg(test)]
@@ -395,59 +401,62 @@ mod tests {
             ("channels", "split".into()),
             ("x-death", Value::Array(vec![Value::Void])),
         ];
-        let of_body = raw(b"file", &headers).unwrap();
-        assert_eq!((&*of_body.sound.bytes, of_body.sound.field), (&b"file"[..], None));
-        let of_json = json(
+        let from_body = raw(b"file", &headers).unwrap();
+        assert_eq!((&*from_body.sound.bytes, from_body.sound.field), (&b"file"[..], None));
+        let from_json = json(
             r#"{"file_url":"data:audio/wav;base64,ZmlsZQ==","language":"en","temperature":0.5,"stream":true,
             "response_format":"srt","timestamp_granularities":["segment"],"prompt":null,
             "keywords":["Norland","Dashwood"],"channels":"split"}"#,
         )
         .unwrap();
-        assert_eq!(of_json.sound.field, Some("file_url"));
-        assert_eq!(TranscriptionRequest { sound: of_body.sound.clone(), ..of_json }, of_body);
+        assert_eq!(from_json.sound.field, Some("file_url"));
+        assert_eq!(TranscriptionRequest { sound: from_body.sound.clone(), ..from_json }, from_body);
         let plain = raw(b"file", &[("temperature", Value::F32(0.0)), ("prompt", Value::Void)]).unwrap();
         let TranscriptionRequest { task, language, format, temperature, stream, .. } = plain;
-        assert_eq!((task, language, format), (Task::Transcribe, None, Format::Json));
+        assert_eq!((task, language, format), (SpeechTask::Transcribe, None, Format::Json));
         assert_eq!((temperature, stream), (0.0, false));
     }
 
     #[test]
     fn the_granularity_word_asks_for_the_times_of_words() {
-        let of = |value: Value| {
+        let wants_words = |value: Value| {
             let headers = [("response_format", "verbose_json".into()), ("timestamp_granularities", value)];
             raw(b"file", &headers).unwrap().words
         };
-        assert!(of(Value::Array(vec!["segment".into(), "word".into()])) && of(r#"["word"]"#.into()));
-        assert!(!of(Value::Array(vec!["segment".into()])) && !of(Value::Void));
+        assert!(
+            wants_words(Value::Array(vec!["segment".into(), "word".into()]))
+                && wants_words(r#"["word"]"#.into())
+        );
+        assert!(!wants_words(Value::Array(vec!["segment".into()])) && !wants_words(Value::Void));
     }
 
     #[test]
     fn voice_detection_is_on_unless_it_is_switched_off() {
-        let of = |value: Value| raw(b"file", &[("vad", value)]).unwrap().vad;
+        let vad = |value: Value| raw(b"file", &[("vad", value)]).unwrap().vad;
         let default = Some(VoiceDetection::default());
-        assert_eq!((raw(b"file", &[]).unwrap().vad, of("true".into())), (default, default));
-        assert_eq!((of(Value::Bool(false)), of("false".into())), (None, None));
-        let given = of(r#"{"threshold": 0.25, "speech_pad_ms": 100}"#.into()).unwrap();
+        assert_eq!((raw(b"file", &[]).unwrap().vad, vad("true".into())), (default, default));
+        assert_eq!((vad(Value::Bool(false)), vad("false".into())), (None, None));
+        let given = vad(r#"{"threshold": 0.25, "speech_pad_ms": 100}"#.into()).unwrap();
         assert_eq!(given, VoiceDetection { threshold: 0.25, min_silence_ms: 2_000, speech_pad_ms: 100 });
     }
 
     #[test]
     fn the_url_or_the_field_task_asks_for_a_translation() {
-        let of = |url: &str, task: Option<&str>| {
+        let task_of = |url: &str, task: Option<&str>| {
             let mut headers: Vec<(&str, Value)> = vec![("url", url.into())];
             headers.extend(task.map(|task| ("task", task.into())));
             raw(b"file", &headers).unwrap().task
         };
-        assert_eq!(of("/v1/audio/transcriptions", None), Task::Transcribe);
-        assert_eq!(of("/v1/audio/transcriptions", Some("translate")), Task::Translate);
-        assert_eq!(of("/v1/audio/translations", None), Task::Translate);
+        assert_eq!(task_of("/v1/audio/transcriptions", None), SpeechTask::Transcribe);
+        assert_eq!(task_of("/v1/audio/transcriptions", Some("translate")), SpeechTask::Translate);
+        assert_eq!(task_of("/v1/audio/translations", None), SpeechTask::Translate);
     }
 
     #[test]
     fn a_refusal_names_the_field_and_the_value() {
         let with = |field: &str| json(&format!(r#"{{"file_url":"data:audio/wav;base64,ZmlsZQ==",{field}}}"#));
-        let long = format!(r#""prompt":"{}""#, "a".repeat(PROMPT_BYTES + 1));
-        let wide = format!(r#""keywords":["{}"]"#, "a".repeat(KEYWORD_BYTES + 1));
+        let long = format!(r#""prompt":"{}""#, "a".repeat(MAX_PROMPT_BYTES + 1));
+        let wide = format!(r#""keywords":["{}"]"#, "a".repeat(MAX_KEYWORD_BYTES + 1));
         for (field, param, message) in [
             (r#""temperature":1.5"#, "temperature", "temperature must be a number from 0 to 1, got 1.5"),
             (

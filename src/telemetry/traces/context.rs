@@ -1,5 +1,5 @@
-//! The W3C trace context in headers: converts text to a span context and back. Stricter than the SDK's reader,
-//! which accepts ids of any length. A context that cannot be read is ignored: its task begins a new trace.
+//! The W3C trace context in headers: converts text to a span context and back. It is stricter than the SDK's reader,
+//! which accepts ids of any length. A context that cannot be read is ignored, and its task begins a new trace.
 
 use opentelemetry::trace::{SpanContext, SpanId, TraceFlags, TraceId, TraceState};
 

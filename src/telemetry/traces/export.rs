@@ -1,4 +1,4 @@
-//! Exports finished spans to the collector: the SDK's bounded queue, whose thread sends over OTLP (HTTP,
+//! Exports finished spans to the collector: the SDK's bounded queue and its thread, which sends over OTLP (HTTP,
 //! protobuf). Ending a span never waits: if the queue is full, the span is lost.
 
 use std::sync::{Mutex, PoisonError};
@@ -9,19 +9,19 @@ use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{ExporterBuildError, Protocol, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanProcessor};
 
-/// The most finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
+/// Maximum number of finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
 const QUEUE_SIZE: usize = 4_096;
-/// The most spans in one request.
+/// Maximum number of spans in one request.
 const BATCH_SIZE: usize = 512;
 /// How long a span may wait for others to be sent with it.
 const EXPORT_DELAY: Duration = Duration::from_secs(1);
-/// The longest time to connect to the collector.
+/// Time-out for connecting to the collector.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest time for a whole request.
+/// Time-out for a whole request.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The shortest time between two log lines about a collector that takes no spans.
+/// Minimum time between two log lines about a collector that takes no spans.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// The most bytes that are read of a collector's response.
+/// Maximum number of bytes that are read of a collector's response.
 const MAX_RESPONSE_BYTES: u64 = 64 << 10;
 
 /// The queue, its thread and the exporter for a collector at `endpoint`.
@@ -75,23 +75,23 @@ impl HttpClient for BlockingClient {
         for (name, value) in request.headers() {
             post = post.set(name.as_str(), value.to_str()?);
         }
-        let answer = match post.send_bytes(request.body()) {
-            Ok(answer) | Err(ureq::Error::Status(_, answer)) => answer,
+        let received = match post.send_bytes(request.body()) {
+            Ok(received) | Err(ureq::Error::Status(_, received)) => received,
             Err(error) => {
                 self.log_lost_spans(&url, &error.to_string());
                 return Err(error.into());
             }
         };
-        let status = answer.status();
+        let status = received.status();
         if status >= 400 {
             self.log_lost_spans(&url, &format!("the collector answered {status}"));
         }
         let mut response = Response::builder().status(status);
-        if let Some(after) = answer.header("retry-after") {
-            response = response.header("retry-after", after);
+        if let Some(retry_after) = received.header("retry-after") {
+            response = response.header("retry-after", retry_after);
         }
         let mut body = Vec::new();
-        let reader = answer.into_reader();
+        let reader = received.into_reader();
         std::io::Read::read_to_end(&mut std::io::Read::take(reader, MAX_RESPONSE_BYTES), &mut body)?;
         Ok(response.body(body.into())?)
     }

@@ -1,5 +1,5 @@
-//! The span of one task: keeps what is noted of the task until the span ends. Decides which trace headers the
-//! messages that follow the task get.
+//! The span of one task: collects its attributes and its error until the span ends. Decides the `traceparent` of the
+//! messages that result from the task.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,13 +15,13 @@ pub struct TaskSpan {
     context: SpanContext,
     /// Whether its trace began upstream.
     continued: bool,
-    /// Locked for the few instructions of a note; never across an await.
-    open: Mutex<Open>,
+    /// Locked only to record an attribute or an error; never across an await.
+    open: Mutex<OpenSpan>,
 }
 
-struct Open {
+struct OpenSpan {
     span: Span,
-    /// The noted attributes by name, each with its last value.
+    /// The attributes by name, each with its last value.
     attributes: BTreeMap<&'static str, Value>,
     error: Option<String>,
 }
@@ -37,13 +37,13 @@ impl From<TaskLink> for SpanContext {
 }
 
 impl TaskSpan {
-    pub(super) fn of(span: Span, continued: bool) -> Self {
+    pub(super) fn new(span: Span, continued: bool) -> Self {
         let context = span.span_context().clone();
-        let open = Open { span, attributes: BTreeMap::new(), error: None };
+        let open = OpenSpan { span, attributes: BTreeMap::new(), error: None };
         Self { context, continued, open: Mutex::new(open) }
     }
 
-    /// The header `traceparent` for messages that follow this span.
+    /// The header `traceparent` for messages that result from the task.
     pub fn traceparent(&self) -> String {
         context::traceparent(&self.context)
     }
@@ -58,19 +58,19 @@ impl TaskSpan {
         self.context.is_sampled().then(|| TaskLink(self.context.clone()))
     }
 
-    /// Notes an attribute; replaces an earlier one of that name.
+    /// Records an attribute; replaces an earlier one of the same name.
     pub fn set_attribute(&self, name: &'static str, value: impl Into<Value>) {
         if self.context.is_sampled() {
             self.lock().attributes.insert(name, value.into());
         }
     }
 
-    /// Notes that the task failed, and why.
+    /// Records that the task failed, and why.
     pub fn fail(&self, error: String) {
         self.lock().error = Some(error);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
+    fn lock(&self) -> MutexGuard<'_, OpenSpan> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

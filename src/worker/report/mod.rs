@@ -1,5 +1,5 @@
-//! What a worker reports to its launcher: control lines on stdout, among them `stats` with its counters. `traced`
-//! writes the spans of tasks and batches. Owns the thread that writes to stdout, and the counters.
+//! Reports to the launcher: writes control lines to stdout, among them `stats` with the counters. `traced` writes the
+//! spans of tasks and batches. Owns the thread that writes to stdout, and the counters.
 
 mod traced;
 
@@ -11,40 +11,40 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 
-use self::traced::passed;
+use self::traced::write_batch_span;
 use super::Control;
 use crate::broker::Acker;
-use crate::engine::{Observer, Passed};
+use crate::engine::{EndedPass, Observer};
 use crate::protocol::control::{Event, TaskName, encode};
-use crate::protocol::stats::{Standing, Stats};
+use crate::protocol::stats::{Stats, WorkerState};
 use crate::shutdown::{Phase, Stop};
 use crate::telemetry::traces::Traces;
 
 pub(super) use self::traced::Traced;
 
-/// How often counters are checked, and the shortest time between two `stats` lines.
+/// How often the counters are checked for changes, and the shortest time between two `stats` lines.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 /// The longest time without a `stats` line.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 
 enum Line {
     Event(Vec<u8>),
-    /// Answered once everything before it is written.
-    Mark(oneshot::Sender<()>),
+    /// Completed once everything before it is written.
+    Flush(oneshot::Sender<()>),
 }
 
 /// Sends control lines. Clones share the thread that writes them.
 #[derive(Clone)]
 pub struct Reporter {
     /// Written by the worker's tasks, read by the writing thread. Bound: 64. When it is full, `stats` are skipped,
-    /// [`Reporter::mention`] drops its event, and [`Reporter::send`] waits. That does not last: a launcher that does
+    /// [`Reporter::try_send`] drops its event, and [`Reporter::send`] waits. That does not last: a launcher that does
     /// not read is about to end.
     lines: mpsc::Sender<Line>,
-    /// Locked for one write, by the writing thread or the model thread.
-    out: Arc<Mutex<Out>>,
+    /// Locked for one write, by the writing thread, the model thread or a preprocess thread.
+    out: Arc<Mutex<ControlOutput>>,
 }
 
-struct Out {
+struct ControlOutput {
     stdout: Box<dyn Write + Send>,
     device: Device,
     /// The tasks that are being preprocessed, as the launcher knows them.
@@ -60,8 +60,8 @@ pub(super) struct Preprocessing<'a> {
 impl Drop for Preprocessing<'_> {
     fn drop(&mut self) {
         let mut out = lock(&self.reporter.out);
-        if let Some(at) = out.preprocessing.iter().position(|task| task == self.task) {
-            out.preprocessing.swap_remove(at);
+        if let Some(index) = out.preprocessing.iter().position(|task| task == self.task) {
+            out.preprocessing.swap_remove(index);
         }
         out.report_preprocessing();
     }
@@ -109,7 +109,7 @@ impl Reporter {
 
     fn new(out: impl Write + Send + 'static) -> (Self, mpsc::Receiver<Line>) {
         let (lines, queued) = mpsc::channel(64);
-        let out = Arc::new(Mutex::new(Out {
+        let out = Arc::new(Mutex::new(ControlOutput {
             stdout: Box::new(out),
             device: Device::ReportedIdle,
             preprocessing: Vec::new(),
@@ -135,14 +135,14 @@ impl Reporter {
         Preprocessing { reporter: self, task }
     }
 
-    /// Records that the device is idle. This is reported with the next line, or by [`Reporter::tell_idle`]. Reporting
+    /// Records that the device is idle. This is reported with the next line, or by [`Reporter::report_idle`]. Reporting
     /// it at once would take a CPU core from the replies that are about to be published.
     pub(super) fn mark_idle(&self) {
         lock(&self.out).mark_idle();
     }
 
     /// Reports that the device is idle, unless that was reported before.
-    pub(super) fn tell_idle(&self) {
+    pub(super) fn report_idle(&self) {
         let mut out = lock(&self.out);
         out.mark_idle();
         out.write(b"");
@@ -154,33 +154,33 @@ impl Reporter {
     }
 
     /// Sends an event, or drops it if the channel of lines is full.
-    pub fn mention(&self, event: &Event) {
+    pub fn try_send(&self, event: &Event) {
         let _ = self.lines.try_send(Line::Event(encode(event)));
     }
 
     /// Waits until everything sent before is written, at most one second.
     pub async fn flush(&self) {
-        let (mark, written) = oneshot::channel();
+        let (flushed, written) = oneshot::channel();
         let write = async {
-            let _ = self.lines.send(Line::Mark(mark)).await;
+            let _ = self.lines.send(Line::Flush(flushed)).await;
             let _ = written.await;
         };
         let _ = tokio::time::timeout(Duration::from_secs(1), write).await;
     }
 }
 
-fn write(out: &Mutex<Out>, line: Line) {
+fn write(out: &Mutex<ControlOutput>, line: Line) {
     match line {
         Line::Event(line) => lock(out).write(&line),
-        Line::Mark(written) => drop(written.send(())),
+        Line::Flush(flushed) => drop(flushed.send(())),
     }
 }
 
-fn lock(out: &Mutex<Out>) -> MutexGuard<'_, Out> {
+fn lock(out: &Mutex<ControlOutput>) -> MutexGuard<'_, ControlOutput> {
     out.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Out {
+impl ControlOutput {
     fn mark_idle(&mut self) {
         if self.device == Device::Busy {
             self.device = Device::Idle;
@@ -226,16 +226,16 @@ impl Observer for DeviceReport {
         self.counters.count(|stats| stats.now.kv_reserved = 0);
     }
 
-    fn tell_idle(&self) {
-        self.reporter.tell_idle();
+    fn report_idle(&self) {
+        self.reporter.report_idle();
     }
 
-    fn passed(&self, pass: &Passed<'_>) {
-        passed(&self.traces, pass);
+    fn pass_ended(&self, pass: &EndedPass<'_>) {
+        write_batch_span(&self.traces, pass);
         if pass.fault.is_none() {
             let (inputs, tokens) = (pass.pass.size, pass.pass.tokens);
             self.counters.count(|stats| {
-                stats.batch(inputs, tokens, pass.took.as_secs_f64());
+                stats.observe_batch(inputs, tokens, pass.took.as_secs_f64());
                 if let Some((reserved, most)) = pass.reserved {
                     (stats.now.kv_reserved, stats.now.kv_tokens) = (reserved as u64, most as u64);
                 }
@@ -246,19 +246,19 @@ impl Observer for DeviceReport {
 
 /// Sends `stats` when there is something new, and at least every [`HEARTBEAT_INTERVAL`], to show that the worker lives.
 pub(super) async fn send_stats(counters: Arc<Counters>, reporter: Reporter) {
-    let mut silent = Duration::ZERO;
-    let mut sent = Standing::default();
+    let mut since_last = Duration::ZERO;
+    let mut reported = WorkerState::default();
     loop {
         tokio::time::sleep(STATS_INTERVAL).await;
-        silent += STATS_INTERVAL;
+        since_last += STATS_INTERVAL;
         // If the channel is full, the counts are sent next time.
         let Ok(room) = reporter.lines.try_reserve() else { continue };
         if let Some(stats) = counters.take(|stats| {
-            let of = |now: &Standing| (now.held, now.connected, now.problem.clone());
-            let has_changed = of(&stats.now) != of(&sent);
-            has_changed || silent >= HEARTBEAT_INTERVAL || !stats.is_idle()
+            let watched = |now: &WorkerState| (now.held, now.connected, now.problem.clone());
+            let has_changed = watched(&stats.now) != watched(&reported);
+            has_changed || since_last >= HEARTBEAT_INTERVAL || !stats.is_idle()
         }) {
-            (silent, sent) = (Duration::ZERO, stats.now.clone());
+            (since_last, reported) = (Duration::ZERO, stats.now.clone());
             room.send(Line::Event(encode(&Event::Stats(Box::new(stats)))));
         }
     }
@@ -268,10 +268,11 @@ pub(super) async fn send_stats(counters: Arc<Counters>, reporter: Reporter) {
 pub(super) async fn watch_connection(acker: Arc<dyn Acker>, counters: Arc<Counters>) {
     loop {
         let connected = acker.is_connected();
-        let broker = acker.trouble().filter(|_| !connected).map(|message| format!("no broker: {message}"));
-        let problem = broker.or_else(|| counters.unparked());
+        let broker_problem =
+            acker.trouble().filter(|_| !connected).map(|message| format!("no broker: {message}"));
+        let problem = broker_problem.or_else(|| counters.dead_letter_problem());
         counters.count(|stats| (stats.now.connected, stats.now.problem) = (connected, problem));
-        counters.reached.fetch_or(connected, Ordering::Relaxed);
+        counters.broker_reached.fetch_or(connected, Ordering::Relaxed);
         tokio::time::sleep(STATS_INTERVAL / 4).await;
     }
 }
@@ -286,29 +287,37 @@ pub(super) async fn announce_drain(stop: Stop, reporter: Reporter) {
 /// Locked for arithmetic only.
 #[derive(Default)]
 pub(super) struct Counters {
-    span: Mutex<Span>,
-    /// Dead letters that the dead-letter queue does not accept: their number, and the reason of the latest. Written by
-    /// task runs, read by [`watch_connection`]. Locked for a few instructions.
-    unparked: Mutex<(usize, String)>,
+    interval: Mutex<Interval>,
+    /// Dead letters that the dead-letter queue does not accept. Written by task runs, read by [`watch_connection`].
+    /// Locked for a few instructions.
+    waiting_dead_letters: Mutex<WaitingDeadLetters>,
     /// Whether there has been a session with the broker.
-    reached: AtomicBool,
+    broker_reached: AtomicBool,
+}
+
+#[derive(Default)]
+struct WaitingDeadLetters {
+    count: usize,
+    /// Why the queue did not accept the latest.
+    failure: String,
 }
 
 /// While this guard exists, one dead letter counts as waiting.
-pub(super) struct Unparked<'a>(&'a Counters);
+pub(super) struct WaitingDeadLetter<'a>(&'a Counters);
 
-impl Drop for Unparked<'_> {
+impl Drop for WaitingDeadLetter<'_> {
     fn drop(&mut self) {
-        self.0.unparked.lock().unwrap_or_else(PoisonError::into_inner).0 -= 1;
+        self.0.waiting_dead_letters().count -= 1;
     }
 }
 
-struct Span {
+/// The counts of the time since the last `stats` line.
+struct Interval {
     stats: Stats,
     since: Instant,
 }
 
-impl Default for Span {
+impl Default for Interval {
     fn default() -> Self {
         Self { stats: Stats::default(), since: Instant::now() }
     }
@@ -321,41 +330,48 @@ impl Counters {
 
     /// Takes the counts since the last call, if `wanted` returns true for them. The current values in `now` are kept.
     pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
-        let mut span = self.lock();
-        span.stats.now.resident = resident();
-        span.stats.span_ms = span.since.elapsed().as_millis() as u64;
-        if !wanted(&span.stats) {
+        let mut interval = self.lock();
+        interval.stats.now.resident = resident();
+        interval.stats.span_ms = interval.since.elapsed().as_millis() as u64;
+        if !wanted(&interval.stats) {
             return None;
         }
-        span.since = Instant::now();
-        let next = Stats { now: span.stats.now.clone(), ..Stats::default() };
-        Some(std::mem::replace(&mut span.stats, next))
+        interval.since = Instant::now();
+        let next = Stats { now: interval.stats.now.clone(), ..Stats::default() };
+        Some(std::mem::replace(&mut interval.stats, next))
     }
 
     /// Whether there has been a session with the broker.
     pub(super) fn has_reached_the_broker(&self) -> bool {
-        self.reached.load(Ordering::Relaxed)
+        self.broker_reached.load(Ordering::Relaxed)
     }
 
     /// Counts a dead letter as waiting, with the reason. `before`: the guard of that dead letter, if it is counted
     /// already.
-    pub(super) fn wait_to_park<'a>(&'a self, failure: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
-        let mut unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
-        unparked.1 = failure;
-        unparked.0 += usize::from(before.is_none());
-        drop(unparked);
-        before.unwrap_or_else(|| Unparked(self))
+    pub(super) fn count_waiting_dead_letter<'a>(
+        &'a self,
+        failure: String,
+        before: Option<WaitingDeadLetter<'a>>,
+    ) -> WaitingDeadLetter<'a> {
+        let mut waiting = self.waiting_dead_letters();
+        waiting.failure = failure;
+        waiting.count += usize::from(before.is_none());
+        drop(waiting);
+        before.unwrap_or_else(|| WaitingDeadLetter(self))
     }
 
     /// How many dead letters wait, and why, if any do.
-    fn unparked(&self) -> Option<String> {
-        let unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
-        let (letters, failure) = &*unparked;
-        (*letters > 0).then(|| format!("{letters} dead letters wait: {failure}"))
+    fn dead_letter_problem(&self) -> Option<String> {
+        let waiting = self.waiting_dead_letters();
+        (waiting.count > 0).then(|| format!("{} dead letters wait: {}", waiting.count, waiting.failure))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Span> {
-        self.span.lock().unwrap_or_else(PoisonError::into_inner)
+    fn waiting_dead_letters(&self) -> MutexGuard<'_, WaitingDeadLetters> {
+        self.waiting_dead_letters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Interval> {
+        self.interval.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -387,18 +403,18 @@ mod tests {
         reporter.send(&Event::Isolated { tasks: Vec::new(), through: Vec::new() }).await;
         reporter.flush().await;
         reporter.mark_idle();
-        reporter.tell_idle();
+        reporter.report_idle();
         pass("c");
-        reporter.tell_idle();
+        reporter.report_idle();
         drop(reporter);
         let mut text = String::new();
         lines.read_to_string(&mut text).unwrap();
-        let said = text.lines().map(|line| match decode(line).unwrap() {
+        let reported = text.lines().map(|line| match decode(line).unwrap() {
             Event::Forward { tasks } => tasks.first().map_or("idle".to_owned(), |task| task.id.clone()),
             Event::Isolated { .. } => "isolated".to_owned(),
             other => panic!("{other:?}"),
         });
-        assert_eq!(said.collect::<Vec<_>>(), ["a", "b", "idle", "isolated", "c", "idle"]);
+        assert_eq!(reported.collect::<Vec<_>>(), ["a", "b", "idle", "isolated", "c", "idle"]);
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! Writes a worker's spans: for a task its outcome and where its time went, for a batch its size and its tasks.
-//! If tracing is off, each call is one branch.
+//! Writes a worker's spans: for a task its outcome and the durations of its stages, for a batch its size and its tasks.
+//! If tracing is off, each call costs one branch.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use crate::engine::{Pass, Passed};
+use crate::engine::{EndedPass, Pass};
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::reply::micros;
 use crate::protocol::{Message, Task, TaskError, Timings, shorten};
@@ -23,7 +23,7 @@ pub(in crate::worker) struct Traced(Option<Box<Begun>>);
 struct Begun {
     span: TaskSpan,
     /// When its outcome was ready to be published.
-    settling: Option<Instant>,
+    settling_since: Option<Instant>,
     /// Whether the recorded outcome is final.
     settled: AtomicBool,
 }
@@ -32,7 +32,7 @@ impl Drop for Begun {
     fn drop(&mut self) {
         if !*self.settled.get_mut() {
             self.span.set_attribute("sconce.status", "returned");
-        } else if let Some(since) = self.settling {
+        } else if let Some(since) = self.settling_since {
             self.span.set_attribute("sconce.publish_us", micros(since.elapsed()));
         }
     }
@@ -51,11 +51,11 @@ impl Traced {
             traceparent: header(TRACEPARENT),
             tracestate: header(TRACESTATE),
             size: task.message.body.len(),
-            at: task.received,
+            received_at: task.received,
         });
         let begun = span.map(|span| {
             span.set_attribute("sconce.redeliveries", redeliveries);
-            Box::new(Begun { span, settling: None, settled: AtomicBool::new(false) })
+            Box::new(Begun { span, settling_since: None, settled: AtomicBool::new(false) })
         });
         Self(begun)
     }
@@ -66,9 +66,9 @@ impl Traced {
     }
 
     /// Records these timings, and that the task's outcome is about to be published.
-    pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
+    pub(in crate::worker) fn record_timings(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = &mut self.0 else { return };
-        begun.settling = Some(Instant::now());
+        begun.settling_since = Some(Instant::now());
         begun.span.set_attribute("sconce.attempt", attempt);
         begun.span.set_attribute("sconce.queue_us", timings.queue_us);
         begun.span.set_attribute("sconce.prepare_us", timings.prepare_us);
@@ -82,8 +82,8 @@ impl Traced {
     pub(in crate::worker) fn answered(&self, error: Option<&TaskError>) {
         let Some(span) = self.span() else { return };
         let (status, code) = error.map_or(("succeeded", 200), |error| {
-            let (status, code, ..) = error.kind.wire();
-            (status, code)
+            let names = error.kind.names();
+            (names.status, names.status_code)
         });
         span.set_attribute("sconce.status", status);
         span.set_attribute("sconce.status_code", code);
@@ -121,7 +121,7 @@ impl Traced {
     }
 
     /// Adds the trace context of this span to the reply.
-    pub(in crate::worker) fn reply(&self, mut reply: Message) -> Message {
+    pub(in crate::worker) fn propagate_in(&self, mut reply: Message) -> Message {
         let Some(begun) = &self.0 else { return reply };
         let headers = &mut reply.properties.headers;
         headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
@@ -134,8 +134,8 @@ impl Traced {
 
     /// Adds a trace context to the task's next attempt or dead letter. A task keeps the context that it arrived
     /// with, so that all attempts are siblings in one trace; a task without one gets the context of this span.
-    pub(in crate::worker) fn passed_on(&self, mut message: Message) -> Message {
-        let Some(begun) = self.0.as_ref().filter(|it| !it.span.is_continued()) else { return message };
+    pub(in crate::worker) fn propagate(&self, mut message: Message) -> Message {
+        let Some(begun) = self.0.as_ref().filter(|begun| !begun.span.is_continued()) else { return message };
         let headers = &mut message.properties.headers;
         headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
         headers.remove(TRACESTATE);
@@ -143,18 +143,17 @@ impl Traced {
     }
 
     fn span(&self) -> Option<&TaskSpan> {
-        self.0.as_ref().map(|it| &it.span)
+        self.0.as_ref().map(|begun| &begun.span)
     }
 }
 
 fn fail(span: &TaskSpan, error: &TaskError) {
-    let (.., code) = error.kind.wire();
-    span.set_attribute("error.type", code);
+    span.set_attribute("error.type", error.kind.names().code);
     span.fail(shorten(&error.message, MAX_ERROR_CHARS));
 }
 
 /// Writes the span of a forward pass, if tracing is on.
-pub(in crate::worker) fn passed(traces: &Traces, passed: &Passed<'_>) {
+pub(in crate::worker) fn write_batch_span(traces: &Traces, passed: &EndedPass<'_>) {
     if !traces.is_on() {
         return;
     }

@@ -1,5 +1,5 @@
 //! A circuit breaker for each requester's reply queue that accepts no message now. Decides which tasks with that reply
-//! queue are computed. Owns what this worker knows of such queues. Does no I/O.
+//! queue are computed. Owns the breakers of this worker. Does no I/O.
 //!
 //! - Open: no task is computed. A waiting reply was refused; or replies wait unanswered, and the queue has accepted
 //!   nothing for [`STALLED_AFTER`]; or none waits, and the last one stopped waiting less than [`PROBE_INTERVAL`] ago.
@@ -18,7 +18,7 @@ use super::STALLED_AFTER;
 /// The most queues that are remembered: requesters choose their names, so the number must be bounded. Tasks of a
 /// forgotten queue are computed.
 const MAX_QUEUES: usize = 1_024;
-/// The time from when the last reply stopped waiting until the next task is computed, as a probe.
+/// How long after the last reply stopped waiting the next task is computed, as a probe.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a queue is remembered after the last reply has stopped waiting for it.
 const REMEMBERED_FOR: Duration = Duration::from_secs(60);
@@ -35,19 +35,19 @@ struct Breaker {
     /// A task is being computed in order to try the queue.
     is_probed: bool,
     /// When the queue last accepted a message. None: not since this breaker was created.
-    taken_at: Option<Instant>,
+    accepted_at: Option<Instant>,
     /// When a reply last stopped waiting for the queue; at first, when the first one began to.
-    waited_at: Instant,
+    wait_ended: Instant,
 }
 
 impl Breaker {
     /// Whether the queue is known to accept nothing now. Without a refusal it may only be slow; then it counts as open
     /// while it accepts nothing at all.
     fn is_open(&self, now: Instant) -> bool {
-        let is_silent = || self.taken_at.is_none_or(|at| now >= at + STALLED_AFTER);
+        let accepts_nothing = || self.accepted_at.is_none_or(|at| now >= at + STALLED_AFTER);
         self.refused > 0
-            || self.unanswered > 0 && is_silent()
-            || self.refused + self.unanswered == 0 && now < self.waited_at + PROBE_INTERVAL
+            || self.unanswered > 0 && accepts_nothing()
+            || self.refused + self.unanswered == 0 && now < self.wait_ended + PROBE_INTERVAL
     }
 
     fn is_idle(&self) -> bool {
@@ -55,13 +55,13 @@ impl Breaker {
     }
 }
 
-/// What becomes of a task now, given its reply queue.
+/// Whether a task is computed now, given its reply queue.
 pub(in crate::worker) enum Admission<'a> {
     /// It is computed.
     Compute,
-    /// It is computed. Until the probe is dropped, no other task with this reply queue is.
+    /// It is computed as a probe. Until the probe is dropped, no other task with this reply queue is computed.
     Probe(Probe<'a>),
-    /// It is put off: another task tries the queue.
+    /// It is put off: another task is being computed as a probe.
     Probed,
     /// It is put off: the queue accepts nothing now.
     Refused,
@@ -93,7 +93,7 @@ impl Drop for WaitingReply<'_> {
         if let Some(breaker) = self.breakers.lock().get_mut(self.queue) {
             let count = if self.was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count = count.saturating_sub(1);
-            breaker.waited_at = Instant::now();
+            breaker.wait_ended = Instant::now();
         }
     }
 }
@@ -120,16 +120,21 @@ impl Breakers {
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> WaitingReply<'a> {
         let mut all = self.lock();
         if !all.contains_key(queue) {
-            all.retain(|_, breaker| !breaker.is_idle() || now < breaker.waited_at + REMEMBERED_FOR);
+            all.retain(|_, breaker| !breaker.is_idle() || now < breaker.wait_ended + REMEMBERED_FOR);
             if all.len() >= MAX_QUEUES {
                 let idle = all.iter().filter(|(_, breaker)| breaker.is_idle());
-                let oldest = idle.min_by_key(|(_, breaker)| breaker.waited_at).map(|(name, _)| name.clone());
+                let oldest = idle.min_by_key(|(_, breaker)| breaker.wait_ended).map(|(name, _)| name.clone());
                 oldest.and_then(|name| all.remove(&name));
             }
         }
         if all.len() < MAX_QUEUES || all.contains_key(queue) {
-            let new =
-                || Breaker { refused: 0, unanswered: 0, is_probed: false, taken_at: None, waited_at: now };
+            let new = || Breaker {
+                refused: 0,
+                unanswered: 0,
+                is_probed: false,
+                accepted_at: None,
+                wait_ended: now,
+            };
             let breaker = all.entry(queue.to_owned()).or_insert_with(new);
             let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count += 1;
@@ -142,10 +147,10 @@ impl Breakers {
 
     /// Records that the queue has accepted a message, or no longer exists. Once no reply waits for it, its tasks are
     /// computed again.
-    pub(super) fn record_taken(&self, queue: &str, now: Instant) {
+    pub(super) fn record_accepted(&self, queue: &str, now: Instant) {
         let mut all = self.lock();
         let Some(breaker) = all.get_mut(queue) else { return };
-        breaker.taken_at = Some(now);
+        breaker.accepted_at = Some(now);
         if breaker.refused + breaker.unanswered == 0 {
             all.remove(queue);
             tracing::info!(queue, "the reply queue takes messages again");
@@ -186,7 +191,7 @@ mod tests {
         assert_eq!((name(&probe), admitted("full")), ("probe", "probed"));
         drop(probe);
         assert_eq!(admitted("full"), "probe", "the first probe was dropped without a result");
-        breakers.record_taken("full", Instant::now());
+        breakers.record_accepted("full", Instant::now());
         assert_eq!(admitted("full"), "compute");
     }
 
@@ -195,10 +200,10 @@ mod tests {
         let breakers = Breakers::default();
         let mut waiting: Vec<_> = (0..2).map(|_| breakers.wait("full", true, Instant::now())).collect();
         waiting.pop();
-        breakers.record_taken("full", Instant::now());
+        breakers.record_accepted("full", Instant::now());
         assert_eq!(name(&breakers.admit("full", Instant::now())), "refused", "one still waits");
         waiting.pop();
-        breakers.record_taken("full", Instant::now());
+        breakers.record_accepted("full", Instant::now());
         assert_eq!(name(&breakers.admit("full", Instant::now())), "compute");
     }
 
@@ -208,7 +213,7 @@ mod tests {
         let admitted = || name(&breakers.admit("slow", Instant::now()));
         let waiting = [(); 2].map(|()| breakers.wait("slow", false, Instant::now()));
         assert_eq!(admitted(), "refused");
-        breakers.record_taken("slow", Instant::now());
+        breakers.record_accepted("slow", Instant::now());
         assert_eq!(admitted(), "compute");
         tokio::time::advance(STALLED_AFTER).await;
         assert_eq!(admitted(), "refused", "it no longer accepts anything");

@@ -1,4 +1,4 @@
-//! Logs why tasks are answered with errors. At most one line for each reason is logged in [`INTERVAL`], because a
+//! Logs why tasks are answered with errors. At most one line for each reason is logged in [`LOG_INTERVAL`], because a
 //! requester may send any number of wrong tasks. Each line has the number of errors of its reason that were not logged
 //! since the line before. Owns these numbers, and the times of the last lines.
 
@@ -9,9 +9,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::protocol::TaskError;
+use crate::protocol::reply::ErrorNames;
 
 /// The shortest time between two lines with the same reason.
-const INTERVAL: Duration = Duration::from_secs(5);
+const LOG_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Logs errors of tasks at a bounded rate; shared by all tasks of a worker.
 #[derive(Default)]
@@ -26,9 +27,9 @@ struct Logged {
 }
 
 impl ErrorLog {
-    /// Logs the error of a task, or counts it if the last line with its reason is younger than [`INTERVAL`].
+    /// Logs the error of a task, or counts it if the last line with its reason is younger than [`LOG_INTERVAL`].
     pub(super) fn add(&self, task: &str, error: &TaskError) {
-        let (status, _, _, reason) = error.kind.wire();
+        let ErrorNames { status, code: reason, .. } = error.kind.names();
         if let Some(unlogged) = self.take_unlogged(reason, Instant::now()) {
             tracing::info!(task.id = task, status, reason, %error, unlogged, "a task is answered with an error");
         }
@@ -42,7 +43,7 @@ impl ErrorLog {
             all.insert(reason, Logged { last: now, unlogged: 0 });
             return Some(0);
         };
-        if now < logged.last + INTERVAL {
+        if now < logged.last + LOG_INTERVAL {
             logged.unlogged += 1;
             return None;
         }

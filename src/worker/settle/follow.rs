@@ -1,12 +1,12 @@
-//! Decides what follows from a publish: what was published for a task, and what became of it → what is done next. One
-//! function with an exhaustive match. Dead letters are not part of it: one is published until it is confirmed, so
-//! nothing else can follow (see `publishing`).
+//! Decides the next step after a publish, from what was published for a task and what became of it, in one function
+//! with an exhaustive match. Publishing a dead letter is not handled here: `publishing` repeats it until it is
+//! confirmed, so there is nothing to decide.
 
 use crate::broker::Delay;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{TaskError, TaskErrorKind};
 
-/// What became of a message within the time to wait for its queue.
+/// What is known of a published message when it is confirmed or given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Confirmed,
@@ -15,7 +15,8 @@ pub(super) enum Sent {
     Refused(String),
     /// It was not confirmed in time, for this reason. The broker may or may not have it.
     Unconfirmed(String),
-    /// The queue has not accepted it, and too many other tasks wait for such queues. The broker does not have it.
+    /// It waited for a queue that accepts nothing, and was dropped because too many tasks wait for such queues
+    /// (`stalled`). The broker does not have it.
     Evicted(String),
 }
 
@@ -24,10 +25,10 @@ pub(super) enum Sent {
 pub(super) enum Publication<'a> {
     /// The task, for another attempt after this error.
     NextAttempt(&'a TaskError),
-    /// The task, which is put off before it is answered (`WaitsFor` has the reasons).
+    /// The task, which is put off before it is computed ([`WaitsFor`](super::WaitsFor) has the reasons).
     PutOff,
     /// The task, after its computed reply was not accepted by the reply queue, for this reason.
-    PutOffAgain(&'a str),
+    PutOffAfterReply(&'a str),
     Reply(Reply<'a>),
 }
 
@@ -35,22 +36,23 @@ pub(super) enum Publication<'a> {
 pub(super) struct Reply<'a> {
     pub(super) queue: &'a str,
     pub(super) bytes: usize,
-    /// The error that it reports; none: it is a result.
+    /// The error that it reports; none for a result.
     pub(super) error: Option<&'a TaskError>,
-    pub(super) parked: Parked,
+    pub(super) dead_lettering: DeadLettering,
     /// It is an error reply that replaces a reply that the broker refused.
     pub(super) is_second: bool,
-    /// The delay with which the task is put off if this reply is evicted. None: the reply is not evicted, or the task
-    /// has no time left or cannot be put off.
-    pub(super) wait: Option<Delay>,
+    /// The delay with which the task is put off, once this reply is evicted. None: the task has no time left or cannot
+    /// be put off, so it becomes a dead letter.
+    pub(super) delay: Option<Delay>,
 }
 
-/// Whether a task has already become a dead letter, which must not happen twice, and otherwise whether it may become
-/// one if its reply cannot be published.
+/// Whether a task whose reply cannot be published may become a dead letter, which must not happen twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Parked {
-    No,
-    Already,
+pub(super) enum DeadLettering {
+    /// The task may become a dead letter.
+    Allowed,
+    /// The task has already become one.
+    Done,
     /// The task was cancelled on request. It becomes a dead letter, unless its reply queue is gone: then nobody wants
     /// it any more.
     UnlessUnroutable,
@@ -68,13 +70,13 @@ pub(super) enum Next {
     PutOff(Delay, String),
     /// It cannot be put off, so it is computed.
     Compute,
-    /// Dead letter, then ack.
+    /// The task is published as a dead letter, then acked.
     DeadLetter(Reason, TaskError),
-    /// Dead letter, error reply if possible, then ack.
+    /// The task is published as a dead letter, answered with the error if possible, then acked.
     DeadLetterAndReply(Reason, TaskError),
 }
 
-pub(super) fn follow(sent: Sent, publication: Publication<'_>) -> Next {
+pub(super) fn next_step(sent: Sent, publication: Publication<'_>) -> Next {
     match publication {
         Publication::NextAttempt(error) => {
             match failure(sent, "there is no queue to wait in for another attempt") {
@@ -91,7 +93,7 @@ pub(super) fn follow(sent: Sent, publication: Publication<'_>) -> Next {
             Sent::Unconfirmed(message) => unconfirmed(message),
             Sent::Unroutable | Sent::Refused(_) | Sent::Evicted(_) => Next::Compute,
         },
-        Publication::PutOffAgain(reason) => match failure(sent, "there is no queue to wait in") {
+        Publication::PutOffAfterReply(reason) => match failure(sent, "there is no queue to wait in") {
             None => Next::Ack,
             Some(message) => unconfirmed(format!("{reason}; {message}")),
         },
@@ -100,7 +102,7 @@ pub(super) fn follow(sent: Sent, publication: Publication<'_>) -> Next {
 }
 
 fn after_reply(sent: Sent, reply: Reply<'_>) -> Next {
-    let Reply { queue, bytes, error, parked, is_second, wait } = reply;
+    let Reply { queue, bytes, error, dead_lettering, is_second, delay } = reply;
     let (reason, message) = match sent {
         Sent::Confirmed => return Next::Ack,
         Sent::Refused(refusal) if !is_second => {
@@ -108,17 +110,18 @@ fn after_reply(sent: Sent, reply: Reply<'_>) -> Next {
             return Next::ReplyError(TaskError::new(TaskErrorKind::TooLarge, message));
         }
         Sent::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
+        // The error reply is refused too: no reply can reach this queue.
         Sent::Refused(refusal) => (Reason::Unroutable, format!("reply queue {queue:?}: {refusal}")),
         Sent::Unconfirmed(message) => (Reason::Unconfirmed, message),
-        Sent::Evicted(message) => match wait {
-            Some(delay) if parked == Parked::No => return Next::PutOff(delay, message),
+        Sent::Evicted(message) => match delay {
+            Some(delay) if dead_lettering == DeadLettering::Allowed => return Next::PutOff(delay, message),
             _ => (Reason::Unconfirmed, message),
         },
     };
-    match (parked, reason, error) {
-        (Parked::Already, ..) => Next::AckWithoutReply(message),
-        (Parked::UnlessUnroutable, Reason::Unroutable, _) => Next::Ack,
-        // Computing it again would end in the same refusal.
+    match (dead_lettering, reason, error) {
+        (DeadLettering::Done, ..) => Next::AckWithoutReply(message),
+        (DeadLettering::UnlessUnroutable, Reason::Unroutable, _) => Next::Ack,
+        // The task itself is refused: if it were computed again, it would be refused again.
         (_, Reason::Unroutable, Some(error)) if error.kind.is_refusal() => {
             let message = format!("{error}; {message}");
             Next::DeadLetter(Reason::Refused, TaskError::new(TaskErrorKind::Internal, message))
@@ -131,7 +134,7 @@ fn unconfirmed(message: String) -> Next {
     Next::DeadLetter(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
 }
 
-/// Why a message is not known to be at the broker; none: it is there.
+/// Why a publish is not confirmed. None if it is.
 fn failure(sent: Sent, no_queue: &str) -> Option<String> {
     match sent {
         Sent::Confirmed => None,
@@ -146,10 +149,10 @@ mod tests {
 
     use super::*;
 
-    const WAIT: Delay = Delay { after: Duration::from_secs(1), ceiling: Duration::from_secs(2) };
+    const DELAY: Delay = Delay { after: Duration::from_secs(1), ceiling: Duration::from_secs(2) };
 
-    fn reply(parked: Parked) -> Reply<'static> {
-        Reply { queue: "q", bytes: 9, error: None, parked, is_second: false, wait: Some(WAIT) }
+    fn reply(dead_lettering: DeadLettering) -> Reply<'static> {
+        Reply { queue: "q", bytes: 9, error: None, dead_lettering, is_second: false, delay: Some(DELAY) }
     }
 
     fn every_failure() -> [Sent; 4] {
@@ -163,70 +166,72 @@ mod tests {
         for publication in [
             Publication::NextAttempt(&error),
             Publication::PutOff,
-            Publication::PutOffAgain("full"),
-            Publication::Reply(reply(Parked::No)),
-            Publication::Reply(reply(Parked::UnlessUnroutable)),
+            Publication::PutOffAfterReply("full"),
+            Publication::Reply(reply(DeadLettering::Allowed)),
+            Publication::Reply(reply(DeadLettering::UnlessUnroutable)),
         ] {
-            assert_eq!(follow(Sent::Confirmed, publication), Next::Ack, "{publication:?}");
+            assert_eq!(next_step(Sent::Confirmed, publication), Next::Ack, "{publication:?}");
         }
     }
 
     #[test]
     fn an_unpublished_reply_leads_to_a_dead_letter_or_another_try() {
-        let next = every_failure().map(|sent| follow(sent, Publication::Reply(reply(Parked::No))));
+        let next =
+            every_failure().map(|sent| next_step(sent, Publication::Reply(reply(DeadLettering::Allowed))));
         assert!(
             matches!(&next[0], Next::DeadLetter(Reason::Unroutable, error) if error.message.contains("\"q\""))
         );
         assert!(matches!(&next[1], Next::ReplyError(error) if error.message.contains("9 bytes")));
         assert!(matches!(&next[2], Next::DeadLetter(Reason::Unconfirmed, _)));
-        assert!(matches!(&next[3], Next::PutOff(WAIT, _)));
-        let late = Reply { wait: None, ..reply(Parked::No) };
-        let evicted = follow(Sent::Evicted("w".into()), Publication::Reply(late));
+        assert!(matches!(&next[3], Next::PutOff(DELAY, _)));
+        let late = Reply { delay: None, ..reply(DeadLettering::Allowed) };
+        let evicted = next_step(Sent::Evicted("w".into()), Publication::Reply(late));
         assert!(matches!(evicted, Next::DeadLetter(Reason::Unconfirmed, _)), "its time is over");
-        let second = Reply { is_second: true, ..reply(Parked::No) };
-        let refused = follow(Sent::Refused("w".into()), Publication::Reply(second));
+        let second = Reply { is_second: true, ..reply(DeadLettering::Allowed) };
+        let refused = next_step(Sent::Refused("w".into()), Publication::Reply(second));
         assert!(matches!(refused, Next::DeadLetter(Reason::Unroutable, _)));
     }
 
     #[test]
     fn cancelled_tasks_are_not_recomputed_and_dead_letters_not_duplicated() {
-        let never =
-            every_failure().map(|sent| follow(sent, Publication::Reply(reply(Parked::UnlessUnroutable))));
-        assert_eq!(never[0], Next::Ack, "nobody wants it any more");
-        assert!(matches!(never[3], Next::DeadLetter(Reason::Unconfirmed, _)));
-        let second = Reply { is_second: true, ..reply(Parked::Already) };
+        let cancelled = every_failure()
+            .map(|sent| next_step(sent, Publication::Reply(reply(DeadLettering::UnlessUnroutable))));
+        assert_eq!(cancelled[0], Next::Ack, "nobody wants it any more");
+        assert!(matches!(cancelled[3], Next::DeadLetter(Reason::Unconfirmed, _)));
+        let second = Reply { is_second: true, ..reply(DeadLettering::Done) };
         for sent in every_failure() {
-            assert!(matches!(follow(sent, Publication::Reply(second)), Next::AckWithoutReply(_)));
+            assert!(matches!(next_step(sent, Publication::Reply(second)), Next::AckWithoutReply(_)));
         }
     }
 
     #[test]
     fn a_refusal_that_reaches_nobody_is_parked_as_refused() {
         let error = TaskError::bad_input("input", "is missing");
-        let refused = Reply { error: Some(&error), ..reply(Parked::No) };
-        let Next::DeadLetter(reason, said) = follow(Sent::Unroutable, Publication::Reply(refused)) else {
+        let refused = Reply { error: Some(&error), ..reply(DeadLettering::Allowed) };
+        let Next::DeadLetter(reason, parked) = next_step(Sent::Unroutable, Publication::Reply(refused))
+        else {
             panic!("it is not parked");
         };
         assert_eq!(reason, Reason::Refused);
-        assert!(said.message.contains("is missing") && said.message.contains("\"q\""), "{said}");
+        assert!(parked.message.contains("is missing") && parked.message.contains("\"q\""), "{parked}");
     }
 
     #[test]
     fn without_a_retry_queue_a_task_is_computed_or_becomes_a_dead_letter() {
-        assert_eq!(follow(Sent::Unroutable, Publication::PutOff), Next::Compute);
-        let unsure = follow(Sent::Unconfirmed("w".into()), Publication::PutOff);
+        assert_eq!(next_step(Sent::Unroutable, Publication::PutOff), Next::Compute);
+        let unsure = next_step(Sent::Unconfirmed("w".into()), Publication::PutOff);
         assert!(matches!(unsure, Next::DeadLetter(Reason::Unconfirmed, _)), "it may be in its queue");
         let error = TaskError::new(TaskErrorKind::Fault, "x");
         for sent in every_failure() {
-            let Next::DeadLetterAndReply(Reason::Attempts, said) =
-                follow(sent, Publication::NextAttempt(&error))
+            let Next::DeadLetterAndReply(Reason::Attempts, parked) =
+                next_step(sent, Publication::NextAttempt(&error))
             else {
                 panic!("it is lost");
             };
-            assert!(said.kind == TaskErrorKind::Fault && said.message.starts_with("x; "), "{said}");
+            assert!(parked.kind == TaskErrorKind::Fault && parked.message.starts_with("x; "), "{parked}");
         }
         for sent in every_failure() {
-            let next = follow(sent, Publication::PutOffAgain("full"));
+            let next = next_step(sent, Publication::PutOffAfterReply("full"));
             assert!(matches!(next, Next::DeadLetter(Reason::Unconfirmed, _)));
         }
     }

@@ -1,15 +1,15 @@
 //! Carries out what `outcome` and `follow` decide: publish, confirm, ack, always in this order (`confirm-before-ack`).
-//! Owns nothing. A delivery of a session that is over is not settled, because the broker has taken it back.
+//! A delivery of a session that is over is not settled, because the broker has taken it back. Owns nothing.
 //!
 //! | file | decides |
 //! |---|---|
-//! | `outcome` | what happened to a task → what becomes of its message |
-//! | `follow` | what was published, and what became of it → what is done next |
+//! | `outcome` | what becomes of a task's message, from what happened to the task |
+//! | `follow` | what is done after a publish, from what was published and what became of it |
 //! | `publishing` | how long to wait for a queue that does not accept a message |
 //! | `breaker` | which tasks are computed although their reply queue accepted nothing lately |
 //! | `stalled` | how many computed replies may wait for such queues |
 //! | `parts` | when parts of a reply are sent |
-//! | `counting` | what is counted of an answer |
+//! | `counting` | which values of an answer are counted |
 //! | `error_log` | which errors of tasks are logged |
 
 mod breaker;
@@ -30,9 +30,9 @@ use tokio::time::timeout;
 
 use self::breaker::Admission;
 use self::counting::Answered;
-use self::follow::{Next, Parked, Publication, Reply, Sent, follow};
+use self::follow::{DeadLettering, Next, Publication, Reply, Sent, next_step};
 use self::outcome::{Disposition, Tries, disposition, longest_delay};
-use self::publishing::{Owner, To};
+use self::publishing::{Destination, Owner};
 use super::WorkerError;
 use super::report::{Counters, Traced};
 use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Published, Publisher, Source};
@@ -40,7 +40,7 @@ use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
 use crate::protocol::reply::reply;
-use crate::protocol::task::sentinel_again;
+use crate::protocol::task::sentinel_to_republish;
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
@@ -68,7 +68,7 @@ pub(super) struct Settlement {
     pub(super) worker_info: WorkerInfo,
     pub(super) queues: Queues,
     pub(super) retry: Retry,
-    pub(super) waits: Waits,
+    pub(super) queue_timeouts: QueueTimeouts,
     /// Tasks that wait for a reply queue that accepts nothing.
     pub(super) stalled: Stalled,
     /// Reply queues that accept nothing.
@@ -77,8 +77,8 @@ pub(super) struct Settlement {
     pub(super) error_log: ErrorLog,
     pub(super) stop: Stop,
     /// The number of the latest session that is over. Written by the intake, read before a reply is published: a task
-    /// of that session will be delivered again, and should be answered only once.
-    pub(super) lost: PerSource<AtomicU64>,
+    /// of that session will be delivered again, and should not be answered twice.
+    pub(super) lost_sessions: PerSource<AtomicU64>,
 }
 
 /// The pool's queues, and the queues that no reply may go to.
@@ -92,22 +92,22 @@ pub(super) struct Queues {
 
 /// How long to wait for a queue that does not accept a message.
 #[derive(Clone, Copy)]
-pub(super) struct Waits {
+pub(super) struct QueueTimeouts {
     /// For a requester's queue: `pool.reply_timeout`.
-    pub(super) requesters: Duration,
+    pub(super) requester: Duration,
     /// For the pool's own queues: three quarters of the broker's delivery timeout, at which it takes back the delivery.
-    pub(super) own: Duration,
+    pub(super) pool: Duration,
 }
 
-/// A task that the worker owes an ack, or a control message of an unknown type.
+/// A task that is accepted and not yet acked, or a control message of an unknown type.
 pub(super) struct Accepted {
     pub(super) task: Arc<Task>,
     pub(super) delivery: DeliveryTag,
-    /// The number of earlier deliveries of this message, as the broker counts them. 1 if the broker only reports that
-    /// there were some.
+    /// The number of earlier deliveries of this message. If the broker does not count them and only reports that there
+    /// were some, it is 1.
     pub(super) redeliveries: i64,
     /// Whether the broker counts deliveries.
-    pub(super) counted: bool,
+    pub(super) is_counted: bool,
     /// The time after which the answer is not wanted. An unreadable one becomes the task's error in its run.
     pub(super) deadline: Option<SystemTime>,
     /// The record of workers that died with this task on their device.
@@ -129,13 +129,13 @@ pub(super) enum Settled {
 }
 
 impl Accepted {
-    pub(super) fn new(task: Task, delivery: DeliveryTag, redeliveries: i64, counted: bool) -> Self {
+    pub(super) fn new(task: Task, delivery: DeliveryTag, redeliveries: i64, is_counted: bool) -> Self {
         let (deadline, task) = (task.deadline().ok().flatten(), Arc::new(task));
         Self {
             task,
             delivery,
             redeliveries,
-            counted,
+            is_counted,
             deadline,
             deaths: None,
             parts: None,
@@ -151,14 +151,15 @@ impl Accepted {
         i64::from(self.task.attempt()) + i64::from(deaths)
     }
 
-    fn time_left(&self) -> Option<Duration> {
-        self.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default())
+    /// Time until the deadline; none if it has none.
+    pub(super) fn time_left(&self) -> Option<Duration> {
+        self.deadline.map(|deadline| deadline.duration_since(SystemTime::now()).unwrap_or_default())
     }
 }
 
 impl Queues {
     /// The queue for the task's reply. None: the task has none, or no reply may go there.
-    fn of_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
+    fn for_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
         match task.reply_to() {
             Some(queue) => Some(queue).filter(|queue| !self.is_reserved(queue)),
             None => self.reply.as_deref(),
@@ -167,11 +168,12 @@ impl Queues {
 
     /// Whether a reply in this queue would come back as a task, or be taken for a dead letter.
     pub(super) fn is_reserved(&self, queue: &str) -> bool {
-        let retry = |of: &String| queue.strip_prefix(of.as_str()).is_some_and(|it| it.starts_with(".retry"));
+        let is_retry_of =
+            |other: &String| queue.strip_prefix(other.as_str()).is_some_and(|it| it.starts_with(".retry"));
         queue == self.task
             || queue == self.dead_letter
-            || retry(&self.task)
-            || self.reserved.iter().any(|other| queue == other || retry(other))
+            || is_retry_of(&self.task)
+            || self.reserved.iter().any(|other| queue == other || is_retry_of(other))
     }
 }
 
@@ -182,18 +184,21 @@ impl Settlement {
     /// # Errors
     /// [`ReplyQueueBlocked`]: the task is to be put off, because its reply queue accepts nothing.
     pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, ReplyQueueBlocked> {
-        let Some(queue) = self.queues.of_reply(&accepted.task).filter(|queue| !self.is_own(queue)) else {
+        let Some(queue) =
+            self.queues.for_reply(&accepted.task).filter(|queue| !self.is_pool_reply_queue(queue))
+        else {
             return Ok(None);
         };
         if accepted.delivery.source == Source::Background {
             return Ok(None);
         }
         let blocked = |is_probed: bool| {
-            let left = self.time_to_wait(accepted);
+            let time_left = self.time_to_wait(accepted);
             // The header with the time of the first put-off comes with the message, so a requester can set it. Without
             // this limit, a task with an old time would be put off again and again for as long as the probe takes.
-            let may_wait_for_probe = is_probed && self.waited(accepted) < self.waits.requesters + PROBE_TIME;
-            ReplyQueueBlocked { queue: queue.to_owned(), left, may_wait_for_probe }
+            let may_wait_for_probe = is_probed
+                && self.time_since_first_put_off(accepted) < self.queue_timeouts.requester + PROBE_TIME;
+            ReplyQueueBlocked { queue: queue.to_owned(), time_left, may_wait_for_probe }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
             Admission::Compute => Ok(None),
@@ -207,7 +212,7 @@ impl Settlement {
     /// broker has it.
     pub(super) async fn put_off_sentinel(&self, sentinel: &Message, now: SystemTime) -> bool {
         let ceiling = self.retry.shortest();
-        let message = Arc::new(sentinel_again(sentinel, now));
+        let message = Arc::new(sentinel_to_republish(sentinel, now));
         let delay = Delay { after: ceiling, ceiling };
         let published = self.publisher.publish_later(&self.queues.task, delay, message);
         matches!(timeout(STALLED_AFTER, published).await, Ok(Ok(Published::Confirmed)))
@@ -224,7 +229,7 @@ impl Settlement {
         timings: &Timings,
     ) -> Result<Settled, WorkerError> {
         let source = accepted.delivery.source;
-        if accepted.delivery.is_over_with(source, self.lost[source].load(Ordering::Acquire)) {
+        if accepted.delivery.is_over_with(source, self.lost_sessions[source].load(Ordering::Acquire)) {
             return Ok(Settled::Yes);
         }
         let tries = Tries {
@@ -271,11 +276,11 @@ impl Settlement {
         };
         tokio::select! {
             () = grace_is_over => {}
-            () = tokio::time::sleep(self.waits.own.saturating_add(MIN_PUBLISH_TIME)) => {}
+            () = tokio::time::sleep(self.queue_timeouts.pool.saturating_add(MIN_PUBLISH_TIME)) => {}
         }
     }
 
-    /// Publishes the message of a disposition and whatever follows from it, and waits for the confirms.
+    /// Publishes the message of a disposition and the messages that follow from it, and waits for the confirms.
     async fn carry_out(
         &self,
         accepted: &Accepted,
@@ -283,26 +288,29 @@ impl Settlement {
         timings: &Timings,
     ) -> Result<Settled, WorkerError> {
         match disposition {
-            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), timings, Parked::No).await?,
+            Disposition::ReplyAndAck(body) => {
+                self.answer(accepted, Ok(body), timings, DeadLettering::Allowed).await?
+            }
             Disposition::ReplyErrorAndAck(error) => {
                 // The requester of a cancelled task may have left.
-                let wanted = error.kind != TaskErrorKind::Cancelled;
-                let parked = if wanted { Parked::No } else { Parked::UnlessUnroutable };
-                self.answer(accepted, Err(&error), timings, parked).await?;
+                let is_cancelled = error.kind == TaskErrorKind::Cancelled;
+                let dead_lettering =
+                    if is_cancelled { DeadLettering::UnlessUnroutable } else { DeadLettering::Allowed };
+                self.answer(accepted, Err(&error), timings, dead_lettering).await?;
             }
             Disposition::Retry(delay, error) => self.try_again(accepted, delay, &error, timings).await?,
             Disposition::PutOff(delay, waits_for) => {
                 let sent = self.put_off(accepted, delay, waits_for).await?;
-                match follow(sent, Publication::PutOff) {
+                match next_step(sent, Publication::PutOff) {
                     Next::Compute => return Ok(Settled::MustCompute),
                     next => self.conclude(accepted, next).await?,
                 }
             }
             Disposition::DeadLetter(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), timings, Parked::Already).await?;
+                self.answer(accepted, Err(&error), timings, DeadLettering::Done).await?;
             }
-            Disposition::Park(reason, error) => self.dead_letter(accepted, reason, &error).await?,
+            Disposition::DeadLetterOnly(reason, error) => self.dead_letter(accepted, reason, &error).await?,
         }
         Ok(Settled::Yes)
     }
@@ -316,8 +324,8 @@ impl Settlement {
         timings: &Timings,
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
-        let message = Arc::new(accepted.traced.passed_on(task.next_attempt(accepted.deadline)));
-        let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
+        let message = Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline)));
+        let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == Sent::Confirmed {
             accepted.traced.retried(error);
@@ -327,10 +335,10 @@ impl Settlement {
         } else {
             tracing::warn!(task.id = task.id, queue = self.queues.task, ?sent, "cannot try again");
         }
-        match follow(sent, Publication::NextAttempt(error)) {
+        match next_step(sent, Publication::NextAttempt(error)) {
             Next::DeadLetterAndReply(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), timings, Parked::Already).await
+                self.answer(accepted, Err(&error), timings, DeadLettering::Done).await
             }
             next => self.conclude(accepted, next).await,
         }
@@ -346,8 +354,8 @@ impl Settlement {
         let task = &accepted.task;
         let waits_for_queue = waits_for == WaitsFor::ReplyQueue;
         let since = waits_for_queue.then(|| task.put_off_since(SystemTime::now()));
-        let message = Arc::new(accepted.traced.passed_on(task.put_off(since, accepted.deadline)));
-        let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
+        let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline)));
+        let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let mut sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == Sent::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
             sent = self.publish_in_time(accepted, to, &message).await?;
@@ -371,12 +379,12 @@ impl Settlement {
         accepted.traced.dead_lettered(reason);
         let worker = &self.worker_info.worker;
         let cause = Cause { reason, error: &error.message, worker, at: SystemTime::now() };
-        let message = accepted.traced.passed_on(dead_letter(&accepted.task, &cause));
+        let message = accepted.traced.propagate(dead_letter(&accepted.task, &cause));
         let message = match &accepted.deaths {
             Some(deaths) => with_deaths(message, deaths),
             None => message,
         };
-        self.park(message, reason).await
+        self.publish_dead_letter(message, reason).await
     }
 
     /// Publishes the reply, if one is wanted. Counts the answer, unless the task is put off.
@@ -385,7 +393,7 @@ impl Settlement {
         accepted: &Accepted,
         body: Result<Body, &TaskError>,
         timings: &Timings,
-        parked: Parked,
+        dead_lettering: DeadLettering,
     ) -> Result<(), WorkerError> {
         let answered = Answered::of(&body);
         if let Err(error) = &body {
@@ -403,8 +411,8 @@ impl Settlement {
             compute_us,
             "answering"
         );
-        let next = match self.queues.of_reply(task) {
-            Some(queue) => self.reply(accepted, queue, body, timings, parked).await?,
+        let next = match self.queues.for_reply(task) {
+            Some(queue) => self.reply_or_error(accepted, queue, body, timings, dead_lettering).await?,
             None => {
                 accepted.traced.answered(body.as_ref().err().copied());
                 Next::Ack
@@ -420,28 +428,29 @@ impl Settlement {
 
     /// Publishes the reply, or an error in its place. If the queue does not accept it, the task is kept and not the
     /// reply: the task can be computed again, and is usually far smaller than its result.
-    async fn reply(
+    async fn reply_or_error(
         &self,
         accepted: &Accepted,
         queue: &str,
         body: Result<Body, &TaskError>,
         timings: &Timings,
-        parked: Parked,
+        dead_lettering: DeadLettering,
     ) -> Result<Next, WorkerError> {
         let (task, attempt) = (&accepted.task, accepted.attempt());
-        let owner = if self.is_own(queue) { Owner::Pool } else { Owner::Requester };
+        let owner = if self.is_pool_reply_queue(queue) { Owner::Pool } else { Owner::Requester };
         let error = body.as_ref().err().copied();
         accepted.traced.answered(error);
-        let message = accepted.traced.reply(reply(task, body, timings, &self.worker_info, attempt));
+        let message = accepted.traced.propagate_in(reply(task, body, timings, &self.worker_info, attempt));
         let mut publication =
-            Reply { queue, bytes: message.body.len(), error, parked, is_second: false, wait: None };
+            Reply { queue, bytes: message.body.len(), error, dead_lettering, is_second: false, delay: None };
         let mut next = self.publish_reply(accepted, publication, owner, message).await?;
         if let Next::ReplyError(error) = &next {
             tracing::warn!(task.id = task.id, %error, "answering with an error instead");
             accepted.traced.answered(Some(error));
-            let smaller = accepted.traced.reply(reply(task, Err(error), timings, &self.worker_info, attempt));
+            let error_reply =
+                accepted.traced.propagate_in(reply(task, Err(error), timings, &self.worker_info, attempt));
             publication.is_second = true;
-            next = self.publish_reply(accepted, publication, owner, smaller).await?;
+            next = self.publish_reply(accepted, publication, owner, error_reply).await?;
         }
         Ok(next)
     }
@@ -453,24 +462,24 @@ impl Settlement {
         owner: Owner,
         message: Message,
     ) -> Result<Next, WorkerError> {
-        let to = To { queue: reply.queue, delay: None, owner };
+        let to = Destination { queue: reply.queue, delay: None, owner };
         let sent = self.publish_in_time(accepted, to, &Arc::new(message)).await?;
         if owner == Owner::Requester && matches!(sent, Sent::Confirmed | Sent::Unroutable) {
-            self.breakers.record_taken(reply.queue, tokio::time::Instant::now());
+            self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }
         if matches!(sent, Sent::Evicted(_)) && accepted.delivery.source == Source::Main {
-            reply.wait = longest_delay(&self.retry, self.time_to_wait(accepted), rand::random());
+            reply.delay = longest_delay(&self.retry, self.time_to_wait(accepted), rand::random());
         }
-        Ok(follow(sent, Publication::Reply(reply)))
+        Ok(next_step(sent, Publication::Reply(reply)))
     }
 
-    /// Does what follows from a publish, except the ack, which [`Settlement::settle`] sends.
+    /// Carries out a next step, except the ack, which [`Settlement::settle`] sends.
     async fn conclude(&self, accepted: &Accepted, mut next: Next) -> Result<(), WorkerError> {
         loop {
             next = match next {
                 Next::PutOff(delay, reason) => {
                     let sent = self.put_off(accepted, delay, WaitsFor::ReplyQueue).await?;
-                    follow(sent, Publication::PutOffAgain(&reason))
+                    next_step(sent, Publication::PutOffAfterReply(&reason))
                 }
                 Next::DeadLetter(reason, error) | Next::DeadLetterAndReply(reason, error) => {
                     return self.dead_letter(accepted, reason, &error).await;
@@ -493,17 +502,18 @@ impl Settlement {
     /// How long the task may still wait for its reply queue: for `pool.reply_timeout` since it was first put off, and
     /// until its deadline.
     fn time_to_wait(&self, accepted: &Accepted) -> Duration {
-        let left = self.waits.requesters.saturating_sub(self.waited(accepted));
-        accepted.time_left().map_or(left, |until| until.min(left))
+        let timeout_left =
+            self.queue_timeouts.requester.saturating_sub(self.time_since_first_put_off(accepted));
+        accepted.time_left().map_or(timeout_left, |time_left| time_left.min(timeout_left))
     }
 
-    /// How long ago the task was first put off because of its reply queue.
-    fn waited(&self, accepted: &Accepted) -> Duration {
+    /// How long ago the task was first put off because of its reply queue; zero if it was not.
+    fn time_since_first_put_off(&self, accepted: &Accepted) -> Duration {
         let now = SystemTime::now();
         now.duration_since(accepted.task.put_off_since(now)).unwrap_or_default()
     }
 
-    fn is_own(&self, queue: &str) -> bool {
+    fn is_pool_reply_queue(&self, queue: &str) -> bool {
         self.queues.reply.as_deref() == Some(queue)
     }
 }

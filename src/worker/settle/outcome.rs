@@ -1,6 +1,6 @@
-//! Maps what happened to a task to what becomes of its message, in one function with one exhaustive match. `settle`
-//! carries out the decision. A task that is handed back before it reaches the device has no outcome: the intake
-//! requeues it, in delivery order.
+//! Decides what becomes of a task's message from what happened to the task, in one function with an exhaustive match.
+//! `settle` carries out the decision. A task that is handed back before it reaches the device has no outcome: the
+//! intake requeues it, in delivery order.
 
 use std::time::Duration;
 
@@ -21,13 +21,13 @@ pub(in crate::worker) enum Outcome {
     Poison,
     /// `reply_to` names this queue, which no reply may go to: a task, retry or dead-letter queue.
     Misaddressed(String),
-    /// The task has been delivered this often before, each time in vain.
+    /// The task has been delivered this many times before, without an answer.
     OutOfDeliveries(i64),
     /// Not a task but a control message of an unknown type.
     UnknownControl(String),
     /// The reply queue accepts nothing, so the task was not computed.
     ReplyQueueBlocked(ReplyQueueBlocked),
-    /// The task must wait for this before it can be computed.
+    /// The task must wait before it can be computed; this says what for.
     PutOff(WaitsFor),
     /// The task was not computed to its end, because this queue, its `reply_to`, does not exist any more.
     RequesterLeft(String),
@@ -39,9 +39,9 @@ pub(in crate::worker) struct ReplyQueueBlocked {
     /// The reply queue.
     pub(in crate::worker) queue: String,
     /// How long the task may still wait for the queue.
-    pub(in crate::worker) left: Duration,
+    pub(in crate::worker) time_left: Duration,
     /// Another task is being computed as a probe: its reply shows whether the queue accepts messages again. This task
-    /// may wait for the result, even if `left` is zero.
+    /// may wait for the result, even if `time_left` is zero.
     pub(in crate::worker) may_wait_for_probe: bool,
 }
 
@@ -51,7 +51,7 @@ impl From<TaskError> for Outcome {
     }
 }
 
-/// How a task may be tried again.
+/// The values that decide whether and when a task is tried again.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::worker) struct Tries<'a> {
     pub(in crate::worker) retry: &'a Retry,
@@ -72,9 +72,9 @@ pub(in crate::worker) enum WaitsFor {
     /// task is put off as often as necessary.
     Turn,
     /// Its requester holds too many places. A place is one of the messages that the broker grants to this worker. Every
-    /// accepted task of the main queue holds a place, also one that needs no turn. A task that is put off for this gets
-    /// the shortest delay, because `places` limits how many tasks are put off. A large one gets a long delay, because
-    /// the broker writes it each time.
+    /// accepted task of the main queue holds a place, also one that needs no turn. A task that waits for a place is put
+    /// off with the shortest delay, because `places` limits how many tasks are put off. A large task gets a long delay,
+    /// because the broker writes its body each time.
     Place {
         /// Whether the task's body is large.
         is_large: bool,
@@ -84,16 +84,18 @@ pub(in crate::worker) enum WaitsFor {
 /// What becomes of the task's message.
 #[derive(Debug)]
 pub(in crate::worker) enum Disposition {
+    /// Publish the reply, then ack.
     ReplyAndAck(Body),
+    /// Publish the error as the reply, then ack.
     ReplyErrorAndAck(TaskError),
-    /// Publish the task again with this delay, then ack.
+    /// Publish the task again with this delay after this error, then ack.
     Retry(Delay, TaskError),
     /// The same, without counting an attempt.
     PutOff(Delay, WaitsFor),
-    /// Dead letter, error reply if possible, then ack.
+    /// Publish a dead letter, then the error reply if possible, then ack.
     DeadLetter(Reason, TaskError),
-    /// Dead letter, then ack, without an error reply: no queue would accept one.
-    Park(Reason, TaskError),
+    /// Publish a dead letter, then ack. No error reply: no queue would accept one.
+    DeadLetterOnly(Reason, TaskError),
 }
 
 /// Maps an outcome to a disposition.
@@ -136,10 +138,10 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
                     "{kind} is published to the exchange admin.control_exchange, not to a task queue"
                 );
             }
-            let error = TaskError::new(TaskErrorKind::Undecodable, message).at("type");
+            let error = TaskError::new(TaskErrorKind::Undecodable, message).with_param("type");
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }
-        Outcome::ReplyQueueBlocked(blocked) => put_off_or_park(blocked, tries),
+        Outcome::ReplyQueueBlocked(blocked) => put_off_or_dead_letter(blocked, tries),
         Outcome::PutOff(waits_for) => {
             let time_left = tries.time_left.unwrap_or(Duration::MAX);
             let longest = match waits_for {
@@ -154,23 +156,23 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             let message = format!(
                 "reply queue {queue:?} does not exist any more; the answer was not computed to its end"
             );
-            Disposition::Park(Reason::Unroutable, TaskError::new(TaskErrorKind::Internal, message))
+            Disposition::DeadLetterOnly(Reason::Unroutable, TaskError::new(TaskErrorKind::Internal, message))
         }
     }
 }
 
 /// Puts the task off to a retry queue while it has time to wait. With no time left, it is put off with the shortest
 /// delay if it may wait for a probe; otherwise it becomes a dead letter.
-fn put_off_or_park(blocked: ReplyQueueBlocked, tries: Tries<'_>) -> Disposition {
-    let ReplyQueueBlocked { queue, left, may_wait_for_probe } = blocked;
-    match longest_delay(tries.retry, left, tries.jitter) {
+fn put_off_or_dead_letter(blocked: ReplyQueueBlocked, tries: Tries<'_>) -> Disposition {
+    let ReplyQueueBlocked { queue, time_left, may_wait_for_probe } = blocked;
+    match longest_delay(tries.retry, time_left, tries.jitter) {
         Some(delay) => Disposition::PutOff(delay, WaitsFor::ReplyQueue),
         None if may_wait_for_probe => Disposition::PutOff(shortest_delay(tries), WaitsFor::ReplyQueue),
         None => {
             let message = format!(
                 "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
             );
-            Disposition::Park(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
+            Disposition::DeadLetterOnly(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
         }
     }
 }
@@ -251,8 +253,8 @@ mod tests {
 
     fn blocked(left: u64, may_wait_for_probe: bool) -> Disposition {
         let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
-        let left = Duration::from_secs(left);
-        let blocked = ReplyQueueBlocked { queue: "q".into(), left, may_wait_for_probe };
+        let time_left = Duration::from_secs(left);
+        let blocked = ReplyQueueBlocked { queue: "q".into(), time_left, may_wait_for_probe };
         disposition(Outcome::ReplyQueueBlocked(blocked), tries)
     }
 
@@ -264,7 +266,7 @@ mod tests {
             };
             assert_eq!((delay.ceiling.as_secs(), delay.after), (waits, delay.ceiling), "{left}");
         }
-        assert!(matches!(blocked(1, false), Disposition::Park(Reason::Unconfirmed, _)));
+        assert!(matches!(blocked(1, false), Disposition::DeadLetterOnly(Reason::Unconfirmed, _)));
         let Disposition::PutOff(delay, _) = blocked(0, true) else { panic!("the queue may take it again") };
         assert_eq!(delay.ceiling.as_secs(), 1);
     }
@@ -287,7 +289,9 @@ mod tests {
     #[test]
     fn the_task_of_a_departed_requester_becomes_a_dead_letter() {
         let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
-        let Disposition::Park(reason, error) = disposition(Outcome::RequesterLeft("q".into()), tries) else {
+        let Disposition::DeadLetterOnly(reason, error) =
+            disposition(Outcome::RequesterLeft("q".into()), tries)
+        else {
             panic!("the task is lost");
         };
         assert!(reason == Reason::Unroutable && error.message.contains("\"q\""), "{error}");

@@ -1,6 +1,6 @@
 //! Publishes the parts of one task's reply while the task is computed: the first at once, and then at most one per
-//! [`INTERVAL`] and sequence. Parts may be lost, because the reply has everything. Owns the parts that are being
-//! published; until they are confirmed, further pieces gather in the engine.
+//! [`PART_INTERVAL`] and sequence. Parts may be lost, because the reply contains everything. Until the parts are
+//! confirmed, further pieces gather in the engine. Owns the parts that are being published.
 //!
 //! The reply is published only once the broker has answered each part. On a channel of its own, or after a lost
 //! connection, it might otherwise overtake a part that is still under way.
@@ -16,17 +16,17 @@ use tokio::time::{Instant, timeout_at};
 use super::Settlement;
 use crate::broker::{Published, Publisher};
 use crate::engine::Job;
-use crate::protocol::reply::{Place, part};
+use crate::protocol::reply::{PartPosition, part};
 use crate::protocol::{Body, Message, Task};
 
 /// The shortest time between two parts of a sequence.
-const INTERVAL: Duration = Duration::from_millis(50);
+const PART_INTERVAL: Duration = Duration::from_millis(50);
 /// The pause after a part that reached no queue. The queue may be declared again.
 const UNROUTABLE_PAUSE: Duration = Duration::from_secs(1);
 /// How long the reply waits for parts that are not sent yet. After that time they are left out.
-const GRACE: Duration = Duration::from_millis(250);
+const SEND_GRACE: Duration = Duration::from_millis(250);
 
-/// Resolves once the broker has answered all parts that were sent to it.
+/// Resolves once the broker has confirmed, returned or refused each part that was sent to it.
 pub(in crate::worker) type PartsAnswered = Shared<BoxFuture<'static, ()>>;
 
 /// The parts of a task's reply.
@@ -34,13 +34,13 @@ pub(in crate::worker) struct Parts {
     publisher: Arc<dyn Publisher>,
     task: Arc<Task>,
     queue: Arc<str>,
-    place: Place,
+    place: PartPosition,
     unsent: Unsent,
-    /// Publishes what is unsent, one part after the other. Resolves with true if the broker could not route the last.
+    /// Publishes the unsent parts, one after the other. Resolves with true if the broker could not route the last one.
     sending: Option<BoxFuture<'static, bool>>,
     not_before: Instant,
-    /// Until when the reply waits for parts that are not sent yet. None while the task is computed.
-    last: Option<Instant>,
+    /// Time until which the reply waits for parts that are not sent yet. None while the task is computed.
+    send_until: Option<Instant>,
     is_unroutable: bool,
 }
 
@@ -60,8 +60,8 @@ impl Unsent {
 }
 
 impl Parts {
-    /// The parts of a task's reply. None: the task did not request parts, or has no `reply_to`.
-    pub(in crate::worker) fn of(settlement: &Settlement, task: &Arc<Task>, job: &dyn Job) -> Option<Self> {
+    /// Starts the parts of a task's reply. None: the task did not request parts, or has no `reply_to`.
+    pub(in crate::worker) fn start(settlement: &Settlement, task: &Arc<Task>, job: &dyn Job) -> Option<Self> {
         if !job.is_streamed() {
             return None;
         }
@@ -73,11 +73,11 @@ impl Parts {
             publisher: settlement.publisher.clone(),
             task: task.clone(),
             queue: queue.into(),
-            place: Place { stream_id: uuid::Uuid::new_v4().to_string(), seq: 0 },
+            place: PartPosition { stream_id: uuid::Uuid::new_v4().to_string(), seq: 0 },
             unsent: Unsent::default(),
             sending: None,
             not_before: Instant::now(),
-            last: None,
+            send_until: None,
             is_unroutable: false,
         })
     }
@@ -87,7 +87,7 @@ impl Parts {
         self.sending.is_none() && self.not_before <= Instant::now()
     }
 
-    /// The broker has returned the latest part as unroutable.
+    /// Whether the broker has returned the latest part as unroutable.
     pub(in crate::worker) fn is_unroutable(&self) -> bool {
         self.is_unroutable
     }
@@ -103,7 +103,7 @@ impl Parts {
             self.place.seq += 1;
         }
         drop(unsent);
-        self.not_before = Instant::now() + INTERVAL;
+        self.not_before = Instant::now() + PART_INTERVAL;
         let (publisher, queue, unsent) = (self.publisher.clone(), self.queue.clone(), self.unsent.clone());
         let publish = async move {
             let mut is_unroutable = false;
@@ -130,13 +130,13 @@ impl Parts {
         }
     }
 
-    /// Waits until all parts are sent, now that the task is computed; all such waits together take at most [`GRACE`].
-    /// Returns false if that time is over: parts that are not under way by then are left out, and no more should be
-    /// written.
+    /// Waits until all parts are sent, now that the task is computed; all such waits together take at most
+    /// [`SEND_GRACE`]. Returns false if that time is over: parts that are not under way by then are left out, and no
+    /// more should be written.
     pub(in crate::worker) async fn send_last(&mut self) -> bool {
-        let last = *self.last.get_or_insert_with(|| Instant::now() + GRACE);
+        let send_until = *self.send_until.get_or_insert_with(|| Instant::now() + SEND_GRACE);
         let Some(sending) = &mut self.sending else { return true };
-        let is_sent = timeout_at(last, sending).await.is_ok();
+        let is_sent = timeout_at(send_until, sending).await.is_ok();
         if is_sent {
             self.sending = None;
         } else {

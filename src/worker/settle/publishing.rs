@@ -19,18 +19,18 @@ use crate::protocol::stats::Stats;
 use crate::worker::WorkerError;
 
 /// The pause between attempts to publish into a queue that refuses a message.
-const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
-/// How often to check whether the broker has answered the last attempt to publish to a queue that was given up.
+const RETRY_BACKOFF: Backoff = Backoff { first: Duration::from_millis(200), max: Duration::from_secs(10) };
+/// How often a message that was given up checks whether the broker has answered its last attempt.
 const LAST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long a message that was given up waits for the broker's answer to its last attempt, if its queue has refused it
 /// before. Such a queue answers, but a busy broker may take seconds. Without an answer the task becomes a dead letter.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
 
-/// Where a message goes.
+/// The queue that a message is published to, directly or through a retry queue.
 #[derive(Clone, Copy)]
-pub(super) struct To<'a> {
+pub(super) struct Destination<'a> {
     pub(super) queue: &'a str,
-    /// It first waits this long in a retry queue; none: it does not.
+    /// How long the message first waits in a retry queue. None: it goes directly to `queue`.
     pub(super) delay: Option<Delay>,
     pub(super) owner: Owner,
 }
@@ -45,9 +45,9 @@ pub(super) enum Owner {
 /// The state of a message that is being published. Written by [`Settlement::publish`], read by whoever waits for it.
 #[derive(Default)]
 struct Attempts {
-    /// It is on its way to the broker, or there, and the broker has not answered.
-    is_out: AtomicBool,
-    /// The broker has refused it at least once.
+    /// The message was sent, and the broker has not answered yet.
+    is_unanswered: AtomicBool,
+    /// The broker has refused the message at least once.
     was_refused: AtomicBool,
     /// Notifies whoever waits for the message of its first refusal.
     refusal: Notify,
@@ -59,15 +59,16 @@ impl Settlement {
     pub(super) async fn publish_in_time(
         &self,
         accepted: &Accepted,
-        to: To<'_>,
+        to: Destination<'_>,
         message: &Arc<Message>,
     ) -> Result<Sent, WorkerError> {
         let limit = match to.owner {
-            Owner::Pool => self.waits.own,
+            Owner::Pool => self.queue_timeouts.pool,
             // The reply of a task that has waited before is tried at least once more.
-            Owner::Requester => {
-                self.time_to_wait(accepted).max(STALLED_AFTER + MIN_PUBLISH_TIME).min(self.waits.requesters)
-            }
+            Owner::Requester => self
+                .time_to_wait(accepted)
+                .max(STALLED_AFTER + MIN_PUBLISH_TIME)
+                .min(self.queue_timeouts.requester),
         };
         let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(MIN_PUBLISH_TIME)));
         let attempts = Attempts::default();
@@ -91,34 +92,37 @@ impl Settlement {
         let will_answer =
             matches!(given_up, Sent::Evicted(_)) && attempts.was_refused.load(Ordering::Relaxed);
         let answer_time = if will_answer { ANSWER_TIME } else { MIN_PUBLISH_TIME };
-        while attempts.is_out.load(Ordering::Relaxed) && given_up_at.elapsed() < answer_time {
+        while attempts.is_unanswered.load(Ordering::Relaxed) && given_up_at.elapsed() < answer_time {
             if let Ok(sent) = timeout(LAST_POLL_INTERVAL, &mut published).await {
                 return sent;
             }
         }
         Ok(match given_up {
-            Sent::Evicted(message) if attempts.is_out.load(Ordering::Relaxed) => Sent::Unconfirmed(message),
+            Sent::Evicted(message) if attempts.is_unanswered.load(Ordering::Relaxed) => {
+                Sent::Unconfirmed(message)
+            }
             other => other,
         })
     }
 
     /// Waits until the time for this queue is over, or until too many tasks wait for such queues. Returns the result
-    /// that then counts for the message of `bytes` bytes. The message is entered into `stalled` at its first refusal,
-    /// or after [`STALLED_AFTER`] without one. Its queue is entered into `breakers` after [`STALLED_AFTER`], or as soon
-    /// as the message must stop waiting: before that, the queue may be full or slow for a moment only.
+    /// that then counts for the message, whose body has `bytes` bytes. The message is entered into `stalled` at its
+    /// first refusal, or after [`STALLED_AFTER`] without one. Its queue is entered into `breakers` after
+    /// [`STALLED_AFTER`], or as soon as the message must stop waiting: before that, the queue may be full or slow for a
+    /// moment only.
     async fn wait_until_given_up(
         &self,
-        to: To<'_>,
+        to: Destination<'_>,
         bytes: usize,
         limit: Duration,
         attempts: &Attempts,
     ) -> Sent {
         let queue = to.queue;
-        let in_vain =
+        let timed_out =
             || Sent::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"));
         if to.owner == Owner::Pool {
             self.broker_takes_messages_for(limit).await;
-            return in_vain();
+            return timed_out();
         }
         let began = Instant::now();
         // The task's deadline may be near, or over.
@@ -128,11 +132,11 @@ impl Settlement {
             () = attempts.refusal.notified() => {}
         }
         let mut evicted = self.stalled.enter(bytes);
-        let rest = stalled_after.saturating_sub(began.elapsed());
+        let remaining = stalled_after.saturating_sub(began.elapsed());
         let is_evicted = tokio::select! {
             biased;
             _ = &mut evicted => true,
-            () = self.broker_takes_messages_for(rest) => false,
+            () = self.broker_takes_messages_for(remaining) => false,
         };
         let was_refused = attempts.was_refused.load(Ordering::Relaxed);
         // In less time than [`STALLED_AFTER`], a queue that has refused nothing may only be slow.
@@ -144,7 +148,7 @@ impl Settlement {
                 _ = evicted => true,
             };
         if !is_evicted {
-            return in_vain();
+            return timed_out();
         }
         Sent::Evicted(format!(
             "queue {queue:?} takes no message now, and too many tasks wait for such queues"
@@ -167,7 +171,7 @@ impl Settlement {
     /// Publishes until the broker accepts the message or refuses it for good.
     async fn publish(
         &self,
-        To { queue, delay, .. }: To<'_>,
+        Destination { queue, delay, .. }: Destination<'_>,
         message: &Arc<Message>,
         attempts: &Attempts,
     ) -> Result<Sent, WorkerError> {
@@ -177,7 +181,7 @@ impl Settlement {
                 None => self.publisher.publish(queue, message.clone()),
                 Some(delay) => self.publisher.publish_later(queue, delay, message.clone()),
             };
-            attempts.is_out.store(true, Ordering::Relaxed);
+            attempts.is_unanswered.store(true, Ordering::Relaxed);
             let failure = match publishing.await? {
                 Published::Confirmed => return Ok(Sent::Confirmed),
                 Published::Unroutable => return Ok(Sent::Unroutable),
@@ -187,26 +191,30 @@ impl Settlement {
                 }
                 Published::Forbidden(message) => message,
             };
-            attempts.is_out.store(false, Ordering::Relaxed);
+            attempts.is_unanswered.store(false, Ordering::Relaxed);
             attempts.was_refused.store(true, Ordering::Relaxed);
             failures += 1;
             if failures == 1 {
                 attempts.refusal.notify_one();
                 tracing::warn!(queue, why = failure, "the queue takes no message now; trying again");
             }
-            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
+            tokio::time::sleep(RETRY_BACKOFF.delay(failures, rand::random())).await;
         }
     }
 
     /// Publishes a dead letter, however long that takes: an ack without it would lose the message, and a requeue
     /// would loop. Other tasks go on meanwhile, as far as the prefetch allows.
-    pub(super) async fn park(&self, mut dead_letter: Message, reason: Reason) -> Result<(), WorkerError> {
+    pub(super) async fn publish_dead_letter(
+        &self,
+        mut dead_letter: Message,
+        reason: Reason,
+    ) -> Result<(), WorkerError> {
         let queue = &self.queues.dead_letter;
-        let (mut failures, mut is_bare) = (0, false);
-        let mut waits = None;
+        let (mut failures, mut has_dropped_headers) = (0, false);
+        let mut waiting = None;
         loop {
             let message = Arc::new(dead_letter.clone());
-            let to = To { queue, delay: None, owner: Owner::Pool };
+            let to = Destination { queue, delay: None, owner: Owner::Pool };
             let attempts = Attempts::default();
             let publish = self.publish(to, &message, &attempts);
             tokio::pin!(publish);
@@ -214,24 +222,24 @@ impl Settlement {
                 sent = &mut publish => sent?,
                 () = self.broker_takes_messages_for(STALLED_AFTER) => {
                     let message = format!("dead-letter queue {queue:?} takes no message now");
-                    waits = Some(self.counters.wait_to_park(message, waits));
+                    waiting = Some(self.counters.count_waiting_dead_letter(message, waiting));
                     publish.await?
                 }
             };
             let failure = match sent {
                 Sent::Confirmed => {
-                    let dead = reason.as_str().to_owned();
+                    let reason = reason.as_str().to_owned();
                     self.counters
-                        .count(|stats: &mut Stats| *stats.dead_lettered.entry(dead).or_default() += 1);
+                        .count(|stats: &mut Stats| *stats.dead_lettered.entry(reason).or_default() += 1);
                     return Ok(());
                 }
-                Sent::Refused(message) if !is_bare => {
+                Sent::Refused(message) if !has_dropped_headers => {
                     tracing::warn!(
                         queue,
                         error = message,
                         "dead letter refused; dropping its producer's headers"
                     );
-                    (dead_letter, is_bare) = (without_producer_headers(dead_letter), true);
+                    (dead_letter, has_dropped_headers) = (without_producer_headers(dead_letter), true);
                     continue;
                 }
                 Sent::Unroutable => match self.publisher.restore().await {
@@ -245,8 +253,8 @@ impl Settlement {
             failures += 1;
             let message = format!("dead-letter queue {queue:?}: {failure}");
             tracing::warn!(error = message, failures, "a dead letter waits");
-            waits = Some(self.counters.wait_to_park(message, waits));
-            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
+            waiting = Some(self.counters.count_waiting_dead_letter(message, waiting));
+            tokio::time::sleep(RETRY_BACKOFF.delay(failures, rand::random())).await;
         }
     }
 }

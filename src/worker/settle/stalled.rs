@@ -1,5 +1,5 @@
-//! Decides which tasks may keep waiting for a reply queue that does not accept their replies. If there are too many,
-//! the one that has waited longest gives up. Owns the list of those that wait: at most half of the messages that the
+//! Decides which tasks may keep waiting for a reply queue that does not accept their replies. If too many wait, the one
+//! that has waited longest gives up. Owns the list of those that wait: at most half of the messages that the
 //! broker grants, and at most `prefetch_bytes` of replies.
 
 use std::collections::VecDeque;
@@ -12,20 +12,26 @@ pub(in crate::worker) struct Stalled(Mutex<StalledTasks>);
 
 /// The tasks whose replies wait, and the bounds of the list.
 struct StalledTasks {
-    /// The bytes of each task's reply, and the channel that tells the task to stop waiting. The one that has waited
-    /// longest is first. A task that no longer waits has dropped its receiver.
-    tasks: VecDeque<(usize, oneshot::Sender<()>)>,
+    /// The task that has waited longest is first.
+    tasks: VecDeque<StalledTask>,
     /// The most tasks that may wait.
-    most: usize,
-    /// The most bytes of their replies. A single larger reply may wait, if `most` allows a task at all.
-    most_bytes: usize,
+    max_tasks: usize,
+    /// The most bytes of their replies. A single larger reply may wait, if `max_tasks` allows a task at all.
+    max_bytes: usize,
+}
+
+struct StalledTask {
+    /// The bytes of its reply.
+    bytes: usize,
+    /// Tells the task to stop waiting. A task that no longer waits has dropped the receiver.
+    evict: oneshot::Sender<()>,
 }
 
 impl Stalled {
-    /// Creates an empty list. [`Stalled::set_granted`] explains `granted`; `most_bytes` bounds the replies that wait.
-    pub(in crate::worker) fn new(granted: u16, most_bytes: u64) -> Self {
-        let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
-        let stalled = Self(Mutex::new(StalledTasks { tasks: VecDeque::new(), most: 0, most_bytes }));
+    /// Creates an empty list. [`Stalled::set_granted`] explains `granted`; `max_bytes` bounds the replies that wait.
+    pub(in crate::worker) fn new(granted: u16, max_bytes: u64) -> Self {
+        let max_bytes = usize::try_from(max_bytes).unwrap_or(usize::MAX);
+        let stalled = Self(Mutex::new(StalledTasks { tasks: VecDeque::new(), max_tasks: 0, max_bytes }));
         stalled.set_granted(granted);
         stalled
     }
@@ -33,26 +39,28 @@ impl Stalled {
     /// Sets how many unsettled messages the broker may send now. That may be less than the worker wants: a consumer
     /// that holds old messages does not get a larger prefetch.
     pub(in crate::worker) fn set_granted(&self, granted: u16) {
-        self.change(|waiting| waiting.most = usize::from(granted) / 2);
+        self.change(|stalled| stalled.max_tasks = usize::from(granted) / 2);
     }
 
     /// Adds a task whose reply of `bytes` bytes waits, until the receiver is dropped. The receiver resolves when the
     /// task must stop waiting.
     pub(in crate::worker) fn enter(&self, bytes: usize) -> oneshot::Receiver<()> {
         let (evict, evicted) = oneshot::channel();
-        self.change(|waiting| waiting.tasks.push_back((bytes, evict)));
+        self.change(|stalled| stalled.tasks.push_back(StalledTask { bytes, evict }));
         evicted
     }
 
     fn change(&self, change: impl FnOnce(&mut StalledTasks)) {
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        waiting.tasks.retain(|(_, evict)| !evict.is_closed());
-        change(&mut waiting);
-        let mut bytes: usize = waiting.tasks.iter().map(|(bytes, _)| bytes).sum();
-        while waiting.tasks.len() > waiting.most || (bytes > waiting.most_bytes && waiting.tasks.len() > 1) {
-            let Some((longest, evict)) = waiting.tasks.pop_front() else { return };
-            bytes -= longest;
-            let _ = evict.send(());
+        let mut stalled = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        stalled.tasks.retain(|task| !task.evict.is_closed());
+        change(&mut stalled);
+        let mut bytes: usize = stalled.tasks.iter().map(|task| task.bytes).sum();
+        while stalled.tasks.len() > stalled.max_tasks
+            || (bytes > stalled.max_bytes && stalled.tasks.len() > 1)
+        {
+            let Some(oldest) = stalled.tasks.pop_front() else { return };
+            bytes -= oldest.bytes;
+            let _ = oldest.evict.send(());
         }
     }
 }

@@ -24,7 +24,7 @@ pub(super) enum Settled {
 
 /// How a queue reacts to a message.
 #[derive(Clone, Debug)]
-pub(super) enum Does {
+pub(super) enum Reaction {
     /// Answers at once.
     Answer(Published),
     /// Answers after this time.
@@ -51,7 +51,7 @@ struct State {
     tags: u64,
     settled: Vec<Settled>,
     published: Vec<(String, Message)>,
-    queues: HashMap<String, Does>,
+    queues: HashMap<String, Reaction>,
     /// What `queue_state` returns for a queue, where it does not follow from how the queue reacts.
     queue_states: HashMap<String, Option<QueueState>>,
     prefetch: Vec<u16>,
@@ -69,13 +69,13 @@ impl Memory {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
     }
 
-    /// Delivers a message that was delivered `before` times before.
-    pub(super) fn deliver_again(&self, message: Message, before: u64) {
+    /// Delivers a message that was delivered `earlier` times before.
+    pub(super) fn deliver_again(&self, message: Message, earlier: u64) {
         let mut state = self.lock();
         state.tags += 1;
         let delivery_tag =
             DeliveryTag { source: Source::Main, session: state.sessions.max(1), tag: state.tags };
-        let (routing_key, redelivered, delivery_count) = (None, before > 0, Some(before));
+        let (routing_key, redelivered, delivery_count) = (None, earlier > 0, Some(earlier));
         let delivery = Delivery { message, delivery_tag, routing_key, redelivered, delivery_count };
         let event = Event::Delivery(Box::new(delivery));
         match &state.deliveries {
@@ -85,7 +85,7 @@ impl Memory {
     }
 
     /// Ends the session; its deliveries go back to the broker.
-    pub(super) fn lose(&self) {
+    pub(super) fn lose_session(&self) {
         let mut state = self.lock();
         let session = state.sessions;
         state.sessions += 1;
@@ -98,8 +98,9 @@ impl Memory {
         self.lock().deliveries.is_some()
     }
 
-    pub(super) fn queue(&self, name: &str, does: Does) {
-        self.lock().queues.insert(name.to_owned(), does);
+    /// Sets how a queue reacts to messages from now on.
+    pub(super) fn set_reaction(&self, name: &str, reaction: Reaction) {
+        self.lock().queues.insert(name.to_owned(), reaction);
     }
 
     /// Sets what `queue_state` returns for the queue.
@@ -107,7 +108,7 @@ impl Memory {
         self.lock().queue_states.insert(name.to_owned(), state);
     }
 
-    pub(super) fn grant(&self, granted: u16) {
+    pub(super) fn set_granted(&self, granted: u16) {
         self.lock().granted = Some(granted);
     }
 
@@ -121,17 +122,17 @@ impl Memory {
     }
 
     /// Waits until `count` deliveries are settled, and returns them.
-    pub(super) async fn settles(&self, count: usize) -> Vec<Settled> {
+    pub(super) async fn until_settled(&self, count: usize) -> Vec<Settled> {
         self.until(|memory| Some(memory.settled()).filter(|settled| settled.len() >= count)).await
     }
 
     /// Waits until `count` messages are published to a queue, and returns them.
-    pub(super) async fn publishes(&self, queue: &str, count: usize) -> Vec<Message> {
+    pub(super) async fn until_published(&self, queue: &str, count: usize) -> Vec<Message> {
         self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
     }
 
     /// Waits until something is settled or published.
-    pub(super) async fn changes(&self) {
+    pub(super) async fn wait_for_change(&self) {
         self.0.changed.notified().await;
     }
 
@@ -161,16 +162,16 @@ impl Memory {
     }
 
     /// Handles a message that is published to a queue. Retry queues of a queue have the name `<queue>, later`.
-    async fn arrive(&self, queue: &str, message: &Message) -> Published {
-        let does = self.lock().take(queue, message);
+    async fn accept(&self, queue: &str, message: &Message) -> Published {
+        let reaction = self.lock().record(queue, message);
         self.0.changed.notify_waiters();
-        match does {
-            Does::Answer(published) => published,
-            Does::AnswerAfter(time, published) => {
+        match reaction {
+            Reaction::Answer(published) => published,
+            Reaction::AnswerAfter(time, published) => {
                 tokio::time::sleep(time).await;
                 published
             }
-            Does::Nothing => std::future::pending().await,
+            Reaction::Nothing => std::future::pending().await,
         }
     }
 
@@ -182,12 +183,13 @@ impl Memory {
 }
 
 impl State {
-    fn take(&mut self, queue: &str, message: &Message) -> Does {
-        let does = self.queues.get(queue).cloned().unwrap_or(Does::Answer(Published::Confirmed));
-        if !matches!(does, Does::Answer(Published::Unroutable)) {
+    /// Records a message, unless its queue does not exist. Returns the reaction of the queue.
+    fn record(&mut self, queue: &str, message: &Message) -> Reaction {
+        let reaction = self.queues.get(queue).cloned().unwrap_or(Reaction::Answer(Published::Confirmed));
+        if !matches!(reaction, Reaction::Answer(Published::Unroutable)) {
             self.published.push((queue.to_owned(), message.clone()));
         }
-        does
+        reaction
     }
 }
 
@@ -245,7 +247,7 @@ impl Publisher for Memory {
         queue: &'a str,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        Box::pin(async move { Ok(self.arrive(queue, &message).await) })
+        Box::pin(async move { Ok(self.accept(queue, &message).await) })
     }
 
     fn publish_later<'a>(
@@ -254,12 +256,12 @@ impl Publisher for Memory {
         _: Delay,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        Box::pin(async move { Ok(self.arrive(&format!("{queue}, later"), &message).await) })
+        Box::pin(async move { Ok(self.accept(&format!("{queue}, later"), &message).await) })
     }
 
     fn queue_state<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<QueueState>> {
         let state = self.lock();
-        let is_missing = matches!(state.queues.get(queue), Some(Does::Answer(Published::Unroutable)));
+        let is_missing = matches!(state.queues.get(queue), Some(Reaction::Answer(Published::Unroutable)));
         let usual = Some(if is_missing {
             QueueState::Missing
         } else {

@@ -29,15 +29,19 @@ const TASKS: &str = "tasks";
 const REPLIES: &str = "replies";
 const DEAD: &str = "dead";
 
-/// What a worker writes to its stdout.
+/// A worker's stdout.
 #[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>, Arc<Notify>);
+struct Stdout {
+    text: Arc<Mutex<Vec<u8>>>,
+    /// Notified of each write.
+    written: Arc<Notify>,
+}
 
-impl Write for Lines {
+impl Write for Stdout {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.0.lock().unwrap().write(bytes);
-        self.1.notify_waiters();
-        written
+        let count = self.text.lock().unwrap().write(bytes);
+        self.written.notify_waiters();
+        count
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -45,9 +49,9 @@ impl Write for Lines {
     }
 }
 
-impl Lines {
+impl Stdout {
     fn events(&self) -> Vec<Event> {
-        let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+        let text = String::from_utf8(self.text.lock().unwrap().clone()).unwrap();
         text.lines().map(|line| decode(line).unwrap()).collect()
     }
 }
@@ -56,12 +60,12 @@ struct Rig {
     memory: Memory,
     stop: Stop,
     control: Control,
-    lines: Lines,
+    stdout: Stdout,
     worker: JoinHandle<Result<Ended, WorkerError>>,
 }
 
 impl Rig {
-    /// Starts a worker of `model`, and waits for its session.
+    /// Starts a worker of `model` over a queue in memory.
     fn start(model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
         let starter =
             if model.starts_with(script::SCRIPT) { continuous(script::load) } else { oneshot(echo::load) };
@@ -72,10 +76,10 @@ impl Rig {
     fn start_model(starter: &Starter, model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
         let mut assignment = assignment(model);
         change(&mut assignment);
-        let lines = Lines::default();
+        let stdout = Stdout::default();
         let control = Control {
             withdrawn: Withdrawn::default(),
-            reporter: Reporter::start_here(lines.clone()),
+            reporter: Reporter::start_here(stdout.clone()),
             crashes: CrashRecords::default(),
             settings: LiveSettings::default(),
             cancellations: cancellations(),
@@ -90,48 +94,49 @@ impl Rig {
             observer: Box::new(DeviceReport::new(&control, counters.clone())),
         };
         let loaded = starter.start_here(setup).unwrap_or_else(|error| panic!("{error}"));
-        let (broker, own, stopped) = (memory.clone(), control.clone(), stop.clone());
+        let (broker, worker_control, worker_stop) = (memory.clone(), control.clone(), stop.clone());
         let worker = tokio::task::spawn_local(async move {
             let open = opening(move |_| {
                 let session = broker.open();
                 Box::pin(async move { Ok(session) })
             });
-            let own = Own { control: &own, counters, pools: Pools::start_here() };
-            serve(&assignment, loaded, &open, stopped, own).await
+            let context = WorkerContext { control: &worker_control, counters, pools: Pools::start_here() };
+            serve(&assignment, loaded, &open, worker_stop, context).await
         });
-        Self { memory, stop, control, lines, worker }
+        Self { memory, stop, control, stdout, worker }
     }
 
-    /// Waits until the worker has reported such an event to the launcher.
-    async fn hears(&self, what: impl Fn(&Event) -> bool) {
+    /// Waits until the worker has written an event that matches to its stdout.
+    async fn wait_for_event(&self, matches: impl Fn(&Event) -> bool) {
         loop {
-            let more = self.lines.1.notified();
-            if self.lines.events().iter().any(&what) {
+            let written = self.stdout.written.notified();
+            if self.stdout.events().iter().any(&matches) {
                 return;
             }
-            more.await;
+            written.await;
         }
     }
 
     /// Waits until the task is on the device.
-    async fn computes(&self, id: &str) {
-        let is_there = |event: &Event| match event {
+    async fn until_computing(&self, id: &str) {
+        let names_task = |event: &Event| match event {
             Event::Forward { tasks } => tasks.iter().any(|task| task.id == id),
             _ => false,
         };
-        self.hears(is_there).await;
+        self.wait_for_event(names_task).await;
     }
 
-    async fn end(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
+    /// Waits for the worker to end, without causing that. Returns the result and the reported events.
+    async fn join(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
         let ended = self.worker.await.unwrap();
         self.control.reporter.flush().await;
-        (ended, self.lines.events())
+        (ended, self.stdout.events())
     }
 
-    /// Asks the worker to finish, and waits for its end.
+    /// Stops the worker once its accepted tasks are finished, and waits for its end.
     async fn finish(self) -> (Ended, Vec<Event>) {
         self.stop.advance(Phase::Finishing, "test");
-        let (ended, events) = self.end().await;
+        let (ended, events) = self.join().await;
         (ended.unwrap_or_else(|error| panic!("{error}")), events)
     }
 }
@@ -165,7 +170,7 @@ fn assignment(model: &str) -> Assignment {
     }
 }
 
-/// A task called `id`, whose reply goes to the queue `to`.
+/// A task with the id `id`, whose reply goes to the queue `to`.
 fn task(id: &str, to: &str, body: &Value) -> Message {
     let properties = Properties {
         correlation_id: Some(id.to_owned()),
@@ -175,6 +180,7 @@ fn task(id: &str, to: &str, body: &Value) -> Message {
     Message { properties, body: body.to_string().into() }
 }
 
+/// A sentinel: the message that stops one worker.
 fn sentinel() -> Message {
     Message { body: "null".into(), ..Message::default() }
 }
@@ -193,8 +199,8 @@ fn body(message: &Message) -> Value {
     serde_json::from_slice(&message.body).unwrap()
 }
 
-/// Runs a test that spawns local tasks. Panics if it does not end before `deadline`, in paused time.
-async fn here<T>(test: impl Future<Output = T>) -> T {
-    let deadline = Duration::from_secs(100_000);
-    LocalSet::new().run_until(tokio::time::timeout(deadline, test)).await.expect("it ends")
+/// Runs a test that spawns local tasks. Panics if it does not end in a paused time that is longer than any timeout.
+async fn run_local<T>(test: impl Future<Output = T>) -> T {
+    let limit = Duration::from_secs(100_000);
+    LocalSet::new().run_until(tokio::time::timeout(limit, test)).await.expect("it ends")
 }

@@ -10,7 +10,7 @@ use crate::model::{
 };
 use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
-use crate::worker::tests::memory::Does;
+use crate::worker::tests::memory::Reaction;
 
 /// The record of what a model has done.
 #[derive(Clone, Default)]
@@ -72,8 +72,8 @@ impl Processor for Windows {
             if Some(number) == bad {
                 return Err(TaskError::bad_input("windows", "a bad window"));
             }
-            let there = record.bytes.fetch_add(bytes, Ordering::SeqCst) + bytes;
-            record.most_bytes.fetch_max(there, Ordering::SeqCst);
+            let total = record.bytes.fetch_add(bytes, Ordering::SeqCst) + bytes;
+            record.most_bytes.fetch_max(total, Ordering::SeqCst);
             let window = Window { task: task.clone(), number, bytes, record: record.clone() };
             Ok(vec![SizedInput::new(window, 1)])
         };
@@ -86,7 +86,7 @@ impl Processor for Windows {
     }
 
     fn streaming(&self, stream: &bool) -> Streaming {
-        Streaming::Outputs.of(*stream)
+        Streaming::Outputs.if_requested(*stream)
     }
 
     fn output_parts(&self, _: &mut bool, _: usize, number: &usize) -> Vec<Body> {
@@ -121,8 +121,9 @@ impl Forward for Network {
 /// A worker whose batches have two windows.
 pub(super) fn start(change: impl FnOnce(&mut Assignment)) -> (Rig, Record) {
     let record = Record::default();
-    let own = record.clone();
-    let starter = oneshot(move |_: &LoadSpec, _: &Device| Ok((Windows(own.clone()), Network(own.clone()))));
+    let shared = record.clone();
+    let starter =
+        oneshot(move |_: &LoadSpec, _: &Device| Ok((Windows(shared.clone()), Network(shared.clone()))));
     let rig = Rig::start_model(&starter, "windows", |assignment| {
         assignment.pool.batch.max_tokens = Some(2);
         change(assignment);
@@ -135,7 +136,7 @@ pub(super) fn windows(id: &str, count: usize) -> Message {
 }
 
 /// Waits until `count` windows are made.
-async fn made(record: &Record, count: usize) {
+async fn until_made(record: &Record, count: usize) {
     while record.made().len() < count {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -147,10 +148,10 @@ fn statuses(replies: &[Message]) -> Vec<(&str, i64)> {
 
 #[tokio::test(start_paused = true)]
 async fn a_task_of_many_inputs_makes_few_ahead_and_its_reply_has_all_in_order() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         rig.memory.deliver([windows("a", 50)]);
-        let reply = rig.memory.publishes("mine", 1).await.remove(0);
+        let reply = rig.memory.until_published("mine", 1).await.remove(0);
         assert_eq!(body(&reply), json!((0..50).collect::<Vec<_>>()));
         let (mut waiting, mut most): (i32, i32) = (0, 0);
         for line in &*record.log.lock().unwrap() {
@@ -158,21 +159,21 @@ async fn a_task_of_many_inputs_makes_few_ahead_and_its_reply_has_all_in_order() 
             most = most.max(waiting);
         }
         assert!((2..=4).contains(&most), "one batch is computed and one waits: {most}");
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_task_of_many_inputs_holds_up_no_other_by_more_than_a_slice_and_a_batch() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         rig.memory.deliver([windows("giant", 1_000), windows("first", 1)]);
-        rig.memory.publishes("mine", 1).await;
-        made(&record, 100).await;
+        rig.memory.until_published("mine", 1).await;
+        until_made(&record, 100).await;
         let before = record.made().len();
         rig.memory.deliver([windows("second", 1), windows("third", 3)]);
-        let replies = rig.memory.publishes("mine", 4).await;
+        let replies = rig.memory.until_published("mine", 4).await;
         let ids = statuses(&replies).into_iter().map(|(id, _)| id).collect::<Vec<_>>();
         assert_eq!(ids, ["first", "second", "third", "giant"]);
         let made = record.made();
@@ -186,57 +187,56 @@ async fn a_task_of_many_inputs_holds_up_no_other_by_more_than_a_slice_and_a_batc
 
 #[tokio::test(start_paused = true)]
 async fn requesters_take_turns_at_inputs_however_many_tasks_each_has() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         let many = |id: usize| task(&format!("many-{id}"), "theirs", &json!({ "windows": 20 }));
         rig.memory.deliver((0..60).map(many).chain([windows("one", 12)]));
-        rig.memory.publishes("mine", 1).await;
+        rig.memory.until_published("mine", 1).await;
         let made = record.made();
-        let own = |task: &String| task == "one";
-        let at: Vec<usize> = (0..made.len()).filter(|at| own(&made[*at])).collect();
-        assert!(at[1] - at[0] < 8, "{at:?}");
+        let indices: Vec<usize> = (0..made.len()).filter(|index| made[*index] == "one").collect();
+        assert!(indices[1] - indices[0] < 8, "{indices:?}");
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_task_without_inputs_is_answered() {
-    here(async {
+    run_local(async {
         let (rig, _) = start(|_| ());
         rig.memory.deliver([windows("none", 0), windows("one", 1)]);
-        let replies = rig.memory.publishes("mine", 2).await;
+        let replies = rig.memory.until_published("mine", 2).await;
         assert_eq!(statuses(&replies), [("none", 200), ("one", 200)]);
         assert_eq!(body(&replies[0]), json!([]));
-        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(2)]);
+        assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(1), Settled::Acked(2)]);
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_input_that_cannot_be_made_ends_its_task_and_its_neighbours_go_on() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         let bad = task("bad", "mine", &json!({"windows": 100, "bad": 20}));
         rig.memory.deliver([bad, windows("good", 30)]);
-        let replies = rig.memory.publishes("mine", 2).await;
+        let replies = rig.memory.until_published("mine", 2).await;
         assert_eq!(statuses(&replies), [("bad", 400), ("good", 200)]);
         assert_eq!(record.made().iter().filter(|task| *task == "bad").count(), 21);
-        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(2)]);
+        assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(1), Settled::Acked(2)]);
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn no_more_inputs_are_made_of_a_task_that_is_cancelled_or_late() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         let mut late = windows("late", 1_000);
         late.properties.expiration = Some("200".into());
         rig.memory.deliver([windows("cancelled", 1_000), late]);
-        made(&record, 10).await;
+        until_made(&record, 10).await;
         let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
         rig.control.cancellations.send(cancellation).unwrap();
-        let replies = rig.memory.publishes("mine", 2).await;
+        let replies = rig.memory.until_published("mine", 2).await;
         assert_eq!(statuses(&replies), [("cancelled", 499), ("late", 408)]);
         let made = record.made().len();
         assert!(made < 100, "{made}");
@@ -248,13 +248,13 @@ async fn no_more_inputs_are_made_of_a_task_that_is_cancelled_or_late() {
 
 #[tokio::test(start_paused = true)]
 async fn a_drain_hands_back_a_task_whose_inputs_are_not_all_made() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         rig.memory.deliver([windows("a", 1_000), windows("b", 1_000)]);
-        made(&record, 30).await;
+        until_made(&record, 30).await;
         rig.stop.advance(Phase::Returning, "test");
         let memory = rig.memory.clone();
-        assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+        assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
         assert_eq!(memory.settled(), [Settled::Requeued(1), Settled::Requeued(2)]);
         assert!(record.made().len() < 60);
     })
@@ -263,18 +263,18 @@ async fn a_drain_hands_back_a_task_whose_inputs_are_not_all_made() {
 
 #[tokio::test(start_paused = true)]
 async fn bytes_of_waiting_inputs_are_bounded_even_while_a_suspect_task_runs_alone() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
         let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
         let ids: Vec<String> = (0..20).map(|number| number.to_string()).collect();
         // The size of inputs is unknown until the first is made.
         rig.memory.deliver([large("known")]);
-        rig.memory.publishes("mine", 1).await;
+        rig.memory.until_published("mine", 1).await;
         rig.memory.deliver(ids[..10].iter().map(|id| large(id)));
-        made(&record, 15).await;
+        until_made(&record, 15).await;
         rig.memory.deliver_again(large("suspect"), 2);
         rig.memory.deliver(ids[10..].iter().map(|id| large(id)));
-        let replies = rig.memory.publishes("mine", 22).await;
+        let replies = rig.memory.until_published("mine", 22).await;
         assert!(statuses(&replies).iter().all(|(_, status)| *status == 200));
         let most = record.most_bytes.load(Ordering::SeqCst);
         // The inputs of the suspect task come on top: it does not wait for memory, since the tasks that hold it are
@@ -301,12 +301,12 @@ fn numbers(count: usize) -> Vec<Value> {
 
 #[tokio::test(start_paused = true)]
 async fn each_window_is_a_part_in_time_order_while_later_ones_are_not_made_yet() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
         rig.memory.deliver([streamed("a", "mine", 100), streamed("none", "other", 0)]);
-        rig.memory.publishes("mine", 10).await;
+        rig.memory.until_published("mine", 10).await;
         assert!(record.made().len() < 30, "{}", record.made().len());
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         let (parts, replies) = received(&rig, "mine");
         assert_eq!((parts, replies.len(), body(&replies[0])), (numbers(100), 1, json!(numbers(100))));
         let (parts, replies) = received(&rig, "other");
@@ -317,11 +317,11 @@ async fn each_window_is_a_part_in_time_order_while_later_ones_are_not_made_yet()
 
 #[tokio::test(start_paused = true)]
 async fn windows_that_are_finished_are_parts_before_the_error_of_a_later_one() {
-    here(async {
+    run_local(async {
         let (rig, _) = start(|_| ());
         let bad = json!({"windows": 100, "bad": 40, "stream": true});
         rig.memory.deliver([task("bad", "mine", &bad), streamed("good", "other", 50)]);
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         let (parts, replies) = received(&rig, "mine");
         assert_eq!(statuses(&replies), [("bad", 400)]);
         assert!((10..40).contains(&parts.len()) && parts == numbers(parts.len()), "{parts:?}");
@@ -332,21 +332,21 @@ async fn windows_that_are_finished_are_parts_before_the_error_of_a_later_one() {
 
 #[tokio::test(start_paused = true)]
 async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_part() {
-    here(async {
+    run_local(async {
         let (rig, _) = start(|_| ());
         let slow = Duration::from_millis(600);
         for queue in ["mine", "other"] {
-            rig.memory.queue(queue, Does::AnswerAfter(slow, Published::Confirmed));
+            rig.memory.set_reaction(queue, Reaction::AnswerAfter(slow, Published::Confirmed));
         }
         let begun = tokio::time::Instant::now();
         let mut late = streamed("late", "other", 1_000);
         late.properties.expiration = Some("200".into());
         rig.memory.deliver([streamed("cancelled", "mine", 1_000), late]);
-        rig.memory.publishes("other", 1).await;
+        rig.memory.until_published("other", 1).await;
         let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
         rig.control.cancellations.send(cancellation).unwrap();
         for (queue, answered) in [("mine", [("cancelled", 499)]), ("other", [("late", 408)])] {
-            rig.memory.publishes(queue, 2).await;
+            rig.memory.until_published(queue, 2).await;
             assert!(begun.elapsed() >= slow, "{queue}: {:?}", begun.elapsed());
             let (parts, replies) = received(&rig, queue);
             assert_eq!((parts, statuses(&replies)), (numbers(1), answered.to_vec()));
@@ -359,22 +359,22 @@ async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_p
 
 #[tokio::test(start_paused = true)]
 async fn a_streamed_task_that_is_handed_back_gets_its_parts_again_in_another_stream() {
-    here(async {
+    run_local(async {
         let (rig, _) = start(|_| ());
         rig.memory.deliver([streamed("a", "mine", 200)]);
-        rig.memory.publishes("mine", 5).await;
+        rig.memory.until_published("mine", 5).await;
         rig.stop.advance(Phase::Returning, "test");
         let memory = rig.memory.clone();
-        assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+        assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
         assert_eq!(memory.settled(), [Settled::Requeued(1)]);
         assert!(memory.published("mine").iter().all(is_part), "no reply");
 
         let (rig, _) = start(|_| ());
         rig.memory.deliver([streamed("a", "mine", 200)]);
-        let first = rig.memory.publishes("mine", 5).await;
-        rig.memory.lose();
+        let first = rig.memory.until_published("mine", 5).await;
+        rig.memory.lose_session();
         rig.memory.deliver_again(streamed("a", "mine", 20), 1);
-        rig.memory.settles(1).await;
+        rig.memory.until_settled(1).await;
         let stream = |part: &Message| part.properties.headers["stream_id"].clone();
         let (parts, replies): (Vec<_>, Vec<_>) = rig.memory.published("mine").into_iter().partition(is_part);
         let again: Vec<_> = parts.iter().filter(|part| stream(part) != stream(&first[0])).collect();
@@ -388,13 +388,13 @@ async fn a_streamed_task_that_is_handed_back_gets_its_parts_again_in_another_str
 
 #[tokio::test(start_paused = true)]
 async fn only_the_first_part_is_written_for_a_reader_that_stops_reading() {
-    here(async {
+    run_local(async {
         let (rig, record) = start(|_| ());
-        rig.memory.queue("stuck", Does::Nothing);
+        rig.memory.set_reaction("stuck", Reaction::Nothing);
         rig.memory.deliver([streamed("stuck", "stuck", 100), streamed("a", "mine", 100)]);
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(2)]);
         assert_eq!(received(&rig, "mine").0, numbers(100));
-        let letter = rig.memory.publishes(DEAD, 1).await.remove(0);
+        let letter = rig.memory.until_published(DEAD, 1).await.remove(0);
         assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
         let (parts, replies) = received(&rig, "stuck");
         assert_eq!((parts.len(), replies.len()), (1, 0));

@@ -9,18 +9,18 @@ use crate::model::{
 };
 use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
-use crate::worker::tests::memory::Does;
+use crate::worker::tests::memory::Reaction;
 
 /// The `script` model, which records where its parts and replies are written.
 struct Watched {
     script: ScriptProcessor,
     are_parts_brief: bool,
-    places: Arc<Mutex<Places>>,
+    writers: Arc<Mutex<Writers>>,
 }
 
 #[derive(Default)]
-struct Places {
-    /// The tokio task that stands for a reply thread.
+struct Writers {
+    /// The tokio task that wrote the reply. It stands for a reply thread.
     reply: Option<tokio::task::Id>,
     /// The tokio task that wrote each part, and the part's number of pieces.
     parts: Vec<(tokio::task::Id, usize)>,
@@ -54,37 +54,37 @@ impl Processor for Watched {
     }
 
     fn parts(&self, script: &mut Script, input: usize, pieces: Vec<usize>) -> Vec<Body> {
-        self.places.lock().unwrap().parts.push((tokio::task::id(), pieces.len()));
+        self.writers.lock().unwrap().parts.push((tokio::task::id(), pieces.len()));
         self.script.parts(script, input, pieces)
     }
 
     fn finish(&self, script: Script, outputs: Vec<usize>) -> Result<Body, TaskError> {
-        self.places.lock().unwrap().reply = Some(tokio::task::id());
+        self.writers.lock().unwrap().reply = Some(tokio::task::id());
         self.script.finish(script, outputs)
     }
 }
 
 /// For each part of a streamed sequence, whether a reply thread wrote it, and its number of pieces.
 async fn written(are_parts_brief: bool, confirmed_after: Duration) -> Vec<(bool, usize)> {
-    let places = Arc::new(Mutex::new(Places::default()));
-    let own = places.clone();
+    let writers = Arc::new(Mutex::new(Writers::default()));
+    let shared = writers.clone();
     let starter = continuous(move |spec: &LoadSpec, device: &Device| {
         let (script, network) = script::load(spec, device)?;
-        let watched = Watched { script, are_parts_brief, places: own.clone() };
+        let watched = Watched { script, are_parts_brief, writers: shared.clone() };
         Ok::<(Watched, ScriptNetwork), LoadError>((watched, network))
     });
     let rig = Rig::start_model(&starter, "script", |_| ());
-    rig.memory.queue("mine", Does::AnswerAfter(confirmed_after, Published::Confirmed));
+    rig.memory.set_reaction("mine", Reaction::AnswerAfter(confirmed_after, Published::Confirmed));
     let body = json!({"prompt": 4, "max_tokens": 100, "step_ms": 10, "stream": true});
     rig.memory.deliver([task("a", "mine", &body)]);
-    rig.memory.settles(1).await;
+    rig.memory.until_settled(1).await;
     let messages = rig.memory.published("mine");
     let (reply, parts) = messages.split_last().unwrap();
     assert_eq!(status(reply), 200);
     let text: String = parts.iter().map(body_text).collect();
     assert_eq!(text, body_text(reply));
-    let Places { reply, parts } = &*places.lock().unwrap();
-    parts.iter().map(|(place, pieces)| (Some(*place) == *reply, *pieces)).collect()
+    let Writers { reply, parts } = &*writers.lock().unwrap();
+    parts.iter().map(|(writer, pieces)| (Some(*writer) == *reply, *pieces)).collect()
 }
 
 fn body_text(message: &Message) -> String {
@@ -93,7 +93,7 @@ fn body_text(message: &Message) -> String {
 
 #[tokio::test(start_paused = true)]
 async fn few_brief_pieces_are_written_inline_and_other_parts_on_a_reply_thread() {
-    here(async {
+    run_local(async {
         let small = written(true, Duration::ZERO).await;
         assert!(
             small.len() > 10 && small.iter().all(|(leaves, pieces)| !leaves && *pieces < 10),
@@ -147,15 +147,15 @@ fn sequences(id: &str, counts: &[usize], more: Value) -> Message {
 
 #[tokio::test(start_paused = true)]
 async fn each_finished_input_of_a_one_pass_task_is_a_part_and_the_reply_has_all() {
-    here(async {
+    run_local(async {
         let rig = echo();
         let begun = tokio::time::Instant::now();
         let alone = task("alone", "mine", &json!({"input": {"x": 1}, "stream": true}));
         let whole = task("whole", "mine", &json!({"input": ["w"], "stream": false}));
         rig.memory.deliver([listed("a", 5), alone, whole]);
-        rig.memory.publishes("mine", 1).await;
+        rig.memory.until_published("mine", 1).await;
         assert!(begun.elapsed() < Duration::from_millis(150), "{:?}", begun.elapsed());
-        rig.memory.settles(3).await;
+        rig.memory.until_settled(3).await;
         let (parts, replies) = received(rig.memory.published("mine"), "a");
         let inputs = ["a0", "a1", "a2", "a3", "a4"];
         assert_eq!(in_order(&parts, "input"), inputs);
@@ -179,13 +179,13 @@ async fn each_finished_input_of_a_one_pass_task_is_a_part_and_the_reply_has_all(
 
 #[tokio::test(start_paused = true)]
 async fn a_finished_sequence_is_a_part_only_after_those_before_it() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         let begun = tokio::time::Instant::now();
         rig.memory.deliver([sequences("a", &[30, 10, 50, 20], json!({}))]);
-        rig.memory.publishes("mine", 2).await;
+        rig.memory.until_published("mine", 2).await;
         assert!((300..400).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
-        rig.memory.settles(1).await;
+        rig.memory.until_settled(1).await;
         let (parts, replies) = received(rig.memory.published("mine"), "a");
         let texts = [30, 10, 50, 20].map(words);
         assert_eq!(in_order(&parts, "text"), texts);
@@ -197,13 +197,13 @@ async fn a_finished_sequence_is_a_part_only_after_those_before_it() {
 
 #[tokio::test(start_paused = true)]
 async fn a_failed_input_ends_the_parts_and_each_attempt_has_its_own_stream() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?faults", |_| ());
         let mut task = sequences("a", &[10, 30, 10], json!({"fail": "row", "at": 15}));
         let mut streams = Vec::new();
         for attempt in 1.. {
             rig.memory.deliver([task]);
-            rig.memory.settles(attempt).await;
+            rig.memory.until_settled(attempt).await;
             let (parts, replies) = received(rig.memory.published("mine"), "a");
             assert_eq!(
                 parts.len(),
@@ -226,7 +226,7 @@ async fn a_failed_input_ends_the_parts_and_each_attempt_has_its_own_stream() {
 
 #[tokio::test(start_paused = true)]
 async fn a_streamed_one_pass_task_can_be_cancelled_and_ends_at_its_deadline() {
-    here(async {
+    run_local(async {
         let rig = echo();
         let mut late = listed("late", 50);
         late.properties.expiration = Some("1000".into());
@@ -234,11 +234,11 @@ async fn a_streamed_one_pass_task_can_be_cancelled_and_ends_at_its_deadline() {
         tokio::time::sleep(Duration::from_millis(500)).await;
         let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
         rig.control.cancellations.send(cancellation).unwrap();
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         let messages = rig.memory.published("mine");
-        for (id, right) in [("cancelled", 499), ("late", 408)] {
+        for (id, expected) in [("cancelled", 499), ("late", 408)] {
             let (parts, replies) = received(messages.clone(), id);
-            assert_eq!((replies.len(), status(&replies[0])), (1, right), "{id}");
+            assert_eq!((replies.len(), status(&replies[0])), (1, expected), "{id}");
             assert!((2..10).contains(&parts.len()), "{id}: {}", parts.len());
             in_order(&parts, "input");
         }
@@ -250,24 +250,24 @@ async fn a_streamed_one_pass_task_can_be_cancelled_and_ends_at_its_deadline() {
 
 #[tokio::test(start_paused = true)]
 async fn a_drain_finishes_a_started_one_pass_stream_and_hands_back_sequences() {
-    here(async {
+    run_local(async {
         for phase in [Phase::Returning, Phase::Finishing] {
             let rig = echo();
             rig.memory.deliver([listed("a", 10)]);
-            rig.memory.publishes("mine", 2).await;
+            rig.memory.until_published("mine", 2).await;
             rig.stop.advance(phase, "test");
             let memory = rig.memory.clone();
-            assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+            assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
             assert_eq!(memory.settled(), [Settled::Acked(1)]);
             let (parts, replies) = received(memory.published("mine"), "a");
             assert_eq!((parts.len(), replies.len()), (10, 1));
 
             let rig = Rig::start("script", |_| ());
             rig.memory.deliver([sequences("a", &[10, 30, 50], json!({}))]);
-            rig.memory.publishes("mine", 1).await;
+            rig.memory.until_published("mine", 1).await;
             rig.stop.advance(phase, "test");
             let memory = rig.memory.clone();
-            assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+            assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
             let (parts, replies) = received(memory.published("mine"), "a");
             let (settled, count) = match phase {
                 Phase::Finishing => (Settled::Acked(1), (3, 1)),
@@ -281,13 +281,14 @@ async fn a_drain_finishes_a_started_one_pass_stream_and_hands_back_sequences() {
 
 #[tokio::test(start_paused = true)]
 async fn a_burst_of_parts_is_sent_only_as_far_as_its_queue_accepts_it_in_time() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("echo", |_| ());
-        rig.memory.queue("slow", Does::AnswerAfter(Duration::from_millis(10), Published::Confirmed));
+        rig.memory
+            .set_reaction("slow", Reaction::AnswerAfter(Duration::from_millis(10), Published::Confirmed));
         let body = json!({"input": (0..1_000).collect::<Vec<_>>(), "stream": true});
         rig.memory.deliver([task("a", "slow", &body), task("b", "quick", &body)]);
         let begun = tokio::time::Instant::now();
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         assert!(begun.elapsed() < Duration::from_millis(800), "{:?}", begun.elapsed());
         for (queue, most) in [("slow", 60), ("quick", 1_000)] {
             let (parts, replies): (Vec<_>, Vec<_>) =

@@ -8,14 +8,14 @@ use super::on_demand::{start, windows};
 use super::*;
 use crate::broker::Published;
 use crate::protocol::control::Cancellation;
-use crate::worker::tests::memory::Does;
+use crate::worker::tests::memory::Reaction;
 
 /// The unsettled messages that the broker grants.
 const GRANTED: usize = 8;
 /// The name under which [`Memory`] records what is published to a retry queue.
 const LATER: &str = "tasks, later";
 
-/// A broker that delivers as many messages as it grants. A message that is put off returns to its queue after a second.
+/// A broker that keeps [`GRANTED`] messages delivered. A message that is put off returns to its queue after a second.
 struct Broker {
     rig: Rig,
     ready: VecDeque<Message>,
@@ -26,7 +26,7 @@ struct Broker {
 
 impl Broker {
     fn new(rig: Rig) -> Self {
-        rig.memory.grant(GRANTED as u16);
+        rig.memory.set_granted(GRANTED as u16);
         Self { rig, ready: VecDeque::new(), delivered: 0, returning: VecDeque::new(), put_off: 0 }
     }
 
@@ -38,13 +38,13 @@ impl Broker {
     async fn time_until_replies(&mut self, queue: &str, count: usize) -> Duration {
         let begun = Instant::now();
         while self.rig.memory.published(queue).len() < count {
-            self.turn().await;
+            self.step().await;
         }
         begun.elapsed()
     }
 
     /// Delivers what can be delivered, and waits until something is settled or published.
-    async fn turn(&mut self) {
+    async fn step(&mut self) {
         let now = Instant::now();
         for message in self.rig.memory.published(LATER).into_iter().skip(self.put_off) {
             self.put_off += 1;
@@ -60,10 +60,10 @@ impl Broker {
             self.rig.memory.deliver([message]);
         }
         // The limit is needed because messages that were put off return by time alone.
-        let _ = timeout(Duration::from_millis(100), self.rig.memory.changes()).await;
+        let _ = timeout(Duration::from_millis(100), self.rig.memory.wait_for_change()).await;
     }
 
-    /// Publishes 40 of these slow tasks, and then a quick one. Returns the times until they were answered.
+    /// Publishes 40 slow tasks, and then a quick one. Returns the times until they were answered.
     async fn crowd(&mut self, slow: impl Fn(&str) -> Message, quick: Message) -> Answered {
         self.publish((0..40).map(|number| slow(&format!("slow {number}"))));
         self.publish([quick]);
@@ -93,7 +93,7 @@ fn window_task(id: &str, to: &str, count: usize) -> Message {
 
 #[tokio::test(start_paused = true)]
 async fn tasks_of_a_thousand_inputs_let_the_tasks_behind_them_be_delivered() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(start(|_| ()).0);
         let quick = window_task("quick", "quick", 1);
         let Answered { quick, all } = broker.crowd(|id| window_task(id, "slow", 1_000), quick).await;
@@ -108,7 +108,7 @@ async fn tasks_of_a_thousand_inputs_let_the_tasks_behind_them_be_delivered() {
 
 #[tokio::test(start_paused = true)]
 async fn tasks_with_many_sequences_let_the_tasks_behind_them_be_delivered() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(Rig::start("script", |_| ()));
         let sequences = vec![100; 8];
         let slow = |id: &str| task(id, "slow", &json!({"prompt": 1, "sequences": sequences, "step_ms": 10}));
@@ -123,7 +123,7 @@ async fn tasks_with_many_sequences_let_the_tasks_behind_them_be_delivered() {
 
 #[tokio::test(start_paused = true)]
 async fn slow_tasks_of_many_requesters_let_the_tasks_behind_them_be_delivered() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(start(|_| ()).0);
         let slow = |number: usize| window_task(&number.to_string(), &format!("slow {}", number % 4), 1_000);
         broker.publish((0..60).map(slow));
@@ -134,7 +134,7 @@ async fn slow_tasks_of_many_requesters_let_the_tasks_behind_them_be_delivered() 
             (0..4).map(|queue| broker.rig.memory.published(&format!("slow {queue}")).len()).sum()
         };
         while answered(&broker) < 60 {
-            broker.turn().await;
+            broker.step().await;
         }
     })
     .await;
@@ -142,7 +142,7 @@ async fn slow_tasks_of_many_requesters_let_the_tasks_behind_them_be_delivered() 
 
 #[tokio::test(start_paused = true)]
 async fn streams_let_the_tasks_behind_them_be_delivered() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(Rig::start("script", |_| ()));
         let stream = json!({"prompt": 1, "max_tokens": 800, "step_ms": 10, "stream": true});
         broker.publish((0..40).map(|number| task(&number.to_string(), "streams", &stream)));
@@ -151,7 +151,7 @@ async fn streams_let_the_tasks_behind_them_be_delivered() {
         assert!(quick < Duration::from_secs(3), "{quick:?}");
         let is_reply = |message: &&Message| message.properties.kind.as_deref() == Some("reply");
         while broker.rig.memory.published("streams").iter().filter(is_reply).count() < 40 {
-            broker.turn().await;
+            broker.step().await;
         }
         // Each stream is answered once, with parts that are its text.
         let mut texts = std::collections::BTreeMap::<String, String>::new();
@@ -171,7 +171,7 @@ async fn streams_let_the_tasks_behind_them_be_delivered() {
 
 #[tokio::test(start_paused = true)]
 async fn a_task_behind_hundreds_of_slow_ones_waits_some_seconds() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(start(|_| ()).0);
         broker.publish((0..250).map(|number| window_task(&number.to_string(), "slow", 2_000)));
         broker.publish([window_task("quick", "quick", 1)]);
@@ -187,7 +187,7 @@ async fn a_task_behind_hundreds_of_slow_ones_waits_some_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn a_worker_stops_at_a_sentinel_only_after_tasks_that_were_put_off() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(start(|_| ()).0);
         broker.publish((0..60).map(|number| window_task(&number.to_string(), "slow", 500)));
         let mut last = sentinel();
@@ -195,12 +195,12 @@ async fn a_worker_stops_at_a_sentinel_only_after_tasks_that_were_put_off() {
         broker.publish([last]);
         broker.time_until_replies("slow", 60).await;
         while !broker.rig.worker.is_finished() {
-            broker.turn().await;
+            broker.step().await;
         }
         let again = broker.rig.memory.published(LATER).into_iter().rfind(|it| it.body.as_ref() == b"null");
         let again = again.expect("the sentinel was put off, too");
         assert!(again.properties.headers.contains_key("expires"), "{again:?}");
-        let (ended, _) = broker.rig.end().await;
+        let (ended, _) = broker.rig.join().await;
         assert_eq!(ended.unwrap(), Ended::OnRequest);
     })
     .await;
@@ -208,7 +208,7 @@ async fn a_worker_stops_at_a_sentinel_only_after_tasks_that_were_put_off() {
 
 #[tokio::test(start_paused = true)]
 async fn cancellations_that_match_no_task_do_not_postpone_the_review_of_places() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(Rig::start("script", |_| ()));
         let slow = json!({"prompt": 1, "max_tokens": 800, "step_ms": 50});
         broker.publish((0..24).map(|number| task(&number.to_string(), "slow", &slow)));
@@ -217,7 +217,7 @@ async fn cancellations_that_match_no_task_do_not_postpone_the_review_of_places()
         while broker.rig.memory.published("quick").is_empty() {
             let nobody = Cancellation { task: Some("nobody".into()), ..Cancellation::default() };
             let _ = broker.rig.control.cancellations.send(nobody);
-            broker.turn().await;
+            broker.step().await;
         }
         assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     })
@@ -226,12 +226,12 @@ async fn cancellations_that_match_no_task_do_not_postpone_the_review_of_places()
 
 #[tokio::test(start_paused = true)]
 async fn without_a_retry_queue_the_tasks_of_a_crowd_are_all_computed() {
-    here(async {
+    run_local(async {
         let mut broker = Broker::new(start(|_| ()).0);
-        broker.rig.memory.queue(LATER, Does::Answer(Published::Unroutable));
+        broker.rig.memory.set_reaction(LATER, Reaction::Answer(Published::Unroutable));
         broker.crowd(|id| window_task(id, "slow", 1_000), window_task("quick", "quick", 1)).await;
         let mut broker = Broker::new(Rig::start("script", |_| ()));
-        broker.rig.memory.queue(LATER, Does::Answer(Published::Unroutable));
+        broker.rig.memory.set_reaction(LATER, Reaction::Answer(Published::Unroutable));
         let slow = |id: &str| task(id, "slow", &json!({"prompt": 1, "max_tokens": 300, "step_ms": 10}));
         let quick = task("quick", "quick", &json!({"prompt": 1, "max_tokens": 1, "step_ms": 10}));
         broker.crowd(slow, quick).await;

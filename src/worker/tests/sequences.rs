@@ -3,7 +3,7 @@
 use super::*;
 use crate::broker::{Published, QueueState};
 use crate::protocol::control::Cancellation;
-use crate::worker::tests::memory::Does;
+use crate::worker::tests::memory::Reaction;
 
 /// A sequence of `max_tokens` tokens, whose steps take 10 ms.
 fn generate(id: &str, to: &str, max_tokens: usize, stream: bool) -> Message {
@@ -20,10 +20,10 @@ fn words(count: usize) -> String {
 
 #[tokio::test(start_paused = true)]
 async fn parts_precede_the_reply_and_concatenate_to_its_text() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("a", "mine", 30, true)]);
-        rig.memory.settles(1).await;
+        rig.memory.until_settled(1).await;
         let messages = rig.memory.published("mine");
         let (reply, parts) = messages.split_last().unwrap();
         assert_eq!((kind(reply), status(reply)), ("reply", 200));
@@ -47,13 +47,13 @@ async fn parts_precede_the_reply_and_concatenate_to_its_text() {
 
 #[tokio::test(start_paused = true)]
 async fn non_json_answers_carry_their_content_type_and_errors_are_json() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         let body = |prompt: usize| {
             json!({"prompt": prompt, "max_tokens": 9, "step_ms": 10, "stream": true, "content_type": "audio/pcm"})
         };
         rig.memory.deliver([task("a", "mine", &body(4)), task("b", "other", &body(0))]);
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         let messages = rig.memory.published("mine");
         let (reply, parts) = messages.split_last().unwrap();
         assert_eq!((kind(reply), status(reply), parts.is_empty()), ("reply", 200, false));
@@ -72,12 +72,12 @@ async fn non_json_answers_carry_their_content_type_and_errors_are_json() {
 
 #[tokio::test(start_paused = true)]
 async fn parts_are_sent_only_on_request_and_only_to_a_reply_to_queue() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         let mut nowhere = generate("b", "", 10, true);
         nowhere.properties.reply_to = None;
         rig.memory.deliver([generate("a", "mine", 10, false), nowhere]);
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         assert_eq!((rig.memory.published("mine").len(), rig.memory.published(REPLIES).len()), (1, 1));
     })
     .await;
@@ -85,12 +85,12 @@ async fn parts_are_sent_only_on_request_and_only_to_a_reply_to_queue() {
 
 #[tokio::test(start_paused = true)]
 async fn ten_seconds_of_unroutable_parts_end_the_sequence_and_keep_its_task() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
-        rig.memory.queue("gone", Does::Answer(Published::Unroutable));
+        rig.memory.set_reaction("gone", Reaction::Answer(Published::Unroutable));
         rig.memory.deliver([generate("gone", "gone", 4_000, true), generate("a", "mine", 20, false)]);
         let begun = tokio::time::Instant::now();
-        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(2), Settled::Acked(1)]);
+        assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(2), Settled::Acked(1)]);
         assert!((10..13).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
         let letters = rig.memory.published(DEAD);
         assert_eq!(letters.len(), 1);
@@ -102,14 +102,14 @@ async fn ten_seconds_of_unroutable_parts_end_the_sequence_and_keep_its_task() {
 
 #[tokio::test(start_paused = true)]
 async fn unroutable_parts_end_a_task_only_if_the_queue_state_is_unknown() {
-    here(async {
+    run_local(async {
         for (state, settled) in [(None, 10..13), (Some(QueueState::Unavailable), 30..31)] {
             let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
-            rig.memory.queue("own", Does::Answer(Published::Unroutable));
+            rig.memory.set_reaction("own", Reaction::Answer(Published::Unroutable));
             rig.memory.set_queue_state("own", state);
             rig.memory.deliver([generate("a", "own", 3_000, true)]);
             let begun = tokio::time::Instant::now();
-            rig.memory.settles(1).await;
+            rig.memory.until_settled(1).await;
             assert!(settled.contains(&begun.elapsed().as_secs()), "{state:?}: {:?}", begun.elapsed());
             let letters = rig.memory.published(DEAD);
             assert_eq!(letters[0].properties.headers["reason"].as_str(), Some("unroutable"));
@@ -120,17 +120,17 @@ async fn unroutable_parts_end_a_task_only_if_the_queue_state_is_unknown() {
 
 #[tokio::test(start_paused = true)]
 async fn a_reply_queue_missing_for_a_moment_costs_parts_but_no_task() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
         rig.memory.deliver([generate("a", "own", 3_000, true), generate("b", "own", 3_000, false)]);
         // The queue is missing for 1.5 s twice. Checks find it missing, but not for ten seconds.
         for second in [4_500, 9_000] {
             tokio::time::sleep(Duration::from_millis(second)).await;
-            rig.memory.queue("own", Does::Answer(Published::Unroutable));
+            rig.memory.set_reaction("own", Reaction::Answer(Published::Unroutable));
             tokio::time::sleep(Duration::from_millis(1_500)).await;
-            rig.memory.queue("own", Does::Answer(Published::Confirmed));
+            rig.memory.set_reaction("own", Reaction::Answer(Published::Confirmed));
         }
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         let messages = rig.memory.published("own");
         let replies: Vec<_> = messages.iter().filter(|it| kind(it) == "reply").collect();
         assert_eq!(replies.len(), 2);
@@ -144,18 +144,21 @@ async fn a_reply_queue_missing_for_a_moment_costs_parts_but_no_task() {
 
 #[tokio::test(start_paused = true)]
 async fn a_cancelled_task_without_a_reply_queue_leaves_no_dead_letter() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("a", "gone", 900, false)]);
-        rig.computes("a").await;
-        rig.memory.queue("gone", Does::Answer(Published::Unroutable));
+        rig.until_computing("a").await;
+        rig.memory.set_reaction("gone", Reaction::Answer(Published::Unroutable));
         // For each cancellation, the launcher is told how many such tasks the worker held.
         for (task, tasks) in [("nope", 0), ("a", 1)] {
             let cancellation = Cancellation { task: Some(task.into()), ..Cancellation::default() };
             rig.control.cancellations.send(cancellation.clone()).unwrap();
-            rig.hears(|event| *event == Event::Cancelled { cancellation: cancellation.clone(), tasks }).await;
+            rig.wait_for_event(|event| {
+                *event == Event::Cancelled { cancellation: cancellation.clone(), tasks }
+            })
+            .await;
         }
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
         assert_eq!(rig.memory.published(DEAD), []);
         let (_, events) = rig.finish().await;
         let is_cancelled = |event: &Event| match event {
@@ -169,11 +172,11 @@ async fn a_cancelled_task_without_a_reply_queue_leaves_no_dead_letter() {
 
 #[tokio::test(start_paused = true)]
 async fn a_task_is_kept_if_its_answer_ends_before_its_first_part_is_returned() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
-        rig.memory.queue("gone", Does::Answer(Published::Unroutable));
+        rig.memory.set_reaction("gone", Reaction::Answer(Published::Unroutable));
         rig.memory.deliver([generate("gone", "gone", 1, true)]);
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
         let letters = rig.memory.published(DEAD);
         assert_eq!(letters[0].properties.headers["reason"].as_str(), Some("unroutable"));
     })
@@ -182,28 +185,28 @@ async fn a_task_is_kept_if_its_answer_ends_before_its_first_part_is_returned() {
 
 #[tokio::test(start_paused = true)]
 async fn an_unchanged_set_of_sequences_is_announced_every_second() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("long", "mine", 1_000, false)]);
-        rig.memory.settles(1).await;
+        rig.memory.until_settled(1).await;
         let (_, events) = rig.finish().await;
-        let told =
+        let announced =
             events.iter().filter(|event| matches!(event, Event::Forward { tasks } if !tasks.is_empty()));
-        assert!((10..=12).contains(&told.count()), "10 s");
+        assert!((10..=12).contains(&announced.count()), "10 s");
     })
     .await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_reader_that_stops_reading_delays_neither_steps_nor_other_tasks() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
-        rig.memory.queue("stuck", Does::Nothing);
+        rig.memory.set_reaction("stuck", Reaction::Nothing);
         rig.memory.deliver([generate("stuck", "stuck", 40, true), generate("a", "mine", 40, true)]);
         let begun = tokio::time::Instant::now();
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(2)]);
         assert!(begun.elapsed() < Duration::from_millis(450), "{:?}", begun.elapsed());
-        let letter = rig.memory.publishes(DEAD, 1).await.remove(0);
+        let letter = rig.memory.until_published(DEAD, 1).await.remove(0);
         assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
         let stuck = rig.memory.published("stuck");
         let kinds: Vec<_> = stuck.iter().map(kind).collect();
@@ -214,16 +217,17 @@ async fn a_reader_that_stops_reading_delays_neither_steps_nor_other_tasks() {
 
 #[tokio::test(start_paused = true)]
 async fn no_part_is_under_way_when_the_reply_is_sent() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         // Longer than the 250 ms for which the reply waits for parts that are not sent yet.
-        rig.memory.queue("slow", Does::AnswerAfter(Duration::from_millis(700), Published::Confirmed));
+        rig.memory
+            .set_reaction("slow", Reaction::AnswerAfter(Duration::from_millis(700), Published::Confirmed));
         let begun = tokio::time::Instant::now();
         rig.memory.deliver([generate("a", "slow", 30, true)]);
-        rig.memory.publishes("slow", 2).await;
+        rig.memory.until_published("slow", 2).await;
         // The first part is published after 10 ms; the text is complete after 300 ms.
         assert!(begun.elapsed() >= Duration::from_millis(700), "{:?}", begun.elapsed());
-        rig.memory.settles(1).await;
+        rig.memory.until_settled(1).await;
         let messages = rig.memory.published("slow");
         let kinds: Vec<_> = messages.iter().map(kind).collect();
         assert_eq!(kinds, ["reply.part", "reply"], "parts that were not sent by then are left out");
@@ -234,11 +238,12 @@ async fn no_part_is_under_way_when_the_reply_is_sent() {
 
 #[tokio::test(start_paused = true)]
 async fn a_slow_reader_gets_fewer_parts_with_more_in_each() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
-        rig.memory.queue("slow", Does::AnswerAfter(Duration::from_millis(200), Published::Confirmed));
+        rig.memory
+            .set_reaction("slow", Reaction::AnswerAfter(Duration::from_millis(200), Published::Confirmed));
         rig.memory.deliver([generate("a", "slow", 60, true)]);
-        rig.memory.settles(1).await;
+        rig.memory.until_settled(1).await;
         let messages = rig.memory.published("slow");
         let (reply, parts) = messages.split_last().unwrap();
         assert_eq!(body(reply)["text"], words(60));
@@ -249,7 +254,7 @@ async fn a_slow_reader_gets_fewer_parts_with_more_in_each() {
 
 #[tokio::test(start_paused = true)]
 async fn a_drain_hands_back_running_sequences_and_a_soft_stop_finishes_them() {
-    here(async {
+    run_local(async {
         // One sequence that decodes, and one whose window is being encoded.
         let decodes = generate("a", "mine", 100, false);
         let encodes = task("a", "mine", &json!({"max_tokens": 100, "step_ms": 10, "encode_ms": 400}));
@@ -259,10 +264,10 @@ async fn a_drain_hands_back_running_sequences_and_a_soft_stop_finishes_them() {
             {
                 let rig = Rig::start("script", |_| ());
                 rig.memory.deliver([a.clone()]);
-                rig.computes("a").await;
+                rig.until_computing("a").await;
                 rig.stop.advance(phase, "test");
                 let memory = rig.memory.clone();
-                assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+                assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
                 assert_eq!(memory.settled(), [settled], "{phase:?}");
                 assert_eq!(memory.published("mine").len(), usize::from(phase == Phase::Finishing));
             }
@@ -273,11 +278,11 @@ async fn a_drain_hands_back_running_sequences_and_a_soft_stop_finishes_them() {
 
 #[tokio::test(start_paused = true)]
 async fn a_sentinel_lets_the_sequences_before_it_finish() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         rig.memory.deliver([generate("a", "mine", 50, false), sentinel(), generate("b", "mine", 50, false)]);
         let memory = rig.memory.clone();
-        assert_eq!(rig.end().await.0.unwrap(), Ended::OnRequest);
+        assert_eq!(rig.join().await.0.unwrap(), Ended::OnRequest);
         assert_eq!(memory.settled(), [Settled::Requeued(3), Settled::Acked(1), Settled::Acked(2)]);
     })
     .await;
@@ -285,12 +290,12 @@ async fn a_sentinel_lets_the_sequences_before_it_finish() {
 
 #[tokio::test(start_paused = true)]
 async fn a_deadline_that_passes_during_an_answer_ends_it() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script", |_| ());
         let mut late = generate("late", "mine", 1_000, false);
         late.properties.expiration = Some("300".into());
         rig.memory.deliver([late, generate("a", "mine", 50, false)]);
-        let replies = rig.memory.publishes("mine", 2).await;
+        let replies = rig.memory.until_published("mine", 2).await;
         assert_eq!((status(&replies[0]), status(&replies[1])), (408, 200));
     })
     .await;
@@ -298,10 +303,10 @@ async fn a_deadline_that_passes_during_an_answer_ends_it() {
 
 #[tokio::test(start_paused = true)]
 async fn a_prompt_that_can_never_fit_is_refused() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?sequences=2&context=50", |_| ());
         rig.memory.deliver([generate("large", "mine", 100, false)]);
-        let reply = rig.memory.publishes("mine", 1).await.remove(0);
+        let reply = rig.memory.until_published("mine", 1).await.remove(0);
         assert_eq!(status(&reply), 400);
         assert!(body(&reply)["error"]["message"].as_str().unwrap().contains("holds 50"), "{reply:?}");
     })
@@ -310,13 +315,13 @@ async fn a_prompt_that_can_never_fit_is_refused() {
 
 #[tokio::test(start_paused = true)]
 async fn a_requester_cancels_only_its_own_tasks_and_an_operator_any() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?sequences=3", |_| ());
         let tasks = ["a", "b", "c"].map(|id| generate(id, "mine", 1_000, false));
         rig.memory.deliver(
             tasks.into_iter().chain([generate("a", "other", 50, false), generate("d", "mine", 9, false)]),
         );
-        rig.computes("c").await;
+        rig.until_computing("c").await;
         let of = |correlation_id: &str, reply_to: &str| Cancellation {
             correlation_id: Some(correlation_id.into()),
             reply_to: Some(reply_to.into()),
@@ -330,7 +335,7 @@ async fn a_requester_cancels_only_its_own_tasks_and_an_operator_any() {
         ] {
             rig.control.cancellations.send(cancellation).unwrap();
         }
-        let replies = rig.memory.publishes("mine", 3).await;
+        let replies = rig.memory.until_published("mine", 3).await;
         assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
         let found =
             replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), status(reply)));
@@ -340,7 +345,7 @@ async fn a_requester_cancels_only_its_own_tasks_and_an_operator_any() {
             "and d gets the free slot"
         );
         assert_eq!(
-            status(&rig.memory.publishes("other", 1).await[0]),
+            status(&rig.memory.until_published("other", 1).await[0]),
             200,
             "the same id, but of another requester"
         );
@@ -356,17 +361,17 @@ async fn a_requester_cancels_only_its_own_tasks_and_an_operator_any() {
 
 #[tokio::test(start_paused = true)]
 async fn a_departed_requester_without_parts_is_noticed_and_its_task_is_kept() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?context=5000&tokens=20000", |_| ());
         rig.memory.deliver([generate("left", "left", 4_000, false), generate("a", "mine", 2_000, false)]);
-        rig.computes("a").await;
-        rig.memory.queue("left", Does::Answer(Published::Unroutable));
+        rig.until_computing("a").await;
+        rig.memory.set_reaction("left", Reaction::Answer(Published::Unroutable));
         let begun = tokio::time::Instant::now();
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
         assert!((14..17).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
         let letters = rig.memory.published(DEAD);
         assert_eq!(letters[0].properties.headers["reason"].as_str(), Some("unroutable"));
-        rig.memory.settles(2).await;
+        rig.memory.until_settled(2).await;
         assert_eq!(status(&rig.memory.published("mine")[0]), 200);
     })
     .await;
@@ -374,18 +379,18 @@ async fn a_departed_requester_without_parts_is_noticed_and_its_task_is_kept() {
 
 #[tokio::test(start_paused = true)]
 async fn a_task_too_long_for_the_consumer_timeout_is_refused_at_known_pace() {
-    here(async {
+    run_local(async {
         let model = "script?sequences=2&context=100000&tokens=200000";
         let rig =
             Rig::start(model, |assignment| assignment.broker.consumer_timeout = Duration::from_secs(60));
         // The task takes 50 s, and is accepted because the pace is unknown. After three quarters of the consumer
         // timeout it fails, and is published for another attempt.
         rig.memory.deliver([generate("first", "mine", 5_000, false)]);
-        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
         assert_eq!(rig.memory.published("tasks, later").len(), 1);
         rig.memory
             .deliver([generate("again", "mine", 5_000, false), generate("short", "mine", 1_000, false)]);
-        let replies = rig.memory.publishes("mine", 2).await;
+        let replies = rig.memory.until_published("mine", 2).await;
         assert_eq!((status(&replies[0]), status(&replies[1])), (413, 200));
         let message = body(&replies[0])["error"]["message"].to_string();
         assert!(
@@ -398,7 +403,7 @@ async fn a_task_too_long_for_the_consumer_timeout_is_refused_at_known_pace() {
 
 #[tokio::test(start_paused = true)]
 async fn tasks_of_one_user_count_as_one_requester_whatever_their_reply_queues() {
-    here(async {
+    run_local(async {
         let rig = Rig::start("script?sequences=2", |_| ());
         let task = |id: &str, user: &str, max_tokens| {
             let mut task = generate(id, id, max_tokens, false);
@@ -408,10 +413,10 @@ async fn tasks_of_one_user_count_as_one_requester_whatever_their_reply_queues() 
         rig.memory.deliver([task("long", "a", 900), task("longer", "a", 1_000)]);
         tokio::time::sleep(Duration::from_millis(100)).await;
         rig.memory.deliver([task("other", "b", 5), task("short", "a", 5)]);
-        let settled = rig.memory.settles(4).await;
-        let right = [3, 1, 4, 2].map(Settled::Acked);
+        let settled = rig.memory.until_settled(4).await;
+        let expected = [3, 1, 4, 2].map(Settled::Acked);
         assert_eq!(
-            settled, right,
+            settled, expected,
             "the task of user b goes first, and the short one waits for its own user's tasks"
         );
     })

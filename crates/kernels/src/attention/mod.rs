@@ -1,11 +1,10 @@
-//! The attention sublayer of a transformer block: LayerNorm(attention(x)·O + bias + x), or without the norm and without
-//! adding x. Each text attends to its own tokens. The texts of a batch follow each other without padding. Decides the
-//! layout of the weights: attention reads queries, values and transposed keys as the projections wrote them, and copies
-//! nothing.
+//! The attention sublayer of a transformer block: LayerNorm(attention(x)·O + bias + x), or attention(x)·O + bias. Each
+//! text attends to its own tokens. The texts of a batch follow each other without padding. Decides the layout of the
+//! weights: attention reads queries, values and transposed keys as the projections wrote them, and copies nothing.
 //!
-//! There is no bias of the keys: it would add the same number to all scores of a query, which the softmax removes. The
-//! bias of the values is a constant after O, because the softmax weights sum to one. The caller computes this constant
-//! with [`through`], and adds it to the bias.
+//! The keys have no bias: it would add the same number to all scores of a query, which the softmax removes. The bias of
+//! the values becomes a constant after O, because the softmax weights sum to one. The caller computes this constant
+//! with [`multiply_vector`], and adds it to the bias.
 
 use std::cell::RefCell;
 use std::mem;
@@ -13,17 +12,17 @@ use std::ops::Range;
 
 mod text;
 
-use crate::add_norm::End;
+use crate::add_norm::Epilogue;
 use crate::dispatch;
 use crate::gemm::{
     Linear, Matrix, NotWholeGroups, NumberFormat, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
     narrow,
 };
-use crate::positions::{PositionTerms, places};
+use crate::positions::{PositionTerms, positions_in_texts};
 use text::{Heads, Text};
 
-/// The most queries of one text in one part of the parallel work.
-const QUERIES: usize = 64;
+/// The largest number of queries of one text that one part of the parallel work computes.
+const MAX_PART_QUERIES: usize = 64;
 
 /// One layer's attention weights, packed for a CPU.
 pub struct Attention {
@@ -48,18 +47,18 @@ enum Keys {
 }
 
 impl Attention {
-    /// Packs the projections to queries, keys and values, and O, as published: `[hidden, hidden]` each, one row for
-    /// each output. `q_bias` is the bias of the queries, `numbers` the format in which the weights are kept. `heads`
-    /// must divide `hidden`.
+    /// Packs the projections to queries, keys and values, and O, as in the checkpoint: `[hidden, hidden]` each, one row
+    /// for each output. `q_bias` is the bias of the queries, `format` the format in which the weights are kept.
+    /// `heads` must divide `hidden`.
     ///
     /// # Errors
-    /// `hidden` is not a multiple of the group size of `numbers`.
+    /// `hidden` is not a multiple of the group size of `format`.
     pub fn new(
         [q, k, v]: [Vec<f32>; 3],
         q_bias: Vec<f32>,
         out: &[f32],
         heads: usize,
-        numbers: NumberFormat,
+        format: NumberFormat,
     ) -> Result<Self, NotWholeGroups> {
         let hidden = q_bias.len();
         let d = hidden / heads;
@@ -77,13 +76,13 @@ impl Attention {
             padded_out.resize(padded_out.len() + d_values - d, 0.0);
         }
         Ok(Self {
-            qv: Linear::new(&qv, hidden, numbers)?,
+            qv: Linear::new(&qv, hidden, format)?,
             q_bias: scaled(q_bias).collect(),
-            k: match numbers {
+            k: match format {
                 NumberFormat::F32 => Keys::Left(Rows::new(&k, hidden)),
-                _ => Keys::Right(narrow(&k, hidden, numbers)?),
+                _ => Keys::Right(narrow(&k, hidden, format)?),
             },
-            out: Linear::new(&padded_out, heads * d_values, numbers)?,
+            out: Linear::new(&padded_out, heads * d_values, format)?,
             heads: Heads { count: heads, d, d_values },
             hidden,
         })
@@ -94,16 +93,22 @@ impl Attention {
         self.hidden
     }
 
-    /// Computes the sublayer in place on `x` `[tokens, hidden]`, and ends with `end`. `lengths` are the lengths of the
-    /// texts; their sum is `tokens`.
-    pub fn attend(&self, x: &mut [f32], lengths: &[usize], position_terms: &PositionTerms, end: End<'_>) {
-        Batch { weights: self, lengths, position_terms }.attend(x, end);
+    /// Computes the sublayer in place on `x` `[tokens, hidden]`, and ends with `epilogue`. `lengths` are the lengths of
+    /// the texts; their sum is `tokens`.
+    pub fn attend(
+        &self,
+        x: &mut [f32],
+        lengths: &[usize],
+        position_terms: &PositionTerms,
+        epilogue: Epilogue<'_>,
+    ) {
+        Batch { weights: self, lengths, position_terms }.attend(x, epilogue);
     }
 }
 
 /// The product of a linear layer's weights `[width, vector's length]` with `vector`. For O and the bias of the values,
 /// this is the constant that the bias adds after O.
-pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
+pub fn multiply_vector(weights: &[f32], vector: &[f32]) -> Vec<f32> {
     let rows = weights.chunks_exact(vector.len());
     let sum = |row: &[f32]| row.iter().zip(vector).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
     rows.map(|row| sum(row) as f32).collect()
@@ -137,7 +142,7 @@ thread_local! {
 }
 
 impl Batch<'_> {
-    fn attend(&self, x: &mut [f32], end: End<'_>) {
+    fn attend(&self, x: &mut [f32], epilogue: Epilogue<'_>) {
         let hidden = self.weights.hidden;
         let mut scratch = SCRATCH.take();
         let stride = self.project(x, &mut scratch);
@@ -147,7 +152,7 @@ impl Batch<'_> {
         out.resize(x.len(), 0.0);
         self.weights.out.multiply(context, out, |_, _| {});
         let out = &*out;
-        by_blocks(x, hidden, |first, x| end.rows(x, &out[first * hidden..][..x.len()]));
+        by_blocks(x, hidden, |first, x| epilogue.apply(x, &out[first * hidden..][..x.len()]));
         SCRATCH.set(scratch);
     }
 
@@ -186,14 +191,14 @@ impl Batch<'_> {
     fn rotate(&self, scratch: &mut Scratch, stride: usize) {
         let Some(rotary) = &self.position_terms.rotary else { return };
         let Attention { qv, heads, hidden, .. } = self.weights;
-        let places = places(self.lengths);
+        let positions = positions_in_texts(self.lengths);
         by_blocks(&mut scratch.qv, qv.width(), |first, rows| {
-            for (row, place) in rows.chunks_exact_mut(qv.width()).zip(&places[first..]) {
-                rotary.rotate(*place, &mut row[..*hidden]);
+            for (row, position) in rows.chunks_exact_mut(qv.width()).zip(&positions[first..]) {
+                rotary.rotate(*position, &mut row[..*hidden]);
             }
         });
         let heads = scratch.keys.chunks_exact_mut(heads.d * stride);
-        in_parallel(heads, |head| rotary.rotate_transposed(&places, head, stride));
+        in_parallel(heads, |head| rotary.rotate_transposed(&positions, head, stride));
     }
 
     /// Computes softmax(Q·Kᵀ)·V for the tokens of each text.
@@ -210,19 +215,19 @@ impl Batch<'_> {
             heads: *heads,
             position_terms: self.position_terms,
         };
-        let mut rest = &mut scratch.context[..];
+        let mut unassigned = &mut scratch.context[..];
         let parts = parts(self.lengths).map(|(rows, queries)| {
-            let (out, others) = mem::take(&mut rest).split_at_mut(queries.len() * width);
-            rest = others;
+            let (out, rest) = mem::take(&mut unassigned).split_at_mut(queries.len() * width);
+            unassigned = rest;
             (rows, queries, out)
         });
-        in_parallel(parts, |(rows, queries, out)| dispatch(text(rows).queries(queries, out)));
+        in_parallel(parts, |(rows, queries, out)| dispatch(text(rows).attend_queries(queries, out)));
     }
 }
 
-/// `to` `[columns, stride]` ← the transpose of the first columns of `rows`, as many as `to` has. Rows are `width`
-/// numbers apart. Transposes some rows at a time, so that their cache lines stay in the first-level cache while column
-/// after column is read.
+/// `to` `[columns, stride]` ← the transpose of the first `columns` columns of `rows`. Rows are `width` numbers apart.
+/// Transposes some rows at a time, so that their cache lines stay in the first-level cache while the columns are read
+/// one after the other.
 fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
     const ROWS: usize = 16;
     for (index, rows) in rows.chunks(ROWS * width).enumerate() {
@@ -239,8 +244,8 @@ fn parts(lengths: &[usize]) -> impl Iterator<Item = (Range<usize>, Range<usize>)
     lengths.iter().flat_map(move |n| {
         let rows = start..start + n;
         start += n;
-        let blocks = rows.clone().step_by(QUERIES);
-        blocks.map(move |first| (rows.clone(), first..rows.end.min(first + QUERIES)))
+        let blocks = rows.clone().step_by(MAX_PART_QUERIES);
+        blocks.map(move |first| (rows.clone(), first..rows.end.min(first + MAX_PART_QUERIES)))
     })
 }
 
@@ -250,7 +255,7 @@ mod tests {
 
     use super::*;
     use crate::add_norm::Norm;
-    use crate::positions::{Bias, Rotary};
+    use crate::positions::{RelativeBias, Rotary};
     use crate::testing::{difference, linear, noise, on_every_cpu, to_f64};
 
     #[test]
@@ -263,13 +268,13 @@ mod tests {
     }
 
     /// The projections `[hidden, hidden]` to queries, keys and values, O, and the bias of the queries.
-    struct Published {
+    struct TestWeights {
         matrices: [Vec<f32>; 4],
         q_bias: Vec<f32>,
         heads: usize,
     }
 
-    impl Published {
+    impl TestWeights {
         fn new(heads: usize, d: usize, range: f32) -> Self {
             let hidden = heads * d;
             let matrices = [(range, 1), (range, 2), (range, 3), (0.2, 4)];
@@ -283,19 +288,19 @@ mod tests {
         }
 
         /// attention(x)·O, computed by the formula in f64.
-        fn right(&self, x: &[f32], lengths: &[usize], position_terms: &PositionTerms) -> Vec<f64> {
+        fn expected(&self, x: &[f32], lengths: &[usize], position_terms: &PositionTerms) -> Vec<f64> {
             let hidden = self.q_bias.len();
             let [q, k, v, out] = &self.matrices;
             let none = vec![0.0; hidden];
             let x = to_f64(x);
             let (mut q, mut k, v) = (linear(&x, q, &self.q_bias), linear(&x, k, &none), linear(&x, v, &none));
             if let Some(rotary) = &position_terms.rotary {
-                for (row, place) in places(lengths).into_iter().enumerate() {
+                for (row, position) in positions_in_texts(lengths).into_iter().enumerate() {
                     for rows in [&mut q, &mut k] {
                         let row = &mut rows[row * hidden..][..hidden];
-                        let mut turned: Vec<f32> = row.iter().map(|x| *x as f32).collect();
-                        rotary.rotate(place, &mut turned);
-                        row.copy_from_slice(&to_f64(&turned));
+                        let mut rotated: Vec<f32> = row.iter().map(|x| *x as f32).collect();
+                        rotary.rotate(position, &mut rotated);
+                        row.copy_from_slice(&to_f64(&rotated));
                     }
                 }
             }
@@ -315,20 +320,22 @@ mod tests {
             let hidden = self.q_bias.len();
             let d = hidden / self.heads;
             let mut context = vec![0.0; q.len()];
-            for (place, head) in (0..q.len() / hidden).flat_map(|at| (0..self.heads).map(move |it| (at, it)))
+            for (position, head) in
+                (0..q.len() / hidden).flat_map(|row| (0..self.heads).map(move |head| (row, head)))
             {
-                let of = |row: usize| row * hidden + head * d..row * hidden + (head + 1) * d;
+                let numbers_of = |row: usize| row * hidden + head * d..row * hidden + (head + 1) * d;
                 let product = |key: usize| {
-                    let sum: f64 = q[of(place)].iter().zip(&k[of(key)]).map(|(a, b)| a * b).sum();
+                    let sum: f64 =
+                        q[numbers_of(position)].iter().zip(&k[numbers_of(key)]).map(|(a, b)| a * b).sum();
                     (sum / (d as f64).sqrt()) as f32
                 };
                 let mut scores: Vec<f32> = (0..k.len() / hidden).map(product).collect();
-                position_terms.apply(head, place, &mut scores);
-                let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                let weights: Vec<f64> = scores.iter().map(|score| f64::from(score - most).exp()).collect();
+                position_terms.apply(head, position, &mut scores);
+                let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let weights: Vec<f64> = scores.iter().map(|score| f64::from(score - max).exp()).collect();
                 let sum: f64 = weights.iter().sum();
                 for (key, weight) in weights.iter().enumerate() {
-                    for (context, v) in context[of(place)].iter_mut().zip(&v[of(key)]) {
+                    for (context, v) in context[numbers_of(position)].iter_mut().zip(&v[numbers_of(key)]) {
                         *context += weight / sum * v;
                     }
                 }
@@ -337,14 +344,14 @@ mod tests {
         }
 
         /// The largest difference between the kernel and the formula.
-        fn off(&self, lengths: &[usize], position_terms: &PositionTerms) -> f64 {
+        fn largest_error(&self, lengths: &[usize], position_terms: &PositionTerms) -> f64 {
             let hidden = self.q_bias.len();
             let mut x = noise(&[lengths.iter().sum(), hidden], 1.0, 7);
             let bias = noise(&[hidden], 0.5, 9);
-            let mut right = self.right(&x, lengths, position_terms);
-            right.iter_mut().zip(bias.iter().cycle()).for_each(|(x, bias)| *x += f64::from(*bias));
-            self.packed().attend(&mut x, lengths, position_terms, End::Bias(&bias));
-            difference(&x, &right)
+            let mut expected = self.expected(&x, lengths, position_terms);
+            expected.iter_mut().zip(bias.iter().cycle()).for_each(|(x, bias)| *x += f64::from(*bias));
+            self.packed().attend(&mut x, lengths, position_terms, Epilogue::Bias(&bias));
+            difference(&x, &expected)
         }
     }
 
@@ -353,18 +360,19 @@ mod tests {
         on_every_cpu(|| {
             for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
                 let lengths = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65];
-                let off = Published::new(heads, d, 0.2).off(&lengths, &PositionTerms::default());
-                assert!(off < 2e-5, "{heads} heads of {d}: {off}");
+                let error =
+                    TestWeights::new(heads, d, 0.2).largest_error(&lengths, &PositionTerms::default());
+                assert!(error < 2e-5, "{heads} heads of {d}: {error}");
             }
-            let off = Published::new(2, 32, 0.2).off(&[512], &PositionTerms::default());
-            assert!(off < 1e-5, "{off}");
+            let error = TestWeights::new(2, 32, 0.2).largest_error(&[512], &PositionTerms::default());
+            assert!(error < 1e-5, "{error}");
         });
     }
 
     #[test]
     fn with_positional_terms_it_equals_its_formula_on_every_cpu() {
         on_every_cpu(|| {
-            let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
+            let bias = RelativeBias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
             let cases = [
                 PositionTerms { bias: Some(Arc::new(bias)), ..PositionTerms::default() },
                 PositionTerms {
@@ -374,26 +382,28 @@ mod tests {
                 PositionTerms { window: Some(5), ..PositionTerms::default() },
             ];
             for position_terms in cases {
-                let off = Published::new(4, 8, 0.3).off(&[1, 2, 17, 33, 70], &position_terms);
-                assert!(off < 2e-5, "{position_terms:?}: {off}");
+                let error = TestWeights::new(4, 8, 0.3).largest_error(&[1, 2, 17, 33, 70], &position_terms);
+                assert!(error < 2e-5, "{position_terms:?}: {error}");
             }
         });
     }
 
     #[test]
     fn large_scores_do_not_overflow() {
-        on_every_cpu(|| assert!(Published::new(2, 32, 4.0).off(&[9, 40], &PositionTerms::default()) < 1e-3));
+        on_every_cpu(|| {
+            assert!(TestWeights::new(2, 32, 4.0).largest_error(&[9, 40], &PositionTerms::default()) < 1e-3)
+        });
     }
 
     #[test]
     fn a_text_gets_the_same_bits_alone_and_in_a_batch_on_every_cpu() {
         on_every_cpu(|| {
-            let attention = Published::new(4, 8, 0.5).packed();
+            let attention = TestWeights::new(4, 8, 0.5).packed();
             let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5 };
             let x = noise(&[30, 32], 1.0, 1);
             let (mut together, mut alone) = (x.clone(), x[11 * 32..].to_vec());
-            attention.attend(&mut together, &[11, 19], &PositionTerms::default(), End::Norm(&norm));
-            attention.attend(&mut alone, &[19], &PositionTerms::default(), End::Norm(&norm));
+            attention.attend(&mut together, &[11, 19], &PositionTerms::default(), Epilogue::Norm(&norm));
+            attention.attend(&mut alone, &[19], &PositionTerms::default(), Epilogue::Norm(&norm));
             assert_eq!(together[11 * 32..], alone);
         });
     }

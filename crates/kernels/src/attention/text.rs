@@ -1,5 +1,5 @@
 //! Attention for some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. For the scores, a
-//! register holds one number of each of several keys. For the values, it holds several numbers of one value. Four
+//! register holds the same component of several keys. For the values, it holds several components of one value. Four
 //! queries are computed at a time, over two registers of columns, so that eight sums stay in registers during each
 //! inner loop.
 
@@ -42,7 +42,11 @@ pub struct Text<'a> {
 
 impl<'a> Text<'a> {
     /// The kernel that computes these queries into `out` `[queries, heads·d_values]`.
-    pub fn queries(self, queries: Range<usize>, out: &'a mut [f32]) -> impl WithSimd<Output = ()> + 'a {
+    pub fn attend_queries(
+        self,
+        queries: Range<usize>,
+        out: &'a mut [f32],
+    ) -> impl WithSimd<Output = ()> + 'a {
         Attend { text: self, queries, out }
     }
 }
@@ -78,7 +82,7 @@ impl WithSimd for Attend<'_> {
             for (query, out) in queries.clone().step_by(ROWS).zip(out.chunks_mut(ROWS * width)) {
                 // If the last group has fewer than ROWS queries, its last one is computed again.
                 let q = |row: usize| &qv[(query + row).min(queries.end - 1) * qv_width + head * d..][..d];
-                keys.times(simd, [q(0), q(1), q(2), q(3)], n_keys, |column, sums| {
+                keys.multiply(simd, [q(0), q(1), q(2), q(3)], n_keys, |column, sums| {
                     for (row, sums) in scores.chunks_exact_mut(n_keys).zip(sums) {
                         let to = &mut row[column..][..COLUMNS * S::F32_LANES];
                         S::as_mut_simd_f32s(to).0.copy_from_slice(&sums);
@@ -90,7 +94,7 @@ impl WithSimd for Attend<'_> {
                 }
                 let factors = softmax(simd, &mut scores, n);
                 let weights = |row: usize| &scores[row * n_keys..][..n];
-                values.times(
+                values.multiply(
                     simd,
                     [weights(0), weights(1), weights(2), weights(3)],
                     d_values,
@@ -122,7 +126,7 @@ impl Columns<'_> {
     /// Multiplies four rows by these columns, one block of columns at a time; `then` gets each block with its
     /// first column.
     #[inline(always)]
-    fn times<S: Simd>(
+    fn multiply<S: Simd>(
         &self,
         simd: S,
         [a, b, c, d]: [&[f32]; ROWS],

@@ -4,14 +4,14 @@ use std::ops::{Deref, DerefMut};
 
 /// Bytes of a cache line and of the widest register. Reading a register across two lines takes twice as long.
 const LINE: usize = 64;
-/// The most numbers that are skipped to reach a cache line.
+/// The largest number of elements that are skipped to reach a cache line.
 const MAX_SKIPPED: usize = LINE / size_of::<f32>() - 1;
 
 /// A buffer of numbers, aligned to a cache line. Derefs to the numbers.
 #[derive(Default)]
 pub struct AlignedVec {
-    /// The largest length so far, plus the numbers that may be skipped.
-    room: Vec<f32>,
+    /// As long as the largest length so far plus [`MAX_SKIPPED`].
+    storage: Vec<f32>,
     len: usize,
 }
 
@@ -19,13 +19,13 @@ impl AlignedVec {
     /// Sets the length to `len` numbers. Their values are unspecified.
     pub fn set_len(&mut self, len: usize) {
         self.len = len;
-        if self.room.len() < len + MAX_SKIPPED {
-            self.room.resize(len + MAX_SKIPPED, 0.0);
+        if self.storage.len() < len + MAX_SKIPPED {
+            self.storage.resize(len + MAX_SKIPPED, 0.0);
         }
     }
 
     fn start(&self) -> usize {
-        self.room.as_ptr().align_offset(LINE).min(self.room.len() - self.len)
+        self.storage.as_ptr().align_offset(LINE).min(self.storage.len() - self.len)
     }
 }
 
@@ -33,14 +33,14 @@ impl Deref for AlignedVec {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        &self.room[self.start()..][..self.len]
+        &self.storage[self.start()..][..self.len]
     }
 }
 
 impl DerefMut for AlignedVec {
     fn deref_mut(&mut self) -> &mut [f32] {
         let start = self.start();
-        &mut self.room[start..][..self.len]
+        &mut self.storage[start..][..self.len]
     }
 }
 

@@ -3,7 +3,7 @@
 //! add four pairs of bytes in each lane at once. The sum of a group is exact except for the rounding of the rows; the
 //! sums of groups are added in f32.
 //!
-//! A result is the sum over the groups of the depth in order, so it is the same for one row and for a thousand.
+//! The groups of the depth are added in order, so a result is the same for one row and for a thousand.
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_extract_epi32, _mm_prefetch, _mm_set_epi64x, _mm_shuffle_epi8,
@@ -39,7 +39,7 @@ const MID_HEIGHT: usize = 4;
 pub struct ByteRows {
     depth: usize,
     /// The format of the matrices that these rows can be multiplied with, and the parts of each number of the rows.
-    kind: Option<(NumberFormat, usize)>,
+    packed_for: Option<(NumberFormat, usize)>,
     tiles: Vec<TileSize>,
     /// `[groups of the depth, STEPS, parts, height]` for each tile: words of four numbers.
     numbers: Vec<i32>,
@@ -60,14 +60,14 @@ impl ByteRows {
     /// Quantises `rows` `[count, depth]` to one or two parts, for matrices of this format. `depth` must be a multiple
     /// of 32.
     #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
-    pub fn pack(&mut self, rows: &[f32], depth: usize, numbers: NumberFormat, parts: usize) {
-        assert!(has_vnni() && numbers.is_scaled() && depth.is_multiple_of(GROUP));
-        (self.depth, self.kind) = (depth, Some((numbers, parts)));
+    pub fn pack(&mut self, rows: &[f32], depth: usize, format: NumberFormat, parts: usize) {
+        assert!(has_vnni() && format.is_scaled() && depth.is_multiple_of(GROUP));
+        (self.depth, self.packed_for) = (depth, Some((format, parts)));
         // SAFETY: the CPU has the instructions, as asserted above.
         unsafe {
             match parts {
-                1 => pack::<1>(rows, depth, numbers, self),
-                _ => pack::<2>(rows, depth, numbers, self),
+                1 => pack::<1>(rows, depth, format, self),
+                _ => pack::<2>(rows, depth, format, self),
             }
         }
     }
@@ -75,23 +75,23 @@ impl ByteRows {
     /// `out` `[count, stride]` ← these rows times some panels. Columns of the panels beyond the stride are dropped.
     #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
     pub fn multiply(&self, panels: &[u32], out: &mut [f32], stride: usize) {
-        let Some((numbers, parts)) = self.kind else { return };
+        let Some((format, parts)) = self.packed_for else { return };
         // SAFETY: the CPU has the instructions, because `pack` has asserted it.
         unsafe {
-            match (numbers, parts) {
-                (NumberFormat::Bits4, 1) => multiply::<true, 4, 1>(self, numbers, panels, out, stride),
-                (NumberFormat::Bits4, _) => multiply::<true, 4, 2>(self, numbers, panels, out, stride),
-                (NumberFormat::Bits8By16, 1) => multiply::<false, 4, 1>(self, numbers, panels, out, stride),
-                (NumberFormat::Bits8By16, _) => multiply::<false, 4, 2>(self, numbers, panels, out, stride),
-                (_, 1) => multiply::<false, 8, 1>(self, numbers, panels, out, stride),
-                _ => multiply::<false, 8, 2>(self, numbers, panels, out, stride),
+            match (format, parts) {
+                (NumberFormat::Bits4, 1) => multiply::<true, 4, 1>(self, format, panels, out, stride),
+                (NumberFormat::Bits4, _) => multiply::<true, 4, 2>(self, format, panels, out, stride),
+                (NumberFormat::Bits8By16, 1) => multiply::<false, 4, 1>(self, format, panels, out, stride),
+                (NumberFormat::Bits8By16, _) => multiply::<false, 4, 2>(self, format, panels, out, stride),
+                (_, 1) => multiply::<false, 8, 1>(self, format, panels, out, stride),
+                _ => multiply::<false, 8, 2>(self, format, panels, out, stride),
             }
         }
     }
 }
 
-/// The height of the next tile if so many rows are left.
-fn height(left: usize) -> usize {
+/// The height of the next tile if this many rows are left.
+fn tile_height(left: usize) -> usize {
     match left {
         1 => 1,
         2..=MID_HEIGHT => MID_HEIGHT,
@@ -100,38 +100,38 @@ fn height(left: usize) -> usize {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: NumberFormat, packed: &mut ByteRows) {
-    let (groups, matrix_group) = (depth / GROUP, numbers.group());
+fn pack<const PARTS: usize>(rows: &[f32], depth: usize, format: NumberFormat, packed: &mut ByteRows) {
+    let (groups, matrix_group) = (depth / GROUP, format.group());
     let mut rows = rows.chunks_exact(depth);
     packed.tiles.clear();
     packed.numbers.clear();
     packed.scales.clear();
     packed.sums.clear();
     while rows.len() > 0 {
-        let height = height(rows.len());
+        let height = tile_height(rows.len());
         let taken = rows.len().min(height);
         packed.tiles.push(TileSize { height, rows: taken });
         let (first, scale, sum) = (packed.numbers.len(), packed.scales.len(), packed.sums.len());
         packed.numbers.resize(first + groups * STEPS * PARTS * height, 0);
         packed.scales.resize(scale + groups * height, 0.0);
         packed.sums.resize(sum + depth / matrix_group * height, 0.0);
-        for (at, row) in rows.by_ref().take(taken).enumerate() {
-            let places = packed.numbers[first..].chunks_exact_mut(STEPS * PARTS * height);
+        for (index, row) in rows.by_ref().take(taken).enumerate() {
+            let group_numbers = packed.numbers[first..].chunks_exact_mut(STEPS * PARTS * height);
             let scales = packed.scales[scale..].chunks_exact_mut(height);
             let sums = packed.sums[sum..].chunks_exact_mut(GROUP / matrix_group * height);
             for (((group, steps), scale), sums) in
-                row.as_chunks::<GROUP>().0.iter().zip(places).zip(scales).zip(sums)
+                row.as_chunks::<GROUP>().0.iter().zip(group_numbers).zip(scales).zip(sums)
             {
-                let made = rounded::<PARTS>(group, numbers == NumberFormat::Bits4);
-                let Rounded { words, scale: own, totals: [a, b] } = made;
+                let quantised = quantise_group::<PARTS>(group, format == NumberFormat::Bits4);
+                let QuantisedGroup { words, scale: factor, totals: [a, b] } = quantised;
                 for (word, step) in words.as_flattened().iter().zip(steps.chunks_exact_mut(height)) {
-                    step[at] = *word;
+                    step[index] = *word;
                 }
-                scale[at] = own;
+                scale[index] = factor;
                 if matrix_group == GROUP {
-                    sums[at] = (a + b) as f32 * own;
+                    sums[index] = (a + b) as f32 * factor;
                 } else {
-                    (sums[at], sums[height + at]) = (a as f32 * own, b as f32 * own);
+                    (sums[index], sums[height + index]) = (a as f32 * factor, b as f32 * factor);
                 }
             }
         }
@@ -139,7 +139,7 @@ fn pack<const PARTS: usize>(rows: &[f32], depth: usize, numbers: NumberFormat, p
 }
 
 /// A quantised group of a row.
-struct Rounded<const PARTS: usize> {
+struct QuantisedGroup<const PARTS: usize> {
     /// Four numbers in each word, in the order of the matrix's numbers that they are multiplied with. For a matrix of 4
     /// bits, which has eight numbers in a word, the even ones of each eight come first.
     words: [[i32; PARTS]; STEPS],
@@ -151,21 +151,21 @@ struct Rounded<const PARTS: usize> {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounded<PARTS> {
+fn quantise_group<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> QuantisedGroup<PARTS> {
     /// A shuffle: of each 8 bytes the even ones, then the odd ones.
     const EVEN_FIRST: [i64; 2] = [0x0705_0301_0604_0200, 0x0f0d_0b09_0e0c_0a08];
     /// The classes of numbers that are not finite: both infinities, quiet and signalling NaN.
     const NOT_FINITE: i32 = 0x99;
     /// Groups whose largest magnitude is not above this become 0, because dividing by a smaller one could overflow.
-    const LEAST: f32 = 1e-30;
+    const MIN_LARGEST: f32 = 1e-30;
     let ([a, b], _) = numbers.as_chunks::<LANES>() else { unreachable!() };
     let (a, b) = (load_f32(a), load_f32(b));
     let is_finite = _mm512_fpclass_ps_mask::<NOT_FINITE>(a) | _mm512_fpclass_ps_mask::<NOT_FINITE>(b) == 0;
-    let most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    let max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     let largest = if PARTS == 2 { MAX_PART << SHIFT } else { MAX_PART } as f32;
-    let by = _mm512_set1_ps(if most > LEAST { largest / most } else { 0.0 });
+    let factor = _mm512_set1_ps(if max > MIN_LARGEST { largest / max } else { 0.0 });
     // Rounded to the nearest, ties to even.
-    let whole = [_mm512_cvtps_epi32(_mm512_mul_ps(a, by)), _mm512_cvtps_epi32(_mm512_mul_ps(b, by))];
+    let whole = [_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), _mm512_cvtps_epi32(_mm512_mul_ps(b, factor))];
     let totals = whole.map(|half| _mm512_reduce_add_epi32(half));
     let even_first = _mm_set_epi64x(EVEN_FIRST[1], EVEN_FIRST[0]);
     let mut words = [[0; PARTS]; STEPS];
@@ -186,7 +186,7 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
             words[3][part] = _mm_extract_epi32::<3>(bytes);
         }
     }
-    Rounded { words, scale: if is_finite { most / largest } else { f32::NAN }, totals }
+    QuantisedGroup { words, scale: if is_finite { max / largest } else { f32::NAN }, totals }
 }
 
 /// Multiplies all tiles by some panels. A group of the matrix has `WORDS` words of numbers. A number has 4 bits if
@@ -194,13 +194,13 @@ fn rounded<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> Rounde
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
     packed: &ByteRows,
-    numbers: NumberFormat,
+    format: NumberFormat,
     panels: &[u32],
     out: &mut [f32],
     stride: usize,
 ) {
     let depth = packed.depth;
-    let panel_words = depth / numbers.group() * (WORDS + 2) * PANEL;
+    let panel_words = depth / format.group() * (WORDS + 2) * PANEL;
     for (index, panel) in panels.chunks_exact(panel_words).enumerate() {
         let lines = panel.as_chunks::<LANES>().0;
         let (mut number, mut scale, mut sum, mut row) = (0, 0, 0, 0);
@@ -212,15 +212,25 @@ fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
             };
             let out = &mut out[row * stride..][..rows * stride];
             match *height {
-                1 => across::<1, 4, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
-                MID_HEIGHT => {
-                    across::<MID_HEIGHT, 2, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL)
-                }
-                _ => across::<MAX_HEIGHT, 1, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
+                1 => multiply_tile::<1, 4, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
+                MID_HEIGHT => multiply_tile::<MID_HEIGHT, 2, BITS4, WORDS, PARTS>(
+                    lines,
+                    tile,
+                    out,
+                    stride,
+                    index * PANEL,
+                ),
+                _ => multiply_tile::<MAX_HEIGHT, 1, BITS4, WORDS, PARTS>(
+                    lines,
+                    tile,
+                    out,
+                    stride,
+                    index * PANEL,
+                ),
             }
             number += depth / 4 * PARTS * height;
             scale += depth / GROUP * height;
-            sum += depth / numbers.group() * height;
+            sum += depth / format.group() * height;
             row += rows;
         }
     }
@@ -238,7 +248,7 @@ struct Tile<'a> {
 /// `column` on, and drops columns beyond the stride.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
-fn across<
+fn multiply_tile<
     const HEIGHT: usize,
     const WIDTH: usize,
     const BITS4: bool,
@@ -251,24 +261,24 @@ fn across<
     stride: usize,
     column: usize,
 ) {
-    for part in (0..PANEL_REGISTERS).step_by(WIDTH) {
-        let first = column + part * LANES;
+    for register in (0..PANEL_REGISTERS).step_by(WIDTH) {
+        let first = column + register * LANES;
         if first >= stride {
             break;
         }
-        let sums = sums::<HEIGHT, WIDTH, BITS4, WORDS, PARTS>(panel, tile, part);
+        let sums = sums::<HEIGHT, WIDTH, BITS4, WORDS, PARTS>(panel, tile, register);
         for (row, sums) in out.chunks_exact_mut(stride).zip(sums) {
-            for (at, sum) in sums.into_iter().enumerate() {
-                let place = first + at * LANES;
-                let whole = store(sum);
-                let count = stride.saturating_sub(place).min(LANES);
-                row[stride.min(place)..][..count].copy_from_slice(&whole[..count]);
+            for (index, sum) in sums.into_iter().enumerate() {
+                let start = first + index * LANES;
+                let numbers = store(sum);
+                let count = stride.saturating_sub(start).min(LANES);
+                row[stride.min(start)..][..count].copy_from_slice(&numbers[..count]);
             }
         }
     }
 }
 
-/// The products of `HEIGHT` rows with `WIDTH` registers of columns, from register `part` of the panel on, over the
+/// The products of `HEIGHT` rows with `WIDTH` registers of columns, from this register of the panel on, over the
 /// whole depth.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
@@ -281,25 +291,25 @@ fn sums<
 >(
     panel: &[[u32; LANES]],
     tile: Tile<'_>,
-    part: usize,
+    register: usize,
 ) -> [[__m512; WIDTH]; HEIGHT] {
     let low = _mm512_set1_epi32(0x0f0f_0f0f);
     let mut results = [[_mm512_setzero_ps(); WIDTH]; HEIGHT];
     let steps = if BITS4 { 2 * WORDS } else { WORDS };
     // Two groups of 16 numbers of the matrix share one scale of the rows.
     let groups_per_scale = STEPS / steps;
-    let own = tile.numbers.chunks_exact(steps * PARTS * HEIGHT);
-    let groups = panel.chunks_exact((WORDS + 2) * PANEL_REGISTERS).zip(own);
+    let row_groups = tile.numbers.chunks_exact(steps * PARTS * HEIGHT);
+    let groups = panel.chunks_exact((WORDS + 2) * PANEL_REGISTERS).zip(row_groups);
     let groups = groups.zip(tile.sums.as_chunks::<HEIGHT>().0).enumerate();
     for (index, ((group, numbers), row_sums)) in groups {
-        if part == 0 {
+        if register == 0 {
             fetch_ahead(group);
         }
         let numbers = numbers.as_chunks::<HEIGHT>().0;
         let mut whole = [[[_mm512_setzero_si512(); WIDTH]; HEIGHT]; PARTS];
         for (word, lines) in group[2 * PANEL_REGISTERS..].chunks_exact(PANEL_REGISTERS).enumerate() {
-            for at in 0..WIDTH {
-                let words = load_words(&lines[part + at]);
+            for column in 0..WIDTH {
+                let words = load_words(&lines[register + column]);
                 if BITS4 {
                     let even = _mm512_and_si512(words, low);
                     let odd = _mm512_and_si512(_mm512_srli_epi32::<4>(words), low);
@@ -307,7 +317,7 @@ fn sums<
                         for (piece, sums) in whole.iter_mut().enumerate() {
                             let step = 2 * word * PARTS + piece;
                             let (a, b) = (numbers[step][row], numbers[step + PARTS][row]);
-                            let sum = &mut sums[row][at];
+                            let sum = &mut sums[row][column];
                             *sum = _mm512_dpbusd_epi32(*sum, even, _mm512_set1_epi32(a));
                             *sum = _mm512_dpbusd_epi32(*sum, odd, _mm512_set1_epi32(b));
                         }
@@ -316,7 +326,7 @@ fn sums<
                     for row in 0..HEIGHT {
                         for (piece, sums) in whole.iter_mut().enumerate() {
                             let number = numbers[word * PARTS + piece][row];
-                            let sum = &mut sums[row][at];
+                            let sum = &mut sums[row][column];
                             *sum = _mm512_dpbusd_epi32(*sum, words, _mm512_set1_epi32(number));
                         }
                     }
@@ -324,18 +334,18 @@ fn sums<
             }
         }
         let row_scales = &tile.scales.as_chunks::<HEIGHT>().0[index / groups_per_scale];
-        for at in 0..WIDTH {
-            let scale = _mm512_castsi512_ps(load_words(&group[part + at]));
-            let offset = _mm512_castsi512_ps(load_words(&group[PANEL_REGISTERS + part + at]));
+        for column in 0..WIDTH {
+            let scale = _mm512_castsi512_ps(load_words(&group[register + column]));
+            let offset = _mm512_castsi512_ps(load_words(&group[PANEL_REGISTERS + register + column]));
             for row in 0..HEIGHT {
-                let result = &mut results[row][at];
-                let mut whole_sum = whole[0][row][at];
+                let result = &mut results[row][column];
+                let mut whole_sum = whole[0][row][column];
                 if PARTS == 2 {
-                    let second = whole[PARTS - 1][row][at];
+                    let second = whole[PARTS - 1][row][column];
                     whole_sum = _mm512_add_epi32(_mm512_slli_epi32::<SHIFT>(whole_sum), second);
                 }
-                let by = _mm512_mul_ps(scale, _mm512_set1_ps(row_scales[row]));
-                *result = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole_sum), by, *result);
+                let factor = _mm512_mul_ps(scale, _mm512_set1_ps(row_scales[row]));
+                *result = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole_sum), factor, *result);
                 *result = _mm512_fmadd_ps(offset, _mm512_set1_ps(row_sums[row]), *result);
             }
         }

@@ -7,17 +7,17 @@ use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
 use super::number_format::{NumberFormat, PANEL};
-use super::size::{ROWS_OF_32, Tile as TileSize};
+use super::size::{ROWS_WITH_32_REGISTERS, Tile as TileSize};
 use super::tile::store;
 
 /// The rows of the highest tile; it needs 32 registers.
-pub const MOST_ROWS: usize = 16;
-/// The rows of the middle tile. The others have 1 and [`MOST_ROWS`] rows.
-const SOME_ROWS: usize = 4;
+pub const MAX_TILE_ROWS: usize = 16;
+/// The rows of the middle tile. The others have 1 and [`MAX_TILE_ROWS`] rows.
+const MID_TILE_ROWS: usize = 4;
 
 /// A product of a few rows with some panels of a matrix.
 pub struct FewRows<'a> {
-    pub numbers: NumberFormat,
+    pub format: NumberFormat,
     pub depth: usize,
     /// `[count, depth]`.
     pub rows: &'a [f32],
@@ -29,7 +29,7 @@ pub struct FewRows<'a> {
 
 /// The kernel that unpacks the numbers of a panel to f32: `[depth, PANEL]`.
 pub struct Unpack<'a> {
-    pub numbers: NumberFormat,
+    pub format: NumberFormat,
     pub panel: &'a [u32],
     pub to: &'a mut Vec<f32>,
 }
@@ -41,22 +41,22 @@ thread_local! {
 
 /// Computes the product in tiles of 16, 4 and 1 rows.
 pub fn multiply_few_rows(few: FewRows<'_>) {
-    let FewRows { numbers, depth, rows, panels, out, stride } = few;
+    let FewRows { format, depth, rows, panels, out, stride } = few;
     let mut tile = TILE.take();
     let mut first = 0;
     let count = rows.len() / depth;
     while first < count {
         let left = count - first;
-        // A tile of 16 rows takes as long as 12 rows in tiles of 4, so it pays from 9 rows on.
+        // A tile of 16 rows takes as long as three tiles of 4 rows, so it pays from 9 rows on.
         let height = match left {
             1 => 1,
-            9.. if TileSize::of_this_cpu().rows == ROWS_OF_32 => MOST_ROWS,
-            _ => SOME_ROWS,
+            9.. if TileSize::of_this_cpu().rows == ROWS_WITH_32_REGISTERS => MAX_TILE_ROWS,
+            _ => MID_TILE_ROWS,
         };
         let taken = left.min(height);
         transpose(&rows[first * depth..][..taken * depth], depth, height, &mut tile);
         let out = &mut out[first * stride..][..taken * stride];
-        dispatch(Tile { numbers, height, rows: &tile, panels, out, stride });
+        dispatch(Tile { format, height, rows: &tile, panels, out, stride });
         first += taken;
     }
     TILE.set(tile);
@@ -74,7 +74,7 @@ fn transpose(rows: &[f32], depth: usize, height: usize, to: &mut Vec<f32>) {
 }
 
 struct Tile<'a> {
-    numbers: NumberFormat,
+    format: NumberFormat,
     height: usize,
     /// `[depth, height]`.
     rows: &'a [f32],
@@ -88,34 +88,34 @@ impl WithSimd for Tile<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        match self.numbers {
-            NumberFormat::F32 => self.coded::<S, F32>(simd),
-            NumberFormat::Bf16 => self.coded::<S, Bf16>(simd),
-            NumberFormat::Bits4 => self.coded::<S, Bits4>(simd),
-            NumberFormat::Bits8 => self.coded::<S, Bits8<8>>(simd),
-            NumberFormat::Bits8By16 => self.coded::<S, Bits8<4>>(simd),
+        match self.format {
+            NumberFormat::F32 => self.multiply_packed::<S, F32>(simd),
+            NumberFormat::Bf16 => self.multiply_packed::<S, Bf16>(simd),
+            NumberFormat::Bits4 => self.multiply_packed::<S, Bits4>(simd),
+            NumberFormat::Bits8 => self.multiply_packed::<S, Bits8<8>>(simd),
+            NumberFormat::Bits8By16 => self.multiply_packed::<S, Bits8<4>>(simd),
         }
     }
 }
 
 impl Tile<'_> {
-    /// Multiplies the tile by all panels, whose numbers are packed as `C` says.
+    /// Multiplies the tile by all panels, whose numbers are packed as in `C`.
     #[inline(always)]
-    fn coded<S: Simd, C: Coding>(self, simd: S) {
+    fn multiply_packed<S: Simd, C: Packing>(self, simd: S) {
         match self.height {
             1 => self.multiply::<S, C, 1, 4>(simd),
-            SOME_ROWS if S::F32_LANES == 16 => self.multiply::<S, C, SOME_ROWS, 4>(simd),
-            SOME_ROWS => self.multiply::<S, C, SOME_ROWS, 2>(simd),
-            _ => self.multiply::<S, C, MOST_ROWS, 1>(simd),
+            MID_TILE_ROWS if S::F32_LANES == 16 => self.multiply::<S, C, MID_TILE_ROWS, 4>(simd),
+            MID_TILE_ROWS => self.multiply::<S, C, MID_TILE_ROWS, 2>(simd),
+            _ => self.multiply::<S, C, MAX_TILE_ROWS, 1>(simd),
         }
     }
 
     /// Multiplies the tile by all panels, `WIDTH` registers of columns at a time.
     #[inline(always)]
-    fn multiply<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(self, simd: S) {
+    fn multiply<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(self, simd: S) {
         let rows = self.rows.as_chunks::<HEIGHT>().0;
-        let panel = rows.len() / (C::WORDS * C::IN_WORD) * C::SIZE * PANEL;
-        for (index, panel) in self.panels.chunks_exact(panel).enumerate() {
+        let panel_words = rows.len() / (C::NUMBER_WORDS * C::PER_WORD) * C::GROUP_WORDS * PANEL;
+        for (index, panel) in self.panels.chunks_exact(panel_words).enumerate() {
             for part in 0..PANEL / (WIDTH * S::F32_LANES) {
                 let first = index * PANEL + part * WIDTH * S::F32_LANES;
                 if first >= self.stride {
@@ -134,7 +134,7 @@ impl Tile<'_> {
 /// The products of `HEIGHT` rows with part number `part` of a panel, which is `WIDTH` registers wide, over the whole
 /// depth.
 #[inline(always)]
-fn sums<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(
+fn sums<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(
     simd: S,
     rows: &[[f32; HEIGHT]],
     panel: &[S::u32s],
@@ -147,15 +147,16 @@ fn sums<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(
         taken.copy_from_slice(&line[part * WIDTH..][..WIDTH]);
         taken
     };
-    let groups = panel.chunks_exact(C::SIZE * line).zip(rows.chunks_exact(C::WORDS * C::IN_WORD));
+    let groups =
+        panel.chunks_exact(C::GROUP_WORDS * line).zip(rows.chunks_exact(C::NUMBER_WORDS * C::PER_WORD));
     for (group, rows) in groups {
         if part == 0 {
             fetch_ahead::<S>(group);
         }
-        let scales = if C::SIZE > C::WORDS { take(group) } else { [simd.splat_u32s(0); WIDTH] };
-        let offsets = if C::SIZE > C::WORDS { take(&group[line..]) } else { scales };
-        let words = group[(C::SIZE - C::WORDS) * line..].chunks_exact(line);
-        for (words, rows) in words.zip(rows.chunks_exact(C::IN_WORD)) {
+        let scales = if C::GROUP_WORDS > C::NUMBER_WORDS { take(group) } else { [simd.splat_u32s(0); WIDTH] };
+        let offsets = if C::GROUP_WORDS > C::NUMBER_WORDS { take(&group[line..]) } else { scales };
+        let words = group[(C::GROUP_WORDS - C::NUMBER_WORDS) * line..].chunks_exact(line);
+        for (words, rows) in words.zip(rows.chunks_exact(C::PER_WORD)) {
             let mut words = take(words);
             for row in rows {
                 let mut numbers = [simd.splat_f32s(0.0); WIDTH];
@@ -197,7 +198,7 @@ impl WithSimd for Unpack<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        match self.numbers {
+        match self.format {
             NumberFormat::F32 => unpack::<S, F32>(simd, self.panel, self.to),
             NumberFormat::Bf16 => unpack::<S, Bf16>(simd, self.panel, self.to),
             NumberFormat::Bits4 => unpack::<S, Bits4>(simd, self.panel, self.to),
@@ -207,15 +208,16 @@ impl WithSimd for Unpack<'_> {
     }
 }
 
+/// `to` `[depth, PANEL]` ← the numbers of a panel.
 #[inline(always)]
-fn unpack<S: Simd, C: Coding>(simd: S, panel: &[u32], to: &mut Vec<f32>) {
-    to.resize(panel.len() / C::SIZE * C::WORDS * C::IN_WORD, 0.0);
+fn unpack<S: Simd, C: Packing>(simd: S, panel: &[u32], to: &mut Vec<f32>) {
+    to.resize(panel.len() / C::GROUP_WORDS * C::NUMBER_WORDS * C::PER_WORD, 0.0);
     let line = PANEL / S::F32_LANES;
-    let groups = S::as_simd_u32s(panel).0.chunks_exact(C::SIZE * line);
-    let to = S::as_mut_simd_f32s(to).0.chunks_exact_mut(C::WORDS * C::IN_WORD * line);
+    let groups = S::as_simd_u32s(panel).0.chunks_exact(C::GROUP_WORDS * line);
+    let to = S::as_mut_simd_f32s(to).0.chunks_exact_mut(C::NUMBER_WORDS * C::PER_WORD * line);
     for (group, to) in groups.zip(to) {
-        let words = group[(C::SIZE - C::WORDS) * line..].chunks_exact(line);
-        for (words, to) in words.zip(to.chunks_exact_mut(C::IN_WORD * line)) {
+        let words = group[(C::GROUP_WORDS - C::NUMBER_WORDS) * line..].chunks_exact(line);
+        for (words, to) in words.zip(to.chunks_exact_mut(C::PER_WORD * line)) {
             for (lane, word) in words.iter().enumerate() {
                 let (scale, offset) = (group[lane], group[(line + lane).min(group.len() - 1)]);
                 let mut word = *word;
@@ -230,13 +232,13 @@ fn unpack<S: Simd, C: Coding>(simd: S, panel: &[u32], to: &mut Vec<f32>) {
 
 /// How numbers are packed in words. A trait and not closures, for the reason given at
 /// [`Lanes`](super::super::activation::Lanes).
-trait Coding {
-    /// Numbers in a word.
-    const IN_WORD: usize;
-    /// Words of numbers in a group.
-    const WORDS: usize;
-    /// Words of a group, including those of the scale and the offset.
-    const SIZE: usize;
+trait Packing {
+    /// Numbers in a word of 32 bits.
+    const PER_WORD: usize;
+    /// Words in a group that hold numbers.
+    const NUMBER_WORDS: usize;
+    /// Words in a group, including the scale and the offset.
+    const GROUP_WORDS: usize;
     /// Unpacks the number in the low bits of a word.
     fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s;
     /// Shifts a word, so that the next number is in its low bits.
@@ -249,10 +251,10 @@ struct Bits4;
 /// 8 bits, with `WORDS` words of numbers in a group.
 struct Bits8<const WORDS: usize>;
 
-impl Coding for F32 {
-    const IN_WORD: usize = 1;
-    const WORDS: usize = 1;
-    const SIZE: usize = 1;
+impl Packing for F32 {
+    const PER_WORD: usize = 1;
+    const NUMBER_WORDS: usize = 1;
+    const GROUP_WORDS: usize = 1;
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, _: S::u32s, _: S::u32s) -> S::f32s {
@@ -265,10 +267,10 @@ impl Coding for F32 {
     }
 }
 
-impl Coding for Bf16 {
-    const IN_WORD: usize = 2;
-    const WORDS: usize = 1;
-    const SIZE: usize = 1;
+impl Packing for Bf16 {
+    const PER_WORD: usize = 2;
+    const NUMBER_WORDS: usize = 1;
+    const GROUP_WORDS: usize = 1;
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, _: S::u32s, _: S::u32s) -> S::f32s {
@@ -281,10 +283,10 @@ impl Coding for Bf16 {
     }
 }
 
-impl Coding for Bits4 {
-    const IN_WORD: usize = 8;
-    const WORDS: usize = 4;
-    const SIZE: usize = 6;
+impl Packing for Bits4 {
+    const PER_WORD: usize = 8;
+    const NUMBER_WORDS: usize = 4;
+    const GROUP_WORDS: usize = 6;
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
@@ -297,10 +299,10 @@ impl Coding for Bits4 {
     }
 }
 
-impl<const COUNT: usize> Coding for Bits8<COUNT> {
-    const IN_WORD: usize = 4;
-    const WORDS: usize = COUNT;
-    const SIZE: usize = COUNT + 2;
+impl<const COUNT: usize> Packing for Bits8<COUNT> {
+    const PER_WORD: usize = 4;
+    const NUMBER_WORDS: usize = COUNT;
+    const GROUP_WORDS: usize = COUNT + 2;
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
@@ -326,7 +328,7 @@ fn shifted_right<S: Simd>(simd: S, word: S::u32s, bits: u32) -> S::u32s {
 /// q·scale + offset, where q are the bits of `word` in `mask`.
 #[inline(always)]
 fn dequantise<S: Simd>(simd: S, word: S::u32s, mask: u32, scale: S::u32s, offset: S::u32s) -> S::f32s {
-    /// 2^23. Setting a whole number in the low bits of its mantissa adds that number to it.
+    /// 2^23. Writing a whole number into the low bits of its mantissa adds the number to it.
     const POWER: f32 = 8_388_608.0;
     let power = simd.splat_f32s(POWER);
     let q = simd.or_u32s(simd.and_u32s(word, simd.splat_u32s(mask)), simd.transmute_u32s_f32s(power));

@@ -1,13 +1,13 @@
 //! The memory layout of the f32 matrices of a product. Owns the packed matrices.
 
 use super::aligned::AlignedVec;
-use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
+use super::size::{COLUMNS, ROWS_WITH_16_REGISTERS, ROWS_WITH_32_REGISTERS, RUN, Tile};
 
 /// The left matrix of a product, `[count, depth]`, tile by tile.
 #[derive(Default)]
 pub struct Rows {
-    /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`. There are zeros after the
-    /// depth, and unspecified numbers after the count.
+    /// `[tiles, runs, rows of a tile, RUN]`, with ⌈count / rows of a tile⌉ tiles and ⌈depth / RUN⌉ runs. There are
+    /// zeros after the depth, and unspecified numbers after the count.
     pub(super) tiles: AlignedVec,
     pub(super) depth: usize,
 }
@@ -15,8 +15,8 @@ pub struct Rows {
 /// The right matrix of a product, `[depth, width]`, panel by panel.
 #[derive(Default)]
 pub struct Panels {
-    /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`. There are zeros after the
-    /// width and the depth.
+    /// `[panels, depth rounded up to RUN, columns of a tile]`, with ⌈width / columns of a tile⌉ panels. There are zeros
+    /// after the width and the depth.
     panels: AlignedVec,
     pub(super) depth: usize,
     pub(super) width: usize,
@@ -34,15 +34,15 @@ impl Rows {
     pub fn pack(&mut self, rows: &[f32], depth: usize) {
         self.depth = depth;
         match Tile::of_this_cpu().rows {
-            ROWS_OF_16 => pack_tiles::<ROWS_OF_16>(rows, depth, &mut self.tiles),
-            ROWS_OF_32 => pack_tiles::<ROWS_OF_32>(rows, depth, &mut self.tiles),
+            ROWS_WITH_16_REGISTERS => pack_tiles::<ROWS_WITH_16_REGISTERS>(rows, depth, &mut self.tiles),
+            ROWS_WITH_32_REGISTERS => pack_tiles::<ROWS_WITH_32_REGISTERS>(rows, depth, &mut self.tiles),
             other => unreachable!("tiles of {other} rows"),
         }
     }
 }
 
 impl Panels {
-    /// Packs a matrix that is given by its columns, `[width, depth]`, as linear layers are published.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers.
     pub fn new(columns: &[f32], depth: usize) -> Self {
         let mut packed = Self::default();
         packed.pack(columns, depth);
@@ -108,9 +108,9 @@ fn pack_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut AlignedVec
             to.fill(0.0);
         }
         let to = to.as_chunks_mut::<RUN>().0;
-        for (place, row) in rows.chunks_exact(depth).enumerate() {
+        for (index, row) in rows.chunks_exact(depth).enumerate() {
             let (runs, rest) = row.as_chunks::<RUN>();
-            let mut to = to[place..].iter_mut().step_by(ROWS);
+            let mut to = to[index..].iter_mut().step_by(ROWS);
             for (run, to) in runs.iter().zip(&mut to) {
                 *to = *run;
             }
@@ -129,11 +129,11 @@ fn pack_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut Aligne
         if columns.len() < panel {
             to.fill(0.0);
         }
-        // Writes a few cache lines at a time, and completes them before the next ones.
+        // Completes a few cache lines before it writes the next ones.
         for (index, to) in to.as_chunks_mut::<SIDE>().0.chunks_exact_mut(RUN).enumerate() {
-            for (place, column) in columns.chunks_exact(depth).enumerate() {
+            for (lane, column) in columns.chunks_exact(depth).enumerate() {
                 for (to, x) in to.iter_mut().zip(&column[index * RUN..]) {
-                    to[place] = *x;
+                    to[lane] = *x;
                 }
             }
         }

@@ -8,11 +8,11 @@ use crate::may_use_vnni;
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{numbers:?} needs a multiple of {} numbers in each row, and there are {depth}", numbers.group())]
+#[error("{format:?} needs a multiple of {} numbers in each row, and there are {depth}", format.group())]
 pub struct NotWholeGroups {
     /// The requested number format.
-    pub numbers: NumberFormat,
-    /// The numbers in each row of the published weights, and in each column of the packed matrix.
+    pub format: NumberFormat,
+    /// The numbers in each row of the checkpoint's weights, and in each column of the packed matrix.
     pub depth: usize,
 }
 
@@ -25,14 +25,14 @@ pub enum Linear {
 }
 
 impl Linear {
-    /// Packs a matrix that is given by its columns, `[width, depth]`, as linear layers are published.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers.
     ///
     /// # Errors
-    /// `depth` is not a multiple of the group size of `numbers`.
-    pub fn new(columns: &[f32], depth: usize, numbers: NumberFormat) -> Result<Self, NotWholeGroups> {
-        match numbers {
+    /// `depth` is not a multiple of the group size of `format`.
+    pub fn new(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Self, NotWholeGroups> {
+        match format {
             NumberFormat::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
-            _ => narrow(columns, depth, numbers).map(Self::Narrow),
+            _ => narrow(columns, depth, format).map(Self::Narrow),
         }
     }
 
@@ -51,7 +51,7 @@ impl Linear {
             Self::Panels(panels) => multiply_rows(rows, panels, out, then),
             Self::Narrow(matrix) => by_blocks(out, matrix.width(), |first, out| {
                 let (depth, count) = (matrix.depth(), out.len() / matrix.width());
-                matrix.multiply_alone(&rows[first * depth..][..count * depth], out);
+                matrix.multiply_single_threaded(&rows[first * depth..][..count * depth], out);
                 then(first, out);
             }),
         }
@@ -62,31 +62,31 @@ impl Linear {
 /// CPU can multiply bytes, rows are quantised to 8 bits too before they are multiplied.
 ///
 /// # Errors
-/// `depth` is not a multiple of the group size of `numbers`.
-pub fn narrow(columns: &[f32], depth: usize, numbers: NumberFormat) -> Result<Matrix, NotWholeGroups> {
-    let group = numbers.group();
+/// `depth` is not a multiple of the group size of `format`.
+pub fn narrow(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Matrix, NotWholeGroups> {
+    let group = format.group();
     if !depth.is_multiple_of(group) {
-        return Err(NotWholeGroups { numbers, depth });
+        return Err(NotWholeGroups { format, depth });
     }
-    Ok(match numbers {
+    Ok(match format {
         NumberFormat::F32 => Matrix::of_f32(columns, depth),
         NumberFormat::Bf16 => Matrix::of_bf16(columns, depth),
         _ => {
-            let of = |column: usize, index: usize| {
-                quantised(&columns[column * depth + index * group..][..group], numbers.most())
+            let quantised_group = |column: usize, index: usize| {
+                quantised(&columns[column * depth + index * group..][..group], format.max_quantised())
             };
-            let matrix = Matrix::of_groups(numbers, [depth, columns.len() / depth], of);
+            let matrix = Matrix::of_groups(format, [depth, columns.len() / depth], quantised_group);
             if may_use_vnni() { matrix.with_rows_as(RowNumbers::Int8) } else { matrix }
         }
     })
 }
 
-/// Quantises a group of numbers to whole numbers from 0 to `most`, rounded to the nearest. The smallest and the largest
+/// Quantises a group of numbers to whole numbers from 0 to `max`, rounded to the nearest. The smallest and the largest
 /// number of the group are exact.
-fn quantised(numbers: &[f32], most: u8) -> Group {
+fn quantised(numbers: &[f32], max: u8) -> Group {
     let low = numbers.iter().copied().fold(f32::INFINITY, f32::min);
     let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let scale = (high - low) / f32::from(most);
+    let scale = (high - low) / f32::from(max);
     let mut q = [0; 32];
     if scale > 0.0 {
         for (q, number) in q.iter_mut().zip(numbers) {
@@ -110,20 +110,23 @@ mod tests {
     #[test]
     fn every_format_gives_the_plain_product_within_its_rounding() {
         on_every_cpu(|| {
-            for (numbers, within) in
+            for (format, tolerance) in
                 [(NumberFormat::F32, 1e-6), (NumberFormat::Bf16, 3e-3), (NumberFormat::Bits8, 1e-2)]
             {
                 for (rows, width) in [(1, 7), (30, 64), (70, 130)] {
                     let (x, columns) = (flat(&[rows, 96], 3), flat(&[width, 96], 4));
-                    let layer = Linear::new(&columns, 96, numbers).unwrap();
+                    let layer = Linear::new(&columns, 96, format).unwrap();
                     let mut out = vec![f32::NAN; rows * width];
                     layer.multiply(&x, &mut out, |_, block| block.iter_mut().for_each(|y| *y += 1.0));
                     for (at, ours) in out.iter().enumerate() {
                         let (row, column) = (&x[at / width * 96..][..96], &columns[at % width * 96..][..96]);
                         let products = row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b));
                         let size: f64 = products.clone().map(f64::abs).sum();
-                        let off = (f64::from(*ours) - 1.0 - products.sum::<f64>()).abs();
-                        assert!(off < within * size, "{numbers:?} {rows}×{width} {at}: {off} of {size}");
+                        let error = (f64::from(*ours) - 1.0 - products.sum::<f64>()).abs();
+                        assert!(
+                            error < tolerance * size,
+                            "{format:?} {rows}×{width} {at}: {error} of {size}"
+                        );
                     }
                 }
             }

@@ -1,9 +1,9 @@
 //! The right matrix of a product in the number format of its file: f32, bf16, or quantised numbers of 4 or 8 bits with
 //! a scale and an offset for each group. Owns the packed numbers, which can be a part of a mapped file.
 //!
-//! A result is summed in the order of the depth. Its terms are products in f32 or, if the rows are quantised too (see
-//! `bytes`), the sums of groups. So a result is the same for one row and for a thousand, and for any number of threads
-//! that share the work.
+//! A result is summed in the order of the depth. The terms of the sum are products in f32 or, if the rows are quantised
+//! too (see `bytes`), the sums of groups. So a result is the same for one row and for a thousand, and for any number of
+//! threads that share the work.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use super::super::dispatch;
 use super::super::kv::bf16_bits;
 #[cfg(target_arch = "x86_64")]
 use super::bytes::ByteRows;
-use super::gemv::{FewRows, MOST_ROWS, Unpack, multiply_few_rows};
+use super::gemv::{FewRows, MAX_TILE_ROWS, Unpack, multiply_few_rows};
 use super::in_parallel;
 use super::layout::{Panels, Rows};
 use super::number_format::{NumberFormat, PANEL};
@@ -46,7 +46,7 @@ pub enum RowNumbers {
 }
 
 impl RowNumbers {
-    /// The parts of 8 bits of a number; none for f32.
+    /// The number of 8-bit parts of a number; none for f32.
     fn parts(self) -> Option<usize> {
         match self {
             Self::F32 => None,
@@ -58,19 +58,19 @@ impl RowNumbers {
 
 /// The right matrix of a product, `[depth, width]`.
 pub struct Matrix {
-    numbers: NumberFormat,
+    format: NumberFormat,
     depth: usize,
     width: usize,
     words: PackedWords,
     rows: RowNumbers,
 }
 
-/// The packed numbers: `[width rounded up / PANEL, groups of the depth, words of a group, PANEL]`. In a group the
-/// scales come first, then the offsets, then the numbers.
+/// The packed numbers: `[panels, groups of the depth, words of a group, PANEL]`, with ⌈width / PANEL⌉ panels. In a
+/// group the scales come first, then the offsets, then the numbers.
 #[derive(Clone)]
 pub enum PackedWords {
     /// In memory of this process.
-    Own(Arc<[u32]>),
+    Owned(Arc<[u32]>),
     /// A range of bytes of a mapped file, aligned to a word.
     Mapped(Arc<Mmap>, Range<usize>),
 }
@@ -79,8 +79,8 @@ impl PackedWords {
     /// The words.
     pub fn get(&self) -> &[u32] {
         match self {
-            Self::Own(words) => words,
-            Self::Mapped(file, place) => bytemuck::cast_slice(&file[place.clone()]),
+            Self::Owned(words) => words,
+            Self::Mapped(file, range) => bytemuck::cast_slice(&file[range.clone()]),
         }
     }
 }
@@ -118,19 +118,19 @@ impl Matrix {
     /// Packs quantised numbers. `group` returns a group of a column; its arguments are the column and the group's
     /// index.
     pub fn of_groups(
-        numbers: NumberFormat,
+        format: NumberFormat,
         [depth, width]: [usize; 2],
         group: impl Fn(usize, usize) -> Group,
     ) -> Self {
-        let bits = if numbers == NumberFormat::Bits4 { 4 } else { 8 };
-        Self::pack(numbers, [depth, width], |column, index, word| {
+        let bits = if format == NumberFormat::Bits4 { 4 } else { 8 };
+        Self::pack(format, [depth, width], |column, index, word| {
             let Group { scale, offset, q } = group(column, index);
             match word {
                 0 => scale.to_bits(),
                 1 => offset.to_bits(),
                 _ => {
-                    let each = 32 / bits as usize;
-                    let q = &q[(word - 2) * each..][..each];
+                    let per_word = 32 / bits as usize;
+                    let q = &q[(word - 2) * per_word..][..per_word];
                     q.iter().rev().fold(0, |word, q| word << bits | u32::from(*q))
                 }
             }
@@ -140,25 +140,25 @@ impl Matrix {
     /// Packs the words that `word` returns. Its arguments are the column, the group's index, and the word's index in
     /// the group.
     fn pack(
-        numbers: NumberFormat,
+        format: NumberFormat,
         [depth, width]: [usize; 2],
         word: impl Fn(usize, usize, usize) -> u32,
     ) -> Self {
-        let (groups, words) = (depth / numbers.group(), numbers.words());
+        let (groups, words) = (depth / format.group(), format.words());
         let count = width.div_ceil(PANEL) * groups * words * PANEL;
         let packed = (0..count).map(|at| {
             let (row, lane) = (at / PANEL, at % PANEL);
             let column = row / (groups * words) * PANEL + lane;
             if column < width { word(column, row / words % groups, row % words) } else { 0 }
         });
-        Self { numbers, depth, width, words: PackedWords::Own(packed.collect()), rows: RowNumbers::F32 }
+        Self { format, depth, width, words: PackedWords::Owned(packed.collect()), rows: RowNumbers::F32 }
     }
 
     /// A matrix whose words were packed before. None if the number of words does not fit.
-    pub fn of_words(numbers: NumberFormat, [depth, width]: [usize; 2], words: PackedWords) -> Option<Self> {
-        let count = width.div_ceil(PANEL) * (depth / numbers.group()) * numbers.words() * PANEL;
-        let whole = words.get().len() == count;
-        whole.then_some(Self { numbers, depth, width, words, rows: RowNumbers::F32 })
+    pub fn of_words(format: NumberFormat, [depth, width]: [usize; 2], words: PackedWords) -> Option<Self> {
+        let count = width.div_ceil(PANEL) * (depth / format.group()) * format.words() * PANEL;
+        let fits = words.get().len() == count;
+        fits.then_some(Self { format, depth, width, words, rows: RowNumbers::F32 })
     }
 
     /// Sets the format to which rows are converted before they are multiplied. Has no effect on a matrix that is not
@@ -166,7 +166,7 @@ impl Matrix {
     /// [`may_use_vnni`](crate::may_use_vnni).
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowNumbers) -> Self {
-        if self.numbers.is_scaled() && self.depth.is_multiple_of(32) {
+        if self.format.is_scaled() && self.depth.is_multiple_of(32) {
             self.rows = rows;
         }
         self
@@ -178,8 +178,8 @@ impl Matrix {
     }
 
     /// The number format of the matrix.
-    pub fn numbers(&self) -> NumberFormat {
-        self.numbers
+    pub fn format(&self) -> NumberFormat {
+        self.format
     }
 
     /// The length of a column.
@@ -198,15 +198,15 @@ impl Matrix {
     /// vectors.
     pub fn column(&self, column: usize, out: &mut [f32]) {
         let (panel, lane) = (self.panels(column / PANEL..column / PANEL + 1), column % PANEL);
-        let words = self.numbers.words();
-        let (group, in_word) = (self.numbers.group(), self.numbers.in_word());
+        let words = self.format.words();
+        let (group, per_word) = (self.format.group(), self.format.per_word());
         for (index, out) in out.chunks_exact_mut(group).enumerate() {
             let word = |word: usize| panel[(index * words + word) * PANEL + lane];
-            let first = if self.numbers.is_scaled() { 2 } else { 0 };
+            let first_number = if self.format.is_scaled() { 2 } else { 0 };
             let (scale, offset) = (f32::from_bits(word(0)), f32::from_bits(word(1.min(words - 1))));
-            for (place, out) in out.iter_mut().enumerate() {
-                let bits = word(first + place / in_word);
-                *out = number(self.numbers, bits, place % in_word, scale, offset);
+            for (index, out) in out.iter_mut().enumerate() {
+                let bits = word(first_number + index / per_word);
+                *out = unpacked_number(self.format, bits, index % per_word, scale, offset);
             }
         }
     }
@@ -216,19 +216,19 @@ impl Matrix {
         multiply_together([self], rows, [out]);
     }
 
-    /// Multiplies many rows: each thread takes a share of them.
+    /// Multiplies many rows. Each thread takes a share of them.
     fn multiply_many(&self, rows: &[f32], out: &mut [f32]) {
-        let share = (rows.len() / self.depth).div_ceil(rayon::current_num_threads()).max(MANY / 2);
+        let share = (rows.len() / self.depth).div_ceil(rayon::current_num_threads()).max(MANY_ROWS / 2);
         let blocks = rows.chunks(share * self.depth).zip(out.chunks_mut(share * self.width));
-        in_parallel(blocks, |(rows, out)| self.multiply_alone(rows, out));
+        in_parallel(blocks, |(rows, out)| self.multiply_single_threaded(rows, out));
     }
 
     /// As [`multiply`](Self::multiply), but on this thread alone.
-    pub fn multiply_alone(&self, rows: &[f32], out: &mut [f32]) {
-        if self.rows == RowNumbers::F32 && rows.len() > MANY * self.depth {
+    pub fn multiply_single_threaded(&self, rows: &[f32], out: &mut [f32]) {
+        if self.rows == RowNumbers::F32 && rows.len() > MANY_ROWS * self.depth {
             return self.multiply_unpacked(rows, out);
         }
-        let left = Left::of(self, rows);
+        let left = LeftRows::new(self, rows);
         left.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
         left.release();
     }
@@ -236,24 +236,24 @@ impl Matrix {
     /// The words of some panels.
     fn panels(&self, panels: Range<usize>) -> &[u32] {
         let words = self.words.get();
-        let each = self.depth / self.numbers.group() * self.numbers.words() * PANEL;
-        &words[panels.start * each..panels.end * each]
+        let panel_words = self.depth / self.format.group() * self.format.words() * PANEL;
+        &words[panels.start * panel_words..panels.end * panel_words]
     }
 
     /// Unpacks each panel to f32 once, and multiplies it with tiles of rows.
     fn multiply_unpacked(&self, rows: &[f32], out: &mut [f32]) {
         let mut scratch = SCRATCH.take();
-        let Scratch { rows: packed, panels, columns, out: part } = &mut scratch;
+        let Scratch { rows: packed, panels, columns, out: panel_out } = &mut scratch;
         packed.pack(rows, self.depth);
         for panel in 0..self.width.div_ceil(PANEL) {
             let first = panel * PANEL;
             let width = PANEL.min(self.width - first);
-            dispatch(Unpack { numbers: self.numbers, panel: self.panels(panel..panel + 1), to: columns });
+            dispatch(Unpack { format: self.format, panel: self.panels(panel..panel + 1), to: columns });
             panels.pack_rows(columns, PANEL);
-            part.resize(rows.len() / self.depth * PANEL, 0.0);
-            packed.multiply(0, panels, part, PANEL);
-            for (out, part) in out.chunks_exact_mut(self.width).zip(part.chunks_exact(PANEL)) {
-                out[first..first + width].copy_from_slice(&part[..width]);
+            panel_out.resize(rows.len() / self.depth * PANEL, 0.0);
+            packed.multiply(0, panels, panel_out, PANEL);
+            for (out, row) in out.chunks_exact_mut(self.width).zip(panel_out.chunks_exact(PANEL)) {
+                out[first..first + width].copy_from_slice(&row[..width]);
             }
         }
         SCRATCH.set(scratch);
@@ -270,11 +270,11 @@ pub fn multiply_together<const N: usize>(matrices: [&Matrix; N], rows: &[f32], m
 fn multiply_each(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     let [first, ..] = matrices else { return };
     let count = rows.len() / first.depth;
-    if count > MANY {
+    if count > MANY_ROWS {
         matrices.iter().zip(outs).for_each(|(matrix, out)| matrix.multiply_many(rows, out));
     } else if count > 0 {
-        let alike = |matrix: &&Matrix| (matrix.rows, matrix.numbers) == (first.rows, first.numbers);
-        if matrices.iter().all(alike) {
+        let has_same_formats = |matrix: &&Matrix| (matrix.rows, matrix.format) == (first.rows, first.format);
+        if matrices.iter().all(has_same_formats) {
             multiply_few_together(matrices, rows, outs);
         } else {
             matrices
@@ -288,7 +288,7 @@ fn multiply_each(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
 /// Multiplies few rows: each thread computes some of the columns, of one matrix or of several.
 fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     let count = rows.len() / matrices[0].depth;
-    let left = Left::of(matrices[0], rows);
+    let left = LeftRows::new(matrices[0], rows);
     let threads = rayon::current_num_threads();
     let words: usize = matrices.iter().map(|matrix| matrix.words.get().len()).sum();
     if threads == 1 || words * count < WORTH_SHARING {
@@ -297,7 +297,8 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
         }
         return left.release();
     }
-    let all: Vec<(usize, usize)> = matrices
+    // The index of a matrix, and of one of its panels.
+    let all_panels: Vec<(usize, usize)> = matrices
         .iter()
         .enumerate()
         .flat_map(|(index, matrix)| (0..matrix.width.div_ceil(PANEL)).map(move |panel| (index, panel)))
@@ -308,10 +309,10 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
         columns: Range<usize>,
         numbers: Vec<f32>,
     }
-    let parts: Vec<Vec<Part>> = all
-        .par_chunks(all.len().div_ceil(threads))
+    let parts: Vec<Vec<Part>> = all_panels
+        .par_chunks(all_panels.len().div_ceil(threads))
         .map(|share| {
-            let of_matrix = share.chunk_by(|(one, _), (other, _)| one == other);
+            let by_matrix = share.chunk_by(|(one, _), (other, _)| one == other);
             let compute = |panels: &[(usize, usize)]| {
                 let ((index, first), last) = (panels[0], panels[panels.len() - 1].1);
                 let matrix = matrices[index];
@@ -320,7 +321,7 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
                 left.multiply(matrix, first..last + 1, &mut numbers, columns.len());
                 Part { matrix: index, columns, numbers }
             };
-            of_matrix.map(compute).collect()
+            by_matrix.map(compute).collect()
         })
         .collect();
     for Part { matrix, columns, numbers } in parts.iter().flatten() {
@@ -333,7 +334,7 @@ fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f
 }
 
 /// The left matrix of a product: rows in the format in which they are multiplied.
-enum Left<'a> {
+enum LeftRows<'a> {
     Plain(&'a [f32]),
     #[cfg(target_arch = "x86_64")]
     Bytes(ByteRows),
@@ -345,12 +346,12 @@ thread_local! {
     static BYTE_ROWS: RefCell<ByteRows> = RefCell::default();
 }
 
-impl<'a> Left<'a> {
-    fn of(matrix: &Matrix, rows: &'a [f32]) -> Self {
+impl<'a> LeftRows<'a> {
+    fn new(matrix: &Matrix, rows: &'a [f32]) -> Self {
         #[cfg(target_arch = "x86_64")]
         if let Some(parts) = matrix.rows.parts() {
             let mut packed = BYTE_ROWS.take();
-            packed.pack(rows, matrix.depth, matrix.numbers, parts);
+            packed.pack(rows, matrix.depth, matrix.format, parts);
             return Self::Bytes(packed);
         }
         let _ = matrix;
@@ -362,8 +363,8 @@ impl<'a> Left<'a> {
         let panels = matrix.panels(panels);
         match self {
             Self::Plain(rows) => {
-                let (numbers, depth) = (matrix.numbers, matrix.depth);
-                multiply_few_rows(FewRows { numbers, depth, rows, panels, out, stride });
+                let (format, depth) = (matrix.format, matrix.depth);
+                multiply_few_rows(FewRows { format, depth, rows, panels, out, stride });
             }
             #[cfg(target_arch = "x86_64")]
             Self::Bytes(packed) => packed.multiply(panels, out, stride),
@@ -382,17 +383,17 @@ impl<'a> Left<'a> {
 /// From this many words times rows on, several threads are faster than one: about 5 µs of work.
 const WORTH_SHARING: usize = 1 << 15;
 /// Above this number of rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
-const MANY: usize = 2 * MOST_ROWS;
+const MANY_ROWS: usize = 2 * MAX_TILE_ROWS;
 
 /// Unpacks the number at an index in a word.
-fn number(numbers: NumberFormat, word: u32, place: usize, scale: f32, offset: f32) -> f32 {
+fn unpacked_number(format: NumberFormat, word: u32, index: usize, scale: f32, offset: f32) -> f32 {
     let quantised = |bits: u32| {
-        let q = word >> (bits * place as u32) & ((1 << bits) - 1);
+        let q = word >> (bits * index as u32) & ((1 << bits) - 1);
         (q as f32).mul_add(scale, offset)
     };
-    match numbers {
+    match format {
         NumberFormat::F32 => f32::from_bits(word),
-        NumberFormat::Bf16 => f32::from_bits(word >> (16 * place) << 16),
+        NumberFormat::Bf16 => f32::from_bits(word >> (16 * index) << 16),
         NumberFormat::Bits4 => quantised(4),
         NumberFormat::Bits8 | NumberFormat::Bits8By16 => quantised(8),
     }
@@ -416,45 +417,45 @@ mod tests {
     }
 
     /// A matrix, and its columns as f32.
-    fn matrix(numbers: NumberFormat, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
+    fn matrix(format: NumberFormat, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
         let columns = flat(&[width, depth], 5);
-        let most = if numbers == NumberFormat::Bits4 { 15.0 } else { 255.0 };
+        let max = if format == NumberFormat::Bits4 { 15.0 } else { 255.0 };
         let group = |column: usize, index: usize| {
-            let first = column * depth + index * numbers.group();
+            let first = column * depth + index * format.group();
             let mut q = [0; 32];
-            for (q, x) in q.iter_mut().zip(&columns[first..][..numbers.group()]) {
-                *q = ((x + 1.0) / 2.0 * most).round() as u8;
+            for (q, x) in q.iter_mut().zip(&columns[first..][..format.group()]) {
+                *q = ((x + 1.0) / 2.0 * max).round() as u8;
             }
             Group { scale: 0.125 + column as f32 / 1024.0, offset: -0.75 - index as f32 / 8.0, q }
         };
-        let made = match numbers {
+        let made = match format {
             NumberFormat::F32 => Matrix::of_f32(&columns, depth),
             NumberFormat::Bf16 => Matrix::of_bf16(&columns, depth),
-            _ => Matrix::of_groups(numbers, [depth, width], group),
+            _ => Matrix::of_groups(format, [depth, width], group),
         };
-        let right = match numbers {
+        let expected = match format {
             NumberFormat::F32 => columns.clone(),
             NumberFormat::Bf16 => columns.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect(),
             _ => (0..width * depth)
                 .map(|at| {
                     let (column, k) = (at / depth, at % depth);
-                    let Group { scale, offset, q } = group(column, k / numbers.group());
-                    f32::from(q[k % numbers.group()]) * scale + offset
+                    let Group { scale, offset, q } = group(column, k / format.group());
+                    f32::from(q[k % format.group()]) * scale + offset
                 })
                 .collect(),
         };
-        (made, right)
+        (made, expected)
     }
 
     #[test]
     fn a_column_has_the_numbers_it_was_packed_from() {
-        for numbers in ALL {
-            let (made, right) = matrix(numbers, [96, 70]);
+        for format in ALL {
+            let (made, expected) = matrix(format, [96, 70]);
             for column in [0, 1, 63, 64, 69] {
                 let mut out = vec![f32::NAN; 96];
                 made.column(column, &mut out);
-                for (ours, right) in out.iter().zip(&right[column * 96..]) {
-                    assert!((ours - right).abs() < 4e-6, "{numbers:?} {column}: {ours} {right}");
+                for (ours, expected) in out.iter().zip(&expected[column * 96..]) {
+                    assert!((ours - expected).abs() < 4e-6, "{format:?} {column}: {ours} {expected}");
                 }
             }
         }
@@ -463,17 +464,17 @@ mod tests {
     #[test]
     fn a_product_equals_the_plain_sum_on_every_cpu() {
         on_every_cpu(|| {
-            for numbers in ALL {
+            for format in ALL {
                 for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
-                    let (made, right) = matrix(numbers, [96, width]);
+                    let (made, expected) = matrix(format, [96, width]);
                     let x = flat(&[rows, 96], 7);
                     let mut out = vec![f32::NAN; rows * width];
                     made.multiply(&x, &mut out);
                     for (at, ours) in out.iter().enumerate() {
-                        let (row, column) = (&x[at / width * 96..][..96], &right[at % width * 96..][..96]);
-                        let right: f64 = row.iter().zip(column).map(|(a, b)| f64::from(a * b)).sum();
-                        let off = (f64::from(*ours) - right).abs();
-                        assert!(off < 1e-3, "{numbers:?}, {rows} rows, {at}: {ours} {right}");
+                        let (row, column) = (&x[at / width * 96..][..96], &expected[at % width * 96..][..96]);
+                        let expected: f64 = row.iter().zip(column).map(|(a, b)| f64::from(a * b)).sum();
+                        let error = (f64::from(*ours) - expected).abs();
+                        assert!(error < 1e-3, "{format:?}, {rows} rows, {at}: {ours} {expected}");
                     }
                 }
             }
@@ -491,9 +492,9 @@ mod tests {
     /// A row after `ByteRows` has quantised it: whole numbers, times their scales.
     fn rounded(row: &[f32], largest: f32) -> Vec<f64> {
         let groups = row.chunks(32).flat_map(|group| {
-            let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-            let by = if most > 0.0 { largest / most } else { 0.0 };
-            group.iter().map(move |x| f64::from((x * by).round_ties_even()) * f64::from(most / largest))
+            let max = group.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+            let by = if max > 0.0 { largest / max } else { 0.0 };
+            group.iter().map(move |x| f64::from((x * by).round_ties_even()) * f64::from(max / largest))
         });
         groups.collect()
     }
@@ -504,9 +505,9 @@ mod tests {
         if !crate::may_use_vnni() {
             return;
         }
-        for (numbers, (kind, largest)) in quantised_formats() {
+        for (format, (kind, largest)) in quantised_formats() {
             for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
-                let (made, right) = matrix(numbers, [96, width]);
+                let (made, expected) = matrix(format, [96, width]);
                 let made = made.with_rows_as(kind);
                 let mut x = flat(&[rows, 96], 7);
                 // A group of zeros, and one of a few large numbers.
@@ -516,11 +517,11 @@ mod tests {
                 made.multiply(&x, &mut out);
                 for (at, ours) in out.iter().enumerate() {
                     let row = rounded(&x[at / width * 96..][..96], largest);
-                    let column = &right[at % width * 96..][..96];
+                    let column = &expected[at % width * 96..][..96];
                     let products = row.iter().zip(column).map(|(a, b)| a * f64::from(*b));
                     let size: f64 = products.clone().map(f64::abs).sum();
-                    let off = (f64::from(*ours) - products.sum::<f64>()).abs();
-                    assert!(off < 1e-5 * size.max(1.0), "{numbers:?}, {rows} rows, {at}: {ours}, {off}");
+                    let error = (f64::from(*ours) - products.sum::<f64>()).abs();
+                    assert!(error < 1e-5 * size.max(1.0), "{format:?}, {rows} rows, {at}: {ours}, {error}");
                 }
             }
         }
@@ -532,23 +533,23 @@ mod tests {
         if !crate::may_use_vnni() {
             return;
         }
-        for (numbers, (kind, _)) in quantised_formats() {
-            let (made, other) = (matrix(numbers, [96, 2_000]).0, matrix(numbers, [96, 70]).0);
+        for (format, (kind, _)) in quantised_formats() {
+            let (made, other) = (matrix(format, [96, 2_000]).0, matrix(format, [96, 70]).0);
             let (made, other) = (made.with_rows_as(kind), other.with_rows_as(kind));
             let x = flat(&[70, 96], 9);
             let with = |threads: usize, rows: Range<usize>| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                let (mut out, mut beside) =
+                let (mut out, mut other_out) =
                     (vec![f32::NAN; rows.len() * 2_000], vec![f32::NAN; rows.len() * 70]);
                 let x = &x[rows.start * 96..rows.end * 96];
-                pool.install(|| multiply_together([&made, &other], x, [&mut out, &mut beside]));
-                (out, beside)
+                pool.install(|| multiply_together([&made, &other], x, [&mut out, &mut other_out]));
+                (out, other_out)
             };
-            let (together, beside) = with(1, 0..70);
+            let (together, other_out) = with(1, 0..70);
             for (threads, rows) in [(1, 0..1), (2, 0..1), (3, 3..8), (2, 7..20), (2, 30..63), (2, 0..70)] {
                 let (ours, others) = with(threads, rows.clone());
-                assert_eq!(ours, together[rows.start * 2_000..rows.end * 2_000], "{numbers:?} {rows:?}");
-                assert_eq!(others, beside[rows.start * 70..rows.end * 70], "{numbers:?} {rows:?}");
+                assert_eq!(ours, together[rows.start * 2_000..rows.end * 2_000], "{format:?} {rows:?}");
+                assert_eq!(others, other_out[rows.start * 70..rows.end * 70], "{format:?} {rows:?}");
             }
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut x = x[..96].to_vec();
@@ -563,8 +564,8 @@ mod tests {
     #[test]
     fn a_row_gives_the_same_bits_in_any_batch_and_with_any_threads() {
         on_every_cpu(|| {
-            for numbers in ALL {
-                let (made, _) = matrix(numbers, [96, 200]);
+            for format in ALL {
+                let (made, _) = matrix(format, [96, 200]);
                 let x = flat(&[70, 96], 9);
                 let of = |rows: Range<usize>| {
                     let mut out = vec![f32::NAN; rows.len() * 200];
@@ -573,7 +574,7 @@ mod tests {
                 };
                 let together = of(0..70);
                 for rows in [0..1, 3..5, 7..20, 30..63, 69..70] {
-                    assert_eq!(of(rows.clone()), together[rows.start * 200..rows.end * 200], "{numbers:?}");
+                    assert_eq!(of(rows.clone()), together[rows.start * 200..rows.end * 200], "{format:?}");
                 }
             }
         });
@@ -594,7 +595,7 @@ mod tests {
     #[test]
     fn packed_words_are_reused_if_their_number_fits() {
         let (made, _) = matrix(NumberFormat::Bits4, [64, 10]);
-        let words = PackedWords::Own(made.words().into());
+        let words = PackedWords::Owned(made.words().into());
         let again = Matrix::of_words(NumberFormat::Bits4, [64, 10], words.clone()).unwrap();
         let (x, mut a, mut b) = (flat(&[2, 64], 1), [0.0; 20], [1.0; 20]);
         made.multiply(&x, &mut a);

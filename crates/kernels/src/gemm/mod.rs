@@ -30,10 +30,10 @@ pub use size::{COLUMNS, RUN};
 pub use tile::store;
 use tile::{Multiply, RowByRow, activated};
 
-/// The most tiles of rows in one block. They are enough that reading the weights again for each block costs little, and
-/// few enough that the caches hold the block for the next step. CPUs with more registers have higher tiles, but also
-/// larger caches.
-const TILES: usize = 32;
+/// The largest number of tiles of rows in a block. A block is so large that reading the weights again for each block
+/// costs little, and so small that the caches hold it for the next step. CPUs with more registers have higher tiles,
+/// but also larger caches.
+const MAX_BLOCK_TILES: usize = 32;
 
 /// The columns of a tile on this CPU.
 pub fn columns_of_this_cpu() -> usize {
@@ -80,7 +80,7 @@ pub fn by_blocks(out: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32])
     let threads = rayon::current_num_threads();
     let share = (out.len() / width.max(1)).div_ceil(threads);
     let tile = Tile::of_this_cpu().rows;
-    let block = share.next_multiple_of(tile).clamp(1, TILES * tile);
+    let block = share.next_multiple_of(tile).clamp(1, MAX_BLOCK_TILES * tile);
     let blocks = out.chunks_mut(block * width).enumerate().map(|(index, rows)| (index * block, rows));
     in_parallel(blocks, |(first, rows)| work(first, rows));
 }
@@ -98,9 +98,9 @@ impl Rows {
     /// The first `right.width()` columns of `out` `[count, stride]` ← these rows, from row `first` on, times `right`.
     /// `first` must be the first row of a tile.
     pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
-        let row = self.depth.next_multiple_of(RUN);
-        let tiles = &self.tiles[first * row..];
-        let wanted = (out.len() / stride).next_multiple_of(Tile::of_this_cpu().rows) * row;
+        let row_len = self.depth.next_multiple_of(RUN);
+        let tiles = &self.tiles[first * row_len..];
+        let wanted = (out.len() / stride).next_multiple_of(Tile::of_this_cpu().rows) * row_len;
         let tiles = &tiles[..wanted.min(tiles.len())];
         dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
     }
@@ -118,9 +118,9 @@ impl Rows {
         activated(&self.tiles, right, bias, activation, &mut to.tiles);
     }
 
-    /// Multiplies each number by the corresponding one of `by`, which has the same shape.
-    pub fn gate(&mut self, by: &Self) {
-        self.tiles.iter_mut().zip(by.tiles.iter()).for_each(|(x, gate)| *x *= gate);
+    /// Multiplies each number by the corresponding one of `gates`, which has the same shape.
+    pub fn gate(&mut self, gates: &Self) {
+        self.tiles.iter_mut().zip(gates.tiles.iter()).for_each(|(x, gate)| *x *= gate);
     }
 }
 
@@ -139,12 +139,12 @@ mod tests {
         for (rows, depth, width) in
             [(1, 1, 1), (5, 3, 7), (6, 16, 16), (7, 33, 15), (12, 8, 32), (13, 40, 95), (150, 384, 401)]
         {
-            let (a, published) = (noise(&[rows, depth], 1.0, 1), noise(&[width, depth], 1.0, 2));
-            let right = linear(&to_f64(&a), &published, &vec![0.0; width]);
+            let (a, weights) = (noise(&[rows, depth], 1.0, 1), noise(&[width, depth], 1.0, 2));
+            let expected = linear(&to_f64(&a), &weights, &vec![0.0; width]);
             let mut out = vec![f32::NAN; rows * width];
-            multiply_rows(&a, &Panels::new(&published, depth), &mut out, |_, _| {});
-            let off = difference(&out, &right);
-            assert!(off < 1e-6 * depth as f64, "{rows}×{depth} · {depth}×{width}: {off}");
+            multiply_rows(&a, &Panels::new(&weights, depth), &mut out, |_, _| {});
+            let error = difference(&out, &expected);
+            assert!(error < 1e-6 * depth as f64, "{rows}×{depth} · {depth}×{width}: {error}");
         }
     }
 
@@ -213,8 +213,8 @@ mod tests {
                     out.iter_mut().for_each(|x| *x += (first + row) as f32);
                 }
             });
-            let right: Vec<f32> = (0..rows).flat_map(|row| [row as f32; 3]).collect();
-            assert_eq!(out, right);
+            let expected: Vec<f32> = (0..rows).flat_map(|row| [row as f32; 3]).collect();
+            assert_eq!(out, expected);
         }
     }
 }

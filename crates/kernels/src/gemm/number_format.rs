@@ -30,7 +30,7 @@ impl NumberFormat {
     }
 
     /// Numbers in a word of 32 bits.
-    pub(super) fn in_word(self) -> usize {
+    pub(super) fn per_word(self) -> usize {
         match self {
             Self::F32 => 1,
             Self::Bf16 => 2,
@@ -40,7 +40,7 @@ impl NumberFormat {
     }
 
     /// The largest quantised number.
-    pub(super) fn most(self) -> u8 {
+    pub(super) fn max_quantised(self) -> u8 {
         if self == Self::Bits4 { 15 } else { 255 }
     }
 
@@ -51,6 +51,6 @@ impl NumberFormat {
 
     /// The words of a group of one column, including scale and offset.
     pub(super) fn words(self) -> usize {
-        self.group() / self.in_word() + if self.is_scaled() { 2 } else { 0 }
+        self.group() / self.per_word() + if self.is_scaled() { 2 } else { 0 }
     }
 }

@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 use super::super::activation::{Activation, Gelu, GeluTanh, Identity, Lanes, Relu, Silu};
 use super::super::dispatch;
 use super::layout::Panels;
-use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
+use super::size::{COLUMNS, ROWS_WITH_16_REGISTERS, ROWS_WITH_32_REGISTERS, RUN, Tile};
 
 /// The kernel that multiplies `tiles` by `right`, tile by tile. A [`Target`] stores the results.
 pub struct Multiply<'a, T> {
@@ -19,13 +19,18 @@ pub struct Multiply<'a, T> {
 /// Where the results of a product are stored.
 pub trait Target {
     /// Stores the sums of a tile.
-    fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]);
+    fn store_tile<S: Simd, const ROWS: usize>(
+        &mut self,
+        simd: S,
+        position: TilePosition,
+        sums: [[S::f32s; COLUMNS]; ROWS],
+    );
 }
 
 /// The position of a tile's results.
 #[derive(Clone, Copy)]
-pub struct At {
-    /// The index among the tiles of rows.
+pub struct TilePosition {
+    /// The index of the tile of rows.
     tile: usize,
     /// The first column of the results.
     column: usize,
@@ -37,8 +42,8 @@ impl<T: Target> WithSimd for Multiply<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         match Tile::of::<S>().rows {
-            ROWS_OF_16 => self.in_tiles::<S, ROWS_OF_16>(simd),
-            _ => self.in_tiles::<S, ROWS_OF_32>(simd),
+            ROWS_WITH_16_REGISTERS => self.in_tiles::<S, ROWS_WITH_16_REGISTERS>(simd),
+            _ => self.in_tiles::<S, ROWS_WITH_32_REGISTERS>(simd),
         }
     }
 }
@@ -51,7 +56,11 @@ impl<T: Target> Multiply<'_, T> {
         for (index, panel) in self.right.panels().chunks_exact(columns * RUN * runs).enumerate() {
             let panel = S::as_simd_f32s(panel).0.as_chunks::<COLUMNS>().0.as_chunks::<RUN>().0;
             for (tile, rows) in tiles.chunks_exact(runs).enumerate() {
-                self.to.take(simd, At { tile, column: index * columns }, sums(simd, rows, panel));
+                self.to.store_tile(
+                    simd,
+                    TilePosition { tile, column: index * columns },
+                    sums(simd, rows, panel),
+                );
             }
         }
     }
@@ -87,9 +96,14 @@ pub struct RowByRow<'a> {
 
 impl Target for RowByRow<'_> {
     #[inline(always)]
-    fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]) {
-        let columns = at.column..self.width.min(at.column + COLUMNS * S::F32_LANES);
-        let start = self.out.len().min(at.tile * ROWS * self.stride);
+    fn store_tile<S: Simd, const ROWS: usize>(
+        &mut self,
+        simd: S,
+        position: TilePosition,
+        sums: [[S::f32s; COLUMNS]; ROWS],
+    ) {
+        let columns = position.column..self.width.min(position.column + COLUMNS * S::F32_LANES);
+        let start = self.out.len().min(position.tile * ROWS * self.stride);
         for (row, sums) in self.out[start..].chunks_exact_mut(self.stride).zip(sums) {
             store(simd, &sums, &mut row[columns.clone()]);
         }
@@ -117,11 +131,16 @@ struct TileByTile<'a, F> {
 
 impl<F: Lanes> Target for TileByTile<'_, F> {
     #[inline(always)]
-    fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]) {
-        let tile = ROWS * self.bias.len();
-        let tile = &mut self.tiles[at.tile * tile..][..tile];
+    fn store_tile<S: Simd, const ROWS: usize>(
+        &mut self,
+        simd: S,
+        position: TilePosition,
+        sums: [[S::f32s; COLUMNS]; ROWS],
+    ) {
+        let tile_len = ROWS * self.bias.len();
+        let tile = &mut self.tiles[position.tile * tile_len..][..tile_len];
         for index in 0..COLUMNS {
-            let column = at.column + index * S::F32_LANES;
+            let column = position.column + index * S::F32_LANES;
             let Some(bias) = self.bias.get(column..column + S::F32_LANES) else { break };
             let bias = S::as_simd_f32s(bias).0[0];
             let (run, number) = (column / RUN, column % RUN);
@@ -140,14 +159,14 @@ impl<F: Lanes> Target for TileByTile<'_, F> {
 /// `to` ← activation(`tiles` times `right` + `bias`), in the layout of `tiles`.
 pub fn activated(tiles: &[f32], right: &Panels, bias: &[f32], activation: Activation, to: &mut [f32]) {
     match activation {
-        Activation::Gelu => through::<Gelu>(tiles, right, bias, to),
-        Activation::GeluTanh => through::<GeluTanh>(tiles, right, bias, to),
-        Activation::Relu => through::<Relu>(tiles, right, bias, to),
-        Activation::Silu => through::<Silu>(tiles, right, bias, to),
-        Activation::Identity => through::<Identity>(tiles, right, bias, to),
+        Activation::Gelu => activated_by::<Gelu>(tiles, right, bias, to),
+        Activation::GeluTanh => activated_by::<GeluTanh>(tiles, right, bias, to),
+        Activation::Relu => activated_by::<Relu>(tiles, right, bias, to),
+        Activation::Silu => activated_by::<Silu>(tiles, right, bias, to),
+        Activation::Identity => activated_by::<Identity>(tiles, right, bias, to),
     }
 }
 
-fn through<F: Lanes>(tiles: &[f32], right: &Panels, bias: &[f32], to: &mut [f32]) {
+fn activated_by<F: Lanes>(tiles: &[f32], right: &Panels, bias: &[f32], to: &mut [f32]) {
     dispatch(Multiply { tiles, right, to: TileByTile::<F> { tiles: to, bias, function: PhantomData } });
 }

@@ -9,33 +9,36 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use super::socket::Incoming;
-use super::{SESSION, Wire, unreachable_queue};
+use super::{Connection, SESSION, unreachable_queue};
 use crate::broker::embedded::wire::{Request, Response};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, Source};
 use crate::protocol::Message;
 
 /// One subscription over the shared connection.
 pub(super) struct SocketConsumer {
-    wire: Arc<Wire>,
+    connection: Arc<Connection>,
     incoming: mpsc::Receiver<Incoming>,
     prefetch: NonZeroU16,
+    /// No more deliveries follow.
     ended: bool,
 }
 
 impl SocketConsumer {
     /// Subscribes, and waits for the launcher's answer.
     pub async fn subscribe(
-        wire: Arc<Wire>,
+        connection: Arc<Connection>,
         incoming: mpsc::Receiver<Incoming>,
         queue: String,
         prefetch: NonZeroU16,
     ) -> Result<Self, BrokerError> {
-        let mut consumer = Self { wire, incoming, prefetch, ended: false };
-        consumer.wire.send(&Request::Consume { queue, prefetch }).await?;
+        let mut consumer = Self { connection, incoming, prefetch, ended: false };
+        consumer.connection.send(&Request::Consume { queue, prefetch }).await?;
         match consumer.incoming.recv().await {
             Some(Ok((Response::Consuming, _))) => Ok(consumer),
-            Some(Err(reason)) => Err(BrokerError::Refused { broker: consumer.wire.at.clone(), reason }),
-            _ => Err(consumer.wire.closed_error()),
+            Some(Err(reason)) => {
+                Err(BrokerError::Refused { broker: consumer.connection.path.clone(), reason })
+            }
+            _ => Err(consumer.connection.closed_error()),
         }
     }
 }
@@ -56,8 +59,8 @@ impl Consumer for SocketConsumer {
                     }
                     Some(Ok((Response::Cancelled | Response::Left, _))) => self.ended = true,
                     Some(Ok(_)) => {}
-                    Some(Err(reason)) => return Err(unreachable_queue(&self.wire.at, &reason)),
-                    None => return Err(self.wire.closed_error()),
+                    Some(Err(reason)) => return Err(unreachable_queue(&self.connection.path, &reason)),
+                    None => return Err(self.connection.closed_error()),
                 }
             }
             Ok(Event::End)
@@ -69,7 +72,7 @@ impl Consumer for SocketConsumer {
         self.prefetch = prefetch;
         async move {
             // If this fails, `next` reports the error.
-            let _ = self.wire.send(&Request::Prefetch { prefetch }).await;
+            let _ = self.connection.send(&Request::Prefetch { prefetch }).await;
         }
         .boxed()
     }
@@ -81,18 +84,18 @@ impl Consumer for SocketConsumer {
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
         async move {
             // If this fails, `next` reports the error.
-            let _ = self.wire.send(&Request::Cancel).await;
+            let _ = self.connection.send(&Request::Cancel).await;
         }
         .boxed()
     }
 
     fn close(&mut self) -> BoxFuture<'_, ()> {
         async move {
-            if self.wire.consumer_closed.is_cancelled() {
+            if self.connection.consumer_closed.is_cancelled() {
                 return;
             }
-            self.wire.consumer_closed.cancel();
-            if self.wire.send(&Request::Leave).await.is_err() {
+            self.connection.consumer_closed.cancel();
+            if self.connection.send(&Request::Leave).await.is_err() {
                 return;
             }
             // Deliveries that arrive meanwhile are dropped: the launcher returns their messages to the queue.

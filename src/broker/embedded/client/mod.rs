@@ -35,9 +35,9 @@ const REQUESTS_BOUND: usize = 64;
 /// [`BrokerError::Unreachable`]: the launcher does not answer; [`BrokerError::Refused`]: the queue does not
 /// exist. The worker exits on either.
 pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result<BrokerSession, BrokerError> {
-    let at = path.display().to_string();
-    let stream =
-        UnixStream::connect(path).await.map_err(|error| unreachable_queue(&at, &error.to_string()))?;
+    let stream = UnixStream::connect(path).await;
+    let path = path.display().to_string();
+    let stream = stream.map_err(|error| unreachable_queue(&path, &error.to_string()))?;
     let (read, write) = stream.into_split();
     // Consumer, acker and publisher write, the writer task reads. The bound is small, because the socket has a buffer
     // too.
@@ -48,24 +48,26 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
     let unconfirmed = Arc::new(UnconfirmedPublishes::default());
     tokio::spawn(write_all(write, queued));
     tokio::spawn(read_all(read, answers, unconfirmed.clone()));
-    let wire = Arc::new(Wire {
-        at,
+    let connection = Arc::new(Connection {
+        path,
         requests,
         unconfirmed,
         next_id: AtomicU64::new(0),
         consumer_closed: CancellationToken::new(),
     });
-    let consumer = SocketConsumer::subscribe(wire.clone(), incoming, queue, prefetch).await?;
-    Ok(BrokerSession { consumer: Box::new(consumer), background: None, acker: wire.clone(), publisher: wire })
+    let consumer = SocketConsumer::subscribe(connection.clone(), incoming, queue, prefetch).await?;
+    let acker = connection.clone();
+    Ok(BrokerSession { consumer: Box::new(consumer), background: None, acker, publisher: connection })
 }
 
-fn unreachable_queue(at: &str, reason: &str) -> BrokerError {
-    BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {at}: {reason}") }
+fn unreachable_queue(path: &str, reason: &str) -> BrokerError {
+    BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {path}: {reason}") }
 }
 
-/// The state that consumer, acker and publisher share.
-struct Wire {
-    at: String,
+/// The state of the connection that consumer, acker and publisher share.
+struct Connection {
+    /// The path of the socket.
+    path: String,
     requests: mpsc::Sender<Frame>,
     unconfirmed: Arc<UnconfirmedPublishes>,
     next_id: AtomicU64,
@@ -73,18 +75,18 @@ struct Wire {
     consumer_closed: CancellationToken,
 }
 
-impl Wire {
+impl Connection {
     fn closed_error(&self) -> BrokerError {
-        unreachable_queue(&self.at, "the connection is closed")
+        unreachable_queue(&self.path, "the connection is closed")
     }
 
     fn frame(&self, request: &Request, body: Bytes) -> Result<Frame, BrokerError> {
-        Frame::new(request, body).map_err(|error| unreachable_queue(&self.at, &error.to_string()))
+        Frame::new(request, body).map_err(|error| unreachable_queue(&self.path, &error.to_string()))
     }
 
     async fn send(&self, request: &Request) -> Result<(), BrokerError> {
         let frame = self.frame(request, Bytes::new())?;
-        if self.unconfirmed.over.is_cancelled() {
+        if self.unconfirmed.closed.is_cancelled() {
             return Err(self.closed_error());
         }
         self.requests.send(frame).await.map_err(|_| self.closed_error())
@@ -97,7 +99,7 @@ impl Wire {
     }
 }
 
-impl Acker for Wire {
+impl Acker for Connection {
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
         self.settle(delivery_tag, Request::Ack { tag: delivery_tag.tag }).boxed()
     }
@@ -111,14 +113,15 @@ impl Acker for Wire {
         std::future::ready(()).boxed()
     }
 
-    /// The connection lasts as long as the launcher.
+    /// Always true: the connection lasts as long as the launcher.
     fn is_connected(&self) -> bool {
         true
     }
 }
 
-impl Wire {
-    async fn put(
+impl Connection {
+    /// Publishes a message, and waits for the launcher's answer.
+    async fn publish_after(
         &self,
         queue: &str,
         delay: Option<Duration>,
@@ -132,24 +135,24 @@ impl Wire {
         let properties = Box::new(properties);
         let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
         let frame = self.frame(&request, body)?;
-        // The place in the channel is reserved first, so that this future cannot be dropped between `add` and `send`.
-        let place = self.requests.reserve().await.map_err(|_| self.closed_error())?;
+        // Room in the channel is reserved first, so that this future cannot be dropped between `add` and `send`.
+        let permit = self.requests.reserve().await.map_err(|_| self.closed_error())?;
         let (answer, answered) = oneshot::channel();
         if !self.unconfirmed.add(id, answer) {
             return Err(self.closed_error());
         }
-        place.send(frame);
+        permit.send(frame);
         answered.await.map_err(|_| self.closed_error())
     }
 }
 
-impl Publisher for Wire {
+impl Publisher for Connection {
     fn publish<'a>(
         &'a self,
         queue: &'a str,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        self.put(queue, None, message).boxed()
+        self.publish_after(queue, None, message).boxed()
     }
 
     fn publish_later<'a>(
@@ -158,13 +161,13 @@ impl Publisher for Wire {
         delay: Delay,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        self.put(queue, Some(delay.after), message).boxed()
+        self.publish_after(queue, Some(delay.after), message).boxed()
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
         async move {
             if self.send(&Request::Close).await.is_ok() {
-                self.unconfirmed.over.cancelled().await;
+                self.unconfirmed.closed.cancelled().await;
             }
         }
         .boxed()

@@ -21,7 +21,7 @@ use crate::broker::embedded::wire::{FLUSH_AT, Frame, FrameCodec, Response, appen
 pub(super) struct UnconfirmedPublishes {
     confirms: Mutex<HashMap<u64, oneshot::Sender<Published>>>,
     /// Cancelled by the reader task, under the lock, when the connection ends.
-    pub over: CancellationToken,
+    pub closed: CancellationToken,
 }
 
 impl UnconfirmedPublishes {
@@ -33,7 +33,7 @@ impl UnconfirmedPublishes {
     pub fn add(&self, id: u64, confirm: oneshot::Sender<Published>) -> bool {
         let mut confirms = self.confirms();
         // Checked under the lock, so that `close` misses no publish.
-        if self.over.is_cancelled() {
+        if self.closed.is_cancelled() {
             return false;
         }
         confirms.insert(id, confirm);
@@ -51,7 +51,7 @@ impl UnconfirmedPublishes {
     /// Fails all waiting publishes, and all later ones.
     pub fn close(&self) {
         let mut confirms = self.confirms();
-        self.over.cancel();
+        self.closed.cancel();
         confirms.clear();
     }
 }

@@ -10,12 +10,12 @@ use crate::client::fleet::Update;
 use crate::client::fleet::fixtures::{self, GPU, answer, pool, slot};
 use crate::protocol::admin::Answer;
 
-fn snapshot(start: Instant, at: u64, answers: Vec<Answer>) -> Update {
-    Update::Snapshot(Box::new(fixtures::snapshot(start, at, answers)))
+fn snapshot(start: Instant, second: u64, answers: Vec<Answer>) -> Update {
+    Update::Snapshot(Box::new(fixtures::snapshot(start, second, answers)))
 }
 
-fn two_hosts(start: Instant, at: u64) -> Update {
-    Update::Snapshot(Box::new(fixtures::two_hosts(start, at)))
+fn two_hosts(start: Instant, second: u64) -> Update {
+    Update::Snapshot(Box::new(fixtures::two_hosts(start, second)))
 }
 
 fn screen() -> Screen {

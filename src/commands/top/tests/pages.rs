@@ -38,11 +38,12 @@ fn page(screen: &Screen, (columns, rows): (u16, u16), now: Instant) -> (Vec<Stri
     (lines, buffer)
 }
 
-fn row(lines: &[String], with: &str) -> usize {
+/// The number of the first line that contains `text`.
+fn row(lines: &[String], text: &str) -> usize {
     lines
         .iter()
-        .position(|line| line.contains(with))
-        .unwrap_or_else(|| panic!("{with:?} is missing: {lines:#?}"))
+        .position(|line| line.contains(text))
+        .unwrap_or_else(|| panic!("{text:?} is missing: {lines:#?}"))
 }
 
 #[test]

@@ -16,7 +16,7 @@ fn press(screen: &mut Screen, code: KeyCode) -> Option<Action> {
     screen.press(&Event::Key(KeyEvent::from(code)), Instant::now())
 }
 
-fn write(screen: &mut Screen, text: &str) {
+fn type_text(screen: &mut Screen, text: &str) {
     text.chars().for_each(|character| drop(press(screen, KeyCode::Char(character))));
 }
 
@@ -56,17 +56,17 @@ fn the_selection_follows_its_slot_when_the_order_changes() {
     screen.update(two_hosts(start, 2), start);
     press(&mut screen, KeyCode::Down);
     assert_eq!(selected(&screen), "gpu1/embed/1");
-    write(&mut screen, "s");
+    type_text(&mut screen, "s");
     assert_eq!(shown(&screen)[0].1, "quarantined");
-    write(&mut screen, "ss");
+    type_text(&mut screen, "ss");
     let rates = |screen: &Screen| -> Vec<f64> {
         screen.list.slots(&screen.history).iter().map(|slot| slot.rates.tasks.round()).collect()
     };
     assert_eq!(rates(&screen), [20.0, 9.0, 3.0, 0.0]);
-    assert_eq!((selected(&screen), screen.list.at()), ("gpu1/embed/1", 2));
-    write(&mut screen, "S");
-    assert_eq!((rates(&screen)[0], selected(&screen), screen.list.at()), (0.0, "gpu1/embed/1", 1));
-    (3..SORTS.len()).for_each(|_| write(&mut screen, "s"));
+    assert_eq!((selected(&screen), screen.list.selected_row()), ("gpu1/embed/1", 2));
+    type_text(&mut screen, "S");
+    assert_eq!((rates(&screen)[0], selected(&screen), screen.list.selected_row()), (0.0, "gpu1/embed/1", 1));
+    (3..SORTS.len()).for_each(|_| type_text(&mut screen, "s"));
     assert_eq!(screen.list.mark("worker"), "▲", "after the last column comes the first");
     // If the selected slot is gone, the slot in its place is selected.
     let only = answer("gpu1", 3, vec![slot("gpu1/embed/0", "cpu", 3), slot("gpu1/embed/10", "cpu", 3)]);
@@ -78,14 +78,14 @@ fn the_selection_follows_its_slot_when_the_order_changes() {
 fn escape_closes_help_detail_and_filter_before_it_quits() {
     let (mut screen, start) = (screen(), Instant::now());
     screen.update(two_hosts(start, 1), start);
-    write(&mut screen, "/quarAnt gpu-5q");
+    type_text(&mut screen, "/quarAnt gpu-5q");
     assert!(shown(&screen).is_empty() && screen.is_typing);
     press(&mut screen, KeyCode::Backspace);
     press(&mut screen, KeyCode::Enter);
     assert_eq!(shown(&screen), [("gpu2.example.com/generate/0".to_owned(), "quarantined")]);
     assert_eq!(selected(&screen), "gpu2.example.com/generate/0");
     press(&mut screen, KeyCode::Enter);
-    write(&mut screen, "?d");
+    type_text(&mut screen, "?d");
     assert!(screen.has_help && screen.has_detail && screen.foot(start).is_none());
     for open in [(false, true, 1), (false, false, 1), (false, false, 4)] {
         assert_eq!(press(&mut screen, KeyCode::Esc), None);
@@ -98,13 +98,13 @@ fn escape_closes_help_detail_and_filter_before_it_quits() {
 #[test]
 fn an_order_is_sent_only_after_y() {
     let (mut screen, start) = (screen(), Instant::now());
-    write(&mut screen, "d");
+    type_text(&mut screen, "d");
     assert_eq!(screen.foot(start), None, "there is no slot");
     screen.update(two_hosts(start, 1), start);
-    write(&mut screen, "d");
+    type_text(&mut screen, "d");
     assert_eq!(screen.foot(start).unwrap(), "drain gpu1/embed/0? y/n");
     assert_eq!((press(&mut screen, KeyCode::Char('n')), screen.foot(start)), (None, None));
-    write(&mut screen, "p");
+    type_text(&mut screen, "p");
     let order = Order { target: Target::Slot("gpu1/embed/0".into()), request: Request::Pause };
     assert_eq!(press(&mut screen, KeyCode::Char('y')), Some(Action::Order(order)));
     screen.update(Update::Done("paused".into()), start);

@@ -12,7 +12,7 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapE
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Result, Storage, Tensor, bail};
 
-/// The least capacity of a page-locked buffer, in numbers of 4 bytes.
+/// The smallest capacity of a page-locked buffer, in numbers of 4 bytes.
 const MIN_CAPACITY: usize = 1 << 14;
 
 /// The streams and the page-locked memory for the copies of one GPU.

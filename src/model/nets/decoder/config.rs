@@ -24,10 +24,10 @@ impl Family {
     /// All architectures, by their names in `model_type` and in GGUF files.
     pub const ALL: [(&str, Self); 3] =
         [("llama", Self::Llama), ("qwen2", Self::Qwen2), ("qwen3", Self::Qwen3)];
-    /// Their names.
+    /// The names of the architectures.
     pub const NAMES: [&str; 3] = names(&Self::ALL);
 
-    /// The architecture of this name.
+    /// The architecture with this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.iter().find(|(known, _)| *known == name).map(|(_, family)| *family)
     }
@@ -48,11 +48,11 @@ pub struct DecoderConfig {
     pub heads: usize,
     /// Heads of keys and values; they divide `heads`.
     pub kv_heads: usize,
-    /// Numbers of a head.
+    /// The width of a head.
     pub head_width: usize,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
-    /// The most tokens of a sequence.
+    /// The largest number of tokens of a sequence.
     pub context: usize,
     /// Added to the mean square of a norm.
     pub eps: f32,
@@ -63,7 +63,7 @@ pub struct DecoderConfig {
 }
 
 #[derive(Deserialize)]
-struct Written {
+struct RawConfig {
     model_type: String,
     hidden_size: usize,
     intermediate_size: usize,
@@ -101,8 +101,8 @@ struct Rope {
 /// Why a configuration is refused: a property is not supported or impossible.
 type Refusal = String;
 
-/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow. At
-/// most about 100 MB are allocated before the shape of a tensor reveals a wrong size.
+/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow. A
+/// wrong size is detected by the shape of a tensor, before more than about 100 MB are allocated.
 const MAX_LAYERS: usize = 1 << 16;
 /// Also the largest width of a head.
 const MAX_HEADS: usize = 1 << 16;
@@ -117,47 +117,47 @@ impl DecoderConfig {
     /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not
     /// supported.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
-        let written: Written = files.required_json("config.json")?;
+        let raw: RawConfig = files.required_json("config.json")?;
         let refused = |reason| LoadError::Unsupported { model: source.to_owned(), reason };
-        Self::of(written).and_then(Self::checked).map_err(refused)
+        Self::from_raw(raw).and_then(Self::checked).map_err(refused)
     }
 
-    fn of(written: Written) -> Result<Self, Refusal> {
-        let kind = &written.model_type;
+    fn from_raw(raw: RawConfig) -> Result<Self, Refusal> {
+        let kind = &raw.model_type;
         let family = Family::named(kind).ok_or_else(|| format!("model_type {kind:?} is no decoder"))?;
-        let heads = written.num_attention_heads;
+        let heads = raw.num_attention_heads;
         let refused = [
-            ("use_sliding_window", written.use_sliding_window),
-            ("mlp_bias", written.mlp_bias),
-            ("attention_bias", written.attention_bias == Some(true) && family != Family::Qwen2),
+            ("use_sliding_window", raw.use_sliding_window),
+            ("mlp_bias", raw.mlp_bias),
+            ("attention_bias", raw.attention_bias == Some(true) && family != Family::Qwen2),
         ];
         if let Some((name, _)) = refused.iter().find(|(_, is_set)| *is_set) {
             return Err(format!("{name} is true, and only false is supported"));
         }
-        if let Some(other) = written.hidden_act.filter(|name| name != "silu") {
+        if let Some(other) = raw.hidden_act.filter(|name| name != "silu") {
             return Err(format!("hidden_act is {other:?}, and only silu is supported"));
         }
-        let head_width = written.head_dim.unwrap_or(written.hidden_size / heads.max(1));
+        let head_width = raw.head_dim.unwrap_or(raw.hidden_size / heads.max(1));
         at_most("head_dim", head_width, MAX_HEADS)?;
-        let rope = written.rope_parameters.or(written.rope_scaling);
-        let base = rope.as_ref().and_then(|rope| rope.rope_theta).or(written.rope_theta).unwrap_or(10_000.0);
+        let rope = raw.rope_parameters.or(raw.rope_scaling);
+        let base = rope.as_ref().and_then(|rope| rope.rope_theta).or(raw.rope_theta).unwrap_or(10_000.0);
         let mut frequencies = frequencies(base, head_width);
         if let Some(rope) = rope {
             rope.scale(&mut frequencies)?;
         }
         Ok(Self {
             family,
-            layers: written.num_hidden_layers,
-            hidden: written.hidden_size,
-            inner: written.intermediate_size,
+            layers: raw.num_hidden_layers,
+            hidden: raw.hidden_size,
+            inner: raw.intermediate_size,
             heads,
-            kv_heads: written.num_key_value_heads.unwrap_or(heads),
+            kv_heads: raw.num_key_value_heads.unwrap_or(heads),
             head_width,
-            vocabulary: written.vocab_size,
-            context: written.max_position_embeddings,
-            eps: written.rms_norm_eps,
+            vocabulary: raw.vocab_size,
+            context: raw.max_position_embeddings,
+            eps: raw.rms_norm_eps,
             frequencies,
-            is_tied: written.tie_word_embeddings,
+            is_tied: raw.tie_word_embeddings,
         })
     }
 
@@ -208,7 +208,7 @@ impl DecoderConfig {
 
     fn checked(self) -> Result<Self, Refusal> {
         let Self { hidden, heads, kv_heads, head_width, .. } = self;
-        for (name, size, most) in [
+        for (name, size, max) in [
             ("the number of layers", self.layers, MAX_LAYERS),
             ("the number of heads", heads, MAX_HEADS),
             ("the number of heads of keys", kv_heads, MAX_HEADS),
@@ -217,7 +217,7 @@ impl DecoderConfig {
             ("the vocabulary", self.vocabulary, MAX_VOCABULARY),
             ("the context", self.context, MAX_CONTEXT),
         ] {
-            at_most(name, size, most)?;
+            at_most(name, size, max)?;
         }
         if hidden == 0 || kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
             return Err(format!("{heads} heads of queries cannot share {kv_heads} heads of keys"));
@@ -232,8 +232,8 @@ impl DecoderConfig {
     }
 }
 
-fn at_most(name: &str, size: usize, most: usize) -> Result<(), Refusal> {
-    if size > most { Err(format!("{name} is {size}; at most {most} is read")) } else { Ok(()) }
+fn at_most(name: &str, size: usize, max: usize) -> Result<(), Refusal> {
+    if size > max { Err(format!("{name} is {size}; at most {max} is read")) } else { Ok(()) }
 }
 
 /// The angle of each pair of numbers, in radians per position.
@@ -242,7 +242,7 @@ fn frequencies(base: f64, width: usize) -> Vec<f32> {
 }
 
 impl Rope {
-    /// Scales the angles as Llama 3.1 does, or not at all.
+    /// Scales the angles as in Llama 3.1, or leaves them unchanged, as `rope_type` says.
     fn scale(&self, frequencies: &mut [f32]) -> Result<(), Refusal> {
         match self.rope_type.as_deref() {
             None | Some("default") => return Ok(()),
@@ -277,13 +277,13 @@ mod tests {
     use super::*;
 
     fn read(changes: &[(&str, Value)]) -> Result<DecoderConfig, String> {
-        let mut written = json!({
+        let mut raw = json!({
             "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
         });
-        changes.iter().for_each(|(name, value)| written[*name] = value.clone());
-        let written: Written = serde_json::from_value(written).unwrap();
-        DecoderConfig::of(written).and_then(DecoderConfig::checked)
+        changes.iter().for_each(|(name, value)| raw[*name] = value.clone());
+        let raw: RawConfig = serde_json::from_value(raw).unwrap();
+        DecoderConfig::from_raw(raw).and_then(DecoderConfig::checked)
     }
 
     #[test]
@@ -320,10 +320,10 @@ mod tests {
                 },
             )
             .collect();
-        let read = |lie: &str| {
+        let read = |impossible: &str| {
             let value = |name: &String| match name.as_str() {
                 "general.architecture" => gguf_file::Value::String("llama".to_owned()),
-                name if name.ends_with(lie) => gguf_file::Value::U32(u32::MAX),
+                name if name.ends_with(impossible) => gguf_file::Value::U32(u32::MAX),
                 _ => gguf_file::Value::U32(4),
             };
             let values: Vec<(&String, gguf_file::Value)> =

@@ -1,6 +1,6 @@
-//! A decoder on a CPU. A step computes tokens of any number of sequences: one row for each token, with a position of
-//! its own. Owns the weights. Each row is computed by itself; attention also reads the keys and values of the row's own
-//! sequence. So a token's results do not depend on what else is in the step.
+//! A decoder on a CPU. A step computes tokens of any number of sequences, with one row for each token. Each row has its
+//! own position. Owns the weights. Each row is computed separately; attention also reads the keys and values of the
+//! row's own sequence. So a token's results do not depend on what else is in the step.
 
 use super::Weights;
 use super::config::DecoderConfig;
@@ -25,9 +25,9 @@ pub struct Decoder {
 /// The weights of a layer.
 pub(super) struct Layer {
     pub norm: Vec<f32>,
-    /// Of queries, keys and values.
+    /// The projections to queries, keys and values.
     pub qkv: [Matrix; 3],
-    /// Their biases.
+    /// The biases of these projections.
     pub biases: Option<[Vec<f32>; 3]>,
     /// The norms of each head of queries and of keys.
     pub head_norms: Option<[Vec<f32>; 2]>,
@@ -45,33 +45,33 @@ impl Layer {
     /// As [`Decoder::load`].
     pub fn load(weights: &Weights, config: &DecoderConfig, index: usize) -> Result<Self, LoadError> {
         let DecoderConfig { hidden, inner, heads, kv_heads, head_width, .. } = *config;
-        let (wide, narrow) = (heads * head_width, kv_heads * head_width);
+        let (query_width, key_width) = (heads * head_width, kv_heads * head_width);
         let linear = |part, shape| weights.matrix(index, part, shape);
         let vector = |part, length| weights.vector(index, part, length);
-        let parts = weights.parts();
-        let biases = match parts.biases {
-            Some([q, k, v]) => Some([vector(q, wide)?, vector(k, narrow)?, vector(v, narrow)?]),
+        let names = weights.tensor_names();
+        let biases = match names.biases {
+            Some([q, k, v]) => Some([vector(q, query_width)?, vector(k, key_width)?, vector(v, key_width)?]),
             None => None,
         };
-        let head_norms = match parts.head_norms {
+        let head_norms = match names.head_norms {
             Some([q, k]) => Some([vector(q, head_width)?, vector(k, head_width)?]),
             None => None,
         };
-        let [q, k, v] = parts.qkv;
+        let [q, k, v] = names.qkv;
         Ok(Self {
-            norm: vector(parts.norm, hidden)?,
+            norm: vector(names.norm, hidden)?,
             qkv: [
-                weights.rotated(index, q, [hidden, wide], heads)?,
-                weights.rotated(index, k, [hidden, narrow], kv_heads)?,
-                linear(v, [hidden, narrow])?,
+                weights.rotary_matrix(index, q, [hidden, query_width], heads)?,
+                weights.rotary_matrix(index, k, [hidden, key_width], kv_heads)?,
+                linear(v, [hidden, key_width])?,
             ],
             biases,
             head_norms,
-            out: linear(parts.out, [wide, hidden])?,
-            inner_norm: vector(parts.inner_norm, hidden)?,
-            gate: linear(parts.gate, [hidden, inner])?,
-            up: linear(parts.up, [hidden, inner])?,
-            down: linear(parts.down, [inner, hidden])?,
+            out: linear(names.out, [query_width, hidden])?,
+            inner_norm: vector(names.inner_norm, hidden)?,
+            gate: linear(names.gate, [hidden, inner])?,
+            up: linear(names.up, [hidden, inner])?,
+            down: linear(names.down, [inner, hidden])?,
         })
     }
 }
@@ -88,7 +88,7 @@ struct Buffers {
 }
 
 impl Decoder {
-    /// Reads the weights. `context` is the most tokens of a sequence.
+    /// Reads the weights. `context` is the largest number of tokens of a sequence.
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
@@ -100,7 +100,7 @@ impl Decoder {
             layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,
             norm: weights.last_norm(hidden)?,
             head: if config.is_tied { None } else { Some(weights.head([hidden, vocabulary])?) },
-            rotary: Rotary::of(&config.frequencies, context),
+            rotary: Rotary::from_frequencies(&config.frequencies, context),
             config: config.clone(),
             buffers: Buffers::default(),
         })
@@ -108,16 +108,16 @@ impl Decoder {
 
     /// All matrices, with their names in `weights`.
     pub fn matrices(&self, weights: &Weights) -> Vec<(String, &Matrix)> {
-        let parts = weights.parts();
-        let [q, k, v] = parts.qkv;
+        let names = weights.tensor_names();
+        let [q, k, v] = names.qkv;
         let mut all = vec![(weights.token_embeddings_name().to_owned(), &self.token_embeddings)];
         all.extend(self.head.as_ref().map(|head| (weights.head_name().to_owned(), head)));
         for (index, Layer { qkv: [queries, keys, values], out, gate, up, down, .. }) in
             self.layers.iter().enumerate()
         {
-            let names = [q, k, v, parts.out, parts.gate, parts.up, parts.down];
-            let names = names.map(|part| weights.layer(index, part));
-            all.extend(names.into_iter().zip([queries, keys, values, out, gate, up, down]));
+            let layer_names = [q, k, v, names.out, names.gate, names.up, names.down];
+            let layer_names = layer_names.map(|part| weights.layer_name(index, part));
+            all.extend(layer_names.into_iter().zip([queries, keys, values, out, gate, up, down]));
         }
         all
     }
@@ -136,8 +136,8 @@ impl Decoder {
         if rayon::current_num_threads() == 1 {
             return self.step(kv, ids, spans, wanted, logits);
         }
-        // The step runs on one of the threads that share the products. Handing each product over to them from outside,
-        // and sleeping until it is done, would take longer than most products.
+        // The step runs on one of the threads that share the products. If this thread submitted each product to them
+        // and slept until it is done, that would take longer than most products.
         rayon::scope(|_| self.step(kv, ids, spans, wanted, logits));
     }
 
@@ -196,18 +196,19 @@ impl Decoder {
         }
         if let Some(norms) = &layer.head_norms {
             for (part, norm) in qkv.iter_mut().zip(norms) {
-                let given = part.clone();
-                rms_norm(&given, norm, eps, part);
+                let rows = part.clone();
+                rms_norm(&rows, norm, eps, part);
             }
         }
         let [queries, keys, values] = qkv;
-        let (wide, narrow) = (layer.qkv[0].width(), layer.qkv[1].width());
-        let positions =
-            spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (*span, at)));
+        let (query_width, key_width) = (layer.qkv[0].width(), layer.qkv[1].width());
+        let positions = spans
+            .iter()
+            .flat_map(|span| (span.first..span.first + span.count).map(|position| (*span, position)));
         let tokens = queries
-            .chunks_exact_mut(wide)
-            .zip(keys.chunks_exact_mut(narrow))
-            .zip(values.chunks_exact(narrow));
+            .chunks_exact_mut(query_width)
+            .zip(keys.chunks_exact_mut(key_width))
+            .zip(values.chunks_exact(key_width));
         for ((span, position), ((query, key), value)) in positions.zip(tokens) {
             self.rotary.rotate(position, query);
             self.rotary.rotate(position, key);

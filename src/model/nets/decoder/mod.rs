@@ -1,5 +1,5 @@
 //! Decoder networks, which generate text: Llama, Qwen2, Qwen3. The rows of a step are tokens of any sequences. Defines
-//! the names of their tensors; `host` and `on_device` compute.
+//! the names of tensors; `host` and `on_device` compute.
 
 pub mod config;
 mod host;
@@ -23,14 +23,14 @@ use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, RowNumbers};
 
 /// A decoder with the keys and values of its sequences.
-pub enum WithBlocks {
+pub enum CachedDecoder {
     /// On the host. Results are equal to the bit, whatever else is in the batch.
     Host(Box<Decoder>, KvBlocks),
     /// On any device, by candle's operations.
     Device(DeviceDecoder),
 }
 
-impl WithBlocks {
+impl CachedDecoder {
     /// [`Decoder::forward`] or [`DeviceDecoder::forward`].
     ///
     /// # Errors
@@ -65,8 +65,8 @@ pub struct Weights {
     family: Family,
     /// The cache of packed matrices, if there is one.
     packed_cache: Option<PackedCache>,
-    /// The type to which rows are converted before they are multiplied with quantised matrices.
-    rows: RowNumbers,
+    /// The format to which rows are converted before they are multiplied with quantised matrices.
+    row_format: RowNumbers,
 }
 
 enum Files {
@@ -75,12 +75,12 @@ enum Files {
 }
 
 /// The names of a layer's tensors.
-pub struct Parts {
+pub struct TensorNames {
     /// The norm before attention.
     pub norm: &'static str,
-    /// Queries, keys and values.
+    /// The projections to queries, keys and values.
     pub qkv: [&'static str; 3],
-    /// Their biases, where the architecture has them.
+    /// The biases of these projections, where the architecture has them.
     pub biases: Option<[&'static str; 3]>,
     /// The norms of heads of queries and keys, where the architecture has them.
     pub head_norms: Option<[&'static str; 2]>,
@@ -90,9 +90,9 @@ pub struct Parts {
     pub inner_norm: &'static str,
     /// The gate of the feed-forward sublayer, G.
     pub gate: &'static str,
-    /// Its up projection, U.
+    /// The up projection, U.
     pub up: &'static str,
-    /// Its down projection, D.
+    /// The down projection, D.
     pub down: &'static str,
 }
 
@@ -102,7 +102,7 @@ const HEAD: &str = "lm_head.weight";
 /// The name of the token embeddings in GGUF files.
 pub const GGUF_EMBEDDINGS: &str = "token_embd.weight";
 
-const SAFETENSORS: Parts = Parts {
+const SAFETENSORS: TensorNames = TensorNames {
     norm: "input_layernorm.weight",
     qkv: ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     biases: Some(["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]),
@@ -114,7 +114,7 @@ const SAFETENSORS: Parts = Parts {
     down: "mlp.down_proj.weight",
 };
 
-const GGUF: Parts = Parts {
+const GGUF: TensorNames = TensorNames {
     norm: "attn_norm.weight",
     qkv: ["attn_q.weight", "attn_k.weight", "attn_v.weight"],
     biases: Some(["attn_q.bias", "attn_k.bias", "attn_v.bias"]),
@@ -138,13 +138,18 @@ impl Weights {
             files: Files::Safetensors(tensors),
             family: config.family,
             packed_cache: None,
-            rows: RowNumbers::F32,
+            row_format: RowNumbers::F32,
         })
     }
 
     /// The tensors of a GGUF file.
     pub fn of_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
-        Self { files: Files::Gguf(gguf), family: config.family, packed_cache: None, rows: RowNumbers::F32 }
+        Self {
+            files: Files::Gguf(gguf),
+            family: config.family,
+            packed_cache: None,
+            row_format: RowNumbers::F32,
+        }
     }
 
     /// Takes matrices from this cache if it has them.
@@ -152,12 +157,13 @@ impl Weights {
         self.packed_cache = Some(packed_cache);
     }
 
-    /// Sets the type to which rows are converted before they are multiplied ([`Matrix::with_rows_as`]).
+    /// Sets the format to which rows are converted before they are multiplied ([`Matrix::with_rows_as`]).
     pub fn multiply_rows_as(&mut self, rows: RowNumbers) {
-        self.rows = rows;
+        self.row_format = rows;
     }
 
-    fn layer(&self, index: usize, part: &str) -> String {
+    /// The full name of a layer's tensor.
+    fn layer_name(&self, index: usize, part: &str) -> String {
         match self.files {
             Files::Safetensors(_) => format!("layers.{index}.{part}"),
             Files::Gguf(_) => format!("blk.{index}.{part}"),
@@ -165,20 +171,20 @@ impl Weights {
     }
 
     /// The names of a layer's tensors.
-    fn parts(&self) -> Parts {
-        let parts = match self.files {
+    fn tensor_names(&self) -> TensorNames {
+        let names = match self.files {
             Files::Safetensors(_) => SAFETENSORS,
             Files::Gguf(_) => GGUF,
         };
-        Parts {
-            biases: parts.biases.filter(|_| self.family == Family::Qwen2),
-            head_norms: parts.head_norms.filter(|_| self.family == Family::Qwen3),
-            ..parts
+        TensorNames {
+            biases: names.biases.filter(|_| self.family == Family::Qwen2),
+            head_norms: names.head_norms.filter(|_| self.family == Family::Qwen3),
+            ..names
         }
     }
 
     fn vector(&self, layer: usize, part: &str, length: usize) -> Result<Vec<f32>, LoadError> {
-        self.vector_by_name(&self.layer(layer, part), length)
+        self.vector_by_name(&self.layer_name(layer, part), length)
     }
 
     fn vector_by_name(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
@@ -190,12 +196,12 @@ impl Weights {
 
     /// The matrix `[depth, width]` of a linear layer.
     fn matrix(&self, layer: usize, part: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.matrix_by_name(&self.layer(layer, part), shape, |column| column)
+        self.matrix_by_name(&self.layer_name(layer, part), shape, |column| column)
     }
 
-    /// The matrix of queries or keys, whose heads are rotated in pairs of numbers. In GGUF files of Llama the two
+    /// The projection to queries or keys, whose heads are rotated in pairs of numbers. In GGUF files of Llama the two
     /// numbers of a pair are adjacent; in all other files they are half a head apart.
-    fn rotated(
+    fn rotary_matrix(
         &self,
         layer: usize,
         part: &str,
@@ -204,14 +210,14 @@ impl Weights {
     ) -> Result<Matrix, LoadError> {
         let width = shape[1] / heads;
         let is_interleaved = matches!(self.files, Files::Gguf(_)) && self.family == Family::Llama;
-        self.matrix_by_name(&self.layer(layer, part), shape, |column| {
+        self.matrix_by_name(&self.layer_name(layer, part), shape, |column| {
             let (head, number) = (column / width, column % width);
             let paired = number % (width / 2) * 2 + number / (width / 2);
             if is_interleaved { head * width + paired } else { column }
         })
     }
 
-    /// Reads the matrix `name` `[depth, width]`, from the cache if it has it. From a GGUF file, column `c` of the
+    /// Reads the matrix `name` `[depth, width]`, from the cache if it is there. In a GGUF file, column `c` of the
     /// result is row `row(c)` of the file's matrix; `row` is not used for other files.
     fn matrix_by_name(
         &self,
@@ -219,14 +225,16 @@ impl Weights {
         [depth, width]: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let known = self.packed_cache.as_ref().and_then(|file| file.matrix(name, [depth, width]));
-        let matrix = match (known, &self.files) {
-            (Some(known), _) => known,
-            (None, Files::Safetensors(tensors)) if name == HEAD => tensors.matrix_of(name, [depth, width])?,
+        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(name, [depth, width]));
+        let matrix = match (cached, &self.files) {
+            (Some(matrix), _) => matrix,
+            (None, Files::Safetensors(tensors)) if name == HEAD => {
+                tensors.matrix_by_full_name(name, [depth, width])?
+            }
             (None, Files::Safetensors(tensors)) => tensors.matrix(name, [depth, width])?,
             (None, Files::Gguf(gguf)) => gguf.matrix(name, [depth, width], row)?,
         };
-        Ok(matrix.with_rows_as(self.rows))
+        Ok(matrix.with_rows_as(self.row_format))
     }
 
     /// The token embeddings `[hidden, vocabulary]`.

@@ -15,10 +15,10 @@ use candle_nn::rotary_emb::rope;
 use super::config::DecoderConfig;
 use super::{Weights, host};
 use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
-use crate::model::nets::{fitness, uniform};
+use crate::model::nets::{fitness, uniform_precision};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, KvNumbers};
-use crate::model::ops::{Matrix, Rotary, turns};
+use crate::model::ops::{Matrix, Rotary, cos_sin};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 /// Candle's kernels count the numbers of a tensor in 32 bits (candle-kernels, indexing.cu).
@@ -33,11 +33,11 @@ type Loaded<T> = std::result::Result<T, LoadError>;
 /// The sizes of the memory for keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct KvSizes {
-    /// The most tokens of a sequence.
+    /// The largest number of tokens of a sequence.
     pub context: usize,
-    /// Blocks of keys and values.
+    /// The number of blocks.
     pub blocks: usize,
-    /// The type in which they are stored.
+    /// The number format of keys and values.
     pub numbers: KvNumbers,
 }
 
@@ -59,7 +59,7 @@ pub struct DeviceDecoder {
 /// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
 struct Layer {
     norm: Tensor,
-    /// Of queries, keys and values, one below the other.
+    /// The projections to queries, keys and values, one below the other.
     qkv: Tensor,
     biases: Option<Tensor>,
     head_norms: Option<[Tensor; 2]>,
@@ -70,7 +70,7 @@ struct Layer {
     down: Tensor,
     /// Keys and values: `[kv_heads, blocks·BLOCK + 1, head_width]`. The heads come first, so that the slots that are
     /// selected for some sequences are a batch of matrices, which needs no transposition.
-    held: [Tensor; 2],
+    kv: [Tensor; 2],
 }
 
 /// The parts of a step that all layers share.
@@ -78,7 +78,7 @@ struct Step {
     /// The slots to which the rows' keys and values are written: `[kv_heads, rows, head_width]`.
     slots: Tensor,
     /// Cosines and sines of the rotation at the rows' positions.
-    turns: [Tensor; 2],
+    cos_sin: [Tensor; 2],
     groups: Vec<Group>,
 }
 
@@ -94,33 +94,33 @@ impl DeviceDecoder {
         device: &Device,
         weights: &Weights,
         config: &DecoderConfig,
-        held: KvSizes,
+        kv_sizes: KvSizes,
     ) -> Loaded<Self> {
         let DecoderConfig { hidden, vocabulary, kv_heads, head_width, .. } = *config;
-        let slots = held.blocks * BLOCK + 1;
+        let slots = kv_sizes.blocks * BLOCK + 1;
         if kv_heads * head_width * slots > MAX_NUMBERS {
-            let most = MAX_NUMBERS / (kv_heads * head_width);
+            let max_slots = MAX_NUMBERS / (kv_heads * head_width);
             return Err(LoadError::Unsupported {
                 model: spec.source.clone(),
                 reason: format!(
-                    "[pool.options]: kv_tokens make {slots} slots for tokens; a device has at most {most}"
+                    "[pool.options]: kv_tokens make {slots} slots for tokens; a device has at most {max_slots}"
                 ),
             });
         }
-        let put = Put { spec, device, dtype: uniform(spec)?.tensors };
-        let token_embeddings = put.matrix(&weights.token_embeddings([hidden, vocabulary])?)?;
+        let upload = Upload { spec, device, dtype: uniform_precision(spec)?.tensors };
+        let token_embeddings = upload.matrix(&weights.token_embeddings([hidden, vocabulary])?)?;
         let head = match config.is_tied {
             true => token_embeddings.clone(),
-            false => put.matrix(&weights.head([hidden, vocabulary])?)?,
+            false => upload.matrix(&weights.head([hidden, vocabulary])?)?,
         };
         let layer =
-            |index| put.layer(host::Layer::load(weights, config, index)?, config, slots, held.numbers);
+            |index| upload.layer(host::Layer::load(weights, config, index)?, config, slots, kv_sizes.numbers);
         Ok(Self {
             layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
-            norm: put.vector(weights.last_norm(hidden)?)?,
+            norm: upload.vector(weights.last_norm(hidden)?)?,
             token_embeddings,
             head,
-            rotary: Rotary::of(&config.frequencies, held.context.max(KNOWN_TOKENS)),
+            rotary: Rotary::from_frequencies(&config.frequencies, kv_sizes.context.max(KNOWN_TOKENS)),
             // Fits into 32 bits, by the check above.
             padding_slot: (slots - 1) as u32,
             device: device.clone(),
@@ -141,7 +141,7 @@ impl DeviceDecoder {
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) -> Result<()> {
-        *logits = self.computed(ids, spans, wanted, &self.layers)?;
+        *logits = self.logits_of(ids, spans, wanted, &self.layers)?;
         Ok(())
     }
 
@@ -153,13 +153,13 @@ impl DeviceDecoder {
     /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
     pub fn compare_with_cpu(&self, spec: &LoadSpec, weights: &Weights, numbers: KvNumbers) -> Loaded<()> {
         let candle = |error: candle_core::Error| fitness::failed(spec, &ForwardError::from(&error));
-        if !fitness::is_to_be_compared(&self.device, spec.dtype) {
+        if !fitness::needs_comparison(&self.device, spec.dtype) {
             return Ok(());
         }
         let config = DecoderConfig { layers: self.layers.len().min(COMPARED_LAYERS), ..self.config.clone() };
-        let held = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
+        let kv_sizes = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
         let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
-        let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, held)?;
+        let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, kv_sizes)?;
         let (found, expected) =
             (self.known_logits().map_err(candle)?, reference.known_logits().map_err(candle)?);
         let finite = |logits: &[f32]| logits.iter().all(|x| x.is_finite());
@@ -167,7 +167,7 @@ impl DeviceDecoder {
         fitness::compare(spec, &format!("prompt of {KNOWN_TOKENS} tokens"), Some(&found), expected)
     }
 
-    /// The logits of the first layers after a known prompt, whose last token is fed by itself.
+    /// The logits of the first layers after a known prompt, whose last token is fed in a separate step.
     fn known_logits(&self) -> Result<Vec<f32>> {
         // 7,919 is a prime, so that the tokens differ.
         let ids: Vec<u32> = (1..=KNOWN_TOKENS).map(|n| (n * 7_919 % self.config.vocabulary) as u32).collect();
@@ -175,11 +175,12 @@ impl DeviceDecoder {
         let layers = &self.layers[..self.layers.len().min(COMPARED_LAYERS)];
         let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
         let span = |first, count| Span { blocks: &blocks, first, count };
-        self.computed(first, &[span(0, KNOWN_TOKENS - 1)], &[], layers)?;
-        self.computed(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers)
+        self.logits_of(first, &[span(0, KNOWN_TOKENS - 1)], &[], layers)?;
+        self.logits_of(last, &[span(KNOWN_TOKENS - 1, 1)], &[0], layers)
     }
 
-    fn computed(
+    /// Computes a step with these layers. Returns the logits after the rows `wanted`.
+    fn logits_of(
         &self,
         ids: &[u32],
         spans: &[Span<'_>],
@@ -205,7 +206,7 @@ impl DeviceDecoder {
             return Ok(Vec::new());
         }
         let mut packed_rows = vec![0; packed.order.len()];
-        (0..).zip(&packed.order).for_each(|(at, row)| packed_rows[*row] = at);
+        (0..).zip(&packed.order).for_each(|(packed_row, row)| packed_rows[*row] = packed_row);
         let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
         let last = rms_norm(&x.index_select(&indices(wanted, &self.device)?, 0)?, &self.norm, eps)?;
         linear(&last, &self.head)?.flatten_all()?.to_vec1()
@@ -220,7 +221,7 @@ impl DeviceDecoder {
         let group = |group| Group::new(packed, group, self.padding_slot, &self.device);
         Ok(Step {
             slots: indices(slots, &self.device)?.reshape((1, (), 1))?.broadcast_as(shape)?.contiguous()?,
-            turns: turns(&self.rotary, &positions, &self.device)?,
+            cos_sin: cos_sin(&self.rotary, &positions, &self.device)?,
             groups: packed.groups.iter().map(group).collect::<Result<_>>()?,
         })
     }
@@ -238,35 +239,36 @@ impl DeviceDecoder {
         let [queries, keys] =
             [(0, heads), (heads, kv_heads)].map(|(first, count)| parts.narrow(0, first, count));
         let (mut queries, mut keys) = (queries?, keys?);
-        if let Some([of_queries, of_keys]) = &layer.head_norms {
-            (queries, keys) = (rms_norm(&queries, of_queries, eps)?, rms_norm(&keys, of_keys, eps)?);
+        if let Some([q_norm, k_norm]) = &layer.head_norms {
+            (queries, keys) = (rms_norm(&queries, q_norm, eps)?, rms_norm(&keys, k_norm, eps)?);
         }
-        let [cos, sin] = &step.turns;
-        let turned = |x: Tensor| rope(&x.unsqueeze(0)?, cos, sin)?.squeeze(0);
+        let [cos, sin] = &step.cos_sin;
+        let rotated = |x: Tensor| rope(&x.unsqueeze(0)?, cos, sin)?.squeeze(0);
         let values = parts.narrow(0, heads + kv_heads, kv_heads)?;
-        for (held, made) in layer.held.iter().zip([turned(keys)?, values]) {
-            held.scatter_set(&step.slots, &made.to_dtype(held.dtype())?, 1)?;
+        for (cache, rows) in layer.kv.iter().zip([rotated(keys)?, values]) {
+            cache.scatter_set(&step.slots, &rows.to_dtype(cache.dtype())?, 1)?;
         }
-        let queries = (turned(queries)? * (1.0 / (head_width as f64).sqrt()))?;
+        let queries = (rotated(queries)? * (1.0 / (head_width as f64).sqrt()))?;
         let queries = queries.reshape((kv_heads, heads / kv_heads, rows, head_width))?;
         let attended: Vec<Tensor> =
-            step.groups.iter().map(|group| group.attend(&queries, &layer.held)).collect::<Result<_>>()?;
+            step.groups.iter().map(|group| group.attend(&queries, &layer.kv)).collect::<Result<_>>()?;
         linear(&Tensor::cat(&attended, 0)?.reshape((rows, heads * head_width))?, &layer.out)
     }
 }
 
 /// Copies weights to a device.
-struct Put<'a> {
+struct Upload<'a> {
     spec: &'a LoadSpec,
     device: &'a Device,
     dtype: DType,
 }
 
-impl Put<'_> {
+impl Upload<'_> {
     fn on_device(&self, numbers: Vec<f32>, shape: &[usize], dtype: DType) -> Loaded<Tensor> {
-        // Converted on the host, so that the device never holds a matrix twice.
-        let put = || Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device);
-        put().map_err(|error| self.spec.failed(format!("weights of the shape {shape:?}: {error}")))
+        // The host converts the numbers, so that the device never has a matrix in two types at once.
+        let upload =
+            || Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device);
+        upload().map_err(|error| self.spec.failed(format!("weights of the shape {shape:?}: {error}")))
     }
 
     fn vector(&self, numbers: Vec<f32>) -> Loaded<Tensor> {
@@ -317,7 +319,7 @@ impl Put<'_> {
             qkv: self.matrices(&[q, k, v])?,
             biases: layer.biases.map(|biases| self.vector(biases.concat())).transpose()?,
             head_norms: match layer.head_norms {
-                Some([of_queries, of_keys]) => Some([self.vector(of_queries)?, self.vector(of_keys)?]),
+                Some([q_norm, k_norm]) => Some([self.vector(q_norm)?, self.vector(k_norm)?]),
                 None => None,
             },
             out: self.matrix(&layer.out)?,
@@ -325,7 +327,7 @@ impl Put<'_> {
             gate: self.matrix(&layer.gate)?,
             up: self.matrix(&layer.up)?,
             down: self.matrix(&layer.down)?,
-            held: [empty()?, empty()?],
+            kv: [empty()?, empty()?],
         })
     }
 }
@@ -367,23 +369,23 @@ mod tests {
     impl Case {
         fn on_device(&self, dtype: Dtype, numbers: KvNumbers) -> DeviceDecoder {
             let spec = LoadSpec { dtype, ..self.spec.clone() };
-            let held = KvSizes { context: 256, blocks: BLOCKS, numbers };
-            DeviceDecoder::load(&spec, &Device::Cpu, &self.weights, &self.config, held).unwrap()
+            let kv_sizes = KvSizes { context: 256, blocks: BLOCKS, numbers };
+            DeviceDecoder::load(&spec, &Device::Cpu, &self.weights, &self.config, kv_sizes).unwrap()
         }
 
         /// The host's logits after each prompt.
-        fn right(&self) -> Vec<Vec<f32>> {
+        fn expected(&self) -> Vec<Vec<f32>> {
             let mut decoder = Decoder::load(&self.weights, &self.config, 256).unwrap();
             let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = self.config;
             let shape = KvShape { layers, heads, width, numbers: KvNumbers::F32 };
             let blocks: Vec<u32> = (0..BLOCKS as u32).collect();
-            let of = |ids: &Vec<u32>| {
+            let logits_after = |ids: &Vec<u32>| {
                 let mut kv = KvBlocks::new(shape, BLOCKS).unwrap();
                 let (span, mut logits) = (Span { blocks: &blocks, first: 0, count: ids.len() }, Vec::new());
                 decoder.forward(&mut kv, ids, &[span], &[ids.len() - 1], &mut logits);
                 logits
             };
-            self.prompts.iter().map(of).collect()
+            self.prompts.iter().map(logits_after).collect()
         }
 
         /// The prompts' blocks, in disorder.
@@ -393,8 +395,8 @@ mod tests {
             self.prompts.iter().map(|ids| free.split_off(free.len() - ids.len().div_ceil(BLOCK))).collect()
         }
 
-        /// Feeds all prompts together, each in chunks of its own size, from the token `first` on, or from its beginning
-        /// if it is not longer than that. Returns the logits after each prompt.
+        /// Feeds all prompts together, prompt `i` in chunks of `chunks[i]` tokens. A prompt is fed from the token
+        /// `first` on, or from its beginning if it is not longer. Returns the logits after each prompt.
         fn fed(
             &self,
             decoder: &mut DeviceDecoder,
@@ -431,11 +433,11 @@ mod tests {
         }
     }
 
-    fn off(found: &[Vec<f32>], right: &[Vec<f32>]) -> f32 {
-        let pairs = found.iter().flatten().zip(right.iter().flatten());
+    fn largest_error(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
+        let pairs = found.iter().flatten().zip(expected.iter().flatten());
         pairs
             .map(|(a, b)| (a - b).abs())
-            .map(|off| if off.is_nan() { f32::INFINITY } else { off })
+            .map(|error| if error.is_nan() { f32::INFINITY } else { error })
             .fold(0.0, f32::max)
     }
 
@@ -447,15 +449,15 @@ mod tests {
     fn logits_equal_those_of_the_host_for_any_chunks_and_batches() {
         for name in TINY {
             let case = case(name);
-            let (right, tables) = (case.right(), case.tables());
-            let mut most = 0.0_f32;
+            let (expected, tables) = (case.expected(), case.tables());
+            let mut error = 0.0_f32;
             for chunks in [WHOLE, CUT, [1; 5], [7, 5, 20, 64, 100]] {
                 let mut decoder = case.on_device(Dtype::F32, KvNumbers::F32);
-                most = most.max(off(&case.fed(&mut decoder, &tables, 0, chunks), &right));
+                error = error.max(largest_error(&case.fed(&mut decoder, &tables, 0, chunks), &expected));
                 // The beginnings of the prompts are in the blocks by now.
-                most = most.max(off(&case.fed(&mut decoder, &tables, 96, chunks), &right));
+                error = error.max(largest_error(&case.fed(&mut decoder, &tables, 96, chunks), &expected));
             }
-            assert!(most < 1e-4, "{name}: {most}");
+            assert!(error < 1e-4, "{name}: {error}");
         }
     }
 
@@ -466,10 +468,10 @@ mod tests {
         let mut found = Vec::new();
         for filled in [0.0, f32::NAN] {
             let mut decoder = case.on_device(Dtype::F32, KvNumbers::F32);
-            for held in decoder.layers.iter().flat_map(|layer| &layer.held) {
-                let (heads, slots, width) = held.dims3().unwrap();
+            for cache in decoder.layers.iter().flat_map(|layer| &layer.kv) {
+                let (heads, slots, width) = cache.dims3().unwrap();
                 let filling = Tensor::full(filled, (heads, slots - 1, width), &Device::Cpu).unwrap();
-                held.slice_set(&filling, 1, 0).unwrap();
+                cache.slice_set(&filling, 1, 0).unwrap();
             }
             found.push(case.fed(&mut decoder, &tables, 0, CUT));
         }
@@ -480,15 +482,15 @@ mod tests {
     fn lower_precisions_are_close_to_f32() {
         for name in TINY {
             let case = case(name);
-            let (right, tables) = (case.right().concat(), case.tables());
-            for (dtype, numbers, most) in [
+            let (expected, tables) = (case.expected().concat(), case.tables());
+            for (dtype, numbers, tolerance) in [
                 (Dtype::F32, KvNumbers::Bf16, 0.03),
                 (Dtype::F16, KvNumbers::F32, 0.01),
                 (Dtype::Bf16, KvNumbers::Bf16, 0.08),
             ] {
                 let found = case.fed(&mut case.on_device(dtype, numbers), &tables, 0, CUT).concat();
-                let off = distance(&found, &right);
-                assert!(off > 0.0 && off < most, "{name}, {dtype:?}, {numbers:?}: {off}");
+                let error = distance(&found, &expected);
+                assert!(error > 0.0 && error < tolerance, "{name}, {dtype:?}, {numbers:?}: {error}");
             }
         }
     }
@@ -496,8 +498,8 @@ mod tests {
     #[test]
     fn more_slots_than_32_bits_can_count_are_refused() {
         let case = case("generate-llama");
-        let held = KvSizes { context: 256, blocks: 1 << 23, numbers: KvNumbers::F32 };
-        let refused = DeviceDecoder::load(&case.spec, &Device::Cpu, &case.weights, &case.config, held);
+        let kv_sizes = KvSizes { context: 256, blocks: 1 << 23, numbers: KvNumbers::F32 };
+        let refused = DeviceDecoder::load(&case.spec, &Device::Cpu, &case.weights, &case.config, kv_sizes);
         let error = refused.err().unwrap().to_string();
         assert!(error.contains("kv_tokens") && error.contains("268435457 slots"), "{error}");
     }

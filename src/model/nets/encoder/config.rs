@@ -1,5 +1,5 @@
-//! Reads the network's `config.json`: architecture and sizes. Decides which properties are supported. Refuses those
-//! with which the results would differ from those of the published model.
+//! Reads the network's `config.json`: architecture and sizes. Decides which properties are supported. Refuses a
+//! property with which the results would differ from those of the reference implementation.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -38,7 +38,7 @@ impl Family {
         ("nomic_bert", Self::Nomic),
         ("modernbert", Self::ModernBert),
     ];
-    /// Their names.
+    /// The names of the architectures.
     pub const NAMES: [&'static str; 8] = names(&Self::ALL);
 
     /// The prefix of tensor names if the file was saved from a model with a head.
@@ -87,7 +87,7 @@ pub struct NetworkConfig {
     pub inner: usize,
     /// Number of token ids.
     pub vocabulary: usize,
-    /// The number of position embeddings; without them, the most tokens of a text.
+    /// The number of position embeddings; without them, the largest number of tokens of a text.
     pub positions: usize,
     /// The padding id, for families whose positions start after this number.
     pub padding: Option<u32>,
@@ -100,7 +100,7 @@ pub struct NetworkConfig {
     /// The positional terms of each layer.
     pub position_terms: Vec<LayerPositionTerms>,
     /// Whether a head for labels takes the mean of the tokens' vectors instead of the first.
-    pub head_of_mean: bool,
+    pub head_uses_mean: bool,
 }
 
 /// The positional terms of a layer.
@@ -113,13 +113,13 @@ pub struct LayerPositionTerms {
 }
 
 /// `config.json`, with the model's files and name for errors.
-struct Written<'a> {
+struct RawConfig<'a> {
     fields: Map<String, Value>,
     files: &'a ModelFiles,
     source: &'a str,
 }
 
-impl Written<'_> {
+impl RawConfig<'_> {
     /// The first of these fields that is present.
     fn optional<T: DeserializeOwned>(&self, names: &[&str]) -> Result<Option<T>, LoadError> {
         let found =
@@ -145,7 +145,10 @@ impl Written<'_> {
     }
 
     fn fault(&self, reason: String) -> LoadError {
-        self.files.required("config.json").map_or_else(|error| error, |path| LoadError::File { path, reason })
+        match self.files.required("config.json") {
+            Ok(path) => LoadError::File { path, reason },
+            Err(error) => error,
+        }
     }
 
     fn refused(&self, reason: String) -> LoadError {
@@ -160,41 +163,41 @@ impl NetworkConfig {
     /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not
     /// supported.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
-        let written = Written { fields: files.required_json("config.json")?, files, source };
-        let kind: Option<String> = written.optional(&["model_type"])?;
+        let raw = RawConfig { fields: files.required_json("config.json")?, files, source };
+        let kind: Option<String> = raw.optional(&["model_type"])?;
         let kind = kind.unwrap_or_else(|| "(none)".to_owned());
         let family = Family::ALL.iter().find(|(name, _)| *name == kind).map(|(_, family)| *family);
         let Some(family) = family else {
             let known = Family::ALL.map(|(name, _)| name).join(", ");
-            return Err(written.refused(format!("model_type is {kind:?}; supported are {known}")));
+            return Err(raw.refused(format!("model_type is {kind:?}; supported are {known}")));
         };
-        written.only("is_decoder", &false.into())?;
+        raw.only("is_decoder", &false.into())?;
         // The number of layers is checked before the rest, since the next step allocates a list with an entry for each
         // layer.
-        let layers: Option<usize> = written.optional(&["num_hidden_layers", "n_layers", "n_layer"])?;
+        let layers: Option<usize> = raw.optional(&["num_hidden_layers", "n_layers", "n_layer"])?;
         if let Some(layers) = layers.filter(|layers| *layers > MAX_LAYERS) {
-            return Err(written.fault(format!("it has {layers} layers; at most {MAX_LAYERS} are read")));
+            return Err(raw.fault(format!("it has {layers} layers; at most {MAX_LAYERS} are read")));
         }
         // Nomic's config uses GPT-2's names, and gives other meanings to the usual names.
-        let config = if family == Family::Nomic { nomic(&written) } else { usual(&written, family) }?;
-        config.check().map_err(|reason| written.fault(reason))?;
+        let config = if family == Family::Nomic { nomic(&raw) } else { usual(&raw, family) }?;
+        config.check().map_err(|reason| raw.fault(reason))?;
         Ok(config)
     }
 
-    /// The most tokens of a text, by the table of positions.
+    /// The largest number of tokens of a text, by the number of positions.
     pub fn max_tokens(&self) -> usize {
         self.positions.saturating_sub(self.padding.map_or(0, |id| id as usize + 1))
     }
 
     fn check(&self) -> Result<(), String> {
         let Self { hidden, heads, positions, .. } = *self;
-        for (name, size, most) in [
+        for (name, size, max) in [
             ("the width", hidden, MAX_WIDTH),
             ("the width of the feed-forward sublayer", self.inner, MAX_WIDTH),
             ("max_position_embeddings", positions, MAX_POSITIONS),
         ] {
-            if size > most {
-                return Err(format!("{name} is {size}; at most {most} is read"));
+            if size > max {
+                return Err(format!("{name} is {size}; at most {max} is read"));
             }
         }
         if hidden == 0 || heads == 0 || hidden % heads != 0 {
@@ -210,37 +213,37 @@ impl NetworkConfig {
     }
 }
 
-fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadError> {
-    written.only("position_embedding_type", &"absolute".into())?;
-    let layers = written.required(&["num_hidden_layers", "n_layers"])?;
+fn usual(raw: &RawConfig<'_>, family: Family) -> Result<NetworkConfig, LoadError> {
+    raw.only("position_embedding_type", &"absolute".into())?;
+    let layers = raw.required(&["num_hidden_layers", "n_layers"])?;
     let padding = match family {
-        Family::Roberta => Some(written.optional(&["pad_token_id"])?.unwrap_or(1)),
+        Family::Roberta => Some(raw.optional(&["pad_token_id"])?.unwrap_or(1)),
         // The reference implementation has this number in its code.
         Family::MpNet => Some(1),
         _ => None,
     };
     let token_types = match family {
-        Family::Bert | Family::Roberta => written.optional(&["type_vocab_size"])?.unwrap_or(0),
+        Family::Bert | Family::Roberta => raw.optional(&["type_vocab_size"])?.unwrap_or(0),
         _ => 0,
     };
-    let activation: Option<String> = written.optional(&["hidden_act", "activation", "hidden_activation"])?;
+    let activation: Option<String> = raw.optional(&["hidden_act", "activation", "hidden_activation"])?;
     let (eps, position_terms) = if family == Family::ModernBert {
         for bias in ["attention_bias", "mlp_bias", "norm_bias", "classifier_bias"] {
-            written.only(bias, &false.into())?;
+            raw.only(bias, &false.into())?;
         }
-        (written.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(written, layers)?)
+        (raw.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(raw, layers)?)
     } else {
-        (written.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerPositionTerms::default(); layers])
+        (raw.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerPositionTerms::default(); layers])
     };
-    let pooling: Option<String> = written.optional(&["classifier_pooling"])?;
+    let pooling: Option<String> = raw.optional(&["classifier_pooling"])?;
     Ok(NetworkConfig {
         family,
-        hidden: written.required(&["hidden_size", "dim"])?,
+        hidden: raw.required(&["hidden_size", "dim"])?,
         layers,
-        heads: written.required(&["num_attention_heads", "n_heads"])?,
-        inner: written.required(&["intermediate_size", "hidden_dim"])?,
-        vocabulary: written.required(&["vocab_size"])?,
-        positions: written.required(&["max_position_embeddings"])?,
+        heads: raw.required(&["num_attention_heads", "n_heads"])?,
+        inner: raw.required(&["intermediate_size", "hidden_dim"])?,
+        vocabulary: raw.required(&["vocab_size"])?,
+        positions: raw.required(&["max_position_embeddings"])?,
         padding,
         token_types,
         eps,
@@ -250,67 +253,67 @@ fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadErr
             Some("relu") => Activation::Relu,
             Some(other) => {
                 let known = "gelu, gelu_new, gelu_pytorch_tanh and relu are supported";
-                return Err(written.refused(format!("hidden_act is {other:?}; {known}")));
+                return Err(raw.refused(format!("hidden_act is {other:?}; {known}")));
             }
         },
         position_terms,
-        head_of_mean: pooling.as_deref() == Some("mean"),
+        head_uses_mean: pooling.as_deref() == Some("mean"),
     })
 }
 
 /// Returns ModernBERT's layers, from a file written by version 4 or 5 of the transformers library. One layer of every
 /// `global_attn_every_n_layers` attends to the whole text, the others to a window.
-fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerPositionTerms>, LoadError> {
-    let every = written.optional(&["global_attn_every_n_layers"])?.unwrap_or(3_usize).max(1);
-    let kinds: Option<Vec<String>> = written.optional(&["layer_types"])?;
-    let window = written.optional(&["local_attention"])?.unwrap_or(128_usize) / 2;
-    let parameters: Value = written.optional(&["rope_parameters"])?.unwrap_or_default();
+fn modern_layers(raw: &RawConfig<'_>, layers: usize) -> Result<Vec<LayerPositionTerms>, LoadError> {
+    let every = raw.optional(&["global_attn_every_n_layers"])?.unwrap_or(3_usize).max(1);
+    let kinds: Option<Vec<String>> = raw.optional(&["layer_types"])?;
+    let window = raw.optional(&["local_attention"])?.unwrap_or(128_usize) / 2;
+    let parameters: Value = raw.optional(&["rope_parameters"])?.unwrap_or_default();
     let theta = |kind: &str, older: &str, default: f64| {
         let newer = parameters[kind]["rope_theta"].as_f64();
-        Ok::<_, LoadError>(newer.or(written.optional(&[older])?).unwrap_or(default))
+        Ok::<_, LoadError>(newer.or(raw.optional(&[older])?).unwrap_or(default))
     };
-    let whole = LayerPositionTerms {
+    let global = LayerPositionTerms {
         rotary: Some(theta("full_attention", "global_rope_theta", 160_000.0)?),
         window: None,
     };
-    let near = LayerPositionTerms {
+    let local = LayerPositionTerms {
         rotary: Some(theta("sliding_attention", "local_rope_theta", 10_000.0)?),
         window: Some(window),
     };
-    let is_whole = |index: usize| match kinds.as_ref().and_then(|kinds| kinds.get(index)) {
+    let is_global = |index: usize| match kinds.as_ref().and_then(|kinds| kinds.get(index)) {
         Some(kind) => kind == "full_attention",
         None => index.is_multiple_of(every),
     };
-    Ok((0..layers).map(|index| if is_whole(index) { whole } else { near }).collect())
+    Ok((0..layers).map(|index| if is_global(index) { global } else { local }).collect())
 }
 
-fn nomic(written: &Written<'_>) -> Result<NetworkConfig, LoadError> {
+fn nomic(raw: &RawConfig<'_>) -> Result<NetworkConfig, LoadError> {
     let no = Value::from(false);
     for name in ["prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "causal"] {
-        written.only(name, &no)?;
+        raw.only(name, &no)?;
     }
     for name in ["parallel_block", "rotary_emb_interleaved"] {
-        written.only(name, &no)?;
+        raw.only(name, &no)?;
     }
-    written.only("activation_function", &"swiglu".into())?;
-    written.only("rotary_emb_fraction", &1.0.into())?;
-    written.only("rotary_scaling_factor", &Value::Null)?;
-    let layers = written.required(&["n_layer"])?;
-    let rotary = Some(written.optional(&["rotary_emb_base"])?.unwrap_or(10_000.0));
+    raw.only("activation_function", &"swiglu".into())?;
+    raw.only("rotary_emb_fraction", &1.0.into())?;
+    raw.only("rotary_scaling_factor", &Value::Null)?;
+    let layers = raw.required(&["n_layer"])?;
+    let rotary = Some(raw.optional(&["rotary_emb_base"])?.unwrap_or(10_000.0));
     Ok(NetworkConfig {
         family: Family::Nomic,
-        hidden: written.required(&["n_embd"])?,
+        hidden: raw.required(&["n_embd"])?,
         layers,
-        heads: written.required(&["n_head"])?,
-        inner: written.required(&["n_inner"])?,
-        vocabulary: written.required(&["vocab_size"])?,
-        positions: written.required(&["n_positions"])?,
+        heads: raw.required(&["n_head"])?,
+        inner: raw.required(&["n_inner"])?,
+        vocabulary: raw.required(&["vocab_size"])?,
+        positions: raw.required(&["n_positions"])?,
         padding: None,
-        token_types: written.optional(&["type_vocab_size"])?.unwrap_or(0),
-        eps: written.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-12),
+        token_types: raw.optional(&["type_vocab_size"])?.unwrap_or(0),
+        eps: raw.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-12),
         activation: Activation::Silu,
         position_terms: vec![LayerPositionTerms { rotary, window: None }; layers],
-        head_of_mean: false,
+        head_uses_mean: false,
     })
 }
 

@@ -35,8 +35,8 @@ fn known_texts(tokenizer: &TextTokenizer) -> Vec<Tokens> {
     let (room, vocabulary) = (tokenizer.room(), u64::from(tokenizer.vocabulary()));
     let text = |(index, length): (usize, &usize)| {
         let tokens = (*length).min(room) as u64;
-        // A prime, so that the tokens of a text differ if the vocabulary is larger than the text and no multiple of the
-        // prime.
+        // 7,919 is a prime, so that the tokens of a text differ if the vocabulary is larger than the text, and is no
+        // multiple of the prime.
         let ids = (0..tokens).map(|n| ((index as u64 + n + 1) * 7_919 % vocabulary) as u32).collect();
         tokenizer.ids(ids, "known").ok()
     };
@@ -88,7 +88,7 @@ mod tests {
     }
 
     /// The largest error of the known texts in this precision.
-    fn off(folder: &Path, dtype: Dtype) -> f64 {
+    fn largest_error(folder: &Path, dtype: Dtype) -> f64 {
         let (processor, mut reference) = loaded(folder, Dtype::F32);
         let texts = known_texts(&processor.tokenizer);
         assert_eq!(texts.len(), LENGTHS.len());
@@ -120,8 +120,12 @@ mod tests {
     fn every_model_stays_within_half_the_tolerance_of_its_precision() {
         for name in FIXTURES {
             for dtype in [Dtype::F16, Dtype::Bf16, Dtype::Int8] {
-                let off = off(&fixture(name), dtype);
-                assert!(off > 0.0 && off <= tolerance(dtype) / 2.0, "{name} {}: {off:.2e}", dtype.name());
+                let error = largest_error(&fixture(name), dtype);
+                assert!(
+                    error > 0.0 && error <= tolerance(dtype) / 2.0,
+                    "{name} {}: {error:.2e}",
+                    dtype.name()
+                );
             }
         }
     }

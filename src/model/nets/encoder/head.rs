@@ -1,6 +1,6 @@
 //! The classification heads of `…ForSequenceClassification`: they compute one number for each label, before softmax or
-//! sigmoid, from a text's pooled vector. They run on the host in f32, since a head costs a thousandth of its network.
-//! Owns the head's weights.
+//! sigmoid, from a text's pooled vector. They run on the host in f32, since a head takes a thousandth of the network's
+//! time. Owns the head's weights.
 
 use candle_core::cpu::erf::erf_f64;
 
@@ -9,10 +9,10 @@ use crate::model::LoadError;
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Panels, multiply_rows};
 
-/// Two linear layers with a function between them, and in ModernBERT a norm.
+/// Two linear layers with an activation between them, and in ModernBERT a norm.
 pub struct Head {
     dense: Linear,
-    between: fn(f32) -> f32,
+    activation: fn(f32) -> f32,
     norm: Option<Norm>,
     out: Linear,
 }
@@ -35,8 +35,8 @@ impl Head {
     pub fn load(weights: &Weights, config: &NetworkConfig, labels: usize) -> Result<Self, LoadError> {
         let hidden = config.hidden;
         let pooler = format!("{}pooler.dense", weights.prefix());
-        let (dense, between, out): (_, fn(f32) -> f32, _) = match config.family {
-            // No Nomic model with a head has been published.
+        let (dense, activation, out): (_, fn(f32) -> f32, _) = match config.family {
+            // There is no public Nomic model with a head.
             Family::Bert | Family::Nomic => (pooler.as_str(), f32::tanh, "classifier"),
             Family::Roberta | Family::MpNet => ("classifier.dense", f32::tanh, "classifier.out_proj"),
             Family::DistilBert => ("pre_classifier", |x| x.max(0.0), "classifier"),
@@ -53,12 +53,12 @@ impl Head {
         };
         let norm = is_modern.then(|| weights.values("head.norm.weight", &[hidden])).transpose()?;
         let norm = norm.map(|weights| Norm { weights, eps: config.eps.into() });
-        Ok(Self { dense: linear(dense, hidden)?, between, norm, out: linear(out, labels)? })
+        Ok(Self { dense: linear(dense, hidden)?, activation, norm, out: linear(out, labels)? })
     }
 
-    /// The numbers of the labels, for each of `vectors`.
+    /// For each of `vectors`, a number for each label.
     pub fn apply(&self, vectors: &[Vec<f32>]) -> Vec<Vec<f32>> {
-        let mut inner = self.dense.apply(&vectors.concat(), self.between);
+        let mut inner = self.dense.apply(&vectors.concat(), self.activation);
         if let Some(norm) = &self.norm {
             inner.chunks_exact_mut(norm.weights.len()).for_each(|row| norm.apply(row));
         }
@@ -86,13 +86,13 @@ impl Norm {
 }
 
 impl Linear {
-    /// then(rows · weights + bias).
-    fn apply(&self, rows: &[f32], then: fn(f32) -> f32) -> Vec<f32> {
+    /// activation(rows · weights + bias).
+    fn apply(&self, rows: &[f32], activation: fn(f32) -> f32) -> Vec<f32> {
         let width = self.bias.len();
         let mut out = vec![0.0; rows.len() / self.weights.depth() * width];
         multiply_rows(rows, &self.weights, &mut out, |_, block| {
             for row in block.chunks_exact_mut(width) {
-                row.iter_mut().zip(&self.bias).for_each(|(x, bias)| *x = then(*x + bias));
+                row.iter_mut().zip(&self.bias).for_each(|(x, bias)| *x = activation(*x + bias));
             }
         });
         out

@@ -1,8 +1,8 @@
 //! Encoders of BERT's family. From each text they compute a vector, or a number for each label. Owns the loaded
 //! network; does not know where texts come from or how they are batched.
 //!
-//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any lengths can be in
-//! one batch, and each costs only its own tokens.
+//! The network runs without padding: a batch is one matrix of all its tokens. So texts of any lengths can share a
+//! batch, and each costs only its own tokens.
 
 pub mod config;
 mod fitness;
@@ -58,13 +58,13 @@ impl TextNetwork {
         let (pooling, labels) = match output {
             Output::Pooled(pooling) => (pooling.clone(), None),
             Output::Labels(labels) => {
-                let mode = if config.head_of_mean { Mode::Mean } else { Mode::Cls };
+                let mode = if config.head_uses_mean { Mode::Mean } else { Mode::Cls };
                 (Pooling { modes: vec![mode], normalize: false }, Some(*labels))
             }
         };
         let (base, marker) = (config.family.base(), config.family.token_embeddings());
         let read = |device: &Device, precision| Weights::read(&paths, base, marker, device, precision);
-        let on = |weights: &Weights| {
+        let build = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
                 pooling: pooling.clone(),
@@ -74,9 +74,9 @@ impl TextNetwork {
             })
         };
         let weights = read(device, super::precision(spec, device)?)?;
-        let mut network = on(&weights)?;
-        if super::is_to_be_compared(device, spec.dtype) {
-            let reference = on(&read(&Device::Cpu, Precision::F32)?)?;
+        let mut network = build(&weights)?;
+        if super::needs_comparison(device, spec.dtype) {
+            let reference = build(&read(&Device::Cpu, Precision::F32)?)?;
             fitness::compare(&mut network, reference, tokenizer, spec)?;
         }
         let head = labels.map(|labels| Head::load(&weights, config, labels));
@@ -122,10 +122,10 @@ impl Forward for TextNetwork {
         let rows = self.encoder.forward(inputs, &lengths).and_then(|rows| host(&rows));
         let rows = rows.map_err(|error| device::forward_error(&error))?;
         let width = self.encoder.width();
-        let mut rest = &*rows;
+        let mut remaining = &*rows;
         let pooled = lengths.iter().map(|length| {
-            let (text, others) = rest.split_at(length * width);
-            rest = others;
+            let (text, rest) = remaining.split_at(length * width);
+            remaining = rest;
             self.pooling.pool(text, width)
         });
         Ok(Pending::Outputs(self.outputs(pooled.collect(), &lengths)))

@@ -1,6 +1,5 @@
-//! The network: it computes a vector for each token from the token ids of a batch. Texts follow each other without
-//! padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a text ends. Owns the
-//! weights.
+//! The network computes a vector for each token from the token ids of a batch. Texts follow each other without padding:
+//! linear layers see one `[tokens, hidden]` matrix, and only attention knows where a text ends. Owns the weights.
 
 use std::sync::Arc;
 
@@ -10,15 +9,15 @@ use super::config::{Family, LayerPositionTerms, NetworkConfig};
 use crate::model::LoadError;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{Table, Weights};
-use crate::model::nets::block::{Block, Blocks};
+use crate::model::nets::block::{Block, Blocks, PreNorms};
 #[cfg(feature = "cuda")]
 use crate::model::ops::gpu::{
     Plan,
-    cuda::{Planned, attends, embed},
+    cuda::{Planned, embed, heads_with_kernel},
 };
 use crate::model::ops::{
-    Bias, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms, Published, Rotary, SelfAttention,
-    add_norm,
+    AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms, RelativeBias, Rotary,
+    SelfAttention, add_norm,
 };
 
 type Loaded<T> = std::result::Result<T, LoadError>;
@@ -32,10 +31,10 @@ pub struct Encoder {
     token_embeddings: Table,
     /// The sums of a position embedding and a token type embedding: `[types·positions, hidden]`, where the positions
     /// of type 0 come first. The second text of a pair has type 1. Without position embeddings, one row for each type.
-    positions: Tensor,
+    position_embeddings: Tensor,
     /// How the positions of a text's tokens are counted.
     counting: Counting,
-    /// Rows of `positions` for one type; 0 if there is only one type.
+    /// Rows of `position_embeddings` for one type; 0 if there is only one type.
     positions_of_type: usize,
     norm: NormParams,
     blocks: Blocks,
@@ -70,7 +69,7 @@ struct Names {
 
 /// The matrices of queries, keys and values.
 enum Qkv {
-    Apart([&'static str; 3]),
+    Separate([&'static str; 3]),
     /// One matrix: queries, then keys, then values.
     Joined(&'static str),
 }
@@ -88,7 +87,7 @@ fn names(family: Family) -> Names {
     match family {
         Family::Bert | Family::Roberta => Names {
             layer: "encoder.layer",
-            qkv: Qkv::Apart(["attention.self.query", "attention.self.key", "attention.self.value"]),
+            qkv: Qkv::Separate(["attention.self.query", "attention.self.key", "attention.self.value"]),
             out: "attention.output.dense",
             out_norm: "attention.output.LayerNorm",
             up: InputMatrices::Plain("intermediate.dense"),
@@ -97,7 +96,7 @@ fn names(family: Family) -> Names {
         },
         Family::DistilBert => Names {
             layer: "transformer.layer",
-            qkv: Qkv::Apart(["attention.q_lin", "attention.k_lin", "attention.v_lin"]),
+            qkv: Qkv::Separate(["attention.q_lin", "attention.k_lin", "attention.v_lin"]),
             out: "attention.out_lin",
             out_norm: "sa_layer_norm",
             up: InputMatrices::Plain("ffn.lin1"),
@@ -106,7 +105,7 @@ fn names(family: Family) -> Names {
         },
         Family::MpNet => Names {
             layer: "encoder.layer",
-            qkv: Qkv::Apart(["attention.attn.q", "attention.attn.k", "attention.attn.v"]),
+            qkv: Qkv::Separate(["attention.attn.q", "attention.attn.k", "attention.attn.v"]),
             out: "attention.attn.o",
             out_norm: "attention.LayerNorm",
             up: InputMatrices::Plain("intermediate.dense"),
@@ -185,10 +184,10 @@ impl Reader<'_> {
 
     fn layer(&self, index: usize, position_terms: PositionTerms) -> Loaded<Block> {
         let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
-        let (names, numbers) = (names(family), self.weights.numbers());
+        let (names, format) = (names(family), self.weights.matrix_format());
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
         let qkv = match names.qkv {
-            Qkv::Apart(names) => {
+            Qkv::Separate(names) => {
                 let part = |index: usize| self.linear(&named(names[index]), hidden, hidden);
                 [part(0)?, part(1)?, part(2)?]
             }
@@ -219,19 +218,19 @@ impl Reader<'_> {
         let (down, down_bias) = self.linear(&named(names.down), inner, hidden)?;
         let out_norm = || self.norm(&named(names.out_norm), &out_bias);
         let down_norm = self.norm(&named(names.down_norm), &down_bias)?;
-        let (before, [out_epilogue, down_epilogue]) = if family == Family::ModernBert {
+        let (pre_norms, [out_epilogue, down_epilogue]) = if family == Family::ModernBert {
             let out_norm = if index == 0 { None } else { Some(out_norm()?) };
             let bias = || self.weights.checked(names.out, Epilogue::bias(&self.zeros));
-            (Some((out_norm, down_norm)), [bias()?, bias()?])
+            (Some(PreNorms { attention: out_norm, feed_forward: down_norm }), [bias()?, bias()?])
         } else {
             (None, [Epilogue::Norm(out_norm()?), Epilogue::Norm(down_norm)])
         };
         let attention =
-            SelfAttention::new(Published { qkv, out, heads, position_terms, numbers }, out_epilogue);
-        let input = InputWeights { matrix: up, bias: up_bias, gate, numbers };
+            SelfAttention::new(AttentionWeights { qkv, out, heads, position_terms, format }, out_epilogue);
+        let input = InputWeights { matrix: up, bias: up_bias, gate, format };
         let feed_forward = FeedForward::new(input, &down, down_epilogue, activation);
         Ok(Block {
-            before,
+            pre_norms,
             attention: self.weights.checked(names.out, attention)?,
             feed_forward: self.weights.checked(names.down, feed_forward)?,
         })
@@ -246,13 +245,13 @@ impl Reader<'_> {
                 let name = "encoder.relative_attention_bias.weight";
                 let table =
                     self.weights.values(&format!("{}{name}", self.weights.prefix()), &[BUCKETS, heads])?;
-                let of = |head: usize, distance: isize| table[bucket(distance) * heads + head];
-                Some(Arc::new(Bias::new(heads, longest, of)))
+                let bucket_bias = |head: usize, distance: isize| table[bucket(distance) * heads + head];
+                Some(Arc::new(RelativeBias::new(heads, longest, bucket_bias)))
             }
             _ => None,
         };
         let mut rotaries: Vec<(f64, Arc<Rotary>)> = Vec::new();
-        let mut rotary_of = |base: f64| match rotaries.iter().find(|(known, _)| *known == base) {
+        let mut shared_rotary = |base: f64| match rotaries.iter().find(|(known, _)| *known == base) {
             Some((_, rotary)) => rotary.clone(),
             None => {
                 let rotary = Arc::new(Rotary::new(base, hidden / heads, longest));
@@ -262,7 +261,7 @@ impl Reader<'_> {
         };
         let layer = |layer: &LayerPositionTerms| PositionTerms {
             bias: bias.clone(),
-            rotary: layer.rotary.map(&mut rotary_of),
+            rotary: layer.rotary.map(&mut shared_rotary),
             window: layer.window,
         };
         Ok(self.config.position_terms.iter().map(layer).collect())
@@ -273,7 +272,7 @@ impl Reader<'_> {
 const BUCKETS: usize = 32;
 
 /// The bucket of a distance, which is the key's position minus the query's. Distances below 8 have a bucket each,
-/// larger ones share buckets, and those from 91 on share the last. The second half of the buckets is for keys after the
+/// larger ones share buckets, and all from 91 on share the last. The second half of the buckets is for keys after the
 /// query.
 fn bucket(distance: isize) -> usize {
     /// The first distance of each shared bucket.
@@ -289,19 +288,19 @@ impl Encoder {
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
-        let NetworkConfig { hidden, family, positions: places, .. } = *config;
+        let NetworkConfig { hidden, family, positions: position_count, .. } = *config;
         let token_embeddings = weights.table(family.token_embeddings(), [config.vocabulary, hidden])?;
-        let mut positions = match family.has_positions() {
-            true => weights.get("embeddings.position_embeddings.weight", &[places, hidden])?,
+        let mut position_embeddings = match family.has_positions() {
+            true => weights.get("embeddings.position_embeddings.weight", &[position_count, hidden])?,
             false => weights.checked("embeddings", weights.zeros(&[1, hidden]))?,
         };
         if config.token_types > 0 {
             let name = "embeddings.token_type_embeddings.weight";
             let types = weights.get(name, &[config.token_types, hidden])?;
-            let sums =
-                (0..config.token_types.min(TOKEN_TYPES)).map(|of| positions.broadcast_add(&types.get(of)?));
+            let sums = (0..config.token_types.min(TOKEN_TYPES))
+                .map(|id| position_embeddings.broadcast_add(&types.get(id)?));
             let sums = sums.collect::<Result<Vec<_>>>().and_then(|sums| Tensor::cat(&sums, 0));
-            positions = weights.checked(name, sums)?;
+            position_embeddings = weights.checked(name, sums)?;
         }
         let zeros = weights.checked("embeddings", weights.zeros(&[hidden]))?;
         let reader = Reader { weights, config, zeros };
@@ -309,8 +308,12 @@ impl Encoder {
         let last_norm = (family == Family::ModernBert).then(|| reader.norm("final_norm", &reader.zeros));
         Ok(Self {
             #[cfg(feature = "cuda")]
-            smallest_tile: attends(positions.dtype(), config.heads, hidden / config.heads)
-                .map_or(u32::MAX, |heads| heads.queries()),
+            smallest_tile: heads_with_kernel(
+                position_embeddings.dtype(),
+                config.heads,
+                hidden / config.heads,
+            )
+            .map_or(u32::MAX, |heads| heads.queries_per_warp()),
             token_embeddings,
             counting: match config.padding {
                 Some(id) => Counting::AfterPadding(id),
@@ -319,10 +322,10 @@ impl Encoder {
             },
             positions_of_type: match (config.token_types >= TOKEN_TYPES, family.has_positions()) {
                 (false, _) => 0,
-                (true, true) => places,
+                (true, true) => position_count,
                 (true, false) => 1,
             },
-            positions,
+            position_embeddings,
             width: hidden,
             norm: reader.norm(embeddings_norm(family), &reader.zeros)?,
             blocks: Blocks {
@@ -339,13 +342,13 @@ impl Encoder {
         self.width
     }
 
-    /// The batch's plan for a GPU's kernels.
+    /// The batch's plan for the GPU's kernels.
     #[cfg(feature = "cuda")]
     pub fn plan(&self, texts: &[&Tokens], lengths: &[usize]) -> Plan {
-        Plan::new(&ids(texts), &self.places(texts), lengths, self.smallest_tile)
+        Plan::new(&ids(texts), &self.positions(texts), lengths, self.smallest_tile)
     }
 
-    /// The same as [`Encoder::forward`], for a batch whose plan is on the device.
+    /// As [`Encoder::forward`], for a batch whose plan is on the device.
     ///
     /// # Errors
     /// The error of candle or the device.
@@ -354,11 +357,15 @@ impl Encoder {
         let Table::Tensor(token_embeddings) = &self.token_embeddings else {
             candle_core::bail!("the embeddings are not on the GPU")
         };
-        let x = match embed([token_embeddings, &self.positions], planned, self.norm.constants())? {
+        let x = match embed([token_embeddings, &self.position_embeddings], planned, self.norm.constants())? {
             Some(x) => x,
             None => {
                 let token_embeddings = token_embeddings.index_select(&planned.ids()?, 0)?;
-                add_norm(token_embeddings, &self.positions.index_select(&planned.places()?, 0)?, &self.norm)?
+                add_norm(
+                    token_embeddings,
+                    &self.position_embeddings.index_select(&planned.positions()?, 0)?,
+                    &self.norm,
+                )?
             }
         };
         self.blocks.forward(x, |attention, x| attention.forward_planned(x, planned))
@@ -370,26 +377,27 @@ impl Encoder {
     /// # Errors
     /// The error of candle or the device.
     pub fn forward(&self, texts: &[&Tokens], lengths: &[usize]) -> Result<Tensor> {
-        let device: &Device = self.positions.device();
-        let places = self.places(texts);
-        let places = Tensor::from_slice(&places, places.len(), device)?;
+        let device: &Device = self.position_embeddings.device();
+        let positions = self.positions(texts);
+        let positions = Tensor::from_slice(&positions, positions.len(), device)?;
         let token_embeddings = self.token_embeddings.select(ids(texts), device)?;
-        let x = add_norm(token_embeddings, &self.positions.index_select(&places, 0)?, &self.norm)?;
+        let x =
+            add_norm(token_embeddings, &self.position_embeddings.index_select(&positions, 0)?, &self.norm)?;
         self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
     }
 
-    /// The row of each token in `positions`.
-    fn places(&self, texts: &[&Tokens]) -> Vec<u32> {
-        let mut places = Vec::with_capacity(texts.iter().map(|text| text.ids.len()).sum());
+    /// The row of each token in `position_embeddings`.
+    fn positions(&self, texts: &[&Tokens]) -> Vec<u32> {
+        let mut positions = Vec::with_capacity(texts.iter().map(|text| text.ids.len()).sum());
         for text in texts {
-            let begin = places.len();
-            add_positions(&text.ids, self.counting, &mut places);
+            let begin = positions.len();
+            add_positions(&text.ids, self.counting, &mut positions);
             // Models without a second type do not distinguish the texts of a pair.
-            places[begin + text.second..]
+            positions[begin + text.second..]
                 .iter_mut()
-                .for_each(|place| *place += self.positions_of_type as u32);
+                .for_each(|position| *position += self.positions_of_type as u32);
         }
-        places
+        positions
     }
 }
 
@@ -398,14 +406,14 @@ fn ids(texts: &[&Tokens]) -> Vec<u32> {
     texts.iter().flat_map(|text| &text.ids).copied().collect()
 }
 
-/// Appends the position of each token of a text to `places`.
-fn add_positions(text: &[u32], counting: Counting, places: &mut Vec<u32>) {
+/// Appends the position of each token of a text to `positions`.
+fn add_positions(text: &[u32], counting: Counting, positions: &mut Vec<u32>) {
     match counting {
-        Counting::None => places.extend(text.iter().map(|_| 0)),
-        Counting::FromZero => places.extend(0..text.len() as u32),
+        Counting::None => positions.extend(text.iter().map(|_| 0)),
+        Counting::FromZero => positions.extend(0..text.len() as u32),
         Counting::AfterPadding(padding) => {
             let mut last = padding;
-            places.extend(text.iter().map(|id| {
+            positions.extend(text.iter().map(|id| {
                 if *id == padding {
                     return padding;
                 }
@@ -423,10 +431,10 @@ mod tests {
     #[test]
     fn positions_start_anew_for_each_text() {
         let positions = |counting| {
-            let mut places = Vec::new();
-            add_positions(&[7, 1, 9], counting, &mut places);
-            add_positions(&[4, 5], counting, &mut places);
-            places
+            let mut all = Vec::new();
+            add_positions(&[7, 1, 9], counting, &mut all);
+            add_positions(&[4, 5], counting, &mut all);
+            all
         };
         assert_eq!(positions(Counting::FromZero), [0, 1, 2, 0, 1]);
         assert_eq!(positions(Counting::AfterPadding(1)), [2, 1, 3, 2, 3]);
@@ -435,10 +443,10 @@ mod tests {
 
     #[test]
     fn larger_distances_share_buckets() {
-        for (distance, of) in
+        for (distance, expected) in
             [(0, 0), (-7, 7), (-8, 8), (-11, 8), (-12, 9), (-91, 15), (-500, 15), (1, 17), (128, 31)]
         {
-            assert_eq!(bucket(distance), of, "{distance}");
+            assert_eq!(bucket(distance), expected, "{distance}");
         }
         // The reference's formula, away from the limits, where rounding decides.
         for size in [9_u32, 14, 20, 27, 40, 50, 70, 100, 300] {

@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use candle_core::{Device, Result, Tensor};
 
 use self::config::{DecoderSizes, HibariConfig, ProsodySizes, TextSizes};
-use super::block::{Block, Blocks, normed};
+use super::block::{Block, Blocks, PreNorms, normed};
 use super::fitness;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{
-    Activation, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms, Published, SelfAttention,
-    TimeConvolution, add_norm,
+    Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms,
+    SelfAttention, TimeConvolution, add_norm,
 };
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
@@ -328,7 +328,7 @@ impl Reader<'_> {
             matrix: get("pw1.weight", &[inner, width])?,
             bias: get("pw1.bias", &[inner])?,
             gate: None,
-            numbers: self.weights.numbers(),
+            format: self.weights.matrix_format(),
         };
         let depthwise = (get("dw.weight", &[width, 1, taps])?, get("dw.bias", &[width])?);
         let convolution = TimeConvolution::new(&depthwise.0, &depthwise.1, dilation, true);
@@ -352,26 +352,26 @@ impl Reader<'_> {
             self.weights.checked(name, part(&joint).and_then(|matrix| Ok((matrix, part(&joint_bias)?))))
         };
         let after = |bias: &str| self.weights.checked(name, Epilogue::bias(&get(bias, &[width])?));
-        let (position_terms, numbers) = (PositionTerms::default(), self.weights.numbers());
-        let published = Published {
+        let format = self.weights.matrix_format();
+        let matrices = AttentionWeights {
             qkv: [part(0)?, part(1)?, part(2)?],
             out: get("self_attn.out_proj.weight", &[width, width])?,
             heads,
-            position_terms,
-            numbers,
+            position_terms: PositionTerms::default(),
+            format,
         };
-        let attention = SelfAttention::new(published, after("self_attn.out_proj.bias")?);
+        let attention = SelfAttention::new(matrices, after("self_attn.out_proj.bias")?);
         let up = InputWeights {
             matrix: get("linear1.weight", &[inner, width])?,
             bias: get("linear1.bias", &[inner])?,
             gate: None,
-            numbers,
+            format,
         };
         let down = get("linear2.weight", &[width, inner])?;
         let feed_forward = FeedForward::new(up, &down, after("linear2.bias")?, Activation::Gelu);
         let norm = |part: &str| self.norm(&format!("{name}.{part}"), width);
         Ok(Block {
-            before: Some((Some(norm("norm1")?), norm("norm2")?)),
+            pre_norms: Some(PreNorms { attention: Some(norm("norm1")?), feed_forward: norm("norm2")? }),
             attention: self.weights.checked(name, attention)?,
             feed_forward: self.weights.checked(name, feed_forward)?,
         })

@@ -5,7 +5,7 @@
 use candle_core::{Result, Tensor};
 use serde::Deserialize;
 
-use super::{Body, NetError, Normed};
+use super::{Backbone, NetError, NormedConvolution};
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Clamp, Convolution, Padding, mean_pool};
 
@@ -42,7 +42,7 @@ struct Block {
 
 impl Config {
     /// Whether each list has an entry for each stage.
-    fn is_whole(&self) -> bool {
+    fn has_all_stages(&self) -> bool {
         let Self { kernel_sizes, strides, in_channels, out_channels, expand_ratios, .. } = self;
         let stages = self.num_block_repeats.len();
         [kernel_sizes, strides, in_channels, out_channels, expand_ratios].iter().all(|it| it.len() >= stages)
@@ -52,11 +52,11 @@ impl Config {
 impl Lite {
     /// The network, and the width of its vectors.
     pub(super) fn load(weights: &Weights, config: &Config) -> Read<(Self, usize)> {
-        if !config.is_whole() {
+        if !config.has_all_stages() {
             let reason = "config.json has more num_block_repeats than another list has entries".to_owned();
             return Err(NetError::Refused(reason));
         }
-        let normed = |convolution: String, norm: String, shape, stride, clamp| Normed {
+        let normed = |convolution: String, norm: String, shape, stride, clamp| NormedConvolution {
             convolution,
             norm,
             shape,
@@ -80,23 +80,23 @@ impl Lite {
                 };
                 let stride = if repeat == 0 { config.strides[stage] } else { 1 };
                 let size = config.kernel_sizes[stage];
-                let wide = from.saturating_mul(config.expand_ratios[stage]);
+                let expanded = from.saturating_mul(config.expand_ratios[stage]);
                 let index = blocks.len();
                 let named = |name: &str| format!("_blocks.{index}.{name}");
-                let expand = (wide != from).then(|| {
+                let expand = (expanded != from).then(|| {
                     let (name, norm) = (named("_expand_conv.weight"), named("_bn0"));
-                    normed(name, norm, [wide, from, 1, 1], 1, Clamp::RELU6).load()
+                    normed(name, norm, [expanded, from, 1, 1], 1, Clamp::RELU6).load()
                 });
                 let (name, norm) = (named("_depthwise_conv.weight"), named("_bn1"));
-                let depthwise = Normed {
+                let depthwise = NormedConvolution {
                     is_depthwise: true,
-                    ..normed(name, norm, [wide, 1, size, size], stride, Clamp::RELU6)
+                    ..normed(name, norm, [expanded, 1, size, size], stride, Clamp::RELU6)
                 };
                 let (name, norm) = (named("_project_conv.weight"), named("_bn2"));
                 blocks.push(Block {
                     expand: expand.transpose()?,
                     depthwise: depthwise.load()?,
-                    project: normed(name, norm, [to, wide, 1, 1], 1, Clamp::NONE).load()?,
+                    project: normed(name, norm, [to, expanded, 1, 1], 1, Clamp::NONE).load()?,
                     is_residual: stride == 1 && from == to,
                 });
                 channels = to;
@@ -108,7 +108,7 @@ impl Lite {
     }
 }
 
-impl Body for Lite {
+impl Backbone for Lite {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut x = self.stem.forward(x)?;
         for Block { expand, depthwise, project, is_residual } in &self.blocks {

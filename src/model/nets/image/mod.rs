@@ -1,4 +1,4 @@
-//! Networks that classify images of one size: they compute a number for each label. Owns the loaded network.
+//! Networks that classify images of one size, by a number for each label. Owns the loaded network.
 
 mod efficientnet;
 mod resnet;
@@ -23,12 +23,12 @@ const VIT: &str = "vit";
 
 /// A network for images on one device.
 pub struct ImageNetwork {
-    body: Box<dyn Body>,
+    backbone: Box<dyn Backbone>,
     labels: Linear,
     /// Where images are computed, and in which type.
     device: Device,
     dtype: DType,
-    side: Sides,
+    sides: Sides,
 }
 
 /// The sides of an image, in pixels.
@@ -44,7 +44,7 @@ pub struct Sides {
 pub struct Pixels(pub Vec<f32>);
 
 /// A network without its last layer.
-trait Body {
+trait Backbone {
     /// One vector for each image of `x` `[images, height, width, 3]`: `[images, width of the vectors]`, f32.
     fn forward(&self, x: &Tensor) -> Candle<Tensor>;
 }
@@ -71,18 +71,18 @@ impl ImageNetwork {
         spec: &LoadSpec,
         device: &Device,
         files: &ModelFiles,
-        side: Sides,
+        sides: Sides,
         labels: usize,
     ) -> Loaded<Self> {
         let Kind { model_type } = files.required_json("config.json")?;
         // In ViT the linear layers take nearly all the time and memory; in the other networks the convolutions do.
         let precision =
-            if model_type == VIT { super::precision(spec, device)? } else { super::uniform(spec)? };
-        let mut network = Self::on(device, precision, files, spec, &model_type, side, labels)?;
-        if fitness::is_to_be_compared(device, spec.dtype) {
+            if model_type == VIT { super::precision(spec, device)? } else { super::uniform_precision(spec)? };
+        let mut network = Self::load_on(device, precision, files, spec, &model_type, sides, labels)?;
+        if fitness::needs_comparison(device, spec.dtype) {
             let mut reference =
-                Self::on(&Device::Cpu, Precision::F32, files, spec, &model_type, side, labels)?;
-            let known = side.known();
+                Self::load_on(&Device::Cpu, Precision::F32, files, spec, &model_type, sides, labels)?;
+            let known = sides.known();
             let numbers = |network: &mut Self| {
                 let output = network.forward(&[&known]).map_err(|error| fitness::failed(spec, &error))?;
                 Ok::<_, LoadError>(output.into_iter().next().and_then(Result::ok))
@@ -93,39 +93,39 @@ impl ImageNetwork {
         Ok(network)
     }
 
-    fn on(
+    fn load_on(
         device: &Device,
         precision: Precision,
         files: &ModelFiles,
         spec: &LoadSpec,
         model_type: &str,
-        side: Sides,
+        sides: Sides,
         labels: usize,
     ) -> Loaded<Self> {
         let paths = files.weights()?;
         let read = |base, marker| Weights::read(&paths, base, marker, device, precision);
         let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
-        let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type {
+        let (backbone, weights, [name, bias], width): (Box<dyn Backbone>, _, _, _) = match model_type {
             "efficientnet_lite" => {
                 let weights = read("efficientnet", "_conv_stem.weight")?;
                 let config = files.required_json("config.json")?;
-                let (body, width) =
-                    efficientnet::Lite::load(&weights, &config).map_err(|error| error.or(refused))?;
-                (Box::new(body), weights, ["_fc.weight", "_fc.bias"], width)
+                let (backbone, width) = efficientnet::Lite::load(&weights, &config)
+                    .map_err(|error| error.into_load_error(refused))?;
+                (Box::new(backbone), weights, ["_fc.weight", "_fc.bias"], width)
             }
             "resnet" => {
                 let weights = read("resnet", "embedder.embedder.convolution.weight")?;
                 let config = files.required_json("config.json")?;
-                let (body, width) =
-                    resnet::ResNet::load(&weights, &config).map_err(|error| error.or(refused))?;
-                (Box::new(body), weights, ["classifier.1.weight", "classifier.1.bias"], width)
+                let (backbone, width) = resnet::ResNet::load(&weights, &config)
+                    .map_err(|error| error.into_load_error(refused))?;
+                (Box::new(backbone), weights, ["classifier.1.weight", "classifier.1.bias"], width)
             }
             VIT => {
                 let weights = read("vit", "embeddings.cls_token")?;
                 let config = files.required_json("config.json")?;
-                let (body, width) =
-                    vit::Vit::load(&weights, &config, side).map_err(|error| error.or(refused))?;
-                (Box::new(body), weights, ["classifier.weight", "classifier.bias"], width)
+                let (backbone, width) = vit::Vit::load(&weights, &config, sides)
+                    .map_err(|error| error.into_load_error(refused))?;
+                (Box::new(backbone), weights, ["classifier.weight", "classifier.bias"], width)
             }
             other => {
                 let known = ARCHITECTURES.join(", ");
@@ -136,7 +136,7 @@ impl ImageNetwork {
             weights: Panels::new(&weights.values(name, &[labels, width])?, width),
             bias: weights.values(bias, &[labels])?,
         };
-        Ok(Self { body, labels, device: device.clone(), dtype: precision.tensors, side })
+        Ok(Self { backbone, labels, device: device.clone(), dtype: precision.tensors, sides })
     }
 }
 
@@ -149,7 +149,7 @@ enum NetError {
 
 impl NetError {
     /// Makes the [`LoadError`]. `refused` converts the reason of a refusal.
-    fn or(self, refused: impl FnOnce(String) -> LoadError) -> LoadError {
+    fn into_load_error(self, refused: impl FnOnce(String) -> LoadError) -> LoadError {
         match self {
             Self::Load(error) => error,
             Self::Refused(reason) => refused(reason),
@@ -205,16 +205,16 @@ impl Forward for ImageNetwork {
 impl ImageNetwork {
     /// The vectors of the images, one after the other.
     fn vectors(&self, inputs: &[&Pixels]) -> Candle<Vec<f32>> {
-        let Sides { height, width } = self.side;
+        let Sides { height, width } = self.sides;
         let numbers: Vec<f32> = inputs.iter().flat_map(|pixels| &pixels.0).copied().collect();
         let x = Tensor::from_vec(numbers, (inputs.len(), height, width, 3), &Device::Cpu)?;
         let x = x.to_device(&self.device)?.to_dtype(self.dtype)?;
-        self.body.forward(&x)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+        self.backbone.forward(&x)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
     }
 }
 
-/// A convolution without a bias, and the batch norm after it, as published.
-struct Normed<'a> {
+/// A convolution without a bias, and the batch norm after it, as in the checkpoint.
+struct NormedConvolution<'a> {
     convolution: String,
     norm: String,
     /// `[out, in, size, size]`.
@@ -227,7 +227,7 @@ struct Normed<'a> {
     weights: &'a Weights,
 }
 
-impl Normed<'_> {
+impl NormedConvolution<'_> {
     /// Reads both as one convolution. The constants of the norm are folded into the weights and the bias, in f64.
     fn load(&self) -> Loaded<Convolution> {
         let (weights, out) = (self.weights, self.shape[0]);
@@ -236,18 +236,18 @@ impl Normed<'_> {
         let part = |part: &str| weights.values(&full(&format!("{}.{part}", self.norm)), &[out]);
         let [gain, shift, mean, variance] =
             [part("weight")?, part("bias")?, part("running_mean")?, part("running_var")?];
-        let each = matrix.len() / out;
+        let filter_len = matrix.len() / out;
         let mut bias = Vec::with_capacity(out);
-        for (index, filter) in matrix.chunks_exact_mut(each).enumerate() {
+        for (index, filter) in matrix.chunks_exact_mut(filter_len).enumerate() {
             let scale = f64::from(gain[index]) / (f64::from(variance[index]) + self.eps).sqrt();
             filter.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32);
             bias.push((f64::from(shift[index]) - f64::from(mean[index]) * scale) as f32);
         }
-        let made = weights.tensor_of(matrix, &self.shape).and_then(|matrix| {
+        let folded = weights.tensor_of(matrix, &self.shape).and_then(|matrix| {
             let (weights, bias) = (&matrix, &weights.tensor_of(bias, &[out])?);
             let Self { stride, padding, clamp, is_depthwise, .. } = *self;
             Convolution::new(&Filters { weights, bias, stride, padding, clamp, is_depthwise })
         });
-        weights.checked(&self.convolution, made)
+        weights.checked(&self.convolution, folded)
     }
 }

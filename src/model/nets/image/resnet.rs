@@ -1,11 +1,11 @@
-//! ResNet as the transformers library publishes it (`microsoft/resnet-50` and its like). Owns the weights.
+//! ResNet as in the transformers library (`microsoft/resnet-50` and its like). Owns the weights.
 //!
 //! The ResNet of candle-transformers has fixed widths and torchvision's names; this one takes any width.
 
 use candle_core::{Result, Tensor};
 use serde::Deserialize;
 
-use super::{Body, NetError, Normed};
+use super::{Backbone, NetError, NormedConvolution};
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Clamp, Convolution, Padding, max_pool, mean_pool};
 
@@ -57,7 +57,7 @@ impl ResNet {
             )));
         }
         let convolution = |name: String, [out, from, size]: [usize; 3], stride, clamp| {
-            let normed = Normed {
+            let normed = NormedConvolution {
                 convolution: format!("{name}.convolution.weight"),
                 norm: format!("{name}.normalization"),
                 shape: [out, from, size, size],
@@ -76,8 +76,8 @@ impl ResNet {
         let mut from = config.embedding_size;
         for (stage, (out, depth)) in config.hidden_sizes.iter().copied().zip(&config.depths).enumerate() {
             for layer in 0..*depth {
-                let is_smaller = layer == 0 && (stage > 0 || config.downsample_in_first_stage);
-                let stride = if is_smaller { 2 } else { 1 };
+                let is_downsampling = layer == 0 && (stage > 0 || config.downsample_in_first_stage);
+                let stride = if is_downsampling { 2 } else { 1 };
                 let named = |part: &str| format!("encoder.stages.{stage}.layers.{layer}.{part}");
                 let layers = if is_bottleneck {
                     let inner = out / REDUCTION;
@@ -105,7 +105,7 @@ impl ResNet {
     }
 }
 
-impl Body for ResNet {
+impl Backbone for ResNet {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut x = max_pool(&self.stem.forward(x)?)?;
         for Block { layers, shortcut } in &self.blocks {

@@ -1,15 +1,15 @@
-//! ViT as the transformers library publishes it (`google/vit-base-patch16-224` and its like): patches are tokens, in
-//! the same blocks as those of texts. Owns the weights.
+//! ViT as in the transformers library (`google/vit-base-patch16-224` and its like): patches are tokens, and the blocks
+//! are the same as for texts. Owns the weights.
 
 use candle_core::{DType, Result, Tensor};
 use serde::Deserialize;
 
-use super::{Body, NetError, Sides};
+use super::{Backbone, NetError, Sides};
 use crate::model::load::weights::Weights;
-use crate::model::nets::block::{Block, Blocks};
+use crate::model::nets::block::{Block, Blocks, PreNorms};
 use crate::model::ops::{
-    Activation, Clamp, Convolution, Epilogue, FeedForward, Filters, InputWeights, NormParams, Padding,
-    PositionTerms, Published, SelfAttention,
+    Activation, AttentionWeights, Clamp, Convolution, Epilogue, FeedForward, Filters, InputWeights,
+    NormParams, Padding, PositionTerms, SelfAttention,
 };
 
 type Read<T> = std::result::Result<T, NetError>;
@@ -34,17 +34,17 @@ pub(super) struct Vit {
     /// The embedding of the CLS token plus its position embedding: `[1, 1, hidden]`.
     cls: Tensor,
     /// The position embeddings of the patches: `[1, patches, hidden]`.
-    positions: Tensor,
+    position_embeddings: Tensor,
     blocks: Blocks,
     hidden: usize,
 }
 
 impl Vit {
     /// The network, and the width of its vectors.
-    pub(super) fn load(weights: &Weights, config: &Config, side: Sides) -> Read<(Self, usize)> {
+    pub(super) fn load(weights: &Weights, config: &Config, sides: Sides) -> Read<(Self, usize)> {
         let Config { hidden_size: hidden, image_size, patch_size: patch, .. } = *config;
-        if side != (Sides { height: image_size, width: image_size }) {
-            let Sides { height, width } = side;
+        if sides != (Sides { height: image_size, width: image_size }) {
+            let Sides { height, width } = sides;
             let reason = format!(
                 "preprocessor_config.json makes images of {width}x{height} pixels, and image_size is {image_size}"
             );
@@ -86,7 +86,7 @@ impl Vit {
         let network = Self {
             patches: weights.checked(name, patches)?,
             cls: weights.checked("embeddings.cls_token", cls)?,
-            positions: weights.checked("embeddings", positions.narrow(1, 1, count))?,
+            position_embeddings: weights.checked("embeddings", positions.narrow(1, 1, count))?,
             blocks: Blocks { blocks, last_norm: Some(reader.norm("layernorm")?) },
             hidden,
         };
@@ -126,31 +126,32 @@ impl Reader<'_> {
         };
         let (out, up, down) = ("attention.output.dense", "intermediate.dense", "output.dense");
         let qkv = [part("query")?, part("key")?, part("value")?];
-        let (position_terms, numbers) = (PositionTerms::default(), self.weights.numbers());
-        let published = Published { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, numbers };
+        let (position_terms, format) = (PositionTerms::default(), self.weights.matrix_format());
+        let attention_weights =
+            AttentionWeights { qkv, out: matrix(out, hidden, hidden)?, heads, position_terms, format };
         let epilogue =
             |name: &str| Ok::<_, NetError>(self.weights.checked(name, Epilogue::bias(&bias(name, hidden)?))?);
-        let attention = SelfAttention::new(published, epilogue(out)?);
+        let attention = SelfAttention::new(attention_weights, epilogue(out)?);
         let input =
-            InputWeights { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, numbers };
+            InputWeights { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, format };
         let feed_forward =
             FeedForward::new(input, &matrix(down, inner, hidden)?, epilogue(down)?, self.activation);
         Ok(Block {
-            before: Some((
-                Some(self.norm(&named("layernorm_before"))?),
-                self.norm(&named("layernorm_after"))?,
-            )),
+            pre_norms: Some(PreNorms {
+                attention: Some(self.norm(&named("layernorm_before"))?),
+                feed_forward: self.norm(&named("layernorm_after"))?,
+            }),
             attention: self.weights.checked(out, attention)?,
             feed_forward: self.weights.checked(down, feed_forward)?,
         })
     }
 }
 
-impl Body for Vit {
+impl Backbone for Vit {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let patches = self.patches.forward(x)?.flatten(1, 2)?;
         let (images, count, _) = patches.dims3()?;
-        let patches = patches.broadcast_add(&self.positions)?;
+        let patches = patches.broadcast_add(&self.position_embeddings)?;
         let cls = self.cls.broadcast_as((images, 1, self.hidden))?;
         let tokens = Tensor::cat(&[&cls, &patches], 1)?.flatten(0, 1)?;
         let lengths = vec![count + 1; images];

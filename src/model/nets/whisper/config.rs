@@ -18,11 +18,11 @@ const MAX_WIDTH: usize = 1 << 16;
 const MAX_INNER: usize = 1 << 18;
 const MAX_VOCABULARY: usize = 1 << 22;
 const MAX_CONTEXT: usize = 1 << 16;
-/// The most heads of [`WhisperConfig::alignment`]. OpenAI's models have up to 23.
+/// The largest number of heads in [`WhisperConfig::alignment`]. OpenAI's models have up to 23.
 const MAX_ALIGNMENT_HEADS: usize = 64;
-/// The least context: it has room for a prompt's special tokens and some text.
+/// The smallest context, in tokens: it has room for a prompt's special tokens and some text.
 const MIN_CONTEXT: usize = 16;
-/// The most mel bins: each is a filter over 201 bins of a spectrum.
+/// The largest number of mel bins: each is a filter over 201 bins of a spectrum.
 const MAX_MELS: usize = 201;
 
 /// The sizes of Whisper.
@@ -38,7 +38,7 @@ pub struct WhisperConfig {
     pub decoder: Layers,
     /// Tokens of the vocabulary.
     pub vocabulary: usize,
-    /// The most tokens of a prompt with its answer.
+    /// The largest number of tokens of a prompt with its answer.
     pub context: usize,
     /// The cross-attention heads of the decoder that show where in the audio a token is spoken. Empty if the files do
     /// not name them.
@@ -48,16 +48,16 @@ pub struct WhisperConfig {
 /// A head of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// Its layer.
+    /// The index of its layer.
     pub layer: usize,
-    /// Its number in the layer.
+    /// Its index in the layer.
     pub number: usize,
 }
 
 /// The layers of one of the two networks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layers {
-    /// Their number.
+    /// The number of layers.
     pub count: usize,
     /// Heads of attention; they divide the width.
     pub heads: usize,
@@ -66,7 +66,7 @@ pub struct Layers {
 }
 
 #[derive(Deserialize)]
-struct Written {
+struct RawConfig {
     d_model: usize,
     num_mel_bins: usize,
     encoder_layers: usize,
@@ -95,66 +95,67 @@ impl WhisperConfig {
     /// # Errors
     /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not supported.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
-        let written: Written = files.required_json("config.json")?;
+        let raw: RawConfig = files.required_json("config.json")?;
         let refused = |reason| LoadError::Unsupported { model: source.to_owned(), reason };
-        let config = Self::of(&written).map_err(refused)?;
+        let config = Self::from_raw(&raw).map_err(refused)?;
         let generation = files.json::<Generation>("generation_config.json")?.unwrap_or_default();
         config.with_alignment(&generation.alignment_heads.unwrap_or_default()).map_err(refused)
     }
 
-    /// Returns this configuration with these alignment heads, which are pairs of a layer and the number of a head.
+    /// Sets the alignment heads, which are pairs of a layer and the number of a head.
     fn with_alignment(self, heads: &[[usize; 2]]) -> Result<Self, String> {
-        let Layers { count, heads: each, .. } = self.decoder;
+        let Layers { count, heads: heads_per_layer, .. } = self.decoder;
         if heads.len() > MAX_ALIGNMENT_HEADS {
             let listed = heads.len();
             return Err(format!(
                 "alignment_heads lists {listed} heads; at most {MAX_ALIGNMENT_HEADS} are read"
             ));
         }
-        if let Some([layer, number]) = heads.iter().find(|[layer, number]| *layer >= count || *number >= each)
+        if let Some([layer, number]) =
+            heads.iter().find(|[layer, number]| *layer >= count || *number >= heads_per_layer)
         {
             return Err(format!(
-                "alignment_heads names head {number} of layer {layer}; the decoder has {count} layers of {each} heads"
+                "alignment_heads names head {number} of layer {layer}; the decoder has {count} layers of {heads_per_layer} heads"
             ));
         }
         let alignment = heads.iter().map(|[layer, number]| Head { layer: *layer, number: *number }).collect();
         Ok(Self { alignment, ..self })
     }
 
-    fn of(written: &Written) -> Result<Self, String> {
-        if written.activation_function != "gelu" {
-            let name = &written.activation_function;
+    fn from_raw(raw: &RawConfig) -> Result<Self, String> {
+        if raw.activation_function != "gelu" {
+            let name = &raw.activation_function;
             return Err(format!("activation_function is {name:?}, and only gelu is supported"));
         }
-        if written.scale_embedding {
+        if raw.scale_embedding {
             return Err("scale_embedding is true, and only false is supported".to_owned());
         }
-        if written.max_source_positions != POSITIONS {
-            let positions = written.max_source_positions;
+        if raw.max_source_positions != POSITIONS {
+            let positions = raw.max_source_positions;
             return Err(format!("max_source_positions is {positions}; windows of 30 s have {POSITIONS}"));
         }
-        for (name, size, most) in [
-            ("d_model", written.d_model, MAX_WIDTH),
-            ("num_mel_bins", written.num_mel_bins, MAX_MELS),
-            ("encoder_layers", written.encoder_layers, MAX_LAYERS),
-            ("decoder_layers", written.decoder_layers, MAX_LAYERS),
-            ("encoder_ffn_dim", written.encoder_ffn_dim, MAX_INNER),
-            ("decoder_ffn_dim", written.decoder_ffn_dim, MAX_INNER),
-            ("vocab_size", written.vocab_size, MAX_VOCABULARY),
-            ("max_target_positions", written.max_target_positions, MAX_CONTEXT),
+        for (name, size, max) in [
+            ("d_model", raw.d_model, MAX_WIDTH),
+            ("num_mel_bins", raw.num_mel_bins, MAX_MELS),
+            ("encoder_layers", raw.encoder_layers, MAX_LAYERS),
+            ("decoder_layers", raw.decoder_layers, MAX_LAYERS),
+            ("encoder_ffn_dim", raw.encoder_ffn_dim, MAX_INNER),
+            ("decoder_ffn_dim", raw.decoder_ffn_dim, MAX_INNER),
+            ("vocab_size", raw.vocab_size, MAX_VOCABULARY),
+            ("max_target_positions", raw.max_target_positions, MAX_CONTEXT),
         ] {
-            if !(1..=most).contains(&size) {
-                return Err(format!("{name} is {size}; from 1 to {most} is read"));
+            if !(1..=max).contains(&size) {
+                return Err(format!("{name} is {size}; from 1 to {max} is read"));
             }
         }
-        if written.max_target_positions < MIN_CONTEXT {
-            let context = written.max_target_positions;
+        if raw.max_target_positions < MIN_CONTEXT {
+            let context = raw.max_target_positions;
             return Err(format!("max_target_positions is {context}; at least {MIN_CONTEXT} are needed"));
         }
-        let width = written.d_model;
+        let width = raw.d_model;
         for (name, heads) in [
-            ("encoder_attention_heads", written.encoder_attention_heads),
-            ("decoder_attention_heads", written.decoder_attention_heads),
+            ("encoder_attention_heads", raw.encoder_attention_heads),
+            ("decoder_attention_heads", raw.decoder_attention_heads),
         ] {
             // The cache of keys and values holds heads of an even width.
             if !(1..=width).contains(&heads) || !width.is_multiple_of(2 * heads) {
@@ -165,19 +166,19 @@ impl WhisperConfig {
         }
         Ok(Self {
             width,
-            mels: written.num_mel_bins,
+            mels: raw.num_mel_bins,
             encoder: Layers {
-                count: written.encoder_layers,
-                heads: written.encoder_attention_heads,
-                inner: written.encoder_ffn_dim,
+                count: raw.encoder_layers,
+                heads: raw.encoder_attention_heads,
+                inner: raw.encoder_ffn_dim,
             },
             decoder: Layers {
-                count: written.decoder_layers,
-                heads: written.decoder_attention_heads,
-                inner: written.decoder_ffn_dim,
+                count: raw.decoder_layers,
+                heads: raw.decoder_attention_heads,
+                inner: raw.decoder_ffn_dim,
             },
-            vocabulary: written.vocab_size,
-            context: written.max_target_positions,
+            vocabulary: raw.vocab_size,
+            context: raw.max_target_positions,
             alignment: Vec::new(),
         })
     }
@@ -190,14 +191,14 @@ mod tests {
     use super::*;
 
     fn read(name: &str, value: Value) -> Result<WhisperConfig, String> {
-        let mut written = json!({
+        let mut raw = json!({
             "d_model": 64, "num_mel_bins": 80, "encoder_layers": 2, "encoder_attention_heads": 4,
             "encoder_ffn_dim": 128, "decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 96,
             "vocab_size": 100, "max_source_positions": 1500, "max_target_positions": 448,
             "activation_function": "gelu",
         });
-        written[name] = value;
-        WhisperConfig::of(&serde_json::from_value(written).unwrap())
+        raw[name] = value;
+        WhisperConfig::from_raw(&serde_json::from_value(raw).unwrap())
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Whisper's decoder. A slot is the place of one window and its text, and has the keys and values of both. One pass
-//! computes some tokens of any slots. Owns the weights and both caches. All operations but attention treat each row by
-//! itself, and attention treats each token by itself, so that a token's results do not depend on what else is in the
-//! step.
+//! computes some tokens of any slots. Owns the weights and both caches. Every operation treats each row separately, and
+//! attention reads only the row's own slot, so that a token's results do not depend on what else is in the step.
 
 use std::io;
 
@@ -33,10 +32,10 @@ pub struct Decoder {
     positions: Vec<f32>,
     layers: Vec<Layer>,
     norm: LayerNorm,
-    /// The keys and values of the tokens that were fed.
-    own: Cache,
+    /// The keys and values of the texts' tokens.
+    text_kv: Cache,
     /// The keys and values of the encoded windows.
-    across: Cache,
+    window_kv: Cache,
     /// The queries of the alignment heads, for each slot that keeps them: for each head `[context, head width]`.
     kept_queries: Vec<Option<Vec<f32>>>,
     /// Reused by the next step.
@@ -46,14 +45,14 @@ pub struct Decoder {
 /// The weights of a layer.
 struct Layer {
     norm: LayerNorm,
-    /// Of queries, keys and values.
+    /// The projections to queries, keys and values.
     qkv: [Matrix; 3],
     q_bias: Vec<f32>,
     v_bias: Vec<f32>,
     out: Linear,
     cross_norm: LayerNorm,
     cross_q: Linear,
-    /// The matrix that computes keys from encoded positions; keys have no bias. `cross_v` computes values from them.
+    /// The projections of encoded positions to keys and values. Keys have no bias.
     cross_k: Panels,
     cross_v: Panels,
     cross_v_bias: Vec<f32>,
@@ -96,8 +95,8 @@ impl Layer {
     }
 }
 
-/// Keys and values, with as many blocks for each slot as the longest sequence needs. The system provides a block's
-/// memory when it is written for the first time.
+/// Keys and values. Each slot has the blocks that the longest sequence needs. The system provides a block's memory when
+/// it is written for the first time.
 struct Cache {
     kv: KvBlocks,
     /// The indices of each slot's blocks in `kv`.
@@ -106,18 +105,22 @@ struct Cache {
 
 impl Cache {
     fn new(shape: KvShape, slots: usize, tokens: usize) -> io::Result<Self> {
-        let each = tokens.div_ceil(BLOCK);
-        let blocks =
-            (0..slots).map(|slot| (slot * each..(slot + 1) * each).map(|block| block as u32).collect());
-        Ok(Self { kv: KvBlocks::new(shape, slots * each)?, blocks: blocks.collect() })
+        let blocks_per_slot = tokens.div_ceil(BLOCK);
+        let blocks = (0..slots).map(|slot| {
+            (slot * blocks_per_slot..(slot + 1) * blocks_per_slot).map(|block| block as u32).collect()
+        });
+        Ok(Self { kv: KvBlocks::new(shape, slots * blocks_per_slot)?, blocks: blocks.collect() })
     }
 
     /// Writes the keys and values of a token, each `[heads·width]`.
     fn put(&mut self, slot: usize, position: usize, layer: usize, key: &[f32], value: &[f32]) {
         let width = self.kv.shape().width;
-        let at = CachePosition { block: self.blocks[slot][position / BLOCK], offset: position % BLOCK };
+        let cache_position =
+            CachePosition { block: self.blocks[slot][position / BLOCK], offset: position % BLOCK };
         let heads = key.chunks_exact(width).zip(value.chunks_exact(width));
-        heads.enumerate().for_each(|(head, (key, value))| self.kv.put(at, layer, head, key, value));
+        heads
+            .enumerate()
+            .for_each(|(head, (key, value))| self.kv.put(cache_position, layer, head, key, value));
     }
 
     /// Returns a slot's memory to the system.
@@ -158,23 +161,23 @@ impl Decoder {
         let positions = values(weights, "decoder.embed_positions.weight", &[context, width])?;
         let (layers, norm) =
             (layers.collect::<Result<_, _>>()?, LayerNorm::load(weights, "decoder.layer_norm", width)?);
-        let caches =
-            Cache::new(shape, slots, context).and_then(|own| Ok((own, Cache::new(shape, slots, POSITIONS)?)));
-        Ok(caches.map(|(own, across)| Self {
+        let caches = Cache::new(shape, slots, context)
+            .and_then(|text| Ok((text, Cache::new(shape, slots, POSITIONS)?)));
+        Ok(caches.map(|(text_kv, window_kv)| Self {
             config: config.clone(),
             token_embeddings,
             positions,
             layers,
             norm,
-            own,
-            across,
+            text_kv,
+            window_kv,
             kept_queries: vec![None; slots],
             buffers: Buffers::default(),
         }))
     }
 
-    /// Gives a slot the window `encoded` `[POSITIONS, width]`, which replaces its previous one.
-    pub fn hold(&mut self, slot: usize, encoded: &[f32]) {
+    /// Sets the window of a slot to `encoded` `[POSITIONS, width]`.
+    pub fn set_window(&mut self, slot: usize, encoded: &[f32]) {
         let width = self.config.width;
         let (mut keys, mut values) = (vec![0.0; encoded.len()], vec![0.0; encoded.len()]);
         for (index, layer) in self.layers.iter().enumerate() {
@@ -184,15 +187,15 @@ impl Decoder {
             });
             let rows = keys.chunks_exact(width).zip(values.chunks_exact(width));
             for (position, (key, value)) in rows.enumerate() {
-                self.across.put(slot, position, index, key, value);
+                self.window_kv.put(slot, position, index, key, value);
             }
         }
     }
 
     /// Returns the memory of a slot to the system.
     pub fn release(&mut self, slot: usize) {
-        self.own.release(slot);
-        self.across.release(slot);
+        self.text_kv.release(slot);
+        self.window_kv.release(slot);
         self.kept_queries[slot] = None;
     }
 
@@ -210,18 +213,21 @@ impl Decoder {
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
         let width = width / decoder.heads;
         let Some(kept) = &self.kept_queries[slot] else { return Vec::new() };
-        let span = CrossSpan { blocks: &self.across.blocks[slot], keys, count: positions.len() };
-        let of_head = |(head, queries): (&Head, &[f32])| {
-            let queries: Vec<f32> =
-                positions.iter().flat_map(|at| &queries[at * width..][..width]).copied().collect();
-            weights_across(&self.across.kv, head.layer, head.number, span, &queries)
+        let span = CrossSpan { blocks: &self.window_kv.blocks[slot], keys, count: positions.len() };
+        let weights_of_head = |(head, queries): (&Head, &[f32])| {
+            let queries: Vec<f32> = positions
+                .iter()
+                .flat_map(|position| &queries[position * width..][..width])
+                .copied()
+                .collect();
+            weights_across(&self.window_kv.kv, head.layer, head.number, span, &queries)
         };
-        alignment.iter().zip(kept.chunks_exact(context * width)).flat_map(of_head).collect()
+        alignment.iter().zip(kept.chunks_exact(context * width)).flat_map(weights_of_head).collect()
     }
 
     /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
     /// the tokens of all `spans`, in their order; they must be in the vocabulary and within the context. Each slot must
-    /// hold a window. A token that is computed again is replaced.
+    /// have a window. A token that is computed again replaces the earlier one.
     pub fn forward(&mut self, ids: &[u32], spans: &[Span], wanted: &[usize], logits: &mut Vec<f32>) {
         if rayon::current_num_threads() == 1 {
             return self.step(ids, spans, wanted, logits);
@@ -266,20 +272,19 @@ impl Decoder {
         let [queries, keys, values] = qkv;
         activate(queries, &layer.q_bias, Activation::Identity);
         activate(values, &layer.v_bias, Activation::Identity);
-        let places =
-            spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (span.slot, at)));
+        let positions = slots_and_positions(spans);
         let rows = keys.chunks_exact(width).zip(values.chunks_exact(width));
-        for ((slot, position), (key, value)) in places.zip(rows) {
-            self.own.put(slot, position, index, key, value);
+        for ((slot, position), (key, value)) in positions.zip(rows) {
+            self.text_kv.put(slot, position, index, key, value);
         }
-        let own = &self.own;
+        let text_kv = &self.text_kv;
         let spans = spans.iter().map(|span| causal::Span {
-            blocks: &own.blocks[span.slot],
+            blocks: &text_kv.blocks[span.slot],
             first: span.first,
             count: span.count,
         });
         attended.resize(x.len(), 0.0);
-        attend(&own.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
+        attend(&text_kv.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
         add_layer(x, &layer.out, attended, product);
     }
 
@@ -292,9 +297,8 @@ impl Decoder {
         activate(queries, &layer.cross_q.bias, Activation::Identity);
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
         let head_width = width / decoder.heads;
-        let places =
-            spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (span.slot, at)));
-        for ((slot, position), query) in places.zip(queries.chunks_exact(width)) {
+        let positions = slots_and_positions(spans);
+        for ((slot, position), query) in positions.zip(queries.chunks_exact(width)) {
             let Some(kept) = &mut self.kept_queries[slot] else { continue };
             for (head, kept) in alignment.iter().zip(kept.chunks_exact_mut(context * head_width)) {
                 if head.layer == index {
@@ -303,14 +307,14 @@ impl Decoder {
                 }
             }
         }
-        let across = &self.across;
+        let window_kv = &self.window_kv;
         let spans = spans.iter().map(|span| CrossSpan {
-            blocks: &across.blocks[span.slot],
+            blocks: &window_kv.blocks[span.slot],
             keys: POSITIONS,
             count: span.count,
         });
         attended.resize(x.len(), 0.0);
-        attend_across(&across.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
+        attend_across(&window_kv.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
         add_layer(x, &layer.cross_out, attended, product);
     }
 
@@ -323,6 +327,11 @@ impl Decoder {
         activate(inner, &layer.up.bias, Activation::Gelu);
         add_layer(x, &layer.down, inner, product);
     }
+}
+
+/// The slot and the position of each token.
+fn slots_and_positions(spans: &[Span]) -> impl Iterator<Item = (usize, usize)> {
+    spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|position| (span.slot, position)))
 }
 
 /// `x` += `rows` times the layer's matrix, plus its bias. `product` is overwritten.

@@ -7,9 +7,9 @@ use super::config::{Layers, POSITIONS, WhisperConfig};
 use super::{EPS, values};
 use crate::model::LoadError;
 use crate::model::load::weights::Weights;
-use crate::model::nets::block::{Block, Blocks};
+use crate::model::nets::block::{Block, Blocks, PreNorms};
 use crate::model::ops::{
-    Activation, Epilogue, FeedForward, InputWeights, NormParams, Panels, PositionTerms, Published,
+    Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, Panels, PositionTerms,
     SelfAttention, activate, multiply_rows,
 };
 use crate::model::sound::features::FRAMES;
@@ -93,12 +93,12 @@ impl TimeConvolution {
         [channels, width]: [usize; 2],
         stride: usize,
     ) -> std::result::Result<Self, LoadError> {
-        let published = values(weights, &format!("{name}.weight"), &[width, channels, TAPS])?;
+        let filters = values(weights, &format!("{name}.weight"), &[width, channels, TAPS])?;
         // From `[channels, TAPS]`, as in the file, to `[TAPS, channels]`, as in a patch.
-        let of_filter = |filter: &[f32]| -> Vec<f32> {
+        let by_tap = |filter: &[f32]| -> Vec<f32> {
             (0..TAPS).flat_map(|tap| filter[tap..].iter().step_by(TAPS)).copied().collect()
         };
-        let columns: Vec<f32> = published.chunks_exact(channels * TAPS).flat_map(of_filter).collect();
+        let columns: Vec<f32> = filters.chunks_exact(channels * TAPS).flat_map(by_tap).collect();
         Ok(Self {
             weights: Panels::new(&columns, channels * TAPS),
             bias: values(weights, &format!("{name}.bias"), &[width])?,
@@ -150,7 +150,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn norm(&self, name: &str) -> std::result::Result<NormParams, LoadError> {
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[self.width]);
-        // The bias that is added before the norm, not the norm's own.
+        // The bias of the linear layer before the norm, which has none here.
         let no_bias = self.zeros(name)?;
         self.weights.checked(name, NormParams::new(&no_bias, &get("weight")?, &get("bias")?, EPS))
     }
@@ -164,27 +164,27 @@ impl Reader<'_> {
         let named = |name: &str| format!("encoder.layers.{index}.{name}");
         let matrix = |name: &str, from, to| self.weights.get(&format!("{}.weight", named(name)), &[to, from]);
         let bias = |name: &str, to| self.weights.get(&format!("{}.bias", named(name)), &[to]);
-        let after = |name: &str| self.weights.checked(name, Epilogue::bias(&bias(name, width)?));
+        let epilogue = |name: &str| self.weights.checked(name, Epilogue::bias(&bias(name, width)?));
         let part = |name: &str| matrix(name, width, width);
         let [q, k, v, out] =
             ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"];
-        let (position_terms, numbers) = (PositionTerms::default(), self.weights.numbers());
+        let (position_terms, format) = (PositionTerms::default(), self.weights.matrix_format());
         let qkv = [(part(q)?, bias(q, width)?), (part(k)?, self.zeros(k)?), (part(v)?, bias(v, width)?)];
-        let published = Published { qkv, out: part(out)?, heads, position_terms, numbers };
-        let attention = SelfAttention::new(published, after(out)?);
+        let attention_weights = AttentionWeights { qkv, out: part(out)?, heads, position_terms, format };
+        let attention = SelfAttention::new(attention_weights, epilogue(out)?);
         let up = InputWeights {
             matrix: matrix("fc1", width, inner)?,
             bias: bias("fc1", inner)?,
             gate: None,
-            numbers,
+            format,
         };
         let down = matrix("fc2", inner, width)?;
-        let feed_forward = FeedForward::new(up, &down, after("fc2")?, Activation::Gelu);
+        let feed_forward = FeedForward::new(up, &down, epilogue("fc2")?, Activation::Gelu);
         Ok(Block {
-            before: Some((
-                Some(self.norm(&named("self_attn_layer_norm"))?),
-                self.norm(&named("final_layer_norm"))?,
-            )),
+            pre_norms: Some(PreNorms {
+                attention: Some(self.norm(&named("self_attn_layer_norm"))?),
+                feed_forward: self.norm(&named("final_layer_norm"))?,
+            }),
             attention: self.weights.checked(out, attention)?,
             feed_forward: self.weights.checked("fc2", feed_forward)?,
         })

@@ -1,7 +1,6 @@
-//! Whisper, OpenAI's network for speech recognition: an encoder of windows of 30 s, and a decoder that writes a text about
-//! one window. Defines the names of their tensors, which are those of the transformers library. `encoder` and `decoder`
-//! compute on a CPU in f32, `on_device` on any device by candle's operations; they own the weights, and the keys and
-//! values of each slot.
+//! Whisper, OpenAI's network for speech recognition: an encoder of windows of 30 s, and a decoder that writes the text
+//! of a window. The names of tensors are those of the transformers library. `encoder` and `decoder` compute on a CPU in
+//! f32, `on_device` on any device by candle's operations. They own the weights, and the keys and values of each slot.
 
 pub mod config;
 mod decoder;
@@ -15,7 +14,7 @@ pub use on_device::DeviceWhisper;
 use candle_core::Device;
 
 use self::config::WhisperConfig;
-use super::uniform;
+use super::uniform_precision;
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{Matrix, layer_norm};
@@ -36,7 +35,7 @@ pub enum Whisper {
 pub struct HostWhisper {
     /// Encodes windows.
     pub encoder: Encoder,
-    /// Writes texts about encoded windows.
+    /// Writes the texts of encoded windows.
     pub decoder: Decoder,
 }
 
@@ -47,7 +46,7 @@ impl Whisper {
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
     /// precision that is not supported, [`LoadError::Device`] if the memory for keys and values is missing,
-    /// [`LoadError::Unfit`] for a device that computes something else than a CPU.
+    /// [`LoadError::Unfit`] for a device whose results differ from a CPU's.
     pub fn load(
         spec: &LoadSpec,
         device: &Device,
@@ -62,7 +61,7 @@ impl Whisper {
         Ok(Self::Device(Box::new(on_device)))
     }
 
-    /// Encodes windows, each given by its features `[mels, FRAMES]`, and gives each to its slot, where it replaces the
+    /// Encodes windows, each given by its features `[mels, FRAMES]`, and stores each in its slot, where it replaces the
     /// previous one.
     ///
     /// # Errors
@@ -71,9 +70,9 @@ impl Whisper {
         match self {
             Self::Host(host) => {
                 let encoded = host.encoder.forward(windows)?;
-                if let Some(each) = encoded.len().checked_div(slots.len()) {
-                    let windows = slots.iter().zip(encoded.chunks_exact(each));
-                    windows.for_each(|(slot, window)| host.decoder.hold(*slot, window));
+                if let Some(window_len) = encoded.len().checked_div(slots.len()) {
+                    let windows = slots.iter().zip(encoded.chunks_exact(window_len));
+                    windows.for_each(|(slot, window)| host.decoder.set_window(*slot, window));
                 }
                 Ok(())
             }
@@ -120,7 +119,7 @@ impl Whisper {
         }
     }
 
-    /// Ends the text of a slot. On a CPU its memory goes back to the system.
+    /// Ends the text of a slot. On a CPU its memory is returned to the system.
     pub fn release(&mut self, slot: usize) {
         match self {
             Self::Host(host) => host.decoder.release(slot),

@@ -9,10 +9,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::{layer_norm, softmax_last_dim};
 
 use super::config::{Head, Layers, POSITIONS, WhisperConfig};
-use super::{EPS, HostWhisper, Span, encoder, uniform, values};
+use super::{EPS, HostWhisper, Span, encoder, uniform_precision, values};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::Blocks;
-use crate::model::nets::cached_attention::{Group, MAX_AT_ONCE, Packed, indices, linear, token_slot};
+use crate::model::nets::cached_attention::{Group, MAX_ELEMENTS, Packed, indices, linear, token_slot};
 use crate::model::nets::fitness;
 use crate::model::ops::causal;
 use crate::model::ops::kv::BLOCK;
@@ -44,9 +44,9 @@ pub struct DeviceWhisper {
     norm: Norm,
     /// The indices of the blocks of each slot's text.
     text_blocks: Vec<Vec<u32>>,
-    /// The index in the `own` caches with which shorter texts are padded. No token is written to it, and its keys and
-    /// values are zeros.
-    padding: u32,
+    /// The slot in the `text_kv` caches with which shorter texts are padded. No token is written to it, and its keys
+    /// and values are zeros.
+    padding_slot: u32,
     /// The queries of the alignment heads, for each slot that keeps them, on the host: for each head
     /// `[context, head width]`.
     kept_queries: Vec<Option<Vec<f32>>>,
@@ -70,21 +70,21 @@ struct Norm {
 /// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
 struct Layer {
     norm: Norm,
-    /// Of queries, keys and values, one below the other. The bias of the keys is zero.
+    /// The projections to queries, keys and values, one below the other. The bias of the keys is zero.
     qkv: Linear,
     out: Linear,
     cross_norm: Norm,
     cross_q: Linear,
-    /// From encoded positions to keys and values. The bias of the keys is zero.
+    /// The projections of encoded positions to keys and values. The bias of the keys is zero.
     cross_kv: Linear,
     cross_out: Linear,
     inner_norm: Norm,
     up: Linear,
     down: Linear,
     /// Keys and values of the texts: `[heads, tokens of all slots + 1, head width]` in f32.
-    own: [Tensor; 2],
+    text_kv: [Tensor; 2],
     /// Keys and values of the windows: `[slots, heads, POSITIONS, head width]`, in the precision of the weights.
-    across: [Tensor; 2],
+    window_kv: [Tensor; 2],
 }
 
 /// A linear layer with its bias.
@@ -111,8 +111,8 @@ struct Step<'a> {
     packed: Packed<'a>,
     /// The slot of each packed row.
     slots: Vec<usize>,
-    /// Where the rows' keys and values are written: `[heads, rows, head width]`.
-    places: Tensor,
+    /// The slots of `text_kv` to which the rows' keys and values are written: `[heads, rows, head width]`.
+    token_slots: Tensor,
     groups: Vec<Group>,
 }
 
@@ -123,8 +123,8 @@ impl DeviceWhisper {
     /// As [`super::Whisper::load`].
     pub fn load(spec: &LoadSpec, device: &Device, config: &WhisperConfig, slots: usize) -> Loaded<Self> {
         let WhisperConfig { width, mels, vocabulary, context, decoder, .. } = *config;
-        let weights = super::weights(spec, device, uniform(spec)?)?;
-        let each = context.div_ceil(BLOCK);
+        let weights = super::weights(spec, device, uniform_precision(spec)?)?;
+        let blocks_per_slot = context.div_ceil(BLOCK);
         let reader = Reader { spec, device, weights: &weights, config, slots };
         let layers = (0..decoder.count).map(|index| reader.layer(index));
         Ok(Self {
@@ -139,9 +139,11 @@ impl DeviceWhisper {
             layers: layers.collect::<Loaded<_>>()?,
             norm: reader.norm("decoder.layer_norm")?,
             text_blocks: (0..slots)
-                .map(|slot| (slot * each..(slot + 1) * each).map(|block| block as u32).collect())
+                .map(|slot| {
+                    (slot * blocks_per_slot..(slot + 1) * blocks_per_slot).map(|block| block as u32).collect()
+                })
                 .collect(),
-            padding: (slots * each * BLOCK) as u32,
+            padding_slot: (slots * blocks_per_slot * BLOCK) as u32,
             kept_queries: vec![None; slots],
             dtype: weights.dtype(),
             device: device.clone(),
@@ -171,10 +173,10 @@ impl DeviceWhisper {
         for layer in &self.layers {
             let both = layer.cross_kv.forward(&encoded)?.to_dtype(self.dtype)?;
             let both = both.reshape((count, POSITIONS, 2 * heads, width / heads))?.transpose(1, 2)?;
-            for (part, cache) in layer.across.iter().enumerate() {
+            for (part, cache) in layer.window_kv.iter().enumerate() {
                 let part = both.narrow(1, part * heads, heads)?;
-                for (at, slot) in slots.iter().enumerate() {
-                    cache.slice_set(&part.narrow(0, at, 1)?.contiguous()?, 0, *slot)?;
+                for (window, slot) in slots.iter().enumerate() {
+                    cache.slice_set(&part.narrow(0, window, 1)?.contiguous()?, 0, *slot)?;
                 }
             }
         }
@@ -205,10 +207,13 @@ impl DeviceWhisper {
         };
         let mut all = Vec::with_capacity(alignment.len() * positions.len() * keys);
         for (Head { layer, number }, queries) in alignment.iter().zip(kept.chunks_exact(context * width)) {
-            let queries: Vec<f32> =
-                positions.iter().flat_map(|at| &queries[at * width..][..width]).copied().collect();
+            let queries: Vec<f32> = positions
+                .iter()
+                .flat_map(|position| &queries[position * width..][..width])
+                .copied()
+                .collect();
             let queries = Tensor::from_vec(queries, (positions.len(), width), &self.device)?;
-            let [cache, _] = &self.layers[*layer].across;
+            let [cache, _] = &self.layers[*layer].window_kv;
             let keys = cache.narrow(0, slot, 1)?.narrow(1, *number, 1)?.narrow(2, 0, keys)?;
             let keys = keys.to_dtype(DType::F32)?.reshape(((), width))?;
             let scores = (queries.matmul(&keys.t()?)? * scale(width))?;
@@ -247,8 +252,8 @@ impl DeviceWhisper {
         let mut queries = Vec::new();
         for (index, layer) in self.layers.iter().enumerate() {
             x = (&x + self.attention(layer, &x, &step)?)?;
-            let (across, cross_queries) = self.cross_attention(layer, &x, &step)?;
-            x = (x + across)?;
+            let (attended, cross_queries) = self.cross_attention(layer, &x, &step)?;
+            x = (x + attended)?;
             let inner = layer.up.forward(&layer.inner_norm.forward(&x)?)?.gelu_erf()?;
             x = (x + layer.down.forward(&inner)?)?;
             let is_kept = self.config.alignment.iter().any(|head| head.layer == index)
@@ -258,23 +263,23 @@ impl DeviceWhisper {
             }
         }
         let mut packed_rows = vec![0; step.packed.order.len()];
-        (0..).zip(&step.packed.order).for_each(|(at, row)| packed_rows[*row] = at);
-        let kept: Vec<(usize, usize)> =
-            step.slots.iter().copied().zip(step.packed.rows.iter().map(|(_, at)| *at)).collect();
+        (0..).zip(&step.packed.order).for_each(|(packed_row, row)| packed_rows[*row] = packed_row);
+        let slots_and_positions: Vec<(usize, usize)> =
+            step.slots.iter().copied().zip(step.packed.rows.iter().map(|(_, position)| *position)).collect();
         if !wanted.is_empty() {
             let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
             let last = self.norm.forward(&x.index_select(&indices(wanted, &self.device)?, 0)?)?;
             *logits = linear(&last, &self.token_embeddings)?.flatten_all()?.to_vec1()?;
         }
         for (index, queries) in queries {
-            self.keep(index, &kept, &queries);
+            self.store_queries(index, &slots_and_positions, &queries);
         }
         Ok(())
     }
 
-    /// Keeps the queries `[heads, rows, head width]` of a layer for the rows whose slots keep them. `rows` has the slot
-    /// and the position of each row.
-    fn keep(&mut self, layer: usize, rows: &[(usize, usize)], queries: &[f32]) {
+    /// Stores the queries `[heads, rows, head width]` of a layer for the rows whose slots keep them. `rows` has the
+    /// slot and the position of each row.
+    fn store_queries(&mut self, layer: usize, rows: &[(usize, usize)], queries: &[f32]) {
         let WhisperConfig { width, context, decoder, ref alignment, .. } = self.config;
         let width = width / decoder.heads;
         for (row, (slot, position)) in rows.iter().enumerate() {
@@ -291,15 +296,15 @@ impl DeviceWhisper {
     /// Copies the plan of a step to the device.
     fn step<'a>(&self, packed: Packed<'a>, spans: &[Span]) -> Result<Step<'a>> {
         let WhisperConfig { width, decoder: Layers { heads, .. }, .. } = self.config;
-        let of_row: Vec<usize> =
+        let slot_of_row: Vec<usize> =
             spans.iter().flat_map(|span| std::iter::repeat_n(span.slot, span.count)).collect();
-        let places = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
+        let token_slots = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
         let shape = (heads, packed.rows.len(), width / heads);
-        let places = indices(places, &self.device)?.reshape((1, (), 1))?;
-        let group = |group| Group::new(&packed, group, self.padding, &self.device);
+        let token_slots = indices(token_slots, &self.device)?.reshape((1, (), 1))?;
+        let group = |group| Group::new(&packed, group, self.padding_slot, &self.device);
         Ok(Step {
-            slots: packed.order.iter().map(|row| of_row[*row]).collect(),
-            places: places.broadcast_as(shape)?.contiguous()?,
+            slots: packed.order.iter().map(|row| slot_of_row[*row]).collect(),
+            token_slots: token_slots.broadcast_as(shape)?.contiguous()?,
             groups: packed.groups.iter().map(group).collect::<Result<_>>()?,
             packed,
         })
@@ -312,12 +317,12 @@ impl DeviceWhisper {
         let qkv = layer.qkv.forward(&layer.norm.forward(x)?)?;
         // Heads come first, so that queries, keys and values are contiguous.
         let parts = qkv.reshape((rows, 3 * heads, head_width))?.transpose(0, 1)?.contiguous()?;
-        for (cache, part) in layer.own.iter().zip([1, 2]) {
-            cache.scatter_set(&step.places, &parts.narrow(0, part * heads, heads)?, 1)?;
+        for (cache, part) in layer.text_kv.iter().zip([1, 2]) {
+            cache.scatter_set(&step.token_slots, &parts.narrow(0, part * heads, heads)?, 1)?;
         }
         let queries = (parts.narrow(0, 0, heads)? * scale(head_width))?.unsqueeze(1)?;
         let attended: Vec<Tensor> =
-            step.groups.iter().map(|group| group.attend(&queries, &layer.own)).collect::<Result<_>>()?;
+            step.groups.iter().map(|group| group.attend(&queries, &layer.text_kv)).collect::<Result<_>>()?;
         layer.out.forward(&Tensor::cat(&attended, 0)?.reshape((rows, width))?)
     }
 
@@ -328,37 +333,39 @@ impl DeviceWhisper {
         let queries = layer.cross_q.forward(&layer.cross_norm.forward(x)?)?;
         let queries = queries.reshape((rows, heads, head_width))?.transpose(0, 1)?.contiguous()?;
         let scaled = (&queries * scale(head_width))?;
-        let at_once = (MAX_AT_ONCE / (POSITIONS * width)).max(1);
+        let max_sequences = (MAX_ELEMENTS / (POSITIONS * width)).max(1);
         let mut attended = Vec::new();
         for group in &step.packed.groups {
-            let each = group.rows.len() / group.sequences;
-            for first in group.rows.clone().step_by(at_once * each) {
-                let count = (group.rows.end - first).min(at_once * each);
-                let sequences = count / each;
-                let slots: Vec<u32> = (0..sequences).map(|at| step.slots[first + at * each] as u32).collect();
-                // `[sequences, heads, rows of each, head width]`.
-                let own = scaled.narrow(1, first, count)?;
-                let own = own.reshape((heads, sequences, each, head_width))?.transpose(0, 1)?.contiguous()?;
-                let [keys, values] = &layer.across;
+            let tokens = group.rows.len() / group.sequences;
+            for first in group.rows.clone().step_by(max_sequences * tokens) {
+                let count = (group.rows.end - first).min(max_sequences * tokens);
+                let sequences = count / tokens;
+                let slots: Vec<u32> =
+                    (0..sequences).map(|index| step.slots[first + index * tokens] as u32).collect();
+                // `[sequences, heads, tokens, head width]`.
+                let queries = scaled.narrow(1, first, count)?;
+                let queries =
+                    queries.reshape((heads, sequences, tokens, head_width))?.transpose(0, 1)?.contiguous()?;
+                let [keys, values] = &layer.window_kv;
                 let slots = indices(slots, &self.device)?;
                 let keys = keys.index_select(&slots, 0)?;
-                let scores = own.to_dtype(self.dtype)?.matmul(&keys.t()?)?.to_dtype(DType::F32)?;
+                let scores = queries.to_dtype(self.dtype)?.matmul(&keys.t()?)?.to_dtype(DType::F32)?;
                 let weights = softmax_last_dim(&scores)?.to_dtype(self.dtype)?;
-                let read = weights.matmul(&values.index_select(&slots, 0)?)?.to_dtype(DType::F32)?;
-                attended.push(read.transpose(1, 2)?.reshape((count, width))?);
+                let context = weights.matmul(&values.index_select(&slots, 0)?)?.to_dtype(DType::F32)?;
+                attended.push(context.transpose(1, 2)?.reshape((count, width))?);
             }
         }
         Ok((layer.cross_out.forward(&Tensor::cat(&attended, 0)?)?, queries))
     }
 
-    /// Compares the results of the first layers for a known window with those of a CPU in f32. On a CPU in f32 nothing is
-    /// compared. Only the first layers are compared, since the whole model would take as much memory on the host as on the
-    /// device.
+    /// Compares the results of the first layers for a known window with those of a CPU in f32. On a CPU in f32 nothing
+    /// is compared. Only the first layers are compared, since the whole model would take as much memory on the host as
+    /// on the device.
     ///
     /// # Errors
     /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
     pub fn compare_with_cpu(&self, spec: &LoadSpec, config: &WhisperConfig) -> Loaded<()> {
-        if !fitness::is_to_be_compared(&self.device, spec.dtype) {
+        if !fitness::needs_comparison(&self.device, spec.dtype) {
             return Ok(());
         }
         let first = |layers: Layers| Layers { count: layers.count.min(COMPARED_LAYERS), ..layers };
@@ -381,7 +388,7 @@ impl DeviceWhisper {
 
 /// The logits after some tokens over a window of waves.
 fn known_logits(network: &mut super::Whisper, config: &WhisperConfig) -> Result<Vec<f32>> {
-    let wave = |at: usize| ((at % 97) as f32 * 0.13).sin();
+    let wave = |index: usize| ((index % 97) as f32 * 0.13).sin();
     let features: Vec<f32> = (0..config.mels * FRAMES).map(wave).collect();
     network.encode(&[0], &[&features])?;
     // 7,919 is a prime, so that the tokens differ.
@@ -453,9 +460,9 @@ impl Reader<'_> {
         let dtype = self.weights.dtype();
         let empty = |shape: &[usize], dtype: DType| {
             Tensor::zeros(shape, dtype, self.device).map_err(|error| {
-                let own = tokens * DType::F32.size_in_bytes();
+                let text_bytes = tokens * DType::F32.size_in_bytes();
                 let bytes =
-                    2 * count * width * (own + self.slots * POSITIONS * dtype.size_in_bytes());
+                    2 * count * width * (text_bytes + self.slots * POSITIONS * dtype.size_in_bytes());
                 self.spec.failed(format!(
                     "keys and values of {} windows need {bytes} bytes of its memory: {error}; lower sequences in \
                      [pool.options]",
@@ -463,8 +470,8 @@ impl Reader<'_> {
                 ))
             })
         };
-        let own = || empty(&[heads, tokens, width / heads], DType::F32);
-        let across = || empty(&[self.slots, heads, POSITIONS, width / heads], dtype);
+        let text_cache = || empty(&[heads, tokens, width / heads], DType::F32);
+        let window_cache = || empty(&[self.slots, heads, POSITIONS, width / heads], dtype);
         Ok(Layer {
             norm: self.norm(&named("self_attn_layer_norm"))?,
             qkv: square(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])?,
@@ -476,8 +483,8 @@ impl Reader<'_> {
             inner_norm: self.norm(&named("final_layer_norm"))?,
             up: self.linear(&[named("fc1")], [width, inner])?,
             down: self.linear(&[named("fc2")], [inner, width])?,
-            own: [own()?, own()?],
-            across: [across()?, across()?],
+            text_kv: [text_cache()?, text_cache()?],
+            window_kv: [window_cache()?, window_cache()?],
         })
     }
 }

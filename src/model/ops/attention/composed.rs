@@ -1,19 +1,19 @@
 //! Attention by candle's operations, for any device and precision; the reference for the kernels. Decides which texts
-//! are computed together, padded to the longest of them: texts of similar lengths, so that there is little padding.
+//! are computed together, padded to the longest of them: those of similar lengths, so that there is little padding.
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use sconce_kernels::{PositionTerms, places};
+use sconce_kernels::{PositionTerms, positions_in_texts};
 
-use super::super::position_terms::{added, rotated};
+use super::super::position_terms::{rotated, score_terms};
 
-/// The most scores of a head that are computed at once (16 MiB in f32). A single text may have more, since a text is
-/// never split.
+/// The largest number of scores of a head that are computed at once (16 MiB in f32). A single text may have more, since
+/// a text is never split.
 const MAX_SCORES: usize = 1 << 22;
 /// Less than one row in 20 is padding.
 const ROWS_PER_PADDING: usize = 20;
 
 /// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`: Q, K and V side by side. `lengths` are
-/// the tokens of each text; their sum is `tokens`. Returns `[tokens, heads·d]`.
+/// the numbers of tokens of the texts; their sum is `tokens`. Returns `[tokens, heads·d]`.
 ///
 /// # Errors
 /// Shapes or types do not match: a bug of the caller.
@@ -24,14 +24,14 @@ pub fn attention(
     position_terms: &PositionTerms,
 ) -> Result<Tensor> {
     let (tokens, width) = qkv.dims2()?;
-    let of_texts: usize = lengths.iter().sum();
-    if of_texts != tokens || tokens == 0 {
-        bail!("attention over texts of {of_texts} tokens in all got {tokens} rows");
+    let tokens_of_texts: usize = lengths.iter().sum();
+    if tokens_of_texts != tokens || tokens == 0 {
+        bail!("attention over texts of {tokens_of_texts} tokens in all got {tokens} rows");
     }
     let rotated_qkv = position_terms.rotary.as_ref().map(|rotary| {
         let parts = qkv.reshape((tokens, 3 * heads, width / 3 / heads))?;
         let (qk, values) = (parts.narrow(1, 0, 2 * heads)?, parts.narrow(1, 2 * heads, heads)?);
-        let qk = rotated(rotary, &qk, &places(lengths))?;
+        let qk = rotated(rotary, &qk, &positions_in_texts(lengths))?;
         Tensor::cat(&[qk, values], 1)?.reshape((tokens, width))
     });
     let rotated_qkv = rotated_qkv.transpose()?;
@@ -58,26 +58,29 @@ struct Group {
     /// The first row of each text in the batch.
     starts: Vec<usize>,
     lengths: Vec<usize>,
+    /// The sum of the lengths.
     tokens: usize,
+    /// The largest length.
     longest: usize,
 }
 
 impl Group {
-    /// Returns whether a text of this length may join. It must not be shorter than the texts of the group.
-    fn takes(&self, length: usize) -> bool {
+    /// Whether a text of this length may join. It must not be shorter than the texts of the group.
+    fn has_room_for(&self, length: usize) -> bool {
         let rows = (self.starts.len() + 1) * length;
         ROWS_PER_PADDING * (rows - self.tokens - length) < rows && rows * length <= MAX_SCORES
     }
 }
 
+/// Sorts the texts by length, and groups those of similar lengths.
 fn groups(lengths: &[usize]) -> Vec<Group> {
-    let starts = lengths.iter().scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
+    let starts = lengths.iter().scan(0, |start, n| Some(std::mem::replace(start, *start + n)));
     let mut texts: Vec<(usize, usize)> =
         lengths.iter().copied().zip(starts).filter(|(n, _)| *n > 0).collect();
     texts.sort_unstable();
     let mut groups: Vec<Group> = Vec::new();
     for (n, start) in texts {
-        match groups.last_mut().filter(|group| group.takes(n)) {
+        match groups.last_mut().filter(|group| group.has_room_for(n)) {
             Some(group) => {
                 group.starts.push(start);
                 group.lengths.push(n);
@@ -109,7 +112,7 @@ impl Group {
         let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
         let mut scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
         if position_terms.bias.is_some() || position_terms.window.is_some() {
-            scores = scores.broadcast_add(&added(position_terms, heads, n, device)?)?;
+            scores = scores.broadcast_add(&score_terms(position_terms, heads, n, device)?)?;
         }
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;
         weights.matmul(&part(2)?)?.transpose(1, 2)?.reshape((texts * n, heads * d))
@@ -121,7 +124,7 @@ mod tests {
     use super::super::super::testing::{difference, noise};
     use super::*;
 
-    /// The formula, applied to each text by itself.
+    /// The formula, applied to one text after the other.
     fn one_by_one(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
         let d = qkv.dim(1)? / 3 / heads;
         let mut start = 0;
@@ -141,10 +144,10 @@ mod tests {
     fn grouped_texts_have_the_results_of_single_texts() {
         let lengths = [5, 1, 40, 6, 31, 38, 7, 1, 300];
         let qkv = noise(&[lengths.iter().sum(), 3 * 24], 2.0, 1).unwrap();
-        let right = one_by_one(&qkv, 3, &lengths).unwrap();
-        let off =
-            difference(&attention(&qkv, 3, &lengths, &PositionTerms::default()).unwrap(), &right).unwrap();
-        assert!(off < 2e-6, "{off}");
+        let expected = one_by_one(&qkv, 3, &lengths).unwrap();
+        let error =
+            difference(&attention(&qkv, 3, &lengths, &PositionTerms::default()).unwrap(), &expected).unwrap();
+        assert!(error < 2e-6, "{error}");
     }
 
     #[test]

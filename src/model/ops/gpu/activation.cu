@@ -16,9 +16,9 @@ template <u32 which, typename N>
 __device__ inline void activate(N* x, const N* bias, size_t numbers, u32 width) {
     const size_t threads = static_cast<size_t>(gridDim.x) * blockDim.x;
     for (size_t at = 4 * (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x); at < numbers; at += 4 * threads) {
-        const float4 value = four(x + at), by = four(bias + at % width);
-        put_four(x + at, make_float4(activated<which>(value.x + by.x), activated<which>(value.y + by.y),
-                                     activated<which>(value.z + by.z), activated<which>(value.w + by.w)));
+        const float4 value = four(x + at), b = four(bias + at % width);
+        put_four(x + at, make_float4(activated<which>(value.x + b.x), activated<which>(value.y + b.y),
+                                     activated<which>(value.z + b.z), activated<which>(value.w + b.w)));
     }
 }
 

@@ -5,12 +5,12 @@ use super::{Argument, Launch, Matrix, Pointer, Source};
 
 /// Threads in a block; each handles four numbers at a time.
 const THREADS: u32 = 256;
-/// The most blocks; each computes further numbers in a loop.
+/// The largest number of blocks. With more numbers, each block computes further ones in a loop.
 const MAX_BLOCKS: u32 = 1 << 14;
 
 /// x ← activation(x + bias); `bias` has the numbers of one row, of x's type.
 pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
-    let which = match activation {
+    let code = match activation {
         Activation::Gelu => 0,
         Activation::GeluTanh => 1,
         Activation::Relu => 2,
@@ -25,11 +25,11 @@ pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
         threads: THREADS,
         shared_bytes: 0,
         arguments: vec![
-            Argument::Pointer(x.at),
+            Argument::Pointer(x.address),
             Argument::Pointer(bias),
             Argument::U32(x.rows),
             Argument::U32(x.width),
-            Argument::U32(which),
+            Argument::U32(code),
         ],
     }
 }

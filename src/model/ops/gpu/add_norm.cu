@@ -24,8 +24,8 @@ __device__ inline void norm_row(N* to, const N* a, const N* b, const float* para
     float squares = 0;
     for (u32 at = 4 * lane; at < width; at += 4 * 32) {
         const float4 x = four(row + at);
-        const float4 off = make_float4(x.x - mean, x.y - mean, x.z - mean, x.w - mean);
-        squares += off.x * off.x + off.y * off.y + off.z * off.z + off.w * off.w;
+        const float4 d = make_float4(x.x - mean, x.y - mean, x.z - mean, x.w - mean);
+        squares += d.x * d.x + d.y * d.y + d.z * d.z + d.w * d.w;
     }
     const float scale = 1.0f / sqrtf(sum_of_warp(squares) / width + eps);
     for (u32 at = 4 * lane; at < width; at += 4 * 32) {

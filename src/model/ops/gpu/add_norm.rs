@@ -2,12 +2,12 @@
 
 use super::{Argument, Launch, Matrix, Pointer, Source, WARP};
 
-/// Rows in a block, one warp each. There are fewer if the shared memory cannot hold them in f32.
-const ROWS: u32 = 4;
+/// Rows in a block, one warp each. A block has fewer rows if the shared memory cannot hold these in f32.
+const MAX_ROWS: u32 = 4;
 /// Bytes of shared memory that a block gets by default.
-const SHARED: u32 = 48 << 10;
+const SHARED_BYTES: u32 = 48 << 10;
 /// The width of the longest row that fits into a block's shared memory.
-pub const MAX_WIDTH: u32 = SHARED / size_of::<f32>() as u32;
+pub const MAX_WIDTH: u32 = SHARED_BYTES / size_of::<f32>() as u32;
 
 /// A norm's constants.
 #[derive(Clone, Copy, Debug)]
@@ -30,10 +30,10 @@ pub fn embed(x: Matrix, [tokens, positions]: [Pointer; 2], plan: Pointer, norm: 
 }
 
 fn launch(name: &str, x: Matrix, others: &[Pointer], norm: Norm) -> Launch {
-    let row = x.width * size_of::<f32>() as u32;
-    let rows = ROWS.min(SHARED / row).max(1);
-    let mut arguments = vec![Argument::Pointer(x.at)];
-    arguments.extend(others.iter().map(|at| Argument::Pointer(*at)));
+    let row_bytes = x.width * size_of::<f32>() as u32;
+    let rows = MAX_ROWS.min(SHARED_BYTES / row_bytes).max(1);
+    let mut arguments = vec![Argument::Pointer(x.address)];
+    arguments.extend(others.iter().map(|pointer| Argument::Pointer(*pointer)));
     arguments.extend([
         Argument::Pointer(norm.params),
         Argument::F32(norm.eps),
@@ -45,7 +45,7 @@ fn launch(name: &str, x: Matrix, others: &[Pointer], norm: Norm) -> Launch {
         kernel: format!("{name}_{}", x.element_type.name()),
         grid: [x.rows.div_ceil(rows), 1, 1],
         threads: rows * WARP,
-        shared_bytes: rows * row,
+        shared_bytes: rows * row_bytes,
         arguments,
     }
 }

@@ -1,14 +1,15 @@
 // softmax((Q + bias)·Kᵀ/√d)·V for texts that follow each other without padding. A block computes a tile: some
 // queries of one text and head, over all keys of that text. It reads a stretch of keys at a time and updates the
-// softmax's maximum and sum (online softmax). The caller handles the biases of keys and values: the former changes
-// no weight, and the latter is added after the weighting.
+// softmax's maximum and sum (online softmax). There is no bias of keys, which would change no weight. The caller adds
+// the bias of values to the result.
 #include "warp.cuh"
 
 // `qkv` is [tokens, 3·heads·d], the three products side by side, `q_bias` [heads·d], `out` [tokens, heads·d]. A
 // tile is three numbers: the text's first row, its tokens, and the index in the text of the tile's first query.
 // `scale` is log2(e)/√d, since powers of 2 are used.
 
-constexpr float NOTHING = -INFINITY;
+// The score of a key that does not exist.
+constexpr float MASKED = -INFINITY;
 
 // One query per thread, computed in f32 for any type of numbers. It works on any device.
 template <typename N, u32 d>
@@ -20,17 +21,17 @@ __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u
     const u32 start = tile[0], length = tile[1], query = tile[2] + threadIdx.x;
     const u32 hidden = heads * d, column = blockIdx.y * d;
     const N* text = qkv + static_cast<size_t>(start) * 3 * hidden + column;
-    const bool is_mine = query < length;
+    const bool has_query = query < length;
 
     float4 q[d / 4], o[d / 4];
     for (u32 i = 0; i < d / 4; ++i) {
         q[i] = o[i] = make_float4(0, 0, 0, 0);
-        if (is_mine) {
+        if (has_query) {
             const float4 x = four(text + static_cast<size_t>(query) * 3 * hidden + 4 * i), bias = four(q_bias + column + 4 * i);
             q[i] = make_float4((x.x + bias.x) * scale, (x.y + bias.y) * scale, (x.z + bias.z) * scale, (x.w + bias.w) * scale);
         }
     }
-    float most = NOTHING, sum = 0;
+    float max_score = MASKED, sum = 0;
     for (u32 first = 0; first < length; first += stretch) {
         __syncthreads();
         for (u32 at = threadIdx.x; at < stretch * (d / 4); at += blockDim.x) {
@@ -42,7 +43,7 @@ __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u
         }
         __syncthreads();
         for (u32 row = 0; row < stretch && first + row < length; row += step) {
-            float weights[step], highest = most;
+            float weights[step], new_max = max_score;
 #pragma unroll
             for (u32 j = 0; j < step; ++j) {
                 float score = 0;
@@ -51,14 +52,14 @@ __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u
                     const float4 k = keys[row + j][i];
                     score += q[i].x * k.x + q[i].y * k.y + q[i].z * k.z + q[i].w * k.w;
                 }
-                weights[j] = first + row + j < length ? score : NOTHING;
-                highest = fmaxf(highest, weights[j]);
+                weights[j] = first + row + j < length ? score : MASKED;
+                new_max = fmaxf(new_max, weights[j]);
             }
-            const float shrink = exp2f(most - highest);
-            most = highest;
+            const float shrink = exp2f(max_score - new_max);
+            max_score = new_max;
             sum *= shrink;
 #pragma unroll
-            for (u32 j = 0; j < step; ++j) sum += weights[j] = exp2f(weights[j] - most);
+            for (u32 j = 0; j < step; ++j) sum += weights[j] = exp2f(weights[j] - max_score);
 #pragma unroll
             for (u32 i = 0; i < d / 4; ++i) {
                 float4 x = make_float4(o[i].x * shrink, o[i].y * shrink, o[i].z * shrink, o[i].w * shrink);
@@ -74,7 +75,7 @@ __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u
             }
         }
     }
-    if (!is_mine) return;
+    if (!has_query) return;
     N* to = out + static_cast<size_t>(start + query) * hidden + column;
     for (u32 i = 0; i < d / 4; ++i) put_four(to + 4 * i, make_float4(o[i].x / sum, o[i].y / sum, o[i].z / sum, o[i].w / sum));
 }
@@ -126,11 +127,11 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
         }
     }
     float o[d / 8][4] = {};
-    float most[2] = {NOTHING, NOTHING}, sum[2] = {0, 0};
+    float max_score[2] = {MASKED, MASKED}, sum[2] = {0, 0};
     for (u32 first = 0; first < length; first += stretch) {
         const u32 here = length - first < stretch ? length - first : stretch;
         __syncthreads();
-        // The number of keys is rounded up to a multiple of 16; rows without a key become 0.
+        // The number of keys is rounded up to a multiple of 16; rows without a key are zeros.
         for (u32 at = threadIdx.x; at < (here + 15) / 16 * 16 * (d / 8); at += blockDim.x) {
             const u32 key = at / (d / 8), i = at % (d / 8);
             const N* from = text + static_cast<size_t>(first + key) * 3 * hidden + hidden + 8 * i;
@@ -154,29 +155,29 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
                 multiply_add<N>(s[n + 1], q[at], k[2], k[3]);
             }
         }
-        float highest[2] = {most[0], most[1]};
+        float new_max[2] = {max_score[0], max_score[1]};
 #pragma unroll
         for (u32 n = 0; n < stretch / 8; ++n) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                if (8 * n + 2 * t + i % 2 >= here) s[n][i] = NOTHING;
-                highest[i / 2] = fmaxf(highest[i / 2], s[n][i]);
+                if (8 * n + 2 * t + i % 2 >= here) s[n][i] = MASKED;
+                new_max[i / 2] = fmaxf(new_max[i / 2], s[n][i]);
             }
         }
         float shrink[2];
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             // Combines the four threads of a row.
-            highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
-            highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
-            shrink[half] = exp2f(most[half] - highest[half]);
-            most[half] = highest[half];
+            new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xffffffffu, new_max[half], 1));
+            new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xffffffffu, new_max[half], 2));
+            shrink[half] = exp2f(max_score[half] - new_max[half]);
+            max_score[half] = new_max[half];
             sum[half] *= shrink[half];
         }
 #pragma unroll
         for (u32 n = 0; n < stretch / 8; ++n) {
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) sum[i / 2] += s[n][i] = exp2f(s[n][i] - most[i / 2]);
+            for (u32 i = 0; i < 4; ++i) sum[i / 2] += s[n][i] = exp2f(s[n][i] - max_score[i / 2]);
         }
 #pragma unroll
         for (u32 n = 0; n < d / 8; ++n) {

@@ -1,5 +1,5 @@
-//! Runs launches on the GPU, on candle's tensors and its stream. Decides which steps have a kernel for their
-//! sizes and types; for the others the caller uses candle's own operations.
+//! Runs launches on the GPU, on candle's tensors and its stream. Decides which operations have a kernel for their sizes
+//! and types; for the others the caller uses candle's own operations.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
@@ -27,7 +27,7 @@ impl Planned {
     }
 
     /// The rows of the tokens in the table of positions, `[tokens]`.
-    pub fn places(&self) -> Result<Tensor> {
+    pub fn positions(&self) -> Result<Tensor> {
         self.words.narrow(0, self.plan.tokens, self.plan.tokens)
     }
 }
@@ -68,10 +68,10 @@ pub fn activate(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<boo
     Ok(true)
 }
 
-/// The sizes of the heads, if a kernel fits them.
-pub fn attends(dtype: DType, heads: usize, size: usize) -> Option<Heads> {
+/// The heads, if a kernel fits them.
+pub fn heads_with_kernel(dtype: DType, heads: usize, size: usize) -> Option<Heads> {
     let heads = Heads { element_type: ElementType::of(dtype)?, count: heads as u32, size: size as u32 };
-    heads.fit().then_some(heads)
+    heads.have_kernel().then_some(heads)
 }
 
 /// Attention over `qkv` `[tokens, 3·heads·size]`; returns `[tokens, heads·size]`. `q_bias` is f32.
@@ -101,21 +101,22 @@ pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
     let texts = planned.plan.texts;
     let out = uninitialised((texts, modes.len() * width), DType::F32, x.device())?;
     let Some(element_type) = ElementType::of(x.dtype()) else { bail!("no kernel pools {:?}", x.dtype()) };
-    let x = Matrix { at: pointer(x)?, element_type, rows: rows as u32, width: width as u32 };
+    let x = Matrix { address: pointer(x)?, element_type, rows: rows as u32, width: width as u32 };
     let starts = pointer(&planned.words)? + (planned.plan.starts() * size_of::<u32>()) as Pointer;
     run(&out, &super::pool(pointer(&out)?, x, starts, texts as u32, modes))?;
     Ok(out)
 }
 
-/// `x` as a matrix for kernels. None if its type has no kernel, or if the length of its rows is above `most` or not a
-/// multiple of four.
-fn rows(x: &Tensor, most: u32) -> Result<Option<Matrix>> {
+/// `x` as a matrix for kernels. None if its type has no kernel, or if the length of its rows is above `max_width` or
+/// not a multiple of four.
+fn rows(x: &Tensor, max_width: u32) -> Result<Option<Matrix>> {
     let (rows, width) = x.dims2()?;
     let (rows, width) = (rows as u32, width as u32);
-    let Some(element_type) = ElementType::of(x.dtype()).filter(|_| width % 4 == 0 && width <= most) else {
+    let Some(element_type) = ElementType::of(x.dtype()).filter(|_| width % 4 == 0 && width <= max_width)
+    else {
         return Ok(None);
     };
-    Ok(Some(Matrix { at: pointer(x)?, element_type, rows, width }))
+    Ok(Some(Matrix { address: pointer(x)?, element_type, rows, width }))
 }
 
 fn norm((params, eps): Constants<'_>) -> Result<Norm> {
@@ -133,14 +134,14 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
     };
     let stream = storage.device().cuda_stream();
     // This program orders streams itself (`configure` in `device/cuda.rs`), so the returned guard is not needed.
-    let (at, size) = match &storage.slice {
+    let (address, size) = match &storage.slice {
         CudaStorageSlice::F32(numbers) => (numbers.device_ptr(&stream).0, size_of::<f32>()),
         CudaStorageSlice::F16(numbers) => (numbers.device_ptr(&stream).0, size_of::<u16>()),
         CudaStorageSlice::BF16(numbers) => (numbers.device_ptr(&stream).0, size_of::<u16>()),
         CudaStorageSlice::U32(numbers) => (numbers.device_ptr(&stream).0, size_of::<u32>()),
         _ => bail!("no kernel takes {:?}", tensor.dtype()),
     };
-    Ok(at + (first * size) as Pointer)
+    Ok(address + (first * size) as Pointer)
 }
 
 #[expect(unsafe_code, reason = "no time is spent on zeros that are overwritten")]
@@ -149,10 +150,10 @@ fn uninitialised(shape: (usize, usize), dtype: DType, device: &Device) -> Result
     unsafe { Tensor::empty(shape, dtype, device) }
 }
 
-/// Runs a launch on the device of `on`, after all work submitted before.
+/// Runs a launch on the device of `tensor`, after all work submitted before.
 #[expect(unsafe_code, reason = "a kernel takes what it is given for pointers")]
-fn run(on: &Tensor, launch: &Launch) -> Result<()> {
-    let device: &CudaDevice = on.device().as_cuda_device()?;
+fn run(tensor: &Tensor, launch: &Launch) -> Result<()> {
+    let device: &CudaDevice = tensor.device().as_cuda_device()?;
     let (file, ptx) = match launch.source {
         Source::Activation => ("activation", include_str!(concat!(env!("OUT_DIR"), "/activation.ptx"))),
         Source::AddNorm => ("add_norm", include_str!(concat!(env!("OUT_DIR"), "/add_norm.ptx"))),
@@ -163,7 +164,7 @@ fn run(on: &Tensor, launch: &Launch) -> Result<()> {
     let mut call = function.builder();
     for argument in &launch.arguments {
         match argument {
-            Argument::Pointer(at) => call.arg(at),
+            Argument::Pointer(address) => call.arg(address),
             Argument::U32(count) => call.arg(count),
             Argument::F32(factor) => call.arg(factor),
         };

@@ -1,13 +1,13 @@
-//! GPU kernels (`*.cu`) for steps that candle lacks, or for which it reads and writes memory too often, and how each is
-//! launched over a batch. Decides grids, memory and arguments. Pure: `cuda` runs a launch in a build with CUDA, and
-//! tests run the same launch on an emulated device.
+//! GPU kernels (`*.cu`) for operations that candle lacks, or for which it reads and writes memory too often, and how
+//! each is launched over a batch. Decides grids, memory and arguments. Calls no driver: `cuda` runs a launch in a build
+//! with CUDA, and tests run the same launch on an emulated device.
 //!
 //! | file | kernel |
 //! |---|---|
 //! | `add_norm` | LayerNorm(a + bias + b), and the same over the tables of token and position embeddings |
 //! | `attention` | attention over texts without padding |
 //! | `activation` | activation(x + bias) |
-//! | `pooling` | from the tokens' vectors to a text's vector |
+//! | `pooling` | a text's vector, from the tokens' vectors |
 //! | `plan` | the description of a batch for the kernels: ids, positions, first rows of texts, tiles |
 
 mod activation;
@@ -28,7 +28,7 @@ use candle_core::DType;
 
 /// Threads in a warp.
 const WARP: u32 = 32;
-/// The most blocks in the second dimension of a grid, `gridDim.y`.
+/// CUDA's limit on the blocks in the second dimension of a grid, `gridDim.y`.
 const MAX_GRID_Y: u32 = 65_535;
 
 /// The lowest compute capability that this program's kernels are for, without the dot: 80 for 8.0.
@@ -109,7 +109,7 @@ pub struct Launch {
     pub threads: u32,
     /// Bytes of dynamic shared memory.
     pub shared_bytes: u32,
-    /// In the order of the kernel's parameters.
+    /// The arguments, in the order of the kernel's parameters.
     pub arguments: Vec<Argument>,
 }
 
@@ -117,7 +117,7 @@ pub struct Launch {
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
     /// The address of its first number.
-    pub at: Pointer,
+    pub address: Pointer,
     /// The type of its numbers.
     pub element_type: ElementType,
     /// Rows.

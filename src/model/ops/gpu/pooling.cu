@@ -1,4 +1,4 @@
-// Computes one vector of a text from the vectors of its tokens, in f32, so that only that is copied to the host.
+// Computes one vector of a text from the vectors of its tokens, in f32, so that only this vector is copied to the host.
 #include "numbers.cuh"
 
 // The values of `Mode` in pooling.rs.

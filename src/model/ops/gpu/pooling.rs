@@ -7,8 +7,8 @@ use super::{Argument, Launch, Matrix, Pointer, Source};
 const THREADS: u32 = 128;
 
 /// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from the tokens' vectors `x`. `starts` are
-/// the texts' first rows, then the number of all rows. Each mode takes four bits of one 32-bit argument; that suffices
-/// for eight modes, and there are only four.
+/// the texts' first rows, then the number of all rows. Each mode takes four bits of one 32-bit argument, which has room
+/// for eight modes; there are only four.
 pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]) -> Launch {
     let code = |mode: &Mode| match mode {
         Mode::Cls => 0,
@@ -25,7 +25,7 @@ pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]
         shared_bytes: 0,
         arguments: vec![
             Argument::Pointer(out),
-            Argument::Pointer(x.at),
+            Argument::Pointer(x.address),
             Argument::Pointer(starts),
             Argument::U32(codes),
             Argument::U32(modes.len() as u32),

@@ -1,7 +1,7 @@
 //! Limits the work of one operation on a requester's grammar, in a process that does nothing else. The work is measured
 //! in allocated bytes, since the same operation allocates the same bytes on every machine, however busy it is.
 //! (`server` says why llguidance's own limits do not suffice.) Processor time is only a backstop. Owns the counters of
-//! the process; a process without an armed budget is not counted.
+//! the process. Allocations are counted only while a budget is armed.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::os::fd::{AsRawFd, RawFd};
@@ -27,7 +27,7 @@ pub(super) struct Budget {
     pub(super) time: Duration,
 }
 
-/// Whether this process counts. Written by its only thread.
+/// Whether allocations are counted. Written by the only thread of the process.
 static ARMED: AtomicBool = AtomicBool::new(false);
 /// Bytes that may still be allocated.
 static ALLOCATED_LEFT: AtomicI64 = AtomicI64::new(0);
@@ -45,13 +45,13 @@ pub struct Allocator;
 
 /// Whether [`Allocator`] is the allocator of this program.
 pub(super) fn allocator_is_installed() -> bool {
-    let before = 1 << 40;
-    ALLOCATED_LEFT.store(before, Ordering::Relaxed);
-    HELD_LEFT.store(before, Ordering::Relaxed);
+    let limit = 1 << 40;
+    ALLOCATED_LEFT.store(limit, Ordering::Relaxed);
+    HELD_LEFT.store(limit, Ordering::Relaxed);
     ARMED.store(true, Ordering::Relaxed);
     drop(std::hint::black_box(Vec::<u8>::with_capacity(64)));
     ARMED.store(false, Ordering::Relaxed);
-    ALLOCATED_LEFT.load(Ordering::Relaxed) != before
+    ALLOCATED_LEFT.load(Ordering::Relaxed) != limit
 }
 
 /// Runs an operation within a budget. If the operation needs more, the process reports this over the socket and ends.
@@ -83,6 +83,7 @@ fn set_timer(time: Duration) {
     unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const once, ptr::null_mut()) };
 }
 
+/// Counts an allocation of `bytes`, and `freed` bytes that are given back.
 fn charge(bytes: usize, freed: usize) {
     if !ARMED.load(Ordering::Relaxed) {
         return;

@@ -1,6 +1,6 @@
 //! Decides which tokens may come next if the text must be JSON or match a regular expression. llguidance computes this
 //! in separate processes, because a grammar is untrusted input. This file is the worker's side: it starts the server
-//! process, has each grammar built once, and requests the masks of each sequence.
+//! process, lets it build each grammar once, and requests the masks of each sequence.
 //!
 //! | file | decides |
 //! |---|---|
@@ -40,14 +40,14 @@ use crate::protocol::generate::Format;
 pub const COMMAND: &str = "grammar-server";
 /// The first byte of a token without text, for llguidance.
 const SPECIAL: u8 = 0xff;
-/// The number of grammars that are remembered: their builders are kept after the last sequence, as are refusals.
+/// The number of grammars that are remembered. Their builders, or the refusals, are kept after the last sequence.
 const MAX_KNOWN: usize = 16;
-/// The longest regular expression, in bytes. The time to build one grows with the square of its length: an expression
-/// of this length that consists of optional letters takes about 0.3 s.
+/// The longest regular expression, in bytes. The time to build it grows with the square of its length: an expression of
+/// this length that consists of optional letters takes about 0.3 s.
 const MAX_EXPRESSION_BYTES: usize = 8 << 10;
-/// The most optional properties of one object. llguidance keeps about four items for each. It refuses an object with
-/// more than 2,000 items at its first token, after a time that grows with the square of the number of properties: 4,000
-/// properties take 2 s.
+/// The largest number of optional properties of one object. llguidance keeps about four items for each. It refuses an
+/// object with more than 2,000 items at its first token, after a time that grows with the square of the number of
+/// properties: 4,000 properties take 2 s.
 const MAX_OPTIONAL: usize = 490;
 /// How long the worker waits for a builder. The limit of its processor time ends it far sooner, unless the machine is
 /// overloaded; in that case the task is tried again.
@@ -85,7 +85,7 @@ type Fingerprint = [u8; 32];
 impl Known {
     /// The verdict on a grammar, if it is known and the grammar's builder is running.
     fn find(&mut self, fingerprint: Fingerprint) -> Option<Verdict> {
-        let (_, verdict) = self.0.remove(self.0.iter().position(|(of, _)| *of == fingerprint)?)?;
+        let (_, verdict) = self.0.remove(self.0.iter().position(|(known, _)| *known == fingerprint)?)?;
         if verdict.as_ref().is_ok_and(|builder| !builder.is_running()) {
             return None;
         }
@@ -141,12 +141,12 @@ impl Drop for Server {
 
 impl Server {
     fn start(vocabulary: &[u8]) -> io::Result<Self> {
-        let (socket, theirs) = UnixStream::pair()?;
+        let (socket, remote) = UnixStream::pair()?;
         // Not the program's path, since the file may have been replaced by a new version.
         let program = PROGRAM.get().cloned().unwrap_or_else(|| "/proc/self/exe".into());
         let process = Command::new(program)
             .arg(COMMAND)
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(OwnedFd::from(remote)))
             // Control lines and logs belong to the worker, and their pipes must close when it ends.
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -162,10 +162,10 @@ impl Server {
 
 /// A socket to a new child of the process at the other end of `parent`.
 fn child_of(parent: &UnixStream, timeout: Duration) -> io::Result<UnixStream> {
-    let (socket, theirs) = UnixStream::pair()?;
+    let (socket, remote) = UnixStream::pair()?;
     socket.set_read_timeout(Some(timeout))?;
     socket.set_write_timeout(Some(timeout))?;
-    send_socket(parent, &theirs)?;
+    send_socket(parent, &remote)?;
     Ok(socket)
 }
 
@@ -218,12 +218,12 @@ impl Grammars {
     pub fn build(&self, grammar: &Grammar) -> Result<Constraint, TaskError> {
         let Grammar { text, fingerprint } = grammar;
         let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another task may have had it built meanwhile.
+        // It may have been built for another task meanwhile.
         let known = self.known().find(*fingerprint);
         let verdict = match known {
             Some(verdict) => verdict,
             None => {
-                let verdict = self.built(&mut server, text)?;
+                let verdict = self.request_build(&mut server, text)?;
                 self.known().add(*fingerprint, verdict.clone());
                 verdict
             }
@@ -231,8 +231,8 @@ impl Grammars {
         Ok(Constraint(verdict.map_err(refused)?))
     }
 
-    /// Has the server build a grammar. A server that has ended is started again.
-    fn built(&self, server: &mut Option<Server>, grammar: &[u8]) -> Result<Verdict, TaskError> {
+    /// Requests a grammar from the server. A server that has ended is started again.
+    fn request_build(&self, server: &mut Option<Server>, grammar: &[u8]) -> Result<Verdict, TaskError> {
         let mut frame = Vec::new();
         let mut attempt = |server: &Server| {
             let socket = child_of(&server.socket, BUILD_TIMEOUT)?;
@@ -240,8 +240,8 @@ impl Grammars {
             Ok((read_frame(&socket, &mut frame)?, socket))
         };
         let running = server.take().map(|server| (attempt(&server), server));
-        let (answer, running) = match running {
-            Some((Ok(answer), running)) => (answer, running),
+        let (reply, running) = match running {
+            Some((Ok(reply), running)) => (reply, running),
             // Either the server or the builder has ended. If the builder fails with a new server too, the task fails.
             _ => {
                 let server = Server::start(&self.vocabulary).map_err(|error| fault(&error))?;
@@ -249,8 +249,8 @@ impl Grammars {
             }
         };
         *server = Some(running);
-        let (status, socket) = answer;
-        Ok(match status {
+        let (kind, socket) = reply;
+        Ok(match kind {
             FrameKind::Data => Ok(Arc::new(Builder(socket))),
             FrameKind::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
             FrameKind::TooCostly => Err(too_costly("building it", server::BUILD)),
@@ -276,7 +276,7 @@ fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
 struct Sizes {
     /// The bytes of the longest expression: values of `pattern`, and names in `patternProperties`.
     expression: usize,
-    /// The most optional properties of one object.
+    /// The largest number of optional properties of one object.
     optional: usize,
 }
 
@@ -290,13 +290,13 @@ impl Sizes {
         };
         match schema {
             Value::Object(fields) => {
-                let names = |of: &str| fields.get(of).and_then(Value::as_object);
+                let object = |field: &str| fields.get(field).and_then(Value::as_object);
                 let pattern = fields.get("pattern").and_then(Value::as_str).map(str::len);
-                let patterns = names("patternProperties").and_then(|all| all.keys().map(String::len).max());
+                let patterns = object("patternProperties").and_then(|all| all.keys().map(String::len).max());
                 let required = fields.get("required").and_then(Value::as_array);
                 let required: BTreeSet<&str> =
                     required.into_iter().flatten().filter_map(Value::as_str).collect();
-                let properties = names("properties").into_iter().flat_map(|all| all.keys());
+                let properties = object("properties").into_iter().flat_map(|all| all.keys());
                 include(Self {
                     expression: pattern.max(patterns).unwrap_or_default(),
                     optional: properties.filter(|name| !required.contains(name.as_str())).count(),
@@ -352,8 +352,8 @@ impl fmt::Debug for Constraint {
 }
 
 impl Constraint {
-    /// Begins a sequence: has its matcher forked. The matcher sends the first mask at once, which the builder computed
-    /// together with the grammar.
+    /// Begins a sequence: the grammar's process forks a matcher for it. The matcher sends the first mask at once, which
+    /// the builder computed together with the grammar.
     ///
     /// # Errors
     /// `Fault` if the grammar's process has ended.

@@ -3,7 +3,7 @@
 //! patterns. So grammars run in processes that hold nothing else and may end at any time:
 //!
 //! - The *server* holds the vocabulary. A worker has one. It forks a builder for each grammar.
-//! - A *builder* builds its grammar within [`BUILD`] and reports whether it can be used. It forks a matcher for each
+//! - A *builder* builds its grammar within [`BUILD`], and reports whether it can be used. It forks a matcher for each
 //!   sequence.
 //! - A *matcher* computes the masks of its sequence, each within [`MASK`].
 //!
@@ -28,16 +28,15 @@ use super::wire::{FrameKind, read_frame, receive_socket, write_frame};
 use crate::protocol::shorten;
 
 /// The budget for building a grammar and computing its first mask. On a 2.6 GHz Xeon, 192 MiB of allocations take 250
-/// ms (`multipleOf`), and up to three times as long for the longest expressions and schemas that are accepted. An
-/// object of 150 strings takes 5 MiB, an enumeration of 2,000 names 6 MiB, a choice of 300 objects with ranges of
-/// numbers 113 MiB.
+/// ms (`multipleOf`), and up to 750 ms for the longest expressions and schemas that are accepted. An object of 150
+/// strings takes 5 MiB, an enumeration of 2,000 names 6 MiB, a choice of 300 objects with ranges of numbers 113 MiB.
 pub(super) const BUILD: Budget =
     Budget { allocated: 192 << 20, held: 64 << 20, time: Duration::from_secs(4) };
 /// The budget for one mask. A mask of a usual schema allocates less than 100 KiB.
 pub(super) const MASK: Budget = Budget { allocated: 12 << 20, held: 96 << 20, time: Duration::from_secs(1) };
 /// The limit of address space, in bytes, for a process whose allocator does not count.
 const UNCOUNTED_ADDRESS_SPACE: u64 = 1 << 30;
-/// The most characters of llguidance's reason in an error.
+/// The largest number of characters of llguidance's reason in an error.
 const MAX_REASON: usize = 300;
 
 /// Serves grammars to the worker at the other end of this socket, until the worker closes it.
@@ -50,7 +49,7 @@ pub fn serve(worker: UnixStream) -> io::Result<()> {
     read_frame(&worker, &mut frame)?;
     let factory = factory(&frame).map_err(io::Error::other)?;
     drop(frame);
-    fork_for_each(worker, |worker| build(&factory, worker))
+    fork_for_each(worker, |worker| run_builder(&factory, worker))
 }
 
 /// Ignores the signals that end a process. The worker ends these processes by closing their sockets; a signal to its
@@ -65,8 +64,8 @@ fn ignore_signals() -> nix::Result<()> {
     Ok(())
 }
 
-/// Forks a process for each socket that arrives. The child runs `run` on that socket and ends. Returns at the end of the
-/// stream.
+/// Forks a process for each socket that arrives. The child runs `run` on that socket and ends. Returns at the end of
+/// the stream.
 #[expect(
     unsafe_code,
     reason = "fork(2) is unsafe in a process with other running threads, and _exit(2) is C"
@@ -107,23 +106,24 @@ fn factory(vocabulary: &[u8]) -> Result<ParserFactory, String> {
     };
     let mut rest = vocabulary;
     let end = number(&mut rest).ok_or("a vocabulary without an end token")?;
-    let mut words = Vec::new();
+    let mut tokens = Vec::new();
     while let Some(length) = number(&mut rest) {
-        let (word, after) = rest.split_at_checked(length as usize).ok_or("a vocabulary that is cut off")?;
-        words.push(word.to_vec());
+        let (token, after) = rest.split_at_checked(length as usize).ok_or("a vocabulary that is cut off")?;
+        tokens.push(token.to_vec());
         rest = after;
     }
-    let count = u32::try_from(words.len()).map_err(|error| error.to_string())?;
-    let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(TokTrie::from(&TokRxInfo::new(count, end), &words)));
-    let mut factory = ParserFactory::new_simple(&tokens).map_err(|error| error.to_string())?;
+    let count = u32::try_from(tokens.len()).map_err(|error| error.to_string())?;
+    let trie = TokTrie::from(&TokRxInfo::new(count, end), &tokens);
+    let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+    let mut factory = ParserFactory::new_simple(&environment).map_err(|error| error.to_string())?;
     factory.quiet();
     // The state of a parser is of no use to a requester.
     factory.limits_mut().verbose_errors = false;
     Ok(factory)
 }
 
-/// A builder: reads a grammar, builds it, answers, and forks a matcher for each sequence.
-fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
+/// Runs a builder: reads a grammar, builds it, answers, and forks a matcher for each sequence.
+fn run_builder(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
     let mut grammar = Vec::new();
     read_frame(&worker, &mut grammar)?;
     if !allocator_is_installed() {
@@ -140,11 +140,11 @@ fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
         Err(reason) => return refuse(&worker, reason),
     };
     write_frame(&worker, FrameKind::Data, &[])?;
-    fork_for_each(worker, |worker| answer(&mut matcher, &first, &worker))
+    fork_for_each(worker, |worker| run_matcher(&mut matcher, &first, &worker))
 }
 
-/// A matcher: writes the first mask; then reads each chosen token and writes the mask for the next.
-fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Result<()> {
+/// Runs a matcher: writes the first mask; then reads each chosen token and writes the mask for the next one.
+fn run_matcher(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Result<()> {
     write_frame(worker, FrameKind::Data, first)?;
     let mut token = Vec::new();
     while let Ok(FrameKind::Data) = read_frame(worker, &mut token) {
@@ -165,7 +165,7 @@ fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Resul
 
 /// The tokens that may come next: a bit for each, in little-endian words of 32 bits.
 fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
-    // Only the text of llguidance's error identifies a dead end.
+    // llguidance reports a dead end only by the text of its error.
     let dead_end = format!("{:?}", StopReason::NoExtensionBias);
     let allowed = match matcher.compute_mask_or_eos().map_err(|error| reason(&error)) {
         Ok(allowed) if !allowed.is_zero() => allowed,
@@ -175,11 +175,11 @@ fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
     Ok(allowed.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
-/// llguidance's reason, without the position in a grammar that it has generated itself.
+/// llguidance's reason, without the position in the grammar, which the requester did not write.
 fn reason(error: &impl std::fmt::Display) -> String {
     let reason = format!("{error:#}");
-    let is_own = |line: &&str| !line.contains("| start:") && !line.contains("<non-verbose");
-    let lines: Vec<&str> = reason.lines().take_while(is_own).collect();
+    let has_no_position = |line: &&str| !line.contains("| start:") && !line.contains("<non-verbose");
+    let lines: Vec<&str> = reason.lines().take_while(has_no_position).collect();
     shorten(lines.join("\n").trim_end(), MAX_REASON)
 }
 

@@ -23,6 +23,7 @@ const HEADER: usize = 5;
 /// The largest payload, in bytes. A vocabulary of a million tokens has about 10 MiB.
 const MAX_PAYLOAD: usize = 64 << 20;
 
+/// The header of a frame.
 pub(super) fn header(kind: FrameKind, length: u32) -> [u8; HEADER] {
     let [a, b, c, d] = length.to_le_bytes();
     [kind as u8, a, b, c, d]
@@ -54,20 +55,20 @@ pub(super) fn read_frame(mut stream: &UnixStream, payload: &mut Vec<u8>) -> io::
     Ok(kind)
 }
 
-/// Sends a socket to the process at the other end of `over`.
-pub(super) fn send_socket(over: &UnixStream, socket: &UnixStream) -> io::Result<()> {
+/// Sends a socket to the process at the other end of `channel`.
+pub(super) fn send_socket(channel: &UnixStream, socket: &UnixStream) -> io::Result<()> {
     let files = [socket.as_raw_fd()];
     let (data, rights) = ([IoSlice::new(&[0])], [ControlMessage::ScmRights(&files)]);
-    sendmsg::<()>(over.as_raw_fd(), &data, &rights, MsgFlags::MSG_NOSIGNAL, None)?;
+    sendmsg::<()>(channel.as_raw_fd(), &data, &rights, MsgFlags::MSG_NOSIGNAL, None)?;
     Ok(())
 }
 
 /// Waits for a socket. None at the end of the stream.
-pub(super) fn receive_socket(over: &UnixStream) -> io::Result<Option<UnixStream>> {
+pub(super) fn receive_socket(channel: &UnixStream) -> io::Result<Option<UnixStream>> {
     let (mut byte, mut space) = ([0], cmsg_space!(i32));
     let mut data = [IoSliceMut::new(&mut byte)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-    let message = recvmsg::<()>(over.as_raw_fd(), &mut data, Some(&mut space), flags)?;
+    let message = recvmsg::<()>(channel.as_raw_fd(), &mut data, Some(&mut space), flags)?;
     if message.bytes == 0 {
         return Ok(None);
     }

@@ -1,6 +1,6 @@
 //! Recognizes the format of a recording by its first bytes, and checks the length that its header states. Skips tags,
-//! pictures and seek tables before the sound: the library would keep them in memory, many times as large as in the file,
-//! and sort seek tables in quadratic time. Decodes nothing.
+//! pictures and seek tables before the sound: in the library they would take many times more memory than in the file,
+//! and seek tables would be sorted in quadratic time. Decodes nothing.
 
 use std::fmt;
 use std::io::{self, Read, SeekFrom};
@@ -14,20 +14,20 @@ pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg Vorbis";
 
 /// The first bytes of a file, by which its format is recognized.
 const MAGIC_BYTES: usize = 64;
-/// The most ID3v2 tags before the sound of an MP3 file. Usually there is one.
+/// The maximum number of ID3v2 tags before the sound of an MP3 file. Usually there is one.
 const MAX_TAGS: usize = 16;
-/// The most metadata blocks before the sound of a FLAC file. Usually there are fewer than ten.
+/// The maximum number of metadata blocks before the sound of a FLAC file. Usually there are fewer than ten.
 const MAX_BLOCKS: usize = 128;
 /// The bytes of a STREAMINFO block, which describes the sound of a FLAC file.
 const STREAM_INFO_BYTES: usize = 34;
-/// The most bytes of a chunk that describes the sound of a WAV file. Usually there are 16 to 40.
+/// The maximum number of bytes of a chunk that describes the sound of a WAV file. Usually there are 16 to 40.
 const MAX_CHUNK_BYTES: u32 = 1_024;
-/// The most chunks before the sound of a WAV file. Usually there are two or three.
+/// The maximum number of chunks before the sound of a WAV file. Usually there are two or three.
 const MAX_CHUNKS: usize = 256;
 /// From this number of bytes on, a WAV header states no length: programs that write to a pipe put a very large number
 /// there (ffmpeg 2^32 - 1, sox 2^31 - 4096).
 const UNKNOWN_LENGTH: u32 = 0x7fff_0000;
-/// The bytes at the end of an Ogg file in which its last page is looked for: twice the most bytes of a page, 65,307.
+/// The last page of an Ogg file is looked for in this many bytes at the end: twice the maximum size of a page, 65,307.
 const OGG_TAIL: u64 = 2 * 65_307;
 
 /// A file format that can be decoded.
@@ -59,7 +59,7 @@ pub(super) struct Opened {
     pub(super) format: Format,
     /// The parts of the header that describe the sound, if others were skipped.
     pub(super) head: Vec<u8>,
-    /// Whether its header states the recording's length. False for a WAV file that was written to a pipe.
+    /// Whether the header states the recording's length. False for a WAV file that was written to a pipe.
     pub(super) states_length: bool,
     /// For an Ogg file, the time at which its last page ends, in samples per channel.
     pub(super) ogg_end: Option<u64>,
@@ -83,7 +83,7 @@ pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
     match format {
         Format::Wav => {
             let header = wav_header(source, start, length)?;
-            (opened.head, opened.states_length, start) = (header.head, header.states_length, header.sound);
+            (opened.head, opened.states_length, start) = (header.head, header.states_length, header.samples);
         }
         Format::Flac => (opened.head, start) = flac_header(source, start)?,
         Format::Ogg => {
@@ -122,7 +122,7 @@ fn format(magic: &[u8]) -> Option<Format> {
         [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'A', b'V', b'E', ..] => Some(Format::Wav),
         [b'f', b'L', b'a', b'C', ..] => Some(Format::Flac),
         [b'O', b'g', b'g', b'S', ..] => Some(Format::Ogg),
-        // The version is not the reserved one, and the layer is 3.
+        // The frame sync of MPEG audio, a version other than the reserved one, and layer 3.
         [0xff, second, ..] if second & 0xe0 == 0xe0 && second & 0x18 != 0x08 && second & 0x06 == 0x02 => {
             Some(Format::Mp3)
         }
@@ -171,10 +171,10 @@ fn check_ogg_codec(magic: &[u8]) -> Result<(), TaskError> {
 /// The first block is not STREAMINFO, or there are too many blocks.
 fn flac_header(source: &mut dyn Source, start: u64) -> Result<(Vec<u8>, u64), TaskError> {
     const LAST: u8 = 0x80;
-    let mut at = start + 4;
+    let mut position = start + 4;
     let mut head = Vec::new();
     for _ in 0..MAX_BLOCKS {
-        source.seek(SeekFrom::Start(at)).map_err(unreadable)?;
+        source.seek(SeekFrom::Start(position)).map_err(unreadable)?;
         let header = read_up_to(source, 4).map_err(unreadable)?;
         let [kind, a, b, c] = *header else {
             return Err(refused("the FLAC file cannot be read: it is cut off"));
@@ -189,9 +189,9 @@ fn flac_header(source: &mut dyn Source, start: u64) -> Result<(Vec<u8>, u64), Ta
             }
             head = [b"fLaC", &[LAST, 0, 0, STREAM_INFO_BYTES as u8][..], &info].concat();
         }
-        at += 4 + u64::from(bytes);
+        position += 4 + u64::from(bytes);
         if kind & LAST != 0 {
-            return Ok((head, at));
+            return Ok((head, position));
         }
     }
     Err(refused(format!("the FLAC file has more than {MAX_BLOCKS} metadata blocks")))
@@ -202,8 +202,8 @@ struct WavHeader {
     head: Vec<u8>,
     /// Whether it states how many bytes of samples follow.
     states_length: bool,
-    /// Where the samples begin.
-    sound: u64,
+    /// The offset in the file at which the samples begin.
+    samples: u64,
 }
 
 /// Reads the header of a WAV file.
@@ -214,15 +214,15 @@ fn wav_header(source: &mut dyn Source, start: u64, length: u64) -> Result<WavHea
     source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
     // "RIFF", its length and "WAVE".
     let mut head = read_up_to(source, 12).map_err(unreadable)?;
-    let mut at = start + 12;
+    let mut position = start + 12;
     for _ in 0..MAX_CHUNKS {
-        source.seek(SeekFrom::Start(at)).map_err(unreadable)?;
+        source.seek(SeekFrom::Start(position)).map_err(unreadable)?;
         let header = read_up_to(source, 8).map_err(unreadable)?;
         let [name @ .., a, b, c, d] = &*header else { break };
         let stated = u32::from_le_bytes([*a, *b, *c, *d]);
-        at += 8;
+        position += 8;
         if name == b"data" {
-            let present = length.saturating_sub(at);
+            let present = length.saturating_sub(position);
             let is_false = if stated == 0 { present > 0 } else { u64::from(stated) > present };
             if is_false && stated < UNKNOWN_LENGTH {
                 return Err(refused(format!(
@@ -230,7 +230,7 @@ fn wav_header(source: &mut dyn Source, start: u64, length: u64) -> Result<WavHea
                 )));
             }
             head.extend(header);
-            return Ok(WavHeader { head, states_length: stated < UNKNOWN_LENGTH, sound: at });
+            return Ok(WavHeader { head, states_length: stated < UNKNOWN_LENGTH, samples: position });
         }
         // Chunks begin at even offsets.
         let bytes = u64::from(stated) + u64::from(stated % 2);
@@ -245,8 +245,8 @@ fn wav_header(source: &mut dyn Source, start: u64, length: u64) -> Result<WavHea
             head.extend(&header);
             head.extend(read_up_to(source, bytes).map_err(unreadable)?);
         }
-        at += bytes;
-        if at >= length {
+        position += bytes;
+        if position >= length {
             break;
         }
     }
@@ -257,8 +257,8 @@ fn wav_header(source: &mut dyn Source, start: u64, length: u64) -> Result<WavHea
 fn ogg_end(source: &mut dyn Source, magic: &[u8], length: u64) -> io::Result<Option<u64>> {
     source.seek(SeekFrom::Start(length.saturating_sub(OGG_TAIL)))?;
     let tail = read_up_to(source, OGG_TAIL)?;
-    let Some(at) = tail.windows(4).rposition(|bytes| bytes == b"OggS") else { return Ok(None) };
-    let page = &tail[at..];
+    let Some(start) = tail.windows(4).rposition(|bytes| bytes == b"OggS") else { return Ok(None) };
+    let page = &tail[start..];
     if page.get(14..18).is_none_or(|serial| magic.get(14..18) != Some(serial)) {
         return Ok(None);
     }

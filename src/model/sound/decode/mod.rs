@@ -1,6 +1,6 @@
 //! Decodes sound files to samples at 16 kHz, block by block, with `symphonia`. Limits the length of a recording: first
-//! by what its header states, and again by what it decodes to. A panic of a decoder is an error of the recording. Knows
-//! no requests.
+//! by what its header states, and again by what it decodes to. A panic of a decoder is an error of the recording. Does
+//! not know requests.
 
 mod container;
 mod pages;
@@ -28,43 +28,43 @@ use self::resample::Resample;
 use self::source::{Allowance, Metered};
 use crate::model::{TaskError, TaskErrorKind};
 
-/// The range of accepted sample rates, in Hz. No usual recording has another.
+/// The lowest accepted sample rate, in Hz. Usual recordings have rates between this one and [`HIGHEST_RATE`].
 const LOWEST_RATE: u32 = 1_000;
 const HIGHEST_RATE: u32 = 192_000;
-/// The most channels of a recording. FLAC and Vorbis define what each channel means for up to 8 channels.
+/// The maximum number of channels of a recording. FLAC and Vorbis define what each channel means for up to 8 channels.
 const MAX_CHANNELS: usize = 8;
 
 /// Samples at 16 kHz of a block, for each stream: half a second, which is decoded in a few milliseconds.
 const BLOCK: usize = 8_000;
-/// The most samples of all channels that are decoded for a block. At high rates or with many channels a block is
-/// shorter.
+/// A block ends after this many decoded samples of all channels. At high rates or with many channels it is then shorter
+/// than [`BLOCK`].
 const BLOCK_SAMPLES: u64 = 1 << 18;
-/// The most packets that are read for a block, since packets may hold no samples.
+/// The maximum number of packets that are read for a block, since packets may hold no samples.
 const BLOCK_PACKETS: usize = 256;
 
-/// The most bytes of an Ogg file before its first sound. They hold comments, which the library keeps in memory, many
-/// times as large as in the file.
+/// The maximum number of bytes of an Ogg file before its first sound. They hold comments, which take many times more
+/// memory in the library than in the file.
 const OGG_HEADER_BYTES: u64 = 512 << 10;
-/// The most bytes that are read for one packet. The largest is a FLAC frame: 65,535 samples of 8 channels in 32 bits.
+/// The maximum bytes that are read for a packet. The largest is a FLAC frame: 65,535 samples of 8 channels in 32 bits.
 const PACKET_BYTES: u64 = 4 << 20;
-/// The most broken packets of an MP3 file that become silence. Files that were cut out of a stream begin with some.
+/// The maximum number of broken MP3 packets that become silence. Files that were cut out of a stream begin with some.
 const MAX_BROKEN: usize = 50;
-/// How many samples an MP3 file may be shorter than it declares. Some encoders count their own first packet and the
-/// padding at both ends, others do not.
+/// The number of samples that an MP3 file may be shorter than it declares: 4 packets of 1,152. Some encoders count
+/// their own first packet and the padding at both ends, others do not.
 const MP3_SLACK: u64 = 4 * 1_152;
 
 /// The limits of a recording.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Seconds of sound. If channels are split, those of each channel count.
+    /// Seconds of sound, summed over the channels if they are split.
     pub seconds: f64,
     /// Samples of all channels, at the recording's own rate. Decoding them takes time, and a file of a few kilobytes
-    /// can hold billions.
+    /// can hold billions of them.
     pub samples: u64,
 }
 
 impl Limits {
-    /// Allows this many seconds, and as many samples as they have at 48 kHz in stereo.
+    /// Allows this many seconds, and the number of samples that these have at 48 kHz in stereo.
     pub fn of_seconds(seconds: f64) -> Self {
         Self { seconds, samples: (seconds * 2.0 * 48_000.0) as u64 }
     }
@@ -91,16 +91,16 @@ pub struct Recording {
     channels: usize,
     mode: Channels,
     limits: Limits,
-    /// Samples per channel, according to the header, or to the last page of an Ogg file if the header does not say.
+    /// Samples per channel, as the header declares them, or else the last page of an Ogg file.
     declared: Option<u64>,
-    /// Samples per channel that were decoded.
+    /// Samples per channel that were decoded so far.
     frames: u64,
-    /// Broken packets that became silence so far.
-    broken: usize,
+    /// The number of broken packets that were replaced by silence so far.
+    broken_packets: usize,
     /// Whether the last block or an error was returned.
     is_over: bool,
     resample: Resample,
-    /// The samples of the last packet, for each channel.
+    /// The samples of the last packet, for each channel, or their mean.
     planes: Vec<Vec<f32>>,
 }
 
@@ -110,14 +110,14 @@ impl Recording {
     /// # Errors
     /// The file is of no supported format, is broken, or declares more than the limits allow.
     pub fn open(source: impl Source, limits: Limits, mode: Channels) -> Result<Self, TaskError> {
-        guarded(|| Self::open_source(Box::new(source), limits, mode))
+        catching_panics(|| Self::open_source(Box::new(source), limits, mode))
     }
 
     fn open_source(mut source: Box<dyn Source>, limits: Limits, mode: Channels) -> Result<Self, TaskError> {
         let opened = container::open(&mut *source)?;
         let format = opened.format;
         let allowance = Allowance::default();
-        // Other formats have no more than a packet before their first sound, because `container` skips the rest.
+        // Before the first sound of other formats there is at most a packet, because `container` skips the rest.
         let header_bytes = if format == Format::Ogg { OGG_HEADER_BYTES } else { PACKET_BYTES };
         allowance.renew(header_bytes);
         let file = io::Cursor::new(opened.head).chain(source);
@@ -126,35 +126,35 @@ impl Recording {
             _ => Box::new(file),
         };
         let metered = Metered { source, allowance: allowance.clone() };
-        let failed = |error: Error| {
+        let reading_error = |error: Error| {
             if allowance.is_spent() {
                 return refused(format!("the {format} file has no sound in its first {header_bytes} bytes"));
             }
             refused(format!("the {format} file cannot be read: {}", reason(&error)))
         };
         let reader = reader(format, MediaSourceStream::new(Box::new(metered), Default::default()));
-        let reader = reader.map_err(failed)?;
-        let audio = |track: &symphonia::core::formats::Track| {
+        let reader = reader.map_err(reading_error)?;
+        let as_audio_track = |track: &symphonia::core::formats::Track| {
             let codec = track.codec_params.as_ref()?.audio()?.clone();
             let ogg_frames =
                 opened.ogg_end.and_then(|end| end.checked_add_signed(-track.start_ts.get().max(0)));
-            let stated = track.num_frames.filter(|_| opened.states_length).or(ogg_frames);
-            Some((track.id, stated.filter(|frames| *frames > 0), codec))
+            let declared = track.num_frames.filter(|_| opened.states_length).or(ogg_frames);
+            Some((track.id, declared.filter(|frames| *frames > 0), codec))
         };
-        let (track, declared, codec) = reader.tracks().iter().find_map(audio).ok_or_else(|| {
+        let (track, declared, codec) = reader.tracks().iter().find_map(as_audio_track).ok_or_else(|| {
             refused(format!("the {format} file has no sound in it; supported are {SUPPORTED}"))
         })?;
         let rate = codec.sample_rate.unwrap_or(0);
         let channels = codec.channels.as_ref().map_or(0, |channels| channels.count());
-        check_form(format, rate, channels)?;
+        check_rate_and_channels(format, rate, channels)?;
         let streams = if mode == Channels::Split { channels } else { 1 };
-        let length = Length { rate, channels, streams, limits };
-        declared.map_or(Ok(()), |frames| length.check(frames, "declares"))?;
+        let length_check = LengthCheck { rate, channels, streams, limits };
+        declared.map_or(Ok(()), |frames| length_check.check(frames, "declares"))?;
         let decoder = decoder(&codec).map_err(|error| match error {
-            Unusable::Codebooks(fault) => {
+            DecoderError::Codebooks(fault) => {
                 refused(format!("the {format} file's codebooks (tables in its Vorbis header) are {fault}"))
             }
-            Unusable::Codec(error) => failed(error),
+            DecoderError::Codec(error) => reading_error(error),
         })?;
         let resample = Resample::new(rate, streams);
         let resample = resample.map_err(|error| TaskError::internal(format!("resampling fails: {error}")))?;
@@ -170,7 +170,7 @@ impl Recording {
             limits,
             declared,
             frames: 0,
-            broken: 0,
+            broken_packets: 0,
             is_over: false,
             resample,
             planes: Vec::new(),
@@ -182,18 +182,18 @@ impl Recording {
         self.format
     }
 
-    /// Streams in each block: 1, or the number of channels.
+    /// The number of streams in each block: 1, or the number of channels.
     pub fn streams(&self) -> usize {
         if self.mode == Channels::Split { self.channels } else { 1 }
     }
 
-    /// Seconds that the header or the last page of an Ogg file declares, if one does. Fewer may be decoded. If more are
-    /// decoded, the recording is refused only above the limits.
+    /// The seconds that the header or the last page of an Ogg file declares, if one does. Fewer may be decoded. More
+    /// are decoded, too, up to the limits.
     pub fn declared_seconds(&self) -> Option<f64> {
         self.declared.map(|frames| frames as f64 / f64::from(self.rate))
     }
 
-    /// Seconds that were decoded so far; at the end, all of the recording.
+    /// The seconds that were decoded so far; at the end, the length of the recording.
     pub fn seconds(&self) -> f64 {
         self.frames as f64 / f64::from(self.rate)
     }
@@ -207,14 +207,14 @@ impl Recording {
         if self.is_over {
             return Ok(None);
         }
-        let block = guarded(|| self.decode_block());
+        let block = catching_panics(|| self.decode_block());
         self.is_over |= block.is_err();
         block
     }
 
     fn decode_block(&mut self) -> Result<Option<Vec<Vec<f32>>>, TaskError> {
         let mut block = vec![Vec::new(); self.streams()];
-        let before = self.frames;
+        let frames_before = self.frames;
         for _ in 0..BLOCK_PACKETS {
             self.allowance.renew(PACKET_BYTES);
             let Some(packet) = self.next_packet()? else {
@@ -223,9 +223,9 @@ impl Recording {
             };
             if packet.track_id == self.track {
                 self.decode_packet(&packet)?;
-                self.resample.push(&self.planes, &mut block).map_err(resampling)?;
+                self.resample.push(&self.planes, &mut block).map_err(resampling_error)?;
             }
-            let decoded = (self.frames - before) * self.channels as u64;
+            let decoded = (self.frames - frames_before) * self.channels as u64;
             if block[0].len() >= BLOCK || decoded >= BLOCK_SAMPLES {
                 break;
             }
@@ -237,8 +237,8 @@ impl Recording {
         match self.reader.next_packet() {
             Ok(packet) => Ok(packet),
             Err(Error::IoError(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                // An Ogg file marks its last page. For other formats the declared length is checked in `finish`.
-                if self.format == Format::Ogg { Err(self.cut_off()) } else { Ok(None) }
+                // An Ogg file marks its last page. For other formats `finish` checks the declared length.
+                if self.format == Format::Ogg { Err(self.cut_off_error()) } else { Ok(None) }
             }
             Err(Error::ResetRequired) => Err(refused(format!(
                 "the Ogg file is a chain of several recordings, the second from {:.1} s on; only one is supported",
@@ -249,7 +249,7 @@ impl Recording {
                 self.format,
                 self.seconds()
             ))),
-            Err(error) => Err(self.broken(&error)),
+            Err(error) => Err(self.decoding_error(&error)),
         }
     }
 
@@ -258,8 +258,8 @@ impl Recording {
         match self.decoder.decode(packet) {
             Ok(samples) => {
                 let (rate, channels) = (samples.spec().rate(), samples.num_planes());
-                let is_same = channels == self.channels || self.mode == Channels::Mix && channels > 0;
-                if rate != self.rate || !is_same {
+                let are_accepted = channels == self.channels || self.mode == Channels::Mix && channels > 0;
+                if rate != self.rate || !are_accepted {
                     return Err(refused(format!(
                         "the {} file changes from {} Hz and {} channels to {rate} Hz and {channels} at {:.1} s",
                         self.format,
@@ -270,17 +270,17 @@ impl Recording {
                 }
                 samples.copy_to_vecs_planar::<f32>(&mut self.planes);
             }
-            Err(Error::DecodeError(_)) if self.format == Format::Mp3 && self.broken < MAX_BROKEN => {
-                self.broken += 1;
+            Err(Error::DecodeError(_)) if self.format == Format::Mp3 && self.broken_packets < MAX_BROKEN => {
+                self.broken_packets += 1;
                 let frames = usize::try_from(packet.dur.get()).unwrap_or(0).min(BLOCK);
                 self.planes.iter_mut().for_each(Vec::clear);
                 self.planes.resize_with(self.channels, Vec::new);
                 self.planes.iter_mut().for_each(|plane| plane.resize(frames, 0.0));
             }
-            Err(error) => return Err(self.broken(&error)),
+            Err(error) => return Err(self.decoding_error(&error)),
         }
         self.frames += self.planes[0].len() as u64;
-        self.length().check(self.frames, "holds")?;
+        self.length_check().check(self.frames, "holds at least")?;
         if self.mode == Channels::Mix {
             mix(&mut self.planes);
         }
@@ -291,6 +291,7 @@ impl Recording {
         Ok(())
     }
 
+    /// Ends the recording: checks its length, and appends the resampled rest to `block`.
     fn finish(&mut self, block: &mut [Vec<f32>]) -> Result<(), TaskError> {
         self.is_over = true;
         let slack = match self.format {
@@ -300,16 +301,16 @@ impl Recording {
             Format::Ogg => u64::MAX,
         };
         if self.declared.is_some_and(|declared| self.frames < declared.saturating_sub(slack)) {
-            return Err(self.cut_off());
+            return Err(self.cut_off_error());
         }
-        self.resample.finish(block).map_err(resampling)
+        self.resample.finish(block).map_err(resampling_error)
     }
 
-    fn length(&self) -> Length {
-        Length { rate: self.rate, channels: self.channels, streams: self.streams(), limits: self.limits }
+    fn length_check(&self) -> LengthCheck {
+        LengthCheck { rate: self.rate, channels: self.channels, streams: self.streams(), limits: self.limits }
     }
 
-    fn cut_off(&self) -> TaskError {
+    fn cut_off_error(&self) -> TaskError {
         let declared =
             self.declared_seconds().map(|seconds| format!(" of {seconds:.1} s")).unwrap_or_default();
         refused(format!(
@@ -319,7 +320,7 @@ impl Recording {
         ))
     }
 
-    fn broken(&self, error: &Error) -> TaskError {
+    fn decoding_error(&self, error: &Error) -> TaskError {
         let (format, seconds) = (self.format, self.seconds());
         refused(format!("the {format} file cannot be decoded at {seconds:.1} s: {}", reason(error)))
     }
@@ -339,37 +340,37 @@ fn mix(planes: &mut Vec<Vec<f32>>) {
 }
 
 /// Checks a recording's length against the limits.
-struct Length {
+struct LengthCheck {
     rate: u32,
     channels: usize,
-    /// Each counts towards the seconds.
+    /// The number of streams. The limit of seconds is for all of them together.
     streams: usize,
     limits: Limits,
 }
 
-impl Length {
-    /// Checks `frames` samples per channel. `verb` says where they are from: the file `declares` or `holds` them.
-    fn check(&self, frames: u64, verb: &str) -> Result<(), TaskError> {
+impl LengthCheck {
+    /// Checks a length of `frames` samples per channel. `has` is the verb of the error: the recording "declares" them,
+    /// or "holds at least" them.
+    fn check(&self, frames: u64, has: &str) -> Result<(), TaskError> {
         let Self { rate, channels, streams, limits } = self;
         let seconds = frames as f64 / f64::from(*rate);
-        let least = if verb == "declares" { "" } else { "at least " };
         if seconds * *streams as f64 > limits.seconds {
-            let most = limits.seconds;
+            let max_seconds = limits.seconds;
             let (each, in_all) = match streams {
                 1 => (String::new(), ""),
                 _ => (format!(" in each of {streams} channels"), " in all"),
             };
             let text = format!(
-                "the recording {verb} {least}{seconds:.1} s of sound{each}; at most {most} s are taken{in_all}"
+                "the recording {has} {seconds:.1} s of sound{each}; at most {max_seconds} s are taken{in_all}"
             );
             return Err(TaskError::new(TaskErrorKind::TooLarge, text));
         }
         let samples = frames.saturating_mul(*channels as u64);
         if samples > limits.samples {
-            let most = limits.samples;
+            let max_samples = limits.samples;
             let text = format!(
-                "the recording {verb} {least}{samples} samples ({seconds:.1} s, {rate} Hz, {channels} channels); \
-                 at most {most} are taken"
+                "the recording {has} {samples} samples ({seconds:.1} s, {rate} Hz, {channels} channels); \
+                 at most {max_samples} are taken"
             );
             return Err(TaskError::new(TaskErrorKind::TooLarge, text));
         }
@@ -377,7 +378,7 @@ impl Length {
     }
 }
 
-fn check_form(format: Format, rate: u32, channels: usize) -> Result<(), TaskError> {
+fn check_rate_and_channels(format: Format, rate: u32, channels: usize) -> Result<(), TaskError> {
     if !(LOWEST_RATE..=HIGHEST_RATE).contains(&rate) {
         return Err(refused(format!(
             "the {format} file has a sample rate of {rate} Hz; rates from {LOWEST_RATE} to {HIGHEST_RATE} Hz are taken"
@@ -401,27 +402,27 @@ fn reader(format: Format, stream: MediaSourceStream<'static>) -> Result<Box<dyn 
     })
 }
 
-/// Why there is no decoder.
-enum Unusable {
+/// The reason why there is no decoder for a recording.
+enum DecoderError {
     Codebooks(vorbis::Fault),
     Codec(Error),
 }
 
-fn decoder(codec: &AudioCodecParameters) -> Result<Box<dyn AudioDecoder>, Unusable> {
+fn decoder(codec: &AudioCodecParameters) -> Result<Box<dyn AudioDecoder>, DecoderError> {
     let options = AudioDecoderOptions::default();
-    let made: Result<Box<dyn AudioDecoder>, Error> = match codec.codec {
+    let decoder: Result<Box<dyn AudioDecoder>, Error> = match codec.codec {
         CODEC_ID_FLAC => FlacDecoder::try_new(codec, &options).map(|it| Box::new(it) as _),
         CODEC_ID_MP3 => MpaDecoder::try_new(codec, &options).map(|it| Box::new(it) as _),
         CODEC_ID_VORBIS => {
-            vorbis::check(codec.extra_data.as_deref().unwrap_or(&[])).map_err(Unusable::Codebooks)?;
+            vorbis::check(codec.extra_data.as_deref().unwrap_or(&[])).map_err(DecoderError::Codebooks)?;
             VorbisDecoder::try_new(codec, &options).map(|it| Box::new(it) as _)
         }
         _ => PcmDecoder::try_new(codec, &options).map(|it| Box::new(it) as _),
     };
-    made.map_err(Unusable::Codec)
+    decoder.map_err(DecoderError::Codec)
 }
 
-/// A library's error without its own prefix.
+/// The text of a library's error, without its prefix.
 fn reason(error: &Error) -> String {
     match error {
         Error::IoError(error) if error.kind() == io::ErrorKind::UnexpectedEof => "it is cut off".to_owned(),
@@ -431,8 +432,8 @@ fn reason(error: &Error) -> String {
     }
 }
 
-/// Runs a call of a decoder. A panic is a fault of the file that caused it.
-fn guarded<T>(call: impl FnOnce() -> Result<T, TaskError>) -> Result<T, TaskError> {
+/// Runs a call of a decoder. Turns a panic into an error of the file that caused it.
+fn catching_panics<T>(call: impl FnOnce() -> Result<T, TaskError>) -> Result<T, TaskError> {
     let caught = catch_unwind(AssertUnwindSafe(call));
     caught.unwrap_or_else(|_| Err(refused("the recording is broken: its decoder fails on it")))
 }
@@ -445,6 +446,6 @@ fn unreadable(error: io::Error) -> TaskError {
     TaskError::internal(format!("the recording cannot be read: {error}"))
 }
 
-fn resampling(error: rubato::ResampleError) -> TaskError {
+fn resampling_error(error: rubato::ResampleError) -> TaskError {
     TaskError::internal(format!("resampling fails: {error}"))
 }

@@ -1,6 +1,6 @@
-//! Reads the pages of an Ogg file, and checks each by its checksum before it is passed on. The library would look for the
-//! next page from each false one on, and read up to 64 KiB for each, so that a file of false pages takes seconds for each
-//! megabyte.
+//! Reads the pages of an Ogg file, and checks each by its checksum before it is passed on. At each false page the
+//! library would read up to 64 KiB and then search for the next page right behind its start: a file of false pages
+//! would take seconds per megabyte.
 
 use std::io::{self, Read};
 
@@ -16,33 +16,33 @@ pub(super) struct Pages<R> {
     source: R,
     /// A valid page, of at most 65,307 bytes.
     page: Vec<u8>,
-    /// How many of its bytes were read.
-    read: usize,
-    /// Whether a page was the last of its stream. What follows need not be a page.
+    /// The number of bytes of `page` that were passed on.
+    passed: usize,
+    /// Whether a page was the last of its stream. The bytes after it need not be a page.
     may_end: bool,
 }
 
 impl<R: Read> Pages<R> {
     /// `source` is positioned at the first page.
     pub(super) fn new(source: R) -> Self {
-        Self { source, page: Vec::new(), read: 0, may_end: false }
+        Self { source, page: Vec::new(), passed: 0, may_end: false }
     }
 
-    /// Reads and checks a page. Leaves none at the end of the file.
+    /// Reads and checks the next page. `page` is empty at the end of the file, and after an error.
     ///
     /// # Errors
     /// `UnexpectedEof` if the page is cut off, and `InvalidData` if it is none, or has a wrong checksum.
     fn next_page(&mut self) -> io::Result<()> {
-        self.read = 0;
+        self.passed = 0;
         self.page.clear();
-        let page = self.checked();
-        if page.is_err() {
+        let result = self.read_page();
+        if result.is_err() {
             self.page.clear();
         }
-        if self.may_end { Ok(()) } else { page }
+        if self.may_end { Ok(()) } else { result }
     }
 
-    fn checked(&mut self) -> io::Result<()> {
+    fn read_page(&mut self) -> io::Result<()> {
         if !self.append(HEADER)? {
             return if self.page.is_empty() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
         }
@@ -56,8 +56,9 @@ impl<R: Read> Pages<R> {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         let stated = self.page[CHECKSUM].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
-        let before = checksum(0, &self.page[..CHECKSUM.start]);
-        let found = checksum(checksum(before, &[0; 4]), &self.page[CHECKSUM.end..]);
+        // The checksum is computed with zeros in its own place.
+        let sum = checksum(0, &self.page[..CHECKSUM.start]);
+        let found = checksum(checksum(sum, &[0; 4]), &self.page[CHECKSUM.end..]);
         if stated != Some(found) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a page has a wrong checksum"));
         }
@@ -65,7 +66,7 @@ impl<R: Read> Pages<R> {
         Ok(())
     }
 
-    /// Reads this many bytes to the page. False if there are fewer.
+    /// Appends this many bytes of the file to the page. False if there are fewer.
     fn append(&mut self, bytes: usize) -> io::Result<bool> {
         let read = (&mut self.source).take(bytes as u64).read_to_end(&mut self.page)?;
         Ok(read == bytes)
@@ -74,20 +75,20 @@ impl<R: Read> Pages<R> {
 
 impl<R: Read> Read for Pages<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if self.read == self.page.len() {
+        if self.passed == self.page.len() {
             self.next_page()?;
         }
-        let read = (&self.page[self.read..]).read(buffer)?;
-        self.read += read;
+        let read = (&self.page[self.passed..]).read(buffer)?;
+        self.passed += read;
         Ok(read)
     }
 }
 
-/// The checksum of Ogg, continued: CRC-32 with the polynomial 0x04c11db7, most significant bit first.
-fn checksum(before: u32, bytes: &[u8]) -> u32 {
+/// Continues the checksum `sum`: a CRC-32 with the polynomial 0x04c11db7, most significant bit first.
+fn checksum(sum: u32, bytes: &[u8]) -> u32 {
     const TABLE: [u32; 256] = table();
     let next = |sum: u32, byte: &u8| sum << 8 ^ TABLE[(sum >> 24) as usize ^ usize::from(*byte)];
-    bytes.iter().fold(before, next)
+    bytes.iter().fold(sum, next)
 }
 
 const fn table() -> [u32; 256] {

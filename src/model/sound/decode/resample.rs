@@ -1,6 +1,6 @@
-//! Resamples any rate to 16 kHz, block by block, by the Fourier transforms of `rubato`. That library is maintained,
-//! filters steeply, and takes a small part of the time of decoding. Owns the samples that wait for a whole chunk. The
-//! filter's delay is removed, so that times stay as they are in the recording.
+//! Resamples any rate to 16 kHz, block by block, by the Fourier transforms of `rubato`. That library is maintained, has
+//! a steep filter, and takes a small part of the time of decoding. Owns the samples that wait for a whole chunk.
+//! Removes the filter's delay, so that times stay as they are in the recording.
 
 use rubato::audioadapter_buffers::direct::SequentialSliceOfVecs;
 use rubato::{
@@ -11,9 +11,9 @@ use crate::model::sound::RATE;
 
 /// Frames that are resampled together, counted at the lower of both rates. The filter has the same length.
 const CHUNK: usize = 512;
-/// The most frames in a common period of both rates, since transforms are at least two periods long. All usual rates
-/// have 441 or fewer. If the period of a rate is longer (47,999 Hz), the nearest ratio within this limit is taken. The
-/// error is 61 in a million at most, and the clocks of sound cards are no better.
+/// The maximum number of frames in a common period of both rates, since transforms are at least two periods long. All
+/// usual rates have 441 or fewer. If the period of a rate is longer (47,999 Hz), the nearest ratio within this limit is
+/// taken. The error is 61 in a million at most, and the clocks of sound cards are no better.
 const MAX_PERIOD: usize = 8_192;
 
 /// One or more streams of one rate, resampled together.
@@ -23,14 +23,14 @@ pub(super) struct Resample {
     rate: u32,
     /// Frames that do not fill a chunk yet, for each stream.
     waiting: Vec<Vec<f32>>,
-    /// The buffer of the resampled chunk, for each stream.
-    chunk: Vec<Vec<f32>>,
+    /// A buffer for the resampled chunk, for each stream.
+    output_chunk: Vec<Vec<f32>>,
     /// Frames of the filter's delay that must still be dropped.
     delay: usize,
-    /// Frames that were taken in.
-    taken: u64,
-    /// Frames that were given out.
-    given: u64,
+    /// The number of frames that were pushed.
+    input_frames: u64,
+    /// The number of resampled frames that were returned.
+    output_frames: u64,
 }
 
 impl Resample {
@@ -40,16 +40,18 @@ impl Resample {
     /// The rates cannot be resampled.
     pub(super) fn new(rate: u32, streams: usize) -> Result<Self, ResamplerConstructionError> {
         let resampler = if rate == RATE { None } else { Some(resampler(rate, streams)?) };
-        let (chunk, delay) =
-            resampler.as_ref().map_or((0, 0), |it| (it.output_frames_max(), it.output_delay()));
+        let (chunk_frames, delay) = match &resampler {
+            Some(resampler) => (resampler.output_frames_max(), resampler.output_delay()),
+            None => (0, 0),
+        };
         Ok(Self {
             resampler,
             rate,
             waiting: vec![Vec::new(); streams],
-            chunk: vec![vec![0.0; chunk]; streams],
+            output_chunk: vec![vec![0.0; chunk_frames]; streams],
             delay,
-            taken: 0,
-            given: 0,
+            input_frames: 0,
+            output_frames: 0,
         })
     }
 
@@ -58,7 +60,7 @@ impl Resample {
     /// # Errors
     /// The library fails.
     pub(super) fn push(&mut self, frames: &[Vec<f32>], out: &mut [Vec<f32>]) -> Result<(), ResampleError> {
-        self.taken += frames[0].len() as u64;
+        self.input_frames += frames[0].len() as u64;
         if self.resampler.is_none() {
             out.iter_mut().zip(frames).for_each(|(out, frames)| out.extend_from_slice(frames));
             return Ok(());
@@ -67,13 +69,13 @@ impl Resample {
         self.resample(out, u64::MAX)
     }
 
-    /// Appends the rest to `out`. No frames may follow.
+    /// Appends the remaining frames to `out`. Must be called last.
     ///
     /// # Errors
     /// The library fails.
     pub(super) fn finish(&mut self, out: &mut [Vec<f32>]) -> Result<(), ResampleError> {
-        let expected = (self.taken * u64::from(RATE)).div_ceil(u64::from(self.rate));
-        while self.resampler.is_some() && self.given < expected {
+        let expected = (self.input_frames * u64::from(RATE)).div_ceil(u64::from(self.rate));
+        while self.resampler.is_some() && self.output_frames < expected {
             // Silence after the end flushes the filter.
             self.waiting.iter_mut().for_each(|waiting| waiting.resize(waiting.len() + CHUNK, 0.0));
             self.resample(out, expected)?;
@@ -81,15 +83,15 @@ impl Resample {
         Ok(())
     }
 
-    /// Resamples whole chunks, until `most` frames were given out.
-    fn resample(&mut self, out: &mut [Vec<f32>], most: u64) -> Result<(), ResampleError> {
+    /// Resamples the whole chunks that wait. Appends to `out` only up to `max_output_frames` since the beginning.
+    fn resample(&mut self, out: &mut [Vec<f32>], max_output_frames: u64) -> Result<(), ResampleError> {
         let Some(resampler) = &mut self.resampler else { return Ok(()) };
         let streams = self.waiting.len();
         let mut used = 0;
         while self.waiting[0].len() - used >= resampler.input_frames_next() {
-            let room = self.chunk[0].len();
+            let capacity = self.output_chunk[0].len();
             let input = SequentialSliceOfVecs::new(&self.waiting, streams, self.waiting[0].len());
-            let output = SequentialSliceOfVecs::new_mut(&mut self.chunk, streams, room);
+            let output = SequentialSliceOfVecs::new_mut(&mut self.output_chunk, streams, capacity);
             // These cannot fail, since the sizes are those of the vectors.
             let (Ok(input), Ok(mut output)) = (input, output) else { break };
             let from = Indexing::new().input_offset(used);
@@ -97,11 +99,12 @@ impl Resample {
             used += read;
             let delayed = self.delay.min(written);
             self.delay -= delayed;
-            let kept = usize::try_from(most - self.given).unwrap_or(usize::MAX).min(written - delayed);
-            for (out, chunk) in out.iter_mut().zip(&self.chunk) {
+            let room = usize::try_from(max_output_frames - self.output_frames).unwrap_or(usize::MAX);
+            let kept = room.min(written - delayed);
+            for (out, chunk) in out.iter_mut().zip(&self.output_chunk) {
                 out.extend_from_slice(&chunk[delayed..delayed + kept]);
             }
-            self.given += kept as u64;
+            self.output_frames += kept as u64;
         }
         self.waiting.iter_mut().for_each(|waiting| drop(waiting.drain(..used)));
         Ok(())
@@ -111,7 +114,7 @@ impl Resample {
 fn resampler(rate: u32, streams: usize) -> Result<Fft<f32>, ResamplerConstructionError> {
     let (from, to) = ratio(rate);
     // The filter's delay is half of a chunk, which the library rounds down to whole samples. With an even number of
-    // periods nothing is rounded.
+    // periods there is nothing to round.
     let periods = (CHUNK * from.max(to)).div_ceil(to * from).next_multiple_of(2);
     let window = WindowFunction::BlackmanHarris2;
     Fft::new_custom(from, to, periods * from, 1, streams, window, FixedSync::Both)
@@ -139,7 +142,7 @@ mod tests {
 
     fn tone(rate: u32, hertz: f64, seconds: f64) -> Vec<f32> {
         let frames = (f64::from(rate) * seconds) as usize;
-        (0..frames).map(|at| (0.5 * (TAU * hertz * at as f64 / f64::from(rate)).sin()) as f32).collect()
+        (0..frames).map(|index| (0.5 * (TAU * hertz * index as f64 / f64::from(rate)).sin()) as f32).collect()
     }
 
     /// Resamples in blocks of several lengths.
@@ -176,7 +179,7 @@ mod tests {
         let exact = rates
             .into_iter()
             .flat_map(|rate| [100.0, highest(rate) / 2.0, highest(rate)].map(|hertz| (rate, hertz, -60.0)));
-        for (rate, hertz, most) in exact.chain(tones) {
+        for (rate, hertz, max_noise) in exact.chain(tones) {
             let streams = [tone(rate, hertz, 1.003), tone(rate, hertz / 2.0, 1.003)];
             let found = resampled(rate, &streams);
             for (found, hertz) in found.iter().zip([hertz, hertz / 2.0]) {
@@ -184,7 +187,7 @@ mod tests {
                 assert_eq!(found.len() as u64, frames, "{rate} Hz");
                 let expected = tone(RATE, hertz, 1.01);
                 let noise = noise(found, &expected[..found.len()]);
-                assert!(noise < most, "{rate} Hz, {hertz} Hz: {noise} dB");
+                assert!(noise < max_noise, "{rate} Hz, {hertz} Hz: {noise} dB");
             }
         }
     }
@@ -206,7 +209,7 @@ mod tests {
         for rate in [44_100, 48_000, 47_999, 192_000] {
             let loudest = |hertz: f64| {
                 let found = resampled(rate, &[tone(rate, hertz, 1.0)]);
-                found[0][800..15_200].iter().fold(0.0f32, |most, it| most.max(it.abs()))
+                found[0][800..15_200].iter().fold(0.0f32, |loudest, it| loudest.max(it.abs()))
             };
             assert!(loudest(9_000.0) < 5e-4, "{rate}: {}", loudest(9_000.0));
             assert!(loudest(15_000.0) < 5e-4, "{rate}: {}", loudest(15_000.0));

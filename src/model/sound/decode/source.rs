@@ -12,8 +12,8 @@ pub trait Source: Read + Seek + Send + Sync + 'static {}
 
 impl<T: Read + Seek + Send + Sync + 'static> Source for T {}
 
-/// How many bytes may still be read until the next [`Allowance::renew`]. Shared with the source, which the library's
-/// reader owns; one thread at a time uses both.
+/// The number of bytes that may still be read until the next [`Allowance::renew`]. `Recording` and the source, which
+/// the library's reader owns, share it; one thread at a time uses both.
 #[derive(Clone, Default)]
 pub(super) struct Allowance(Arc<AtomicU64>);
 
@@ -38,11 +38,11 @@ pub(super) struct Metered {
 impl Read for Metered {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = self.allowance.0.load(Ordering::Relaxed);
-        let most = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
-        if most == 0 && !buffer.is_empty() {
+        let allowed = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
+        if allowed == 0 && !buffer.is_empty() {
             return Err(io::Error::other("too many bytes without sound"));
         }
-        let read = self.source.read(&mut buffer[..most])?;
+        let read = self.source.read(&mut buffer[..allowed])?;
         self.allowance.0.store(left - read as u64, Ordering::Relaxed);
         Ok(read)
     }

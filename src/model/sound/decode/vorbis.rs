@@ -1,7 +1,7 @@
-//! Measures a Vorbis stream's codebooks by its setup header, before the decoder sees them. A header of a few hundred
-//! bytes can make the decoder allocate gigabytes: it unpacks up to 256 codebooks of up to 16 MiB each. Unpacks nothing.
+//! Measures a Vorbis stream's codebooks by its setup header, before the decoder unpacks them: a header of a few hundred
+//! bytes can make the decoder allocate gigabytes, for up to 256 codebooks of up to 16 MiB each.
 
-/// The most numbers in all codebooks together: 32 MiB once the decoder has unpacked them. Encoders write about 100,000.
+/// The maximum cost of all codebooks, in numbers of 4 bytes: 32 MiB when unpacked. Encoders write about 100,000.
 const MAX_NUMBERS: u64 = 8 << 20;
 /// The cost of an entry besides its vector, in units of one f32: its code word and its slots in the decoder's tables.
 const ENTRY_NUMBERS: u64 = 8;
@@ -35,7 +35,7 @@ pub(super) enum Fault {
 /// The codebooks are too large or broken.
 pub(super) fn check(data: &[u8]) -> Result<(), Fault> {
     let setup = data.get(IDENTIFICATION_BYTES..).and_then(|rest| rest.strip_prefix(SETUP));
-    let mut bits = Bits { bytes: setup.ok_or(Fault::Broken)?, at: 0 };
+    let mut bits = Bits { bytes: setup.ok_or(Fault::Broken)?, position: 0 };
     let codebooks = bits.read(8)? + 1;
     let mut numbers = 0;
     for _ in 0..codebooks {
@@ -62,8 +62,8 @@ fn skip_codebook(bits: &mut Bits<'_>) -> Result<u64, Fault> {
         bits.skip(CODE_LENGTH_BITS)?;
         let mut entry = 0;
         while entry < entries {
-            // How many entries have the next code length. The field has as many bits as the count of remaining entries
-            // needs in binary.
+            // The number of entries that have the next code length. The field is just wide enough for the number of
+            // remaining entries.
             entry += bits.read(32 - (entries - entry).leading_zeros())?;
         }
         if entry > entries {
@@ -112,25 +112,25 @@ fn lookup_values(entries: u32, dimensions: u32) -> u64 {
     }
 }
 
-/// Reads the bits of bytes, from the lowest bit of each byte.
+/// Reads bits, from the lowest to the highest bit of each byte.
 struct Bits<'a> {
     bytes: &'a [u8],
-    /// The next bit.
-    at: u64,
+    /// The index of the next bit.
+    position: u64,
 }
 
 impl Bits<'_> {
     /// The next `count` bits, 32 at most.
     ///
     /// # Errors
-    /// [`Fault::Broken`] if the bytes end before.
+    /// [`Fault::Broken`] if there are fewer.
     fn read(&mut self, count: u32) -> Result<u32, Fault> {
         let mut value = 0;
         for bit in 0..count {
-            let index = usize::try_from(self.at / 8).map_err(|_| Fault::Broken)?;
+            let index = usize::try_from(self.position / 8).map_err(|_| Fault::Broken)?;
             let byte = self.bytes.get(index).ok_or(Fault::Broken)?;
-            value |= u32::from(byte >> (self.at % 8) & 1) << bit;
-            self.at += 1;
+            value |= u32::from(byte >> (self.position % 8) & 1) << bit;
+            self.position += 1;
         }
         Ok(value)
     }
@@ -138,9 +138,9 @@ impl Bits<'_> {
     /// Skips `count` bits.
     ///
     /// # Errors
-    /// [`Fault::Broken`] if the bytes end before.
+    /// [`Fault::Broken`] if there are fewer.
     fn skip(&mut self, count: u64) -> Result<(), Fault> {
-        self.at += count;
-        if self.at <= 8 * self.bytes.len() as u64 { Ok(()) } else { Err(Fault::Broken) }
+        self.position += count;
+        if self.position <= 8 * self.bytes.len() as u64 { Ok(()) } else { Err(Fault::Broken) }
     }
 }

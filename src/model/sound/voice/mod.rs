@@ -1,9 +1,9 @@
-//! Voice activity detection by silero-vad 6.2 (MIT, see LICENSE.silero): the probability that there is speech, for each
+//! Voice activity detection by silero-vad 6.2 (MIT, see LICENSE.silero). Computes the probability of speech in each
 //! [`CHUNK`] of a recording. The network is small: it takes about 0.7 million multiplications for a chunk. The weights
 //! are part of the program; scripts/convert-silero-vad.py made the file from the published one.
 //!
-//! The network: a Fourier transform as a convolution, four convolutions with ReLU over the magnitudes, an LSTM over the
-//! chunks, ReLU, and a linear layer with a sigmoid.
+//! The network consists of a Fourier transform as a convolution, four convolutions with ReLU over the magnitudes, an
+//! LSTM over the chunks, ReLU, and a linear layer with a sigmoid.
 
 use std::sync::Arc;
 
@@ -15,20 +15,20 @@ use crate::model::LoadError;
 /// Samples of a chunk, which gets one probability: 32 ms at 16 kHz.
 pub const CHUNK: usize = 512;
 
-/// Samples before a chunk that are computed with it. As many samples of the chunk are mirrored behind it.
+/// Samples before a chunk that the network sees with it. The chunk's last samples, equally many, are mirrored after it.
 const EDGE: usize = 64;
 /// Samples of a frame, which is transformed as a whole.
 const FRAME: usize = 256;
-/// Samples from the beginning of a frame to that of the next.
+/// Samples from the beginning of a frame to the beginning of the next.
 const HOP: usize = 128;
 /// Frames of a chunk.
 const FRAMES: usize = (CHUNK + 2 * EDGE - FRAME) / HOP + 1;
 const BINS: usize = FRAME / 2 + 1;
-/// Numbers of the LSTM's hidden state.
+/// The size of the LSTM's hidden state.
 const HIDDEN: usize = 128;
-/// Gates for each of them: input, forget, cell, output.
+/// The gates for each number of the hidden state: input, forget, cell, output.
 const GATES: usize = 4;
-/// Steps that the kernel of a convolution spans.
+/// The steps that the kernel of a convolution spans.
 const KERNEL: usize = 3;
 /// The input channels, the output channels and the stride of each convolution.
 const CONVOLUTIONS: [[usize; 3]; 4] = [[BINS, 128, 1], [128, 64, 2], [64, 64, 2], [64, HIDDEN, 1]];
@@ -36,20 +36,20 @@ const CONVOLUTIONS: [[usize; 3]; 4] = [[BINS, 128, 1], [128, 64, 2], [64, 64, 2]
 const FILE: &str = "silero_vad.safetensors";
 static WEIGHTS: &[u8] = include_bytes!("silero_vad.safetensors");
 
-/// The network. Shared by threads.
+/// The network's weights. Threads share them.
 pub struct VoiceDetector {
     transform: Matrix,
     convolutions: Vec<Convolution>,
     input_gates: Matrix,
     state_gates: Matrix,
-    /// The sum of both biases.
+    /// The sum of the biases for the input and for the state.
     gate_bias: Vec<f32>,
     output: Vec<f32>,
     output_bias: f32,
 }
 
 struct Convolution {
-    /// Its columns are the channels of the first step, then those of the second, and so on.
+    /// The columns are the channels of the kernel's first step, then the channels of its second step, and so on.
     matrix: Matrix,
     bias: Vec<f32>,
     stride: usize,
@@ -71,17 +71,17 @@ impl VoiceDetector {
             let numbers = tensor.data().chunks_exact(4).filter_map(|it| it.try_into().ok());
             Ok(numbers.map(f32::from_le_bytes).collect::<Vec<f32>>())
         };
-        let convolution = |(layer, [from, to, stride]): (usize, [usize; 3])| {
-            let given = read(&format!("encoder.{layer}.weight"), &[to, from, KERNEL])?;
-            // From `[to, from, KERNEL]` to `[to, KERNEL, from]`, since `Convolution::forward` puts a row together step
-            // by step.
-            let at = |index: usize| {
-                let (output, within) = (index / (KERNEL * from), index % (KERNEL * from));
-                given[output * KERNEL * from + within % from * KERNEL + within / from]
+        let convolution = |(layer, [inputs, outputs, stride]): (usize, [usize; 3])| {
+            let weights = read(&format!("encoder.{layer}.weight"), &[outputs, inputs, KERNEL])?;
+            // Transposes `[outputs, inputs, KERNEL]` to `[outputs, KERNEL, inputs]`, because `Convolution::forward`
+            // puts a row together step by step.
+            let transposed = |index: usize| {
+                let (output, within) = (index / (KERNEL * inputs), index % (KERNEL * inputs));
+                weights[output * KERNEL * inputs + within % inputs * KERNEL + within / inputs]
             };
-            let columns: Vec<f32> = (0..given.len()).map(at).collect();
-            let bias = read(&format!("encoder.{layer}.bias"), &[to])?;
-            Ok(Convolution { matrix: Matrix::of_f32(&columns, KERNEL * from), bias, stride })
+            let columns: Vec<f32> = (0..weights.len()).map(transposed).collect();
+            let bias = read(&format!("encoder.{layer}.bias"), &[outputs])?;
+            Ok(Convolution { matrix: Matrix::of_f32(&columns, KERNEL * inputs), bias, stride })
         };
         let gates = GATES * HIDDEN;
         let biases = [read("lstm.bias_ih", &[gates])?, read("lstm.bias_hh", &[gates])?];
@@ -96,8 +96,8 @@ impl VoiceDetector {
         })
     }
 
-    /// Computes the inputs of the LSTM, `[chunks, HIDDEN]`. For each chunk, `chunks` has the [`EDGE`] samples before
-    /// it, its own, and room for [`EDGE`] mirrored ones.
+    /// Computes the inputs of the LSTM, `[chunks, HIDDEN]`. For each chunk, `chunks` holds the [`EDGE`] samples before
+    /// it, the chunk itself, and room for [`EDGE`] mirrored samples.
     fn encode(&self, mut chunks: Vec<f32>) -> Vec<f32> {
         const PADDED: usize = CHUNK + 2 * EDGE;
         for chunk in chunks.chunks_exact_mut(PADDED) {
@@ -107,10 +107,10 @@ impl VoiceDetector {
         }
         let frames: Vec<f32> = chunks
             .chunks_exact(PADDED)
-            .flat_map(|chunk| (0..FRAMES).flat_map(|at| &chunk[at * HOP..at * HOP + FRAME]))
+            .flat_map(|chunk| (0..FRAMES).flat_map(|frame| &chunk[frame * HOP..frame * HOP + FRAME]))
             .copied()
             .collect();
-        let spectrum = multiplied(&self.transform, &frames);
+        let spectrum = product(&self.transform, &frames);
         let magnitudes = spectrum.chunks_exact(2 * BINS).flat_map(|bins| {
             let (real, imaginary) = bins.split_at(BINS);
             real.iter().zip(imaginary).map(|(re, im)| (re * re + im * im).sqrt())
@@ -124,23 +124,23 @@ impl VoiceDetector {
 }
 
 impl Convolution {
-    /// Convolves `x` `[chunks, steps, from]`, and applies ReLU. Returns the output, and its number of steps.
+    /// Convolves `x` `[chunks, steps, inputs]`, and applies ReLU. Returns the output, and its number of steps.
     fn forward(&self, x: &[f32], steps: usize) -> (Vec<f32>, usize) {
-        let from = self.matrix.depth() / KERNEL;
+        let inputs = self.matrix.depth() / KERNEL;
         let out_steps = (steps - 1) / self.stride + 1;
         let mut rows = Vec::with_capacity(x.len() / steps * out_steps * KERNEL);
-        for chunk in x.chunks_exact(steps * from) {
+        for chunk in x.chunks_exact(steps * inputs) {
             for step in 0..out_steps {
-                // One step of zeros lies before a chunk, and one behind it.
-                for at in (0..KERNEL).map(|tap| step * self.stride + tap) {
-                    match at.checked_sub(1).filter(|at| *at < steps) {
-                        Some(at) => rows.extend_from_slice(&chunk[at * from..(at + 1) * from]),
-                        None => rows.extend(std::iter::repeat_n(0.0, from)),
+                // A chunk is padded with one step of zeros before it and one after it.
+                for padded_step in (0..KERNEL).map(|tap| step * self.stride + tap) {
+                    match padded_step.checked_sub(1).filter(|step| *step < steps) {
+                        Some(step) => rows.extend_from_slice(&chunk[step * inputs..(step + 1) * inputs]),
+                        None => rows.extend(std::iter::repeat_n(0.0, inputs)),
                     }
                 }
             }
         }
-        let mut out = multiplied(&self.matrix, &rows);
+        let mut out = product(&self.matrix, &rows);
         for row in out.chunks_exact_mut(self.bias.len()) {
             row.iter_mut().zip(&self.bias).for_each(|(value, bias)| *value = (*value + bias).max(0.0));
         }
@@ -148,9 +148,10 @@ impl Convolution {
     }
 }
 
-fn multiplied(matrix: &Matrix, rows: &[f32]) -> Vec<f32> {
+/// The product of each row with the matrix.
+fn product(matrix: &Matrix, rows: &[f32]) -> Vec<f32> {
     let mut out = vec![0.0; rows.len() / matrix.depth() * matrix.width()];
-    matrix.multiply_alone(rows, &mut out);
+    matrix.multiply_single_threaded(rows, &mut out);
     out
 }
 
@@ -158,10 +159,10 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Listens to one recording. Owns the network's state.
+/// Detects the speech of one recording. Owns the LSTM's state.
 pub struct Listener {
     detector: Arc<VoiceDetector>,
-    /// The last samples of the chunk before.
+    /// The last samples of the previous chunk.
     edge: [f32; EDGE],
     hidden: Vec<f32>,
     cell: Vec<f32>,
@@ -185,25 +186,25 @@ impl Listener {
             self.edge.copy_from_slice(&chunks[end - EDGE..end]);
         }
         let encoded = self.detector.clone().encode(chunks);
-        let gates = multiplied(&self.detector.input_gates, &encoded);
+        let gates = product(&self.detector.input_gates, &encoded);
         gates.chunks_exact(GATES * HIDDEN).map(|gates| self.step(gates)).collect()
     }
 
     /// Advances the LSTM by a chunk, and returns the probability.
     fn step(&mut self, from_input: &[f32]) -> f32 {
         let VoiceDetector { state_gates, gate_bias, output, output_bias, .. } = &*self.detector;
-        let mut gates = multiplied(state_gates, &self.hidden);
+        let mut gates = product(state_gates, &self.hidden);
         gates
             .iter_mut()
             .zip(from_input)
             .zip(gate_bias)
             .for_each(|((gate, input), bias)| *gate += input + bias);
         let mut sum = *output_bias;
-        for at in 0..HIDDEN {
-            let [input, forget, new, out] = [0, 1, 2, 3].map(|gate: usize| gates[gate * HIDDEN + at]);
-            self.cell[at] = sigmoid(forget) * self.cell[at] + sigmoid(input) * new.tanh();
-            self.hidden[at] = sigmoid(out) * self.cell[at].tanh();
-            sum += output[at] * self.hidden[at].max(0.0);
+        for index in 0..HIDDEN {
+            let [input, forget, cell, out] = [0, 1, 2, 3].map(|gate: usize| gates[gate * HIDDEN + index]);
+            self.cell[index] = sigmoid(forget) * self.cell[index] + sigmoid(input) * cell.tanh();
+            self.hidden[index] = sigmoid(out) * self.cell[index].tanh();
+            sum += output[index] * self.hidden[index].max(0.0);
         }
         sigmoid(sum)
     }

@@ -9,18 +9,18 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-pub use self::network::{Answer, Piece, Prompt, TextGenerator};
+pub use self::network::{Answer, AnswerEnd, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
 use super::names::ServedNames;
-use super::{MANY_TEXTS, find_text_files, prepared};
+use super::{MANY_TEXTS, prepare_all, request_text_files};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::gguf::Gguf;
 use crate::model::load::long_text::{Side, TextIds};
 use crate::model::load::packed_cache::{self, PackedCache};
-use crate::model::load::vocabulary::{Reach, Vocabulary};
+use crate::model::load::vocabulary::{TokenLimit, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
-use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, Weights, WithBlocks};
+use crate::model::nets::decoder::{CachedDecoder, Decoder, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, Weights};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::sequences::blocks::Owner;
@@ -34,21 +34,21 @@ use crate::protocol::generate::{
 };
 use crate::protocol::stats::{Generated, TokenCounts};
 
-/// The most tokens of a completion if the request does not set `max_tokens`. OpenAI has the same default.
+/// The default of a completion's `max_tokens`. OpenAI has the same default.
 const COMPLETION_TOKENS: usize = 16;
-/// The same for chat completions.
+/// The default of a chat completion's `max_tokens`.
 const CHAT_TOKENS: usize = 512;
-/// Tokens of each answer in a sample.
+/// The number of tokens of each answer to a generated request.
 const SAMPLE_TOKENS: usize = 32;
-/// The most bytes of prompts that are repeated before a task's answers. A token may have two bytes in a request body
-/// and 128 bytes of text, which are repeated for each answer.
+/// The maximum number of bytes of prompts that are repeated before a task's answers. A token may have two bytes in a
+/// request body and 128 bytes of text, which are repeated for each answer.
 const MAX_ECHOED_BYTES: usize = 8 << 20;
-/// The most tokens that are listed with their probabilities for a task's answers. Each takes about 100 bytes of memory
-/// and as many in the reply.
+/// The maximum number of tokens that are listed with their probabilities for a task's answers. Each takes about 100
+/// bytes of memory, and about 100 bytes in the reply.
 const MAX_LISTED_TOKENS: usize = 1 << 19;
 
-/// A body of more bytes may take long to prepare. For each byte a tokenizer takes 0.03 µs in prose, but 1.4 µs in a
-/// long run of one character, and so 12 ms for a body of this length.
+/// The largest body, in bytes, that does not count as long to prepare. For each byte a tokenizer takes 0.03 µs in
+/// prose, but 1.4 µs in a long run of one character: 12 ms for a body of this length.
 const LONG_BODY: usize = 8 << 10;
 
 /// Models that generate text.
@@ -60,7 +60,7 @@ pub static FAMILY: Family = Family {
         ggufs: &Architecture::NAMES,
         pipelines: &[],
         accepts: |_| true,
-        find: find_text_files,
+        request_files: request_text_files,
         check,
     }),
     options: &options::OPTIONS,
@@ -91,8 +91,7 @@ fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
     Ok((gguf, config))
 }
 
-/// Loads a model that generates text. On a CPU its weights are kept as in the file. On a GPU it is loaded by
-/// [`load_onto`].
+/// Loads a model that generates text. On a CPU its weights are kept as in the file. For a GPU this calls [`load_onto`].
 ///
 /// # Errors
 /// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
@@ -113,12 +112,12 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
     let mut model = Model::read(spec)?;
     let options = Options::read(spec, model.config.context)?;
     model.weights.multiply_rows_as(options.activation_type(spec, Implementation::Host)?);
-    let decoder = decoder(&model.files, model.weights, &model.config, options.context)?;
+    let decoder = load_decoder(&model.files, model.weights, &model.config, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
     let kv = KvBlocks::new(shape, TextGenerator::blocks(options.capacity()));
     let kv = kv.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
-    Ok(served(spec, options, &model.config, model.vocabulary, WithBlocks::Host(Box::new(decoder), kv)))
+    Ok(assemble(spec, options, &model.config, model.vocabulary, CachedDecoder::Host(Box::new(decoder), kv)))
 }
 
 /// Loads a model that generates text onto any device, to be computed by candle's operations with weights in the pool's
@@ -131,14 +130,14 @@ pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor,
     let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
     let options = Options::read(spec, config.context)?;
     options.activation_type(spec, Implementation::Candle)?;
-    let held = KvSizes {
+    let kv_sizes = KvSizes {
         context: options.context,
         blocks: TextGenerator::blocks(options.capacity()),
         numbers: options.kv_numbers,
     };
-    let decoder = DeviceDecoder::load(spec, device, &weights, &config, held)?;
+    let decoder = DeviceDecoder::load(spec, device, &weights, &config, kv_sizes)?;
     decoder.compare_with_cpu(spec, &weights, options.kv_numbers)?;
-    Ok(served(spec, options, &config, vocabulary, WithBlocks::Device(decoder)))
+    Ok(assemble(spec, options, &config, vocabulary, CachedDecoder::Device(decoder)))
 }
 
 /// The contents of a model's files.
@@ -165,17 +164,17 @@ impl Model {
     }
 }
 
-/// Makes the two parts of a model from what was loaded of it.
-fn served(
+/// Makes the two parts of a model from what was loaded.
+fn assemble(
     spec: &LoadSpec,
     options: Options,
     config: &DecoderConfig,
     vocabulary: Vocabulary,
-    decoder: WithBlocks,
+    decoder: CachedDecoder,
 ) -> (GenerateProcessor, TextGenerator) {
-    let (texts, ends) = (vocabulary.texts(), vocabulary.ends.clone());
-    let grammars = Grammars::new(&texts, config.vocabulary, &ends).map(Arc::new);
-    let generator = TextGenerator::new(decoder, options.capacity(), texts, ends);
+    let (token_texts, end_tokens) = (vocabulary.texts(), vocabulary.ends.clone());
+    let grammars = Grammars::new(&token_texts, config.vocabulary, &end_tokens).map(Arc::new);
+    let generator = TextGenerator::new(decoder, options.capacity(), token_texts, end_tokens);
     let processor = GenerateProcessor {
         vocabulary,
         names: ServedNames::new(spec),
@@ -187,31 +186,31 @@ fn served(
     (processor, generator)
 }
 
-/// Loads a decoder. Its matrices are shared with the other workers of this host if the cache can be used.
-fn decoder(
+/// Loads a decoder. It shares its matrices with the other workers of this host if the cache can be used.
+fn load_decoder(
     files: &ModelFiles,
     mut weights: Weights,
     config: &DecoderConfig,
     context: usize,
 ) -> Result<Decoder, LoadError> {
     let path = packed_cache::path(&files.digest()?);
-    let known = |path: &Option<PathBuf>| path.as_deref().and_then(PackedCache::open);
-    if let Some(file) = known(&path) {
-        weights.use_cache(file);
+    let open_cache = |path: &Option<PathBuf>| path.as_deref().and_then(PackedCache::open);
+    if let Some(cache) = open_cache(&path) {
+        weights.use_cache(cache);
         return Decoder::load(&weights, config, context);
     }
-    let own = Decoder::load(&weights, config, context)?;
-    let Some(to) = &path else { return Ok(own) };
-    if let Err(error) = packed_cache::write(to, own.matrices(&weights).into_iter()) {
-        let file = to.display();
+    let unshared = Decoder::load(&weights, config, context)?;
+    let Some(cache_path) = &path else { return Ok(unshared) };
+    if let Err(error) = packed_cache::write(cache_path, unshared.matrices(&weights).into_iter()) {
+        let file = cache_path.display();
         tracing::warn!(%file, %error, "workers cannot share this model's memory: its matrices cannot be cached");
-        return Ok(own);
+        return Ok(unshared);
     }
-    match known(&path) {
-        Some(file) => weights.use_cache(file),
-        None => return Ok(own),
+    match open_cache(&path) {
+        Some(cache) => weights.use_cache(cache),
+        None => return Ok(unshared),
     }
-    drop(own);
+    drop(unshared);
     Decoder::load(&weights, config, context)
 }
 
@@ -223,11 +222,11 @@ pub struct GenerateProcessor {
     /// The number of token ids; ids are below it.
     vocab_size: usize,
     options: Options,
-    /// An error says why this model's answers cannot be constrained.
+    /// The error is the reason why this model's answers cannot be constrained.
     grammars: Result<Arc<Grammars>, String>,
 }
 
-/// What the response needs of its request.
+/// The parts of a request that its response needs, and the state of the response's parts.
 pub struct GenerateContext {
     api: Api,
     id: String,
@@ -238,22 +237,22 @@ pub struct GenerateContext {
     /// Whether each token is listed with probabilities. A part is then far longer than its text.
     lists_tokens: bool,
     user: String,
-    /// Tokens of the prompts, and of the parts that were written.
+    /// The tokens of the prompts, and of the parts that were written.
     usage: Usage,
     /// The number of answers whose end no part has reported yet.
     unfinished: usize,
     /// The prompt with which each answer's text begins; answers to one prompt share it. Empty if prompts are not
     /// repeated.
     echoed: Vec<Arc<str>>,
-    /// The state of each answer's parts.
-    streamed: Vec<Streamed>,
+    /// The progress of each answer's parts.
+    progress: Vec<PartsProgress>,
 }
 
 /// What the parts of one answer have reported so far.
 #[derive(Clone, Copy, Default)]
-struct Streamed {
+struct PartsProgress {
     is_begun: bool,
-    /// Characters of the tokens that were listed with probabilities.
+    /// The number of characters of the tokens that were listed with probabilities.
     characters: usize,
 }
 
@@ -287,8 +286,8 @@ impl Processor for GenerateProcessor {
         let api = if is_chat { Api::Chat } else { Api::Completions };
         let request = GenerateRequest::read(api, &message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let found = self.grammar(&request.format)?;
-        let constraint = match &found {
+        let grammar = self.find_grammar(&request.format)?;
+        let constraint = match &grammar {
             Found::Known(constraint) => Some(constraint.clone()),
             Found::Any | Found::Unknown(_) => None,
         };
@@ -299,7 +298,7 @@ impl Processor for GenerateProcessor {
         let mut inputs = Vec::with_capacity(prompts.len() * request.n);
         let mut prompt_tokens = 0;
         for (index, ids) in prompts.into_iter().enumerate() {
-            let (ids, max_tokens) = self.bounded(&request, index, ids)?;
+            let (ids, max_tokens) = self.fit_prompt(&request, index, ids)?;
             let ids: Arc<[u32]> = ids.into();
             prompt_tokens += ids.len();
             for choice in 0..request.n {
@@ -337,13 +336,13 @@ impl Processor for GenerateProcessor {
             usage: Usage { prompt_tokens, ..Usage::default() },
             unfinished: inputs.len(),
             echoed,
-            streamed: vec![Streamed::default(); inputs.len()],
+            progress: vec![PartsProgress::default(); inputs.len()],
         };
-        Ok((context, self.inputs(found, inputs)))
+        Ok((context, self.inputs(grammar, inputs)))
     }
 
     fn streaming(&self, context: &GenerateContext) -> Streaming {
-        Streaming::Pieces.of(context.stream)
+        Streaming::Pieces.if_requested(context.stream)
     }
 
     fn are_parts_brief(&self, context: &GenerateContext) -> bool {
@@ -351,28 +350,30 @@ impl Processor for GenerateProcessor {
     }
 
     fn parts(&self, context: &mut GenerateContext, input: usize, pieces: Vec<Piece>) -> Vec<Body> {
-        let GenerateContext { api, id, created, echoed, streamed, usage, unfinished, .. } = context;
-        let Some(streamed) = streamed.get_mut(input) else { return Vec::new() };
+        let GenerateContext { api, id, created, echoed, progress, usage, unfinished, .. } = context;
+        let Some(progress) = progress.get_mut(input) else { return Vec::new() };
         usage.completion_tokens += pieces.len();
-        let echoed = echoed.get(input).filter(|_| !streamed.is_begun);
-        let mut text = echoed.map_or_else(String::new, |text| (**text).to_owned());
+        let mut text = match echoed.get(input) {
+            Some(prompt) if !progress.is_begun => (**prompt).to_owned(),
+            _ => String::new(),
+        };
         pieces.iter().for_each(|piece| text.push_str(&piece.text));
         let scores: Vec<_> = pieces.iter().filter_map(|piece| piece.score.clone()).collect();
         let end = pieces.iter().find_map(|piece| piece.end);
         if text.is_empty() && scores.is_empty() && end.is_none() {
             return Vec::new();
         }
-        let finish = end.map(|(finish, cached)| {
+        let finish = end.map(|AnswerEnd { finish, cached }| {
             usage.cached_tokens += cached;
             *unfinished -= 1;
             finish
         });
         let logprobs = (!scores.is_empty()).then_some(&*scores);
-        let (first, offset) = (!streamed.is_begun, streamed.characters);
-        streamed.is_begun = true;
-        streamed.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
-        let reply = Reply { api: *api, id, created: *created, model: self.names.own() };
-        let chunk = reply.chunk(&Chunk { choice: input, text: &text, first, logprobs, offset, finish });
+        let (is_first, offset) = (!progress.is_begun, progress.characters);
+        progress.is_begun = true;
+        progress.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
+        let reply = Reply { api: *api, id, created: *created, model: self.names.reply_name() };
+        let chunk = reply.chunk(&Chunk { choice: input, text: &text, is_first, logprobs, offset, finish });
         let is_last = context.include_usage && finish.is_some() && *unfinished == 0;
         let usage = is_last.then(|| reply.usage_chunk(*usage));
         // Both can be serialized whenever the reply can, so an error is left to `finish`.
@@ -392,7 +393,7 @@ impl Processor for GenerateProcessor {
             Choice { index, text, finish, logprobs: scores }
         });
         let choices: Vec<Choice> = choices.collect();
-        let body = Reply { api, id: &id, created, model: self.names.own() }.whole(&choices, usage)?;
+        let body = Reply { api, id: &id, created, model: self.names.reply_name() }.whole(&choices, usage)?;
         let Usage { prompt_tokens, completion_tokens, cached_tokens } = usage;
         let [prompt, cached, answer] = [prompt_tokens, cached_tokens, completion_tokens].map(|it| it as u64);
         let tokens = TokenCounts { prompt, cached, answer };
@@ -404,7 +405,7 @@ impl Processor for GenerateProcessor {
 
 impl GenerateProcessor {
     /// Looks up the grammar that the text must match.
-    fn grammar(&self, format: &Format) -> Result<Found, TaskError> {
+    fn find_grammar(&self, format: &Format) -> Result<Found, TaskError> {
         match &self.grammars {
             _ if *format == Format::Text => Ok(Found::Any),
             Ok(grammars) => grammars.find(format),
@@ -413,8 +414,8 @@ impl GenerateProcessor {
     }
 
     /// The inputs, with their constraint. An unknown grammar is built later.
-    fn inputs(&self, found: Found, mut inputs: Vec<SizedInput<Prompt>>) -> Inputs<Prompt> {
-        let (Found::Unknown(grammar), Ok(grammars)) = (found, &self.grammars) else { return inputs.into() };
+    fn inputs(&self, grammar: Found, mut inputs: Vec<SizedInput<Prompt>>) -> Inputs<Prompt> {
+        let (Found::Unknown(grammar), Ok(grammars)) = (grammar, &self.grammars) else { return inputs.into() };
         let grammars = grammars.clone();
         Inputs::Later(Box::new(move || {
             let constraint = grammars.build(&grammar)?;
@@ -427,18 +428,18 @@ impl GenerateProcessor {
 
     /// The tokens of each prompt.
     fn prompts(&self, request: &GenerateRequest) -> Result<Vec<Vec<u32>>, TaskError> {
-        let at = |index: usize| move |error: TaskError| error.at(request.path(index));
+        let with_path = |index: usize| move |error: TaskError| error.with_param(request.path(index));
         let prompts = match &request.prompts {
             Prompts::Messages(messages) => {
                 let chat = self.vocabulary.chat.as_ref();
                 let chat =
                     chat.ok_or_else(|| TaskError::bad_input("messages", "this model has no chat template"))?;
-                let prompt = self.vocabulary.conversation(&chat.render(messages)?, self.reach())?;
-                vec![self.taken(prompt, request, 0)?]
+                let prompt = self.vocabulary.conversation(&chat.render(messages)?, self.token_limit())?;
+                vec![self.checked_ids(prompt, request, 0)?]
             }
-            Prompts::Texts { texts } => prepared(texts.iter().collect(), MANY_TEXTS, |index, text| {
-                let prompt = self.vocabulary.prompt(text, self.reach()).map_err(at(index))?;
-                self.taken(prompt, request, index)
+            Prompts::Texts { texts } => prepare_all(texts.iter().collect(), MANY_TEXTS, |index, text| {
+                let prompt = self.vocabulary.prompt(text, self.token_limit()).map_err(with_path(index))?;
+                self.checked_ids(prompt, request, index)
             })?,
             Prompts::Tokens(lists) => {
                 for (index, list) in lists.iter().enumerate() {
@@ -462,72 +463,78 @@ impl GenerateProcessor {
         }
     }
 
-    /// Which tokens of a prompt are needed if it is too long.
-    fn reach(&self) -> Reach {
+    /// The tokens of a prompt that are needed if it is too long.
+    fn token_limit(&self) -> TokenLimit {
         let side = if self.options.truncate_prompts { Side::End } else { Side::Beginning };
-        Reach { most: self.max_tokens(), side }
+        TokenLimit { max_tokens: self.max_sequence_tokens(), side }
     }
 
-    /// The tokens of a prompt. Refuses a prompt that is too long, unless prompts may be truncated. The refusal is here,
-    /// so that no further prompt, which may take as long, is tokenised first.
-    fn taken(&self, prompt: TextIds, request: &GenerateRequest, index: usize) -> Result<Vec<u32>, TaskError> {
+    /// The tokens of a prompt. Refuses a prompt that is too long, unless prompts may be truncated. It is refused here,
+    /// before further prompts are tokenised, which may take long.
+    fn checked_ids(
+        &self,
+        prompt: TextIds,
+        request: &GenerateRequest,
+        index: usize,
+    ) -> Result<Vec<u32>, TaskError> {
         let TextIds { ids, is_whole } = prompt;
         if self.options.truncate_prompts {
             return Ok(ids);
         }
         if is_whole {
-            return self.room(request, index, ids.len()).map(|_| ids);
+            return self.max_answer(request, index, ids.len()).map(|_| ids);
         }
-        let (path, known, most) = (request.path(index), ids.len(), self.max_tokens());
+        let (path, read, max_tokens) = (request.path(index), ids.len(), self.max_sequence_tokens());
         let message = format!(
-            "{path} has more than {known} tokens; this pool holds {most} of a prompt and its answer together"
+            "{path} has more than {read} tokens; this pool holds {max_tokens} of a prompt and its answer together"
         );
         Err(TaskError::bad_input(path, message))
     }
 
-    /// The most tokens of the answer to a prompt of so many tokens. Refuses a prompt that leaves less than the
-    /// request's `max_tokens`, or no token.
-    fn room(&self, request: &GenerateRequest, index: usize, tokens: usize) -> Result<usize, TaskError> {
-        let (most, wanted) = (self.max_tokens(), request.max_tokens.unwrap_or(1));
-        let room = most.saturating_sub(tokens);
+    /// The maximum number of tokens of the answer to a prompt of `tokens` tokens. Refuses a prompt that leaves fewer
+    /// than the request's `max_tokens`, or none.
+    fn max_answer(&self, request: &GenerateRequest, index: usize, tokens: usize) -> Result<usize, TaskError> {
+        let (max_tokens, wanted) = (self.max_sequence_tokens(), request.max_tokens.unwrap_or(1));
+        let room = max_tokens.saturating_sub(tokens);
         if room >= wanted {
             return Ok(room);
         }
         let path = request.path(index);
         let message = format!(
-            "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {most} of both together"
+            "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {max_tokens} of both together"
         );
         Err(TaskError::bad_input(path, message))
     }
 
-    /// The most tokens of a prompt and its answer.
-    fn max_tokens(&self) -> usize {
+    /// The maximum number of tokens of a prompt and its answer together.
+    fn max_sequence_tokens(&self) -> usize {
         self.options.context.min(self.options.kv_tokens)
     }
 
-    /// The tokens of a prompt, truncated if that is allowed and needed, and the most tokens of its answer. Refuses a
-    /// prompt if both together do not fit.
-    fn bounded(
+    /// The tokens of a prompt, truncated if that is allowed and needed, and the maximum number of tokens of its answer.
+    /// Refuses a prompt if both together do not fit.
+    fn fit_prompt(
         &self,
         request: &GenerateRequest,
         index: usize,
         mut ids: Vec<u32>,
     ) -> Result<(Vec<u32>, usize), TaskError> {
-        let most = self.max_tokens();
+        let max_tokens = self.max_sequence_tokens();
         let default = match request.api {
             Api::Completions => COMPLETION_TOKENS,
             Api::Chat => CHAT_TOKENS,
         };
         let wanted = request.max_tokens.unwrap_or(1);
-        if ids.len().saturating_add(wanted) > most && self.options.truncate_prompts && wanted < most {
+        let is_too_long = ids.len().saturating_add(wanted) > max_tokens;
+        if is_too_long && self.options.truncate_prompts && wanted < max_tokens {
             // The end of the prompt is kept, since the answer continues it.
-            ids.drain(..ids.len() + wanted - most);
+            ids.drain(..ids.len() + wanted - max_tokens);
         }
-        let room = self.room(request, index, ids.len())?;
+        let room = self.max_answer(request, index, ids.len())?;
         Ok((ids, request.max_tokens.unwrap_or(default).min(room)))
     }
 
-    /// The prompt with which each answer's text begins; empty unless prompts are repeated.
+    /// The prompts with which the answers' texts begin, one for each answer; empty unless prompts are repeated.
     fn echoed(
         &self,
         request: &GenerateRequest,
@@ -536,11 +543,11 @@ impl GenerateProcessor {
         if !request.echo {
             return Ok(Vec::new());
         }
-        let tokens = self.vocabulary.texts();
-        // One for each prompt.
+        let token_texts = self.vocabulary.texts();
+        // The first input of each prompt.
         let prompts = || inputs.iter().step_by(request.n);
         let length = |sized: &SizedInput<Prompt>| -> usize {
-            sized.input.ids.iter().map(|id| tokens.get(*id).len()).sum()
+            sized.input.ids.iter().map(|id| token_texts.get(*id).len()).sum()
         };
         let bytes: usize = match &request.prompts {
             Prompts::Texts { texts } => texts.iter().map(String::len).sum(),
@@ -548,7 +555,8 @@ impl GenerateProcessor {
         };
         check_echoed(bytes.saturating_mul(request.n))?;
         let text = |sized: &SizedInput<Prompt>| -> Arc<str> {
-            let bytes: Vec<u8> = sized.input.ids.iter().flat_map(|id| tokens.get(*id)).copied().collect();
+            let bytes: Vec<u8> =
+                sized.input.ids.iter().flat_map(|id| token_texts.get(*id)).copied().collect();
             String::from_utf8_lossy(&bytes).into()
         };
         let echoed: Vec<Arc<str>> = match &request.prompts {
@@ -567,7 +575,7 @@ fn check_echoed(bytes: usize) -> Result<(), TaskError> {
     let message = format!(
         "echo repeats {bytes} bytes of prompts before the answers; at most {MAX_ECHOED_BYTES} are repeated"
     );
-    Err(TaskError::new(TaskErrorKind::TooLarge, message).at("echo"))
+    Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("echo"))
 }
 
 /// Refuses answers with more listed tokens than a worker and a reply should hold.
@@ -583,12 +591,12 @@ fn check_listed(request: &GenerateRequest, inputs: &[SizedInput<Prompt>]) -> Res
          {MAX_LISTED_TOKENS} are listed: set max_tokens, or ask for fewer",
         count + 1
     );
-    Err(TaskError::new(TaskErrorKind::TooLarge, message).at("logprobs"))
+    Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("logprobs"))
 }
 
 fn unix_seconds() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.map_or(0, |since| since.as_secs())
+    now.map_or(0, |elapsed| elapsed.as_secs())
 }
 
 impl Options {

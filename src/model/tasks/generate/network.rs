@@ -1,11 +1,11 @@
-//! The sequences of a decoder: the tokens that each was fed, its blocks, its sampler and its text. Decides when an
-//! answer ends. A step changes a sequence only when its result is known (`Generate::step`).
+//! The sequences of a decoder: the tokens, the blocks, the sampler and the text of each. Decides when an answer ends. A
+//! step changes a sequence only when its result is known (`Generate::step`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::model::load::vocabulary::TokenTexts;
-use crate::model::nets::decoder::WithBlocks;
+use crate::model::nets::decoder::CachedDecoder;
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::BLOCK;
 use crate::model::random::Seed;
@@ -14,14 +14,14 @@ use crate::model::sequences::grammar::{Constraint, Masks};
 use crate::model::sequences::sampler::{Sampler, log_probabilities};
 use crate::model::sequences::text::Text;
 use crate::model::{Advance, Advances, Capacity, Feed, ForwardError, Generate, Row, Slot, TaskError};
-use crate::protocol::generate::{Finish, Sampling, TokenScore};
+use crate::protocol::generate::{Finish, Sampling, TokenScore, TopScore};
 
 /// One answer to compute.
 #[derive(Clone, Debug)]
 pub struct Prompt {
-    /// Tokens; at least one, all in the vocabulary.
+    /// The tokens of the prompt: at least one, all in the vocabulary.
     pub ids: Arc<[u32]>,
-    /// The most tokens of the answer.
+    /// The maximum number of tokens of the answer.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
@@ -29,9 +29,9 @@ pub struct Prompt {
     pub seed: Seed,
     /// Strings before which the answer ends; shared by all answers of a task.
     pub stop: Arc<[String]>,
-    /// Whether the answer goes on after the model's end token. A grammar overrides this.
+    /// Whether the answer continues after the model's end token. A grammar overrides this.
     pub ignore_eos: bool,
-    /// How many of the likeliest tokens are listed beside each chosen one. With `None`, not even the chosen ones are
+    /// The number of likeliest tokens that are listed beside each chosen one. With `None`, not even the chosen ones are
     /// listed.
     pub logprobs: Option<usize>,
     /// The grammar that the text must match.
@@ -47,20 +47,29 @@ pub struct Piece {
     pub text: String,
     /// The token's probability, if it was requested.
     pub score: Option<TokenScore>,
-    /// Why the answer ends with this piece, and the tokens of the prompt that were reused.
-    pub end: Option<(Finish, usize)>,
+    /// The end of the answer, if this is the last piece.
+    pub end: Option<AnswerEnd>,
+}
+
+/// How an answer has ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AnswerEnd {
+    /// Why it ended.
+    pub finish: Finish,
+    /// The number of tokens of the prompt that were reused instead of computed.
+    pub cached: usize,
 }
 
 /// A whole answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
-    /// Its text.
+    /// The text.
     pub text: String,
     /// Why it ended.
     pub finish: Finish,
-    /// Its tokens, the model's end token included.
+    /// The number of tokens, the model's end token included.
     pub tokens: usize,
-    /// Tokens of the prompt that were reused instead of computed.
+    /// The number of tokens of the prompt that were reused instead of computed.
     pub cached: usize,
     /// The tokens' probabilities, if they were requested.
     pub scores: Option<Vec<TokenScore>>,
@@ -68,26 +77,27 @@ pub struct Answer {
 
 /// A decoder with its sequences.
 pub struct TextGenerator {
-    decoder: WithBlocks,
+    decoder: CachedDecoder,
     blocks: Blocks,
     capacity: Capacity,
-    texts: TokenTexts,
-    ends: BTreeSet<u32>,
-    open: BTreeMap<Slot, Sequence>,
-    /// Reused by the next step.
+    token_texts: TokenTexts,
+    end_tokens: BTreeSet<u32>,
+    sequences: BTreeMap<Slot, Sequence>,
+    /// A buffer that each step reuses.
     logits: Vec<f32>,
 }
 
+/// An answer that is being written.
 struct Sequence {
     prompt: Prompt,
-    /// Tokens of the prompt that the scheduler has fed, including those that were reused.
+    /// The number of tokens of the prompt that the scheduler has fed, including those that were reused.
     fed: usize,
-    /// Tokens whose keys and values are in the blocks.
-    held: usize,
-    /// Tokens of the prompt that were reused.
+    /// The number of tokens whose keys and values are in the blocks.
+    stored: usize,
+    /// The number of tokens of the prompt that were reused.
     cached: usize,
     table: Table,
-    /// The answer's tokens so far.
+    /// The tokens of the answer so far.
     answer: Vec<u32>,
     sampler: Sampler,
     masks: Option<Masks>,
@@ -98,11 +108,11 @@ struct Sequence {
 /// The tokens that a row computes in a step.
 struct Chunk {
     slot: Slot,
-    /// Tokens of the prompt by which `Sequence::fed` advances.
-    take: usize,
+    /// The number of tokens of the prompt by which `Sequence::fed` advances.
+    prompt_tokens: usize,
     ids: Vec<u32>,
-    /// The position of the first token in the sequence.
-    first: usize,
+    /// The position in the sequence of the first token.
+    first_position: usize,
     /// Whether a next token is chosen after this chunk.
     is_last: bool,
 }
@@ -114,55 +124,63 @@ struct Chosen {
 }
 
 impl TextGenerator {
-    /// A generator that has computed nothing. The decoder has [`TextGenerator::blocks`] blocks.
-    pub fn new(decoder: WithBlocks, capacity: Capacity, texts: TokenTexts, ends: BTreeSet<u32>) -> Self {
+    /// A generator without sequences. The decoder must have [`TextGenerator::blocks`] blocks.
+    pub fn new(
+        decoder: CachedDecoder,
+        capacity: Capacity,
+        token_texts: TokenTexts,
+        end_tokens: BTreeSet<u32>,
+    ) -> Self {
         let blocks = Blocks::new(Self::blocks(capacity) as u32);
-        Self { decoder, blocks, capacity, texts, ends, open: BTreeMap::new(), logits: Vec::new() }
+        let sequences = BTreeMap::new();
+        Self { decoder, blocks, capacity, token_texts, end_tokens, sequences, logits: Vec::new() }
     }
 
-    /// The number of blocks for this capacity. There is one more for each sequence, whose last block may be nearly
-    /// empty. The bounds of the options keep the number within 32 bits.
+    /// The number of blocks for this capacity. It includes one more block for each sequence, because a sequence's last
+    /// block may be nearly empty. The bounds of the options keep the number within 32 bits.
     pub fn blocks(capacity: Capacity) -> usize {
         capacity.tokens.div_ceil(BLOCK) + capacity.sequences
     }
 
     /// The tokens that a row computes: those of the prompt that are neither computed nor reused, or the answer's last
     /// one.
-    fn feed(&mut self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
-        let Feed::Tokens(take) = feed else {
+    fn chunk(&mut self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
+        let Feed::Tokens(count) = feed else {
             return Err(TaskError::internal("a text generator has no encoder"));
         };
-        let sequence = self.open.get_mut(&slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        let sequence =
+            self.sequences.get_mut(&slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
         let prompt = sequence.prompt.ids.clone();
         if sequence.fed == prompt.len() {
             let last = sequence.answer.last().copied();
             let ids: Vec<u32> = last.into_iter().collect();
-            let first = sequence.held;
-            self.blocks.grow(&mut sequence.table, first + 1).ok_or_else(no_block)?;
-            return Ok(Chunk { slot, take: 0, ids, first, is_last: true });
+            let first_position = sequence.stored;
+            self.blocks.grow(&mut sequence.table, first_position + 1).ok_or_else(no_block)?;
+            return Ok(Chunk { slot, prompt_tokens: 0, ids, first_position, is_last: true });
         }
         // Only whole blocks are reused, so all blocks of the table must be full.
-        if sequence.held == sequence.table.blocks.len() * BLOCK {
-            let held = self.blocks.reuse(&mut sequence.table, &prompt);
-            sequence.cached += held - sequence.held;
-            sequence.held = held;
+        if sequence.stored == sequence.table.blocks.len() * BLOCK {
+            let stored = self.blocks.reuse(&mut sequence.table, &prompt);
+            sequence.cached += stored - sequence.stored;
+            sequence.stored = stored;
         }
-        let end = (sequence.fed + take).min(prompt.len());
-        let first = sequence.held;
-        let ids = prompt.get(first..end).unwrap_or_default().to_vec();
+        let end = (sequence.fed + count).min(prompt.len());
+        let first_position = sequence.stored;
+        let ids = prompt.get(first_position..end).unwrap_or_default().to_vec();
         self.blocks.grow(&mut sequence.table, end).ok_or_else(no_block)?;
-        Ok(Chunk { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
+        let (prompt_tokens, is_last) = (end - sequence.fed, end == prompt.len());
+        Ok(Chunk { slot, prompt_tokens, ids, first_position, is_last })
     }
 
-    /// Chooses the next token after a row; none if more of the prompt must be fed first. `logits` are those of the
-    /// row's last token. May be called again for the same row.
+    /// Chooses the next token after a row; none if more of the prompt must be fed first. `logits` are the logits after
+    /// the row's last token. May be called again for the same row.
     fn choose(&mut self, chunk: &Chunk, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
         if !chunk.is_last {
             return Ok(None);
         }
         let sequence =
-            self.open.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
-        sequence.choose(logits, &self.texts).map(Some)
+            self.sequences.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        sequence.choose(logits, &self.token_texts).map(Some)
     }
 
     /// Records that a row was computed, and the token that was chosen after it.
@@ -172,16 +190,17 @@ impl TextGenerator {
         chosen: Option<Chosen>,
     ) -> Result<Advance<Piece, Answer>, TaskError> {
         let sequence =
-            self.open.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
-        sequence.fed += chunk.take;
-        sequence.held += chunk.ids.len();
-        if sequence.held / BLOCK > (sequence.held - chunk.ids.len()) / BLOCK {
+            self.sequences.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        sequence.fed += chunk.prompt_tokens;
+        sequence.stored += chunk.ids.len();
+        let has_filled_a_block = sequence.stored / BLOCK > (sequence.stored - chunk.ids.len()) / BLOCK;
+        if has_filled_a_block {
             let tokens = sequence.prompt.ids.iter().chain(&sequence.answer).copied();
-            let tokens: Vec<u32> = tokens.take(sequence.held).collect();
+            let tokens: Vec<u32> = tokens.take(sequence.stored).collect();
             self.blocks.publish(&mut sequence.table, &tokens);
         }
         let Some(chosen) = chosen else { return Ok(Advance::Fed) };
-        Ok(sequence.take(chosen, &self.texts, &self.ends))
+        Ok(sequence.append(chosen, &self.token_texts, &self.end_tokens))
     }
 }
 
@@ -190,11 +209,12 @@ fn no_block() -> TaskError {
 }
 
 impl Sequence {
-    /// The next token. It may be chosen again until it is taken.
-    fn choose(&mut self, logits: &mut [f32], texts: &TokenTexts) -> Result<Chosen, TaskError> {
+    /// The next token. It may be chosen again until it is appended.
+    fn choose(&mut self, logits: &mut [f32], token_texts: &TokenTexts) -> Result<Chosen, TaskError> {
         #[cfg(test)]
         assert_ne!(self.prompt.seed.sequence, tests::BROKEN, "a test breaks this row");
-        let raw = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
+        // Probabilities are listed as they are without the grammar and the sampling.
+        let raw_logits = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
         let position = self.answer.len();
         if let Some(masks) = &mut self.masks {
             masks.apply(logits)?;
@@ -204,30 +224,33 @@ impl Sequence {
                 "the model gave no finite numbers for token {position} of the answer"
             ))
         })?;
-        let score = raw.map(|(count, raw)| {
-            let (logprob, top) = log_probabilities(&raw, id, count);
-            let text =
-                |id: u32| (String::from_utf8_lossy(texts.get(id)).into_owned(), texts.get(id).to_vec());
-            let listed = |(id, logprob): (u32, f32)| {
-                let (text, bytes) = text(id);
-                (text, bytes, logprob)
+        let score = raw_logits.map(|(count, logits)| {
+            let (logprob, top) = log_probabilities(&logits, id, count);
+            let top_score = |(id, logprob): (u32, f32)| {
+                let bytes = token_texts.get(id).to_vec();
+                TopScore { text: String::from_utf8_lossy(&bytes).into_owned(), bytes, logprob }
             };
-            let (text, bytes) = text(id);
-            TokenScore { text, bytes, logprob, top: top.into_iter().map(listed).collect() }
+            let TopScore { text, bytes, logprob } = top_score((id, logprob));
+            TokenScore { text, bytes, logprob, top: top.into_iter().map(top_score).collect() }
         });
         Ok(Chosen { id, score })
     }
 
     /// Appends a token to the answer.
-    fn take(&mut self, chosen: Chosen, texts: &TokenTexts, ends: &BTreeSet<u32>) -> Advance<Piece, Answer> {
+    fn append(
+        &mut self,
+        chosen: Chosen,
+        token_texts: &TokenTexts,
+        end_tokens: &BTreeSet<u32>,
+    ) -> Advance<Piece, Answer> {
         let Chosen { id, score } = chosen;
         self.answer.push(id);
         if let Some(masks) = &mut self.masks {
             masks.take(id);
         }
         // A text with a grammar ends at the end token, even with `ignore_eos`.
-        let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.masks.is_some());
-        let is_stopped = !is_end && self.text.push(texts.get(id));
+        let is_end = end_tokens.contains(&id) && (!self.prompt.ignore_eos || self.masks.is_some());
+        let is_stopped = !is_end && self.text.push(token_texts.get(id));
         let score = score.filter(|_| !is_end);
         self.scores.extend(score.clone());
         let finish = if is_end || is_stopped {
@@ -237,7 +260,8 @@ impl Sequence {
         } else {
             return Advance::More(Piece { text: self.text.new_part(), score, end: None });
         };
-        let piece = Piece { text: self.text.end(), score, end: Some((finish, self.cached)) };
+        let end = AnswerEnd { finish, cached: self.cached };
+        let piece = Piece { text: self.text.end(), score, end: Some(end) };
         let answer = Answer {
             text: self.text.text().to_owned(),
             finish,
@@ -262,7 +286,7 @@ impl Generate for TextGenerator {
         let sampler = Sampler::new(prompt.sampling, prompt.seed, &prompt.ids);
         let sequence = Sequence {
             fed: 0,
-            held: 0,
+            stored: 0,
             cached: 0,
             table: Table::new(prompt.owner),
             answer: Vec::new(),
@@ -272,27 +296,27 @@ impl Generate for TextGenerator {
             scores: Vec::new(),
             prompt: prompt.clone(),
         };
-        self.open.insert(slot, sequence);
+        self.sequences.insert(slot, sequence);
         Ok(())
     }
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
-        let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.feed(*row)).collect();
+        let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.chunk(*row)).collect();
         let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks.iter().flatten() {
-            let Some(sequence) = self.open.get(&chunk.slot) else { continue };
+            let Some(sequence) = self.sequences.get(&chunk.slot) else { continue };
             ids.extend_from_slice(&chunk.ids);
             let (blocks, count) = (&*sequence.table.blocks, chunk.ids.len());
-            spans.push(Span { blocks, first: chunk.first, count });
+            spans.push(Span { blocks, first: chunk.first_position, count });
             if chunk.is_last {
                 wanted.push(ids.len() - 1);
             }
         }
-        let mut all = std::mem::take(&mut self.logits);
-        let computed = self.decoder.forward(&ids, &spans, &wanted, &mut all);
-        computed.map_err(|error| ForwardError::from(&error))?;
-        let width = all.len() / wanted.len().max(1);
-        let mut logits = all.chunks_exact_mut(width.max(1));
+        let mut buffer = std::mem::take(&mut self.logits);
+        let result = self.decoder.forward(&ids, &spans, &wanted, &mut buffer);
+        result.map_err(|error| ForwardError::from(&error))?;
+        let vocab_size = buffer.len() / wanted.len().max(1);
+        let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));
         // All choices, which may fail, come before all advances. If a choice panics, no sequence has advanced yet. The
         // step is then computed again without that row, and the other rows are not fed a second time.
         let choose = |chunk: Result<Chunk, TaskError>| {
@@ -305,12 +329,12 @@ impl Generate for TextGenerator {
         let advances =
             chosen.into_iter().map(|row| row.and_then(|(chunk, chosen)| self.advance(&chunk, chosen)));
         let advances = advances.collect();
-        self.logits = all;
+        self.logits = buffer;
         Ok(advances)
     }
 
     fn close(&mut self, slot: Slot) {
-        if let Some(sequence) = self.open.remove(&slot) {
+        if let Some(sequence) = self.sequences.remove(&slot) {
             for block in self.blocks.release(sequence.table) {
                 self.decoder.release(block);
             }
@@ -352,8 +376,8 @@ mod tests {
         }
     }
 
-    fn piece(generator: &mut TextGenerator, take: usize) -> Piece {
-        let rows = [Row { slot: Slot(0), feed: Feed::Tokens(take) }];
+    fn piece(generator: &mut TextGenerator, count: usize) -> Piece {
+        let rows = [Row { slot: Slot(0), feed: Feed::Tokens(count) }];
         match generator.step(&rows).unwrap().remove(0).unwrap() {
             Advance::More(piece) | Advance::Done(Some(piece), _) => piece,
             other => panic!("{other:?}"),
@@ -367,19 +391,19 @@ mod tests {
             load(&LoadSpec::new(path), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
         let broken = Prompt { seed: Seed { task: 1, sequence: BROKEN }, ..prompt() };
         generator.open(Slot(0), &prompt()).unwrap();
-        let right = [3, 1, 1, 1].map(|take| piece(&mut generator, take));
+        let expected = [3, 1, 1, 1].map(|count| piece(&mut generator, count));
         generator.close(Slot(0));
         generator.open(Slot(0), &prompt()).unwrap();
-        let again = [3, 1, 1, 1].map(|take| {
+        let repeated = [3, 1, 1, 1].map(|count| {
             generator.open(Slot(1), &broken).unwrap();
             let both = [
-                Row { slot: Slot(0), feed: Feed::Tokens(take) },
+                Row { slot: Slot(0), feed: Feed::Tokens(count) },
                 Row { slot: Slot(1), feed: Feed::Tokens(3) },
             ];
             assert!(catch_unwind(AssertUnwindSafe(|| drop(generator.step(&both)))).is_err());
             generator.close(Slot(1));
-            piece(&mut generator, take)
+            piece(&mut generator, count)
         });
-        assert_eq!(again, right);
+        assert_eq!(repeated, expected);
     }
 }

@@ -9,12 +9,13 @@ use crate::model::ops::kv::KvNumbers;
 use crate::model::ops::{RowNumbers, may_use_vnni};
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
-/// The default of `context`, in tokens. If the model's context is shorter, that is the default.
+/// The default of `context`, in tokens. If the model's context is shorter, the default is the model's context.
 const DEFAULT_CONTEXT: usize = 4_096;
 /// The default of `kv_tokens`, as a multiple of `context`.
 const DEFAULT_KV_CONTEXTS: usize = 4;
-/// Upper bounds, which keep tables and reservations within any host's memory.
+/// The largest `context` and `kv_tokens`. It keeps reservations within any host's memory.
 const MAX_TOKENS: usize = 1 << 24;
+/// The largest `sequences`. It keeps tables within any host's memory.
 const MAX_SEQUENCES: u64 = 4_096;
 
 /// What each option takes, its default and its help.
@@ -74,13 +75,13 @@ pub static OPTIONS: [OptionSpec; 7] = [
 /// The values of the options of one pool.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// The most tokens of a sequence, its answer included.
+    /// The maximum number of tokens of a sequence, its answer included.
     pub context: usize,
-    /// The most sequences at once.
+    /// The maximum number of sequences at once.
     pub sequences: usize,
-    /// Tokens whose keys and values are held at once.
+    /// The number of tokens whose keys and values are stored at once.
     pub kv_tokens: usize,
-    /// The type in which these are stored.
+    /// The type of these keys and values.
     pub kv_numbers: KvNumbers,
     /// Together with a task's id, the seed of tasks that set none.
     pub seed: u64,
@@ -89,13 +90,13 @@ pub struct Options {
     activations: Activations,
 }
 
-/// The options as they are written, each checked by itself.
+/// The options as the pool's file has them, each checked by itself.
 #[derive(Deserialize)]
-struct Written {
+struct WrittenOptions {
     context: Option<usize>,
     sequences: usize,
     kv_tokens: Option<usize>,
-    kv_numbers: KvName,
+    kv_numbers: KvNumbersName,
     activations: Activations,
     seed: u64,
     truncate_prompts: bool,
@@ -103,7 +104,7 @@ struct Written {
 
 #[derive(Clone, Copy, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum KvName {
+enum KvNumbersName {
     F32,
     Bf16,
 }
@@ -134,7 +135,7 @@ impl Options {
     /// # Errors
     /// [`LoadError::Option`] for an option that is not known or out of its bounds.
     pub fn read(spec: &LoadSpec, model_context: usize) -> Result<Self, LoadError> {
-        let written: Written = FAMILY.read_options(spec)?;
+        let written: WrittenOptions = FAMILY.read_options(spec)?;
         let context = written.context.unwrap_or(DEFAULT_CONTEXT.min(model_context));
         if context > model_context {
             let expected = format!("at most {model_context}, which is the model's");
@@ -146,8 +147,8 @@ impl Options {
             sequences: written.sequences,
             kv_tokens: written.kv_tokens.unwrap_or(default_kv_tokens),
             kv_numbers: match written.kv_numbers {
-                KvName::F32 => KvNumbers::F32,
-                KvName::Bf16 => KvNumbers::Bf16,
+                KvNumbersName::F32 => KvNumbers::F32,
+                KvNumbersName::Bf16 => KvNumbers::Bf16,
             },
             seed: written.seed,
             truncate_prompts: written.truncate_prompts,

@@ -1,4 +1,4 @@
-//! Decodes an image file to upright 8-bit RGB pixels, as transformers' pipelines load it with Pillow. Pure.
+//! Decodes an image file to upright 8-bit RGB pixels, as transformers' pipelines load it with Pillow. Pure functions.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -39,7 +39,7 @@ impl Format {
         }
     }
 
-    fn decoder(self) -> ImageFormat {
+    fn library_format(self) -> ImageFormat {
         match self {
             Self::Jpeg => ImageFormat::Jpeg,
             Self::Png => ImageFormat::Png,
@@ -50,7 +50,7 @@ impl Format {
 
 impl fmt::Display for Format {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(self.decoder().to_mime_type())
+        out.write_str(self.library_format().to_mime_type())
     }
 }
 
@@ -81,11 +81,11 @@ impl Limits {
 }
 
 /// Bytes of metadata (a colour profile, comments) that may be unpacked beside the samples. The metadata is not used.
-const METADATA: u64 = 4 << 20;
-/// The pixels of a JPEG count once more for every `SCANS` scans. Encoders write about a dozen scans, and the decoder
-/// accepts 100. At 40 million pixels each scan takes 80 ms, beside 650 ms for the image.
-const SCANS: u64 = 20;
-/// The most bytes of a pixel's samples: red, green, blue and alpha of 16 bits.
+const METADATA_BYTES: u64 = 4 << 20;
+/// The pixels of a JPEG count once more for every 20 scans. Encoders write about a dozen scans, and the decoder accepts
+/// 100. For 40 million pixels each scan takes 80 ms, in addition to 650 ms for the image.
+const SCANS_PER_COUNT: u64 = 20;
+/// The maximum bytes of a pixel's samples: red, green, blue and alpha of 16 bits.
 const MAX_BYTES_PER_PIXEL: u64 = 8;
 
 /// What a file declares before its samples.
@@ -117,19 +117,19 @@ pub struct Rgb8 {
     pub pixels: Vec<u8>,
 }
 
-/// Why an image cannot be decoded.
+/// The reason why an image cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The bytes are of no format that can be decoded.
     #[error("the image is said to be {0}, but its first bytes are of no known format")]
-    Unknown(Format),
+    UnknownFormat(Format),
     /// The bytes are of another format than the media type says.
-    #[error("the image is said to be {said}, but it is {found}")]
-    Other {
-        /// The media type that came with the bytes.
-        said: Format,
-        /// What the bytes are.
-        found: Format,
+    #[error("the image is said to be {declared}, but it is {actual}")]
+    OtherFormat {
+        /// The format that the media type declares.
+        declared: Format,
+        /// The format of the bytes.
+        actual: Format,
     },
     /// The header declares more pixels than are allowed.
     #[error("the image has {width}x{height} pixels, and {limit} pixels are allowed")]
@@ -193,19 +193,20 @@ pub enum Error {
 /// The file is of another format, is cut off in its header, or its header does not keep to the format.
 pub fn header(bytes: &[u8], format: Format) -> Result<Header, Error> {
     match Format::guess(bytes) {
-        Some(found) if found == format => {}
-        Some(found) => return Err(Error::Other { said: format, found }),
-        None => return Err(Error::Unknown(format)),
+        Some(actual) if actual == format => {}
+        Some(actual) => return Err(Error::OtherFormat { declared: format, actual }),
+        None => return Err(Error::UnknownFormat(format)),
     }
     let header = match format {
         Format::Png => png_header(bytes),
         Format::WebP => webp_header(bytes),
         Format::Jpeg => {
-            let bytes = readable(bytes, format);
-            let decoder = opened(&bytes, format, METADATA).map_err(|error| failed(error, &bytes, format))?;
+            let bytes = without_extended_xmp(bytes);
+            let decoder = open(&bytes, format, METADATA_BYTES);
+            let decoder = decoder.map_err(|error| decoding_error(error, &bytes, format))?;
             let (width, height) = decoder.dimensions();
             let mut header = Header::new(width, height);
-            header.pixels = header.pixels.saturating_mul(1 + jpeg_scans(&bytes) / SCANS);
+            header.pixels = header.pixels.saturating_mul(1 + jpeg_scans(&bytes) / SCANS_PER_COUNT);
             Some(header)
         }
     };
@@ -224,13 +225,16 @@ pub fn decode(bytes: &[u8], format: Format, limits: Limits) -> Result<Rgb8, Erro
     let header = header(bytes, format)?;
     limits.check(header)?;
     let Header { width, height, pixels } = header;
-    let limit = limits.bytes.min(pixels * MAX_BYTES_PER_PIXEL + METADATA);
-    let failed = |error| match error {
+    let limit = limits.bytes.min(pixels * MAX_BYTES_PER_PIXEL + METADATA_BYTES);
+    let to_error = |error| match error {
         ImageError::Limits(_) => Error::TooMuchMemory { width, height, limit },
-        error => failed(error, bytes, format),
+        error => decoding_error(error, bytes, format),
     };
-    let readable = readable(bytes, format);
-    let mut decoder = opened(&readable, format, limit).map_err(failed)?;
+    let safe_bytes = match format {
+        Format::Jpeg => without_extended_xmp(bytes),
+        Format::Png | Format::WebP => Cow::Borrowed(bytes),
+    };
+    let mut decoder = open(&safe_bytes, format, limit).map_err(to_error)?;
     if decoder.dimensions() != (width, height) {
         let (found_width, found_height) = decoder.dimensions();
         let reason = format!("its header says {width}x{height}, its samples {found_width}x{found_height}");
@@ -239,28 +243,28 @@ pub fn decode(bytes: &[u8], format: Format, limits: Limits) -> Result<Rgb8, Erro
     if decoder.total_bytes() > limit {
         return Err(Error::TooMuchMemory { width, height, limit });
     }
-    if !whole(bytes, format) {
+    if !is_complete(bytes, format) {
         return Err(Error::CutOff { format, bytes: bytes.len() });
     }
     // If the EXIF segment cannot be read, the orientation is unknown, but the image may be valid.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder).map_err(failed)?;
+    let mut image = DynamicImage::from_decoder(decoder).map_err(to_error)?;
     image.apply_orientation(orientation);
     let (width, height) = (image.width() as usize, image.height() as usize);
     Ok(Rgb8 { width, height, pixels: rgb(image) })
 }
 
-/// A decoder that has read the file's header. It is told to allocate `most` bytes at most, which not every decoder
+/// A decoder that has read the file's header. It is told to allocate at most `max_bytes`, which not every decoder
 /// obeys.
-fn opened(bytes: &[u8], format: Format, most: u64) -> Result<impl ImageDecoder + '_, ImageError> {
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), format.decoder());
-    let mut allowed = image::Limits::no_limits();
-    allowed.max_alloc = Some(most);
-    reader.limits(allowed);
+fn open(bytes: &[u8], format: Format, max_bytes: u64) -> Result<impl ImageDecoder + '_, ImageError> {
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format.library_format());
+    let mut limits = image::Limits::no_limits();
+    limits.max_alloc = Some(max_bytes);
+    reader.limits(limits);
     reader.into_decoder()
 }
 
-fn failed(error: ImageError, bytes: &[u8], format: Format) -> Error {
+fn decoding_error(error: ImageError, bytes: &[u8], format: Format) -> Error {
     match error {
         ImageError::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
             Error::CutOff { format, bytes: bytes.len() }
@@ -269,41 +273,40 @@ fn failed(error: ImageError, bytes: &[u8], format: Format) -> Error {
     }
 }
 
-/// The file in a form that is safe for its decoder. The JPEG decoder sorts and compares all segments of extended XMP
-/// again at each marker, so that a file of 8 MiB with nothing else keeps it busy for minutes. These segments are
-/// blanked, since nothing reads them.
-fn readable(bytes: &[u8], format: Format) -> Cow<'_, [u8]> {
+/// The JPEG file with the names of its extended XMP segments blanked. The decoder sorts and compares all such segments
+/// again at each marker, so that a file of 8 MiB with nothing else keeps it busy for minutes. Nothing else reads them.
+fn without_extended_xmp(bytes: &[u8]) -> Cow<'_, [u8]> {
     const EXTENDED_XMP: &[u8] = b"http://ns.adobe.com/xmp/extension/\0";
     let next = |bytes: &[u8]| bytes.windows(EXTENDED_XMP.len()).position(|window| window == EXTENDED_XMP);
-    let mut found = if format == Format::Jpeg { next(bytes) } else { None };
+    let mut found = next(bytes);
     if found.is_none() {
         return Cow::Borrowed(bytes);
     }
     let mut blanked = bytes.to_vec();
-    let mut from = 0;
-    while let Some(at) = found {
-        from += at;
-        blanked[from..from + EXTENDED_XMP.len()].fill(0);
-        from += EXTENDED_XMP.len();
-        found = next(&blanked[from..]);
+    let mut position = 0;
+    while let Some(offset) = found {
+        position += offset;
+        blanked[position..position + EXTENDED_XMP.len()].fill(0);
+        position += EXTENDED_XMP.len();
+        found = next(&blanked[position..]);
     }
     Cow::Owned(blanked)
 }
 
 /// The header of a PNG file, which is its first chunk. None if the file ends within it.
 fn png_header(bytes: &[u8]) -> Option<Header> {
-    let side = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let side = |offset: usize| Some(u32::from_be_bytes(bytes.get(offset..offset + 4)?.try_into().ok()?));
     Some(Header::new(side(16)?, side(20)?))
 }
 
 /// The header of a WebP file: the size in its first chunk, and the pixels of the largest picture in any chunk. The
 /// decoder compares the two sizes only after it has decoded the picture. None if the file is cut off.
 fn webp_header(bytes: &[u8]) -> Option<Header> {
-    let (first, _) = chunk(bytes.get(12..)?)?;
+    let (first, _) = split_chunk(bytes.get(12..)?)?;
     let mut header = match first.name {
         b"VP8X" => {
-            let side = |at: usize| {
-                let [a, b, c] = *first.data.get(at..at + 3)?.first_chunk::<3>()?;
+            let side = |offset: usize| {
+                let [a, b, c] = *first.data.get(offset..offset + 3)?.first_chunk::<3>()?;
                 Some(u32::from_le_bytes([a, b, c, 0]) + 1)
             };
             Header::new(side(4)?, side(7)?)
@@ -317,13 +320,13 @@ fn webp_header(bytes: &[u8]) -> Option<Header> {
 /// A chunk of a WebP file.
 struct Chunk<'a> {
     name: &'a [u8; 4],
-    /// Its data, as far as the file has it.
+    /// The chunk's data, as far as the file has it.
     data: &'a [u8],
     is_whole: bool,
 }
 
 /// The first chunk of `bytes`, and the bytes after it. None if there is no chunk.
-fn chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
+fn split_chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
     let (name, rest) = bytes.split_first_chunk::<4>()?;
     let (length, rest) = rest.split_first_chunk::<4>()?;
     let length = u32::from_le_bytes(*length) as usize;
@@ -335,9 +338,9 @@ fn chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
 /// The pixels of the largest picture in these chunks. None if an EXIF chunk is cut off.
 fn largest_picture(mut bytes: &[u8]) -> Option<u64> {
     let mut largest = 0;
-    while let Some((chunk, rest)) = chunk(bytes) {
+    while let Some((chunk, rest)) = split_chunk(bytes) {
         largest = largest.max(match chunk.name {
-            // The decoder allocates as much as the chunk's header declares.
+            // The decoder would allocate the length that the chunk's header declares.
             b"EXIF" if !chunk.is_whole => return None,
             // Pictures of an animation: their chunks follow 16 bytes of position and duration.
             b"ANMF" => largest_picture(chunk.data.get(16..).unwrap_or_default())?,
@@ -363,9 +366,9 @@ fn picture(chunk: &Chunk<'_>) -> Option<(u32, u32)> {
     }
 }
 
-/// Whether the file is complete. Checks only the formats whose decoders do not check that: the JPEG decoder fills what
-/// is missing with gray.
-fn whole(bytes: &[u8], format: Format) -> bool {
+/// Whether the file is complete. Checks only the formats whose decoders do not check it. The JPEG decoder, for example,
+/// fills the missing part with gray.
+fn is_complete(bytes: &[u8], format: Format) -> bool {
     match format {
         Format::Jpeg => jpeg_ends(bytes),
         // The container declares how many bytes follow its first eight.
@@ -403,15 +406,15 @@ fn jpeg_scans(bytes: &[u8]) -> u64 {
     let mut scans = 0;
     // Within a scan, each 0xff of the data is followed by 0 or begins a restart marker.
     let is_marker = |pair: &[u8]| pair[0] == 0xff && !matches!(pair[1], 0 | 1 | 0xd0..=0xd8 | 0xff);
-    while let Some(at) = rest.windows(2).position(is_marker) {
-        let [_, marker, high, low, ..] = rest[at..] else { break };
+    while let Some(start) = rest.windows(2).position(is_marker) {
+        let [_, marker, high, low, ..] = rest[start..] else { break };
         match marker {
             0xd9 => break,
             0xda => scans += 1,
             _ => {}
         }
         let length = usize::from(u16::from_be_bytes([high, low]));
-        rest = rest.get(at + 2 + length..).unwrap_or_default();
+        rest = rest.get(start + 2 + length..).unwrap_or_default();
     }
     scans
 }
@@ -431,10 +434,10 @@ fn rgb(image: DynamicImage) -> Vec<u8> {
 }
 
 /// Red, green and blue of pixels with 1 to 4 samples. With 1 or 2 samples, the first is gray.
-fn colours<T: Copy>(samples: &[T], each: usize, to_8_bits: fn(T) -> u8) -> Vec<u8> {
-    let (green, blue) = if each < 3 { (0, 0) } else { (1, 2) };
+fn colours<T: Copy>(samples: &[T], samples_per_pixel: usize, to_8_bits: fn(T) -> u8) -> Vec<u8> {
+    let (green, blue) = if samples_per_pixel < 3 { (0, 0) } else { (1, 2) };
     samples
-        .chunks_exact(each)
+        .chunks_exact(samples_per_pixel)
         .flat_map(|pixel| [pixel[0], pixel[green], pixel[blue]].map(to_8_bits))
         .collect()
 }
@@ -469,10 +472,10 @@ mod tests {
             let (image, pillow) = (decoded(file), decoded(row["expected"].as_str().unwrap()));
             assert_eq!((image.width, image.height), (pillow.width, pillow.height), "{file}");
             let differences = image.pixels.iter().zip(&pillow.pixels).map(|(a, b)| a.abs_diff(*b));
-            let most = differences.clone().max().unwrap();
+            let largest = differences.clone().max().unwrap();
             let mean = differences.map(f64::from).sum::<f64>() / image.pixels.len() as f64;
             let exact = row["exact"].as_bool().unwrap();
-            assert!(if exact { most == 0 } else { mean < 1.0 }, "{file}: {most}, {mean}");
+            assert!(if exact { largest == 0 } else { mean < 1.0 }, "{file}: {largest}, {mean}");
         }
     }
 
@@ -594,7 +597,7 @@ mod tests {
     fn a_wrong_media_type_is_named() {
         let error = decode(&read("rgb.png"), Format::Jpeg, LIMITS).unwrap_err();
         assert_eq!(error.to_string(), "the image is said to be image/jpeg, but it is image/png");
-        assert_eq!(decode(b"hello", Format::Png, LIMITS).unwrap_err(), Error::Unknown(Format::Png));
+        assert_eq!(decode(b"hello", Format::Png, LIMITS).unwrap_err(), Error::UnknownFormat(Format::Png));
         assert_eq!(Format::from_media_type("image/gif"), None);
         for format in [Format::Jpeg, Format::Png, Format::WebP] {
             assert_eq!(Format::from_media_type(&format.to_string()), Some(format));

@@ -1,6 +1,6 @@
 //! Classification of images: turns files into pixels, and the labels' logits into response bodies. Decides which files
-//! are decoded and in which slices. The headers of all files are checked before any of them is decoded. Never touches
-//! the device.
+//! are decoded and in which slices. Checks the headers of all files before it decodes any of them. Never touches the
+//! device.
 
 mod decode;
 mod preprocessing;
@@ -16,7 +16,7 @@ use self::decode::{Error, Format, Header, Limits, decode, header};
 use self::preprocessing::Preprocessing;
 use super::labels::Labels;
 use super::names::ServedNames;
-use super::prepared;
+use super::prepare_all;
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Serves, Takes};
 use crate::model::load::{self, ModelFiles, weights};
 use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels, Sides};
@@ -33,12 +33,12 @@ const DEFAULT_TASK_IMAGES: u64 = 4;
 const BYTES_PER_PIXEL: u64 = 4;
 /// The side of a patch that counts as a token, in pixels.
 const PATCH: usize = 16;
-/// The fewest images that are divided among threads.
+/// From this number of images on, threads share them.
 const MANY_IMAGES: usize = 2;
 /// Pixels of the images in a slice, for each thread: decoding them takes about 10 ms. A larger image is a slice by
 /// itself.
 const SLICE_PIXELS: u64 = 1 << 20;
-/// The most images in a slice, for each thread, since each image has a cost beside its pixels.
+/// The maximum number of images in a slice, for each thread, since each image has a cost beside its pixels.
 const SLICE_IMAGES: usize = 16;
 
 /// A PNG file of one pixel, for the probe.
@@ -57,7 +57,7 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
-        find,
+        request_files,
         check,
     }),
     options: &[
@@ -80,7 +80,8 @@ pub static FAMILY: Family = Family {
     example: Example { model: "tiny-vit", options: &[("max_pixels", 1_000_000)] },
 };
 
-fn find(files: &ModelFiles) -> Result<(), LoadError> {
+/// Requests every file that loading may read, the weights last.
+fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
     files.optional("preprocessor_config.json")?;
     files.weights().map(drop)
@@ -90,11 +91,11 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     Labels::read(&files, &spec.source)?;
     PixelLimits::read(spec)?;
-    preprocessing(&files, spec)?;
+    read_preprocessing(&files, spec)?;
     weights::check(&files.weights()?)
 }
 
-fn preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
+fn read_preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
     let path = files.required("preprocessor_config.json")?;
     let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
@@ -109,7 +110,7 @@ fn preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, L
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let labels = Labels::read(&files, &spec.source)?;
-    let preprocessing = preprocessing(&files, spec)?;
+    let preprocessing = read_preprocessing(&files, spec)?;
     let limits = PixelLimits::read(spec)?;
     let sides = Sides { height: preprocessing.height, width: preprocessing.width };
     let network = ImageNetwork::load(spec, device, &files, sides, labels.names.len())?;
@@ -123,7 +124,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     Ok((processor, network))
 }
 
-/// How many pixels may be decoded.
+/// The maximum numbers of pixels that are decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PixelLimits {
     /// Pixels of one image.
@@ -165,14 +166,14 @@ pub struct ImageProcessor {
 struct Decoder {
     preprocessing: Preprocessing,
     limits: PixelLimits,
-    /// The size of each input, in tokens.
+    /// The size of each input in tokens, of one [`PATCH`] each.
     tokens: usize,
 }
 
 /// The parts of a request that its response needs.
 pub struct ImageContext {
     top_k: usize,
-    listed: bool,
+    is_list: bool,
     raw_scores: bool,
 }
 
@@ -200,28 +201,28 @@ impl Processor for ImageProcessor {
     }
 
     fn preprocess_with(&self, message: &Message, files: &Files) -> Result<Preprocessed<Self>, TaskError> {
-        let ImagesRequest { images, listed, model, top_k, raw_scores } =
+        let ImagesRequest { images, is_list, model, top_k, raw_scores } =
             ImagesRequest::parse(message, self.max_inputs, files)?;
         self.names.check(model.as_deref())?;
-        let images = self.decoder.declared(images)?.into_iter();
+        let images = self.decoder.read_headers(images)?.into_iter();
         let slices = Slicer { decoder: self.decoder.clone(), images };
-        Ok((ImageContext { top_k, listed, raw_scores }, Inputs::Slices(Box::new(slices))))
+        Ok((ImageContext { top_k, is_list, raw_scores }, Inputs::Slices(Box::new(slices))))
     }
 
     fn bytes(&self, Pixels(numbers): &Pixels) -> usize {
         size_of_val(&**numbers)
     }
 
-    fn finish(&self, request: ImageContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
-        if !request.raw_scores {
-            outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
+    fn finish(&self, context: ImageContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        if !context.raw_scores {
+            outputs.iter_mut().for_each(|logits| self.labels.apply_function(logits));
         }
-        write_images(&outputs, &self.labels.names, request.top_k, request.listed).map(Body::json)
+        write_images(&outputs, &self.labels.names, context.top_k, context.is_list).map(Body::json)
     }
 }
 
 /// An image whose header was read, but which was not decoded yet.
-struct Declared {
+struct UndecodedImage {
     file: ImageFile,
     format: Format,
     header: Header,
@@ -231,7 +232,7 @@ struct Declared {
 /// milliseconds of work.
 struct Slicer {
     decoder: Arc<Decoder>,
-    images: IntoIter<Declared>,
+    images: IntoIter<UndecodedImage>,
 }
 
 impl Iterator for Slicer {
@@ -239,26 +240,26 @@ impl Iterator for Slicer {
 
     fn next(&mut self) -> Option<Self::Item> {
         let threads = if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 };
-        let count = slice(self.images.as_slice(), threads);
+        let count = slice_length(self.images.as_slice(), threads);
         let slice: Vec<_> = self.images.by_ref().take(count).collect();
         if slice.is_empty() {
             return None;
         }
-        Some(prepared(slice, MANY_IMAGES, |_, image| self.decoder.pixels(&image)))
+        Some(prepare_all(slice, MANY_IMAGES, |_, image| self.decoder.pixels(&image)))
     }
 
-    /// A slice has at least one image.
+    /// Each slice has at least one image, so there are at most as many slices as images.
     fn size_hint(&self) -> (usize, Option<usize>) {
         (usize::from(self.images.len() > 0), Some(self.images.len()))
     }
 }
 
-/// Returns how many of `images` form the next slice for this number of threads; at least 1.
-fn slice(images: &[Declared], threads: usize) -> usize {
+/// The number of images in the next slice for this number of threads; at least 1. `images` are those that remain.
+fn slice_length(images: &[UndecodedImage], threads: usize) -> usize {
     let mut left = SLICE_PIXELS.saturating_mul(threads as u64);
-    let fits = |image: &&Declared| match left.checked_sub(image.header.pixels) {
-        Some(less) => {
-            left = less;
+    let fits = |image: &&UndecodedImage| match left.checked_sub(image.header.pixels) {
+        Some(pixels) => {
+            left = pixels;
             true
         }
         None => false,
@@ -268,37 +269,38 @@ fn slice(images: &[Declared], threads: usize) -> usize {
 
 impl Decoder {
     /// Reads the headers of all images of a task, and refuses the task if they declare too many pixels.
-    fn declared(&self, files: Vec<ImageFile>) -> Result<Vec<Declared>, TaskError> {
+    fn read_headers(&self, files: Vec<ImageFile>) -> Result<Vec<UndecodedImage>, TaskError> {
         let mut pixels: u64 = 0;
-        let mut declared = |file: ImageFile| {
+        let mut read_header = |file: ImageFile| {
             let format = format(&file)?;
-            let refused = |error| refused(&file, &error);
-            let header = header(&file.bytes, format).map_err(refused)?;
-            self.limits.image_limits().check(header).map_err(refused)?;
+            let to_task_error = |error| decoding_error(&file, &error);
+            let header = header(&file.bytes, format).map_err(to_task_error)?;
+            self.limits.image_limits().check(header).map_err(to_task_error)?;
             pixels = pixels.saturating_add(header.pixels);
             if pixels > self.limits.task {
-                let most = self.limits.task;
+                let max_pixels = self.limits.task;
                 let reason = format!(
-                    "with this image the task has {pixels} pixels, and {most} are allowed (max_task_pixels)"
+                    "with this image the task has {pixels} pixels, and {max_pixels} are allowed (max_task_pixels)"
                 );
-                return Err(bad(&file, TaskErrorKind::TooLarge, &reason));
+                return Err(image_error(&file, TaskErrorKind::TooLarge, &reason));
             }
-            Ok(Declared { file, format, header })
+            Ok(UndecodedImage { file, format, header })
         };
-        files.into_iter().map(&mut declared).collect()
+        files.into_iter().map(&mut read_header).collect()
     }
 
     /// Decodes an image, and turns it into the model's input.
-    fn pixels(&self, Declared { file, format, .. }: &Declared) -> Result<SizedInput<Pixels>, TaskError> {
+    fn pixels(&self, image: &UndecodedImage) -> Result<SizedInput<Pixels>, TaskError> {
+        let UndecodedImage { file, format, .. } = image;
         let image = decode(&file.bytes, *format, self.limits.image_limits());
-        let image = image.map_err(|error| refused(file, &error))?;
+        let image = image.map_err(|error| decoding_error(file, &error))?;
         Ok(SizedInput::new(Pixels(self.preprocessing.apply(&image)), self.tokens))
     }
 }
 
 /// The format of a file: by the media type in the request, or else by the file's first bytes.
 fn format(file: &ImageFile) -> Result<Format, TaskError> {
-    let found = match file.media_type.as_deref() {
+    let format = match file.media_type.as_deref() {
         Some(media_type) => Format::from_media_type(media_type).ok_or_else(|| {
             format!("the media type is {media_type:?}; image/jpeg, image/png and image/webp are decoded")
         }),
@@ -306,26 +308,26 @@ fn format(file: &ImageFile) -> Result<Format, TaskError> {
             Format::guess(&file.bytes).ok_or_else(|| "it is no image of type JPEG, PNG or WebP".to_owned())
         }
     };
-    found.map_err(|reason| bad(file, TaskErrorKind::BadInput, &reason))
+    format.map_err(|reason| image_error(file, TaskErrorKind::BadInput, &reason))
 }
 
 /// The error of an image that cannot be decoded.
-fn refused(file: &ImageFile, error: &Error) -> TaskError {
+fn decoding_error(file: &ImageFile, error: &Error) -> TaskError {
     let kind = match error {
         Error::TooManyPixels { .. } | Error::TooLargePicture { .. } | Error::TooMuchMemory { .. } => {
             TaskErrorKind::TooLarge
         }
-        // The image is the body itself, and is not what its media type says.
+        // The image is the body itself, and it is not what the message's media type says, or it is broken.
         _ if file.path.is_none() => TaskErrorKind::Undecodable,
         _ => TaskErrorKind::BadInput,
     };
-    bad(file, kind, &error.to_string())
+    image_error(file, kind, &error.to_string())
 }
 
 /// The error of one image of a request.
-fn bad(ImageFile { path, .. }: &ImageFile, kind: TaskErrorKind, reason: &str) -> TaskError {
+fn image_error(ImageFile { path, .. }: &ImageFile, kind: TaskErrorKind, reason: &str) -> TaskError {
     match path {
-        Some(path) => TaskError::new(kind, format!("{path}: {reason}")).at(path),
+        Some(path) => TaskError::new(kind, format!("{path}: {reason}")).with_param(path),
         None => TaskError::new(kind, reason),
     }
 }
@@ -383,18 +385,18 @@ mod tests {
 
     #[test]
     fn a_slice_takes_about_ten_milliseconds_or_is_one_image() {
-        let declared = |pixels: u64| Declared {
+        let declared = |pixels: u64| UndecodedImage {
             file: ImageFile { bytes: Vec::new().into(), media_type: None, path: None },
             format: Format::WebP,
             header: Header { width: 1, height: pixels as u32, pixels },
         };
-        let of = |pixels: &[u64], threads| {
-            slice(&pixels.iter().map(|pixels| declared(*pixels)).collect::<Vec<_>>(), threads)
+        let length = |pixels: &[u64], threads| {
+            slice_length(&pixels.iter().map(|pixels| declared(*pixels)).collect::<Vec<_>>(), threads)
         };
-        assert_eq!(of(&[40_000_000, 1, 1], 1), 1);
-        assert_eq!(of(&[500_000, 500_000, 500_000], 1), 2);
-        assert_eq!(of(&[500_000; 20], 8), 16);
-        assert_eq!(of(&[1; 100], 1), SLICE_IMAGES);
+        assert_eq!(length(&[40_000_000, 1, 1], 1), 1);
+        assert_eq!(length(&[500_000, 500_000, 500_000], 1), 2);
+        assert_eq!(length(&[500_000; 20], 8), 16);
+        assert_eq!(length(&[1; 100], 1), SLICE_IMAGES);
     }
 
     fn limits(options: &[(&str, Value)]) -> Result<PixelLimits, String> {

@@ -1,4 +1,4 @@
-//! Turns pixels into a model's input, as a `preprocessor_config.json` of the transformers library describes. Pure.
+//! Turns pixels into a model's input, as a `preprocessor_config.json` of the transformers library describes.
 //!
 //! The results equal those of transformers' processors on Pillow bit for bit, as far as `resize` equals Pillow. The
 //! processors on torchvision ("Fast") round differently when they resize, and some samples differ by 1.
@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::decode::Rgb8;
 use super::resize::{Filter, Window, resize};
 
-/// Why the file cannot be used: usually a key that is missing, wrong or not supported.
+/// The reason why the file cannot be used: usually a key that is missing, wrong or not supported.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("preprocessor_config.json: {0}")]
 pub struct ConfigError(String);
@@ -19,7 +19,7 @@ pub struct ConfigError(String);
 /// How images become a model's input, always of the same size.
 #[derive(Clone, Debug)]
 pub struct Preprocessing {
-    resized: Resized,
+    resize: Resize,
     filter: Filter,
     /// Rows of the model's input.
     pub height: usize,
@@ -29,16 +29,17 @@ pub struct Preprocessing {
     table: [[f32; 256]; 3],
 }
 
-/// The size of the image after resizing, before the crop.
+/// How an image is resized before the crop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Resized {
+enum Resize {
     Unchanged,
     To { height: usize, width: usize },
     ShortestEdge(usize),
 }
 
+/// The contents of a `preprocessor_config.json`.
 #[derive(Deserialize)]
-struct Written {
+struct Config {
     image_processor_type: Option<String>,
     feature_extractor_type: Option<String>,
     do_resize: Option<bool>,
@@ -59,7 +60,7 @@ struct Written {
     others: BTreeMap<String, Value>,
 }
 
-/// Keys that do not affect the model's input. (`do_convert_rgb` does not, since images are RGB by now.)
+/// Keys that do not affect the model's input. `do_convert_rgb` is one of them, because images are RGB by now.
 const HARMLESS: [&str; 9] = [
     "_valid_processor_keys",
     "auto_map",
@@ -72,10 +73,10 @@ const HARMLESS: [&str; 9] = [
     "return_tensors",
 ];
 
-/// The longest side of an input, in pixels. A longer one is taken for a mistake.
+/// The maximum side of an input, in pixels. A longer one is taken for a mistake.
 const MAX_SIDE: u64 = 8192;
 
-/// The image processors of the transformers library, as far as they read a config differently.
+/// The image processors of the transformers library. Classes that read a config in the same way are one here.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Vit,
@@ -100,7 +101,7 @@ impl Class {
     }
 
     /// Whether a bare number in `size` means both sides instead of the shorter one.
-    fn square(self) -> bool {
+    fn has_square_size(self) -> bool {
         !matches!(self, Self::Clip | Self::ConvNext)
     }
 
@@ -117,66 +118,66 @@ impl Preprocessing {
     /// The config has an unknown key that may affect the model's input and is neither null nor false, a value is not
     /// supported, or images would differ in size.
     pub fn read(text: &str) -> Result<Self, ConfigError> {
-        let written: Written = serde_json::from_str(text).map_err(|error| ConfigError(error.to_string()))?;
-        let class = class(&written)?;
-        let off = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
-        for (key, value) in &written.others {
-            if !off(value) && !HARMLESS.contains(&key.as_str()) {
+        let config: Config = serde_json::from_str(text).map_err(|error| ConfigError(error.to_string()))?;
+        let class = class(&config)?;
+        let is_off = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
+        for (key, value) in &config.others {
+            if !is_off(value) && !HARMLESS.contains(&key.as_str()) {
                 return refused(format!("`{key}` = {value} is not supported"));
             }
         }
         if class != Class::EfficientNet {
             for (key, value) in
-                [("include_top", written.include_top), ("rescale_offset", written.rescale_offset)]
+                [("include_top", config.include_top), ("rescale_offset", config.rescale_offset)]
             {
                 if value == Some(true) {
                     return refused(format!("`{key}` = true is only known of EfficientNetImageProcessor"));
                 }
             }
         }
-        let (resized, crop) = shapes(&written, class)?;
-        let (height, width) = match (crop, resized) {
+        let (resize, crop) = resize_and_crop(&config, class)?;
+        let (height, width) = match (crop, resize) {
             (Some(crop), _) => crop,
-            (None, Resized::To { height, width }) => (height, width),
+            (None, Resize::To { height, width }) => (height, width),
             (None, _) => {
                 return refused(
                     "without `do_center_crop` or both sides in `size`, images would differ in size",
                 );
             }
         };
-        let filter = match written.resample {
+        let filter = match config.resample {
             Some(number) => Filter::from_pillow(number)
                 .ok_or_else(|| ConfigError(format!("`resample` = {number} is not one of 0 to 5")))?,
-            None if resized == Resized::Unchanged => Filter::Nearest,
+            None if resize == Resize::Unchanged => Filter::Nearest,
             None => return refused("`resample` is missing"),
         };
-        if filter == Filter::Nearest && matches!(resized, Resized::ShortestEdge(_)) {
-            // The longer side of a thin image may be billions of pixels, which this filter has to count.
+        if filter == Filter::Nearest && matches!(resize, Resize::ShortestEdge(_)) {
+            // The longer side of a thin image may be billions of pixels, which this filter visits one by one.
             return refused("`resample` = 0 is not supported with `shortest_edge`");
         }
-        Ok(Self { resized, filter, height, width, table: table(&written, class)? })
+        Ok(Self { resize, filter, height, width, table: table(&config, class)? })
     }
 
     /// The model's input `[height, width, 3]` of one image.
     pub fn apply(&self, image: &Rgb8) -> Vec<f32> {
-        let (height, width) = match self.resized {
-            Resized::Unchanged => (image.height, image.width),
-            Resized::To { height, width } => (height, width),
-            Resized::ShortestEdge(edge) if image.width <= image.height => {
-                (scaled(edge, image.height, image.width), edge)
+        let (height, width) = match self.resize {
+            Resize::Unchanged => (image.height, image.width),
+            Resize::To { height, width } => (height, width),
+            Resize::ShortestEdge(edge) if image.width <= image.height => {
+                (longer_side(edge, image.height, image.width), edge)
             }
-            Resized::ShortestEdge(edge) => (edge, scaled(edge, image.width, image.height)),
+            Resize::ShortestEdge(edge) => (edge, longer_side(edge, image.width, image.height)),
         };
-        let (rows, above) = middle(height, self.height);
-        let (columns, before) = middle(width, self.width);
+        let (rows, top) = middle(height, self.height);
+        let (columns, left) = middle(width, self.width);
         let pixels = resize(image, width, height, self.filter, &Window { columns, rows });
         // If the crop is larger than the image, the image is surrounded by black: samples of 0, scaled like all others.
-        let mut input: Vec<f32> = self.table.map(|numbers| numbers[0]).repeat(self.height * self.width);
-        let lines = input.chunks_exact_mut(self.width * 3).skip(above);
+        let mut input: Vec<f32> = self.table.map(|values| values[0]).repeat(self.height * self.width);
+        let lines = input.chunks_exact_mut(self.width * 3).skip(top);
         for (line, samples) in lines.zip(pixels.pixels.chunks_exact(pixels.width * 3)) {
-            for (number, pixel) in line[before * 3..].chunks_exact_mut(3).zip(samples.chunks_exact(3)) {
-                for ((number, sample), table) in number.iter_mut().zip(pixel).zip(&self.table) {
-                    *number = table[usize::from(*sample)];
+            for (values, pixel) in line[left * 3..].chunks_exact_mut(3).zip(samples.chunks_exact(3)) {
+                for ((value, sample), table) in values.iter_mut().zip(pixel).zip(&self.table) {
+                    *value = table[usize::from(*sample)];
                 }
             }
         }
@@ -185,7 +186,7 @@ impl Preprocessing {
 }
 
 /// The longer side when the shorter one becomes `edge`, rounded down.
-fn scaled(edge: usize, long: usize, short: usize) -> usize {
+fn longer_side(edge: usize, long: usize, short: usize) -> usize {
     edge * long / short
 }
 
@@ -204,8 +205,8 @@ fn refused<T>(reason: impl Into<String>) -> Result<T, ConfigError> {
     Err(ConfigError(reason.into()))
 }
 
-fn class(written: &Written) -> Result<Class, ConfigError> {
-    let name = written.image_processor_type.as_ref().or(written.feature_extractor_type.as_ref());
+fn class(config: &Config) -> Result<Class, ConfigError> {
+    let name = config.image_processor_type.as_ref().or(config.feature_extractor_type.as_ref());
     let name = name.ok_or_else(|| ConfigError("`image_processor_type` is missing".into()))?;
     Class::of(name).ok_or_else(|| ConfigError(format!("`image_processor_type` = {name:?} is not supported")))
 }
@@ -213,26 +214,26 @@ fn class(written: &Written) -> Result<Class, ConfigError> {
 /// The height and the width of the crop, if there is one.
 type Crop = Option<(usize, usize)>;
 
-/// The size to resize to and the crop after it.
-fn shapes(written: &Written, class: Class) -> Result<(Resized, Crop), ConfigError> {
-    let crops = written.do_center_crop.unwrap_or(class.crops());
-    let mut crop = match &written.crop_size {
+/// How images are resized, and the crop after that.
+fn resize_and_crop(config: &Config, class: Class) -> Result<(Resize, Crop), ConfigError> {
+    let crops = config.do_center_crop.unwrap_or(class.crops());
+    let mut crop = match &config.crop_size {
         Some(value) if crops => match size("crop_size", value, true)? {
-            Resized::To { height, width } => Some((height, width)),
+            Resize::To { height, width } => Some((height, width)),
             _ => return refused(format!("`crop_size` = {value} has not both sides")),
         },
         None if crops => return refused("`crop_size` is missing"),
         _ => None,
     };
-    if !written.do_resize.unwrap_or(true) {
-        return Ok((Resized::Unchanged, crop));
+    if !config.do_resize.unwrap_or(true) {
+        return Ok((Resize::Unchanged, crop));
     }
-    let value = written.size.as_ref().ok_or_else(|| ConfigError("`size` is missing".into()))?;
-    let mut resized = size("size", value, written.default_to_square.unwrap_or(class.square()))?;
+    let value = config.size.as_ref().ok_or_else(|| ConfigError("`size` is missing".into()))?;
+    let mut resize = size("size", value, config.default_to_square.unwrap_or(class.has_square_size()))?;
     if class == Class::ConvNext {
-        // Below 384 pixels, images are resized to more than `shortest_edge` and then cropped. From 384 on they are
+        // If `shortest_edge` is below 384, images are resized to more than that and then cropped. From 384 on they are
         // resized to a square.
-        let Resized::ShortestEdge(edge) = resized else {
+        let Resize::ShortestEdge(edge) = resize else {
             return refused(format!(
                 "`size` = {value} has no `shortest_edge`, which ConvNextImageProcessor needs"
             ));
@@ -240,43 +241,43 @@ fn shapes(written: &Written, class: Class) -> Result<(Resized, Crop), ConfigErro
         if crop.is_some() {
             return refused("`do_center_crop` = true is not supported of ConvNextImageProcessor");
         }
-        let share = written.crop_pct.unwrap_or(224.0 / 256.0);
+        let share = config.crop_pct.unwrap_or(224.0 / 256.0);
         if !(share > 0.0 && share <= 1.0) {
             return refused(format!("`crop_pct` = {share} is not above 0 and at most 1"));
         }
-        resized = Resized::To { height: edge, width: edge };
+        resize = Resize::To { height: edge, width: edge };
         if edge < 384 {
-            resized = Resized::ShortestEdge((edge as f64 / share) as usize);
+            resize = Resize::ShortestEdge((edge as f64 / share) as usize);
             crop = Some((edge, edge));
         }
-    } else if let Some(share) = written.crop_pct {
+    } else if let Some(share) = config.crop_pct {
         return refused(format!("`crop_pct` = {share} is only known of ConvNextImageProcessor"));
     }
-    Ok((resized, crop))
+    Ok((resize, crop))
 }
 
-/// Reads a size as transformers writes it: a number, `shortest_edge`, or `height` and `width`. With `square`, a number
-/// means both sides; otherwise it means the shorter one.
-fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> {
+/// Reads a size as transformers writes it: a number, `shortest_edge`, or `height` and `width`. With `is_square`, a
+/// number means both sides; otherwise it means the shorter one.
+fn size(key: &str, value: &Value, is_square: bool) -> Result<Resize, ConfigError> {
     let side = |value: &Value| match value.as_u64() {
         Some(side @ 1..=MAX_SIDE) => Ok(side as usize),
         _ => refused(format!("`{key}` has a side of {value}, not of 1 to {MAX_SIDE}")),
     };
     let Some(sides) = value.as_object() else {
         let side = side(value)?;
-        return Ok(if square {
-            Resized::To { height: side, width: side }
+        return Ok(if is_square {
+            Resize::To { height: side, width: side }
         } else {
-            Resized::ShortestEdge(side)
+            Resize::ShortestEdge(side)
         });
     };
     let sides: Vec<_> = sides.iter().filter(|(_, value)| !value.is_null()).collect();
     let mut names: Vec<_> = sides.iter().map(|(name, value)| (name.as_str(), *value)).collect();
     names.sort_by_key(|(name, _)| *name);
     match names[..] {
-        [("shortest_edge", edge)] => Ok(Resized::ShortestEdge(side(edge)?)),
+        [("shortest_edge", edge)] => Ok(Resize::ShortestEdge(side(edge)?)),
         [("height", height), ("width", width)] => {
-            Ok(Resized::To { height: side(height)?, width: side(width)? })
+            Ok(Resize::To { height: side(height)?, width: side(width)? })
         }
         _ => refused(format!("`{key}` = {value} is neither `shortest_edge` nor `height` and `width`")),
     }
@@ -284,30 +285,30 @@ fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> 
 
 /// Computes the model's input value for each sample value. Rounds as transformers does: scales in f64, and does the
 /// rest in f32.
-fn table(written: &Written, class: Class) -> Result<[[f32; 256]; 3], ConfigError> {
-    let normalizes = written.do_normalize.unwrap_or(true);
-    let divides_again = class == Class::EfficientNet && written.include_top.unwrap_or(true);
-    let mean = if normalizes { colours("image_mean", &written.image_mean)? } else { [0.0; 3] };
-    let std = if normalizes || divides_again { colours("image_std", &written.image_std)? } else { [1.0; 3] };
+fn table(config: &Config, class: Class) -> Result<[[f32; 256]; 3], ConfigError> {
+    let normalizes = config.do_normalize.unwrap_or(true);
+    let divides_again = class == Class::EfficientNet && config.include_top.unwrap_or(true);
+    let mean = if normalizes { colours("image_mean", &config.image_mean)? } else { [0.0; 3] };
+    let std = if normalizes || divides_again { colours("image_std", &config.image_std)? } else { [1.0; 3] };
     if std.contains(&0.0) {
         return refused("`image_std` has a 0");
     }
-    let rescales = written.do_rescale.unwrap_or(true);
-    let factor = written.rescale_factor.unwrap_or(1.0 / 255.0);
-    let number = |sample: usize, colour: usize| {
-        let mut number = sample as f32;
+    let rescales = config.do_rescale.unwrap_or(true);
+    let factor = config.rescale_factor.unwrap_or(1.0 / 255.0);
+    let value = |sample: usize, colour: usize| {
+        let mut value = sample as f32;
         if rescales {
-            number = (sample as f64 * factor) as f32;
-            if written.rescale_offset == Some(true) {
-                number -= 1.0;
+            value = (sample as f64 * factor) as f32;
+            if config.rescale_offset == Some(true) {
+                value -= 1.0;
             }
         }
         if normalizes {
-            number = (number - mean[colour]) / std[colour];
+            value = (value - mean[colour]) / std[colour];
         }
-        if divides_again { number / std[colour] } else { number }
+        if divides_again { value / std[colour] } else { value }
     };
-    Ok(std::array::from_fn(|colour| std::array::from_fn(|sample| number(sample, colour))))
+    Ok(std::array::from_fn(|colour| std::array::from_fn(|sample| value(sample, colour))))
 }
 
 /// Reads the numbers of `key` for red, green and blue: a list of three, or one number for all.
@@ -408,9 +409,9 @@ mod tests {
     #[test]
     fn the_shorter_edge_decides_and_the_crop_is_the_middle() {
         let preprocessing = with(&[("size", Value::from(256)), ("crop_size", Value::from(224))]).unwrap();
-        assert_eq!(preprocessing.resized, Resized::ShortestEdge(256));
+        assert_eq!(preprocessing.resize, Resize::ShortestEdge(256));
         assert_eq!((preprocessing.height, preprocessing.width), (224, 224));
-        assert_eq!(scaled(256, 451, 300), 384);
+        assert_eq!(longer_side(256, 451, 300), 384);
         assert_eq!(middle(384, 224), (80..304, 0));
         assert_eq!(middle(5, 2), (1..3, 0));
         assert_eq!(middle(2, 5), (0..2, 2));

@@ -1,8 +1,8 @@
 //! Resizes 8-bit RGB pixels exactly as Pillow's `Image.resize` does before version 13. From version 13 on, Pillow swaps
-//! the order of the two passes for some sizes, and its samples differ by 1 at most. Pure.
+//! the order of the two passes for some sizes, and its samples differ by 1 at most. Pure functions.
 //!
 //! When an image shrinks, the filter is stretched over all source pixels of a target pixel, so that pixels are averaged
-//! instead of skipped. Rows are resized first, then columns. Each pass has integer weights and rounds to 8 bits.
+//! instead of skipped. The first pass resizes rows, the second columns. Each has integer weights and rounds to 8 bits.
 
 use std::f64::consts::PI;
 use std::ops::Range;
@@ -33,7 +33,7 @@ impl Filter {
         filters.get(usize::try_from(number).ok()?).copied()
     }
 
-    /// How far it reaches to each side of a position, in pixels of the smaller image.
+    /// The distance from a position up to which pixels have a weight, in pixels of the smaller image.
     fn reach(self) -> f64 {
         match self {
             Self::Nearest | Self::Box => 0.5,
@@ -43,17 +43,17 @@ impl Filter {
         }
     }
 
-    /// The weight of a pixel at the distance `x`, in pixels.
+    /// The weight of a pixel that lies `x` pixels after the position.
     fn weight(self, x: f64) -> f64 {
-        let far = x.abs();
+        let distance = x.abs();
         match self {
             Self::Nearest | Self::Box => f64::from(x > -0.5 && x <= 0.5),
-            Self::Bilinear => (1.0 - far).max(0.0),
-            Self::Hamming if far == 0.0 => 1.0,
-            Self::Hamming if far >= 1.0 => 0.0,
-            Self::Hamming => (far * PI).sin() / (far * PI) * (0.54 + 0.46 * (far * PI).cos()),
-            Self::Bicubic if far < 1.0 => (1.5 * far - 2.5) * far * far + 1.0,
-            Self::Bicubic if far < 2.0 => ((far - 5.0) * far + 8.0) * far * -0.5 + 2.0,
+            Self::Bilinear => (1.0 - distance).max(0.0),
+            Self::Hamming if distance == 0.0 => 1.0,
+            Self::Hamming if distance >= 1.0 => 0.0,
+            Self::Hamming => (distance * PI).sin() / (distance * PI) * (0.54 + 0.46 * (distance * PI).cos()),
+            Self::Bicubic if distance < 1.0 => (1.5 * distance - 2.5) * distance * distance + 1.0,
+            Self::Bicubic if distance < 2.0 => ((distance - 5.0) * distance + 8.0) * distance * -0.5 + 2.0,
             Self::Lanczos if (-3.0..3.0).contains(&x) => sinc(x) * sinc(x / 3.0),
             Self::Bicubic | Self::Lanczos => 0.0,
         }
@@ -78,15 +78,15 @@ pub fn resize(image: &Rgb8, width: usize, height: usize, filter: Filter, window:
     let columns = taps(image.width, width, filter, &window.columns);
     let rows = taps(image.height, height, filter, &window.rows);
     let first = rows.iter().map(|tap| tap.first).min().unwrap_or(0);
-    let last = rows.iter().map(|tap| tap.first + tap.weights.len()).max().unwrap_or(0);
-    let narrow = across(image, &columns, first..last);
-    let pixels = down(&narrow, columns.len() * 3, &rows, first);
+    let end = rows.iter().map(|tap| tap.first + tap.weights.len()).max().unwrap_or(0);
+    let resized_rows = resize_rows(image, &columns, first..end);
+    let pixels = resize_columns(&resized_rows, columns.len() * 3, &rows, first);
     Rgb8 { width: columns.len(), height: rows.len(), pixels }
 }
 
 /// Weights are multiples of 2^-22. The 8 bits of a sample and 2 spare bits fit beside them in an i32.
-const FRACTION: u32 = 32 - 8 - 2;
-const ONE: i32 = 1 << FRACTION;
+const FRACTION_BITS: u32 = 32 - 8 - 2;
+const ONE: i32 = 1 << FRACTION_BITS;
 
 /// The source pixels of one target pixel in one direction, with their weights.
 struct Tap {
@@ -95,39 +95,40 @@ struct Tap {
     weights: Vec<i32>,
 }
 
-/// The taps of the `wanted` target pixels, if `from` pixels are resized to `to`.
-fn taps(from: usize, to: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Tap> {
-    let step = from as f64 / to as f64;
-    if from == to {
-        return wanted.clone().map(|place| Tap { first: place, weights: vec![ONE] }).collect();
+/// The taps of the `wanted` target pixels, if `source` pixels are resized to `target` pixels.
+fn taps(source: usize, target: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Tap> {
+    let step = source as f64 / target as f64;
+    if source == target {
+        return wanted.clone().map(|index| Tap { first: index, weights: vec![ONE] }).collect();
     }
     if filter == Filter::Nearest {
         // Pillow adds up the steps, and the accumulated rounding can decide which pixel is the nearest.
-        let places = std::iter::successors(Some(step * 0.5), |place| Some(place + step));
-        let nearest = places.map(|place| Tap { first: (place as usize).min(from - 1), weights: vec![ONE] });
+        let positions = std::iter::successors(Some(step * 0.5), |position| Some(position + step));
+        let nearest =
+            positions.map(|position| Tap { first: (position as usize).min(source - 1), weights: vec![ONE] });
         return nearest.skip(wanted.start).take(wanted.len()).collect();
     }
-    wanted.clone().map(|place| tap(from, (place as f64 + 0.5) * step, step.max(1.0), filter)).collect()
+    wanted.clone().map(|index| tap(source, (index as f64 + 0.5) * step, step.max(1.0), filter)).collect()
 }
 
-/// The tap at the position `centre` among `from` source pixels. The filter is `stretch` times as wide as for enlarging.
-fn tap(from: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
+/// The tap at the position `centre` among `source` pixels. The filter is `stretch` times as wide as for enlarging.
+fn tap(source: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
     let reach = filter.reach() * stretch;
     // A cast of a negative number gives 0.
     let first = (centre - reach + 0.5) as usize;
-    let end = ((centre + reach + 0.5) as usize).min(from);
-    let narrow = 1.0 / stretch;
-    let weights: Vec<f64> = (first..end).map(|x| filter.weight((x as f64 - centre + 0.5) * narrow)).collect();
+    let end = ((centre + reach + 0.5) as usize).min(source);
+    let scale = 1.0 / stretch;
+    let weights: Vec<f64> = (first..end).map(|x| filter.weight((x as f64 - centre + 0.5) * scale)).collect();
     let sum: f64 = weights.iter().sum();
-    let whole = |weight: &f64| {
+    let to_fixed_point = |weight: &f64| {
         let share = if sum == 0.0 { *weight } else { weight / sum } * f64::from(ONE);
         (share + 0.5_f64.copysign(share)) as i32
     };
-    Tap { first, weights: weights.iter().map(whole).collect() }
+    Tap { first, weights: weights.iter().map(to_fixed_point).collect() }
 }
 
 /// The rows `rows` of the image, each resized to the width of `columns`.
-fn across(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
+fn resize_rows(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
     let stride = image.width * 3;
     let mut out = Vec::with_capacity(rows.len() * columns.len() * 3);
     for row in image.pixels[rows.start * stride..rows.end * stride].chunks_exact(stride) {
@@ -144,8 +145,8 @@ fn across(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
     out
 }
 
-/// Computes a row for each of `rows` from `lines` of `stride` samples. The first line has the index `first`.
-fn down(lines: &[u8], stride: usize, rows: &[Tap], first: usize) -> Vec<u8> {
+/// Computes a row for each of `rows` from `lines` of `stride` samples. `first` is the index of the first line.
+fn resize_columns(lines: &[u8], stride: usize, rows: &[Tap], first: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(rows.len() * stride);
     let mut sums = vec![0; stride];
     for tap in rows {
@@ -160,8 +161,9 @@ fn down(lines: &[u8], stride: usize, rows: &[Tap], first: usize) -> Vec<u8> {
     out
 }
 
+/// The sample of a weighted sum to which half of [`ONE`] was added, so that the shift rounds.
 fn rounded(sum: i32) -> u8 {
-    (sum >> FRACTION).clamp(0, 255) as u8
+    (sum >> FRACTION_BITS).clamp(0, 255) as u8
 }
 
 #[cfg(test)]

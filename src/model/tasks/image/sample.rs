@@ -1,5 +1,5 @@
-//! Generates images for measurements from texts; the same text gives the same file. They are not photographs, but as
-//! costly to decode as a photograph of the same size.
+//! Generates images for measurements from texts; the same text gives the same file. They are not photographs, but
+//! take as long to decode as a photograph of the same size.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 

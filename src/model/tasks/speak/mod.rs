@@ -37,7 +37,7 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
-        find,
+        request_files,
         check,
     }),
     options: &options::OPTIONS,
@@ -51,7 +51,7 @@ fn sample(texts: &[String]) -> Sample {
     Sample::of_texts(SPEECH_URL, "phonemes", &texts.iter().map(phonemes).collect::<Vec<String>>())
 }
 
-fn find(files: &ModelFiles) -> Result<(), LoadError> {
+fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
     let config: HibariConfig = files.required_json("config.json")?;
     config.voices.iter().try_for_each(|voice| files.required(&weights_of(voice)).map(drop))
 }
@@ -226,7 +226,7 @@ impl Processor for SpeechProcessor {
     }
 
     fn streaming(&self, context: &SpeechContext) -> Streaming {
-        Streaming::Outputs.of(matches!(context, SpeechContext::Sound { stream: true, .. }))
+        Streaming::Outputs.if_requested(matches!(context, SpeechContext::Sound { stream: true, .. }))
     }
 
     fn output_parts(&self, context: &mut SpeechContext, sentence: usize, sound: &Sound) -> Vec<Body> {

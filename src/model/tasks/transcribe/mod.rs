@@ -1,6 +1,6 @@
 //! Speech recognition by Whisper: turns recordings into windows, and the texts of windows into transcripts. Windows are
-//! independent of each other, so that those of all tasks share batches, and a text does not depend on its batch. Only
-//! `load` and `network` use the device.
+//! independent of each other: windows of different tasks can share a batch, and the text of one does not depend on the
+//! others. Only `load` and `network` use the device.
 
 mod network;
 mod options;
@@ -14,10 +14,10 @@ mod words;
 
 use std::sync::Arc;
 
-pub use self::network::{Prompt, Transcriber};
-pub use self::segments::{Heard, Part, Window};
+pub use self::network::{Transcriber, WindowInput};
+pub use self::segments::{Part, WindowPlace, WindowText};
 
-use self::network::{LanguagePrompt, has_no_speech};
+use self::network::{LanguageTokens, has_no_speech};
 use self::options::Options;
 use self::segments::segments;
 use self::speech::Speech;
@@ -39,7 +39,8 @@ use crate::model::{
 };
 use crate::protocol::JSON;
 use crate::protocol::transcriptions::{
-    Format, Segment, TRANSCRIPTIONS_URL, TRANSLATIONS_URL, Task, Transcript, TranscriptionRequest, delta,
+    Format, Segment, SpeechTask, TRANSCRIPTIONS_URL, TRANSLATIONS_URL, Transcript, TranscriptionRequest,
+    delta,
 };
 
 /// The media types of requests. A file's format is found in the file itself.
@@ -69,7 +70,7 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
-        find,
+        request_files,
         check,
     }),
     options: &options::OPTIONS,
@@ -78,7 +79,8 @@ pub static FAMILY: Family = Family {
     example: Example { model: "whisper-random", options: &[("max_seconds", 120)] },
 };
 
-fn find(files: &ModelFiles) -> Result<(), LoadError> {
+/// Requests every file that loading may read, the weights last.
+fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
     files.optional("generation_config.json")?;
     files.required("tokenizer.json")?;
@@ -110,9 +112,9 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
         names: ServedNames::new(spec),
         log_mel: Arc::new(LogMel::new(config.mels)),
         voice: Arc::new(VoiceDetector::load()?),
-        texts: tokens.texts(),
+        token_texts: tokens.texts(),
         has_alignment: !config.alignment.is_empty(),
-        context: config.context,
+        max_context: config.context,
         tokens,
         options,
     };
@@ -123,73 +125,78 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
 pub struct TranscribeProcessor {
     names: ServedNames,
     tokens: SpeechTokens,
-    texts: TokenTexts,
+    token_texts: TokenTexts,
     log_mel: Arc<LogMel>,
     voice: Arc<VoiceDetector>,
     /// Whether words can get times.
     has_alignment: bool,
-    /// The most tokens of a prompt and its text.
-    context: usize,
+    /// The maximum number of tokens of a prompt and its text together.
+    max_context: usize,
     options: Options,
 }
 
 /// What the reply needs of its request.
 pub struct TranscribeContext {
-    task: Task,
+    task: SpeechTask,
     /// The requested language.
     language: Option<String>,
     format: Format,
     stream: bool,
-    /// Whether the times of words were asked for.
-    words: bool,
+    /// Whether the request wants the times of words.
+    has_words: bool,
     /// How much of the recording was decoded.
     decoded_length: DecodedLength,
 }
 
 impl TranscribeProcessor {
-    /// What all windows of a request have in common.
-    fn prompt(&self, request: &TranscriptionRequest, properties: &Properties) -> Result<Prompt, TaskError> {
-        let previous = self.tokens.prompt(&request.keywords, request.prompt.as_deref())?;
+    /// What all windows of a request have in common. [`Windows`] adds the sound of each.
+    fn window_template(
+        &self,
+        request: &TranscriptionRequest,
+        properties: &Properties,
+    ) -> Result<WindowInput, TaskError> {
+        let previous = self.tokens.previous_text(&request.keywords, request.prompt.as_deref())?;
         if request.words && !self.has_alignment {
             let message = "timestamp_granularities is [\"word\"], but this model's generation_config.json names no \
-                           alignment_heads, by which words get their times";
+                           alignment_heads, which the times of words are computed from";
             return Err(TaskError::bad_input("timestamp_granularities", message));
         }
         let language = self.tokens.language(request.language.as_deref())?;
-        let languages = self.tokens.task(request.task)?.map(|task| LanguagePrompt { language, task });
-        let prompt = Prompt {
+        let language_tokens = self.tokens.task(request.task)?.map(|task| LanguageTokens { language, task });
+        let mut template = WindowInput {
             features: Arc::default(),
-            window: Window::default(),
+            place: WindowPlace::default(),
             previous: previous.into(),
-            languages,
-            max_tokens: 0,
+            language_tokens,
+            // As in openai/whisper, a text has at most half of the context.
+            max_tokens: self.max_context / 2,
             temperature: request.temperature,
-            words: request.words,
+            has_words: request.words,
             seed: Seed { task: seed_of_task(self.options.seed, properties), sequence: 0 },
         };
-        // As in OpenAI's program, a text has at most half of the context.
-        let room = self.context.saturating_sub(prompt.tokens());
-        Ok(Prompt { max_tokens: room.min(self.context / 2), ..prompt })
+        let room = self.max_context.saturating_sub(template.prompt_tokens());
+        template.max_tokens = template.max_tokens.min(room);
+        Ok(template)
     }
 
     /// The segments of a window; none if there is no speech in it.
-    fn segments(&self, heard: &Heard, task: Task) -> Vec<Segment> {
-        if has_no_speech(heard) {
+    fn segments(&self, window_text: &WindowText, task: SpeechTask) -> Vec<Segment> {
+        if has_no_speech(window_text) {
             return Vec::new();
         }
         let language = match task {
-            Task::Transcribe => self.tokens.code(heard.language),
-            Task::Translate => None,
+            SpeechTask::Transcribe => self.tokens.code(window_text.language),
+            SpeechTask::Translate => None,
         };
-        segments(heard, language.as_deref(), &self.tokens.rules, &self.texts)
+        segments(window_text, language.as_deref(), &self.tokens.rules, &self.token_texts)
     }
 }
 
 impl Processor for TranscribeProcessor {
     type Context = TranscribeContext;
-    type Input = Prompt;
+    type Input = WindowInput;
     type Piece = ();
-    type Output = Heard;
+    type Output = WindowText;
 
     fn routes(&self) -> &[Route] {
         // The second route translates, for which a model must know several languages.
@@ -199,8 +206,8 @@ impl Processor for TranscribeProcessor {
     fn probe(&self) -> Option<Message> {
         let mut message = Message { body: sample::probe().into(), ..Message::default() };
         message.properties.content_type = Some("audio/wav".to_owned());
-        // With a temperature other than 0 the text is written only once, and with one so small it is the likeliest
-        // text. Voice detection would drop the tone, which is no speech.
+        // At temperature 0 a doubtful text is written again at higher temperatures. A tiny temperature prevents this,
+        // and still yields the likeliest text. Voice detection would drop the tone, which is no speech.
         for (name, value) in [("url", TRANSCRIPTIONS_URL), ("temperature", "0.00001"), ("vad", "false")] {
             message.properties.headers.insert(name.to_owned(), value.into());
         }
@@ -218,59 +225,62 @@ impl Processor for TranscribeProcessor {
     fn preprocess_with(&self, message: &Message, files: &Files) -> Result<Preprocessed<Self>, TaskError> {
         let request = TranscriptionRequest::parse(message, files)?;
         self.names.check(request.model.as_deref())?;
-        let prompt = self.prompt(&request, &message.properties)?;
+        let template = self.window_template(&request, &message.properties)?;
         let TranscriptionRequest { sound, task, language, format, stream, vad, words, .. } = request;
         let channels = if request.split_channels { Channels::Split } else { Channels::Mix };
-        let speech = || match &vad {
-            Some(by) => Speech::detected(Listener::new(self.voice.clone()), by),
+        let new_speech = || match &vad {
+            Some(settings) => Speech::detected(Listener::new(self.voice.clone()), settings),
             None => Speech::all(),
         };
         let limits = Limits::of_seconds(self.options.max_seconds);
-        let at = move |error: TaskError| match sound.field {
-            Some(field) => error.at(field),
+        let with_field = move |error: TaskError| match sound.field {
+            Some(field) => error.with_param(field),
             None => error,
         };
         let windows =
-            Windows::open(sound.bytes, limits, channels, self.log_mel.clone(), speech, prompt).map_err(at)?;
+            Windows::open(sound.bytes, limits, channels, self.log_mel.clone(), new_speech, template)
+                .map_err(with_field)?;
         let context = TranscribeContext {
             task,
             language,
             format,
             stream,
-            words,
+            has_words: words,
             decoded_length: windows.decoded_length(),
         };
-        let windows = windows.map(move |window| window.map_err(at));
+        let windows = windows.map(move |window| window.map_err(with_field));
         Ok((context, Inputs::Slices(Box::new(windows))))
     }
 
-    fn bytes(&self, prompt: &Prompt) -> usize {
-        size_of_val(&*prompt.features)
+    fn bytes(&self, input: &WindowInput) -> usize {
+        size_of_val(&*input.features)
     }
 
     fn streaming(&self, context: &TranscribeContext) -> Streaming {
-        Streaming::Outputs.of(context.stream)
+        Streaming::Outputs.if_requested(context.stream)
     }
 
-    fn output_parts(&self, context: &mut TranscribeContext, _: usize, heard: &Heard) -> Vec<Body> {
+    fn output_parts(&self, context: &mut TranscribeContext, _: usize, output: &WindowText) -> Vec<Body> {
         let text: String =
-            self.segments(heard, context.task).into_iter().map(|segment| segment.text).collect();
+            self.segments(output, context.task).into_iter().map(|segment| segment.text).collect();
         if text.is_empty() { Vec::new() } else { vec![delta(&text)] }
     }
 
-    fn finish(&self, context: TranscribeContext, all: Vec<Heard>) -> Result<Body, TaskError> {
-        let TranscribeContext { task, language, format, words, decoded_length, .. } = context;
-        let heard = all.first().and_then(|first| first.language);
-        let mut segments: Vec<Segment> = all.iter().flat_map(|heard| self.segments(heard, task)).collect();
+    fn finish(&self, context: TranscribeContext, outputs: Vec<WindowText>) -> Result<Body, TaskError> {
+        let TranscribeContext { task, language, format, has_words, decoded_length, .. } = context;
+        let first_language = outputs.first().and_then(|first| first.language);
+        let mut segments: Vec<Segment> =
+            outputs.iter().flat_map(|output| self.segments(output, task)).collect();
         // The windows of several channels overlap, so their segments are not in order yet.
         segments.sort_by(|one, other| one.start.total_cmp(&other.start));
         let transcript = Transcript {
             task,
-            language: language.or_else(|| self.tokens.code(heard)),
+            language: language.or_else(|| self.tokens.code(first_language)),
             seconds: decoded_length.seconds(),
-            speech_seconds: all.iter().map(|heard| heard.window.seconds).sum(),
+            // The windows hold what voice detection kept. Silent windows are not among them.
+            speech_seconds: outputs.iter().map(|output| output.place.seconds).sum(),
             segments,
-            has_words: words,
+            has_words,
         };
         transcript.body(format)
     }

@@ -8,7 +8,7 @@ use crate::model::{Capacity, LoadError, LoadSpec};
 
 /// The largest `max_seconds`: a day.
 const MAX_SECONDS: u64 = 86_400;
-/// An upper bound that keeps tables within any host's memory.
+/// The largest `sequences`. It keeps the tables that have a row for each slot within any host's memory.
 const MAX_SEQUENCES: u64 = 4_096;
 
 /// What each option takes, its default and its help.
@@ -38,16 +38,17 @@ pub static OPTIONS: [OptionSpec; 3] = [
 /// The values of the options of one pool.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// The most seconds of a recording.
+    /// The maximum length of a recording, in seconds.
     pub max_seconds: f64,
-    /// The most windows at once.
+    /// The maximum number of windows that are transcribed at once.
     pub sequences: usize,
     /// Together with a task's id, the seed of its random numbers.
     pub seed: u64,
 }
 
+/// The options as the pool's file has them.
 #[derive(Deserialize)]
-struct Written {
+struct WrittenOptions {
     max_seconds: u32,
     sequences: usize,
     seed: u64,
@@ -59,7 +60,7 @@ impl Options {
     /// # Errors
     /// [`LoadError::Option`] for an option that is not known or out of its bounds.
     pub fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
-        let Written { max_seconds, sequences, seed } = FAMILY.read_options(spec)?;
+        let WrittenOptions { max_seconds, sequences, seed } = FAMILY.read_options(spec)?;
         Ok(Self { max_seconds: max_seconds.into(), sequences, seed })
     }
 

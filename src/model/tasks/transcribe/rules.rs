@@ -1,5 +1,5 @@
-//! Decides which tokens may follow a text, by OpenAI's rules for texts with timestamps, and chooses one. Timestamps
-//! come in pairs: the end of a segment and the beginning of the next one. They never decrease. Pure functions.
+//! Decides which tokens may follow a text, by openai/whisper's rules for texts with timestamps, and chooses one. Two
+//! timestamps separate segments: the end of one and the beginning of the next. Timestamps never decrease.
 
 use crate::model::ops::{exponentials, largest};
 use crate::model::sequences::sampler::Sampler;
@@ -32,59 +32,64 @@ pub struct Chosen {
 }
 
 impl Rules {
+    /// Whether the token is text: no time, no special token, and not the end.
+    pub fn is_text(&self, id: u32) -> bool {
+        id < self.end
+    }
+
     /// Whether the token is a time.
     pub fn is_time(&self, id: u32) -> bool {
         id >= self.first_time
     }
 
-    /// Chooses the token after `answer` by the network's `logits`, and overwrites these. A `sampler` draws the token;
+    /// Chooses the token after `output` by the network's `logits`, and overwrites these. A `sampler` draws the token;
     /// without one it is the likeliest. None if the logits are not all finite, or if the sampler finds no token.
     pub fn choose(
         &self,
-        answer: &[u32],
+        output: &[u32],
         logits: &mut [f32],
         sampler: Option<&mut Sampler>,
     ) -> Option<Chosen> {
         if logits.iter().any(|x| !x.is_finite()) {
             return None;
         }
-        self.forbid(answer, logits);
-        let most = largest(logits);
+        self.forbid(output, logits);
+        let max_logit = largest(logits);
         let mut weights = logits.to_vec();
         let mut total = exponentials(&mut weights, 1.0);
         // If all times together are likelier than the likeliest other token, a time is chosen.
-        let (texts, times) = weights.split_at(self.first_time as usize);
+        let (others, times) = weights.split_at(self.first_time as usize);
         let times: f32 = times.iter().sum();
-        if times > largest(texts) {
+        if times > largest(others) {
             logits[..self.first_time as usize].fill(f32::NEG_INFINITY);
             total = times;
         }
         let id = match sampler {
-            Some(sampler) => sampler.choose(&mut logits.to_vec(), answer.len())?,
+            Some(sampler) => sampler.choose(&mut logits.to_vec(), output.len())?,
             None => {
                 let best = largest(logits);
                 u32::try_from(logits.iter().position(|x| *x == best)?).ok()?
             }
         };
-        Some(Chosen { id, logprob: logits[id as usize] - most - total.ln() })
+        Some(Chosen { id, logprob: logits[id as usize] - max_logit - total.ln() })
     }
 
-    /// Sets the logits of all tokens that cannot follow `answer` to minus infinity.
-    fn forbid(&self, answer: &[u32], logits: &mut [f32]) {
+    /// Sets the logits of all tokens that cannot follow `output` to minus infinity.
+    fn forbid(&self, output: &[u32], logits: &mut [f32]) {
         let first_time = self.first_time as usize;
         let mut forbid = |ids: std::ops::Range<usize>| {
             let end = ids.end.min(logits.len());
             logits[ids.start.min(end)..end].fill(f32::NEG_INFINITY);
         };
         self.suppressed.iter().for_each(|id| forbid(*id as usize..*id as usize + 1));
-        let [.., last] = answer else {
+        let [.., last] = output else {
             // A text begins with a time near 0.
             self.suppressed_first.iter().for_each(|id| forbid(*id as usize..*id as usize + 1));
             forbid(0..first_time);
             forbid(self.last_initial as usize + 1..usize::MAX);
             return;
         };
-        let before_last = answer.len().checked_sub(2).map(|at| answer[at]);
+        let before_last = output.len().checked_sub(2).map(|index| output[index]);
         // A time after text ends a segment. A time at the beginning or after another time begins a segment.
         let is_end = self.is_time(*last) && before_last.is_some_and(|id| !self.is_time(id));
         if is_end {
@@ -92,10 +97,10 @@ impl Rules {
         } else if self.is_time(*last) {
             forbid(first_time..usize::MAX);
         }
-        if let Some(time) = answer.iter().rev().find(|id| self.is_time(**id)) {
+        if let Some(time) = output.iter().rev().find(|id| self.is_time(**id)) {
             // A segment may begin when the last one ends, but must end later than it begins.
-            let least = *time as usize + usize::from(!is_end);
-            forbid(first_time..least);
+            let earliest = *time as usize + usize::from(!is_end);
+            forbid(first_time..earliest);
         }
     }
 }
@@ -112,9 +117,9 @@ mod tests {
     }
 
     /// The tokens that may follow.
-    fn allowed(answer: &[u32]) -> Vec<usize> {
+    fn allowed(output: &[u32]) -> Vec<usize> {
         let mut logits = vec![0.0; 13];
-        rules().forbid(answer, &mut logits);
+        rules().forbid(output, &mut logits);
         (0..13).filter(|id| logits[*id] == 0.0).collect()
     }
 

@@ -1,5 +1,5 @@
 //! Generates recordings for the probe and for measurements: sounds whose pitch follows a text. They are not speech, but
-//! as costly to decode and to encode.
+//! cost as much to process.
 
 use std::f64::consts::TAU;
 
@@ -29,7 +29,7 @@ pub fn probe() -> Vec<u8> {
 pub fn recordings(texts: &[String]) -> Sample {
     let samples: Vec<u8> = texts.iter().flat_map(|text| sound(text)).collect();
     let url = format!("data:audio/wav;base64,{}", STANDARD.encode(wav(&samples)));
-    // With a temperature other than 0 each text is written only once. Voice detection would drop the tones.
+    // At a temperature other than 0 each text is written only once. Voice detection would drop the tones.
     Sample::json(
         TRANSCRIPTIONS_URL,
         &json!({"file_url": url, "temperature": 1e-5, "vad": false}),
@@ -40,12 +40,12 @@ pub fn recordings(texts: &[String]) -> Sample {
 /// The sound for a text, in 8 bits.
 fn sound(text: &str) -> Vec<u8> {
     let bytes = if text.is_empty() { b" " } else { text.as_bytes() };
-    let tone = |at: usize| {
-        let hertz = 100.0 + 4.0 * f64::from(bytes[at / TONE % bytes.len()]);
-        let wave = (TAU * hertz * at as f64 / f64::from(RATE)).sin();
+    let sample = |index: usize| {
+        let hertz = 100.0 + 4.0 * f64::from(bytes[index / TONE % bytes.len()]);
+        let wave = (TAU * hertz * index as f64 / f64::from(RATE)).sin();
         (f64::from(SILENT) + 60.0 * wave) as u8
     };
-    (0..SOUND).map(tone).chain(std::iter::repeat_n(SILENT, PAUSE)).collect()
+    (0..SOUND).map(sample).chain(std::iter::repeat_n(SILENT, PAUSE)).collect()
 }
 
 /// The middle of the range of samples in 8 bits.

@@ -1,5 +1,5 @@
-//! Divides the tokens that were heard in a window into segments, by their timestamps. Also measures how repetitive a text
-//! is, and maps times of a window to its recording. Pure functions.
+//! Divides the tokens of a window's text into segments, by their timestamps. Also measures how repetitive a text is,
+//! and maps times of a window to its recording. Pure functions.
 
 use std::io::Write as _;
 use std::sync::Arc;
@@ -8,18 +8,18 @@ use flate2::Compression;
 use flate2::write::ZlibEncoder;
 
 use super::rules::{Rules, TIMESTAMP_STEP};
-use super::words::{Said, TimedWord, words};
+use super::words::{TimeRange, TimedWord, timed_words};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::protocol::transcriptions::{Segment, Word};
 
 /// The place of a window in its recording. Its sound may be several parts of the recording, back to back.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Window {
-    /// Its parts in their order; the first begins at 0.
+pub struct WindowPlace {
+    /// The parts in their order; the first begins at 0.
     pub parts: Arc<[Part]>,
-    /// Seconds of sound in it, 30 at most.
+    /// Seconds of sound in the window, 30 at most.
     pub seconds: f64,
-    /// Its channel, if each channel is transcribed by itself.
+    /// The window's channel, if each channel is transcribed by itself.
     pub channel: Option<usize>,
 }
 
@@ -32,50 +32,52 @@ pub struct Part {
     pub in_recording: f64,
 }
 
-impl Window {
-    /// The second of the recording in which the window begins.
+impl WindowPlace {
+    /// Where the window begins, in seconds of the recording.
     pub fn start(&self) -> f64 {
         self.parts.first().map_or(0.0, |part| part.in_recording)
     }
 
     /// Maps the start of a segment or a word from seconds of the window to seconds of the recording. The border of two
     /// parts maps to the start of the later one.
-    fn start_in_recording(&self, at: f64) -> f64 {
-        let part = self.parts.iter().rfind(|part| part.in_window <= at);
-        part.map_or(at, |part| part.in_recording + (at - part.in_window))
+    fn start_in_recording(&self, second: f64) -> f64 {
+        let part = self.parts.iter().rfind(|part| part.in_window <= second);
+        part.map_or(second, |part| part.in_recording + (second - part.in_window))
     }
 
-    /// Maps the end of a segment or a word, as [`Window::start_in_recording`] maps its start. The border of two parts
-    /// maps to the end of the earlier one.
-    fn end_in_recording(&self, at: f64) -> f64 {
-        let part = self.parts.iter().rfind(|part| part.in_window < at);
-        part.map_or_else(|| self.start_in_recording(at), |part| part.in_recording + (at - part.in_window))
+    /// Maps the end of a segment or a word, as [`WindowPlace::start_in_recording`] maps its start. The border of two
+    /// parts maps to the end of the earlier one.
+    fn end_in_recording(&self, second: f64) -> f64 {
+        match self.parts.iter().rfind(|part| part.in_window < second) {
+            Some(part) => part.in_recording + (second - part.in_window),
+            None => self.start_in_recording(second),
+        }
     }
 }
 
-/// What was heard in a window.
+/// The text of a window.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Heard {
-    /// The window.
-    pub window: Window,
-    /// The token of its language; none if the model knows only one.
+pub struct WindowText {
+    /// The window's place in the recording.
+    pub place: WindowPlace,
+    /// The token of the language; none if the model knows only one.
     pub language: Option<u32>,
     /// Tokens of text and timestamp tokens, without the token that ends the text.
     pub tokens: Vec<u32>,
-    /// The mean log probability of its tokens, the end included.
+    /// The mean log probability of the tokens, the end included.
     pub avg_logprob: f32,
     /// The probability that there is no speech.
     pub no_speech: f32,
-    /// The temperature with which it was written.
+    /// The temperature with which the text was written.
     pub temperature: f32,
-    /// When each token of text was said, if that was asked for.
-    pub said: Vec<Said>,
+    /// When each token of text was spoken; empty unless the request wants the times of words.
+    pub token_times: Vec<TimeRange>,
 }
 
 /// The text of tokens, without times and special tokens.
-pub fn text(tokens: &[u32], rules: &Rules, texts: &TokenTexts) -> String {
-    let words = tokens.iter().filter(|id| **id < rules.end);
-    let bytes: Vec<u8> = words.flat_map(|id| texts.get(*id)).copied().collect();
+pub fn plain_text(tokens: &[u32], rules: &Rules, token_texts: &TokenTexts) -> String {
+    let text_tokens = tokens.iter().filter(|id| rules.is_text(**id));
+    let bytes: Vec<u8> = text_tokens.flat_map(|id| token_texts.get(*id)).copied().collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -89,69 +91,74 @@ pub fn compression_ratio(text: &str) -> f32 {
 
 /// The segments of a window. `language` is the code of the text's language; without one, words are separated at
 /// spaces.
-pub fn segments(heard: &Heard, language: Option<&str>, rules: &Rules, texts: &TokenTexts) -> Vec<Segment> {
-    let window = &heard.window;
-    let ratio = compression_ratio(&text(&heard.tokens, rules, texts));
-    let words = words(&heard.tokens, &heard.said, language, rules, texts);
-    let mut words = Words { window, words: words.into_iter(), given: 0, tokens: 0 };
-    let segment = |span: Span<'_>| {
-        let words = words.of(&span, rules);
-        let text = text(span.tokens, rules, texts);
-        // The model always hears 30 s. Of a shorter window, it may place the end in the silence that was added.
-        let begins = span.start.min(window.seconds);
-        let ends = span.end.unwrap_or(window.seconds).clamp(begins, window.seconds);
-        let start = window.start_in_recording(begins);
+pub fn segments(
+    window_text: &WindowText,
+    language: Option<&str>,
+    rules: &Rules,
+    token_texts: &TokenTexts,
+) -> Vec<Segment> {
+    let WindowText { place, tokens, token_times, .. } = window_text;
+    let ratio = compression_ratio(&plain_text(tokens, rules, token_texts));
+    let words = timed_words(tokens, token_times, language, rules, token_texts).into_iter();
+    let mut words = WordsInOrder { place, words, taken_tokens: 0, segment_tokens: 0 };
+    let segment = |span: TokenSpan<'_>| {
+        let words = words.of_next_segment(&span, rules);
+        let text = plain_text(span.tokens, rules, token_texts);
+        // The model always hears 30 s. It may place the end of a shorter window in the silence that was added.
+        let begins = span.start.min(place.seconds);
+        let ends = span.end.unwrap_or(place.seconds).clamp(begins, place.seconds);
+        let start = place.start_in_recording(begins);
         let segment = Segment {
-            window_start: window.start(),
+            window_start: place.start(),
             start,
-            end: window.end_in_recording(ends).max(start),
+            end: place.end_in_recording(ends).max(start),
             tokens: span.tokens.to_vec(),
-            temperature: heard.temperature,
-            avg_logprob: heard.avg_logprob,
+            temperature: window_text.temperature,
+            avg_logprob: window_text.avg_logprob,
             compression_ratio: ratio,
-            no_speech_prob: heard.no_speech,
-            channel: window.channel,
+            no_speech_prob: window_text.no_speech,
+            channel: place.channel,
             text,
             words,
         };
-        // By OpenAI's rule, a segment without length is dropped. What begins after the sound was invented.
+        // By OpenAI's rule, a segment without length is dropped. So is text after the sound, which was invented.
         (begins < ends && !segment.text.trim().is_empty()).then_some(segment)
     };
-    spans(&heard.tokens, rules).into_iter().filter_map(segment).collect()
+    token_spans(tokens, rules).into_iter().filter_map(segment).collect()
 }
 
-/// Gives a window's words to its segments, in their order.
-struct Words<'a> {
-    window: &'a Window,
+/// Distributes a window's words over its segments, in their order.
+struct WordsInOrder<'a> {
+    place: &'a WindowPlace,
     words: std::vec::IntoIter<TimedWord>,
-    /// Tokens of text in the words that were given to segments.
-    given: usize,
-    /// How many tokens of text the segments have so far.
-    tokens: usize,
+    /// The number of tokens of text in the words that belong to a segment by now.
+    taken_tokens: usize,
+    /// The number of tokens of text in the segments so far.
+    segment_tokens: usize,
 }
 
-impl Words<'_> {
+impl WordsInOrder<'_> {
     /// The words of the next segment, with times of the recording. A word that two segments share belongs to the first.
-    fn of(&mut self, span: &Span<'_>, rules: &Rules) -> Vec<Word> {
-        self.tokens += span.tokens.iter().filter(|id| **id < rules.end).count();
-        let mut own = Vec::new();
-        while self.given < self.tokens
+    fn of_next_segment(&mut self, span: &TokenSpan<'_>, rules: &Rules) -> Vec<Word> {
+        self.segment_tokens += span.tokens.iter().filter(|id| rules.is_text(**id)).count();
+        let mut words = Vec::new();
+        while self.taken_tokens < self.segment_tokens
             && let Some(word) = self.words.next()
         {
-            self.given += word.tokens;
-            let Said { start, end } = word.said;
-            let start = self.window.start_in_recording(start.min(self.window.seconds));
-            let end = self.window.end_in_recording(end.min(self.window.seconds)).max(start);
-            own.push(Word { word: word.text.trim().to_owned(), start, end });
+            self.taken_tokens += word.tokens;
+            let TimeRange { start, end } = word.time;
+            let start = self.place.start_in_recording(start.min(self.place.seconds));
+            let end = self.place.end_in_recording(end.min(self.place.seconds)).max(start);
+            words.push(Word { word: word.text.trim().to_owned(), start, end });
         }
-        own.retain(|it| !it.word.is_empty());
-        own
+        words.retain(|it| !it.word.is_empty());
+        words
     }
 }
 
-/// Tokens between two times, these included.
+/// The tokens from one time to the next, these two included.
 #[derive(Debug, PartialEq)]
-struct Span<'a> {
+struct TokenSpan<'a> {
     /// Seconds from the beginning of the window.
     start: f64,
     /// Seconds from the beginning of the window. None if the tokens end without a time.
@@ -159,24 +166,25 @@ struct Span<'a> {
     tokens: &'a [u32],
 }
 
-fn spans<'a>(tokens: &'a [u32], rules: &Rules) -> Vec<Span<'a>> {
+/// Divides tokens at their times. Spans without text are left out.
+fn token_spans<'a>(tokens: &'a [u32], rules: &Rules) -> Vec<TokenSpan<'a>> {
     let time = |id: u32| f64::from(id - rules.first_time) * TIMESTAMP_STEP;
     let (mut spans, mut first, mut start, mut has_text) = (Vec::new(), 0, 0.0, false);
-    for (at, id) in tokens.iter().enumerate() {
+    for (index, id) in tokens.iter().enumerate() {
         if !rules.is_time(*id) {
             has_text = true;
             continue;
         }
         if has_text {
-            spans.push(Span { start, end: Some(time(*id)), tokens: &tokens[first..=at] });
-            (first, has_text) = (at + 1, false);
+            spans.push(TokenSpan { start, end: Some(time(*id)), tokens: &tokens[first..=index] });
+            (first, has_text) = (index + 1, false);
         } else {
-            first = at;
+            first = index;
         }
         start = time(*id);
     }
     if has_text {
-        spans.push(Span { start, end: None, tokens: &tokens[first..] });
+        spans.push(TokenSpan { start, end: None, tokens: &tokens[first..] });
     }
     spans
 }
@@ -189,30 +197,30 @@ mod tests {
         Rules { end: 5, first_time: 10, ..Rules::default() }
     }
 
-    fn heard(tokens: &[u32]) -> Heard {
-        Heard {
-            window: window(),
+    fn window_text(tokens: &[u32]) -> WindowText {
+        WindowText {
+            place: place(),
             language: None,
             tokens: tokens.to_vec(),
             avg_logprob: -0.5,
             no_speech: 0.25,
             temperature: 0.0,
-            said: Vec::new(),
+            token_times: Vec::new(),
         }
     }
 
     /// A window that begins at 30 s of the recording. After its first second, 10 s of the recording are left out.
-    fn window() -> Window {
+    fn place() -> WindowPlace {
         let parts =
             [Part { in_window: 0.0, in_recording: 30.0 }, Part { in_window: 1.0, in_recording: 41.0 }];
-        Window { parts: parts.into(), seconds: 2.0, channel: None }
+        WindowPlace { parts: parts.into(), seconds: 2.0, channel: None }
     }
 
     /// The start, the end and the text of each segment.
     fn found(tokens: &[u32]) -> Vec<(f64, f64, String)> {
         let texts = TokenTexts::of(&[" a", " b", " ", "c", "d"]);
-        let round = |at: f64| (at * 1e6).round() / 1e6;
-        let segments = segments(&heard(tokens), None, &rules(), &texts).into_iter();
+        let round = |second: f64| (second * 1e6).round() / 1e6;
+        let segments = segments(&window_text(tokens), None, &rules(), &texts).into_iter();
         segments.map(|it| (round(it.start), round(it.end), it.text)).collect()
     }
 
@@ -226,14 +234,15 @@ mod tests {
     #[test]
     fn words_belong_to_the_segment_of_their_first_token() {
         let texts = TokenTexts::of(&[" a", " b", " ", "c", "."]);
-        let said = |at: usize| Said { start: 0.2 * at as f64, end: 0.2 * (at + 1) as f64 };
-        let heard = Heard { said: (0..5).map(said).collect(), ..heard(&[10, 0, 3, 30, 35, 3, 1, 4, 60]) };
-        let words: Vec<Vec<(f64, f64, String)>> = segments(&heard, None, &rules(), &texts)
+        let time = |index: usize| TimeRange { start: 0.2 * index as f64, end: 0.2 * (index + 1) as f64 };
+        let token_times = (0..5).map(time).collect();
+        let window_text = WindowText { token_times, ..window_text(&[10, 0, 3, 30, 35, 3, 1, 4, 60]) };
+        let words: Vec<Vec<(f64, f64, String)>> = segments(&window_text, None, &rules(), &texts)
             .into_iter()
             .map(|it| it.words.into_iter().map(|it| (it.start, it.end, it.word)).collect())
             .collect();
         // The second segment begins within the word of the first; after 1 s of the window 10 s were left out.
-        let round = |at: f64| (at * 1e6).round() / 1e6;
+        let round = |second: f64| (second * 1e6).round() / 1e6;
         let rounded: Vec<Vec<_>> = words
             .into_iter()
             .map(|it| it.into_iter().map(|(start, end, word)| (round(start), round(end), word)).collect())
@@ -254,10 +263,10 @@ mod tests {
 
     #[test]
     fn times_are_those_of_the_recording() {
-        let (start, end) = (window().start_in_recording(0.5), window().end_in_recording(1.0));
+        let (start, end) = (place().start_in_recording(0.5), place().end_in_recording(1.0));
         assert_eq!((start, end), (30.5, 31.0));
-        assert_eq!((window().start_in_recording(1.0), window().end_in_recording(1.5)), (41.0, 41.5));
-        let whole = Window { seconds: 2.0, ..Window::default() };
+        assert_eq!((place().start_in_recording(1.0), place().end_in_recording(1.5)), (41.0, 41.5));
+        let whole = WindowPlace { seconds: 2.0, ..WindowPlace::default() };
         assert_eq!((whole.start_in_recording(1.0), whole.end_in_recording(0.0)), (1.0, 0.0));
     }
 

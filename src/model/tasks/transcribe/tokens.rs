@@ -1,5 +1,5 @@
-//! Whisper's special tokens, and the settings of decoding in `generation_config.json`. Decides which languages a model
-//! knows, and what a prompt may hold.
+//! Whisper's special tokens, and the settings in `generation_config.json` that restrict the tokens of a text. Decides
+//! which languages a model knows, and what the tokens of a preceding text may be.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,14 +9,14 @@ use serde::Deserialize;
 use super::rules::Rules;
 use crate::model::load::ModelFiles;
 use crate::model::load::long_text::Side;
-use crate::model::load::vocabulary::{Reach, TokenTexts, Vocabulary};
+use crate::model::load::vocabulary::{TokenLimit, TokenTexts, Vocabulary};
 use crate::model::nets::whisper::config::WhisperConfig;
 use crate::model::{LoadError, TaskError};
 use crate::protocol::shorten;
-use crate::protocol::transcriptions::Task;
+use crate::protocol::transcriptions::SpeechTask;
 
-/// A model whose settings lack `is_multilingual` is taken for multilingual if it has at least this many tokens; models
-/// of English only have fewer.
+/// A model whose settings lack `is_multilingual` is taken for multilingual if it has at least this many tokens. A model
+/// of English only has fewer.
 const MULTILINGUAL_TOKENS: usize = 51_865;
 /// The latest time with which a text may begin, in steps of 0.02 s from the beginning of its window, if the settings
 /// lack `max_initial_timestamp_index`.
@@ -34,17 +34,17 @@ pub struct SpeechTokens {
     pub start: u32,
     /// The token that introduces a preceding text.
     previous: u32,
-    /// The token whose probability after `start` is that of no speech; none for models without it.
+    /// The token whose probability after `start` is the probability of no speech; none for models without it.
     pub no_speech: Option<u32>,
     /// None for a model of English only.
     pub multilingual: Option<Multilingual>,
     /// Which tokens may follow which.
     pub rules: Rules,
-    /// The most tokens of a preceding text.
-    most_previous: usize,
+    /// The maximum number of tokens of a preceding text.
+    max_previous: usize,
 }
 
-/// The tokens of a model of several languages.
+/// The tokens that only a model of several languages has.
 #[derive(Clone, Debug)]
 pub struct Multilingual {
     /// The tokens of the languages, by their codes.
@@ -70,11 +70,11 @@ impl SpeechTokens {
     pub fn read(files: &ModelFiles, config: &WhisperConfig) -> Result<Self, LoadError> {
         let vocabulary = Vocabulary::of_files(files, config.vocabulary)?;
         let path = files.required("tokenizer.json")?;
-        let fault = |reason: String| LoadError::File { path: path.clone(), reason };
+        let invalid = |reason: String| LoadError::File { path: path.clone(), reason };
         let is_known = |id: &u32| (*id as usize) < config.vocabulary;
         let required = |name: &str| {
             let id = vocabulary.id(name).filter(is_known);
-            id.ok_or_else(|| fault(format!("it has no token {name} within the model's vocabulary")))
+            id.ok_or_else(|| invalid(format!("it has no token {name} within the model's vocabulary")))
         };
         let settings = files.json::<Settings>("generation_config.json")?;
         let settings = match settings {
@@ -83,18 +83,19 @@ impl SpeechTokens {
         };
         let end = required("<|endoftext|>")?;
         let first_time = required("<|notimestamps|>")? + 1;
-        // Older files do not list the times, which follow all other tokens.
+        // Times follow all other tokens. They are not looked up by name, because older files do not list them.
         if first_time as usize >= config.vocabulary || end >= first_time {
             let vocabulary = config.vocabulary;
-            return Err(fault(format!("its times begin at {first_time}, and vocab_size is {vocabulary}")));
+            return Err(invalid(format!("its times begin at {first_time}, and vocab_size is {vocabulary}")));
         }
-        let ids = |written: Option<Vec<i64>>| -> Vec<u32> {
-            let written = written.unwrap_or_default().into_iter();
-            written.filter_map(|id| u32::try_from(id).ok()).filter(is_known).collect()
+        let known_ids = |ids: Option<Vec<i64>>| -> Vec<u32> {
+            let ids = ids.unwrap_or_default().into_iter();
+            ids.filter_map(|id| u32::try_from(id).ok()).filter(is_known).collect()
         };
-        let mut suppressed = ids(settings.suppress_tokens);
+        let mut suppressed = known_ids(settings.suppress_tokens);
         suppressed.extend(NEVER.iter().filter_map(|name| vocabulary.id(name)).filter(is_known));
-        suppressed.push(first_time - 1);
+        let no_timestamps = first_time - 1;
+        suppressed.push(no_timestamps);
         let (start, previous) = (required(START)?, required(PREVIOUS)?);
         let is_multilingual = settings.is_multilingual.unwrap_or(config.vocabulary >= MULTILINGUAL_TOKENS);
         let multilingual = if is_multilingual {
@@ -115,14 +116,14 @@ impl SpeechTokens {
             multilingual,
             rules: Rules {
                 suppressed,
-                suppressed_first: ids(settings.begin_suppress_tokens),
+                suppressed_first: known_ids(settings.begin_suppress_tokens),
                 end,
                 first_time,
                 last_initial: first_time
                     + settings.max_initial_timestamp_index.unwrap_or(MAX_INITIAL_TIMESTAMP),
             },
-            // As in OpenAI's program: half of the context, less the token that introduces the text.
-            most_previous: (config.context / 2).saturating_sub(1),
+            // As in openai/whisper: half of the context, less the token that introduces the text.
+            max_previous: (config.context / 2).saturating_sub(1),
             vocabulary,
         })
     }
@@ -139,29 +140,30 @@ impl SpeechTokens {
     ///
     /// # Errors
     /// `BadInput` if one of them holds a special token, which could command the model.
-    pub fn prompt(&self, keywords: &[String], text: Option<&str>) -> Result<Vec<u32>, TaskError> {
+    pub fn previous_text(&self, keywords: &[String], prompt: Option<&str>) -> Result<Vec<u32>, TaskError> {
         let keywords: Vec<&str> = keywords.iter().map(|it| it.trim()).filter(|it| !it.is_empty()).collect();
-        let text = text.unwrap_or_default().trim();
-        let room = if text.is_empty() { self.most_previous } else { self.most_previous / 2 };
+        let prompt = prompt.unwrap_or_default().trim();
+        let room = if prompt.is_empty() { self.max_previous } else { self.max_previous / 2 };
         let mut ids = self.text_ids("keywords", &keywords.join(", "), room, Side::Beginning)?;
         ids.truncate(room);
-        let room = self.most_previous - ids.len();
-        let of_text = self.text_ids("prompt", text, room, Side::End)?;
-        ids.extend_from_slice(&of_text[of_text.len().saturating_sub(room)..]);
+        let room = self.max_previous - ids.len();
+        let prompt_ids = self.text_ids("prompt", prompt, room, Side::End)?;
+        ids.extend_from_slice(&prompt_ids[prompt_ids.len().saturating_sub(room)..]);
         if !ids.is_empty() {
             ids.insert(0, self.previous);
         }
         Ok(ids)
     }
 
-    /// The tokens of the text in the request's `field`. Of a long text, these may be the tokens at one side only, but
-    /// at least `most` of them.
-    fn text_ids(&self, field: &str, text: &str, most: usize, side: Side) -> Result<Vec<u32>, TaskError> {
-        if text.is_empty() || most == 0 {
+    /// The tokens of the text in the request's `field`. The caller keeps at most `room` of them, from one side. A long
+    /// text may therefore be tokenised only at that side, to at least `room` tokens.
+    fn text_ids(&self, field: &str, text: &str, room: usize, side: Side) -> Result<Vec<u32>, TaskError> {
+        if text.is_empty() || room == 0 {
             return Ok(Vec::new());
         }
-        let ids = self.vocabulary.conversation(&format!(" {text}"), Reach { most, side })?.ids;
-        if ids.iter().any(|id| *id >= self.rules.end) {
+        let ids =
+            self.vocabulary.conversation(&format!(" {text}"), TokenLimit { max_tokens: room, side })?.ids;
+        if ids.iter().any(|id| !self.rules.is_text(*id)) {
             let message = format!("{field} holds a special token of the model, got {:?}", shorten(text, 40));
             return Err(TaskError::bad_input(field, message));
         }
@@ -172,12 +174,12 @@ impl SpeechTokens {
     ///
     /// # Errors
     /// `BadInput` if a model of English only is asked to translate.
-    pub fn task(&self, task: Task) -> Result<Option<u32>, TaskError> {
+    pub fn task(&self, task: SpeechTask) -> Result<Option<u32>, TaskError> {
         match (&self.multilingual, task) {
-            (Some(tokens), Task::Transcribe) => Ok(Some(tokens.transcribe)),
-            (Some(tokens), Task::Translate) => Ok(Some(tokens.translate)),
-            (None, Task::Transcribe) => Ok(None),
-            (None, Task::Translate) => {
+            (Some(tokens), SpeechTask::Transcribe) => Ok(Some(tokens.transcribe)),
+            (Some(tokens), SpeechTask::Translate) => Ok(Some(tokens.translate)),
+            (None, SpeechTask::Transcribe) => Ok(None),
+            (None, SpeechTask::Translate) => {
                 let message = "task is \"translate\"; this model knows English only, and transcribes it";
                 Err(TaskError::bad_input("task", message))
             }
@@ -212,7 +214,7 @@ impl SpeechTokens {
 /// The code of English.
 const ENGLISH: &str = "en";
 
-/// The languages: their tokens lie between `<|startoftranscript|>` and `<|translate|>`.
+/// The tokens of the languages by their codes. They lie between `<|startoftranscript|>` and `<|translate|>`.
 fn languages(vocabulary: &Vocabulary, ids: std::ops::Range<u32>) -> BTreeMap<String, u32> {
     let code = |id: u32| {
         let name = vocabulary.name(id)?;

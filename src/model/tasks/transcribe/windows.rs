@@ -1,7 +1,7 @@
-//! Makes the windows of a recording on demand: decodes it block by block, drops what is no speech, cuts it into pieces of
-//! at most 30 s, and computes their features. Decides where a recording is cut: near the end of a window, where silence
-//! was dropped, or else at the quietest place, so that few words are divided. A window that is silent is left out,
-//! because Whisper invents a word for it. Holds one window of sound of each stream.
+//! Makes the windows of a recording on demand: decodes its sound block by block, drops what is no speech, cuts it into
+//! pieces of at most 30 s, and computes their features. Decides where a recording is cut: near the end of a window,
+//! where silence was dropped, or else at the quietest place, so that few words are divided. A silent window is left
+//! out, because Whisper invents a word for it. Holds about one window of sound for each stream.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 
-use super::network::Prompt;
-use super::segments::Window;
+use super::network::WindowInput;
+use super::segments::WindowPlace;
 use super::speech::Speech;
 use crate::model::random::Seed;
 use crate::model::sound::RATE;
@@ -20,10 +20,10 @@ use crate::model::{SizedInput, TaskError};
 
 /// Blocks of half a second that are decoded in one call of `next`, summed over the streams: about ten milliseconds of
 /// work.
-const BLOCKS: usize = 4;
-/// The last samples of a window, in which it may be cut: 8 s. Most speakers pause more often.
-const CUT: usize = 8 * RATE as usize;
-/// Samples whose loudness is compared: 200 ms, the length of a short pause.
+const BLOCKS_PER_CALL: usize = 4;
+/// The last samples of a full window, among which it is cut: 8 s. Most speakers pause more often.
+const CUT_RANGE: usize = 8 * RATE as usize;
+/// Samples whose loudness is compared to find a cut: 200 ms, the length of a short pause.
 const PAUSE: usize = RATE as usize / 5;
 /// Samples from the beginning of one compared place to that of the next: 20 ms.
 const STEP: usize = RATE as usize / 50;
@@ -33,8 +33,8 @@ const SYLLABLE: usize = RATE as usize / 10;
 /// dB louder.
 const SILENCE: f32 = 1e-6;
 
-/// How many samples were decoded of each stream. A stream is the mix of all channels, or one channel. Written by the
-/// thread that makes windows, and read when the reply is written.
+/// The number of samples decoded so far of each stream. A stream is the mix of all channels, or one channel. Written by
+/// the thread that makes windows, and read when the reply is written.
 #[derive(Clone, Debug, Default)]
 pub struct DecodedLength(Arc<AtomicU64>);
 
@@ -54,20 +54,21 @@ pub struct Windows {
     recording: Recording,
     log_mel: Arc<LogMel>,
     /// What all windows have in common.
-    prompt: Prompt,
-    /// What was decoded of each stream and is in no window yet.
+    template: WindowInput,
+    /// The sound of each stream that is in no window yet.
     speech: Vec<Speech>,
     /// Whether there is a stream for each channel.
     is_split: bool,
     decoded_length: DecodedLength,
-    /// The number of windows so far.
+    /// The number of windows so far, silent ones included.
     count: u64,
-    is_decoded: bool,
+    /// Whether nothing more is decoded: the recording has ended, or is broken.
+    has_ended: bool,
 }
 
 impl Windows {
-    /// Reads the header of a recording. All windows have `prompt` in common. `speech` is called once for each stream,
-    /// and returns the [`Speech`] that collects its sound.
+    /// Reads the header of a recording. All windows have `template` in common. `new_speech` is called once for each
+    /// stream, and returns the [`Speech`] that collects its sound.
     ///
     /// # Errors
     /// The file is of no supported format, is broken, or declares more than the limits allow.
@@ -76,38 +77,39 @@ impl Windows {
         limits: Limits,
         channels: Channels,
         log_mel: Arc<LogMel>,
-        speech: impl Fn() -> Speech,
-        prompt: Prompt,
+        new_speech: impl Fn() -> Speech,
+        template: WindowInput,
     ) -> Result<Self, TaskError> {
         let recording = Recording::open(Cursor::new(file), limits, channels)?;
-        let speech = std::iter::repeat_with(speech).take(recording.streams()).collect();
+        let speech = std::iter::repeat_with(new_speech).take(recording.streams()).collect();
         Ok(Self {
             recording,
             log_mel,
-            prompt,
+            template,
             speech,
             is_split: channels == Channels::Split,
             decoded_length: DecodedLength::default(),
             count: 0,
-            is_decoded: false,
+            has_ended: false,
         })
     }
 
-    /// How much of the recording was decoded. The returned value goes on counting.
+    /// The length of what was decoded. The returned value is updated as decoding continues.
     pub fn decoded_length(&self) -> DecodedLength {
         self.decoded_length.clone()
     }
 
     /// Decodes a few blocks.
     fn decode(&mut self) -> Result<(), TaskError> {
-        for _ in 0..(BLOCKS / self.speech.len().max(1)).max(1) {
+        let blocks = BLOCKS_PER_CALL / self.speech.len().max(1);
+        for _ in 0..blocks.max(1) {
             match self.recording.next_block()? {
                 Some(block) => {
                     self.decoded_length.add(block.first().map_or(0, Vec::len));
                     self.speech.iter_mut().zip(&block).for_each(|(speech, samples)| speech.push(samples));
                 }
                 None => {
-                    self.is_decoded = true;
+                    self.has_ended = true;
                     self.speech.iter_mut().for_each(Speech::end);
                     break;
                 }
@@ -116,49 +118,51 @@ impl Windows {
         Ok(())
     }
 
-    /// The stream of which a window can be made; of several, the one whose sound begins first in the recording.
-    fn ready(&self) -> Option<usize> {
-        let least = if self.is_decoded { 0 } else { WINDOW };
-        let ready = self.speech.iter().enumerate().filter(|(_, speech)| speech.kept().len() > least);
+    /// A stream with enough sound for a window; of several, the one whose sound begins first in the recording.
+    fn ready_stream(&self) -> Option<usize> {
+        // A window is cut once more than a full one is kept. When the recording has ended, any remainder is a window.
+        let too_few = if self.has_ended { 0 } else { WINDOW };
+        let ready = self.speech.iter().enumerate().filter(|(_, speech)| speech.kept().len() > too_few);
         ready.min_by_key(|(_, speech)| speech.start()).map(|(stream, _)| stream)
     }
 
-    /// The window of the first samples of a stream; none if it is silent.
-    fn window(&mut self, stream: usize) -> Option<SizedInput<Prompt>> {
+    /// Makes a window of the first samples of a stream; none if it is silent.
+    fn next_window(&mut self, stream: usize) -> Option<SizedInput<WindowInput>> {
         let speech = &mut self.speech[stream];
         let kept = speech.kept();
         let length = if kept.len() <= WINDOW {
             kept.len()
         } else {
-            let last = speech.cuts().rfind(|at| *at <= WINDOW);
-            last.filter(|at| *at > WINDOW - CUT).unwrap_or_else(|| cut(&kept[..WINDOW]))
+            let dropped_silence =
+                speech.cuts().rfind(|cut| *cut <= WINDOW).filter(|cut| *cut > WINDOW - CUT_RANGE);
+            dropped_silence.unwrap_or_else(|| quietest_cut(&kept[..WINDOW]))
         };
-        let (sound, window) = speech.take(length);
-        let window = Window { channel: self.is_split.then_some(stream), ..window };
-        let seed = Seed { sequence: self.count, ..self.prompt.seed };
+        let (sound, place) = speech.take(length);
+        let place = WindowPlace { channel: self.is_split.then_some(stream), ..place };
+        let seed = Seed { sequence: self.count, ..self.template.seed };
         self.count += 1;
         if is_silent(&sound) {
             return None;
         }
         let features = self.log_mel.features(&sound).into();
-        Some(Prompt { features, window, seed, ..self.prompt.clone() }.sized())
+        Some(WindowInput { features, place, seed, ..self.template.clone() }.sized())
     }
 }
 
 impl Iterator for Windows {
-    type Item = Result<Vec<SizedInput<Prompt>>, TaskError>;
+    type Item = Result<Vec<SizedInput<WindowInput>>, TaskError>;
 
-    /// Does a bounded piece of work: decodes a few blocks, and returns an empty list; or makes a window, and returns that,
-    /// unless it is silent.
+    /// Does a bounded piece of work. Either makes a window, and returns it unless it is silent; or decodes a few
+    /// blocks, and returns an empty list.
     fn next(&mut self) -> Option<Self::Item> {
-        match self.ready() {
-            Some(stream) => Some(Ok(self.window(stream).into_iter().collect())),
-            None if self.is_decoded => None,
+        match self.ready_stream() {
+            Some(stream) => Some(Ok(self.next_window(stream).into_iter().collect())),
+            None if self.has_ended => None,
             None => Some(match self.decode() {
                 Ok(()) => Ok(Vec::new()),
                 Err(error) => {
                     // Nothing follows an error.
-                    self.is_decoded = true;
+                    self.has_ended = true;
                     self.speech.clear();
                     Err(error)
                 }
@@ -167,7 +171,7 @@ impl Iterator for Windows {
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let is_over = self.is_decoded && self.ready().is_none();
+        let is_over = self.has_ended && self.ready_stream().is_none();
         (usize::from(!is_over), is_over.then_some(0))
     }
 }
@@ -179,13 +183,12 @@ fn is_silent(window: &[f32]) -> bool {
 }
 
 /// The middle of the quietest place in the last seconds of a window; of places that are equally quiet, the last.
-fn cut(window: &[f32]) -> usize {
-    let from = window.len().saturating_sub(CUT);
-    let energy = |at: &usize| -> f32 { window[*at..*at + PAUSE].iter().map(|x| x * x).sum() };
-    let places = (from..=window.len() - PAUSE).step_by(STEP);
-    let quietest =
-        places.map(|at| (energy(&at), at)).reduce(|best, next| if next.0 <= best.0 { next } else { best });
-    quietest.map_or(window.len(), |(_, at)| at + PAUSE / 2)
+fn quietest_cut(window: &[f32]) -> usize {
+    let earliest = window.len().saturating_sub(CUT_RANGE);
+    let energy = |start: usize| -> f32 { window[start..start + PAUSE].iter().map(|x| x * x).sum() };
+    let places = (earliest..=window.len() - PAUSE).step_by(STEP).map(|start| (energy(start), start));
+    let quietest = places.reduce(|best, next| if next.0 <= best.0 { next } else { best });
+    quietest.map_or(window.len(), |(_, start)| start + PAUSE / 2)
 }
 
 #[cfg(test)]
@@ -195,11 +198,11 @@ mod tests {
     #[test]
     fn a_window_is_cut_in_the_middle_of_the_last_pause() {
         let mut sound = vec![0.5; WINDOW];
-        assert_eq!(cut(&sound), WINDOW - PAUSE / 2, "without a pause, near the end");
+        assert_eq!(quietest_cut(&sound), WINDOW - PAUSE / 2, "without a pause, near the end");
         let pause = 25 * RATE as usize;
         sound[pause..pause + PAUSE].fill(0.01);
         sound[pause / 2..pause / 2 + PAUSE].fill(0.0);
-        assert_eq!(cut(&sound), pause + PAUSE / 2, "an earlier pause would make the window short");
+        assert_eq!(quietest_cut(&sound), pause + PAUSE / 2, "an earlier pause would make the window short");
     }
 
     #[test]

@@ -1,15 +1,15 @@
-//! Finds when each word was said, as OpenAI's program does, from the attention of the decoder's alignment heads, which
+//! Finds when each word was spoken, as openai/whisper does, from the weights with which the decoder's alignment heads
 //! attend to the sound of each token. The weights are normalised and smoothed over time. Dynamic time warping finds the
 //! monotonic path with the largest sum through them. Pure functions.
 
 use super::rules::{Rules, TIMESTAMP_STEP};
 use crate::model::load::vocabulary::TokenTexts;
 
-/// The weights are smoothed by the median of so many positions.
+/// Each weight is smoothed to the median of this many positions.
 const MEDIAN: usize = 7;
 /// The neighbours of a position on each side.
 const SIDE: usize = MEDIAN / 2;
-/// The numbers whose medians are found at a time, so that the compiler uses vector instructions.
+/// The number of medians found at a time, so that the compiler uses vector instructions.
 const LANES: usize = 16;
 /// Punctuation that belongs to the word after it.
 const OPENING: &str = "\"'“¿([{-";
@@ -17,14 +17,14 @@ const OPENING: &str = "\"'“¿([{-";
 const CLOSING: &str = "\"'.。,，!！?？:：”)]}、";
 /// Punctuation that ends a sentence, after which a pause is likely.
 const SENTENCE_ENDS: &str = ".。!！?？";
-/// A median duration of words above this counts as this, in seconds.
+/// The upper bound of the median duration of words, in seconds.
 const MAX_MEDIAN_SECONDS: f64 = 0.7;
 /// The codes of languages that are written without spaces. Each of their characters counts as a word.
 const WITHOUT_SPACES: [&str; 6] = ["zh", "ja", "th", "lo", "my", "yue"];
 
-/// When a token of text was said, in seconds of its window.
+/// When a token or a word was spoken, in seconds of its window.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Said {
+pub struct TimeRange {
     /// The beginning.
     pub start: f64,
     /// The end.
@@ -36,20 +36,26 @@ pub struct Said {
 pub struct TimedWord {
     /// With its punctuation, and with the space before it.
     pub text: String,
-    /// When it was said, in seconds of its window.
-    pub said: Said,
+    /// When it was spoken.
+    pub time: TimeRange,
     /// The number of tokens of text.
     pub tokens: usize,
 }
 
-/// When each of `tokens` tokens was said, by `weights` `[heads, rows, keys]`: a row for each token, and perhaps one more
-/// for what follows the last one. A key is a [`TIMESTAMP_STEP`] of the window; the first key is step `began`.
-pub fn said(weights: Vec<f32>, rows: usize, keys: usize, tokens: usize, began: usize) -> Vec<Said> {
-    let first = path(&smoothed(weights, rows, keys), keys);
-    let second = |key: usize| (began + key) as f64 * TIMESTAMP_STEP;
-    let end = |token: usize| first.get(token + 1).copied().unwrap_or(keys);
-    let said = |token| Some(Said { start: second(*first.get(token)?), end: second(end(token)) });
-    (0..tokens).filter_map(said).collect()
+/// When each of `tokens` tokens was spoken, by `weights` `[heads, rows, keys]`: a row for each token, and perhaps one
+/// more for what follows the last one. A key is a [`TIMESTAMP_STEP`] of the window; the first key is step `first_step`.
+pub fn token_times(
+    weights: Vec<f32>,
+    rows: usize,
+    keys: usize,
+    tokens: usize,
+    first_step: usize,
+) -> Vec<TimeRange> {
+    let first_keys = path(&smoothed(weights, rows, keys), keys);
+    let second = |key: usize| (first_step + key) as f64 * TIMESTAMP_STEP;
+    let end = |token: usize| first_keys.get(token + 1).copied().unwrap_or(keys);
+    let time = |token| Some(TimeRange { start: second(*first_keys.get(token)?), end: second(end(token)) });
+    (0..tokens).filter_map(time).collect()
 }
 
 /// The mean over the heads of `weights` `[heads, rows, keys]`, after each key's weights were brought to the mean 0 and
@@ -69,25 +75,26 @@ fn smoothed(mut weights: Vec<f32>, rows: usize, keys: usize) -> Vec<f32> {
 
 /// Brings each column of `[rows, keys]` to the mean 0 and the variance 1.
 fn normalise(head: &mut [f32], rows: usize, keys: usize) {
+    // `scale` is first the sum of the squares, and then 1 divided by the standard deviation.
     let (mut mean, mut scale) = (vec![0.0; keys], vec![0.0; keys]);
     for row in head.chunks_exact(keys) {
         mean.iter_mut().zip(row).for_each(|(mean, x)| *mean += x);
     }
     mean.iter_mut().for_each(|mean| *mean /= rows as f32);
     for row in head.chunks_exact(keys) {
-        let all = scale.iter_mut().zip(row).zip(&mean);
-        all.for_each(|((sum, x), mean)| *sum += (x - mean) * (x - mean));
+        let columns = scale.iter_mut().zip(row).zip(&mean);
+        columns.for_each(|((sum, x), mean)| *sum += (x - mean) * (x - mean));
     }
     // A key to which all tokens attend equally says nothing.
     scale.iter_mut().for_each(|sum| *sum = if *sum > 0.0 { (rows as f32 / *sum).sqrt() } else { 0.0 });
     for row in head.chunks_exact_mut(keys) {
-        let all = row.iter_mut().zip(&mean).zip(&scale);
-        all.for_each(|((x, mean), scale)| *x = (*x - mean) * scale);
+        let columns = row.iter_mut().zip(&mean).zip(&scale);
+        columns.for_each(|((x, mean), scale)| *x = (*x - mean) * scale);
     }
 }
 
-/// Adds to `sum` the median of each number of `row` and its neighbours. The row goes on at its ends as in a mirror; one
-/// that is too short for that stays as it is.
+/// Adds to `sum` the median of each number of `row` and its neighbours. Beyond its ends the row is continued by its
+/// mirror image. A row too short for that is added as it is.
 fn add_medians(row: &[f32], sum: &mut [f32]) {
     let keys = row.len();
     if keys <= SIDE {
@@ -95,13 +102,13 @@ fn add_medians(row: &[f32], sum: &mut [f32]) {
         return;
     }
     let before = (1..=SIDE).rev();
-    let after = (1..=SIDE).map(|by| keys - 1 - by);
-    let mut mirrored: Vec<f32> = before.chain(0..keys).chain(after).map(|at| row[at]).collect();
+    let after = (1..=SIDE).map(|distance| keys - 1 - distance);
+    let mut mirrored: Vec<f32> = before.chain(0..keys).chain(after).map(|key| row[key]).collect();
     mirrored.resize(keys.next_multiple_of(LANES) + 2 * SIDE, 0.0);
     for (first, sum) in (0..keys).step_by(LANES).zip(sum.chunks_mut(LANES)) {
-        let near: [[f32; LANES]; MEDIAN] =
-            std::array::from_fn(|by| std::array::from_fn(|lane| mirrored[first + by + lane]));
-        sum.iter_mut().zip(medians(near)).for_each(|(sum, x)| *sum += x);
+        let neighbours: [[f32; LANES]; MEDIAN] =
+            std::array::from_fn(|shift| std::array::from_fn(|lane| mirrored[first + shift + lane]));
+        sum.iter_mut().zip(medians(neighbours)).for_each(|(sum, x)| *sum += x);
     }
 }
 
@@ -178,22 +185,26 @@ fn path(gains: &[f32], keys: usize) -> Vec<usize> {
     }
 }
 
-/// The words of a window's text. `said` has a time for each token of text, or is empty: then there are no words.
+/// The words of a window's text. `token_times` has a time for each token of text, or is empty: then there are no words.
 /// `language` is the code of the text's language; without one, words are separated at spaces.
-pub fn words(
+pub fn timed_words(
     tokens: &[u32],
-    said: &[Said],
+    token_times: &[TimeRange],
     language: Option<&str>,
     rules: &Rules,
-    texts: &TokenTexts,
+    token_texts: &TokenTexts,
 ) -> Vec<TimedWord> {
     let has_spaces = language.is_none_or(|code| !WITHOUT_SPACES.contains(&code));
+    let text_tokens = tokens.iter().filter(|id| rules.is_text(**id));
     let mut words: Vec<TimedWord> = Vec::new();
-    for unit in characters(tokens.iter().filter(|id| **id < rules.end), said, texts) {
-        let bare = unit.text.trim();
-        let is_mark = !bare.is_empty() && bare.chars().all(|it| it.is_ascii_punctuation());
+    for unit in whole_characters(text_tokens, token_times, token_texts) {
+        let trimmed = unit.text.trim();
+        let is_punctuation = !trimmed.is_empty() && trimmed.chars().all(|it| it.is_ascii_punctuation());
         match words.last_mut() {
-            Some(word) if has_spaces && !unit.text.starts_with(' ') && !is_mark => word.append(&unit, true),
+            Some(word) if has_spaces && !unit.text.starts_with(' ') && !is_punctuation => {
+                word.append_text(&unit);
+                word.time.end = unit.time.end;
+            }
             _ => words.push(unit),
         }
     }
@@ -202,84 +213,84 @@ pub fn words(
 }
 
 impl TimedWord {
-    /// Adds what follows, with its time or without it.
-    fn append(&mut self, other: &Self, with_time: bool) {
+    /// Appends the text and the tokens of `other`. The time stays as it is.
+    fn append_text(&mut self, other: &Self) {
         self.text += &other.text;
         self.tokens += other.tokens;
-        if with_time {
-            self.said.end = other.said.end;
-        }
     }
 }
 
 /// The smallest groups of tokens that are whole characters. Bytes at the end that are no whole character go to the last
 /// group.
-fn characters<'a>(
-    tokens: impl Iterator<Item = &'a u32>,
-    said: &[Said],
-    texts: &TokenTexts,
+fn whole_characters<'a>(
+    text_tokens: impl Iterator<Item = &'a u32>,
+    token_times: &[TimeRange],
+    token_texts: &TokenTexts,
 ) -> Vec<TimedWord> {
-    let (mut units, mut bytes, mut open): (Vec<TimedWord>, Vec<u8>, Option<(Said, usize)>) =
-        (Vec::new(), Vec::new(), None);
-    for (id, at) in tokens.zip(said) {
-        bytes.extend_from_slice(texts.get(*id));
-        let (since, count) = open.map_or((*at, 1), |(since, count)| (since, count + 1));
-        let said = Said { start: since.start, end: at.end };
+    let mut units: Vec<TimedWord> = Vec::new();
+    // The bytes, the time and the number of tokens of a group that is not complete yet.
+    let (mut bytes, mut incomplete): (Vec<u8>, Option<(TimeRange, usize)>) = (Vec::new(), None);
+    for (id, token_time) in text_tokens.zip(token_times) {
+        bytes.extend_from_slice(token_texts.get(*id));
+        let (start, tokens) = match incomplete {
+            Some((time, tokens)) => (time.start, tokens + 1),
+            None => (token_time.start, 1),
+        };
+        let time = TimeRange { start, end: token_time.end };
         match std::str::from_utf8(&bytes) {
             Ok(text) => {
-                units.push(TimedWord { text: text.to_owned(), said, tokens: count });
+                units.push(TimedWord { text: text.to_owned(), time, tokens });
                 bytes.clear();
-                open = None;
+                incomplete = None;
             }
-            Err(_) => open = Some((said, count)),
+            Err(_) => incomplete = Some((time, tokens)),
         }
     }
-    if let (Some((said, count)), Some(last)) = (open, units.last_mut()) {
+    if let (Some((time, tokens)), Some(last)) = (incomplete, units.last_mut()) {
         last.text += &String::from_utf8_lossy(&bytes);
-        last.tokens += count;
-        last.said.end = said.end;
+        last.tokens += tokens;
+        last.time.end = time.end;
     }
     units
 }
 
-/// Where a sentence ends, the path may spread a word over the pause. Such a word is shortened to twice the median
-/// duration.
+/// Shortens words that the path spreads over the pause after a sentence: the mark that ends it, or the word after that
+/// mark. Such a word gets at most twice the median duration.
 fn shorten_pauses(words: &mut [TimedWord]) {
     let mut durations: Vec<f64> =
-        words.iter().map(|it| it.said.end - it.said.start).filter(|it| *it > 0.0).collect();
+        words.iter().map(|it| it.time.end - it.time.start).filter(|it| *it > 0.0).collect();
     durations.sort_by(f64::total_cmp);
     let Some(median) = durations.get(durations.len() / 2) else { return };
-    let most = 2.0 * median.min(MAX_MEDIAN_SECONDS);
+    let max_seconds = 2.0 * median.min(MAX_MEDIAN_SECONDS);
     let ends_sentence = |word: &TimedWord| {
         let text = word.text.trim();
         !text.is_empty() && text.chars().all(|it| SENTENCE_ENDS.contains(it))
     };
-    for at in 1..words.len() {
-        let Said { start, end } = words[at].said;
-        if end - start <= most {
+    for index in 1..words.len() {
+        let TimeRange { start, end } = words[index].time;
+        if end - start <= max_seconds {
             continue;
         }
-        if ends_sentence(&words[at]) {
-            words[at].said.end = start + most;
-        } else if ends_sentence(&words[at - 1]) {
-            words[at].said.start = end - most;
+        if ends_sentence(&words[index]) {
+            words[index].time.end = start + max_seconds;
+        } else if ends_sentence(&words[index - 1]) {
+            words[index].time.start = end - max_seconds;
         }
     }
 }
 
 /// Joins punctuation to its word. The word keeps its own time.
 fn join_punctuation(words: Vec<TimedWord>) -> Vec<TimedWord> {
-    let is_of = |text: &str, marks: &str| !text.is_empty() && text.chars().all(|it| marks.contains(it));
+    let has_only = |text: &str, marks: &str| !text.is_empty() && text.chars().all(|it| marks.contains(it));
     let mut joined: Vec<TimedWord> = Vec::new();
     for word in words {
         match joined.last_mut() {
-            Some(last) if is_of(&word.text, CLOSING) && !last.text.ends_with(' ') => {
-                last.append(&word, false)
+            Some(last) if has_only(&word.text, CLOSING) && !last.text.ends_with(' ') => {
+                last.append_text(&word);
             }
-            Some(last) if last.text.starts_with(' ') && is_of(last.text.trim_start(), OPENING) => {
-                let said = word.said;
-                last.append(&word, true);
-                last.said = said;
+            Some(last) if last.text.starts_with(' ') && has_only(last.text.trim_start(), OPENING) => {
+                last.append_text(&word);
+                last.time = word.time;
             }
             _ => joined.push(word),
         }
@@ -296,17 +307,18 @@ mod tests {
     }
 
     /// Times of a tenth of a second for each token.
-    fn tenths(count: usize) -> Vec<Said> {
-        (0..count).map(|at| Said { start: at as f64 / 10.0, end: (at + 1) as f64 / 10.0 }).collect()
+    fn tenths(count: usize) -> Vec<TimeRange> {
+        let tenths = |index: usize| index as f64 / 10.0;
+        (0..count).map(|index| TimeRange { start: tenths(index), end: tenths(index + 1) }).collect()
     }
 
     /// The words of tokens that are numbered from 0 on, with their times in tenths of a second.
     fn found(texts: &[&[u8]], language: Option<&str>) -> Vec<(String, i64, i64)> {
         let tokens: Vec<u32> = (0..texts.len() as u32).collect();
         let texts = TokenTexts::of(texts);
-        let words = words(&tokens, &tenths(tokens.len()), language, &rules(), &texts);
-        let tenth = |at: f64| (at * 10.0).round() as i64;
-        words.into_iter().map(|it| (it.text, tenth(it.said.start), tenth(it.said.end))).collect()
+        let words = timed_words(&tokens, &tenths(tokens.len()), language, &rules(), &texts);
+        let tenth = |second: f64| (second * 10.0).round() as i64;
+        words.into_iter().map(|it| (it.text, tenth(it.time.start), tenth(it.time.end))).collect()
     }
 
     #[test]
@@ -354,8 +366,8 @@ mod tests {
         for row in 0..4 {
             weights[row * 40 + 10 * row..][..10].fill(1.0);
         }
-        let said = said(weights, 4, 40, 3, 100);
-        let steps: Vec<(i64, i64)> = said
+        let times = token_times(weights, 4, 40, 3, 100);
+        let steps: Vec<(i64, i64)> = times
             .iter()
             .map(|it| ((it.start * 50.0).round() as i64, (it.end * 50.0).round() as i64))
             .collect();
@@ -384,7 +396,7 @@ mod tests {
     fn a_word_is_not_spread_over_the_pause_after_a_sentence() {
         let word = |text: &str, start: f64, end: f64| TimedWord {
             text: text.to_owned(),
-            said: Said { start, end },
+            time: TimeRange { start, end },
             tokens: 1,
         };
         let mut words = [
@@ -396,7 +408,7 @@ mod tests {
             word(" e", 15.0, 15.5),
         ];
         shorten_pauses(&mut words);
-        let times = words.map(|it| (it.said.start, it.said.end));
+        let times = words.map(|it| (it.time.start, it.time.end));
         // Twice 0.7 s at most; only beside the end of a sentence.
         assert_eq!(times, [(0.0, 0.5), (0.5, 1.9), (7.6, 9.0), (9.0, 9.5), (9.5, 15.0), (15.0, 15.5)]);
     }
