@@ -199,9 +199,9 @@ fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
         slot_values(status, |it| it.sentinels as f64),
     )?;
     let dead_letters = slots_with_stats(status).flat_map(|(entry, stats)| {
-        Reason::ALL.iter().map(move |reason| {
-            let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
-            (slot_labels_and(entry, "reason", reason.as_str()), count as f64)
+        Reason::ALL.iter().map(move |(_, reason)| {
+            let count = stats.dead_lettered.get(*reason).copied().unwrap_or(0);
+            (slot_labels_and(entry, "reason", reason), count as f64)
         })
     });
     out.counter("dead_lettered", "Messages dead-lettered", dead_letters)?;
@@ -217,10 +217,7 @@ fn task_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
 /// Every status with every reason that goes with it. All series exist from the start, because `increase()` misses the
 /// first event of a series that begins with that event.
 fn known_outcomes() -> BTreeSet<(&'static str, &'static str)> {
-    let errors = TaskErrorKind::ALL.map(|kind| {
-        let (status, _, _, code) = kind.wire();
-        (status, code)
-    });
+    let errors = TaskErrorKind::ALL.map(|(kind, code)| (kind.wire().0, code));
     errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
@@ -269,9 +266,9 @@ fn worker_metrics(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
     let restarts = status.slots.values().flat_map(|entry| {
-        RestartReason::ALL.iter().map(move |reason| {
-            let count = entry.report.restarts.get(reason.as_str()).copied().unwrap_or(0);
-            (slot_labels_and(entry, "reason", reason.as_str()), count as f64)
+        RestartReason::ALL.iter().map(move |(_, reason)| {
+            let count = entry.report.restarts.get(*reason).copied().unwrap_or(0);
+            (slot_labels_and(entry, "reason", reason), count as f64)
         })
     });
     out.counter("worker_restarts", "Workers started to replace another", restarts)?;

@@ -36,48 +36,24 @@ const BROKER_REASONS: [&str; 4] = ["delivery_limit", "expired", "rejected", "max
 /// The reason of a dead letter without one.
 const UNKNOWN: &str = "unknown";
 
-/// Why a message is in the dead-letter queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// The body does not match its content type.
-    Undecodable,
-    /// The task killed the workers that computed it alone.
-    Poison,
-    /// All attempts that the settings allow have failed.
-    Attempts,
-    /// The queue for its reply does not exist.
-    Unroutable,
-    /// The queue for its reply has not confirmed it in time.
-    Unconfirmed,
-    /// A `control.*` type that this version does not know.
-    UnknownControl,
-    /// The task was refused, and the queue for the error reply does not exist.
-    Refused,
-}
-
-impl Reason {
-    /// Every reason.
-    pub const ALL: [Self; 7] = [
-        Self::Undecodable,
-        Self::Poison,
-        Self::Attempts,
-        Self::Unroutable,
-        Self::Unconfirmed,
-        Self::UnknownControl,
-        Self::Refused,
-    ];
-
-    /// The `reason` header.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Undecodable => "undecodable",
-            Self::Poison => "poison",
-            Self::Attempts => "attempts",
-            Self::Unroutable => "unroutable",
-            Self::Unconfirmed => "unconfirmed",
-            Self::UnknownControl => "unknown_control",
-            Self::Refused => "refused",
-        }
+named! {
+    /// Why a message is in the dead-letter queue.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Reason as as_str {
+        /// The body does not match its content type.
+        Undecodable => "undecodable",
+        /// The task killed the workers that computed it alone.
+        Poison => "poison",
+        /// All attempts that the settings allow have failed.
+        Attempts => "attempts",
+        /// The queue for its reply does not exist.
+        Unroutable => "unroutable",
+        /// The queue for its reply has not confirmed it in time.
+        Unconfirmed => "unconfirmed",
+        /// A `control.*` type that this version does not know.
+        UnknownControl => "unknown_control",
+        /// The task was refused, and the queue for the error reply does not exist.
+        Refused => "refused",
     }
 }
 
@@ -148,7 +124,7 @@ fn is_small(value: &Value) -> bool {
 
 /// Every reason that [`DeadLetter::reason`] knows: the workers', the broker's, and `unknown`.
 pub fn reasons() -> impl Iterator<Item = &'static str> {
-    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKER_REASONS).chain([UNKNOWN])
+    Reason::ALL.into_iter().map(|(_, name)| name).chain(BROKER_REASONS).chain([UNKNOWN])
 }
 
 /// A message of a dead-letter queue.
@@ -262,7 +238,7 @@ impl<'a> DeadLetter<'a> {
 fn our_reason(headers: &Headers) -> Option<Reason> {
     let written = headers.get("reason")?.as_str()?;
     let complete = OURS[..4].iter().all(|name| headers.contains_key(*name));
-    Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| complete)
+    Reason::ALL.into_iter().find(|(_, name)| *name == written && complete).map(|(reason, _)| reason)
 }
 
 /// Restores the original message, to be published again. Properties that would act at the broker are not restored (see

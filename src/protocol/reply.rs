@@ -120,20 +120,18 @@ pub fn written(body: &impl Serialize) -> Result<Vec<u8>, TaskError> {
 impl TaskErrorKind {
     /// `status`, `status_code`, OpenAI's `type` and `code`.
     pub fn wire(self) -> (&'static str, i64, &'static str, &'static str) {
-        const REQUEST: &str = "invalid_request_error";
-        const SERVER: &str = "server_error";
-        match self {
-            Self::Undecodable => ("rejected", 400, REQUEST, "undecodable"),
-            Self::BadInput => ("rejected", 400, REQUEST, "invalid_value"),
-            Self::UnknownModel => ("rejected", 404, REQUEST, "model_not_found"),
-            Self::UnknownUrl => ("rejected", 404, REQUEST, "unknown_url"),
-            Self::TooLarge => ("rejected", 413, REQUEST, "too_large"),
-            Self::Expired => ("expired", 408, REQUEST, "expired"),
-            Self::Internal | Self::Fault => ("failed", 500, SERVER, "internal_error"),
-            Self::Unavailable => ("failed", 502, SERVER, "file_unavailable"),
-            Self::OutOfMemory => ("failed", 507, SERVER, "out_of_device_memory"),
-            Self::Cancelled => ("cancelled", 499, REQUEST, "cancelled"),
-        }
+        let (status, status_code) = match self {
+            Self::Undecodable | Self::BadInput => ("rejected", 400),
+            Self::UnknownModel | Self::UnknownUrl => ("rejected", 404),
+            Self::TooLarge => ("rejected", 413),
+            Self::Expired => ("expired", 408),
+            Self::Internal | Self::Fault => ("failed", 500),
+            Self::Unavailable => ("failed", 502),
+            Self::OutOfMemory => ("failed", 507),
+            Self::Cancelled => ("cancelled", 499),
+        };
+        let kind = if status == "failed" { "server_error" } else { "invalid_request_error" };
+        (status, status_code, kind, self.code())
     }
 }
 

@@ -117,51 +117,30 @@ impl Default for VoiceDetection {
     }
 }
 
-/// Whether the text is in the language of the recording or in English.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Task {
-    /// That of the recording.
-    Transcribe,
-    /// English.
-    Translate,
-}
-
-impl Task {
-    /// All tasks, with their names in requests.
-    const ALL: [(&str, Self); 2] = [("transcribe", Self::Transcribe), ("translate", Self::Translate)];
-
-    /// Its name in requests and replies.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Transcribe => "transcribe",
-            Self::Translate => "translate",
-        }
+named! {
+    /// Whether the text is in the language of the recording or in English.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Task as name {
+        /// That of the recording.
+        Transcribe => "transcribe",
+        /// English.
+        Translate => "translate",
     }
-}
 
-/// The form of a reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// JSON with the text.
-    Json,
-    /// The text alone.
-    Text,
-    /// JSON with the text, its language and its segments.
-    VerboseJson,
-    /// Subtitles in SubRip's format.
-    Srt,
-    /// Subtitles in WebVTT's format.
-    Vtt,
-}
-
-impl Format {
-    const ALL: [(&str, Self); 5] = [
-        ("json", Self::Json),
-        ("text", Self::Text),
-        ("verbose_json", Self::VerboseJson),
-        ("srt", Self::Srt),
-        ("vtt", Self::Vtt),
-    ];
+    /// The form of a reply.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Format as name {
+        /// JSON with the text.
+        Json => "json",
+        /// The text alone.
+        Text => "text",
+        /// JSON with the text, its language and its segments.
+        VerboseJson => "verbose_json",
+        /// Subtitles in SubRip's format.
+        Srt => "srt",
+        /// Subtitles in WebVTT's format.
+        Vtt => "vtt",
+    }
 }
 
 impl TranscriptionRequest {
@@ -203,7 +182,7 @@ impl TranscriptionRequest {
             language: fields.short("language", LANGUAGE_BYTES)?.map(|code| code.to_ascii_lowercase()),
             prompt: fields.short("prompt", PROMPT_BYTES)?,
             keywords: keywords(fields)?,
-            split_channels: named(fields, "channels", &[("mix", false), ("split", true)])?.unwrap_or(false),
+            split_channels: named(fields, "channels", &[(false, "mix"), (true, "split")])?.unwrap_or(false),
             words: asks_for_words(fields, format)?,
             format,
             temperature: temperature(fields)?,
@@ -313,12 +292,12 @@ fn of_header(name: &str, value: &Value) -> Result<Json, TaskError> {
 }
 
 /// Reads a field that holds one of the names in `all`. Returns the value of that name; none if the field is absent.
-fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(&str, T)]) -> Result<Option<T>, TaskError> {
+fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(T, &str)]) -> Result<Option<T>, TaskError> {
     let Some(raw) = fields.get(key) else { return Ok(None) };
     let text = string(raw.get(), key)?;
-    let found = all.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+    let found = all.iter().find(|(_, name)| *name == text).map(|(value, _)| *value);
     found.map(Some).ok_or_else(|| {
-        let names: Vec<String> = all.iter().map(|(name, _)| format!("{name:?}")).collect();
+        let names: Vec<String> = all.iter().map(|(_, name)| format!("{name:?}")).collect();
         wrong(key, &format!("one of {}", names.join(", ")), raw.get())
     })
 }
