@@ -1,9 +1,10 @@
 //! The devices' memory and utilization, for the metrics. Queries the driver on a thread of its own, since a
 //! broken driver may not answer. Until it does, its last answer is used.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::launcher::gpus::Gpus;
@@ -33,10 +34,10 @@ impl Devices {
             let queried = tokio::task::spawn_blocking(move || {
                 let _permit = permit;
                 let gpus = Gpus::here();
-                *last.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
+                *last.lock() = gpus;
             });
             let _ = tokio::time::timeout(DRIVER_TIMEOUT, queried).await;
         }
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last.lock().clone()
     }
 }

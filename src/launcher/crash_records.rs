@@ -4,8 +4,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
@@ -39,7 +39,7 @@ impl Register {
     pub(super) fn died(&self, with: &[TaskName], isolated: bool, last: &CrashTail) -> bool {
         let among = u32::try_from(with.len()).unwrap_or(u32::MAX);
         let alone = isolated && among == 1;
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.tasks.lock();
         let mut found_poison = false;
         for name in with {
             let known = tasks.iter().position(|deaths| deaths.task == name.fingerprint);
@@ -67,7 +67,7 @@ impl Register {
 
     /// Removes the record of an isolated task that was finished without its worker dying, unless it is poison.
     pub(super) fn survived(&self, task: &TaskName) {
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.tasks.lock();
         tasks.retain(|deaths| deaths.task != task.fingerprint || deaths.poison.is_some());
     }
 

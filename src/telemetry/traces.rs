@@ -191,10 +191,10 @@ fn resource(worker: &str) -> Resource {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
 
     use opentelemetry_sdk::error::OTelSdkResult;
     use opentelemetry_sdk::trace::{Span, SpanData, SpanProcessor};
+    use parking_lot::Mutex;
 
     use super::*;
 
@@ -209,7 +209,7 @@ mod tests {
         fn on_start(&self, _: &mut Span, _: &Context) {}
 
         fn on_end(&self, span: SpanData) {
-            self.0.lock().unwrap().push(span);
+            self.0.lock().push(span);
         }
 
         fn force_flush(&self) -> OTelSdkResult {
@@ -223,7 +223,7 @@ mod tests {
 
     impl Kept {
         fn take(&self) -> SpanData {
-            let mut kept = std::mem::take(&mut *self.0.lock().unwrap());
+            let mut kept = std::mem::take(&mut *self.0.lock());
             assert_eq!(kept.len(), 1, "{kept:?}");
             kept.remove(0)
         }
@@ -305,7 +305,7 @@ mod tests {
         let (traces, kept) = traces(0.0);
         assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
         traces.batch(pass(Vec::new()));
-        assert_eq!(kept.0.lock().unwrap().len(), 0);
+        assert_eq!(kept.0.lock().len(), 0);
         let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
         let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
         traces.batch(pass(links));

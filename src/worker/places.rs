@@ -20,10 +20,11 @@
 //! first part only while fewer than three quarters of the places are held by tasks that stay.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -155,7 +156,7 @@ impl Place {
         loop {
             self.signal.put_off.notified().await;
             // The task may have decided to stay after the notification.
-            if self.places.lock().is_leaving(self.delivery) {
+            if self.places.list.lock().is_leaving(self.delivery) {
                 return;
             }
         }
@@ -164,12 +165,12 @@ impl Place {
     /// Lets the task stay: from now on it cannot be put off, because its reply begins to be sent. The task begins if it
     /// has not begun. A put-off that is not carried out yet is cancelled.
     pub(super) fn stay(&self) {
-        self.places.lock().stay(self.delivery);
+        self.places.list.lock().stay(self.delivery);
     }
 
     /// As [`Place::stay`], if the task may stay now. Returns whether it stays.
     pub(super) fn try_to_stay(&self) -> bool {
-        self.places.lock().try_to_stay(self.delivery, Instant::now())
+        self.places.list.lock().try_to_stay(self.delivery, Instant::now())
     }
 
     /// Waits until the task may stay, and lets it stay. Safe to cancel.
@@ -187,7 +188,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.places.lock().leave(self.delivery, Instant::now());
+        self.places.list.lock().leave(self.delivery, Instant::now());
         self.places.stay_may_change.notify_waiters();
     }
 }
@@ -214,7 +215,7 @@ impl Places {
 
     /// Sets how many unsettled messages of the main queue the broker may send now.
     pub(super) fn set_granted(&self, granted: u16) {
-        let before = std::mem::replace(&mut self.lock().granted, granted.into());
+        let before = std::mem::replace(&mut self.list.lock().granted, granted.into());
         if before != usize::from(granted) {
             self.stay_may_change.notify_waiters();
         }
@@ -226,25 +227,25 @@ impl Places {
         let now = Instant::now();
         let (cost, state) = (cost(bytes), State::Waits);
         let task = Task { requester, cost, since: now, state, stays: false, signal: signal.clone() };
-        self.lock().enter(delivery, task, now);
+        self.list.lock().enter(delivery, task, now);
         Place { places: self.clone(), delivery, signal }
     }
 
     /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be
     /// called from time to time, because requesters become slow without any event.
     pub(super) fn review(&self) {
-        self.lock().review(Instant::now());
+        self.list.lock().review(Instant::now());
     }
 
     /// Whether so many tasks are accepted that a review may change something.
     pub(super) fn may_be_crowded(&self) -> bool {
-        let list = self.lock();
+        let list = self.list.lock();
         list.tasks.len() > list.max_slow()
     }
 
     /// Whether a task is being put off, or was put off at `time` or later. Without `time`: whether one ever was.
     pub(super) fn has_put_off_since(&self, time: Option<SystemTime>) -> bool {
-        let list = self.lock();
+        let list = self.list.lock();
         let is_later = |put_off: SystemTime| time.is_none_or(|time| put_off >= time);
         list.last_put_off.is_some_and(is_later)
             || list.tasks.values().any(|task| task.state == State::Leaving)
@@ -252,21 +253,17 @@ impl Places {
 
     /// Ends [`Places::suspend`].
     pub(super) fn resume(&self) {
-        self.lock().suspended_until = None;
+        self.list.lock().suspended_until = None;
     }
 
     /// Lets all tasks begin, and puts none off for this time.
     pub(super) fn suspend(&self, time: Duration) {
         let now = Instant::now();
-        let mut list = self.lock();
+        let mut list = self.list.lock();
         list.suspended_until = now.checked_add(time);
         list.review(now);
         drop(list);
         self.stay_may_change.notify_waiters();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, List> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -600,7 +597,7 @@ mod tests {
         assert!((999..=1_001).contains(&found), "{found}");
         advance(AFTER_NEWCOMER).await;
         rig.places.review();
-        rig.places.lock().tokens = 0.0;
+        rig.places.list.lock().tokens = 0.0;
         let alone = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
         assert!((49..=51).contains(&alone), "{alone}");
     }
@@ -608,7 +605,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_number_of_begun_tasks_to_put_off_is_limited_until_a_newcomer_comes() {
         let mut rig = Rig::new();
-        rig.places.lock().begun_put_offs = 1;
+        rig.places.list.lock().begun_put_offs = 1;
         let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
         advance(RENEWAL_INTERVAL).await;
         rig.places.review();
@@ -636,7 +633,7 @@ mod tests {
         for place in &places {
             place.stay();
         }
-        let list = rig.places.lock();
+        let list = rig.places.list.lock();
         assert_eq!(list.slow_begun(Instant::now()), 8);
         drop(list);
         drop(places);
@@ -671,7 +668,7 @@ mod tests {
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(2 * SLOW).await;
         rig.places.review();
-        rig.places.lock().tokens = 0.0;
+        rig.places.list.lock().tokens = 0.0;
         let waiting = [0, 1].map(|_| rig.enter(1));
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
         assert_eq!((are_put_off(&waiting), may_begin()), (vec![false, false], [false, false]));
@@ -681,7 +678,7 @@ mod tests {
         rig.places.suspend(SLOW);
         assert_eq!(may_begin(), [true, true]);
         assert!(waiting[1].wait_to_begin().now_or_never().is_some());
-        rig.places.lock().tokens = BUCKET;
+        rig.places.list.lock().tokens = BUCKET;
         rig.places.review();
         assert!(are_put_off(&held).iter().chain(&are_put_off(&waiting)).all(|is_put_off| !is_put_off));
         advance(SLOW).await;

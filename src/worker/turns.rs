@@ -4,9 +4,10 @@
 //! has the most are put off: they wait in a retry queue. Owns the list of waiting tasks. Does no I/O.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 
@@ -69,7 +70,7 @@ pub(super) struct Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let next = {
-            let mut lane = self.turns.lock();
+            let mut lane = self.turns.0.lock();
             let now = Instant::now();
             lane.end(self.requester, now);
             lane.next(now)
@@ -86,7 +87,7 @@ impl Turns {
     /// Creates an empty list, for at most `max_turns` turns at once. [`Turns::set_granted`] explains `granted`.
     pub(super) fn new(granted: u16, max_turns: usize) -> Self {
         let turns = Self(Arc::default());
-        turns.lock().max_turns = max_turns;
+        turns.0.lock().max_turns = max_turns;
         turns.set_granted(granted);
         turns
     }
@@ -94,7 +95,7 @@ impl Turns {
     /// Sets how many unsettled messages the broker may send now. At most half of them may be tasks that wait for a
     /// turn.
     pub(super) fn set_granted(&self, granted: u16) {
-        self.lock().most = (usize::from(granted) / 2).max(1);
+        self.0.lock().most = (usize::from(granted) / 2).max(1);
     }
 
     /// Waits until a task of `requester` has its turn. Without `may_leave`, it waits as long as that takes. Safe to
@@ -105,7 +106,7 @@ impl Turns {
     pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
         let (call, mut called) = oneshot::channel();
         self.call({
-            let mut lane = self.lock();
+            let mut lane = self.0.lock();
             let now = Instant::now();
             lane.enter(WaitingTask { requester, may_leave, call });
             lane.review(now);
@@ -116,7 +117,7 @@ impl Turns {
                 Ok(Ok(Call::Turn(turn))) => return Ok(turn),
                 // The sender is dropped only after a call.
                 Ok(Ok(Call::PutOff) | Err(_)) => return Err(Crowded),
-                Err(_) if may_leave => self.lock().review(Instant::now()),
+                Err(_) if may_leave => self.0.lock().review(Instant::now()),
                 Err(_) => {}
             }
         }
@@ -127,10 +128,6 @@ impl Turns {
         if let Some(WaitingTask { call, requester, .. }) = next {
             let _ = call.send(Call::Turn(Turn { turns: self.clone(), requester }));
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Lane> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -329,6 +326,6 @@ mod tests {
         drop(turn);
         assert!(stays.await.unwrap().is_ok());
         assert!(turns.take(4, true).now_or_never().is_some_and(|turn| turn.is_ok()), "nobody has the turn");
-        assert!(turns.lock().ranks.is_empty() || turns.lock().ranks.len() == 1);
+        assert!(turns.0.lock().ranks.is_empty() || turns.0.lock().ranks.len() == 1);
     }
 }

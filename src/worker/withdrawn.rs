@@ -3,9 +3,10 @@
 //! Owns that list.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR, job_queue};
@@ -80,7 +81,7 @@ impl Withdrawn {
     }
 
     fn remember(&self, unwanted: Unwanted, now: Instant) {
-        let mut all = self.lock();
+        let mut all = self.0.entries.lock();
         if all.len() == MAX_WITHDRAWN {
             all.pop_front();
         }
@@ -88,15 +89,11 @@ impl Withdrawn {
     }
 
     fn holds(&self, now: Instant, is_meant: impl Fn(&Unwanted) -> bool) -> bool {
-        let mut all = self.lock();
+        let mut all = self.0.entries.lock();
         while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > WITHDRAWN_FOR) {
             all.pop_front();
         }
         all.iter().any(|(unwanted, _)| is_meant(unwanted))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(Unwanted, Instant)>> {
-        self.0.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -115,7 +112,7 @@ mod tests {
         assert!(!withdrawn.has(Some("one"), now + WITHDRAWN_FOR + Duration::from_secs(1)));
         (0..=MAX_WITHDRAWN).for_each(|job| withdrawn.add(job.to_string(), now));
         assert!(!withdrawn.has(Some("0"), now) && withdrawn.has(Some("1"), now));
-        assert_eq!(withdrawn.lock().len(), MAX_WITHDRAWN);
+        assert_eq!(withdrawn.0.entries.lock().len(), MAX_WITHDRAWN);
         withdrawn.add_stop("two".to_owned(), now);
         assert!(
             withdrawn.has_stop("two", now)

@@ -264,7 +264,7 @@ impl Supervisor {
                 delivered = session.consumer.next(), if !ended => match delivered {
                     Some(Ok(delivery)) => {
                         session.first_tag.get_or_insert(delivery.delivery_tag);
-                        open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
+                        open.ack_tracker.lock().delivered(delivery.delivery_tag, delivery.redelivered);
                         let source = self.subscription.source();
                         let delivery = delivery_from(delivery, source, open.session, session.with_routing_key);
                         let event = Event::Delivery(Box::new(delivery));
@@ -326,7 +326,7 @@ impl Supervisor {
     /// never wait. RabbitMQ does not write the acks of private queues to disk.
     fn let_acks_gather(&self, open: &OpenSession, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
-            open.ack_tracker().gather(usize::from(prefetch) / 4);
+            open.ack_tracker.lock().gather(usize::from(prefetch) / 4);
         }
     }
 }
@@ -339,7 +339,7 @@ impl Supervisor {
 /// ack is being sent. All messages of earlier consumers must be settled too, so the unsettled messages never belong to
 /// more than two consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {
-    let full = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
+    let full = open.ack_tracker.lock().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
     if full {
         cancel(&session.channel, session.consumer.tag()).await;
         open.send_acks().await;

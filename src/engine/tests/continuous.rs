@@ -49,7 +49,7 @@ impl Rig {
             while let Some(notice) = notices.recv().await {
                 match notice {
                     Notice::Done(tasks) => tasks.iter().for_each(|task| task.notify()),
-                    Notice::Fault(error) => *noted.lock().unwrap() = Some(error),
+                    Notice::Fault(error) => *noted.lock() = Some(error),
                 }
             }
         });
@@ -245,7 +245,7 @@ async fn a_failing_sequence_costs_the_others_nothing() {
             );
             assert_eq!(bad.error(), kind, "{how}");
             assert_eq!((a.text(), b.text()), (&*words(10), &*words(10)), "{how}");
-            assert_eq!(*rig.fault.lock().unwrap(), None);
+            assert_eq!(*rig.fault.lock(), None);
         }
     })
     .await;
@@ -260,7 +260,7 @@ async fn a_step_out_of_memory_is_halved_and_later_steps_are_smaller() {
         assert_eq!((a.text(), bad.text()), (&*words(10), &*words(4)));
         let tight = rig.run("tight", with(sequence(4, 4), json!({"fail": "oom", "fits": 0}))).await;
         assert_eq!(tight.error(), TaskErrorKind::OutOfMemory);
-        assert_eq!(*rig.fault.lock().unwrap(), None);
+        assert_eq!(*rig.fault.lock(), None);
     })
     .await;
 }
@@ -272,7 +272,7 @@ async fn after_a_device_failure_nothing_is_answered_and_its_tasks_stay_announced
         let bad = with(sequence(4, 20), json!({"fail": "device", "at": 3}));
         let both = async { tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad)) };
         assert!(tokio::time::timeout(Duration::from_secs(60), both).await.is_err());
-        assert_eq!(rig.fault.lock().unwrap().as_deref(), Some("as the task asked for"));
+        assert_eq!(rig.fault.lock().as_deref(), Some("as the task asked for"));
         let reports = rig.log.take();
         let both = vec!["a".to_owned(), "bad".to_owned()];
         assert!(reports.contains(&Report::OnDevice(both)) && !reports.contains(&Report::Idle), "{reports:?}");

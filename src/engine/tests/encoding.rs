@@ -182,7 +182,7 @@ async fn a_failing_window_costs_the_others_nothing() {
             };
             let (long, bad) = tokio::join!(rig.run("long", sequence(4, 30)), late);
             assert_eq!((bad.error(), long.text()), (TaskErrorKind::Fault, &*words(30)), "{how}");
-            assert_eq!(*rig.fault.lock().unwrap(), None);
+            assert_eq!(*rig.fault.lock(), None);
         }
     })
     .await;
@@ -200,7 +200,7 @@ async fn batches_of_windows_out_of_memory_are_halved_and_later_ones_are_smaller(
         assert_eq!(sizes(&rig), [1], "the bound on prompt tokens is unchanged");
         let (long, none) = tokio::join!(rig.run("long", sequence(4, 30)), rig.run("none", tight(0)));
         assert_eq!((none.error(), long.text()), (TaskErrorKind::OutOfMemory, &*words(30)));
-        assert_eq!(*rig.fault.lock().unwrap(), None);
+        assert_eq!(*rig.fault.lock(), None);
     })
     .await;
 }
@@ -215,7 +215,7 @@ async fn a_device_failure_in_a_window_is_blamed_on_its_task_alone() {
         };
         let both = async { tokio::join!(rig.run("a", sequence(4, 100)), bad) };
         assert!(tokio::time::timeout(Duration::from_secs(60), both).await.is_err());
-        assert_eq!(rig.fault.lock().unwrap().as_deref(), Some("as the task asked for"));
+        assert_eq!(rig.fault.lock().as_deref(), Some("as the task asked for"));
         assert_eq!(rig.log.on_device().last(), Some(&vec!["bad".to_owned()]), "not those that decode");
     })
     .await;

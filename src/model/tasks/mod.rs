@@ -11,9 +11,10 @@ mod sentence_settings;
 pub mod transcribe;
 
 use std::mem;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::vec::IntoIter;
 
+use parking_lot::Mutex;
 use rayon::prelude::*;
 
 use self::sentence_settings::SentenceSettings;
@@ -122,7 +123,7 @@ struct Made(Mutex<(InputCounts, Vec<(usize, TaskError)>)>);
 impl Made {
     /// Takes the counts, and the errors that replace inputs in the reply, with their indices.
     fn take(&self) -> (InputCounts, Vec<(usize, TaskError)>) {
-        mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        mem::take(&mut *self.0.lock())
     }
 }
 
@@ -166,7 +167,7 @@ where
             Err(error) if each => Ok(Err((first + index, error))),
             made => made.map(Ok),
         })?;
-        let mut report = self.made.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut report = self.made.0.lock();
         let (counts, errors) = &mut *report;
         let mut inputs = Vec::with_capacity(made.len());
         for made in made {

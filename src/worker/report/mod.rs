@@ -4,11 +4,12 @@
 mod traced;
 
 use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
 use self::traced::passed;
@@ -59,7 +60,7 @@ pub(super) struct Preprocessing<'a> {
 
 impl Drop for Preprocessing<'_> {
     fn drop(&mut self) {
-        let mut out = lock(&self.reporter.out);
+        let mut out = self.reporter.out.lock();
         if let Some(at) = out.preprocessing.iter().position(|task| task == self.task) {
             out.preprocessing.swap_remove(at);
         }
@@ -121,7 +122,7 @@ impl Reporter {
     /// may die in the pass. Blocks; only for the model thread, whose lines stay in order.
     pub(super) fn forward(&self, tasks: Vec<TaskName>) {
         let line = encode(&Event::Forward { tasks });
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         out.device = Device::Busy;
         out.write(&line);
     }
@@ -129,7 +130,7 @@ impl Reporter {
     /// Reports that a task is about to be preprocessed, since the process may die of it. Blocks; only for the
     /// preprocess threads.
     pub(super) fn preprocessing<'a>(&'a self, task: &'a TaskName) -> Preprocessing<'a> {
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         out.preprocessing.push(task.clone());
         out.report_preprocessing();
         Preprocessing { reporter: self, task }
@@ -138,12 +139,12 @@ impl Reporter {
     /// Records that the device is idle. This is reported with the next line, or by [`Reporter::tell_idle`]. Reporting
     /// it at once would take a CPU core from the replies that are about to be published.
     pub(super) fn mark_idle(&self) {
-        lock(&self.out).mark_idle();
+        self.out.lock().mark_idle();
     }
 
     /// Reports that the device is idle, unless that was reported before.
     pub(super) fn tell_idle(&self) {
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         out.mark_idle();
         out.write(b"");
     }
@@ -171,13 +172,9 @@ impl Reporter {
 
 fn write(out: &Mutex<Out>, line: Line) {
     match line {
-        Line::Event(line) => lock(out).write(&line),
+        Line::Event(line) => out.lock().write(&line),
         Line::Mark(written) => drop(written.send(())),
     }
-}
-
-fn lock(out: &Mutex<Out>) -> MutexGuard<'_, Out> {
-    out.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Out {
@@ -299,7 +296,7 @@ pub(super) struct Unparked<'a>(&'a Counters);
 
 impl Drop for Unparked<'_> {
     fn drop(&mut self) {
-        self.0.unparked.lock().unwrap_or_else(PoisonError::into_inner).0 -= 1;
+        self.0.unparked.lock().0 -= 1;
     }
 }
 
@@ -316,12 +313,12 @@ impl Default for Span {
 
 impl Counters {
     pub(super) fn count(&self, count: impl FnOnce(&mut Stats)) {
-        count(&mut self.lock().stats);
+        count(&mut self.span.lock().stats);
     }
 
     /// Takes the counts since the last call, if `wanted` returns true for them. The current values in `now` are kept.
     pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
-        let mut span = self.lock();
+        let mut span = self.span.lock();
         span.stats.now.resident = resident();
         span.stats.span_ms = span.since.elapsed().as_millis() as u64;
         if !wanted(&span.stats) {
@@ -340,7 +337,7 @@ impl Counters {
     /// Counts a dead letter as waiting, with the reason. `before`: the guard of that dead letter, if it is counted
     /// already.
     pub(super) fn wait_to_park<'a>(&'a self, failure: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
-        let mut unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unparked = self.unparked.lock();
         unparked.1 = failure;
         unparked.0 += usize::from(before.is_none());
         drop(unparked);
@@ -349,13 +346,9 @@ impl Counters {
 
     /// How many dead letters wait, and why, if any do.
     fn unparked(&self) -> Option<String> {
-        let unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
+        let unparked = self.unparked.lock();
         let (letters, failure) = &*unparked;
         (*letters > 0).then(|| format!("{letters} dead letters wait: {failure}"))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Span> {
-        self.span.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

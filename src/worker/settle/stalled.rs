@@ -3,8 +3,8 @@
 //! broker grants, and at most `prefetch_bytes` of replies.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 /// Decides which tasks may keep waiting. Shared by all tasks of a worker; locked for a few instructions.
@@ -45,7 +45,7 @@ impl Stalled {
     }
 
     fn change(&self, change: impl FnOnce(&mut StalledTasks)) {
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.lock();
         waiting.tasks.retain(|(_, evict)| !evict.is_closed());
         change(&mut waiting);
         let mut bytes: usize = waiting.tasks.iter().map(|(bytes, _)| bytes).sum();

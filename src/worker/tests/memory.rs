@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, ready};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 
 use crate::broker::{
@@ -60,10 +61,6 @@ struct State {
 }
 
 impl Memory {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap()
-    }
-
     /// Delivers messages for the first time. Deliveries are numbered from 1.
     pub(super) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
@@ -71,7 +68,7 @@ impl Memory {
 
     /// Delivers a message that was delivered `before` times before.
     pub(super) fn deliver_again(&self, message: Message, before: u64) {
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         state.tags += 1;
         let delivery_tag =
             DeliveryTag { source: Source::Main, session: state.sessions.max(1), tag: state.tags };
@@ -86,7 +83,7 @@ impl Memory {
 
     /// Ends the session; its deliveries go back to the broker.
     pub(super) fn lose(&self) {
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         let session = state.sessions;
         state.sessions += 1;
         if let Some(deliveries) = &state.deliveries {
@@ -95,28 +92,28 @@ impl Memory {
     }
 
     pub(super) fn has_session(&self) -> bool {
-        self.lock().deliveries.is_some()
+        self.0.state.lock().deliveries.is_some()
     }
 
     pub(super) fn queue(&self, name: &str, does: Does) {
-        self.lock().queues.insert(name.to_owned(), does);
+        self.0.state.lock().queues.insert(name.to_owned(), does);
     }
 
     /// Sets what `queue_state` returns for the queue.
     pub(super) fn set_queue_state(&self, name: &str, state: Option<QueueState>) {
-        self.lock().queue_states.insert(name.to_owned(), state);
+        self.0.state.lock().queue_states.insert(name.to_owned(), state);
     }
 
     pub(super) fn grant(&self, granted: u16) {
-        self.lock().granted = Some(granted);
+        self.0.state.lock().granted = Some(granted);
     }
 
     pub(super) fn settled(&self) -> Vec<Settled> {
-        self.lock().settled.clone()
+        self.0.state.lock().settled.clone()
     }
 
     pub(super) fn published(&self, queue: &str) -> Vec<Message> {
-        let state = self.lock();
+        let state = self.0.state.lock();
         state.published.iter().filter(|(to, _)| to == queue).map(|(_, message)| message.clone()).collect()
     }
 
@@ -148,7 +145,7 @@ impl Memory {
     /// Opens a session, with the deliveries that wait for it.
     pub(super) fn open(&self) -> BrokerSession {
         let (deliveries, events) = mpsc::channel(1_000);
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         state.sessions += 1;
         for event in std::mem::take(&mut state.waiting) {
             drop(deliveries.try_send(event));
@@ -162,7 +159,7 @@ impl Memory {
 
     /// Handles a message that is published to a queue. Retry queues of a queue have the name `<queue>, later`.
     async fn arrive(&self, queue: &str, message: &Message) -> Published {
-        let does = self.lock().take(queue, message);
+        let does = self.0.state.lock().take(queue, message);
         self.0.changed.notify_waiters();
         match does {
             Does::Answer(published) => published,
@@ -175,7 +172,7 @@ impl Memory {
     }
 
     fn settle(&self, settled: Settled) -> BoxFuture<'_, bool> {
-        self.lock().settled.push(settled);
+        self.0.state.lock().settled.push(settled);
         self.0.changed.notify_waiters();
         Box::pin(ready(true))
     }
@@ -202,17 +199,17 @@ impl Consumer for Session {
     }
 
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
-        self.memory.lock().prefetch.push(prefetch.get());
+        self.memory.0.state.lock().prefetch.push(prefetch.get());
         Box::pin(ready(()))
     }
 
     fn granted(&self) -> u16 {
-        let state = self.memory.lock();
+        let state = self.memory.0.state.lock();
         state.granted.or(state.prefetch.last().copied()).unwrap_or(u16::MAX)
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
-        self.memory.lock().deliveries = None;
+        self.memory.0.state.lock().deliveries = None;
         Box::pin(ready(()))
     }
 
@@ -258,7 +255,7 @@ impl Publisher for Memory {
     }
 
     fn queue_state<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<QueueState>> {
-        let state = self.lock();
+        let state = self.0.state.lock();
         let is_missing = matches!(state.queues.get(queue), Some(Does::Answer(Published::Unroutable)));
         let usual = Some(if is_missing {
             QueueState::Missing

@@ -9,9 +9,9 @@ mod places;
 mod sequences;
 
 use std::io::Write;
-use std::sync::Mutex;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::task::{JoinHandle, LocalSet};
@@ -35,7 +35,7 @@ struct Lines(Arc<Mutex<Vec<u8>>>, Arc<Notify>);
 
 impl Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.0.lock().unwrap().write(bytes);
+        let written = self.0.lock().write(bytes);
         self.1.notify_waiters();
         written
     }
@@ -47,7 +47,7 @@ impl Write for Lines {
 
 impl Lines {
     fn events(&self) -> Vec<Event> {
-        let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+        let text = String::from_utf8(self.0.lock().clone()).unwrap();
         text.lines().map(|line| decode(line).unwrap()).collect()
     }
 }

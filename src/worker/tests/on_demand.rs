@@ -24,12 +24,12 @@ pub(super) struct Record {
 
 impl Record {
     fn push(&self, line: String) {
-        self.log.lock().unwrap().push(line);
+        self.log.lock().push(line);
     }
 
     /// The task of each window that was made, in order.
     fn made(&self) -> Vec<String> {
-        let log = self.log.lock().unwrap();
+        let log = self.log.lock();
         log.iter().filter_map(|line| line.strip_prefix("made ")).map(str::to_owned).collect()
     }
 }
@@ -153,7 +153,7 @@ async fn a_task_of_many_inputs_makes_few_ahead_and_its_reply_has_all_in_order() 
         let reply = rig.memory.publishes("mine", 1).await.remove(0);
         assert_eq!(body(&reply), json!((0..50).collect::<Vec<_>>()));
         let (mut waiting, mut most): (i32, i32) = (0, 0);
-        for line in &*record.log.lock().unwrap() {
+        for line in &*record.log.lock() {
             waiting += if line.starts_with("made") { 1 } else { -1 };
             most = most.max(waiting);
         }
@@ -398,7 +398,7 @@ async fn only_the_first_part_is_written_for_a_reader_that_stops_reading() {
         assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
         let (parts, replies) = received(&rig, "stuck");
         assert_eq!((parts.len(), replies.len()), (1, 0));
-        let log = record.log.lock().unwrap();
+        let log = record.log.lock();
         let written = log.iter().filter(|line| *line == "wrote a part").count();
         assert_eq!(written, 101);
     })

@@ -54,12 +54,12 @@ impl Processor for Watched {
     }
 
     fn parts(&self, script: &mut Script, input: usize, pieces: Vec<usize>) -> Vec<Body> {
-        self.places.lock().unwrap().parts.push((tokio::task::id(), pieces.len()));
+        self.places.lock().parts.push((tokio::task::id(), pieces.len()));
         self.script.parts(script, input, pieces)
     }
 
     fn finish(&self, script: Script, outputs: Vec<usize>) -> Result<Body, TaskError> {
-        self.places.lock().unwrap().reply = Some(tokio::task::id());
+        self.places.lock().reply = Some(tokio::task::id());
         self.script.finish(script, outputs)
     }
 }
@@ -83,7 +83,7 @@ async fn written(are_parts_brief: bool, confirmed_after: Duration) -> Vec<(bool,
     assert_eq!(status(reply), 200);
     let text: String = parts.iter().map(body_text).collect();
     assert_eq!(text, body_text(reply));
-    let Places { reply, parts } = &*places.lock().unwrap();
+    let Places { reply, parts } = &*places.lock();
     parts.iter().map(|(place, pieces)| (Some(*place) == *reply, *pieces)).collect()
 }
 
