@@ -34,6 +34,19 @@ pub struct Unsupported {
     pub only_value: &'static str,
 }
 
+/// Writes [`Keys`]: the fields that are read, then each unsupported one with the only value that is not refused.
+macro_rules! keys {
+    ($($taken:literal),+ $(; $($key:literal = $only_value:literal),+)?) => {
+        $crate::protocol::fields::Keys {
+            taken: &[$($taken),+],
+            unsupported: &[
+                $($($crate::protocol::fields::Unsupported { key: $key, only_value: $only_value }),+)?
+            ],
+        }
+    };
+}
+pub(super) use keys;
+
 /// The fields of one request; `null` counts as absent.
 #[derive(Debug)]
 pub struct Fields<'a> {
@@ -80,6 +93,21 @@ impl<'a> Fields<'a> {
     /// `BadInput` if it is missing.
     pub fn required(&self, key: &str) -> Result<&'a RawValue, TaskError> {
         self.get(key).ok_or_else(|| TaskError::bad_input(key, format!("{key} is missing")))
+    }
+
+    /// The one of two names of the same field that the request uses; `name` if it uses neither.
+    ///
+    /// # Errors
+    /// `BadInput` if it uses both.
+    pub fn either(&self, name: &'static str, other: &'static str) -> Result<&'static str, TaskError> {
+        match (self.get(name), self.get(other)) {
+            (None, Some(_)) => Ok(other),
+            (Some(_), Some(_)) => {
+                let message = format!("{other} means the same as {name}: send one of them");
+                Err(TaskError::bad_input(other, message))
+            }
+            _ => Ok(name),
+        }
     }
 
     /// A text.
@@ -199,8 +227,19 @@ pub fn texts(raw: &RawValue, key: &str, most: usize) -> Result<Vec<String>, Task
     if !raw.get().starts_with('[') {
         return Err(wrong(key, "a string or a list of strings", raw.get()));
     }
-    let items = list(raw.get(), key, most)?;
-    items.iter().enumerate().map(|(index, item)| string(item.get(), &format!("{key}[{index}]"))).collect()
+    each_item(&list(raw.get(), key, most)?, key, string)
+}
+
+/// Reads each item of the list at `path`. `read` takes the item and its path.
+///
+/// # Errors
+/// The first of `read`.
+pub fn each_item<T>(
+    items: &[&RawValue],
+    path: &str,
+    read: impl Fn(&str, &str) -> Result<T, TaskError>,
+) -> Result<Vec<T>, TaskError> {
+    items.iter().enumerate().map(|(index, item)| read(item.get(), &format!("{path}[{index}]"))).collect()
 }
 
 /// The items of a list.
@@ -372,13 +411,7 @@ pub fn shortened(raw: &str) -> String {
 mod tests {
     use super::*;
 
-    const KEYS: Keys = Keys {
-        taken: &["query", "documents", "top_n"],
-        unsupported: &[
-            Unsupported { key: "stream", only_value: "false" },
-            Unsupported { key: "rank_fields", only_value: "[]" },
-        ],
-    };
+    const KEYS: Keys = keys! { "query", "documents", "top_n"; "stream" = "false", "rank_fields" = "[]" };
 
     fn refusal(body: &str) -> (TaskErrorKind, Option<String>, String) {
         let error = Fields::parse(body.as_bytes(), &KEYS).expect_err(body);

@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, Unsupported, list, shortened, string};
+use super::fields::{Fields, Keys, keys, list, shortened, string};
 use super::labels::best;
 use super::message::Headers;
 use super::reply::written;
@@ -22,15 +22,11 @@ const DEFAULT_TOP_K: usize = 5;
 
 /// The field that holds the texts in a request to classify texts, which has the same URL.
 const INPUT: &str = "input";
-const KEYS: Keys = Keys {
-    taken: &["image_url", INPUT, "inputs", "model", "parameters", "raw_scores", "top_k"],
-    unsupported: &[
-        Unsupported { key: "candidate_labels", only_value: "null" },
-        Unsupported { key: "function_to_apply", only_value: "null" },
-    ],
+const KEYS: Keys = keys! {
+    "image_url", "input", "inputs", "model", "parameters", "raw_scores", "top_k";
+    "candidate_labels" = "null", "function_to_apply" = "null"
 };
-const PARAMETERS: Keys =
-    Keys { taken: &["top_k"], unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }] };
+const PARAMETERS: Keys = keys! { "top_k"; "function_to_apply" = "null" };
 
 /// A function that reads the image in a value of JSON. The text is the path of that value, for errors.
 type ReadImage = fn(&RawValue, &str, &Files) -> Result<ImageFile, TaskError>;
@@ -165,8 +161,7 @@ impl ImagesRequest {
 
 /// Returns the URL in a value, and the path of the URL. The value is a text, or OpenAI's object with the field `url`.
 fn url_of<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), TaskError> {
-    const KEYS: Keys =
-        Keys { taken: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
+    const KEYS: Keys = keys! { "url"; "detail" = "\"auto\"" };
     if !raw.get().starts_with('{') {
         return Ok((raw, path.to_owned()));
     }

@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
 
 use super::TRANSLATIONS_URL;
-use crate::protocol::fields::{Fields, Keys, Unsupported, list, string, wrong};
+use crate::protocol::fields::{Fields, Keys, each_item, keys, list, short_string, string, wrong};
 use crate::protocol::message::Headers;
 use crate::protocol::{FileUrl, Files, Message, TaskError, Value};
 
@@ -23,30 +23,11 @@ const LANGUAGE_BYTES: usize = 16;
 /// The most items of `timestamp_granularities`, of which there are two kinds.
 const MOST_GRANULARITIES: usize = 2;
 
-const KEYS: Keys = Keys {
-    taken: &[
-        "channels",
-        FILE_URL,
-        KEYWORDS,
-        "language",
-        "model",
-        "prompt",
-        "response_format",
-        "stream",
-        "task",
-        "temperature",
-        "timestamp_granularities",
-        "vad",
-    ],
-    unsupported: &[
-        Unsupported { key: "chunking_strategy", only_value: "null" },
-        Unsupported { key: "file", only_value: "null" },
-        Unsupported { key: "hotwords", only_value: "null" },
-        Unsupported { key: "include", only_value: "[]" },
-        Unsupported { key: "known_speaker_names", only_value: "[]" },
-        Unsupported { key: "known_speaker_references", only_value: "[]" },
-        Unsupported { key: "vad_filter", only_value: "false" },
-    ],
+const KEYS: Keys = keys! {
+    "channels", "file_url", "keywords", "language", "model", "prompt", "response_format", "stream", "task",
+    "temperature", "timestamp_granularities", "vad";
+    "chunking_strategy" = "null", "file" = "null", "hotwords" = "null", "include" = "[]",
+    "known_speaker_names" = "[]", "known_speaker_references" = "[]", "vad_filter" = "false"
 };
 /// The fields whose values are not texts. If the header of such a field is a text, the text is read as JSON, since some
 /// clients can send only texts as headers.
@@ -312,17 +293,8 @@ fn temperature(fields: &Fields<'_>) -> Result<f32, TaskError> {
 
 fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
     let Some(raw) = fields.get(KEYWORDS) else { return Ok(Vec::new()) };
-    let mut keywords = Vec::new();
-    for (index, item) in list(raw.get(), KEYWORDS, MAX_KEYWORDS)?.into_iter().enumerate() {
-        let path = format!("{KEYWORDS}[{index}]");
-        let keyword = string(item.get(), &path)?;
-        if keyword.len() > KEYWORD_BYTES {
-            let message = format!("{path} has {} bytes; at most {KEYWORD_BYTES} are taken", keyword.len());
-            return Err(TaskError::bad_input(&path, message));
-        }
-        keywords.push(keyword);
-    }
-    Ok(keywords)
+    let items = list(raw.get(), KEYWORDS, MAX_KEYWORDS)?;
+    each_item(&items, KEYWORDS, |raw, path| short_string(raw, path, KEYWORD_BYTES))
 }
 
 /// Whether the times of words are wanted. Those of segments are in each reply that has times.
