@@ -1,18 +1,18 @@
 //! Runs over a queue in memory, with delays where RabbitMQ may be slow.
 
 use std::collections::BTreeSet;
-use std::num::NonZeroU16;
 
 use futures_util::future::BoxFuture;
 use futures_util::stream;
 use tokio::sync::mpsc;
 
 use super::*;
-use crate::broker::{Delay, DeliveryTag, Source};
+use crate::broker::memory::Memory;
+use crate::broker::{Delay, DeliveryTag, PublishFuture};
 
 /// Answers each task at once, and the numbers in `twice` again.
 struct Broker {
-    replies: mpsc::Sender<Message>,
+    memory: Memory,
     twice: BTreeSet<u64>,
     /// Answers nothing from this number on.
     deaf_from: u64,
@@ -20,77 +20,28 @@ struct Broker {
     line: mpsc::Sender<()>,
 }
 
-struct Incoming {
-    replies: mpsc::Receiver<Message>,
-    tag: u64,
-}
-
 /// Sends acks through the channel that messages use too.
 struct SlowAcker(mpsc::Sender<()>);
 
 impl Publisher for Broker {
-    fn publish<'a>(
-        &'a self,
-        _: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish<'a>(&'a self, _: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move {
             self.line.reserve().await.expect("a line").send(());
             let number = number_of(&message).expect("a number");
             if number < self.deaf_from {
-                for _ in 0..1 + usize::from(self.twice.contains(&number)) {
-                    self.replies.send((*message).clone()).await.expect("a consumer");
-                }
+                let times = 1 + usize::from(self.twice.contains(&number));
+                self.memory.deliver(vec![(*message).clone(); times]);
             }
             tokio::task::yield_now().await;
             Ok(Published::Confirmed)
         })
     }
 
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        _: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish_later<'a>(&'a self, queue: &'a str, _: Delay, message: Arc<Message>) -> PublishFuture<'a> {
         self.publish(queue, message)
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-}
-
-impl Consumer for Incoming {
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
-        Box::pin(async {
-            let message = self.replies.recv().await.expect("a broker");
-            self.tag += 1;
-            let delivery_tag = DeliveryTag { source: Source::Main, session: 1, tag: self.tag };
-            let delivery = Delivery {
-                message,
-                delivery_tag,
-                routing_key: None,
-                redelivered: false,
-                delivery_count: None,
-            };
-            Ok(Event::Delivery(Box::new(delivery)))
-        })
-    }
-
-    fn set_prefetch(&mut self, _: NonZeroU16) -> BoxFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn granted(&self) -> u16 {
-        u16::MAX
-    }
-
-    fn cancel(&mut self) -> BoxFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn close(&mut self) -> BoxFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }
 }
@@ -147,18 +98,14 @@ impl Sink<u64, ClientError> for Counts {
 }
 
 async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Counts, Result<(), ClientError>) {
-    let (replies, incoming) = mpsc::channel(1_000);
+    let memory = Memory::default();
     // The channel has one place, granted in turn, also to a publish that nobody polls.
     let (line, mut read) = mpsc::channel(1);
     tokio::spawn(async move { while read.recv().await.is_some() {} });
     let twice = twice.iter().copied().collect();
-    let broker = Broker { replies, twice, deaf_from, line: line.clone() };
-    let session = BrokerSession {
-        background: None,
-        consumer: Box::new(Incoming { replies: incoming, tag: 0 }),
-        acker: Arc::new(SlowAcker(line)),
-        publisher: Arc::new(broker),
-    };
+    let broker = Broker { memory: memory.clone(), twice, deaf_from, line: line.clone() };
+    let (acker, publisher) = (Arc::new(SlowAcker(line)), Arc::new(broker));
+    let session = BrokerSession { acker, publisher, ..memory.open() };
     let request = || Request::new(String::new(), None, String::new().into());
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
     let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };

@@ -1,7 +1,6 @@
 //! Tests of the worker in process, over a queue in memory, with models that compute nothing, in paused time. There is
 //! no broker and no thread, and each wait is for an event.
 
-mod memory;
 mod on_demand;
 mod one_pass;
 mod parts;
@@ -17,12 +16,12 @@ use tokio::sync::Notify;
 use tokio::task::{JoinHandle, LocalSet};
 
 use super::*;
+use crate::broker::memory::{Memory, Settled};
 use crate::config;
 use crate::engine::{continuous, oneshot};
 use crate::model::testing::{echo, script};
 use crate::protocol::control::decode;
 use crate::protocol::{Headers, Message, Properties};
-use memory::{Memory, Settled};
 
 /// The pool's queues.
 const TASKS: &str = "tasks";

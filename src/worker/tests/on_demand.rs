@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::broker::Published;
+use crate::broker::memory::Does;
 use crate::model::{
     Body, Device, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route, SizedInput,
     Streaming, TaskError, clock,
 };
 use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
-use crate::worker::tests::memory::Does;
 
 /// The record of what a model has done.
 #[derive(Clone, Default)]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::broker::Published;
-use crate::worker::tests::memory::Does;
+use crate::broker::memory::Does;
 
 fn echo(id: &str) -> Message {
     task(id, "mine", &json!({"input": id}))

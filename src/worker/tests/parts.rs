@@ -3,13 +3,13 @@
 
 use super::*;
 use crate::broker::Published;
+use crate::broker::memory::Does;
 use crate::model::testing::script::{Script, ScriptNetwork, ScriptProcessor};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Preprocessed, Processor, Route, Streaming, TaskError,
 };
 use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
-use crate::worker::tests::memory::Does;
 
 /// The `script` model, which records where its parts and replies are written.
 struct Watched {

@@ -7,8 +7,8 @@ use tokio::time::{Instant, timeout};
 use super::on_demand::{start, windows};
 use super::*;
 use crate::broker::Published;
+use crate::broker::memory::Does;
 use crate::protocol::control::Cancellation;
-use crate::worker::tests::memory::Does;
 
 /// The unsettled messages that the broker grants.
 const GRANTED: usize = 8;

@@ -1,9 +1,9 @@
 //! Tests of tasks whose sequences take many steps: they are streamed, cancelled, or handed back.
 
 use super::*;
+use crate::broker::memory::Does;
 use crate::broker::{Published, QueueState};
 use crate::protocol::control::Cancellation;
-use crate::worker::tests::memory::Does;
 
 /// A sequence of `max_tokens` tokens, whose steps take 10 ms.
 fn generate(id: &str, to: &str, max_tokens: usize, stream: bool) -> Message {

@@ -20,7 +20,9 @@ use tokio_util::sync::CancellationToken;
 use self::consumer::SocketConsumer;
 use self::socket::{UnconfirmedPublishes, read_all, write_all};
 use super::wire::{Frame, Request, too_long};
-use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
+use crate::broker::{
+    Acker, BrokerError, BrokerSession, Delay, DeliveryTag, PublishFuture, PublishResult, Published, Publisher,
+};
 use crate::protocol::Message;
 
 /// There is only one session, because nothing reconnects.
@@ -118,12 +120,7 @@ impl Acker for Wire {
 }
 
 impl Wire {
-    async fn put(
-        &self,
-        queue: &str,
-        delay: Option<Duration>,
-        message: Arc<Message>,
-    ) -> Result<Published, BrokerError> {
+    async fn put(&self, queue: &str, delay: Option<Duration>, message: Arc<Message>) -> PublishResult {
         if let Some(reason) = too_long(&message) {
             return Ok(Published::Refused(reason));
         }
@@ -144,20 +141,11 @@ impl Wire {
 }
 
 impl Publisher for Wire {
-    fn publish<'a>(
-        &'a self,
-        queue: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         self.put(queue, None, message).boxed()
     }
 
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        delay: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish_later<'a>(&'a self, queue: &'a str, delay: Delay, message: Arc<Message>) -> PublishFuture<'a> {
         self.put(queue, Some(delay.after), message).boxed()
     }
 

@@ -10,22 +10,22 @@ use futures_util::future::{BoxFuture, ready};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 
-use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, Published, Publisher,
-    QueueState, Source,
+use super::{
+    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, PublishFuture,
+    Published, Publisher, QueueState, Source,
 };
 use crate::protocol::Message;
 
 /// How a delivery, identified by its number, was settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Settled {
+pub(crate) enum Settled {
     Acked(u64),
     Requeued(u64),
 }
 
 /// How a queue reacts to a message.
 #[derive(Clone, Debug)]
-pub(super) enum Does {
+pub(crate) enum Does {
     /// Answers at once.
     Answer(Published),
     /// Answers after this time.
@@ -35,7 +35,7 @@ pub(super) enum Does {
 }
 
 #[derive(Clone, Default)]
-pub(super) struct Memory(Arc<Shared>);
+pub(crate) struct Memory(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -60,20 +60,27 @@ struct State {
     granted: Option<u16>,
 }
 
+impl Delivery {
+    /// A delivery with this number, of a message that was delivered `before` times before.
+    pub(crate) fn made(message: Message, tag: u64, before: u64) -> Self {
+        let delivery_tag = DeliveryTag { source: Source::Main, session: 1, tag };
+        let (routing_key, redelivered, delivery_count) = (None, before > 0, Some(before));
+        Self { message, delivery_tag, routing_key, redelivered, delivery_count }
+    }
+}
+
 impl Memory {
     /// Delivers messages for the first time. Deliveries are numbered from 1.
-    pub(super) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
+    pub(crate) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
     }
 
     /// Delivers a message that was delivered `before` times before.
-    pub(super) fn deliver_again(&self, message: Message, before: u64) {
+    pub(crate) fn deliver_again(&self, message: Message, before: u64) {
         let mut state = self.0.state.lock();
         state.tags += 1;
-        let delivery_tag =
-            DeliveryTag { source: Source::Main, session: state.sessions.max(1), tag: state.tags };
-        let (routing_key, redelivered, delivery_count) = (None, before > 0, Some(before));
-        let delivery = Delivery { message, delivery_tag, routing_key, redelivered, delivery_count };
+        let mut delivery = Delivery::made(message, state.tags, before);
+        delivery.delivery_tag.session = state.sessions.max(1);
         let event = Event::Delivery(Box::new(delivery));
         match &state.deliveries {
             Some(deliveries) => drop(deliveries.try_send(event)),
@@ -82,7 +89,7 @@ impl Memory {
     }
 
     /// Ends the session; its deliveries go back to the broker.
-    pub(super) fn lose(&self) {
+    pub(crate) fn lose(&self) {
         let mut state = self.0.state.lock();
         let session = state.sessions;
         state.sessions += 1;
@@ -91,44 +98,44 @@ impl Memory {
         }
     }
 
-    pub(super) fn has_session(&self) -> bool {
+    pub(crate) fn has_session(&self) -> bool {
         self.0.state.lock().deliveries.is_some()
     }
 
-    pub(super) fn queue(&self, name: &str, does: Does) {
+    pub(crate) fn queue(&self, name: &str, does: Does) {
         self.0.state.lock().queues.insert(name.to_owned(), does);
     }
 
     /// Sets what `queue_state` returns for the queue.
-    pub(super) fn set_queue_state(&self, name: &str, state: Option<QueueState>) {
+    pub(crate) fn set_queue_state(&self, name: &str, state: Option<QueueState>) {
         self.0.state.lock().queue_states.insert(name.to_owned(), state);
     }
 
-    pub(super) fn grant(&self, granted: u16) {
+    pub(crate) fn grant(&self, granted: u16) {
         self.0.state.lock().granted = Some(granted);
     }
 
-    pub(super) fn settled(&self) -> Vec<Settled> {
+    pub(crate) fn settled(&self) -> Vec<Settled> {
         self.0.state.lock().settled.clone()
     }
 
-    pub(super) fn published(&self, queue: &str) -> Vec<Message> {
+    pub(crate) fn published(&self, queue: &str) -> Vec<Message> {
         let state = self.0.state.lock();
         state.published.iter().filter(|(to, _)| to == queue).map(|(_, message)| message.clone()).collect()
     }
 
     /// Waits until `count` deliveries are settled, and returns them.
-    pub(super) async fn settles(&self, count: usize) -> Vec<Settled> {
+    pub(crate) async fn settles(&self, count: usize) -> Vec<Settled> {
         self.until(|memory| Some(memory.settled()).filter(|settled| settled.len() >= count)).await
     }
 
     /// Waits until `count` messages are published to a queue, and returns them.
-    pub(super) async fn publishes(&self, queue: &str, count: usize) -> Vec<Message> {
+    pub(crate) async fn publishes(&self, queue: &str, count: usize) -> Vec<Message> {
         self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
     }
 
     /// Waits until something is settled or published.
-    pub(super) async fn changes(&self) {
+    pub(crate) async fn changes(&self) {
         self.0.changed.notified().await;
     }
 
@@ -143,7 +150,7 @@ impl Memory {
     }
 
     /// Opens a session, with the deliveries that wait for it.
-    pub(super) fn open(&self) -> BrokerSession {
+    pub(crate) fn open(&self) -> BrokerSession {
         let (deliveries, events) = mpsc::channel(1_000);
         let mut state = self.0.state.lock();
         state.sessions += 1;
@@ -237,20 +244,11 @@ impl Acker for Memory {
 }
 
 impl Publisher for Memory {
-    fn publish<'a>(
-        &'a self,
-        queue: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move { Ok(self.arrive(queue, &message).await) })
     }
 
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        _: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish_later<'a>(&'a self, queue: &'a str, _: Delay, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move { Ok(self.arrive(&format!("{queue}, later"), &message).await) })
     }
 
