@@ -34,6 +34,11 @@ pub(crate) enum Does {
     Nothing,
 }
 
+/// Waits for what must come. Panics if it does not come within 100,000 seconds of paused time.
+pub(crate) async fn in_time<T>(wait: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(100_000), wait).await.expect("it comes")
+}
+
 #[derive(Clone, Default)]
 pub(crate) struct Memory(Arc<Shared>);
 
@@ -136,7 +141,7 @@ impl Memory {
 
     /// Waits until something is settled or published.
     pub(crate) async fn changes(&self) {
-        self.0.changed.notified().await;
+        in_time(self.0.changed.notified()).await;
     }
 
     async fn until<T>(&self, found: impl Fn(&Self) -> Option<T>) -> T {
@@ -145,7 +150,7 @@ impl Memory {
             if let Some(found) = found(self) {
                 return found;
             }
-            changed.await;
+            in_time(changed).await;
         }
     }
 

@@ -138,7 +138,7 @@ pub(crate) mod paused {
             (thread::spawn(move || run_model(&*assemble, setup, done)), loading)
         }
 
-        /// Loads the model here, and runs its loop on the current `LocalSet`.
+        /// Loads the model here, and runs its loop as a local task of the current runtime.
         pub(crate) fn start_here(&self, setup: Setup) -> Result<Loaded, LoadError> {
             let notify = Arc::new(Notify::new());
             let woken = notify.clone();

@@ -13,10 +13,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
-use tokio::task::{JoinHandle, LocalSet};
+use tokio::task::JoinHandle;
 
 use super::*;
-use crate::broker::memory::{Memory, Settled};
+use crate::broker::memory::{Memory, Settled, in_time};
 use crate::config;
 use crate::engine::{continuous, oneshot};
 use crate::model::testing::{echo, script};
@@ -108,7 +108,7 @@ impl Rig {
             if self.lines.events().iter().any(&what) {
                 return;
             }
-            more.await;
+            in_time(more).await;
         }
     }
 
@@ -122,7 +122,7 @@ impl Rig {
     }
 
     async fn end(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
-        let ended = self.worker.await.unwrap();
+        let ended = in_time(self.worker).await.unwrap();
         self.control.reporter.flush().await;
         (ended, self.lines.events())
     }
@@ -190,10 +190,4 @@ fn status(reply: &Message) -> i64 {
 
 fn body(message: &Message) -> Value {
     serde_json::from_slice(&message.body).unwrap()
-}
-
-/// Runs a test that spawns local tasks. Panics if it does not end before `deadline`, in paused time.
-async fn here<T>(test: impl Future<Output = T>) -> T {
-    let deadline = Duration::from_secs(100_000);
-    LocalSet::new().run_until(tokio::time::timeout(deadline, test)).await.expect("it ends")
 }
