@@ -64,14 +64,10 @@ impl Register for Registry {
 }
 
 /// Wraps `load`: checks the pool's options before the model is loaded.
-fn checked<P, N>(
+fn checked<P: 'static, N: 'static>(
     family: &'static Family,
     load: Load<P, N>,
-) -> impl Fn(&LoadSpec, &Device) -> Result<(P, N), LoadError> + Send + Sync + 'static
-where
-    P: 'static,
-    N: 'static,
-{
+) -> impl Fn(&LoadSpec, &Device) -> Result<(P, N), LoadError> + Send + Sync + 'static {
     move |spec, device| {
         family.check_options(spec)?;
         load(spec, device)

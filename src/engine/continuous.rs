@@ -287,11 +287,7 @@ struct ComputedStep<G: Generate> {
     wall: SystemTime,
 }
 
-impl<R, G> Continuous<R, G>
-where
-    R: Processor,
-    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
-{
+impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>> Continuous<R, G> {
     pub(super) fn new(
         network: G,
         queue: Arc<Sequences<R>>,

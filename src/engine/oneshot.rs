@@ -252,11 +252,7 @@ struct Begun {
     wall: SystemTime,
 }
 
-impl<R, F> OneShot<R, F>
-where
-    R: Processor,
-    F: Forward<Input = R::Input, Output = R::Output>,
-{
+impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, F> {
     pub(super) fn new(network: Network<R, F>, waiting: Arc<WaitingInputs<R>>) -> Self {
         Self { network, waiting, number: 0, submitted: None, freed: now(), idle: Idle::default() }
     }
@@ -354,11 +350,7 @@ where
     }
 }
 
-impl<R, F> Loop for OneShot<R, F>
-where
-    R: Processor,
-    F: Forward<Input = R::Input, Output = R::Output>,
-{
+impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Loop for OneShot<R, F> {
     fn turn(&mut self) -> Next {
         if self.submitted.is_some() && !self.network.is_asynchronous() {
             return Next::again_if(self.finish_submitted(true));

@@ -80,15 +80,12 @@ pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + 
 /// Checks the device and opens it. While `Proven` is kept, opening the device again is cheap.
 fn open_device(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
     if spec.device == "cpu" {
-        use_features(spec.cpu_features).map_err(|reason| unusable(&spec.device, reason))?;
+        use_features(spec.cpu_features)
+            .map_err(|reason| LoadError::Device { device: spec.device.clone(), reason })?;
     }
     let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
     let (device, name) = device::open(&spec.device)?;
     Ok((device, name, proven))
-}
-
-fn unusable(device: &str, reason: String) -> LoadError {
-    LoadError::Device { device: device.to_owned(), reason }
 }
 
 impl Starter {

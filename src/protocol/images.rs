@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, keys, list, shortened, string};
+use super::fields::{Fields, Keys, keys, list, string};
 use super::labels::best;
 use super::message::Headers;
 use super::reply::written;
@@ -172,10 +172,7 @@ fn url_of<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), T
 /// The image of a URL.
 fn of_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     let (raw, path) = url_of(raw, path)?;
-    let url = string(raw.get(), &path)?;
-    let (media_type, bytes) = files.read(&url).map_err(|message| {
-        TaskError::bad_input(&*path, format!("{path} {message}, got {}", shortened(raw.get())))
-    })?;
+    let (media_type, bytes) = files.of(raw, &path)?;
     Ok(ImageFile { media_type, bytes, path: Some(path) })
 }
 

@@ -108,7 +108,9 @@ impl Turns {
         self.call({
             let mut lane = self.0.lock();
             let now = Instant::now();
-            lane.enter(WaitingTask { requester, may_leave, call });
+            let rank = 2 * lane.turns;
+            lane.ranks.entry(requester).or_insert(rank);
+            lane.waiting.push(WaitingTask { requester, may_leave, call });
             lane.review(now);
             lane.next(now)
         });
@@ -132,11 +134,6 @@ impl Turns {
 }
 
 impl Lane {
-    fn enter(&mut self, task: WaitingTask) {
-        self.ranks.entry(task.requester).or_insert(2 * self.turns);
-        self.waiting.push(task);
-    }
-
     /// Ends a turn of this requester.
     fn end(&mut self, requester: u64, now: Instant) {
         if let Some(index) = self.current.iter().position(|current| current.requester == requester) {

@@ -218,14 +218,8 @@ fn of_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError> {
                        content_type is audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
-    let url = string(raw.get(), FILE_URL)?;
-    let (_, bytes) = files.read(&url).map_err(|message| wrong_url(&message, raw))?;
+    let (_, bytes) = files.of(raw, FILE_URL)?;
     Ok(Sound { bytes, field: Some(FILE_URL) })
-}
-
-fn wrong_url(message: &str, raw: &RawValue) -> TaskError {
-    let shown = crate::protocol::fields::shortened(raw.get());
-    TaskError::bad_input(FILE_URL, format!("{FILE_URL} {message}, got {shown}"))
 }
 
 /// The headers that are parameters, as JSON. Others are ignored, unless one is a mistyped parameter.

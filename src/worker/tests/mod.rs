@@ -136,10 +136,7 @@ impl Rig {
 }
 
 /// Returns `open`, with the lifetimes of [`Open`], which a closure alone would not infer.
-fn opening<F>(open: F) -> F
-where
-    F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>,
-{
+fn opening<F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>>(open: F) -> F {
     open
 }
 
