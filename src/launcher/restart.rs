@@ -121,22 +121,11 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Replace;
+    use crate::config;
 
+    /// The default.
     fn policy() -> Launcher {
-        Launcher {
-            name: None,
-            shutdown_grace: Duration::from_secs(8),
-            restart_delay: Duration::from_millis(500),
-            restart_delay_max: Duration::from_secs(30),
-            quick_failure: Duration::from_secs(10),
-            max_quick_failures: 5,
-            poison_deaths: 3,
-            recycle_tasks: None,
-            recycle_age: None,
-            recycle_memory: None,
-            replace: Replace::Overlap,
-        }
+        config::load(&[], [], &[]).unwrap().settings.launcher
     }
 
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
