@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 /// Rooms and what each may import.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("kernels", &[]),
+    ("named", &[]),
     ("protocol", &[]),
     ("batching", &[]),
     ("backoff", &[]),

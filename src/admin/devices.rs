@@ -1,9 +1,10 @@
 //! The devices' memory and utilization, for the metrics. A separate thread queries the driver, because a
 //! broken driver may not answer. Until it answers, its previous answer is used.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::launcher::gpus::Gpus;
@@ -34,10 +35,10 @@ impl Devices {
             let query = tokio::task::spawn_blocking(move || {
                 let _permit = permit;
                 let gpus = Gpus::here();
-                *last.lock().unwrap_or_else(PoisonError::into_inner) = gpus;
+                *last.lock() = gpus;
             });
             let _ = tokio::time::timeout(DRIVER_TIMEOUT, query).await;
         }
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last.lock().clone()
     }
 }

@@ -201,9 +201,9 @@ fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Re
         slot_values(status, |it| it.sentinels as f64),
     )?;
     let dead_letters = slots_with_stats(status).flat_map(|(entry, stats)| {
-        Reason::ALL.iter().map(move |reason| {
-            let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
-            (slot_labels_and(entry, "reason", reason.as_str()), count as f64)
+        Reason::ALL.iter().map(move |(_, reason)| {
+            let count = stats.dead_lettered.get(*reason).copied().unwrap_or(0);
+            (slot_labels_and(entry, "reason", reason), count as f64)
         })
     });
     out.counter("dead_lettered", "Messages dead-lettered", dead_letters)?;
@@ -219,10 +219,7 @@ fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Re
 /// Every pair of a status and a reason that an answer can have. All series exist from the start, because `increase()` misses the
 /// first event of a series that begins with that event.
 fn known_outcomes() -> BTreeSet<(&'static str, &'static str)> {
-    let errors = TaskErrorKind::ALL.map(|kind| {
-        let names = kind.names();
-        (names.status, names.code)
-    });
+    let errors = TaskErrorKind::ALL.map(|(kind, code)| (kind.names().status, code));
     errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
@@ -271,9 +268,9 @@ fn worker_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
     let restarts = status.slots.values().flat_map(|entry| {
-        RestartReason::ALL.iter().map(move |reason| {
-            let count = entry.report.restarts.get(reason.as_str()).copied().unwrap_or(0);
-            (slot_labels_and(entry, "reason", reason.as_str()), count as f64)
+        RestartReason::ALL.iter().map(move |(_, reason)| {
+            let count = entry.report.restarts.get(*reason).copied().unwrap_or(0);
+            (slot_labels_and(entry, "reason", reason), count as f64)
         })
     });
     out.counter("worker_restarts", "Workers started to replace another", restarts)?;

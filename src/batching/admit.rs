@@ -812,6 +812,10 @@ mod tests {
             self.scheduler.enqueue(key, request, self.now);
         }
 
+        fn enqueue_all(&mut self, keys: impl IntoIterator<Item = u32>, request: impl Fn(u32) -> Request) {
+            keys.into_iter().for_each(|key| self.enqueue(key, request(key)));
+        }
+
         fn admit(&mut self, isolated: Option<Group>) -> Vec<Change<u32>> {
             let changes = self.scheduler.admit(isolated, self.now);
             for change in &changes {
@@ -947,9 +951,7 @@ mod tests {
         for requester in [1, 2] {
             let mut run =
                 Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 512, ..LIMITS });
-            for key in 0..3 {
-                run.enqueue(key, from(1, 4_000, 100));
-            }
+            run.enqueue_all(0..3, |_| from(1, 4_000, 100));
             run.step(None);
             run.enqueue(9, from(requester, 1, 1));
             assert_eq!(run.steps_until(9, 100), 1);
@@ -960,9 +962,7 @@ mod tests {
     fn reservations_of_one_requester_do_not_hold_up_another() {
         let mut run =
             Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 1_024, ..LIMITS });
-        for key in 0..8 {
-            run.enqueue(key, from(1, 40, 4_000));
-        }
+        run.enqueue_all(0..8, |_| from(1, 40, 4_000));
         for _ in 0..100 {
             run.step(None);
         }
@@ -1073,9 +1073,7 @@ mod tests {
     #[test]
     fn a_requester_whose_sequences_are_often_preempted_ends_them_all() {
         let mut run = Run::new(LIMITS);
-        for key in 0..12 {
-            run.enqueue(key, from(1, 4, 20));
-        }
+        run.enqueue_all(0..12, |_| from(1, 4, 20));
         for step in 0..400_u32 {
             // Every five steps another sequence arrives, which runs for three steps.
             if step.is_multiple_of(5) {
@@ -1091,9 +1089,7 @@ mod tests {
     #[test]
     fn large_sequences_of_several_requesters_leave_half_of_the_room() {
         let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
-        for key in 0..4 {
-            run.enqueue(key, from(key.into(), 5, 20));
-        }
+        run.enqueue_all(0..4, |key| from(key.into(), 5, 20));
         assert_eq!(run.admit(None).len(), 4, "each has a quarter of the tokens");
         run.enqueue(4, from(4, 1, 1));
         assert_eq!(run.admit(None), [preempted(3, 3), admitted(4, 3)]);
@@ -1120,9 +1116,7 @@ mod tests {
     #[test]
     fn large_sequences_end_although_small_ones_keep_preempting_them() {
         let mut run = Run::new(Limits { sequences: 8, ..LIMITS });
-        for key in 0..8 {
-            run.enqueue(key, from(key.into(), 5, 45));
-        }
+        run.enqueue_all(0..8, |key| from(key.into(), 5, 45));
         for step in 0..1_200_u32 {
             // Between two small sequences there is room for a second large one, which the next small one preempts.
             if step % 5 == 0 {
@@ -1178,9 +1172,7 @@ mod tests {
     fn the_highest_priority_holds_up_another_requester_for_less_than_a_minute() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
         run.enqueue(0, from(0, 1, 1));
-        for key in 1..1_000 {
-            run.enqueue(key, Request { priority: u8::MAX, ..from(1, 1, 9) });
-        }
+        run.enqueue_all(1..1_000, |_| Request { priority: u8::MAX, ..from(1, 1, 9) });
         let steps = run.steps_until(0, 100_000);
         assert!((4_400..6_000).contains(&steps), "{steps} steps of 10 ms");
     }
@@ -1188,9 +1180,7 @@ mod tests {
     #[test]
     fn others_have_a_turn_between_two_sequences_of_a_busy_requester() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
-        for key in 0..5 {
-            run.enqueue(key, from(1, 1, 1));
-        }
+        run.enqueue_all(0..5, |_| from(1, 1, 1));
         let mut order = fed(run.step(None));
         run.enqueue(8, from(8, 1, 1));
         run.enqueue(9, from(9, 1, 1));
@@ -1205,9 +1195,7 @@ mod tests {
     #[test]
     fn running_sequences_take_turns_if_a_step_is_too_small_for_all() {
         let mut run = Run::new(LIMITS);
-        for key in 0..4 {
-            run.enqueue(key, request(1, 20));
-        }
+        run.enqueue_all(0..4, |_| request(1, 20));
         run.step(None);
         run.scheduler.limit_step(2);
         for _ in 0..4 {
@@ -1222,9 +1210,7 @@ mod tests {
     fn background_sequences_are_preempted_by_arrivals_within_a_minute() {
         let mut run = Run::new(LIMITS);
         let begun = run.now;
-        for key in 0..3 {
-            run.enqueue(key, background(4, 26));
-        }
+        run.enqueue_all(0..3, |_| background(4, 26));
         assert_eq!(run.admit(None).len(), 3);
         run.now = begun + BACKGROUND_PENALTY / 2;
         run.enqueue(9, request(4, 30));
@@ -1265,9 +1251,7 @@ mod tests {
     #[test]
     fn isolated_sequences_run_alone_and_preempt_the_latest_others() {
         let mut run = Run::new(LIMITS);
-        for key in 0..3 {
-            run.enqueue(key, request(4, 26));
-        }
+        run.enqueue_all(0..3, |_| request(4, 26));
         assert_eq!(run.step(None).len(), 3);
         run.enqueue(9, Request { group: Some(1), ..request(4, 30) });
         assert_eq!(run.admit(Some(1)), [preempted(2, 2), admitted(9, 2)]);
@@ -1327,9 +1311,7 @@ mod tests {
     #[test]
     fn without_decoding_windows_are_batched_and_alternate_with_prompts() {
         let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
-        for key in 0..6 {
-            run.enqueue(key, window(40, 10));
-        }
+        run.enqueue_all(0..6, |_| window(40, 10));
         let steps: Vec<_> = (0..4).map(|_| contents(&run.step(None))).collect();
         assert_eq!(steps, [Windows(vec![0, 1, 2, 3]), Tokens(16), Windows(vec![4, 5]), Tokens(16)]);
         let mut run = Run::new(LIMITS);
@@ -1341,9 +1323,7 @@ mod tests {
     #[test]
     fn a_thousand_windows_do_not_hold_up_another_requesters_first_one() {
         let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
-        for key in 0..1_000 {
-            run.enqueue(key, Request { requester: 1, ..window(1, 20) });
-        }
+        run.enqueue_all(0..1_000, |_| Request { requester: 1, ..window(1, 20) });
         (0..100).for_each(|_| drop(run.step(None)));
         run.enqueue(1_000, Request { requester: 2, ..window(1, 1) });
         assert!(run.steps_until(1_000, 100) <= 20, "two windows, each after eight token steps");
@@ -1383,9 +1363,7 @@ mod tests {
     #[test]
     fn a_preempted_sequence_encodes_its_window_again() {
         let mut run = Run::new(LIMITS);
-        for key in 0..4 {
-            run.enqueue(key, from(1, 1, 20));
-        }
+        run.enqueue_all(0..4, |_| from(1, 1, 20));
         run.scheduler.remove(3, run.now);
         run.enqueue(3, Request { requester: 1, ..window(1, 20) });
         assert_eq!(run.admit(None).len(), 4);

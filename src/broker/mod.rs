@@ -6,6 +6,8 @@
 
 pub mod amqp;
 pub mod embedded;
+#[cfg(test)]
+pub(crate) mod memory;
 mod source;
 
 use std::num::NonZeroU16;
@@ -165,29 +167,25 @@ pub enum QueueState {
     },
 }
 
+/// The outcome of a publish, or why it is unknown.
+pub type PublishResult = Result<Published, BrokerError>;
+/// What [`Publisher::publish`] returns.
+pub type PublishFuture<'a> = BoxFuture<'a, PublishResult>;
+
 /// The sending side; shared. After a lost connection, publishes a message again until the broker has answered.
 pub trait Publisher: Send + Sync {
     /// Publishes to a queue by name, as mandatory, and waits for the broker's confirm.
     ///
     /// # Errors
     /// [`BrokerError`] when no connection can be opened any more. The message may have arrived or not.
-    fn publish<'a>(
-        &'a self,
-        queue: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>>;
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a>;
 
     /// Publishes a message that reaches the named queue after the delay. Confirmed: the message waits at the
     /// broker, even if this process ends. Unroutable: the retry queue does not exist.
     ///
     /// # Errors
     /// As [`Publisher::publish`].
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        delay: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>>;
+    fn publish_later<'a>(&'a self, queue: &'a str, delay: Delay, message: Arc<Message>) -> PublishFuture<'a>;
 
     /// Whether the broker takes messages now: it is connected, answers, and has no alarm. A single queue that
     /// does not confirm makes no difference.

@@ -4,7 +4,6 @@ mod bench;
 mod ctl;
 mod dead;
 mod submit;
-mod version;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,11 +20,24 @@ pub use ctl::{Ctl, CtlCommand, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 pub use submit::Submit;
 
+/// The text of `sconce --version`: version, commit, target and features, as `build.rs` found them. It is one line, so
+/// that a bug report can quote it as a whole.
+const LONG_VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    " (commit ",
+    env!("BUILD_COMMIT"),
+    ", ",
+    env!("BUILD_TARGET"),
+    "; features: ",
+    env!("BUILD_FEATURES"),
+    ")",
+);
+
 /// Model inference behind a message queue: one process per device, fed by RabbitMQ.
 ///
 /// It has run on one kind of GPU, an NVIDIA H200. docs/gpu.md says what was tried there.
 #[derive(Debug, Parser)]
-#[command(name = "sconce", version, long_version = version::LONG, about, after_help = exit_codes())]
+#[command(name = "sconce", version, long_version = LONG_VERSION, about, after_help = exit_codes())]
 #[command(max_term_width = 100)]
 pub struct Cli {
     /// What to do.

@@ -1,18 +1,18 @@
 //! Tests of `Client::run` over a queue in memory, with delays where RabbitMQ may be slow.
 
 use std::collections::BTreeSet;
-use std::num::NonZeroU16;
 
 use futures_util::future::BoxFuture;
 use futures_util::stream;
 use tokio::sync::mpsc;
 
 use super::*;
-use crate::broker::{Delay, DeliveryTag, Source};
+use crate::broker::memory::Memory;
+use crate::broker::{Delay, DeliveryTag, PublishFuture};
 
 /// Answers each task at once.
 struct Broker {
-    replies: mpsc::Sender<Message>,
+    memory: Memory,
     /// The tasks with these numbers get a second reply.
     twice: BTreeSet<u64>,
     /// Answers nothing from this number on.
@@ -21,77 +21,28 @@ struct Broker {
     shared_channel: mpsc::Sender<()>,
 }
 
-struct Incoming {
-    replies: mpsc::Receiver<Message>,
-    tag: u64,
-}
-
 /// Sends acks through the channel that messages use too.
 struct SlowAcker(mpsc::Sender<()>);
 
 impl Publisher for Broker {
-    fn publish<'a>(
-        &'a self,
-        _: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish<'a>(&'a self, _: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move {
             self.shared_channel.reserve().await.expect("an open channel").send(());
             let number = number_of(&message).expect("a number");
             if number < self.deaf_from {
-                for _ in 0..1 + usize::from(self.twice.contains(&number)) {
-                    self.replies.send((*message).clone()).await.expect("a consumer");
-                }
+                let times = 1 + usize::from(self.twice.contains(&number));
+                self.memory.deliver(vec![(*message).clone(); times]);
             }
             tokio::task::yield_now().await;
             Ok(Published::Confirmed)
         })
     }
 
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        _: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish_later<'a>(&'a self, queue: &'a str, _: Delay, message: Arc<Message>) -> PublishFuture<'a> {
         self.publish(queue, message)
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-}
-
-impl Consumer for Incoming {
-    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
-        Box::pin(async {
-            let message = self.replies.recv().await.expect("a broker");
-            self.tag += 1;
-            let delivery_tag = DeliveryTag { source: Source::Main, session: 1, tag: self.tag };
-            let delivery = Delivery {
-                message,
-                delivery_tag,
-                routing_key: None,
-                redelivered: false,
-                delivery_count: None,
-            };
-            Ok(Event::Delivery(Box::new(delivery)))
-        })
-    }
-
-    fn set_prefetch(&mut self, _: NonZeroU16) -> BoxFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn granted(&self) -> u16 {
-        u16::MAX
-    }
-
-    fn cancel(&mut self) -> BoxFuture<'_, ()> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn close(&mut self) -> BoxFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }
 }
@@ -157,18 +108,14 @@ struct Case {
 
 async fn run(case: Case) -> (Counts, Result<(), ClientError>) {
     let Case { count, twice, deaf_from, in_order } = case;
-    let (replies, incoming) = mpsc::channel(1_000);
+    let memory = Memory::default();
     // The capacity is 1, granted in turn, so that a publish that nobody polls can hold it and block the acks.
     let (shared_channel, mut read) = mpsc::channel(1);
     tokio::spawn(async move { while read.recv().await.is_some() {} });
     let twice = twice.iter().copied().collect();
-    let broker = Broker { replies, twice, deaf_from, shared_channel: shared_channel.clone() };
-    let session = BrokerSession {
-        background: None,
-        consumer: Box::new(Incoming { replies: incoming, tag: 0 }),
-        acker: Arc::new(SlowAcker(shared_channel)),
-        publisher: Arc::new(broker),
-    };
+    let broker = Broker { memory: memory.clone(), twice, deaf_from, shared_channel: shared_channel.clone() };
+    let (acker, publisher) = (Arc::new(SlowAcker(shared_channel)), Arc::new(broker));
+    let session = BrokerSession { acker, publisher, ..memory.open() };
     let request = || Request::new(String::new(), None, String::new().into());
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
     let bounds = Bounds { max_tasks: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };

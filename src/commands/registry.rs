@@ -64,14 +64,10 @@ impl Register for Registry {
 }
 
 /// Wraps `load`, so that the pool's options are checked before the model is loaded.
-fn with_option_check<P, N>(
+fn with_option_check<P: 'static, N: 'static>(
     family: &'static Family,
     load: Load<P, N>,
-) -> impl Fn(&LoadSpec, &Device) -> Result<(P, N), LoadError> + Send + Sync + 'static
-where
-    P: 'static,
-    N: 'static,
-{
+) -> impl Fn(&LoadSpec, &Device) -> Result<(P, N), LoadError> + Send + Sync + 'static {
     move |spec, device| {
         family.check_options(spec)?;
         load(spec, device)

@@ -422,78 +422,56 @@ impl Retry {
     }
 }
 
-/// The `dtype` setting: the number format in which weights are stored and multiplied.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    /// 32 bits: results equal to the published model's to 1e-5.
-    #[default]
-    F32,
-    /// 16 bits with the range of f32 and 8 bits of precision.
-    Bf16,
-    /// 16 bits with 11 bits of precision.
-    F16,
-    /// 8 bits, with a scale and an offset for each 32 numbers.
-    Int8,
-}
-
-impl Dtype {
-    /// All formats, with their names in settings.
-    pub const ALL: [(Self, &str); 4] =
-        [(Self::F32, "f32"), (Self::Bf16, "bf16"), (Self::F16, "f16"), (Self::Int8, "int8")];
-
-    /// Its name in settings.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| *name)
+named! {
+    /// The `dtype` setting: the number format in which weights are stored and multiplied.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum Dtype as name {
+        /// 32 bits: results equal to the published model's to 1e-5.
+        #[default]
+        F32 => "f32",
+        /// 16 bits with the range of f32 and 8 bits of precision.
+        Bf16 => "bf16",
+        /// 16 bits with 11 bits of precision.
+        F16 => "f16",
+        /// 8 bits, with a scale and an offset for each 32 numbers.
+        Int8 => "int8",
     }
-}
 
-/// The `replace` setting: the order in which a worker is replaced by a new one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Replace {
-    /// The new one is ready before the old one drains; the device holds both.
-    #[default]
-    Overlap,
-    /// The old one drains before the new one starts: for devices that hold one copy of the model.
-    InTurn,
-}
+    /// The `replace` setting: the order in which a worker is replaced by a new one.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Replace as name {
+        /// The new one is ready before the old one drains; the device holds both.
+        #[default]
+        Overlap => "overlap",
+        /// The old one drains before the new one starts: for devices that hold one copy of the model.
+        InTurn => "in_turn",
+    }
 
-impl Replace {
-    const ALL: [(Self, &str); 2] = [(Self::Overlap, "overlap"), (Self::InTurn, "in_turn")];
-}
+    /// The `sentinels` setting: which messages stop a worker.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Sentinels as name {
+        /// Those of the type `control.shutdown`, and those whose body is JSON `null`.
+        #[default]
+        NullAndType => "null_and_type",
+        /// Only those of the type `control.shutdown`.
+        Type => "type",
+        /// None.
+        None => "none",
+    }
 
-/// The `sentinels` setting: which messages stop a worker.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Sentinels {
-    /// Those of the type `control.shutdown`, and those whose body is JSON `null`.
-    #[default]
-    NullAndType,
-    /// Only those of the type `control.shutdown`.
-    Type,
-    /// None.
-    None,
-}
-
-impl Sentinels {
-    const ALL: [(Self, &str); 3] =
-        [(Self::NullAndType, "null_and_type"), (Self::Type, "type"), (Self::None, "none")];
-}
-
-/// The `drain` setting: what a stop signal does with accepted tasks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Drain {
-    /// Batches on the device are finished. All other tasks, including running sequences, are requeued at once.
-    #[default]
-    HandBack,
-    /// Accepted tasks are finished, as far as `launcher.shutdown_grace` allows.
-    Finish,
-}
-
-impl Drain {
-    const ALL: [(Self, &str); 2] = [(Self::HandBack, "hand_back"), (Self::Finish, "finish")];
+    /// The `drain` setting: what a stop signal does with accepted tasks.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Drain as name {
+        /// Batches on the device are finished. All other tasks, including running sequences, are requeued at once.
+        #[default]
+        HandBack => "hand_back",
+        /// Accepted tasks are finished, as far as `launcher.shutdown_grace` allows.
+        Finish => "finish",
+    }
 }
 
 fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {

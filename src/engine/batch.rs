@@ -25,11 +25,7 @@ pub(super) struct Network<R: Processor, F> {
     pub(super) observer: Box<dyn Observer>,
 }
 
-impl<R, F> Network<R, F>
-where
-    R: Processor,
-    F: Forward<Input = R::Input, Output = R::Output>,
-{
+impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, F> {
     pub(super) fn new(network: F, observer: Box<dyn Observer>, notices: Notices) -> Self {
         Self { network, probe: Vec::new(), too_large: None, notices, observer }
     }

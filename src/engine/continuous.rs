@@ -8,9 +8,11 @@
 use std::collections::BTreeMap;
 use std::iter;
 use std::mem;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
+
+use parking_lot::Mutex;
 
 use super::job::{Item, Queue};
 use super::pace::PromptPace;
@@ -74,12 +76,8 @@ impl<R: Processor> SequenceQueue<R> {
         Self { capacity, state: Mutex::new(state), waker, average_step_us: AtomicU64::new(0) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<R>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn change(&self, change: impl FnOnce(&mut State<R>)) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         change(&mut state);
         if mem::take(&mut state.is_asleep) {
             drop(state);
@@ -90,7 +88,7 @@ impl<R: Processor> SequenceQueue<R> {
     /// Records that the loop is about to sleep, so that a change wakes it. False: something new is in the queue, and
     /// the loop must not sleep.
     fn sleep(&self) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_unchanged = state.policy.is_none() && state.isolated == state.known_isolated;
         state.is_asleep = state.arrived.is_empty() && is_unchanged && !state.is_closed;
         state.is_asleep
@@ -292,11 +290,7 @@ struct ComputedStep<G: Generate> {
     began_wall: SystemTime,
 }
 
-impl<R, G> Continuous<R, G>
-where
-    R: Processor,
-    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
-{
+impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>> Continuous<R, G> {
     pub(super) fn new(
         network: G,
         queue: Arc<SequenceQueue<R>>,
@@ -379,7 +373,7 @@ where
     /// Takes new sequences and settings from the queue. Returns the group that runs alone, if one does.
     fn take_arrivals(&mut self) -> Option<Group> {
         let queue = self.queue.clone();
-        let mut state = queue.lock();
+        let mut state = queue.state.lock();
         state.is_asleep = false;
         let arrived = mem::take(&mut state.arrived);
         let (policy, isolated) = (state.policy.take(), state.isolated);
@@ -736,7 +730,7 @@ where
             self.observer.mark_idle();
             self.idle.begin(time);
         }
-        if self.queue.lock().is_closed {
+        if self.queue.state.lock().is_closed {
             return Next::End;
         }
         let report = self.idle.report_if_due(&*self.observer, time);

@@ -4,12 +4,13 @@
 
 use std::collections::VecDeque;
 use std::mem;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
 
 use super::memory::Reservation;
 use super::reply::{BRIEF_PARTS, MAX_PIECES, Reply};
@@ -273,7 +274,7 @@ impl<R: Processor> InputSource for FurtherInputs<R> {
         if let Some(error) = task.unwanted(now()) {
             return Err(error);
         }
-        let mut further = locked(&self.slices);
+        let mut further = self.slices.lock();
         if let Some(slices) = further.take() {
             *further = self.engine.enqueue(self.engine.next_slice(slices)?, &self.outputs, self.group);
         }
@@ -286,7 +287,7 @@ struct WantedOutputs<R: Processor>(Arc<Outputs<R>>);
 
 impl<R: Processor> Drop for WantedOutputs<R> {
     fn drop(&mut self) {
-        self.0.lock().is_complete = true;
+        self.0.gathered.lock().is_complete = true;
     }
 }
 
@@ -343,12 +344,12 @@ impl<R: Processor> Job for Task<R> {
         // Registered before the state is read, so that a change after the read wakes this task.
         outputs.waker.register(context.waker());
         if outputs.notified.load(Ordering::Acquire) {
-            return Poll::Ready(JobEvent::Done(outputs.lock().computed));
+            return Poll::Ready(JobEvent::Done(outputs.gathered.lock().computed));
         }
         if parts && let Some(unwritten) = self.unwritten() {
             return Poll::Ready(JobEvent::Parts(unwritten));
         }
-        let gathered = outputs.lock();
+        let gathered = outputs.gathered.lock();
         outputs.part_wanted.store(parts, Ordering::Release);
         // Anything that arrived before `part_wanted` was set has woken nobody.
         if parts && (!gathered.pieces.is_empty() || outputs.has_next(&gathered)) {
@@ -359,14 +360,14 @@ impl<R: Processor> Job for Task<R> {
 
     fn unwritten(&self) -> Option<Unwritten> {
         let WantedOutputs(outputs) = self.outputs.as_ref()?;
-        let mut gathered = outputs.lock();
+        let mut gathered = outputs.gathered.lock();
         if self.streaming == Streaming::Outputs && gathered.error.is_some() {
             return None;
         }
         let (pieces, next) = (mem::take(&mut gathered.pieces), outputs.take_next(&mut gathered));
         // Released before the reply is locked, because the model thread takes this lock for each piece.
         drop(gathered);
-        let mut reply = locked(&self.reply);
+        let mut reply = self.reply.lock();
         reply.add(pieces, next);
         if !reply.has_parts() {
             return None;
@@ -374,7 +375,7 @@ impl<R: Processor> Job for Task<R> {
         let is_brief = self.are_parts_brief && reply.has_at_most(BRIEF_PARTS);
         drop(reply);
         let (engine, reply, task) = (self.engine.clone(), self.reply.clone(), outputs.task.clone());
-        let write = Box::new(move || locked(&reply).write_parts(&engine.processor, &task.name.id));
+        let write = Box::new(move || reply.lock().write_parts(&engine.processor, &task.name.id));
         Some(Unwritten { write, is_brief })
     }
 
@@ -383,22 +384,16 @@ impl<R: Processor> Job for Task<R> {
         let Some(WantedOutputs(outputs)) = &outputs else {
             return Err(TaskError::internal("the task was never enqueued"));
         };
-        let outputs = outputs.lock().take()?;
+        let outputs = outputs.gathered.lock().take()?;
         let reply = Arc::into_inner(reply).ok_or_else(|| TaskError::internal("a part is being written"))?;
-        let reply = reply.into_inner().unwrap_or_else(PoisonError::into_inner);
-        reply.finish(&engine.processor, outputs)
+        reply.into_inner().finish(&engine.processor, outputs)
     }
-}
-
-/// Locks the mutex, whether a thread has panicked with it or not.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<R: Processor> Task<R> {
     fn sizes(&self) -> Sizes {
         match (&self.outputs, &self.first) {
-            (Some(WantedOutputs(outputs)), _) => outputs.lock().sizes,
+            (Some(WantedOutputs(outputs)), _) => outputs.gathered.lock().sizes,
             (None, FirstSlice::Made(slice)) => slice.sizes(),
             (None, FirstSlice::Later(_) | FirstSlice::Enqueued) => Sizes::default(),
         }
@@ -467,7 +462,7 @@ impl<R: Processor> Outputs<R> {
     /// Makes room for the outputs of further inputs, and returns the index of the first. `is_open`: more may follow. If
     /// no more may follow and none are pending, the task is done.
     fn grow(&self, more: Sizes, is_open: bool) -> usize {
-        let mut gathered = self.lock();
+        let mut gathered = self.gathered.lock();
         let first_index = gathered.sizes.inputs;
         let entries = gathered.outputs.len();
         gathered.outputs.resize_with(entries + more.inputs, || None);
@@ -487,7 +482,7 @@ impl<R: Processor> Outputs<R> {
     /// `Ready(true)`: few inputs are pending, so more are to be prepared. `Ready(false)`: no more are needed.
     /// `Pending`: enough are pending, and `source_waker` is woken when that changes.
     fn poll_wanted(&self, lookahead: Lookahead) -> Poll<bool> {
-        let mut gathered = self.lock();
+        let mut gathered = self.gathered.lock();
         if gathered.is_complete || !gathered.is_open {
             return Poll::Ready(false);
         }
@@ -504,7 +499,7 @@ impl<R: Processor> Outputs<R> {
 
     /// Records a pass that computed one of the task's inputs.
     pub(super) fn record_pass(&self, began: Instant, took: Duration, pass: Pass) {
-        let computed = &mut self.lock().computed;
+        let computed = &mut self.gathered.lock().computed;
         // One pass may compute several inputs of the task; it counts once.
         if computed.last.number != pass.number {
             computed.compute += took;
@@ -515,7 +510,7 @@ impl<R: Processor> Outputs<R> {
 
     /// Records that the model gave a piece, and keeps it if the parts of the reply are made from pieces.
     pub(super) fn record_piece(&self, input: usize, piece: R::Piece, now: Instant) {
-        let mut gathered = self.lock();
+        let mut gathered = self.gathered.lock();
         gathered.computed.first_piece.get_or_insert(now);
         if self.streaming != Streaming::Pieces {
             return;
@@ -558,7 +553,7 @@ impl<R: Processor> Outputs<R> {
     /// Stores the output of one input, or fails the task. Returns true if the task has become done.
     #[must_use]
     pub(super) fn deliver(&self, index: usize, output: Result<R::Output, TaskError>) -> bool {
-        let mut guard = self.lock();
+        let mut guard = self.gathered.lock();
         let gathered = &mut *guard;
         match output {
             Ok(output) => {
@@ -584,16 +579,12 @@ impl<R: Processor> Outputs<R> {
 
     /// Whether the pending inputs need not be computed: the task is withdrawn or done, or its job was dropped.
     pub(super) fn is_over(&self) -> bool {
-        self.task.is_withdrawn() || self.lock().is_complete
+        self.task.is_withdrawn() || self.gathered.lock().is_complete
     }
 
     /// Whether further inputs may follow those that were enqueued.
     pub(super) fn is_open(&self) -> bool {
-        self.lock().is_open
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Gathered<R>> {
-        locked(&self.gathered)
+        self.gathered.lock().is_open
     }
 }
 
@@ -691,7 +682,7 @@ mod tests {
 
     impl Queue<Numbers> for ItemStore {
         fn enqueue(&self, items: Vec<Item<Numbers>>, _: Option<Group>) {
-            self.0.lock().unwrap().extend(items);
+            self.0.lock().extend(items);
         }
         fn expect(&self, _: Expect) {}
         fn set_policy(&self, _: Policy) {}
@@ -724,7 +715,7 @@ mod tests {
 
     fn enqueued(body: &'static [u8]) -> (Box<dyn Job>, Arc<Outputs<Numbers>>) {
         let (job, queue) = job(&Message { body: body.into(), ..Message::default() });
-        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let outputs = queue.0.lock()[0].outputs.clone();
         (job, outputs)
     }
 
@@ -752,7 +743,7 @@ mod tests {
 
     /// Computes the waiting items, each of which is its own output. Returns true if the task has become done.
     fn compute(queue: &ItemStore) -> bool {
-        let items = mem::take(&mut *queue.0.lock().unwrap());
+        let items = mem::take(&mut *queue.0.lock());
         let done = items.into_iter().map(|item| item.outputs.deliver(item.index, Ok(item.input)));
         done.filter(|is_done| *is_done).count() > 0
     }
@@ -867,7 +858,7 @@ mod tests {
     #[test]
     fn parts_have_each_output_once_in_input_order_and_the_reply_has_all() {
         let (mut job, queue) = streamed_outputs("all", &[5, 6, 7, 8]);
-        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let outputs = queue.0.lock()[0].outputs.clone();
         let deliver = |index: u32| outputs.deliver(index as usize, Ok(10 + index));
         outputs.record_piece(0, 1, Instant::now());
         assert!(!deliver(1) && !deliver(2));
@@ -894,7 +885,7 @@ mod tests {
             }
         }
         let (mut job, queue) = streamed_outputs("all", &[5, 6, 7]);
-        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let outputs = queue.0.lock()[0].outputs.clone();
         let woken = Arc::new(Woken(AtomicBool::new(false)));
         let waker = waker(woken.clone());
         assert!(job.poll_event(&mut Context::from_waker(&waker), true).is_pending());
@@ -920,7 +911,7 @@ mod tests {
     #[test]
     fn after_an_error_outputs_are_in_no_more_parts() {
         let (mut job, queue) = streamed_outputs("all", &[5, 6, 7]);
-        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let outputs = queue.0.lock()[0].outputs.clone();
         assert!(!outputs.deliver(0, Ok(5)));
         assert!(job.unwritten().is_some(), "it is not written");
         assert!(outputs.deliver(1, Err(TaskError::internal("no"))));
@@ -933,7 +924,7 @@ mod tests {
     #[test]
     fn many_outputs_are_no_brief_work_and_one_that_cannot_be_written_is_left_out() {
         let (job, queue) = streamed_outputs("all", &[5; BRIEF_PARTS + 2]);
-        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let outputs = queue.0.lock()[0].outputs.clone();
         (0..BRIEF_PARTS)
             .for_each(|index| assert!(!outputs.deliver(index, Ok(if index == 0 { BAD } else { 5 }))));
         assert!(job.unwritten().unwrap().is_brief());
@@ -951,7 +942,7 @@ mod tests {
         assert!(handle(Arc::default()).preprocess(&message, &Files::default()).is_err());
         let (job, queue) = on_demand("counted", &[5, 9]);
         assert!(job.source().unwrap().pull().is_err());
-        assert_eq!(queue.0.lock().unwrap().len(), 1);
+        assert_eq!(queue.0.lock().len(), 1);
     }
 
     #[test]
@@ -998,11 +989,11 @@ mod tests {
     #[test]
     fn what_is_not_wanted_any_more_is_not_prepared() {
         let (job, queue) = on_demand("open", &[5, 6]);
-        let (source, outputs) = (job.source().unwrap(), queue.0.lock().unwrap()[0].outputs.clone());
+        let (source, outputs) = (job.source().unwrap(), queue.0.lock()[0].outputs.clone());
         outputs.task.cancel();
         assert_eq!(source.pull().unwrap_err().kind, TaskErrorKind::Cancelled);
         drop(job);
-        assert!(source.pull().is_ok() && queue.0.lock().unwrap().len() == 1);
+        assert!(source.pull().is_ok() && queue.0.lock().len() == 1);
     }
 
     #[test]

@@ -2,8 +2,10 @@
 //! it. If the device computes asynchronously, the next batch is submitted before the last is waited for. Owns the
 //! waiting inputs and the network; `batch` decides what a failure means. A device fault ends the loop.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Instant, SystemTime};
+
+use parking_lot::Mutex;
 
 use super::batch::{Network, Outcome};
 use super::job::{Item, Lookahead, Queue};
@@ -64,13 +66,9 @@ impl<R: Processor> WaitingInputs<R> {
         Self { state: Mutex::new(state), waker, depth: if asynchronous { 3 } else { 2 } }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<R>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Changes the state, and wakes the loop if that makes a batch due earlier than the loop will wake.
     fn change(&self, change: impl FnOnce(&mut State<R>)) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         change(&mut state);
         let Some(asleep) = state.asleep else { return };
         let is_due = match (state.peek(now()), asleep) {
@@ -88,7 +86,7 @@ impl<R: Processor> WaitingInputs<R> {
 
     /// Takes the next batch for the device out of the queue. `busy`: the device is still computing another.
     fn take(&self, busy: bool, now: Instant) -> Take<R> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.asleep = None;
         match state.next_batch(busy, now) {
             Some(batch) => Take::Batch(batch),
@@ -100,7 +98,7 @@ impl<R: Processor> WaitingInputs<R> {
     /// Records that the loop is about to sleep, so that a change wakes it. `until`: when a batch is due, as far as the
     /// loop knows. Returns false if there is something to do.
     pub(super) fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_due = match state.peek(now) {
             Ok(()) => true,
             // Something may have been enqueued since the loop last called `take`.
@@ -115,7 +113,7 @@ impl<R: Processor> WaitingInputs<R> {
 
     /// Called after each batch. `too_large`: the tokens of its smallest part that ran out of memory.
     fn learn(&self, too_large: Option<usize>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(max_tokens) = state.sizing.learn(too_large) {
             state.ordinary.limit_tokens(max_tokens);
             state.isolated.limit_tokens(max_tokens);
@@ -174,7 +172,7 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
     fn expect(&self, one: Expect) {
         match one {
             // One more expected task never makes a batch due, so the loop is not woken.
-            Expect::More => self.lock().expected += 1,
+            Expect::More => self.state.lock().expected += 1,
             Expect::Less => self.change(|state| state.expected -= 1),
         }
     }
@@ -217,7 +215,7 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
 
     /// Enough to fill the batches that may be submitted, and the one being formed.
     fn lookahead(&self) -> Lookahead {
-        let Policy { max_tokens, max_requests, .. } = self.lock().ordinary.policy();
+        let Policy { max_tokens, max_requests, .. } = self.state.lock().ordinary.policy();
         let of_all_batches = |per_batch: usize| per_batch.saturating_mul(self.depth);
         Lookahead { inputs: of_all_batches(max_requests), tokens: of_all_batches(max_tokens) }
     }
@@ -254,11 +252,7 @@ struct Submission {
     wall_time: SystemTime,
 }
 
-impl<R, F> OneShot<R, F>
-where
-    R: Processor,
-    F: Forward<Input = R::Input, Output = R::Output>,
-{
+impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, F> {
     pub(super) fn new(network: Network<R, F>, waiting: Arc<WaitingInputs<R>>) -> Self {
         Self { network, waiting, number: 0, submitted: None, free_since: now(), idle: Idle::default() }
     }
@@ -355,11 +349,7 @@ where
     }
 }
 
-impl<R, F> Loop for OneShot<R, F>
-where
-    R: Processor,
-    F: Forward<Input = R::Input, Output = R::Output>,
-{
+impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Loop for OneShot<R, F> {
     fn turn(&mut self) -> Next {
         if self.submitted.is_some() && !self.network.is_asynchronous() {
             return Next::again_if(self.finish_submitted(true));

@@ -1,11 +1,12 @@
 //! Decides what a failed probe means: a mistake of the model's author, or a device that cannot be trusted. Pure.
 
-use std::fmt::{self, Display};
+use std::fmt::Display;
 
 use crate::model::{LoadError, LoadSpec, TaskError};
 
 /// Why the probe of a model has failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("a known input fails: {0}")]
 pub(super) enum ProbeError {
     /// The model refuses the probe as a bad request. The author of the probe must correct it.
     Refused(String),
@@ -31,12 +32,5 @@ impl From<TaskError> for ProbeError {
     /// A refusal is not the device's fault: it would be the same on any device.
     fn from(error: TaskError) -> Self {
         if error.kind.is_refusal() { Self::Refused(error.message) } else { Self::Failed(error.message) }
-    }
-}
-
-impl Display for ProbeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::Refused(reason) | Self::Failed(reason)) = self;
-        write!(f, "a known input fails: {reason}")
     }
 }

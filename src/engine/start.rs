@@ -81,15 +81,12 @@ pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + 
 /// Checks the device and opens it. Returns it with its name. While `Proven` exists, opening the device again is cheap.
 fn open_device(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
     if spec.device == "cpu" {
-        use_features(spec.cpu_features).map_err(|reason| unusable(&spec.device, reason))?;
+        use_features(spec.cpu_features)
+            .map_err(|reason| LoadError::Device { device: spec.device.clone(), reason })?;
     }
     let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
     let (device, name) = device::open(&spec.device)?;
     Ok((device, name, proven))
-}
-
-fn unusable(device: &str, reason: String) -> LoadError {
-    LoadError::Device { device: device.to_owned(), reason }
 }
 
 impl Starter {
@@ -139,7 +136,7 @@ pub(crate) mod paused {
             (thread::spawn(move || run_model(&*assemble, setup, loaded)), loading)
         }
 
-        /// Loads the model here, and runs its loop on the current `LocalSet`.
+        /// Loads the model here, and runs its loop as a local task of the current runtime.
         pub(crate) fn start_here(&self, setup: Setup) -> Result<Loaded, LoadError> {
             let notify = Arc::new(Notify::new());
             let woken = notify.clone();

@@ -5,8 +5,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
@@ -41,7 +41,7 @@ impl CrashRegister {
     pub(super) fn record_death(&self, tasks: &[TaskName], isolated: bool, tail: &CrashTail) -> bool {
         let among = u32::try_from(tasks.len()).unwrap_or(u32::MAX);
         let alone = isolated && among == 1;
-        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut records = self.records.lock();
         let mut found_poison = false;
         for name in tasks {
             let index = records.iter().position(|record| record.task == name.fingerprint);
@@ -69,7 +69,7 @@ impl CrashRegister {
 
     /// Removes the record of an isolated task that its worker survived, unless the task is poison.
     pub(super) fn record_survival(&self, task: &TaskName) {
-        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut records = self.records.lock();
         records.retain(|record| record.task != task.fingerprint || record.poison.is_some());
     }
 

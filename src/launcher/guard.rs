@@ -11,12 +11,13 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigHandler, Signal, kill, signal};
 use nix::unistd::Pid;
+use parking_lot::Mutex;
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
@@ -64,7 +65,7 @@ pub(super) struct Guarded {
 
 impl Drop for Guarded {
     fn drop(&mut self) {
-        let mut state = self.guard.lock();
+        let mut state = self.guard.state.lock();
         state.workers.remove(&self.worker);
         state.send(&format!("{REAPED} {}\n", self.worker.fields()));
     }
@@ -81,7 +82,7 @@ impl Guard {
     pub(super) fn start_if_missing(&self) {
         let Some(program) = &self.program else { return };
         let grace = self.grace();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.running.as_mut().is_some_and(GuardProcess::is_alive) {
             return;
         }
@@ -108,7 +109,7 @@ impl Guard {
             return None;
         };
         let grace = self.grace();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.workers.insert(worker);
         state.send(&spawned(worker, grace));
         Some(Guarded { guard: self.clone(), worker })
@@ -116,10 +117,6 @@ impl Guard {
 
     fn grace(&self) -> Duration {
         self.policy.borrow().shutdown_grace
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -4,11 +4,12 @@
 //! launcher. Without a driver, no worker is refused.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::gpus::device_fault::{DeviceFault, Kind, Severity};
@@ -73,7 +74,7 @@ impl Health {
     /// Records a report of the driver, and notifies the device watches of new failures.
     fn record(&self, report: DriverReport) {
         let now = Instant::now();
-        let mut status = self.status();
+        let mut status = self.status.lock();
         status.last_report = Some(now);
         let failed_devices = match report {
             DriverReport::Event { severity: Severity::Ignored, .. } => Vec::new(),
@@ -127,7 +128,7 @@ impl Health {
         if device == "cpu" {
             return None;
         }
-        let status = self.status();
+        let status = self.status.lock();
         let silence = status.last_report.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > UNRESPONSIVE {
             let message = format!("the driver has not answered for {} s", silence.as_secs());
@@ -138,7 +139,7 @@ impl Health {
 
     /// The last event on a device, if it is recent.
     pub(super) fn recent_event(&self, device: &str) -> Option<DeviceFault> {
-        let status = self.status();
+        let status = self.status.lock();
         let (at, device_fault) = status.events.get(device)?;
         (at.elapsed() <= RECENT_EVENT).then(|| device_fault.clone())
     }
@@ -148,10 +149,6 @@ impl Health {
         let failed_devices = self.failed_devices.subscribe();
         let seen = failed_devices.borrow().get(device).map_or(0, |failures| failures.count);
         DeviceWatch { device: device.to_owned(), failed_devices, seen }
-    }
-
-    fn status(&self) -> MutexGuard<'_, DriverState> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -241,7 +238,7 @@ mod tests {
         health.record(event(Severity::Process));
         assert_eq!(health.recent_event("GPU-a"), Some(device_fault(Kind::Xid, "Xid")));
         assert_eq!(health.recent_event("GPU-b"), None);
-        if let Some((at, _)) = health.status().events.get_mut("GPU-a") {
+        if let Some((at, _)) = health.status.lock().events.get_mut("GPU-a") {
             *at -= RECENT_EVENT;
         }
         assert_eq!(health.recent_event("GPU-a"), None);
@@ -252,7 +249,7 @@ mod tests {
         let health = Health::default();
         health.record(state(None));
         let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
-        health.status().last_report = silent;
+        health.status.lock().last_report = silent;
         let refused = health.blocking_fault("GPU-b").map(|it| (it.kind, it.message));
         assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));
         assert_eq!(health.blocking_fault("cpu"), None);

@@ -4,9 +4,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::process::ExitStatus;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde_json::{Map, Value};
 
 use crate::protocol::control::{CrashTail, QUEUE_MADE};
@@ -38,7 +38,7 @@ impl RecentlyLogged {
 
     /// Whether this text was logged within the window. Records it otherwise.
     pub(super) fn check_and_record(&self, text: &str, now: Instant) -> bool {
-        let mut logged_at = self.logged_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut logged_at = self.logged_at.lock();
         logged_at.retain(|_, at| now.saturating_duration_since(*at) < self.window);
         let is_known = logged_at.contains_key(text);
         if !is_known {
@@ -172,10 +172,10 @@ mod tests {
         let logged = RecentlyLogged::new(QUEUE_MADE_WINDOW);
         for text in [&format!("{QUEUE_MADE} a"), "ready", &format!("{QUEUE_MADE} a"), "ready"] {
             let line = format!(r#"{{"level":"INFO","fields":{{"message":"{text}"}}}}"#);
-            let raw: RawLines = |line| FORWARDED.lock().unwrap().push(line.to_owned());
+            let raw: RawLines = |line| FORWARDED.lock().push(line.to_owned());
             assert_eq!(forward_line("e/0", &line, Some(raw), &logged), text);
         }
-        let forwarded = FORWARDED.lock().unwrap().join("\n");
+        let forwarded = FORWARDED.lock().join("\n");
         assert_eq!((forwarded.matches(QUEUE_MADE).count(), forwarded.matches("ready").count()), (1, 2));
     }
 

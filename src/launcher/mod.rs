@@ -46,8 +46,9 @@ mod worker_handle;
 mod worker_monitor;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use crate::config::{Assignment, Broker, Launcher};
@@ -131,13 +132,13 @@ impl Launch {
     /// Records that a worker has reached this broker.
     fn note_broker(&self, broker: &Broker) {
         if !self.has_reached(broker) {
-            *self.reached_broker.lock().unwrap_or_else(PoisonError::into_inner) = Some(broker.clone());
+            *self.reached_broker.lock() = Some(broker.clone());
         }
     }
 
     /// Whether a worker has reached this broker. If so, a later refusal is not a mistake in the settings.
     fn has_reached(&self, broker: &Broker) -> bool {
-        self.reached_broker.lock().unwrap_or_else(PoisonError::into_inner).as_ref() == Some(broker)
+        self.reached_broker.lock().as_ref() == Some(broker)
     }
 }
 

@@ -34,92 +34,46 @@ impl Death {
     }
 }
 
-/// Why a worker is started in place of another: how the previous one ended, or why it was replaced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RestartReason {
-    /// A signal ended it.
-    Killed,
-    /// A forward pass took longer than `batch.timeout`.
-    Stuck,
-    /// It sent no events for too long.
-    Silent,
-    /// A bug in sconce.
-    InternalError,
-    /// No broker could be reached.
-    BrokerLost,
-    /// Its model could not be loaded.
-    ModelFailed,
-    /// Its device failed, or the driver does not answer.
-    DeviceFailed,
-    /// It reported another device than its own.
-    WrongDevice,
-    /// Its device computes wrongly.
-    WrongResult,
-    /// Its device is far slower than it should be.
-    TooSlow,
-    /// The driver reports an error of its device.
-    Xid,
-    /// Its device has a memory error that cannot be corrected.
-    Ecc,
-    /// The driver cannot find its device any more.
-    OffTheBus,
-    /// Its settings or command line are wrong, or the broker refuses them.
-    BadConfiguration,
-    /// It was due for recycling (`launcher.recycle_…`).
-    Recycled,
-    /// Its settings have changed.
-    Reloaded,
-    /// An operator ordered a restart.
-    Requested,
-    /// Any other end.
-    Other,
-}
-
-impl RestartReason {
-    /// Every reason, for metrics.
-    pub const ALL: [Self; 18] = [
-        Self::Killed,
-        Self::Stuck,
-        Self::Silent,
-        Self::InternalError,
-        Self::BrokerLost,
-        Self::ModelFailed,
-        Self::DeviceFailed,
-        Self::WrongDevice,
-        Self::WrongResult,
-        Self::TooSlow,
-        Self::Xid,
-        Self::Ecc,
-        Self::OffTheBus,
-        Self::BadConfiguration,
-        Self::Recycled,
-        Self::Reloaded,
-        Self::Requested,
-        Self::Other,
-    ];
-
-    /// The name, for counting and in logs.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Killed => "killed",
-            Self::Stuck => "stuck",
-            Self::Silent => "silent",
-            Self::InternalError => "internal_error",
-            Self::BrokerLost => "broker_lost",
-            Self::ModelFailed => "model_failed",
-            Self::DeviceFailed => "device_failed",
-            Self::WrongDevice => "wrong_device",
-            Self::WrongResult => "wrong_result",
-            Self::TooSlow => "too_slow",
-            Self::Xid => "xid",
-            Self::Ecc => "ecc",
-            Self::OffTheBus => "off_the_bus",
-            Self::BadConfiguration => "bad_configuration",
-            Self::Recycled => "recycled",
-            Self::Reloaded => "reloaded",
-            Self::Requested => "requested",
-            Self::Other => "other",
-        }
+named! {
+    /// Why a worker is started in place of another: how the previous one ended, or why it was replaced.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum RestartReason as as_str {
+        /// A signal ended it.
+        Killed => "killed",
+        /// A forward pass took longer than `batch.timeout`.
+        Stuck => "stuck",
+        /// It sent no events for too long.
+        Silent => "silent",
+        /// A bug in sconce.
+        InternalError => "internal_error",
+        /// No broker could be reached.
+        BrokerLost => "broker_lost",
+        /// Its model could not be loaded.
+        ModelFailed => "model_failed",
+        /// Its device failed, or the driver does not answer.
+        DeviceFailed => "device_failed",
+        /// It reported another device than its own.
+        WrongDevice => "wrong_device",
+        /// Its device computes wrongly.
+        WrongResult => "wrong_result",
+        /// Its device is far slower than it should be.
+        TooSlow => "too_slow",
+        /// The driver reports an error of its device.
+        Xid => "xid",
+        /// Its device has a memory error that cannot be corrected.
+        Ecc => "ecc",
+        /// The driver cannot find its device any more.
+        OffTheBus => "off_the_bus",
+        /// Its settings or command line are wrong, or the broker refuses them.
+        BadConfiguration => "bad_configuration",
+        /// It was due for recycling (`launcher.recycle_…`).
+        Recycled => "recycled",
+        /// Its settings have changed.
+        Reloaded => "reloaded",
+        /// An operator ordered a restart.
+        Requested => "requested",
+        /// Any other end.
+        Other => "other",
     }
 }
 
@@ -167,22 +121,11 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Replace;
+    use crate::config;
 
+    /// The default.
     fn policy() -> Launcher {
-        Launcher {
-            name: None,
-            shutdown_grace: Duration::from_secs(8),
-            restart_delay: Duration::from_millis(500),
-            restart_delay_max: Duration::from_secs(30),
-            quick_failure: Duration::from_secs(10),
-            max_quick_failures: 5,
-            poison_deaths: 3,
-            recycle_tasks: None,
-            recycle_age: None,
-            recycle_memory: None,
-            replace: Replace::Overlap,
-        }
+        config::load(&[], [], &[]).unwrap().settings.launcher
     }
 
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
@@ -212,7 +155,7 @@ mod tests {
             "requested",
             "other",
         ];
-        assert_eq!(RestartReason::ALL.map(RestartReason::as_str), names);
+        assert_eq!(RestartReason::ALL.map(|(reason, _)| reason.as_str()), names);
         for unfit in [Unfit::WrongResult, Unfit::TooSlow] {
             assert_eq!(RestartReason::from(unfit).as_str(), unfit.name());
         }

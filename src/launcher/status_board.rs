@@ -4,8 +4,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
+
+use parking_lot::Mutex;
 
 use crate::config::Assignment;
 use crate::protocol::admin::{SlotReport, State};
@@ -74,7 +75,7 @@ impl Default for StatusBoard {
 impl StatusBoard {
     /// Reads the status.
     pub fn read<T>(&self, read: impl FnOnce(&SlotStatus) -> T) -> T {
-        read(&self.lock())
+        read(&self.status.lock())
     }
 
     /// The time since the launcher started.
@@ -99,12 +100,12 @@ impl StatusBoard {
     }
 
     pub(super) fn write(&self, write: impl FnOnce(&mut SlotStatus)) {
-        write(&mut self.lock());
+        write(&mut self.status.lock());
     }
 
     /// Adds a slot, or changes its assignment.
     pub(crate) fn assign(&self, assignment: &Assignment) {
-        let mut status = self.lock();
+        let mut status = self.status.lock();
         let entry = status.slots.entry(assignment.slot.clone()).or_insert_with(|| Entry {
             report: SlotReport { stats: Some(Box::default()), ..SlotReport::default() },
             since: Instant::now(),
@@ -125,7 +126,7 @@ impl StatusBoard {
     }
 
     pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
-        let mut status = self.lock();
+        let mut status = self.status.lock();
         if let Some(entry) = status.slots.get_mut(slot) {
             change(entry);
         }
@@ -143,10 +144,6 @@ impl StatusBoard {
 
     pub(super) fn remove(&self, slot: &str) {
         self.write(|status| drop(status.slots.remove(slot)));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, SlotStatus> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,9 +2,9 @@
 //! The list is sent to workers that start later. Owns the list.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::Message;
@@ -61,7 +61,7 @@ impl Withdrawals {
         if cancellation.problem().is_some() || id.is_none_or(|id| id.len() > MAX_ID_BYTES) {
             return;
         }
-        let mut all = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.entries.lock();
         // Every slot receives the withdrawal, and a user may repeat it. The time of the last one counts.
         all.retain(|(other, _)| other != cancellation);
         if all.len() == MAX_WITHDRAWN {
@@ -75,7 +75,7 @@ impl Withdrawals {
         if *self.are_expected.borrow() {
             return None;
         }
-        let mut all = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.entries.lock();
         // An entry is ahead of `now` if the clock was set back.
         all.retain(|(_, at)| now.duration_since(*at).is_ok_and(|age| age <= WITHDRAWN_FOR) || now <= *at);
         Some(all.iter().map(|(cancellation, _)| cancellation.clone()).collect())

@@ -128,50 +128,34 @@ impl Target {
     }
 }
 
-/// What a slot is doing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum State {
-    /// Its process is being started.
-    #[default]
-    Starting,
-    /// Its model is being loaded.
-    Loading,
-    /// It waits for tasks.
-    Ready,
-    /// It computes.
-    Busy,
-    /// It takes no tasks until it is resumed.
-    Paused,
-    /// It finishes what it has taken, and then ends.
-    Draining,
-    /// It has ended as requested.
-    Stopped,
-    /// It ended unexpectedly, and is started again after a delay.
-    Failed,
-    /// It failed too often, and is started again only on request.
-    Quarantined,
+named! {
+    /// What a slot is doing.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum State as name {
+        /// Its process is being started.
+        #[default]
+        Starting => "starting",
+        /// Its model is being loaded.
+        Loading => "loading",
+        /// It waits for tasks.
+        Ready => "ready",
+        /// It computes.
+        Busy => "busy",
+        /// It takes no tasks until it is resumed.
+        Paused => "paused",
+        /// It finishes what it has taken, and then ends.
+        Draining => "draining",
+        /// It has ended as requested.
+        Stopped => "stopped",
+        /// It ended unexpectedly, and is started again after a delay.
+        Failed => "failed",
+        /// It failed too often, and is started again only on request.
+        Quarantined => "quarantined",
+    }
 }
 
 impl State {
-    /// All states, with their names.
-    pub const ALL: [(Self, &str); 9] = [
-        (Self::Starting, "starting"),
-        (Self::Loading, "loading"),
-        (Self::Ready, "ready"),
-        (Self::Busy, "busy"),
-        (Self::Paused, "paused"),
-        (Self::Draining, "draining"),
-        (Self::Stopped, "stopped"),
-        (Self::Failed, "failed"),
-        (Self::Quarantined, "quarantined"),
-    ];
-
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(state, _)| *state == self).map_or("", |(_, name)| *name)
-    }
-
     /// Whether it takes tasks.
     pub fn is_serving(self) -> bool {
         matches!(self, Self::Ready | Self::Busy)

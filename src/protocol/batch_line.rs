@@ -57,7 +57,7 @@ impl RequestBody {
     /// # Errors
     /// A message that says what is wrong with it.
     pub fn from_data_url(url: &str) -> Result<Self, String> {
-        let (media_type, bytes) = data_url::parse(url)?;
+        let (media_type, bytes) = data_url(url)?;
         Ok(Self { bytes: bytes.into(), media_type: Some(media_type) })
     }
 }

@@ -234,23 +234,15 @@ pub enum Event {
     },
 }
 
-/// A defect of the device, found before the worker takes work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Unfit {
-    /// It computes a result that differs from the known one.
-    WrongResult,
-    /// It computes correctly, but far slower than it should.
-    TooSlow,
-}
-
-impl Unfit {
-    /// The name in metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::WrongResult => "wrong_result",
-            Self::TooSlow => "too_slow",
-        }
+named! {
+    /// A defect of the device, found before the worker takes work.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Unfit as name {
+        /// It computes a result that differs from the known one.
+        WrongResult => "wrong_result",
+        /// It computes correctly, but far slower than it should.
+        TooSlow => "too_slow",
     }
 }
 

@@ -37,48 +37,24 @@ const BROKER_REASONS: [&str; 4] = ["delivery_limit", "expired", "rejected", "max
 /// The reason of a dead letter that states none.
 const UNKNOWN_REASON: &str = "unknown";
 
-/// Why a message is in the dead-letter queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// The body does not match its content type.
-    Undecodable,
-    /// The task killed each worker that computed it alone.
-    Poison,
-    /// All attempts that the settings allow have failed.
-    Attempts,
-    /// The queue for its reply does not exist.
-    Unroutable,
-    /// The broker has not confirmed its reply in time.
-    Unconfirmed,
-    /// A `control.*` type that this version does not know.
-    UnknownControl,
-    /// The task was refused, and the queue for the error reply does not exist.
-    Refused,
-}
-
-impl Reason {
-    /// Every reason.
-    pub const ALL: [Self; 7] = [
-        Self::Undecodable,
-        Self::Poison,
-        Self::Attempts,
-        Self::Unroutable,
-        Self::Unconfirmed,
-        Self::UnknownControl,
-        Self::Refused,
-    ];
-
-    /// The `reason` header.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Undecodable => "undecodable",
-            Self::Poison => "poison",
-            Self::Attempts => "attempts",
-            Self::Unroutable => "unroutable",
-            Self::Unconfirmed => "unconfirmed",
-            Self::UnknownControl => "unknown_control",
-            Self::Refused => "refused",
-        }
+named! {
+    /// Why a message is in the dead-letter queue.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Reason as as_str {
+        /// The body does not match its content type.
+        Undecodable => "undecodable",
+        /// The task killed each worker that computed it alone.
+        Poison => "poison",
+        /// All attempts that the settings allow have failed.
+        Attempts => "attempts",
+        /// The queue for its reply does not exist.
+        Unroutable => "unroutable",
+        /// The broker has not confirmed its reply in time.
+        Unconfirmed => "unconfirmed",
+        /// A `control.*` type that this version does not know.
+        UnknownControl => "unknown_control",
+        /// The task was refused, and the queue for the error reply does not exist.
+        Refused => "refused",
     }
 }
 
@@ -149,7 +125,7 @@ fn is_small(value: &Value) -> bool {
 
 /// Every reason that [`DeadLetter::reason`] knows: the workers', the broker's, and `unknown`.
 pub fn reasons() -> impl Iterator<Item = &'static str> {
-    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKER_REASONS).chain([UNKNOWN_REASON])
+    Reason::ALL.into_iter().map(|(_, name)| name).chain(BROKER_REASONS).chain([UNKNOWN_REASON])
 }
 
 /// A message of a dead-letter queue.
@@ -264,7 +240,7 @@ impl<'a> DeadLetter<'a> {
 fn worker_reason(headers: &Headers) -> Option<Reason> {
     let written = headers.get("reason")?.as_str()?;
     let is_complete = WORKER_HEADERS[..4].iter().all(|name| headers.contains_key(*name));
-    Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| is_complete)
+    Reason::ALL.into_iter().find(|(_, name)| *name == written && is_complete).map(|(reason, _)| reason)
 }
 
 /// Restores the original message, to be published again. Properties that would make the broker act are not restored

@@ -35,6 +35,19 @@ pub struct Unsupported {
     pub only_value: &'static str,
 }
 
+/// Writes [`Keys`]: the fields that are read, then each unsupported one with the only value that is not refused.
+macro_rules! keys {
+    ($($supported:literal),+ $(; $($key:literal = $only_value:literal),+)?) => {
+        $crate::protocol::fields::Keys {
+            supported: &[$($supported),+],
+            unsupported: &[
+                $($($crate::protocol::fields::Unsupported { key: $key, only_value: $only_value }),+)?
+            ],
+        }
+    };
+}
+pub(super) use keys;
+
 /// The fields of one request; `null` counts as absent.
 #[derive(Debug)]
 pub struct Fields<'a> {
@@ -82,6 +95,21 @@ impl<'a> Fields<'a> {
     /// `BadInput` if it is missing.
     pub fn required(&self, key: &str) -> Result<&'a RawValue, TaskError> {
         self.get(key).ok_or_else(|| TaskError::bad_input(key, format!("{key} is missing")))
+    }
+
+    /// The one of two names of the same field that the request uses; `name` if it uses neither.
+    ///
+    /// # Errors
+    /// `BadInput` if it uses both.
+    pub fn either(&self, name: &'static str, other: &'static str) -> Result<&'static str, TaskError> {
+        match (self.get(name), self.get(other)) {
+            (None, Some(_)) => Ok(other),
+            (Some(_), Some(_)) => {
+                let message = format!("{other} means the same as {name}: send one of them");
+                Err(TaskError::bad_input(other, message))
+            }
+            _ => Ok(name),
+        }
     }
 
     /// A string.
@@ -201,8 +229,19 @@ pub fn texts(raw: &RawValue, key: &str, max_items: usize) -> Result<Vec<String>,
     if !raw.get().starts_with('[') {
         return Err(invalid(key, "a string or a list of strings", raw.get()));
     }
-    let items = list(raw.get(), key, max_items)?;
-    items.iter().enumerate().map(|(index, item)| string(item.get(), &format!("{key}[{index}]"))).collect()
+    each_item(&list(raw.get(), key, max_items)?, key, string)
+}
+
+/// Reads each item of the list at `path`. `read` takes the item and its path.
+///
+/// # Errors
+/// The first of `read`.
+pub fn each_item<T>(
+    items: &[&RawValue],
+    path: &str,
+    read: impl Fn(&str, &str) -> Result<T, TaskError>,
+) -> Result<Vec<T>, TaskError> {
+    items.iter().enumerate().map(|(index, item)| read(item.get(), &format!("{path}[{index}]"))).collect()
 }
 
 /// The items of a list.
@@ -378,13 +417,7 @@ pub fn excerpt(raw: &str) -> String {
 mod tests {
     use super::*;
 
-    const KEYS: Keys = Keys {
-        supported: &["query", "documents", "top_n"],
-        unsupported: &[
-            Unsupported { key: "stream", only_value: "false" },
-            Unsupported { key: "rank_fields", only_value: "[]" },
-        ],
-    };
+    const KEYS: Keys = keys! { "query", "documents", "top_n"; "stream" = "false", "rank_fields" = "[]" };
 
     fn refusal(body: &str) -> (TaskErrorKind, Option<String>, String) {
         let error = Fields::parse(body.as_bytes(), &KEYS).expect_err(body);

@@ -1,12 +1,15 @@
-//! Files that a task names by URL instead of containing them. Pure: nothing is fetched here.
+//! Files that a task names by URL instead of containing them, and data URLs: texts that contain bytes and their media
+//! type. Pure: nothing is fetched here.
 
 use std::collections::BTreeMap;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::data_url;
-use super::fields::string;
+use super::TaskError;
+use super::fields::{excerpt, string};
 
 /// The header with the URL of a file. If the body of the task is empty, the worker fetches this file as the body.
 pub const DATAREF: &str = "dataref";
@@ -48,16 +51,41 @@ impl Files {
         self.0.contains_key(url)
     }
 
+    /// The file of the URL in the field at `path`.
+    ///
+    /// # Errors
+    /// `BadInput` if the field is not a string, or its file was not fetched and it is not a data URL.
+    pub fn read_field(&self, raw: &RawValue, path: &str) -> Result<(Option<String>, Bytes), TaskError> {
+        self.read(&string(raw.get(), path)?).map_err(|message| {
+            TaskError::bad_input(path, format!("{path} {message}, got {}", excerpt(raw.get())))
+        })
+    }
+
     /// The file of a fetched URL, or the file in a data URL together with its media type.
     ///
     /// # Errors
-    /// As [`data_url::parse`].
+    /// As [`data_url`].
     pub fn read(&self, url: &str) -> Result<(Option<String>, Bytes), String> {
         match self.0.get(url) {
             Some(bytes) => Ok((None, bytes.clone())),
-            None => data_url::parse(url).map(|(media_type, bytes)| (Some(media_type), bytes.into())),
+            None => data_url(url).map(|(media_type, bytes)| (Some(media_type), bytes.into())),
         }
     }
+}
+
+/// Returns the media type of a data URL in base64, in lower case and without parameters, and its decoded bytes.
+///
+/// # Errors
+/// A message that is put after the name of the field: what the value must be, or what is wrong with its base64.
+pub fn data_url(url: &str) -> Result<(String, Vec<u8>), String> {
+    let wanted =
+        "must be a data URL (data:<media type>;base64,…), because allowed_sources of this pool is empty";
+    let (head, data) =
+        url.strip_prefix("data:").and_then(|rest| rest.split_once(',')).ok_or_else(|| wanted.to_owned())?;
+    let media_type = head.strip_suffix(";base64").ok_or("must be a data URL in base64")?;
+    let media_type = media_type.split(';').next().unwrap_or_default().to_ascii_lowercase();
+    let bytes = STANDARD.decode(data.trim_end()).map_err(|error| format!("is not base64: {error}"))?;
+    Ok((media_type, bytes))
 }
 
 #[cfg(test)]
@@ -78,6 +106,19 @@ mod tests {
         assert_eq!(url_in(r#""file:\/\/\/a""#).as_deref(), Some("file:///a"));
         for other in [r#""data:,""#, r#""\u0064ata:,""#, "7"] {
             assert_eq!(url_in(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_data_url_is_bytes_with_a_media_type() {
+        let parsed = data_url("data:Image/PNG;name=a;base64,ZmlsZQ==\n");
+        assert_eq!(parsed, Ok(("image/png".to_owned(), b"file".to_vec())));
+        for (url, message) in [
+            ("http://host/a.png", "allowed_sources of this pool is empty"),
+            ("data:image/png,abc", "in base64"),
+            ("data:image/png;base64,!", "is not base64"),
+        ] {
+            assert!(data_url(url).unwrap_err().contains(message), "{url}");
         }
     }
 }

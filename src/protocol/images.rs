@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, Unsupported, excerpt, list, string};
+use super::fields::{Fields, Keys, keys, list, string};
 use super::labels::best_labels;
 use super::message::Headers;
 use super::reply::to_json;
@@ -22,17 +22,11 @@ const DEFAULT_TOP_K: usize = 5;
 
 /// The field that holds the texts in a request to classify texts, which has the same URL.
 const INPUT: &str = "input";
-const KEYS: Keys = Keys {
-    supported: &["image_url", INPUT, "inputs", "model", "parameters", "raw_scores", "top_k"],
-    unsupported: &[
-        Unsupported { key: "candidate_labels", only_value: "null" },
-        Unsupported { key: "function_to_apply", only_value: "null" },
-    ],
+const KEYS: Keys = keys! {
+    "image_url", "input", "inputs", "model", "parameters", "raw_scores", "top_k";
+    "candidate_labels" = "null", "function_to_apply" = "null"
 };
-const PARAMETERS: Keys = Keys {
-    supported: &["top_k"],
-    unsupported: &[Unsupported { key: "function_to_apply", only_value: "null" }],
-};
+const PARAMETERS: Keys = keys! { "top_k"; "function_to_apply" = "null" };
 
 /// A function that reads the image in a JSON value. The second argument is the path of that value, for errors.
 type ReadImage = fn(&RawValue, &str, &Files) -> Result<ImageFile, TaskError>;
@@ -167,8 +161,7 @@ impl ImagesRequest {
 
 /// Returns the URL in a value, and the path of the URL. The value is a string, or OpenAI's object with the field `url`.
 fn url_in<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), TaskError> {
-    const KEYS: Keys =
-        Keys { supported: &["url"], unsupported: &[Unsupported { key: "detail", only_value: "\"auto\"" }] };
+    const KEYS: Keys = keys! { "url"; "detail" = "\"auto\"" };
     if !raw.get().starts_with('{') {
         return Ok((raw, path.to_owned()));
     }
@@ -179,10 +172,7 @@ fn url_in<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), T
 /// Reads the image that a URL names or holds.
 fn image_from_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     let (raw, path) = url_in(raw, path)?;
-    let url = string(raw.get(), &path)?;
-    let (media_type, bytes) = files.read(&url).map_err(|message| {
-        TaskError::bad_input(&*path, format!("{path} {message}, got {}", excerpt(raw.get())))
-    })?;
+    let (media_type, bytes) = files.read_field(raw, &path)?;
     Ok(ImageFile { media_type, bytes, path: Some(path) })
 }
 

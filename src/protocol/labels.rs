@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, Unsupported, texts};
+use super::fields::{Fields, Keys, keys, texts};
 use super::reply::{Usage, to_json};
 use super::requests::ShareableRequests;
 
@@ -14,13 +14,9 @@ pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 /// Requests that can share a task.
 pub(super) const SHAREABLE: ShareableRequests = ShareableRequests { url: URL, input_field: "input" };
 
-const KEYS: Keys = Keys {
-    supported: &["input", "inputs", "model", "top_k", "raw_scores", "truncate"],
-    unsupported: &[
-        Unsupported { key: "activation", only_value: "true" },
-        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
-        Unsupported { key: "truncation_direction", only_value: "\"Right\"" },
-    ],
+const KEYS: Keys = keys! {
+    "input", "inputs", "model", "top_k", "raw_scores", "truncate";
+    "activation" = "true", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""
 };
 
 /// Texts to classify.
@@ -50,16 +46,7 @@ impl ClassifyRequest {
     /// and the value.
     pub fn parse(body: &[u8], max_texts: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
-        let field = match (fields.get("input"), fields.get("inputs")) {
-            (None, Some(_)) => "inputs",
-            (Some(_), Some(_)) => {
-                return Err(TaskError::bad_input(
-                    "inputs",
-                    "inputs means the same as input: send one of them",
-                ));
-            }
-            _ => "input",
-        };
+        let field = fields.either("input", "inputs")?;
         let input = fields.required(field)?;
         Ok(Self {
             texts: texts(input, field, max_texts)?,

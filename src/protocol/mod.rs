@@ -5,7 +5,6 @@
 pub mod admin;
 pub mod batch_line;
 pub mod control;
-pub mod data_url;
 pub mod dead_letter;
 pub mod embeddings;
 pub mod fields;
@@ -23,7 +22,7 @@ pub mod task;
 pub mod task_error;
 pub mod transcriptions;
 
-pub use files::{FileUrl, Files};
+pub use files::{FileUrl, Files, data_url};
 pub use message::{Headers, MAX_HEADER_BYTES, Message, Properties, Value};
 pub use reply::{Body, Timings, WorkerInfo};
 pub use task::{Incoming, Sentinels, Task, classify};

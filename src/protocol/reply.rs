@@ -133,21 +133,18 @@ pub struct ErrorNames {
 impl TaskErrorKind {
     /// The names of this kind.
     pub fn names(self) -> ErrorNames {
-        const REQUEST: &str = "invalid_request_error";
-        const SERVER: &str = "server_error";
-        let (status, status_code, openai_type, code) = match self {
-            Self::Undecodable => ("rejected", 400, REQUEST, "undecodable"),
-            Self::BadInput => ("rejected", 400, REQUEST, "invalid_value"),
-            Self::UnknownModel => ("rejected", 404, REQUEST, "model_not_found"),
-            Self::UnknownUrl => ("rejected", 404, REQUEST, "unknown_url"),
-            Self::TooLarge => ("rejected", 413, REQUEST, "too_large"),
-            Self::Expired => ("expired", 408, REQUEST, "expired"),
-            Self::Internal | Self::Fault => ("failed", 500, SERVER, "internal_error"),
-            Self::Unavailable => ("failed", 502, SERVER, "file_unavailable"),
-            Self::OutOfMemory => ("failed", 507, SERVER, "out_of_device_memory"),
-            Self::Cancelled => ("cancelled", 499, REQUEST, "cancelled"),
+        let (status, status_code) = match self {
+            Self::Undecodable | Self::BadInput => ("rejected", 400),
+            Self::UnknownModel | Self::UnknownUrl => ("rejected", 404),
+            Self::TooLarge => ("rejected", 413),
+            Self::Expired => ("expired", 408),
+            Self::Internal | Self::Fault => ("failed", 500),
+            Self::Unavailable => ("failed", 502),
+            Self::OutOfMemory => ("failed", 507),
+            Self::Cancelled => ("cancelled", 499),
         };
-        ErrorNames { status, status_code, openai_type, code }
+        let openai_type = if status == "failed" { "server_error" } else { "invalid_request_error" };
+        ErrorNames { status, status_code, openai_type, code: self.code() }
     }
 }
 

@@ -2,10 +2,9 @@
 //! names are accepted too) and `/v1/score` (vLLM's): pairs of texts, each with a score. Pure; knows no model.
 
 use serde::Serialize;
-use serde_json::value::RawValue;
 
 use super::TaskError;
-use super::fields::{Fields, Keys, Unsupported, list, string, texts};
+use super::fields::{Fields, Keys, each_item, keys, list, string, texts};
 use super::labels::highest_indices;
 use super::reply::{Usage, to_json};
 
@@ -16,27 +15,14 @@ pub const SCORE_URL: &str = "/v1/score";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
 
-const RERANK: Keys = Keys {
-    supported: &[
-        "model",
-        "query",
-        "documents",
-        "texts",
-        "top_n",
-        "return_documents",
-        "return_text",
-        "raw_scores",
-        "truncate",
-    ],
-    unsupported: &[
-        Unsupported { key: "max_tokens_per_doc", only_value: "null" },
-        Unsupported { key: "rank_fields", only_value: "null" },
-        Unsupported { key: "truncation_direction", only_value: "\"Right\"" },
-    ],
+const RERANK: Keys = keys! {
+    "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
+    "truncate";
+    "max_tokens_per_doc" = "null", "rank_fields" = "null", "truncation_direction" = "\"Right\""
 };
-const SCORE: Keys = Keys {
-    supported: &["model", "text_1", "text_2", "raw_scores", "truncate"],
-    unsupported: &[Unsupported { key: "truncate_prompt_tokens", only_value: "null" }],
+const SCORE: Keys = keys! {
+    "model", "text_1", "text_2", "raw_scores", "truncate";
+    "truncate_prompt_tokens" = "null"
 };
 
 /// Pairs of texts to score.
@@ -81,21 +67,11 @@ impl PairsRequest {
     pub fn rerank(body: &[u8], max_documents: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &RERANK)?;
         let query = string(fields.required("query")?.get(), "query")?;
-        let field = match (fields.get("documents"), fields.get("texts")) {
-            (None, Some(_)) => "texts",
-            (Some(_), Some(_)) => {
-                return Err(TaskError::bad_input(
-                    "texts",
-                    "texts means the same as documents: send one of them",
-                ));
-            }
-            _ => "documents",
-        };
-        let items = list(fields.required(field)?.get(), field, max_documents)?;
-        let document = |(index, item): (usize, &&RawValue)| string(item.get(), &format!("{field}[{index}]"));
+        let field = fields.either("documents", "texts")?;
+        let documents = list(fields.required(field)?.get(), field, max_documents)?;
         Ok(Self {
             first: vec![query],
-            second: items.iter().enumerate().map(document).collect::<Result<_, _>>()?,
+            second: each_item(&documents, field, string)?,
             field,
             model: fields.string("model")?,
             raw_scores: fields.boolean("raw_scores", false)?,

@@ -7,7 +7,7 @@ use flacenc::error::Verify as _;
 use flacenc::source::MemSource;
 use serde::Serialize;
 
-use super::fields::{Fields, Keys, Unsupported, invalid, string, texts};
+use super::fields::{Fields, Keys, invalid, keys, string, texts};
 use super::reply::to_json;
 use super::{Body, TaskError, TaskErrorKind};
 
@@ -24,15 +24,11 @@ const SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;
 /// The most bytes of `voice`.
 const VOICE_BYTES: usize = 64;
 
-const KEYS: Keys = Keys {
-    supported: &["input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice"],
-    unsupported: &[
-        Unsupported { key: "instructions", only_value: "\"\"" },
-        Unsupported { key: "stream_format", only_value: "\"audio\"" },
-        Unsupported { key: "lang_code", only_value: "null" },
-    ],
+const KEYS: Keys = keys! {
+    "input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice";
+    "instructions" = "\"\"", "stream_format" = "\"audio\"", "lang_code" = "null"
 };
-const VOICES: Keys = Keys { supported: &["model"], unsupported: &[] };
+const VOICES: Keys = keys! { "model" };
 
 /// A request for the sound of a text.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,19 +58,20 @@ pub enum Spoken {
     Phonemes(Vec<String>),
 }
 
-/// The form of sound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SoundFormat {
-    /// A WAV file with samples of 16 bits.
-    Wav,
-    /// The samples alone, each of 16 bits, the low byte first.
-    Pcm,
-    /// A FLAC file with samples of 16 bits.
-    Flac,
+named! {
+    /// The form of sound.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum SoundFormat as name {
+        /// A WAV file with samples of 16 bits.
+        Wav => "wav",
+        /// The samples alone, each of 16 bits, the low byte first.
+        Pcm => "pcm",
+        /// A FLAC file with samples of 16 bits.
+        Flac => "flac",
+    }
 }
 
 impl SoundFormat {
-    const ALL: [(&str, Self); 3] = [("wav", Self::Wav), ("pcm", Self::Pcm), ("flac", Self::Flac)];
     /// Formats of OpenAI and of other servers that are not written here.
     const OTHERS: [&str; 4] = ["mp3", "opus", "aac", "ogg"];
 }
@@ -129,8 +126,8 @@ fn format(fields: &Fields<'_>) -> Result<SoundFormat, TaskError> {
     const KEY: &str = "response_format";
     let Some(raw) = fields.get(KEY) else { return Ok(SoundFormat::Wav) };
     let name = string(raw.get(), KEY)?;
-    if let Some((_, format)) = SoundFormat::ALL.iter().find(|(known, _)| *known == name) {
-        return Ok(*format);
+    if let Some((format, _)) = SoundFormat::ALL.into_iter().find(|(_, known)| *known == name) {
+        return Ok(format);
     }
     if SoundFormat::OTHERS.contains(&name.as_str()) {
         let message =

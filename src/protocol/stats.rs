@@ -90,30 +90,21 @@ impl Histogram {
     }
 }
 
-/// A stage of a task, between its publication and the confirmation of its reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// From its publication to its preprocessing.
-    Queue,
-    /// Decoding and tokenising.
-    Prepare,
-    /// From the end of its preprocessing to its first forward pass.
-    Wait,
-    /// Its forward passes.
-    Compute,
-    /// From sending its reply until the broker has confirmed it.
-    Publish,
-}
-
-impl Stage {
-    /// All stages in order, with their names.
-    pub const ALL: [(Self, &str); 5] = [
-        (Self::Queue, "queue"),
-        (Self::Prepare, "prepare"),
-        (Self::Wait, "wait"),
-        (Self::Compute, "compute"),
-        (Self::Publish, "publish"),
-    ];
+named! {
+    /// A stage of a task, between its publication and the confirmation of its reply.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Stage as name {
+        /// From its publication to its preprocessing.
+        Queue => "queue",
+        /// Decoding and tokenising.
+        Prepare => "prepare",
+        /// From the end of its preprocessing to its first forward pass.
+        Wait => "wait",
+        /// Its forward passes.
+        Compute => "compute",
+        /// From sending its reply until the broker has confirmed it.
+        Publish => "publish",
+    }
 }
 
 /// The number of tasks with the same status and reason.

@@ -7,31 +7,33 @@ use super::shorten;
 /// Longest message, in bytes. The error text of a library may contain the whole value.
 const MAX_MESSAGE_BYTES: usize = 2_000;
 
-/// The kind of failure, which decides the reply's `status` and `status_code`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TaskErrorKind {
-    /// The body does not match its content type (not JSON, not UTF-8): 400, and dead-lettered.
-    Undecodable,
-    /// The request is well-formed, but this model cannot answer it: 400.
-    BadInput,
-    /// The request names a model that this pool does not serve: 404.
-    UnknownModel,
-    /// The request names a URL that this pool does not answer: 404.
-    UnknownUrl,
-    /// The deadline passed before the task was computed: 408.
-    Expired,
-    /// The request exceeds a limit of this pool: 413.
-    TooLarge,
-    /// The model or this program failed on a valid input, and would fail again: 500.
-    Internal,
-    /// A forward pass failed on this input alone, on a healthy device: 500, when a retry fails too.
-    Fault,
-    /// A file that the task names by its URL could not be fetched: 502, when a retry fails too.
-    Unavailable,
-    /// The device had too little memory for this input, even alone: 507, when a retry fails too.
-    OutOfMemory,
-    /// The answer is no longer wanted: 499.
-    Cancelled,
+named! {
+    /// The kind of failure, which decides the reply's `status` and `status_code`.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum TaskErrorKind as code {
+        /// The body does not match its content type (not JSON, not UTF-8): 400, and dead-lettered.
+        Undecodable => "undecodable",
+        /// The request is well-formed, but this model cannot answer it: 400.
+        BadInput => "invalid_value",
+        /// The request names a model that this pool does not serve: 404.
+        UnknownModel => "model_not_found",
+        /// The request names a URL that this pool does not answer: 404.
+        UnknownUrl => "unknown_url",
+        /// The deadline passed before the task was computed: 408.
+        Expired => "expired",
+        /// The request exceeds a limit of this pool: 413.
+        TooLarge => "too_large",
+        /// The model or this program failed on a valid input, and would fail again: 500.
+        Internal => "internal_error",
+        /// A forward pass failed on this input alone, on a healthy device: 500, when a retry fails too.
+        Fault => "internal_error",
+        /// A file that the task names by its URL could not be fetched: 502, when a retry fails too.
+        Unavailable => "file_unavailable",
+        /// The device had too little memory for this input, even alone: 507, when a retry fails too.
+        OutOfMemory => "out_of_device_memory",
+        /// The answer is no longer wanted: 499.
+        Cancelled => "cancelled",
+    }
 }
 
 impl TaskErrorKind {
@@ -48,21 +50,6 @@ impl TaskErrorKind {
             Self::Undecodable | Self::BadInput | Self::UnknownModel | Self::UnknownUrl | Self::TooLarge
         )
     }
-
-    /// Every kind.
-    pub const ALL: [Self; 11] = [
-        Self::Undecodable,
-        Self::BadInput,
-        Self::UnknownModel,
-        Self::UnknownUrl,
-        Self::Expired,
-        Self::TooLarge,
-        Self::Internal,
-        Self::Fault,
-        Self::Unavailable,
-        Self::OutOfMemory,
-        Self::Cancelled,
-    ];
 }
 
 /// Why a task was not answered with a result.

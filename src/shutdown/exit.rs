@@ -3,56 +3,41 @@
 
 use std::fmt;
 
-/// Why a sconce process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exit {
-    /// The process did what was requested; a drain counts as that.
-    Done = 0,
-    /// Refused: unhealthy, nobody answered, or an order or dead letter could not be handled. Workers never exit
-    /// with it.
-    Refused = 1,
-    /// The command line is wrong.
-    Usage = 64,
-    /// A bug: a panic or a broken invariant.
-    Internal = 70,
-    /// The settings are wrong, or the broker refuses them.
-    Config = 78,
-    /// A sentinel stopped this worker: the slot is done.
-    StoppedOnRequest = 80,
-    /// No broker could be reached for longer than `broker.give_up_after`.
-    BrokerLost = 81,
-    /// The model could not be loaded.
-    ModelFailed = 82,
-    /// The device failed and only a new process can use it.
-    DeviceFailed = 83,
-    /// Stopped by a second signal or the deadline; the broker redelivers unfinished tasks.
-    Aborted = 84,
-    /// A slot was given up after too many quick failures.
-    SlotGivenUp = 85,
-    /// The model could not be fetched from the hub. A retry may succeed, unlike after [`Exit::ModelFailed`].
-    ModelUnavailable = 86,
-    /// A client command has done all of its work, and some of the answers are errors. Workers never exit with it.
-    DoneWithErrors = 87,
+named! {
+    /// Why a sconce process ended.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Exit as meaning {
+        /// The process did what was requested; a drain counts as that.
+        Done = 0 => "done",
+        /// Refused: unhealthy, nobody answered, or an order or dead letter could not be handled. Workers never exit
+        /// with it.
+        Refused = 1 => "refused: unhealthy, nobody answered, or an order or dead letter not handled",
+        /// The command line is wrong.
+        Usage = 64 => "wrong command line",
+        /// A bug: a panic or a broken invariant.
+        Internal = 70 => "a bug in sconce",
+        /// The settings are wrong, or the broker refuses them.
+        Config = 78 => "bad configuration, or the broker refuses it (password, vhost, permission)",
+        /// A sentinel stopped this worker: the slot is done.
+        StoppedOnRequest = 80 => "worker: stopped on request, by a sentinel",
+        /// No broker could be reached for longer than `broker.give_up_after`.
+        BrokerLost = 81 => "no broker reached for longer than broker.give_up_after",
+        /// The model could not be loaded.
+        ModelFailed = 82 => "the model cannot be loaded: its files are wrong, or nothing serves it",
+        /// The device failed and only a new process can use it.
+        DeviceFailed = 83 => "the device failed",
+        /// Stopped by a second signal or the deadline; the broker redelivers unfinished tasks.
+        Aborted = 84 => "aborted: second signal, deadline, --timeout; unfinished tasks are requeued",
+        /// A slot was given up after too many quick failures.
+        SlotGivenUp = 85 => "a worker died too often and was given up",
+        /// The model could not be fetched from the hub. A retry may succeed, unlike after [`Exit::ModelFailed`].
+        ModelUnavailable = 86 => "the model could not be fetched",
+        /// A client command has done all of its work, and some of the answers are errors. Workers never exit with it.
+        DoneWithErrors = 87 => "finished, with errors: some rows or tasks were answered with an error",
+    }
 }
 
 impl Exit {
-    /// Every code, for `--help` and the docs.
-    pub const ALL: [(Exit, &'static str); 13] = [
-        (Exit::Done, "done"),
-        (Exit::Refused, "refused: unhealthy, nobody answered, or an order or dead letter not handled"),
-        (Exit::Usage, "wrong command line"),
-        (Exit::Internal, "a bug in sconce"),
-        (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),
-        (Exit::StoppedOnRequest, "worker: stopped on request, by a sentinel"),
-        (Exit::BrokerLost, "no broker reached for longer than broker.give_up_after"),
-        (Exit::ModelFailed, "the model cannot be loaded: its files are wrong, or nothing serves it"),
-        (Exit::DeviceFailed, "the device failed"),
-        (Exit::Aborted, "aborted: second signal, deadline, --timeout; unfinished tasks are requeued"),
-        (Exit::SlotGivenUp, "a worker died too often and was given up"),
-        (Exit::ModelUnavailable, "the model could not be fetched"),
-        (Exit::DoneWithErrors, "finished, with errors: some rows or tasks were answered with an error"),
-    ];
-
     /// The process's exit status.
     pub fn code(self) -> u8 {
         self as u8
@@ -73,8 +58,7 @@ impl Exit {
 
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let meaning = Self::ALL.iter().find(|(exit, _)| exit == self).map(|(_, meaning)| *meaning);
-        f.write_str(meaning.unwrap_or_default())
+        f.write_str(self.meaning())
     }
 }
 

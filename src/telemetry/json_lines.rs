@@ -17,10 +17,8 @@ const LISTS: [&str; 2] = ["ids", "devices"];
 /// The format of the lines.
 pub(super) struct JsonLines;
 
-impl<S, N> FormatEvent<S, N> for JsonLines
-where
-    S: Subscriber + for<'a> LookupSpan<'a>,
-    N: for<'a> FormatFields<'a> + 'static,
+impl<S: Subscriber + for<'a> LookupSpan<'a>, N: for<'a> FormatFields<'a> + 'static> FormatEvent<S, N>
+    for JsonLines
 {
     fn format_event(
         &self,

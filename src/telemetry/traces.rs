@@ -194,10 +194,9 @@ fn resource(worker: &str) -> Resource {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use opentelemetry_sdk::error::OTelSdkResult;
     use opentelemetry_sdk::trace::{Span, SpanData, SpanProcessor};
+    use parking_lot::Mutex;
 
     use super::*;
 
@@ -212,7 +211,7 @@ mod tests {
         fn on_start(&self, _: &mut Span, _: &Context) {}
 
         fn on_end(&self, span: SpanData) {
-            self.0.lock().unwrap().push(span);
+            self.0.lock().push(span);
         }
 
         fn force_flush(&self) -> OTelSdkResult {
@@ -226,7 +225,7 @@ mod tests {
 
     impl Recorder {
         fn take(&self) -> SpanData {
-            let mut spans = std::mem::take(&mut *self.0.lock().unwrap());
+            let mut spans = std::mem::take(&mut *self.0.lock());
             assert_eq!(spans.len(), 1, "{spans:?}");
             spans.remove(0)
         }
@@ -316,7 +315,7 @@ mod tests {
         let (traces, recorder) = traces(0.0);
         assert!(begin(&traces, None).link().is_none(), "no upstream decision, and a sampling share of 0");
         traces.batch(pass(Vec::new()));
-        assert_eq!(recorder.0.lock().unwrap().len(), 0);
+        assert_eq!(recorder.0.lock().len(), 0);
         let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
         let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
         traces.batch(pass(links));

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::sync::{RwLock, RwLockReadGuard, mpsc, oneshot};
@@ -35,17 +35,17 @@ const GATHER_TIME: Duration = Duration::from_millis(5);
 /// The crash records, by the task's fingerprint. Written by the reader of the launcher's commands, read when a
 /// redelivered task is run. Clones share them. The launcher bounds their number.
 #[derive(Clone, Debug, Default)]
-pub struct CrashRecords(Arc<std::sync::RwLock<HashMap<String, CrashRecord>>>);
+pub struct CrashRecords(Arc<parking_lot::RwLock<HashMap<String, CrashRecord>>>);
 
 impl CrashRecords {
     /// Replaces all records with the launcher's latest.
     pub fn replace(&self, records: Vec<CrashRecord>) {
         let records = records.into_iter().map(|record| (record.task.clone(), record)).collect();
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = records;
+        *self.0.write() = records;
     }
 
     pub(super) fn get(&self, fingerprint: &str) -> Option<CrashRecord> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).get(fingerprint).cloned()
+        self.0.read().get(fingerprint).cloned()
     }
 }
 

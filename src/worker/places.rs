@@ -22,10 +22,11 @@
 //! stay.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -157,7 +158,7 @@ impl Place {
         loop {
             self.signal.put_off.notified().await;
             // The task may have decided to stay after the notification.
-            if self.places.lock().is_leaving(self.delivery) {
+            if self.places.list.lock().is_leaving(self.delivery) {
                 return;
             }
         }
@@ -166,12 +167,12 @@ impl Place {
     /// Lets the task stay: from now on it cannot be put off, because its reply begins to be sent. The task begins if it
     /// has not begun. A put-off that is not carried out yet is cancelled.
     pub(super) fn stay(&self) {
-        self.places.lock().stay(self.delivery);
+        self.places.list.lock().stay(self.delivery);
     }
 
     /// Does the same as [`Place::stay`] if the task may stay now. Returns whether it stays.
     pub(super) fn try_to_stay(&self) -> bool {
-        self.places.lock().try_to_stay(self.delivery, Instant::now())
+        self.places.list.lock().try_to_stay(self.delivery, Instant::now())
     }
 
     /// Waits until the task may stay, and lets it stay. Safe to cancel.
@@ -189,7 +190,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.places.lock().leave(self.delivery, Instant::now());
+        self.places.list.lock().leave(self.delivery, Instant::now());
         self.places.stay_may_change.notify_waiters();
     }
 }
@@ -216,7 +217,7 @@ impl Places {
 
     /// Sets how many unsettled messages of the main queue the broker may send now.
     pub(super) fn set_granted(&self, granted: u16) {
-        let before = std::mem::replace(&mut self.lock().granted, granted.into());
+        let before = std::mem::replace(&mut self.list.lock().granted, granted.into());
         if before != usize::from(granted) {
             self.stay_may_change.notify_waiters();
         }
@@ -228,25 +229,25 @@ impl Places {
         let now = Instant::now();
         let (cost, state) = (cost(bytes), State::Waits);
         let task = Task { requester, cost, since: now, state, stays: false, signal: signal.clone() };
-        self.lock().enter(delivery, task, now);
+        self.list.lock().enter(delivery, task, now);
         Place { places: self.clone(), delivery, signal }
     }
 
     /// Lets waiting tasks begin, or puts them off; then puts tasks off while too many slow ones have begun. Must be
     /// called from time to time, because requesters become slow without any event.
     pub(super) fn review(&self) {
-        self.lock().review(Instant::now());
+        self.list.lock().review(Instant::now());
     }
 
     /// Whether so many tasks are accepted that a review may change something.
     pub(super) fn may_be_crowded(&self) -> bool {
-        let list = self.lock();
+        let list = self.list.lock();
         list.tasks.len() > list.max_slow()
     }
 
     /// Whether a task is being put off, or was put off at `time` or later. Without `time`: whether one ever was.
     pub(super) fn has_put_off_since(&self, time: Option<SystemTime>) -> bool {
-        let list = self.lock();
+        let list = self.list.lock();
         let is_later = |put_off: SystemTime| time.is_none_or(|time| put_off >= time);
         list.last_put_off_at.is_some_and(is_later)
             || list.tasks.values().any(|task| task.state == State::Leaving)
@@ -254,21 +255,17 @@ impl Places {
 
     /// Ends [`Places::suspend`].
     pub(super) fn resume(&self) {
-        self.lock().suspended_until = None;
+        self.list.lock().suspended_until = None;
     }
 
     /// Lets all tasks begin, and puts off none during `time`.
     pub(super) fn suspend(&self, time: Duration) {
         let now = Instant::now();
-        let mut list = self.lock();
+        let mut list = self.list.lock();
         list.suspended_until = now.checked_add(time);
         list.review(now);
         drop(list);
         self.stay_may_change.notify_waiters();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, List> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -603,7 +600,7 @@ mod tests {
         assert!((999..=1_001).contains(&found), "{found}");
         advance(AFTER_NEWCOMER).await;
         rig.places.review();
-        rig.places.lock().tokens = 0.0;
+        rig.places.list.lock().tokens = 0.0;
         let alone = fill_places(&mut rig, 6, Duration::from_secs(10)).await;
         assert!((49..=51).contains(&alone), "{alone}");
     }
@@ -611,7 +608,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_number_of_begun_tasks_to_put_off_is_limited_until_a_newcomer_comes() {
         let mut rig = Rig::new();
-        rig.places.lock().begun_put_offs_left = 1;
+        rig.places.list.lock().begun_put_offs_left = 1;
         let places: Vec<Place> = (0..8).map(|_| rig.enter(1)).collect();
         advance(RENEWAL_INTERVAL).await;
         rig.places.review();
@@ -639,7 +636,7 @@ mod tests {
         for place in &places {
             place.stay();
         }
-        let list = rig.places.lock();
+        let list = rig.places.list.lock();
         assert_eq!(list.slow_begun(Instant::now()), 8);
         drop(list);
         drop(places);
@@ -674,7 +671,7 @@ mod tests {
         let mut held: Vec<Place> = (0..6).map(|_| rig.enter(1)).collect();
         advance(2 * SLOW_AFTER).await;
         rig.places.review();
-        rig.places.lock().tokens = 0.0;
+        rig.places.list.lock().tokens = 0.0;
         let waiting = [0, 1].map(|_| rig.enter(1));
         let may_begin = || [0, 1].map(|number: usize| waiting[number].may_begin());
         assert_eq!((are_put_off(&waiting), may_begin()), (vec![false, false], [false, false]));
@@ -684,7 +681,7 @@ mod tests {
         rig.places.suspend(SLOW_AFTER);
         assert_eq!(may_begin(), [true, true]);
         assert!(waiting[1].wait_to_begin().now_or_never().is_some());
-        rig.places.lock().tokens = BUCKET_SIZE;
+        rig.places.list.lock().tokens = BUCKET_SIZE;
         rig.places.review();
         assert!(are_put_off(&held).iter().chain(&are_put_off(&waiting)).all(|is_put_off| !is_put_off));
         advance(SLOW_AFTER).await;

@@ -5,9 +5,10 @@
 //! tasks. Does no I/O.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 
@@ -70,7 +71,7 @@ pub(super) struct Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let next = {
-            let mut lane = self.turns.lock();
+            let mut lane = self.turns.0.lock();
             let now = Instant::now();
             lane.end(self.requester, now);
             lane.next(now)
@@ -87,7 +88,7 @@ impl Turns {
     /// Creates an empty list, for at most `max_turns` turns at once. [`Turns::set_granted`] explains `granted`.
     pub(super) fn new(granted: u16, max_turns: usize) -> Self {
         let turns = Self(Arc::default());
-        turns.lock().max_turns = max_turns;
+        turns.0.lock().max_turns = max_turns;
         turns.set_granted(granted);
         turns
     }
@@ -95,7 +96,7 @@ impl Turns {
     /// Sets how many unsettled messages the broker may send now. At most half of them may be tasks that wait for a
     /// turn.
     pub(super) fn set_granted(&self, granted: u16) {
-        self.lock().max_waiting = (usize::from(granted) / 2).max(1);
+        self.0.lock().max_waiting = (usize::from(granted) / 2).max(1);
     }
 
     /// Waits until a task of `requester` has its turn. Without `may_leave`, it waits as long as that takes. Safe to
@@ -106,9 +107,11 @@ impl Turns {
     pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
         let (decision, mut decided) = oneshot::channel();
         self.begin({
-            let mut lane = self.lock();
+            let mut lane = self.0.lock();
             let now = Instant::now();
-            lane.enter(WaitingTask { requester, may_leave, decision });
+            let rank = 2 * lane.turns;
+            lane.ranks.entry(requester).or_insert(rank);
+            lane.waiting.push(WaitingTask { requester, may_leave, decision });
             lane.review(now);
             lane.next(now)
         });
@@ -117,7 +120,7 @@ impl Turns {
                 Ok(Ok(Decision::Begin(turn))) => return Ok(turn),
                 // The sender is dropped only after a decision.
                 Ok(Ok(Decision::PutOff) | Err(_)) => return Err(Crowded),
-                Err(_) if may_leave => self.lock().review(Instant::now()),
+                Err(_) if may_leave => self.0.lock().review(Instant::now()),
                 Err(_) => {}
             }
         }
@@ -129,18 +132,9 @@ impl Turns {
             let _ = decision.send(Decision::Begin(Turn { turns: self.clone(), requester }));
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Lane> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Lane {
-    fn enter(&mut self, task: WaitingTask) {
-        self.ranks.entry(task.requester).or_insert(2 * self.turns);
-        self.waiting.push(task);
-    }
-
     /// Ends a turn of this requester.
     fn end(&mut self, requester: u64, now: Instant) {
         if let Some(index) = self.current.iter().position(|current| current.requester == requester) {
@@ -331,6 +325,6 @@ mod tests {
         drop(turn);
         assert!(stays.await.unwrap().is_ok());
         assert!(turns.take(4, true).now_or_never().is_some_and(|turn| turn.is_ok()), "nobody has the turn");
-        assert!(turns.lock().ranks.is_empty() || turns.lock().ranks.len() == 1);
+        assert!(turns.0.lock().ranks.is_empty() || turns.0.lock().ranks.len() == 1);
     }
 }

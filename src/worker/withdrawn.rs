@@ -3,9 +3,10 @@
 //! stop are ignored. Owns the list of both.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::protocol::control::{Cancellation, MAX_WITHDRAWN, WITHDRAWN_FOR, job_queue};
@@ -81,7 +82,7 @@ impl Withdrawn {
     }
 
     fn remember(&self, unwanted: Unwanted, now: Instant) {
-        let mut entries = self.lock();
+        let mut entries = self.0.entries.lock();
         if entries.len() == MAX_WITHDRAWN {
             entries.pop_front();
         }
@@ -89,16 +90,12 @@ impl Withdrawn {
     }
 
     fn contains(&self, now: Instant, matches_entry: impl Fn(&Unwanted) -> bool) -> bool {
-        let mut entries = self.lock();
+        let mut entries = self.0.entries.lock();
         while entries.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > WITHDRAWN_FOR)
         {
             entries.pop_front();
         }
         entries.iter().any(|(unwanted, _)| matches_entry(unwanted))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(Unwanted, Instant)>> {
-        self.0.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -117,7 +114,7 @@ mod tests {
         assert!(!withdrawn.has(Some("one"), now + WITHDRAWN_FOR + Duration::from_secs(1)));
         (0..=MAX_WITHDRAWN).for_each(|job| withdrawn.add(job.to_string(), now));
         assert!(!withdrawn.has(Some("0"), now) && withdrawn.has(Some("1"), now));
-        assert_eq!(withdrawn.lock().len(), MAX_WITHDRAWN);
+        assert_eq!(withdrawn.0.entries.lock().len(), MAX_WITHDRAWN);
         withdrawn.add_stop("two".to_owned(), now);
         assert!(
             withdrawn.has_stop("two", now)

@@ -1,13 +1,14 @@
 //! Settles deliveries on the session that delivered them. Decides how acks and returns are paced: by the
 //! `ack_tracker`, and with fixed pauses where RabbitMQ needs time but gives no sign when it is done.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, try_join_all};
 use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicNackOptions};
 use lapin::types::ShortString;
+use parking_lot::Mutex;
 
 use super::ack_tracker::{Ack, AckTracker, Flush};
 use super::connect::Failure;
@@ -39,20 +40,16 @@ struct SessionState {
 
 impl CurrentSession {
     pub(super) fn open(&self) -> Option<OpenSession> {
-        self.lock().open.clone()
+        self.0.lock().open.clone()
     }
 
     pub(super) fn set(&self, open: Option<OpenSession>) {
-        *self.lock() = SessionState { open, trouble: None };
+        *self.0.lock() = SessionState { open, trouble: None };
     }
 
     /// Records why there is no session.
     pub(super) fn fail(&self, failure: &Failure) {
-        self.lock().trouble = Some(format!("{}: {}", failure.broker, failure.reason));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, SessionState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().trouble = Some(format!("{}: {}", failure.broker, failure.reason));
     }
 }
 
@@ -69,14 +66,10 @@ pub(super) struct OpenSession {
 }
 
 impl OpenSession {
-    pub(super) fn ack_tracker(&self) -> MutexGuard<'_, AckTracker> {
-        self.ack_tracker.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Acks a delivery. Concurrent acks are combined into few commands: the caller that sends also sends the acks
     /// that arrive meanwhile. False: the session is over.
     async fn ack(&self, tag: u64) -> bool {
-        let flush = self.ack_tracker().ack(tag);
+        let flush = self.ack_tracker.lock().ack(tag);
         if flush == Flush::Delegated {
             return true;
         }
@@ -84,7 +77,7 @@ impl OpenSession {
         let send = async move {
             if flush == Flush::Gather {
                 tokio::time::sleep(GATHER_TIME).await;
-                if !open.ack_tracker().become_sender() {
+                if !open.ack_tracker.lock().become_sender() {
                     return true;
                 }
             }
@@ -99,7 +92,7 @@ impl OpenSession {
         loop {
             // The other replies of a batch are confirmed at the same moment, so their acks can go with these.
             tokio::task::yield_now().await;
-            let acks = self.ack_tracker().take();
+            let acks = self.ack_tracker.lock().take();
             if acks.is_empty() {
                 return true;
             }
@@ -152,7 +145,7 @@ impl Acker for AmqpAcker {
             }
             let requeue = BasicNackOptions { requeue: true, multiple: false };
             let sent = open.channel.basic_nack(delivery_tag.tag, requeue).await.is_ok();
-            open.ack_tracker().returned(delivery_tag.tag);
+            open.ack_tracker.lock().returned(delivery_tag.tag);
             sent
         })
     }
@@ -170,6 +163,6 @@ impl Acker for AmqpAcker {
     }
 
     fn trouble(&self) -> Option<String> {
-        self.current.lock().trouble.clone()
+        self.current.0.lock().trouble.clone()
     }
 }

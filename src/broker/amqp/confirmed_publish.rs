@@ -14,15 +14,12 @@ use tokio::sync::oneshot;
 use super::connect::OpenConnection;
 use super::convert::{properties_to, short};
 use super::routes::Publishable;
-use crate::broker::{BrokerError, Published};
+use crate::broker::PublishResult;
 use crate::protocol::Message;
 
 /// Prefix of RabbitMQ's direct reply-to addresses. These are not queues: a message is delivered at most once,
 /// the publisher cannot know whether anybody still consumes, and no address delays another.
 pub(super) const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
-
-/// The outcome of one publish.
-pub(super) type PublishResult = Result<Published, BrokerError>;
 
 /// A message to be published, and the sender that returns the broker's answer to the caller.
 pub(super) struct Request {

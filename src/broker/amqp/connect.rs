@@ -9,12 +9,12 @@ use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{AsyncTcpStream, Connection, ConnectionProperties, Error};
+use parking_lot::Mutex;
 
 use super::cause::{Cause, message};
 use crate::backoff::Backoff;
@@ -183,7 +183,7 @@ async fn connect(
         uri,
         runtime,
         async move |_, _| {
-            let stream = once.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let stream = once.lock().take();
             stream.ok_or_else(|| Error::from(io::Error::from(io::ErrorKind::NotConnected)))
         },
         properties,

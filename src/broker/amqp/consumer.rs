@@ -269,7 +269,7 @@ impl Supervisor {
                 delivered = session.consumer.next(), if !stream_ended => match delivered {
                     Some(Ok(delivery)) => {
                         session.first_tag.get_or_insert(delivery.delivery_tag);
-                        open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
+                        open.ack_tracker.lock().delivered(delivery.delivery_tag, delivery.redelivered);
                         let source = self.subscription.source();
                         let delivery = delivery_from(delivery, source, open.session, session.with_routing_key);
                         let event = Event::Delivery(Box::new(delivery));
@@ -331,7 +331,7 @@ impl Supervisor {
     /// never wait. RabbitMQ does not write the acks of private queues to disk.
     fn set_ack_batch_size(&self, open: &OpenSession, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
-            open.ack_tracker().set_batch_size(usize::from(prefetch) / 4);
+            open.ack_tracker.lock().set_batch_size(usize::from(prefetch) / 4);
         }
     }
 }
@@ -344,7 +344,8 @@ impl Supervisor {
 /// ack is being sent. All messages of earlier consumers must be settled too, so the unsettled messages never belong to
 /// more than two consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn cancel_to_resize(open: &OpenSession, session: &Session) -> bool {
-    let is_safe = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
+    let is_safe =
+        open.ack_tracker.lock().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
     if is_safe {
         cancel(&session.channel, session.consumer.tag()).await;
         open.send_acks().await;

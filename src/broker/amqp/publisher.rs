@@ -15,11 +15,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::admin::{connect, declare};
 use super::cause::Cause;
-use super::confirmed_publish::{PublishResult, Request};
+use super::confirmed_publish::Request;
 use super::connect::{Connector, OpenConnection};
 use super::sending::{MAX_REQUESTS, SendTask};
 use super::topology::{Topology, inspect, retry_queue};
-use crate::broker::{BrokerError, Delay, Publisher, QueueState};
+use crate::broker::{BrokerError, Delay, PublishFuture, Publisher, QueueState};
 use crate::protocol::Message;
 
 /// How long queues that were just declared are assumed to exist.
@@ -146,7 +146,7 @@ impl ConnectionHandle {
 
 impl Publisher for AmqpPublisher {
     /// Dropping the future blocks no other publish. Its message may still arrive.
-    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> BoxFuture<'a, PublishResult> {
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move {
             let closed = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
             let (answer, answered) = oneshot::channel();
@@ -160,12 +160,12 @@ impl Publisher for AmqpPublisher {
     /// Publishes into the retry queue, from which the broker moves the message when it expires.
     fn publish_later<'a>(
         &'a self,
-        queue: &'a str,
+        to: &'a str,
         delay: Delay,
         mut message: Arc<Message>,
-    ) -> BoxFuture<'a, PublishResult> {
+    ) -> PublishFuture<'a> {
         Arc::make_mut(&mut message).properties.expiration = Some(delay.after.as_millis().to_string());
-        Box::pin(async move { self.publish(&retry_queue(queue, delay.ceiling), message).await })
+        Box::pin(async move { self.publish(&retry_queue(to, delay.ceiling), message).await })
     }
 
     fn takes_messages(&self) -> bool {

@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -67,6 +68,7 @@ struct StoredQueue {
 pub(super) struct QueueStore {
     /// Locked by every connection, for map operations only, never across an await. Messages to consumers are
     /// sent under the lock, so that each consumer receives them in the order of the queue's decisions.
+    /// Each operation leaves the queues consistent before anything in it can panic.
     queues: Mutex<Vec<StoredQueue>>,
     /// Index in `queues` by name; fixed at start.
     index_by_name: HashMap<String, usize>,
@@ -86,11 +88,6 @@ impl QueueStore {
         Ok(Self { queues: Mutex::new(queues), index_by_name })
     }
 
-    fn queues(&self) -> MutexGuard<'_, Vec<StoredQueue>> {
-        // A poisoned lock may be used: each operation leaves the queues consistent before anything in it can panic.
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Accepts a message, which reaches its queue at once or after a delay. The number of delayed messages is bounded
     /// by the tasks that `run-batch` has under way.
     pub fn publish(
@@ -105,11 +102,11 @@ impl QueueStore {
             return outlet.send(Response::Unroutable { id }, Bytes::new());
         };
         outlet.send(Response::Confirmed { id }, Bytes::new());
-        let Some(delay) = delay else { return enqueue(&mut self.queues()[index], message) };
+        let Some(delay) = delay else { return enqueue(&mut self.queues.lock()[index], message) };
         let store = self.clone();
         tokio::spawn(async move {
             tokio::time::sleep(delay).await;
-            enqueue(&mut store.queues()[index], message);
+            enqueue(&mut store.queues.lock()[index], message);
         });
     }
 
@@ -121,7 +118,7 @@ impl QueueStore {
         outlet: ConnectionOutlet,
     ) -> Option<ConsumerKey> {
         let index = *self.index_by_name.get(queue)?;
-        let mut queues = self.queues();
+        let mut queues = self.queues.lock();
         let stored = &mut queues[index];
         let id = stored.queue.add_consumer(prefetch);
         outlet.send(Response::Consuming, Bytes::new());
@@ -132,7 +129,7 @@ impl QueueStore {
 
     /// Applies `change` to a consumer's queue, and delivers what may be delivered after it.
     pub fn change<T>(&self, consumer: ConsumerKey, change: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
-        let stored = &mut self.queues()[consumer.queue];
+        let stored = &mut self.queues.lock()[consumer.queue];
         let result = change(&mut stored.queue, consumer.id);
         deliver_ready(stored);
         result
@@ -140,7 +137,7 @@ impl QueueStore {
 
     /// Stops deliveries to a consumer, and sends `Cancelled` after its last message.
     pub fn cancel_consumer(&self, consumer: ConsumerKey) {
-        let stored = &mut self.queues()[consumer.queue];
+        let stored = &mut self.queues.lock()[consumer.queue];
         stored.queue.cancel(consumer.id);
         if let Some(outlet) = stored.outlets.get(&consumer.id) {
             outlet.send(Response::Cancelled, Bytes::new());
@@ -149,7 +146,7 @@ impl QueueStore {
 
     /// Removes a consumer; its unsettled messages return.
     pub fn remove_consumer(&self, consumer: ConsumerKey) {
-        let stored = &mut self.queues()[consumer.queue];
+        let stored = &mut self.queues.lock()[consumer.queue];
         stored.outlets.remove(&consumer.id);
         stored.queue.remove_consumer(consumer.id);
         deliver_ready(stored);
@@ -157,7 +154,7 @@ impl QueueStore {
 
     /// The number of messages of a queue, by their state; none: the queue does not exist.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
-        self.index_by_name.get(queue).map(|index| self.queues()[*index].queue.stats())
+        self.index_by_name.get(queue).map(|index| self.queues.lock()[*index].queue.stats())
     }
 }
 

@@ -66,7 +66,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::broker::{Delivery, DeliveryTag, Source};
+    use crate::broker::Delivery;
     use crate::protocol::Message;
 
     /// The row of a dead letter with this time of publication.
@@ -74,15 +74,7 @@ mod tests {
         let mut message = Message::default();
         message.properties.timestamp = timestamp;
         message.properties.message_id = Some(format!("{timestamp:?}"));
-        let delivery_tag = DeliveryTag { source: Source::Main, session: 0, tag: 1 };
-        let delivery = Delivery {
-            message,
-            delivery_tag,
-            routing_key: None,
-            redelivered: false,
-            delivery_count: Some(0),
-        };
-        DeadLetterSummary::of(&delivery, SystemTime::UNIX_EPOCH)
+        DeadLetterSummary::of(&Delivery::made(message, 1, 0), SystemTime::UNIX_EPOCH)
     }
 
     fn ids(listing: &mut Listing) -> Vec<&str> {

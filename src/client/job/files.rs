@@ -1,7 +1,7 @@
 //! Decides which files a job can have as inputs and output, and where it continues. Opens and locks the output.
 
 use std::cell::RefCell;
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -63,7 +63,8 @@ impl JobFiles {
             }
             Record { queue: queue.to_owned(), input: None }.continue_output(output, 0)?;
         }
-        let output = ordered(claimed, output, point.as_ref());
+        let done = point.as_ref().map_or(0, |point| point.done as u64);
+        let output = Ordered::new(claimed, output, done);
         Ok(Self { output, point })
     }
 
@@ -71,8 +72,4 @@ impl JobFiles {
     pub(crate) fn job(self, attempts: u32) -> RefCell<Job> {
         RefCell::new(Job::new(self.output, self.point, attempts))
     }
-}
-
-fn ordered(file: File, path: &Path, point: Option<&ResumePoint>) -> Ordered {
-    Ordered::new(file, path, point.map_or(0, |point| point.done as u64))
 }

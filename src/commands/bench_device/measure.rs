@@ -1,10 +1,11 @@
 //! Runs tasks through a worker's engine repeatedly, without a queue, and measures how long that takes.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
+use parking_lot::Mutex;
 
 use crate::commands::bench::Work;
 use crate::commands::exits::ExitsWith as _;
@@ -47,7 +48,7 @@ struct Passes(Arc<Mutex<Vec<Pass>>>);
 
 impl Passes {
     fn take(&self) -> Vec<Pass> {
-        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.0.lock())
     }
 }
 
@@ -60,7 +61,7 @@ impl Observer for Passes {
 
     fn pass_ended(&self, passed: &EndedPass<'_>) {
         let pass = Pass { inputs: passed.pass.size, tokens: passed.pass.tokens, took: passed.took };
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pass);
+        self.0.lock().push(pass);
     }
 }
 

@@ -50,7 +50,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::broker::{Delivery, DeliveryTag, Source};
+    use crate::broker::Delivery;
     use crate::client::dead::DeadLetterSummary;
     use crate::protocol::{Message, Properties};
 
@@ -60,13 +60,7 @@ mod tests {
         for timestamp in [2, 1] {
             let message_id = Some(format!("id-{timestamp}"));
             let properties = Properties { timestamp: Some(timestamp), message_id, ..Properties::default() };
-            let delivery = Delivery {
-                message: Message { properties, ..Message::default() },
-                delivery_tag: DeliveryTag { source: Source::Main, session: 0, tag: 1 },
-                routing_key: None,
-                redelivered: false,
-                delivery_count: Some(0),
-            };
+            let delivery = Delivery::made(Message { properties, ..Message::default() }, 1, 0);
             listing.add(
                 DeadLetterSummary::of(&delivery, SystemTime::UNIX_EPOCH).with_destination("it broke".into()),
             );

@@ -1,7 +1,6 @@
 //! Tests of how dead letters are shown.
 
 use super::*;
-use crate::broker::{DeliveryTag, Source};
 use crate::protocol::Message;
 
 fn delivery(error: &str, body: &'static [u8]) -> Delivery {
@@ -15,13 +14,7 @@ fn delivery(error: &str, body: &'static [u8]) -> Delivery {
         ("odd".into(), Value::Text(vec![0xff])),
     ]);
     let properties = Properties { priority: Some(3), headers, ..Properties::default() };
-    Delivery {
-        message: Message { properties, body: body.into() },
-        delivery_tag: DeliveryTag { source: Source::Main, session: 1, tag: 1 },
-        routing_key: None,
-        redelivered: false,
-        delivery_count: Some(2),
-    }
+    Delivery::made(Message { properties, body: body.into() }, 1, 2)
 }
 
 fn now() -> SystemTime {

@@ -13,12 +13,13 @@ use std::io::{self, BufWriter, Write as _};
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -114,7 +115,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let launched = launching.run(&assignments);
     let exit = run_with_feeder(launched, feeder, total, &output, &broker, &stop)?;
     queue_runtime.block_on(broker.shutdown());
-    let mut output = lock(&output);
+    let mut output = output.lock();
     output.bar.finish_and_clear();
     conclude(&mut output, &pool_names, exit, &point)
 }
@@ -415,13 +416,13 @@ struct Output {
 /// Flushes each line, so that an interrupted run can continue after it.
 impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     fn begun(&mut self, number: u64, line: &Line) {
-        if let (Some(show), Line::Request { custom_id, .. }) = (&mut lock(self).show, line) {
+        if let (Some(show), Line::Request { custom_id, .. }) = (&mut self.lock().show, line) {
             show.begun(number, custom_id);
         }
     }
 
     fn part(&mut self, number: u64, part: &Message) -> anyhow::Result<()> {
-        let mut output = lock(self);
+        let mut output = self.lock();
         let Output { show, bar, .. } = &mut *output;
         if let Some(shown) = show
             && !tolerate_broken_pipe(bar.suspend(|| shown.part(number, part)))?
@@ -438,7 +439,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         reply: Option<Message>,
         _: Instant,
     ) -> anyhow::Result<()> {
-        let mut output = lock(self);
+        let mut output = self.lock();
         let Output { show, bar, .. } = &mut *output;
         if let (Some(shown), Some(reply)) = (show.as_mut(), &reply)
             && !tolerate_broken_pipe(bar.suspend(|| shown.answered(number, reply)))?
@@ -476,10 +477,6 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     }
 }
 
-fn lock(output: &Mutex<Output>) -> MutexGuard<'_, Output> {
-    output.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The feeder: publishes the lines and writes the answers.
 struct Feeder {
     socket: PathBuf,
@@ -499,7 +496,7 @@ impl Feeder {
         let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
         let mut client = Client::over(session, "", REPLIES);
         let (first, counts_inputs) = {
-            let output = lock(&self.output);
+            let output = self.output.lock();
             (output.done as u64, output.tally.is_some())
         };
         let stopped = self.stop.clone();
@@ -508,12 +505,12 @@ impl Feeder {
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { max_tasks: WINDOW, timeout: None, in_order: true, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
-        lock(&self.output).repeated_ids = ids.warning();
+        self.output.lock().repeated_ids = ids.warning();
         if self.stop.phase() >= Phase::Returning {
             return Ok(());
         }
         let changed = input.changed().context("the input")?;
-        lock(&self.output).input_changed = changed;
+        self.output.lock().input_changed = changed;
         for queue in &self.queues {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             client.publish(queue, Message { properties, body: "null".into() }).await?;
@@ -538,7 +535,7 @@ async fn wait_until_written(
     const POLL_INTERVAL: Duration = Duration::from_millis(20);
     let is_drained = || broker.stats(REPLIES).is_none_or(|queue| queue.ready + queue.unacked == 0);
     let written = async {
-        while exit == Exit::Done && lock(output).done < total {
+        while exit == Exit::Done && output.lock().done < total {
             if stop.phase() >= Phase::Returning && is_drained() {
                 return;
             }

@@ -4,7 +4,6 @@
 use std::future::poll_fn;
 
 use serde_json::{Value, json};
-use tokio::task::LocalSet;
 use tokio::time::Instant;
 
 use super::*;
@@ -49,7 +48,7 @@ impl Rig {
             while let Some(notice) = notices.recv().await {
                 match notice {
                     Notice::Done(tasks) => tasks.iter().for_each(|task| task.notify()),
-                    Notice::Fault(error) => *received.lock().unwrap() = Some(error),
+                    Notice::Fault(error) => *received.lock() = Some(error),
                 }
             }
         });
@@ -125,220 +124,178 @@ pub(super) fn words(count: usize) -> String {
     (0..count).map(|word| format!("{word} ")).collect()
 }
 
-/// Runs a test on a `LocalSet`, on which the rig spawns the loop.
-pub(super) async fn here<T>(test: impl Future<Output = T>) -> T {
-    LocalSet::new().run_until(test).await
-}
-
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_sequence_joins_a_running_batch_and_leaves_without_the_others() {
-    here(async {
-        let rig = Rig::new("script", 64);
-        let late = async {
-            rig.log.passes(4).await;
-            rig.run("late", sequence(8, 2)).await
-        };
-        let (long, late) = tokio::join!(rig.run("long", sequence(8, 20)), late);
-        assert_eq!((long.text(), late.text()), (&*words(20), &*words(2)));
-        assert_eq!(long.at, 200, "it did not wait for the late one");
-        assert!(late.at < 90, "{}", late.at);
-        assert_eq!(rig.log.on_device(), [vec!["long"], vec!["long", "late"], vec!["long"]]);
-        assert_eq!((long.computed.compute, late.computed.last.size), (Duration::from_millis(200), 2));
-    })
-    .await;
+    let rig = Rig::new("script", 64);
+    let late = async {
+        rig.log.passes(4).await;
+        rig.run("late", sequence(8, 2)).await
+    };
+    let (long, late) = tokio::join!(rig.run("long", sequence(8, 20)), late);
+    assert_eq!((long.text(), late.text()), (&*words(20), &*words(2)));
+    assert_eq!(long.at, 200, "it did not wait for the late one");
+    assert!(late.at < 90, "{}", late.at);
+    assert_eq!(rig.log.on_device(), [vec!["long"], vec!["long", "late"], vec!["long"]]);
+    assert_eq!((long.computed.compute, late.computed.last.size), (Duration::from_millis(200), 2));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_long_prompt_goes_in_chunks_and_holds_up_no_answer() {
-    here(async {
-        let rig = Rig::new("script", 16);
-        let (answer, prompt) = tokio::join!(rig.run("a", sequence(4, 12)), rig.run("b", sequence(90, 3)));
-        assert_eq!((answer.at, answer.text()), (120, &*words(12)));
-        // 12 tokens fit beside a's prompt, then 15 beside each token of its answer: 6 more steps.
-        assert_eq!((prompt.at, prompt.text()), (90, &*words(3)));
-        for report in rig.log.take() {
-            assert!(!matches!(report, Report::PassEnded { tokens: 17.., .. }), "{report:?}");
-        }
-    })
-    .await;
+    let rig = Rig::new("script", 16);
+    let (answer, prompt) = tokio::join!(rig.run("a", sequence(4, 12)), rig.run("b", sequence(90, 3)));
+    assert_eq!((answer.at, answer.text()), (120, &*words(12)));
+    // 12 tokens fit beside a's prompt, then 15 beside each token of its answer: 6 more steps.
+    assert_eq!((prompt.at, prompt.text()), (90, &*words(3)));
+    for report in rig.log.take() {
+        assert!(!matches!(report, Report::PassEnded { tokens: 17.., .. }), "{report:?}");
+    }
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn the_first_part_is_immediate_and_later_ones_follow_every_50_ms() {
-    here(async {
-        let rig = Rig::new("script", 64);
-        let ended = rig.run("a", with(sequence(4, 17), json!({"stream": true}))).await;
-        let times: Vec<u64> = ended.parts.iter().map(|(at, _)| *at).collect();
-        assert_eq!(times, [10, 60, 110, 160, 170]);
-        let text: String = ended
-            .parts
-            .iter()
-            .map(|(_, part)| {
-                let part: Value = serde_json::from_str(part).unwrap();
-                part["text"].as_str().unwrap().to_owned()
-            })
-            .collect();
-        assert_eq!(text, ended.text());
-        assert!(ended.computed.first_piece.is_some());
-    })
-    .await;
+    let rig = Rig::new("script", 64);
+    let ended = rig.run("a", with(sequence(4, 17), json!({"stream": true}))).await;
+    let times: Vec<u64> = ended.parts.iter().map(|(at, _)| *at).collect();
+    assert_eq!(times, [10, 60, 110, 160, 170]);
+    let text: String = ended
+        .parts
+        .iter()
+        .map(|(_, part)| {
+            let part: Value = serde_json::from_str(part).unwrap();
+            part["text"].as_str().unwrap().to_owned()
+        })
+        .collect();
+    assert_eq!(text, ended.text());
+    assert!(ended.computed.first_piece.is_some());
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn unwanted_sequences_end_between_two_steps_and_free_their_slots() {
-    here(async {
-        let rig = Rig::new("script?sequences=3", 64);
-        let (cancelled, withdrawn) = (state("cancelled", None), state("withdrawn", None));
-        let deadline = Some(Duration::from_millis(55));
-        let end = async {
-            rig.log.passes(3).await;
-            cancelled.cancel();
-            assert!(withdrawn.withdraw(), "it is handed back though it runs");
-            // These two run in the slots that became free.
-            tokio::join!(rig.run("x", sequence(1, 1)), rig.run("y", sequence(1, 1)))
-        };
-        let (gone, late, (x, y), ()) = tokio::join!(
-            rig.run_as(cancelled.clone(), sequence(4, 100), None),
-            rig.run_as(state("late", deadline), sequence(4, 100), None),
-            end,
-            async {
-                let run = rig.run_as(withdrawn.clone(), sequence(4, 100), None);
-                let _ =
-                    tokio::time::timeout(Duration::from_secs(5), run).await.expect_err("it is not answered");
-            },
-        );
-        assert_eq!((gone.error(), gone.at), (TaskErrorKind::Cancelled, 40));
-        assert_eq!((late.error(), late.at), (TaskErrorKind::Expired, 60));
-        assert_eq!((x.at, y.at), (50, 50));
-    })
-    .await;
+    let rig = Rig::new("script?sequences=3", 64);
+    let (cancelled, withdrawn) = (state("cancelled", None), state("withdrawn", None));
+    let deadline = Some(Duration::from_millis(55));
+    let end = async {
+        rig.log.passes(3).await;
+        cancelled.cancel();
+        assert!(withdrawn.withdraw(), "it is handed back though it runs");
+        // These two run in the slots that became free.
+        tokio::join!(rig.run("x", sequence(1, 1)), rig.run("y", sequence(1, 1)))
+    };
+    let (gone, late, (x, y), ()) = tokio::join!(
+        rig.run_as(cancelled.clone(), sequence(4, 100), None),
+        rig.run_as(state("late", deadline), sequence(4, 100), None),
+        end,
+        async {
+            let run = rig.run_as(withdrawn.clone(), sequence(4, 100), None);
+            let _ = tokio::time::timeout(Duration::from_secs(5), run).await.expect_err("it is not answered");
+        },
+    );
+    assert_eq!((gone.error(), gone.at), (TaskErrorKind::Cancelled, 40));
+    assert_eq!((late.error(), late.at), (TaskErrorKind::Expired, 60));
+    assert_eq!((x.at, y.at), (50, 50));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_sequence_waits_for_room_and_one_that_never_fits_is_refused() {
-    here(async {
-        let rig = Rig::new("script?tokens=104&context=104", 64);
-        let (first, second) = tokio::join!(rig.run("a", sequence(30, 30)), rig.run("b", sequence(30, 30)));
-        assert_eq!((first.at, second.at), (300, 600), "not both at once: they have 120 tokens together");
-        let refused = rig.run("never", sequence(99, 2)).await;
-        assert_eq!(refused.error(), TaskErrorKind::BadInput, "it would fit only without the probe");
-        let refused = rig.run("c", sequence(90, 14)).await;
-        let error = refused.result.unwrap_err();
-        assert_eq!(error.kind, TaskErrorKind::BadInput);
-        assert!(["90", "14", "100"].iter().all(|number| error.message.contains(number)));
-    })
-    .await;
+    let rig = Rig::new("script?tokens=104&context=104", 64);
+    let (first, second) = tokio::join!(rig.run("a", sequence(30, 30)), rig.run("b", sequence(30, 30)));
+    assert_eq!((first.at, second.at), (300, 600), "not both at once: they have 120 tokens together");
+    let refused = rig.run("never", sequence(99, 2)).await;
+    assert_eq!(refused.error(), TaskErrorKind::BadInput, "it would fit only without the probe");
+    let refused = rig.run("c", sequence(90, 14)).await;
+    let error = refused.result.unwrap_err();
+    assert_eq!(error.kind, TaskErrorKind::BadInput);
+    assert!(["90", "14", "100"].iter().all(|number| error.message.contains(number)));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_failing_sequence_costs_the_others_nothing() {
-    here(async {
-        for (how, kind) in
-            [("error", TaskErrorKind::Fault), ("row", TaskErrorKind::Fault), ("panic", TaskErrorKind::Fault)]
-        {
-            let rig = Rig::new("script?faults", 64);
-            let bad = with(sequence(4, 20), json!({"fail": how, "at": 5}));
-            let (a, bad, b) = tokio::join!(
-                rig.run("a", sequence(4, 10)),
-                rig.run("bad", bad),
-                rig.run("b", sequence(4, 10))
-            );
-            assert_eq!(bad.error(), kind, "{how}");
-            assert_eq!((a.text(), b.text()), (&*words(10), &*words(10)), "{how}");
-            assert_eq!(*rig.fault.lock().unwrap(), None);
-        }
-    })
-    .await;
+    for (how, kind) in
+        [("error", TaskErrorKind::Fault), ("row", TaskErrorKind::Fault), ("panic", TaskErrorKind::Fault)]
+    {
+        let rig = Rig::new("script?faults", 64);
+        let bad = with(sequence(4, 20), json!({"fail": how, "at": 5}));
+        let (a, bad, b) =
+            tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad), rig.run("b", sequence(4, 10)));
+        assert_eq!(bad.error(), kind, "{how}");
+        assert_eq!((a.text(), b.text()), (&*words(10), &*words(10)), "{how}");
+        assert_eq!(*rig.fault.lock(), None);
+    }
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_step_out_of_memory_is_halved_and_later_steps_are_smaller() {
-    here(async {
-        let rig = Rig::new("script?faults", 64);
-        let bad = with(sequence(40, 4), json!({"fail": "oom", "fits": 12}));
-        let (a, bad) = tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad));
-        assert_eq!((a.text(), bad.text()), (&*words(10), &*words(4)));
-        let tight = rig.run("tight", with(sequence(4, 4), json!({"fail": "oom", "fits": 0}))).await;
-        assert_eq!(tight.error(), TaskErrorKind::OutOfMemory);
-        assert_eq!(*rig.fault.lock().unwrap(), None);
-    })
-    .await;
+    let rig = Rig::new("script?faults", 64);
+    let bad = with(sequence(40, 4), json!({"fail": "oom", "fits": 12}));
+    let (a, bad) = tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad));
+    assert_eq!((a.text(), bad.text()), (&*words(10), &*words(4)));
+    let tight = rig.run("tight", with(sequence(4, 4), json!({"fail": "oom", "fits": 0}))).await;
+    assert_eq!(tight.error(), TaskErrorKind::OutOfMemory);
+    assert_eq!(*rig.fault.lock(), None);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn after_a_device_failure_nothing_is_answered_and_its_tasks_stay_announced() {
-    here(async {
-        let rig = Rig::new("script?faults", 64);
-        let bad = with(sequence(4, 20), json!({"fail": "device", "at": 3}));
-        let both = async { tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad)) };
-        assert!(tokio::time::timeout(Duration::from_secs(60), both).await.is_err());
-        assert_eq!(rig.fault.lock().unwrap().as_deref(), Some("as the task asked for"));
-        let reports = rig.log.take();
-        let both = vec!["a".to_owned(), "bad".to_owned()];
-        assert!(reports.contains(&Report::OnDevice(both)) && !reports.contains(&Report::Idle), "{reports:?}");
-    })
-    .await;
+    let rig = Rig::new("script?faults", 64);
+    let bad = with(sequence(4, 20), json!({"fail": "device", "at": 3}));
+    let both = async { tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad)) };
+    assert!(tokio::time::timeout(Duration::from_secs(60), both).await.is_err());
+    assert_eq!(rig.fault.lock().as_deref(), Some("as the task asked for"));
+    let reports = rig.log.take();
+    let both = vec!["a".to_owned(), "bad".to_owned()];
+    assert!(reports.contains(&Report::OnDevice(both)) && !reports.contains(&Report::Idle), "{reports:?}");
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn isolated_sequences_run_alone_and_interrupted_ones_give_the_same_text() {
-    here(async {
-        let rig = Rig::new("script?sequences=2", 64);
-        let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
-        let isolated = async {
-            rig.log.passes(3).await;
-            rig.engine.isolate(Some(1));
-            let ended = rig.run_as(state("suspect", None), sequence(4, 5), Some(1)).await;
-            rig.engine.isolate(None);
-            ended
-        };
-        let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);
-        assert_eq!(suspect.at, 90);
-        for ended in [&a, &b] {
-            let parts: String = ended.parts.iter().map(|(_, part)| part.as_str()).collect();
-            let words_once = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
-            assert_eq!((ended.text(), words_once), (&*words(10), 10), "no piece twice: {parts}");
-        }
-        let on_device = rig.log.on_device();
-        assert!(on_device.contains(&vec!["suspect".to_owned()]), "{on_device:?}");
-    })
-    .await;
+    let rig = Rig::new("script?sequences=2", 64);
+    let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
+    let isolated = async {
+        rig.log.passes(3).await;
+        rig.engine.isolate(Some(1));
+        let ended = rig.run_as(state("suspect", None), sequence(4, 5), Some(1)).await;
+        rig.engine.isolate(None);
+        ended
+    };
+    let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);
+    assert_eq!(suspect.at, 90);
+    for ended in [&a, &b] {
+        let parts: String = ended.parts.iter().map(|(_, part)| part.as_str()).collect();
+        let words_once = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
+        assert_eq!((ended.text(), words_once), (&*words(10), 10), "no piece twice: {parts}");
+    }
+    let on_device = rig.log.on_device();
+    assert!(on_device.contains(&vec!["suspect".to_owned()]), "{on_device:?}");
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn sixteen_run_at_once_and_the_seventeenth_joins_when_one_leaves() {
-    here(async {
-        let rig = Rig::new("script", 64);
-        let names: Vec<String> = (0..17).map(|n| n.to_string()).collect();
-        let runs = names.iter().enumerate().map(|(n, id)| rig.run(id, sequence(2, 10 + n)));
-        let ended = futures_util::future::join_all(runs).await;
-        let at: Vec<u64> = ended.iter().map(|ended| ended.at).collect();
-        assert_eq!(at[0], 100);
-        assert_eq!(at[15], 250, "each runs as if it were alone");
-        assert_eq!(at[16], 360, "after the first has left");
-        assert_eq!(rig.log.on_device()[0].len(), 16);
-    })
-    .await;
+    let rig = Rig::new("script", 64);
+    let names: Vec<String> = (0..17).map(|n| n.to_string()).collect();
+    let runs = names.iter().enumerate().map(|(n, id)| rig.run(id, sequence(2, 10 + n)));
+    let ended = futures_util::future::join_all(runs).await;
+    let at: Vec<u64> = ended.iter().map(|ended| ended.at).collect();
+    assert_eq!(at[0], 100);
+    assert_eq!(at[15], 250, "each runs as if it were alone");
+    assert_eq!(at[16], 360, "after the first has left");
+    assert_eq!(rig.log.on_device()[0].len(), 16);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn the_highest_priority_is_next() {
-    here(async {
-        let rig = Rig::new("script?sequences=1", 64);
-        let urgent = {
-            let name = TaskName { id: "urgent".into(), fingerprint: String::new() };
-            let mut state = TaskState::new(name, None);
-            state.priority = 5;
-            Arc::new(state)
-        };
-        let (a, b, urgent) = tokio::join!(
-            rig.run("a", sequence(1, 2)),
-            rig.run("b", sequence(1, 2)),
-            rig.run_as(urgent, sequence(1, 2), None)
-        );
-        assert_eq!((urgent.at, a.at, b.at), (20, 40, 60));
-    })
-    .await;
+    let rig = Rig::new("script?sequences=1", 64);
+    let urgent = {
+        let name = TaskName { id: "urgent".into(), fingerprint: String::new() };
+        let mut state = TaskState::new(name, None);
+        state.priority = 5;
+        Arc::new(state)
+    };
+    let (a, b, urgent) = tokio::join!(
+        rig.run("a", sequence(1, 2)),
+        rig.run("b", sequence(1, 2)),
+        rig.run_as(urgent, sequence(1, 2), None)
+    );
+    assert_eq!((urgent.at, a.at, b.at), (20, 40, 60));
 }
 
 pub(super) fn state_of(id: &str, requester: u64) -> Arc<TaskState> {
@@ -348,25 +305,22 @@ pub(super) fn state_of(id: &str, requester: u64) -> Arc<TaskState> {
     Arc::new(state)
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
-    here(async {
-        for requester in [1, 2] {
-            let rig = Rig::new("script?tokens=32768&context=8192", 512);
-            let long = ["a", "b", "c"].map(|id| rig.run_as(state_of(id, 1), sequence(4_000, 1), None));
-            let short = async {
-                rig.log.passes(1).await;
-                rig.run_as(state_of("short", requester), sequence(1, 1), None).await
-            };
-            let (long, short) = tokio::join!(futures_util::future::join_all(long), short);
-            assert!(short.at <= 30, "requester {requester}: {} ms", short.at);
-            // 12,001 tokens would be 24 steps of 512 tokens, however they are divided. The first steps have fewer,
-            // until it is known how long steps take, so there are 31.
-            let last = long.iter().map(|ended| ended.at).max();
-            assert_eq!(last, Some(310));
-        }
-    })
-    .await;
+    for requester in [1, 2] {
+        let rig = Rig::new("script?tokens=32768&context=8192", 512);
+        let long = ["a", "b", "c"].map(|id| rig.run_as(state_of(id, 1), sequence(4_000, 1), None));
+        let short = async {
+            rig.log.passes(1).await;
+            rig.run_as(state_of("short", requester), sequence(1, 1), None).await
+        };
+        let (long, short) = tokio::join!(futures_util::future::join_all(long), short);
+        assert!(short.at <= 30, "requester {requester}: {} ms", short.at);
+        // 12,001 tokens would be 24 steps of 512 tokens, however they are divided. The first steps have fewer,
+        // until it is known how long steps take, so there are 31.
+        let last = long.iter().map(|ended| ended.at).max();
+        assert_eq!(last, Some(310));
+    }
 }
 
 /// Eight answers of 3,900 tokens, of which four find room at once.
@@ -377,26 +331,23 @@ async fn eight_long(rig: &Rig) -> Vec<Ended> {
     futures_util::future::join_all(runs).await
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn preemption_makes_room_for_another_requester_and_repeats_no_part() {
-    here(async {
-        let rig = Rig::new("script?tokens=16384&context=4096", 1_024);
-        let other = async {
-            rig.log.passes(1_200).await;
-            let arrived_at = rig.ms();
-            let ended = rig.run_as(state_of("other", 2), sequence(600, 1), None).await;
-            ended.at - arrived_at
-        };
-        let (long, waited) = tokio::join!(eight_long(&rig), other);
-        assert!(waited <= 120, "{waited} ms");
-        for ended in long {
-            let parts = ended.parts.iter().map(|(_, part)| {
-                let part: Value = serde_json::from_str(part).unwrap();
-                part["text"].as_str().unwrap().to_owned()
-            });
-            assert_eq!(parts.collect::<String>(), words(3_900));
-            assert_eq!(ended.text(), words(3_900));
-        }
-    })
-    .await;
+    let rig = Rig::new("script?tokens=16384&context=4096", 1_024);
+    let other = async {
+        rig.log.passes(1_200).await;
+        let arrived_at = rig.ms();
+        let ended = rig.run_as(state_of("other", 2), sequence(600, 1), None).await;
+        ended.at - arrived_at
+    };
+    let (long, waited) = tokio::join!(eight_long(&rig), other);
+    assert!(waited <= 120, "{waited} ms");
+    for ended in long {
+        let parts = ended.parts.iter().map(|(_, part)| {
+            let part: Value = serde_json::from_str(part).unwrap();
+            part["text"].as_str().unwrap().to_owned()
+        });
+        assert_eq!(parts.collect::<String>(), words(3_900));
+        assert_eq!(ended.text(), words(3_900));
+    }
 }

@@ -5,9 +5,10 @@ mod encoding;
 mod oneshot;
 mod probe;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::*;
@@ -32,7 +33,7 @@ pub(super) struct Log(Arc<Mutex<Vec<Report>>>, Arc<watch::Sender<usize>>);
 
 impl Log {
     fn push(&self, report: Report) {
-        self.0.lock().unwrap().push(report);
+        self.0.lock().push(report);
     }
 
     /// Waits until `count` passes have ended.
@@ -41,7 +42,7 @@ impl Log {
     }
 
     pub(super) fn take(&self) -> Vec<Report> {
-        std::mem::take(&mut self.0.lock().unwrap())
+        std::mem::take(&mut self.0.lock())
     }
 
     /// The tasks on the device, one list for each announcement.

@@ -42,7 +42,7 @@ impl Processor for Numbers {
 
 impl Scripted {
     fn record(&self, what: &str, inputs: &[u32]) {
-        self.log.lock().unwrap().push(format!("{what} {inputs:?}"));
+        self.log.lock().push(format!("{what} {inputs:?}"));
     }
 }
 
@@ -152,7 +152,7 @@ impl Rig {
     }
 
     fn calls(&self) -> Vec<String> {
-        std::mem::take(&mut self.calls.lock().unwrap())
+        std::mem::take(&mut self.calls.lock())
     }
 
     /// Each task's answer: its bytes, or an error; none if it has no answer.

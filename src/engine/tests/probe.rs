@@ -112,46 +112,29 @@ fn loads(probe: &'static str) -> [Option<LoadError>; 2] {
     starters.map(|starter| starter.start_here(setup("own", 64, &Log::default())).err())
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "local")]
 async fn a_refused_probe_is_its_authors_mistake_not_a_device_fault() {
-    tokio::task::LocalSet::new()
-        .run_until(async {
-            assert!(["a", "e"].iter().all(|probe| loads(probe).iter().all(Option::is_none)));
-            for (probe, message) in [("?", "it begins with ?"), ("r", "r is refused")] {
-                for error in loads(probe) {
-                    let Some(LoadError::Probe { model, reason }) = error else {
-                        panic!("{probe}: {error:?}")
-                    };
-                    assert_eq!((&*model, &*reason), ("own", message));
-                }
-            }
-            let [one_pass, sequences] = loads("").map(|error| error.expect("it has no input").to_string());
-            assert_eq!(one_pass, "model \"own\" refuses its own probe: it has no input");
-            assert_eq!(
-                sequences,
-                "model \"own\" refuses its own probe: it has 0 sequences, but must have one"
-            );
-            let [one_pass, sequences] = loads("ab");
-            assert!(one_pass.is_none(), "one pass computes several inputs");
-            assert!(matches!(sequences, Some(LoadError::Probe { .. })), "{sequences:?}");
-        })
-        .await;
+    assert!(["a", "e"].iter().all(|probe| loads(probe).iter().all(Option::is_none)));
+    for (probe, message) in [("?", "it begins with ?"), ("r", "r is refused")] {
+        for error in loads(probe) {
+            let Some(LoadError::Probe { model, reason }) = error else { panic!("{probe}: {error:?}") };
+            assert_eq!((&*model, &*reason), ("own", message));
+        }
+    }
+    let [one_pass, sequences] = loads("").map(|error| error.expect("it has no input").to_string());
+    assert_eq!(one_pass, "model \"own\" refuses its own probe: it has no input");
+    assert_eq!(sequences, "model \"own\" refuses its own probe: it has 0 sequences, but must have one");
+    let [one_pass, sequences] = loads("ab");
+    assert!(one_pass.is_none(), "one pass computes several inputs");
+    assert!(matches!(sequences, Some(LoadError::Probe { .. })), "{sequences:?}");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "local")]
 async fn a_probe_whose_computation_fails_is_a_fault_of_the_device() {
-    tokio::task::LocalSet::new()
-        .run_until(async {
-            for (probe, message) in
-                [("f", "a known input fails: no"), ("i", "a known input fails: not a number")]
-            {
-                for error in loads(probe) {
-                    let Some(LoadError::Device { device, reason }) = error else {
-                        panic!("{probe}: {error:?}")
-                    };
-                    assert_eq!((&*device, &*reason), ("cpu", message));
-                }
-            }
-        })
-        .await;
+    for (probe, message) in [("f", "a known input fails: no"), ("i", "a known input fails: not a number")] {
+        for error in loads(probe) {
+            let Some(LoadError::Device { device, reason }) = error else { panic!("{probe}: {error:?}") };
+            assert_eq!((&*device, &*reason), ("cpu", message));
+        }
+    }
 }

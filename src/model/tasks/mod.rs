@@ -12,9 +12,10 @@ pub mod speak;
 pub mod transcribe;
 
 use std::mem;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::vec::IntoIter;
 
+use parking_lot::Mutex;
 use rayon::prelude::*;
 
 use self::sentence_settings::SentenceSettings;
@@ -140,7 +141,7 @@ type ReportedInputs = (Arc<SharedReport>, Inputs<Tokens>);
 
 impl SharedReport {
     fn take(&self) -> InputReport {
-        mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        mem::take(&mut *self.0.lock())
     }
 }
 
@@ -184,7 +185,7 @@ where
             Err(error) if on_error == OnError::ReplaceOutput => Ok(Err((first + index, error))),
             result => result.map(Ok),
         })?;
-        let mut report = self.report.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut report = self.report.0.lock();
         let mut inputs = Vec::with_capacity(results.len());
         for result in results {
             match result {

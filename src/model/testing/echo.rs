@@ -278,7 +278,7 @@ fn decode(bytes: &[u8]) -> Result<(Fields, Box<RawValue>), TaskError> {
 /// The reply in a data URL.
 fn reply(url: &str) -> Result<Body, TaskError> {
     let refused = |reason: &str| TaskError::bad_input("reply", format!("reply {reason}"));
-    let (media_type, bytes) = data_url::parse(url).map_err(|reason| refused(&reason))?;
+    let (media_type, bytes) = data_url(url).map_err(|reason| refused(&reason))?;
     if media_type.is_empty() {
         return Err(refused("must name a media type"));
     }

@@ -4,17 +4,12 @@ use serde_json::value::RawValue;
 
 use super::Encoding;
 use crate::protocol::TaskError;
-use crate::protocol::fields::{Fields, Keys, Unsupported, invalid, is_number, list, string, token_ids};
+use crate::protocol::fields::{Fields, Keys, invalid, is_number, keys, list, string, token_ids};
 
-const KEYS: Keys = Keys {
-    supported: &["input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate"],
-    unsupported: &[
-        Unsupported { key: "add_special_tokens", only_value: "true" },
-        Unsupported { key: "input_type", only_value: "null" },
-        Unsupported { key: "normalize", only_value: "true" },
-        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
-        Unsupported { key: "truncation_direction", only_value: "\"Right\"" },
-    ],
+const KEYS: Keys = keys! {
+    "input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate";
+    "add_special_tokens" = "true", "input_type" = "null", "normalize" = "true",
+    "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""
 };
 
 /// One input: what a vector is computed for.

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::protocol::fields::{
-    Fields, FirstItems, Keys, Unsupported, bounded_string, deserialize, first_items, invalid, is_number,
+    Fields, FirstItems, Keys, bounded_string, deserialize, each_item, first_items, invalid, is_number, keys,
     list, string, token_ids,
 };
 use crate::protocol::{TaskError, TaskErrorKind};
@@ -34,129 +34,42 @@ const MAX_TOP_LOGPROBS: usize = 20;
 /// The roles that a message can have. Tools are not supported.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
-const COMPLETIONS: Keys = Keys {
-    supported: &[
-        "cache_salt",
-        "echo",
-        "frequency_penalty",
-        "ignore_eos",
-        "logprobs",
-        "max_tokens",
-        "min_p",
-        "model",
-        "n",
-        "presence_penalty",
-        "prompt",
-        "repetition_penalty",
-        "response_format",
-        "seed",
-        "stop",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
-        "user",
-    ],
-    unsupported: &[
-        Unsupported { key: "allowed_token_ids", only_value: "null" },
-        Unsupported { key: "bad_words", only_value: "[]" },
-        Unsupported { key: "best_of", only_value: "1" },
-        Unsupported { key: "guided_choice", only_value: "null" },
-        Unsupported { key: "guided_grammar", only_value: "null" },
-        Unsupported { key: "guided_json", only_value: "null" },
-        Unsupported { key: "guided_regex", only_value: "null" },
-        Unsupported { key: "include_stop_str_in_output", only_value: "false" },
-        Unsupported { key: "logit_bias", only_value: "{}" },
-        Unsupported { key: "max_completion_tokens", only_value: "null" },
-        Unsupported { key: "min_tokens", only_value: "0" },
-        Unsupported { key: "prompt_logprobs", only_value: "null" },
-        Unsupported { key: "stop_token_ids", only_value: "[]" },
-        Unsupported { key: "structured_outputs", only_value: "null" },
-        Unsupported { key: "suffix", only_value: "\"\"" },
-        Unsupported { key: "tool_choice", only_value: "\"none\"" },
-        Unsupported { key: "tools", only_value: "[]" },
-        Unsupported { key: "top_logprobs", only_value: "null" },
-        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
-        Unsupported { key: "use_beam_search", only_value: "false" },
-    ],
+/// The fields of both endpoints, and these of one of them.
+macro_rules! endpoint {
+    ($($supported:literal),+; $($key:literal = $only_value:literal),+) => {
+        keys! {
+            "cache_salt", "frequency_penalty", "ignore_eos", "logprobs", "max_tokens", "min_p", "model", "n",
+            "presence_penalty", "repetition_penalty", "response_format", "seed", "stop", "stream",
+            "stream_options", "temperature", "top_k", "top_p", "user", $($supported),+;
+            "allowed_token_ids" = "null", "bad_words" = "[]", "best_of" = "1", "guided_choice" = "null",
+            "guided_grammar" = "null", "guided_json" = "null", "guided_regex" = "null",
+            "include_stop_str_in_output" = "false", "logit_bias" = "{}", "min_tokens" = "0",
+            "prompt_logprobs" = "null", "stop_token_ids" = "[]", "structured_outputs" = "null",
+            "suffix" = "\"\"", "tool_choice" = "\"none\"", "tools" = "[]", "truncate_prompt_tokens" = "null",
+            "use_beam_search" = "false",
+            $($key = $only_value),+
+        }
+    };
+}
+const COMPLETIONS: Keys = endpoint! {
+    "echo", "prompt";
+    "max_completion_tokens" = "null", "top_logprobs" = "null"
 };
-const CHAT: Keys = Keys {
-    supported: &[
-        "cache_salt",
-        "frequency_penalty",
-        "ignore_eos",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "min_p",
-        "model",
-        "n",
-        "presence_penalty",
-        "repetition_penalty",
-        "response_format",
-        "seed",
-        "stop",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_logprobs",
-        "top_p",
-        "user",
-    ],
-    unsupported: &[
-        Unsupported { key: "add_generation_prompt", only_value: "true" },
-        Unsupported { key: "allowed_token_ids", only_value: "null" },
-        Unsupported { key: "audio", only_value: "null" },
-        Unsupported { key: "bad_words", only_value: "[]" },
-        Unsupported { key: "best_of", only_value: "1" },
-        Unsupported { key: "chat_template", only_value: "null" },
-        Unsupported { key: "chat_template_kwargs", only_value: "{}" },
-        Unsupported { key: "continue_final_message", only_value: "false" },
-        Unsupported { key: "echo", only_value: "false" },
-        Unsupported { key: "function_call", only_value: "\"none\"" },
-        Unsupported { key: "functions", only_value: "[]" },
-        Unsupported { key: "guided_choice", only_value: "null" },
-        Unsupported { key: "guided_grammar", only_value: "null" },
-        Unsupported { key: "guided_json", only_value: "null" },
-        Unsupported { key: "guided_regex", only_value: "null" },
-        Unsupported { key: "include_stop_str_in_output", only_value: "false" },
-        Unsupported { key: "logit_bias", only_value: "{}" },
-        Unsupported { key: "min_tokens", only_value: "0" },
-        Unsupported { key: "modalities", only_value: "[\"text\"]" },
-        Unsupported { key: "parallel_tool_calls", only_value: "true" },
-        Unsupported { key: "prediction", only_value: "null" },
-        Unsupported { key: "prompt_logprobs", only_value: "null" },
-        Unsupported { key: "stop_token_ids", only_value: "[]" },
-        Unsupported { key: "structured_outputs", only_value: "null" },
-        Unsupported { key: "suffix", only_value: "\"\"" },
-        Unsupported { key: "tool_choice", only_value: "\"none\"" },
-        Unsupported { key: "tools", only_value: "[]" },
-        Unsupported { key: "truncate_prompt_tokens", only_value: "null" },
-        Unsupported { key: "use_beam_search", only_value: "false" },
-        Unsupported { key: "web_search_options", only_value: "null" },
-    ],
+const CHAT: Keys = endpoint! {
+    "max_completion_tokens", "messages", "top_logprobs";
+    "add_generation_prompt" = "true", "audio" = "null", "chat_template" = "null",
+    "chat_template_kwargs" = "{}", "continue_final_message" = "false", "echo" = "false",
+    "function_call" = "\"none\"", "functions" = "[]", "modalities" = "[\"text\"]",
+    "parallel_tool_calls" = "true", "prediction" = "null", "web_search_options" = "null"
 };
-const MESSAGE: Keys = Keys {
-    supported: &["content", "name", "role"],
-    unsupported: &[
-        Unsupported { key: "audio", only_value: "null" },
-        Unsupported { key: "function_call", only_value: "null" },
-        Unsupported { key: "tool_calls", only_value: "[]" },
-    ],
+const MESSAGE: Keys = keys! {
+    "content", "name", "role";
+    "audio" = "null", "function_call" = "null", "tool_calls" = "[]"
 };
-const PART: Keys = Keys { supported: &["text", "type"], unsupported: &[] };
-const STREAM_OPTIONS: Keys = Keys {
-    supported: &["include_usage"],
-    unsupported: &[Unsupported { key: "continuous_usage_stats", only_value: "false" }],
-};
-const RESPONSE_FORMAT: Keys = Keys {
-    supported: &["json_schema", "pattern", "regex", "type"],
-    unsupported: &[Unsupported { key: "schema", only_value: "null" }],
-};
-const JSON_SCHEMA: Keys = Keys { supported: &["schema"], unsupported: &[] };
+const PART: Keys = keys! { "text", "type" };
+const STREAM_OPTIONS: Keys = keys! { "include_usage"; "continuous_usage_stats" = "false" };
+const RESPONSE_FORMAT: Keys = keys! { "json_schema", "pattern", "regex", "type"; "schema" = "null" };
+const JSON_SCHEMA: Keys = keys! { "schema" };
 
 const TEMPERATURE: NumberRange = NumberRange { low: 0.0, includes_low: true, high: 2.0 };
 const TOP_P: NumberRange = NumberRange { low: 0.0, includes_low: false, high: 1.0 };
@@ -493,7 +406,7 @@ fn stop_strings(raw: &str) -> Result<Vec<String>, TaskError> {
         let message = format!("stop holds {count} strings; at most {MAX_STOP_STRINGS} are taken");
         return Err(TaskError::bad_input("stop", message));
     }
-    items.iter().enumerate().map(|(index, item)| stop_string(item.get(), &format!("stop[{index}]"))).collect()
+    each_item(&items, "stop", stop_string)
 }
 
 fn stop_string(raw: &str, path: &str) -> Result<String, TaskError> {
@@ -557,27 +470,20 @@ fn completion_prompts(raw: &str, max_prompts: usize) -> Result<Prompts, TaskErro
         return Ok(Prompts::Tokens(vec![token_ids(raw, "prompt")?]));
     }
     let items = list(raw, "prompt", max_prompts)?;
-    let items = items.iter().enumerate().map(|(index, item)| (item.get(), format!("prompt[{index}]")));
     match raw[1..].trim_start().as_bytes().first() {
         Some(b'"') => {
-            let texts = items.map(|(item, path)| {
-                if item.starts_with('"') {
-                    string(item, &path)
-                } else {
-                    Err(invalid(&path, "a string, as prompt[0] is", item))
-                }
-            });
-            Ok(Prompts::Texts { texts: texts.collect::<Result<_, _>>()? })
+            let text = |item: &str, path: &str| match item.starts_with('"') {
+                true => string(item, path),
+                false => Err(invalid(path, "a string, as prompt[0] is", item)),
+            };
+            Ok(Prompts::Texts { texts: each_item(&items, "prompt", text)? })
         }
         Some(b'[') => {
-            let lists = items.map(|(item, path)| {
-                if item.starts_with('[') {
-                    token_ids(item, &path)
-                } else {
-                    Err(invalid(&path, "a list of token ids, as prompt[0] is", item))
-                }
-            });
-            Ok(Prompts::Tokens(lists.collect::<Result<_, _>>()?))
+            let ids = |item: &str, path: &str| match item.starts_with('[') {
+                true => token_ids(item, path),
+                false => Err(invalid(path, "a list of token ids, as prompt[0] is", item)),
+            };
+            Ok(Prompts::Tokens(each_item(&items, "prompt", ids)?))
         }
         _ => Err(invalid("prompt", EXPECTED, raw)),
     }
@@ -598,8 +504,7 @@ fn check_input_count(prompts: &Prompts, n: usize, max_inputs: usize) -> Result<(
 
 /// Reads the messages of a conversation, at least one.
 fn messages(raw: &str) -> Result<Vec<ChatMessage>, TaskError> {
-    let items = list(raw, "messages", MAX_MESSAGES)?;
-    items.iter().enumerate().map(|(index, item)| message(item.get(), &format!("messages[{index}]"))).collect()
+    each_item(&list(raw, "messages", MAX_MESSAGES)?, "messages", message)
 }
 
 fn message(raw: &str, path: &str) -> Result<ChatMessage, TaskError> {
@@ -624,10 +529,8 @@ fn content(raw: &str, path: &str) -> Result<String, TaskError> {
     if !raw.starts_with('[') {
         return Err(invalid(path, "a string or a list of text parts", raw));
     }
-    let items = list(raw, path, MAX_MESSAGES)?;
-    let texts = items.iter().enumerate().map(|(index, item)| part(item.get(), &format!("{path}[{index}]")));
     // vLLM and llama.cpp also join text parts by line breaks.
-    Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
+    Ok(each_item(&list(raw, path, MAX_MESSAGES)?, path, part)?.join("\n"))
 }
 
 fn part(raw: &str, path: &str) -> Result<String, TaskError> {

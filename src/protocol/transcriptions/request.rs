@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value as Json};
 
 use super::TRANSLATIONS_URL;
-use crate::protocol::fields::{Fields, Keys, Unsupported, invalid, list, string};
+use crate::protocol::fields::{Fields, Keys, bounded_string, each_item, invalid, keys, list, string};
 use crate::protocol::message::Headers;
 use crate::protocol::{FileUrl, Files, Message, TaskError, Value};
 
@@ -23,30 +23,11 @@ const MAX_LANGUAGE_BYTES: usize = 16;
 /// Maximum number of items of `timestamp_granularities`: there are two kinds, `segment` and `word`.
 const MAX_GRANULARITIES: usize = 2;
 
-const KEYS: Keys = Keys {
-    supported: &[
-        "channels",
-        FILE_URL,
-        KEYWORDS,
-        "language",
-        "model",
-        "prompt",
-        "response_format",
-        "stream",
-        "task",
-        "temperature",
-        "timestamp_granularities",
-        "vad",
-    ],
-    unsupported: &[
-        Unsupported { key: "chunking_strategy", only_value: "null" },
-        Unsupported { key: "file", only_value: "null" },
-        Unsupported { key: "hotwords", only_value: "null" },
-        Unsupported { key: "include", only_value: "[]" },
-        Unsupported { key: "known_speaker_names", only_value: "[]" },
-        Unsupported { key: "known_speaker_references", only_value: "[]" },
-        Unsupported { key: "vad_filter", only_value: "false" },
-    ],
+const KEYS: Keys = keys! {
+    "channels", "file_url", "keywords", "language", "model", "prompt", "response_format", "stream", "task",
+    "temperature", "timestamp_granularities", "vad";
+    "chunking_strategy" = "null", "file" = "null", "hotwords" = "null", "include" = "[]",
+    "known_speaker_names" = "[]", "known_speaker_references" = "[]", "vad_filter" = "false"
 };
 /// The fields whose values are not strings. If the header of such a field is a string, it is read as JSON, because some
 /// clients can send only strings as headers.
@@ -117,51 +98,30 @@ impl Default for VoiceDetection {
     }
 }
 
-/// Whether the text is in the language of the recording or in English.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SpeechTask {
-    /// The text is in the language of the recording.
-    Transcribe,
-    /// The text is in English.
-    Translate,
-}
-
-impl SpeechTask {
-    /// All tasks, with their names in requests.
-    const ALL: [(&str, Self); 2] = [("transcribe", Self::Transcribe), ("translate", Self::Translate)];
-
-    /// Its name in requests and replies.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Transcribe => "transcribe",
-            Self::Translate => "translate",
-        }
+named! {
+    /// Whether the text is in the language of the recording or in English.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum SpeechTask as name {
+        /// The text is in the language of the recording.
+        Transcribe => "transcribe",
+        /// The text is in English.
+        Translate => "translate",
     }
-}
 
-/// The form of a reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// JSON with the text.
-    Json,
-    /// The text alone.
-    Text,
-    /// JSON with the text, its language and its segments.
-    VerboseJson,
-    /// Subtitles in SubRip's format.
-    Srt,
-    /// Subtitles in WebVTT's format.
-    Vtt,
-}
-
-impl Format {
-    const ALL: [(&str, Self); 5] = [
-        ("json", Self::Json),
-        ("text", Self::Text),
-        ("verbose_json", Self::VerboseJson),
-        ("srt", Self::Srt),
-        ("vtt", Self::Vtt),
-    ];
+    /// The form of a reply.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Format as name {
+        /// JSON with the text.
+        Json => "json",
+        /// The text alone.
+        Text => "text",
+        /// JSON with the text, its language and its segments.
+        VerboseJson => "verbose_json",
+        /// Subtitles in SubRip's format.
+        Srt => "srt",
+        /// Subtitles in WebVTT's format.
+        Vtt => "vtt",
+    }
 }
 
 impl TranscriptionRequest {
@@ -208,7 +168,7 @@ impl TranscriptionRequest {
                 .map(|code| code.to_ascii_lowercase()),
             prompt: fields.bounded_string("prompt", MAX_PROMPT_BYTES)?,
             keywords: keywords(fields)?,
-            split_channels: named(fields, "channels", &[("mix", false), ("split", true)])?.unwrap_or(false),
+            split_channels: named(fields, "channels", &[(false, "mix"), (true, "split")])?.unwrap_or(false),
             words: asks_for_words(fields, format)?,
             format,
             temperature: temperature(fields)?,
@@ -263,14 +223,8 @@ fn sound_from_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError
                        content_type is audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
-    let url = string(raw.get(), FILE_URL)?;
-    let (_, bytes) = files.read(&url).map_err(|message| invalid_url(&message, raw))?;
+    let (_, bytes) = files.read_field(raw, FILE_URL)?;
     Ok(Sound { bytes, field: Some(FILE_URL) })
-}
-
-fn invalid_url(message: &str, raw: &RawValue) -> TaskError {
-    let got = crate::protocol::fields::excerpt(raw.get());
-    TaskError::bad_input(FILE_URL, format!("{FILE_URL} {message}, got {got}"))
 }
 
 /// The headers that are parameters, as JSON. Others are ignored, unless one is a mistyped parameter.
@@ -318,12 +272,12 @@ fn header_as_json(name: &str, value: &Value) -> Result<Json, TaskError> {
 }
 
 /// Reads a field that holds one of the names in `all`. Returns the value of that name; none if the field is absent.
-fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(&str, T)]) -> Result<Option<T>, TaskError> {
+fn named<T: Copy>(fields: &Fields<'_>, key: &str, all: &[(T, &str)]) -> Result<Option<T>, TaskError> {
     let Some(raw) = fields.get(key) else { return Ok(None) };
     let text = string(raw.get(), key)?;
-    let found = all.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+    let found = all.iter().find(|(_, name)| *name == text).map(|(value, _)| *value);
     found.map(Some).ok_or_else(|| {
-        let names: Vec<String> = all.iter().map(|(name, _)| format!("{name:?}")).collect();
+        let names: Vec<String> = all.iter().map(|(_, name)| format!("{name:?}")).collect();
         invalid(key, &format!("one of {}", names.join(", ")), raw.get())
     })
 }
@@ -338,18 +292,8 @@ fn temperature(fields: &Fields<'_>) -> Result<f32, TaskError> {
 
 fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
     let Some(raw) = fields.get(KEYWORDS) else { return Ok(Vec::new()) };
-    let mut keywords = Vec::new();
-    for (index, item) in list(raw.get(), KEYWORDS, MAX_KEYWORDS)?.into_iter().enumerate() {
-        let path = format!("{KEYWORDS}[{index}]");
-        let keyword = string(item.get(), &path)?;
-        if keyword.len() > MAX_KEYWORD_BYTES {
-            let message =
-                format!("{path} has {} bytes; at most {MAX_KEYWORD_BYTES} are taken", keyword.len());
-            return Err(TaskError::bad_input(&path, message));
-        }
-        keywords.push(keyword);
-    }
-    Ok(keywords)
+    let items = list(raw.get(), KEYWORDS, MAX_KEYWORDS)?;
+    each_item(&items, KEYWORDS, |raw, path| bounded_string(raw, path, MAX_KEYWORD_BYTES))
 }
 
 /// Whether word timestamps are requested. Segment timestamps are in every reply that has times.

@@ -1,13 +1,13 @@
 //! Exports finished spans to the collector: the SDK's bounded queue and its thread, which sends over OTLP (HTTP,
 //! protobuf). Ending a span never waits: if the queue is full, the span is lost.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{ExporterBuildError, Protocol, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::trace::{BatchConfigBuilder, BatchSpanProcessor, SpanProcessor};
+use parking_lot::Mutex;
 
 /// Maximum number of finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
 const QUEUE_SIZE: usize = 4_096;
@@ -59,7 +59,7 @@ struct BlockingClient {
 
 impl BlockingClient {
     fn log_lost_spans(&self, collector: &str, error: &str) {
-        let mut last_logged = self.last_logged.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last_logged = self.last_logged.lock();
         if last_logged.is_none_or(|at| at.elapsed() >= LOG_INTERVAL) {
             *last_logged = Some(Instant::now());
             tracing::warn!(collector, error, "spans are lost; tasks do not wait for them");

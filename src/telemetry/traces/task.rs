@@ -2,11 +2,11 @@
 //! messages that result from the task.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opentelemetry::trace::{Span as _, SpanContext, Status};
 use opentelemetry::{KeyValue, Value};
 use opentelemetry_sdk::trace::Span;
+use parking_lot::Mutex;
 
 use super::context;
 
@@ -61,23 +61,19 @@ impl TaskSpan {
     /// Records an attribute; replaces an earlier one of the same name.
     pub fn set_attribute(&self, name: &'static str, value: impl Into<Value>) {
         if self.context.is_sampled() {
-            self.lock().attributes.insert(name, value.into());
+            self.open.lock().attributes.insert(name, value.into());
         }
     }
 
     /// Records that the task failed, and why.
     pub fn fail(&self, error: String) {
-        self.lock().error = Some(error);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, OpenSpan> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock().error = Some(error);
     }
 }
 
 impl Drop for TaskSpan {
     fn drop(&mut self) {
-        let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let open = self.open.get_mut();
         let attributes = std::mem::take(&mut open.attributes).into_iter();
         open.span.set_attributes(attributes.map(|(name, value)| KeyValue::new(name, value)));
         if let Some(error) = open.error.take() {

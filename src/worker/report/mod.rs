@@ -4,11 +4,12 @@
 mod traced;
 
 use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
 use self::traced::write_batch_span;
@@ -59,7 +60,7 @@ pub(super) struct Preprocessing<'a> {
 
 impl Drop for Preprocessing<'_> {
     fn drop(&mut self) {
-        let mut out = lock(&self.reporter.out);
+        let mut out = self.reporter.out.lock();
         if let Some(index) = out.preprocessing.iter().position(|task| task == self.task) {
             out.preprocessing.swap_remove(index);
         }
@@ -121,7 +122,7 @@ impl Reporter {
     /// may die in the pass. Blocks; only for the model thread, whose lines stay in order.
     pub(super) fn forward(&self, tasks: Vec<TaskName>) {
         let line = encode(&Event::Forward { tasks });
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         out.device = Device::Busy;
         out.write(&line);
     }
@@ -129,7 +130,7 @@ impl Reporter {
     /// Reports that a task is about to be preprocessed, since the process may die of it. Blocks; only for the
     /// preprocess threads.
     pub(super) fn preprocessing<'a>(&'a self, task: &'a TaskName) -> Preprocessing<'a> {
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         out.preprocessing.push(task.clone());
         out.report_preprocessing();
         Preprocessing { reporter: self, task }
@@ -138,12 +139,12 @@ impl Reporter {
     /// Records that the device is idle. This is reported with the next line, or by [`Reporter::report_idle`]. Reporting
     /// it at once would take a CPU core from the replies that are about to be published.
     pub(super) fn mark_idle(&self) {
-        lock(&self.out).mark_idle();
+        self.out.lock().mark_idle();
     }
 
     /// Reports that the device is idle, unless that was reported before.
     pub(super) fn report_idle(&self) {
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         out.mark_idle();
         out.write(b"");
     }
@@ -171,13 +172,9 @@ impl Reporter {
 
 fn write(out: &Mutex<ControlOutput>, line: Line) {
     match line {
-        Line::Event(line) => lock(out).write(&line),
+        Line::Event(line) => out.lock().write(&line),
         Line::Flush(flushed) => drop(flushed.send(())),
     }
-}
-
-fn lock(out: &Mutex<ControlOutput>) -> MutexGuard<'_, ControlOutput> {
-    out.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ControlOutput {
@@ -307,7 +304,7 @@ pub(super) struct WaitingDeadLetter<'a>(&'a Counters);
 
 impl Drop for WaitingDeadLetter<'_> {
     fn drop(&mut self) {
-        self.0.waiting_dead_letters().count -= 1;
+        self.0.waiting_dead_letters.lock().count -= 1;
     }
 }
 
@@ -325,12 +322,12 @@ impl Default for Interval {
 
 impl Counters {
     pub(super) fn count(&self, count: impl FnOnce(&mut Stats)) {
-        count(&mut self.lock().stats);
+        count(&mut self.interval.lock().stats);
     }
 
     /// Takes the counts since the last call, if `wanted` returns true for them. The current values in `now` are kept.
     pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
-        let mut interval = self.lock();
+        let mut interval = self.interval.lock();
         interval.stats.now.resident = resident();
         interval.stats.span_ms = interval.since.elapsed().as_millis() as u64;
         if !wanted(&interval.stats) {
@@ -353,7 +350,7 @@ impl Counters {
         failure: String,
         before: Option<WaitingDeadLetter<'a>>,
     ) -> WaitingDeadLetter<'a> {
-        let mut waiting = self.waiting_dead_letters();
+        let mut waiting = self.waiting_dead_letters.lock();
         waiting.failure = failure;
         waiting.count += usize::from(before.is_none());
         drop(waiting);
@@ -362,16 +359,8 @@ impl Counters {
 
     /// How many dead letters wait, and why, if any do.
     fn dead_letter_problem(&self) -> Option<String> {
-        let waiting = self.waiting_dead_letters();
+        let waiting = self.waiting_dead_letters.lock();
         (waiting.count > 0).then(|| format!("{} dead letters wait: {}", waiting.count, waiting.failure))
-    }
-
-    fn waiting_dead_letters(&self) -> MutexGuard<'_, WaitingDeadLetters> {
-        self.waiting_dead_letters.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Interval> {
-        self.interval.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

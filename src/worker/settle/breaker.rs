@@ -8,9 +8,9 @@
 //!   accepts while no reply waits closes the breaker.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::STALLED_AFTER;
@@ -75,7 +75,7 @@ pub(in crate::worker) struct Probe<'a> {
 
 impl Drop for Probe<'_> {
     fn drop(&mut self) {
-        if let Some(breaker) = self.breakers.lock().get_mut(&self.queue) {
+        if let Some(breaker) = self.breakers.0.lock().get_mut(&self.queue) {
             breaker.is_probed = false;
         }
     }
@@ -90,7 +90,7 @@ pub(super) struct WaitingReply<'a> {
 
 impl Drop for WaitingReply<'_> {
     fn drop(&mut self) {
-        if let Some(breaker) = self.breakers.lock().get_mut(self.queue) {
+        if let Some(breaker) = self.breakers.0.lock().get_mut(self.queue) {
             let count = if self.was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count = count.saturating_sub(1);
             breaker.wait_ended = Instant::now();
@@ -100,7 +100,7 @@ impl Drop for WaitingReply<'_> {
 
 impl Breakers {
     pub(super) fn admit(&self, queue: &str, now: Instant) -> Admission<'_> {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         let Some(breaker) = all.get_mut(queue) else { return Admission::Compute };
         if breaker.is_open(now) {
             return Admission::Refused;
@@ -118,7 +118,7 @@ impl Breakers {
     /// Records that a computed reply waits until the returned value is dropped. The broker has refused the reply
     /// (`was_refused`), or has not confirmed it yet. If the table is full of queues in use, this reply is not counted.
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> WaitingReply<'a> {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         if !all.contains_key(queue) {
             all.retain(|_, breaker| !breaker.is_idle() || now < breaker.wait_ended + REMEMBERED_FOR);
             if all.len() >= MAX_QUEUES {
@@ -148,17 +148,13 @@ impl Breakers {
     /// Records that the queue has accepted a message, or no longer exists. Once no reply waits for it, its tasks are
     /// computed again.
     pub(super) fn record_accepted(&self, queue: &str, now: Instant) {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         let Some(breaker) = all.get_mut(queue) else { return };
         breaker.accepted_at = Some(now);
         if breaker.refused + breaker.unanswered == 0 {
             all.remove(queue);
             tracing::info!(queue, "the reply queue takes messages again");
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Breaker>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -228,11 +224,11 @@ mod tests {
             drop(breakers.wait(&number.to_string(), true, Instant::now()));
             tokio::time::advance(Duration::from_millis(1)).await;
         }
-        assert_eq!(breakers.lock().len(), MAX_QUEUES);
-        assert!(breakers.lock().contains_key("held"));
+        assert_eq!(breakers.0.lock().len(), MAX_QUEUES);
+        assert!(breakers.0.lock().contains_key("held"));
         tokio::time::advance(REMEMBERED_FOR).await;
         drop(breakers.wait("last", true, Instant::now()));
-        assert_eq!(breakers.lock().len(), 2);
+        assert_eq!(breakers.0.lock().len(), 2);
         drop(held);
     }
 }

@@ -3,9 +3,9 @@
 //! since the line before. Owns these numbers, and the times of the last lines.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::protocol::TaskError;
@@ -38,7 +38,7 @@ impl ErrorLog {
     /// Returns the number of errors with this reason that were not logged since the last line, if a line is due.
     /// Otherwise counts this error as not logged, and returns `None`.
     fn take_unlogged(&self, reason: &'static str, now: Instant) -> Option<u64> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         let Some(logged) = all.get_mut(reason) else {
             all.insert(reason, Logged { last: now, unlogged: 0 });
             return Some(0);

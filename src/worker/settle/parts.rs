@@ -6,11 +6,12 @@
 //! connection, it might otherwise overtake a part that is still under way.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared};
+use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 
 use super::Settlement;
@@ -50,12 +51,8 @@ pub(in crate::worker) struct Parts {
 struct Unsent(Arc<Mutex<VecDeque<Arc<Message>>>>);
 
 impl Unsent {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<Message>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn next(&self) -> Option<Arc<Message>> {
-        self.lock().pop_front()
+        self.0.lock().pop_front()
     }
 }
 
@@ -97,7 +94,7 @@ impl Parts {
         if bodies.is_empty() {
             return;
         }
-        let mut unsent = self.unsent.lock();
+        let mut unsent = self.unsent.0.lock();
         for body in bodies {
             unsent.push_back(Arc::new(part(&self.task, body, &self.place)));
             self.place.seq += 1;
@@ -140,7 +137,7 @@ impl Parts {
         if is_sent {
             self.sending = None;
         } else {
-            self.unsent.lock().clear();
+            self.unsent.0.lock().clear();
         }
         is_sent
     }

@@ -3,8 +3,8 @@
 //! broker grants, and at most `prefetch_bytes` of replies.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 /// Decides which tasks may keep waiting. Shared by all tasks of a worker; locked for a few instructions.
@@ -51,7 +51,7 @@ impl Stalled {
     }
 
     fn change(&self, change: impl FnOnce(&mut StalledTasks)) {
-        let mut stalled = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stalled = self.0.lock();
         stalled.tasks.retain(|task| !task.evict.is_closed());
         change(&mut stalled);
         let mut bytes: usize = stalled.tasks.iter().map(|task| task.bytes).sum();

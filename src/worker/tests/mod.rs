@@ -1,7 +1,6 @@
 //! Tests of the worker in process, over a queue in memory, with models that compute nothing, in paused time. There is
 //! no broker and no thread, and each wait is for an event.
 
-mod memory;
 mod on_demand;
 mod one_pass;
 mod parts;
@@ -9,20 +8,20 @@ mod places;
 mod sequences;
 
 use std::io::Write;
-use std::sync::Mutex;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
-use tokio::task::{JoinHandle, LocalSet};
+use tokio::task::JoinHandle;
 
 use super::*;
+use crate::broker::memory::{Memory, Settled, in_time};
 use crate::config;
 use crate::engine::{continuous, oneshot};
 use crate::model::testing::{echo, script};
 use crate::protocol::control::decode;
 use crate::protocol::{Headers, Message, Properties};
-use memory::{Memory, Settled};
 
 /// The pool's queues.
 const TASKS: &str = "tasks";
@@ -39,7 +38,7 @@ struct Stdout {
 
 impl Write for Stdout {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let count = self.text.lock().unwrap().write(bytes);
+        let count = self.text.lock().write(bytes);
         self.written.notify_waiters();
         count
     }
@@ -51,7 +50,7 @@ impl Write for Stdout {
 
 impl Stdout {
     fn events(&self) -> Vec<Event> {
-        let text = String::from_utf8(self.text.lock().unwrap().clone()).unwrap();
+        let text = String::from_utf8(self.text.lock().clone()).unwrap();
         text.lines().map(|line| decode(line).unwrap()).collect()
     }
 }
@@ -113,7 +112,7 @@ impl Rig {
             if self.stdout.events().iter().any(&matches) {
                 return;
             }
-            written.await;
+            in_time(written).await;
         }
     }
 
@@ -128,7 +127,7 @@ impl Rig {
 
     /// Waits for the worker to end, without causing that. Returns the result and the reported events.
     async fn join(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
-        let ended = self.worker.await.unwrap();
+        let ended = in_time(self.worker).await.unwrap();
         self.control.reporter.flush().await;
         (ended, self.stdout.events())
     }
@@ -142,10 +141,7 @@ impl Rig {
 }
 
 /// Returns `open`, with the lifetimes of [`Open`], which a closure alone would not infer.
-fn opening<F>(open: F) -> F
-where
-    F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>,
-{
+fn opening<F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>>(open: F) -> F {
     open
 }
 
@@ -197,10 +193,4 @@ fn status(reply: &Message) -> i64 {
 
 fn body(message: &Message) -> Value {
     serde_json::from_slice(&message.body).unwrap()
-}
-
-/// Runs a test that spawns local tasks. Panics if it does not end in a paused time that is longer than any timeout.
-async fn run_local<T>(test: impl Future<Output = T>) -> T {
-    let limit = Duration::from_secs(100_000);
-    LocalSet::new().run_until(tokio::time::timeout(limit, test)).await.expect("it ends")
 }

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::broker::Published;
+use crate::broker::memory::Reaction;
 use crate::model::{
     Body, Device, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route, SizedInput,
     Streaming, TaskError, clock,
 };
 use crate::protocol::control::Cancellation;
 use crate::protocol::reply::is_part;
-use crate::worker::tests::memory::Reaction;
 
 /// The record of what a model has done.
 #[derive(Clone, Default)]
@@ -24,12 +24,12 @@ pub(super) struct Record {
 
 impl Record {
     fn push(&self, line: String) {
-        self.log.lock().unwrap().push(line);
+        self.log.lock().push(line);
     }
 
     /// The task of each window that was made, in order.
     fn made(&self) -> Vec<String> {
-        let log = self.log.lock().unwrap();
+        let log = self.log.lock();
         log.iter().filter_map(|line| line.strip_prefix("made ")).map(str::to_owned).collect()
     }
 }
@@ -146,143 +146,119 @@ fn statuses(replies: &[Message]) -> Vec<(&str, i64)> {
     replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), status(reply))).collect()
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_task_of_many_inputs_makes_few_ahead_and_its_reply_has_all_in_order() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        rig.memory.deliver([windows("a", 50)]);
-        let reply = rig.memory.until_published("mine", 1).await.remove(0);
-        assert_eq!(body(&reply), json!((0..50).collect::<Vec<_>>()));
-        let (mut waiting, mut most): (i32, i32) = (0, 0);
-        for line in &*record.log.lock().unwrap() {
-            waiting += if line.starts_with("made") { 1 } else { -1 };
-            most = most.max(waiting);
-        }
-        assert!((2..=4).contains(&most), "one batch is computed and one waits: {most}");
-        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    rig.memory.deliver([windows("a", 50)]);
+    let reply = rig.memory.until_published("mine", 1).await.remove(0);
+    assert_eq!(body(&reply), json!((0..50).collect::<Vec<_>>()));
+    let (mut waiting, mut most): (i32, i32) = (0, 0);
+    for line in &*record.log.lock() {
+        waiting += if line.starts_with("made") { 1 } else { -1 };
+        most = most.max(waiting);
+    }
+    assert!((2..=4).contains(&most), "one batch is computed and one waits: {most}");
+    assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_task_of_many_inputs_holds_up_no_other_by_more_than_a_slice_and_a_batch() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        rig.memory.deliver([windows("giant", 1_000), windows("first", 1)]);
-        rig.memory.until_published("mine", 1).await;
-        until_made(&record, 100).await;
-        let before = record.made().len();
-        rig.memory.deliver([windows("second", 1), windows("third", 3)]);
-        let replies = rig.memory.until_published("mine", 4).await;
-        let ids = statuses(&replies).into_iter().map(|(id, _)| id).collect::<Vec<_>>();
-        assert_eq!(ids, ["first", "second", "third", "giant"]);
-        let made = record.made();
-        assert!(made[..4].contains(&"first".to_owned()), "{:?}", &made[..4]);
-        assert!(made[before..before + 6].contains(&"second".to_owned()), "{:?}", &made[before..before + 6]);
-        let third = made[before..].iter().rposition(|task| task == "third").unwrap();
-        assert!(third < 20, "they take turns: {third}");
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    rig.memory.deliver([windows("giant", 1_000), windows("first", 1)]);
+    rig.memory.until_published("mine", 1).await;
+    until_made(&record, 100).await;
+    let before = record.made().len();
+    rig.memory.deliver([windows("second", 1), windows("third", 3)]);
+    let replies = rig.memory.until_published("mine", 4).await;
+    let ids = statuses(&replies).into_iter().map(|(id, _)| id).collect::<Vec<_>>();
+    assert_eq!(ids, ["first", "second", "third", "giant"]);
+    let made = record.made();
+    assert!(made[..4].contains(&"first".to_owned()), "{:?}", &made[..4]);
+    assert!(made[before..before + 6].contains(&"second".to_owned()), "{:?}", &made[before..before + 6]);
+    let third = made[before..].iter().rposition(|task| task == "third").unwrap();
+    assert!(third < 20, "they take turns: {third}");
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn requesters_take_turns_at_inputs_however_many_tasks_each_has() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        let many = |id: usize| task(&format!("many-{id}"), "theirs", &json!({ "windows": 20 }));
-        rig.memory.deliver((0..60).map(many).chain([windows("one", 12)]));
-        rig.memory.until_published("mine", 1).await;
-        let made = record.made();
-        let indices: Vec<usize> = (0..made.len()).filter(|index| made[*index] == "one").collect();
-        assert!(indices[1] - indices[0] < 8, "{indices:?}");
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    let many = |id: usize| task(&format!("many-{id}"), "theirs", &json!({ "windows": 20 }));
+    rig.memory.deliver((0..60).map(many).chain([windows("one", 12)]));
+    rig.memory.until_published("mine", 1).await;
+    let made = record.made();
+    let indices: Vec<usize> = (0..made.len()).filter(|index| made[*index] == "one").collect();
+    assert!(indices[1] - indices[0] < 8, "{indices:?}");
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_task_without_inputs_is_answered() {
-    run_local(async {
-        let (rig, _) = start(|_| ());
-        rig.memory.deliver([windows("none", 0), windows("one", 1)]);
-        let replies = rig.memory.until_published("mine", 2).await;
-        assert_eq!(statuses(&replies), [("none", 200), ("one", 200)]);
-        assert_eq!(body(&replies[0]), json!([]));
-        assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(1), Settled::Acked(2)]);
-    })
-    .await;
+    let (rig, _) = start(|_| ());
+    rig.memory.deliver([windows("none", 0), windows("one", 1)]);
+    let replies = rig.memory.until_published("mine", 2).await;
+    assert_eq!(statuses(&replies), [("none", 200), ("one", 200)]);
+    assert_eq!(body(&replies[0]), json!([]));
+    assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(1), Settled::Acked(2)]);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn an_input_that_cannot_be_made_ends_its_task_and_its_neighbours_go_on() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        let bad = task("bad", "mine", &json!({"windows": 100, "bad": 20}));
-        rig.memory.deliver([bad, windows("good", 30)]);
-        let replies = rig.memory.until_published("mine", 2).await;
-        assert_eq!(statuses(&replies), [("bad", 400), ("good", 200)]);
-        assert_eq!(record.made().iter().filter(|task| *task == "bad").count(), 21);
-        assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(1), Settled::Acked(2)]);
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    let bad = task("bad", "mine", &json!({"windows": 100, "bad": 20}));
+    rig.memory.deliver([bad, windows("good", 30)]);
+    let replies = rig.memory.until_published("mine", 2).await;
+    assert_eq!(statuses(&replies), [("bad", 400), ("good", 200)]);
+    assert_eq!(record.made().iter().filter(|task| *task == "bad").count(), 21);
+    assert_eq!(rig.memory.until_settled(2).await, [Settled::Acked(1), Settled::Acked(2)]);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn no_more_inputs_are_made_of_a_task_that_is_cancelled_or_late() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        let mut late = windows("late", 1_000);
-        late.properties.expiration = Some("200".into());
-        rig.memory.deliver([windows("cancelled", 1_000), late]);
-        until_made(&record, 10).await;
-        let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
-        rig.control.cancellations.send(cancellation).unwrap();
-        let replies = rig.memory.until_published("mine", 2).await;
-        assert_eq!(statuses(&replies), [("cancelled", 499), ("late", 408)]);
-        let made = record.made().len();
-        assert!(made < 100, "{made}");
-        tokio::time::sleep(Duration::from_secs(10)).await;
-        assert_eq!(record.made().len(), made);
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    let mut late = windows("late", 1_000);
+    late.properties.expiration = Some("200".into());
+    rig.memory.deliver([windows("cancelled", 1_000), late]);
+    until_made(&record, 10).await;
+    let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
+    rig.control.cancellations.send(cancellation).unwrap();
+    let replies = rig.memory.until_published("mine", 2).await;
+    assert_eq!(statuses(&replies), [("cancelled", 499), ("late", 408)]);
+    let made = record.made().len();
+    assert!(made < 100, "{made}");
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(record.made().len(), made);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_drain_hands_back_a_task_whose_inputs_are_not_all_made() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        rig.memory.deliver([windows("a", 1_000), windows("b", 1_000)]);
-        until_made(&record, 30).await;
-        rig.stop.advance(Phase::Returning, "test");
-        let memory = rig.memory.clone();
-        assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
-        assert_eq!(memory.settled(), [Settled::Requeued(1), Settled::Requeued(2)]);
-        assert!(record.made().len() < 60);
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    rig.memory.deliver([windows("a", 1_000), windows("b", 1_000)]);
+    until_made(&record, 30).await;
+    rig.stop.advance(Phase::Returning, "test");
+    let memory = rig.memory.clone();
+    assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
+    assert_eq!(memory.settled(), [Settled::Requeued(1), Settled::Requeued(2)]);
+    assert!(record.made().len() < 60);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn bytes_of_waiting_inputs_are_bounded_even_while_a_suspect_task_runs_alone() {
-    run_local(async {
-        let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
-        let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
-        let ids: Vec<String> = (0..20).map(|number| number.to_string()).collect();
-        // The size of inputs is unknown until the first is made.
-        rig.memory.deliver([large("known")]);
-        rig.memory.until_published("mine", 1).await;
-        rig.memory.deliver(ids[..10].iter().map(|id| large(id)));
-        until_made(&record, 15).await;
-        rig.memory.deliver_again(large("suspect"), 2);
-        rig.memory.deliver(ids[10..].iter().map(|id| large(id)));
-        let replies = rig.memory.until_published("mine", 22).await;
-        assert!(statuses(&replies).iter().all(|(_, status)| *status == 200));
-        let most = record.most_bytes.load(Ordering::SeqCst);
-        // The inputs of the suspect task come on top: it does not wait for memory, since the tasks that hold it are
-        // computed only after the suspect one.
-        assert!((300..=700).contains(&most), "{most}");
-        assert_eq!(record.bytes.load(Ordering::SeqCst), 0);
-    })
-    .await;
+    let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
+    let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
+    let ids: Vec<String> = (0..20).map(|number| number.to_string()).collect();
+    // The size of inputs is unknown until the first is made.
+    rig.memory.deliver([large("known")]);
+    rig.memory.until_published("mine", 1).await;
+    rig.memory.deliver(ids[..10].iter().map(|id| large(id)));
+    until_made(&record, 15).await;
+    rig.memory.deliver_again(large("suspect"), 2);
+    rig.memory.deliver(ids[10..].iter().map(|id| large(id)));
+    let replies = rig.memory.until_published("mine", 22).await;
+    assert!(statuses(&replies).iter().all(|(_, status)| *status == 200));
+    let most = record.most_bytes.load(Ordering::SeqCst);
+    // The inputs of the suspect task come on top: it does not wait for memory, since the tasks that hold it are
+    // computed only after the suspect one.
+    assert!((300..=700).contains(&most), "{most}");
+    assert_eq!(record.bytes.load(Ordering::SeqCst), 0);
 }
 
 fn streamed(id: &str, to: &str, count: usize) -> Message {
@@ -299,108 +275,93 @@ fn numbers(count: usize) -> Vec<Value> {
     (0..count).map(Value::from).collect()
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn each_window_is_a_part_in_time_order_while_later_ones_are_not_made_yet() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        rig.memory.deliver([streamed("a", "mine", 100), streamed("none", "other", 0)]);
-        rig.memory.until_published("mine", 10).await;
-        assert!(record.made().len() < 30, "{}", record.made().len());
-        rig.memory.until_settled(2).await;
-        let (parts, replies) = received(&rig, "mine");
-        assert_eq!((parts, replies.len(), body(&replies[0])), (numbers(100), 1, json!(numbers(100))));
-        let (parts, replies) = received(&rig, "other");
-        assert_eq!((parts, replies.len(), body(&replies[0])), (Vec::new(), 1, json!([])));
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    rig.memory.deliver([streamed("a", "mine", 100), streamed("none", "other", 0)]);
+    rig.memory.until_published("mine", 10).await;
+    assert!(record.made().len() < 30, "{}", record.made().len());
+    rig.memory.until_settled(2).await;
+    let (parts, replies) = received(&rig, "mine");
+    assert_eq!((parts, replies.len(), body(&replies[0])), (numbers(100), 1, json!(numbers(100))));
+    let (parts, replies) = received(&rig, "other");
+    assert_eq!((parts, replies.len(), body(&replies[0])), (Vec::new(), 1, json!([])));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn windows_that_are_finished_are_parts_before_the_error_of_a_later_one() {
-    run_local(async {
-        let (rig, _) = start(|_| ());
-        let bad = json!({"windows": 100, "bad": 40, "stream": true});
-        rig.memory.deliver([task("bad", "mine", &bad), streamed("good", "other", 50)]);
-        rig.memory.until_settled(2).await;
-        let (parts, replies) = received(&rig, "mine");
-        assert_eq!(statuses(&replies), [("bad", 400)]);
-        assert!((10..40).contains(&parts.len()) && parts == numbers(parts.len()), "{parts:?}");
-        assert_eq!(received(&rig, "other").0, numbers(50));
-    })
-    .await;
+    let (rig, _) = start(|_| ());
+    let bad = json!({"windows": 100, "bad": 40, "stream": true});
+    rig.memory.deliver([task("bad", "mine", &bad), streamed("good", "other", 50)]);
+    rig.memory.until_settled(2).await;
+    let (parts, replies) = received(&rig, "mine");
+    assert_eq!(statuses(&replies), [("bad", 400)]);
+    assert!((10..40).contains(&parts.len()) && parts == numbers(parts.len()), "{parts:?}");
+    assert_eq!(received(&rig, "other").0, numbers(50));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_part() {
-    run_local(async {
-        let (rig, _) = start(|_| ());
-        let slow = Duration::from_millis(600);
-        for queue in ["mine", "other"] {
-            rig.memory.set_reaction(queue, Reaction::AnswerAfter(slow, Published::Confirmed));
-        }
-        let begun = tokio::time::Instant::now();
-        let mut late = streamed("late", "other", 1_000);
-        late.properties.expiration = Some("200".into());
-        rig.memory.deliver([streamed("cancelled", "mine", 1_000), late]);
-        rig.memory.until_published("other", 1).await;
-        let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
-        rig.control.cancellations.send(cancellation).unwrap();
-        for (queue, answered) in [("mine", [("cancelled", 499)]), ("other", [("late", 408)])] {
-            rig.memory.until_published(queue, 2).await;
-            assert!(begun.elapsed() >= slow, "{queue}: {:?}", begun.elapsed());
-            let (parts, replies) = received(&rig, queue);
-            assert_eq!((parts, statuses(&replies)), (numbers(1), answered.to_vec()));
-        }
-        tokio::time::sleep(slow * 2).await;
-        assert_eq!(rig.memory.published("mine").len() + rig.memory.published("other").len(), 4);
-    })
-    .await;
+    let (rig, _) = start(|_| ());
+    let slow = Duration::from_millis(600);
+    for queue in ["mine", "other"] {
+        rig.memory.set_reaction(queue, Reaction::AnswerAfter(slow, Published::Confirmed));
+    }
+    let begun = tokio::time::Instant::now();
+    let mut late = streamed("late", "other", 1_000);
+    late.properties.expiration = Some("200".into());
+    rig.memory.deliver([streamed("cancelled", "mine", 1_000), late]);
+    rig.memory.until_published("other", 1).await;
+    let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
+    rig.control.cancellations.send(cancellation).unwrap();
+    for (queue, answered) in [("mine", [("cancelled", 499)]), ("other", [("late", 408)])] {
+        rig.memory.until_published(queue, 2).await;
+        assert!(begun.elapsed() >= slow, "{queue}: {:?}", begun.elapsed());
+        let (parts, replies) = received(&rig, queue);
+        assert_eq!((parts, statuses(&replies)), (numbers(1), answered.to_vec()));
+    }
+    tokio::time::sleep(slow * 2).await;
+    assert_eq!(rig.memory.published("mine").len() + rig.memory.published("other").len(), 4);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_streamed_task_that_is_handed_back_gets_its_parts_again_in_another_stream() {
-    run_local(async {
-        let (rig, _) = start(|_| ());
-        rig.memory.deliver([streamed("a", "mine", 200)]);
-        rig.memory.until_published("mine", 5).await;
-        rig.stop.advance(Phase::Returning, "test");
-        let memory = rig.memory.clone();
-        assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
-        assert_eq!(memory.settled(), [Settled::Requeued(1)]);
-        assert!(memory.published("mine").iter().all(is_part), "no reply");
+    let (rig, _) = start(|_| ());
+    rig.memory.deliver([streamed("a", "mine", 200)]);
+    rig.memory.until_published("mine", 5).await;
+    rig.stop.advance(Phase::Returning, "test");
+    let memory = rig.memory.clone();
+    assert_eq!(rig.join().await.0.unwrap(), Ended::Drained);
+    assert_eq!(memory.settled(), [Settled::Requeued(1)]);
+    assert!(memory.published("mine").iter().all(is_part), "no reply");
 
-        let (rig, _) = start(|_| ());
-        rig.memory.deliver([streamed("a", "mine", 200)]);
-        let first = rig.memory.until_published("mine", 5).await;
-        rig.memory.lose_session();
-        rig.memory.deliver_again(streamed("a", "mine", 20), 1);
-        rig.memory.until_settled(1).await;
-        let stream = |part: &Message| part.properties.headers["stream_id"].clone();
-        let (parts, replies): (Vec<_>, Vec<_>) = rig.memory.published("mine").into_iter().partition(is_part);
-        let again: Vec<_> = parts.iter().filter(|part| stream(part) != stream(&first[0])).collect();
-        assert_eq!(again.iter().map(|part| body(part)).collect::<Vec<_>>(), numbers(20));
-        let seqs = again.iter().map(|part| part.properties.headers["seq"].as_i64());
-        assert!(seqs.eq((0..20).map(Some)));
-        assert_eq!(replies.len(), 1);
-    })
-    .await;
+    let (rig, _) = start(|_| ());
+    rig.memory.deliver([streamed("a", "mine", 200)]);
+    let first = rig.memory.until_published("mine", 5).await;
+    rig.memory.lose_session();
+    rig.memory.deliver_again(streamed("a", "mine", 20), 1);
+    rig.memory.until_settled(1).await;
+    let stream = |part: &Message| part.properties.headers["stream_id"].clone();
+    let (parts, replies): (Vec<_>, Vec<_>) = rig.memory.published("mine").into_iter().partition(is_part);
+    let again: Vec<_> = parts.iter().filter(|part| stream(part) != stream(&first[0])).collect();
+    assert_eq!(again.iter().map(|part| body(part)).collect::<Vec<_>>(), numbers(20));
+    let seqs = again.iter().map(|part| part.properties.headers["seq"].as_i64());
+    assert!(seqs.eq((0..20).map(Some)));
+    assert_eq!(replies.len(), 1);
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn only_the_first_part_is_written_for_a_reader_that_stops_reading() {
-    run_local(async {
-        let (rig, record) = start(|_| ());
-        rig.memory.set_reaction("stuck", Reaction::Nothing);
-        rig.memory.deliver([streamed("stuck", "stuck", 100), streamed("a", "mine", 100)]);
-        assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(2)]);
-        assert_eq!(received(&rig, "mine").0, numbers(100));
-        let letter = rig.memory.until_published(DEAD, 1).await.remove(0);
-        assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
-        let (parts, replies) = received(&rig, "stuck");
-        assert_eq!((parts.len(), replies.len()), (1, 0));
-        let log = record.log.lock().unwrap();
-        let written = log.iter().filter(|line| *line == "wrote a part").count();
-        assert_eq!(written, 101);
-    })
-    .await;
+    let (rig, record) = start(|_| ());
+    rig.memory.set_reaction("stuck", Reaction::Nothing);
+    rig.memory.deliver([streamed("stuck", "stuck", 100), streamed("a", "mine", 100)]);
+    assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(2)]);
+    assert_eq!(received(&rig, "mine").0, numbers(100));
+    let letter = rig.memory.until_published(DEAD, 1).await.remove(0);
+    assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
+    let (parts, replies) = received(&rig, "stuck");
+    assert_eq!((parts.len(), replies.len()), (1, 0));
+    let log = record.log.lock();
+    let written = log.iter().filter(|line| *line == "wrote a part").count();
+    assert_eq!(written, 101);
 }

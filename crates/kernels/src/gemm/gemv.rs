@@ -233,16 +233,32 @@ fn unpack<S: Simd, C: Packing>(simd: S, panel: &[u32], to: &mut Vec<f32>) {
 /// How numbers are packed in words. A trait and not closures, for the reason given at
 /// [`Lanes`](super::super::activation::Lanes).
 trait Packing {
-    /// Numbers in a word of 32 bits.
-    const PER_WORD: usize;
+    /// Bits of a number.
+    const BITS: u32;
     /// Words in a group that hold numbers.
     const NUMBER_WORDS: usize;
-    /// Words in a group, including the scale and the offset.
-    const GROUP_WORDS: usize;
-    /// Unpacks the number in the low bits of a word.
-    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s;
+    /// Numbers in a word of 32 bits.
+    const PER_WORD: usize = 32 / Self::BITS as usize;
+    /// Words in a group, including the scale and the offset of quantised numbers.
+    const GROUP_WORDS: usize = Self::NUMBER_WORDS + if Self::BITS <= 8 { 2 } else { 0 };
+
+    /// Unpacks the number in the low bits of a word. A quantised one is q·scale + offset, where q are these bits.
+    #[inline(always)]
+    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
+        /// 2^23. Writing a whole number into the low bits of its mantissa adds the number to it.
+        const POWER: f32 = 8_388_608.0;
+        let (power, mask) = (simd.splat_f32s(POWER), simd.splat_u32s((1 << Self::BITS) - 1));
+        let q = simd.or_u32s(simd.and_u32s(word, mask), simd.transmute_u32s_f32s(power));
+        let q = simd.sub_f32s(simd.transmute_f32s_u32s(q), power);
+        let (scale, offset) = (simd.transmute_f32s_u32s(scale), simd.transmute_f32s_u32s(offset));
+        simd.mul_add_e_f32s(q, scale, offset)
+    }
+
     /// Shifts a word, so that the next number is in its low bits.
-    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s;
+    #[inline(always)]
+    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
+        if Self::PER_WORD == 1 { word } else { simd.wrapping_dyn_shr_u32s(word, simd.splat_u32s(Self::BITS)) }
+    }
 }
 
 struct F32;
@@ -252,87 +268,31 @@ struct Bits4;
 struct Bits8<const WORDS: usize>;
 
 impl Packing for F32 {
-    const PER_WORD: usize = 1;
+    const BITS: u32 = 32;
     const NUMBER_WORDS: usize = 1;
-    const GROUP_WORDS: usize = 1;
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, _: S::u32s, _: S::u32s) -> S::f32s {
         simd.transmute_f32s_u32s(word)
     }
-
-    #[inline(always)]
-    fn next<S: Simd>(_: S, word: S::u32s) -> S::u32s {
-        word
-    }
 }
 
 impl Packing for Bf16 {
-    const PER_WORD: usize = 2;
+    const BITS: u32 = 16;
     const NUMBER_WORDS: usize = 1;
-    const GROUP_WORDS: usize = 1;
 
     #[inline(always)]
     fn number<S: Simd>(simd: S, word: S::u32s, _: S::u32s, _: S::u32s) -> S::f32s {
-        simd.transmute_f32s_u32s(shifted_left(simd, word, 16))
-    }
-
-    #[inline(always)]
-    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
-        shifted_right(simd, word, 16)
+        simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(word, simd.splat_u32s(16)))
     }
 }
 
 impl Packing for Bits4 {
-    const PER_WORD: usize = 8;
+    const BITS: u32 = 4;
     const NUMBER_WORDS: usize = 4;
-    const GROUP_WORDS: usize = 6;
-
-    #[inline(always)]
-    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
-        dequantise(simd, word, 15, scale, offset)
-    }
-
-    #[inline(always)]
-    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
-        shifted_right(simd, word, 4)
-    }
 }
 
 impl<const COUNT: usize> Packing for Bits8<COUNT> {
-    const PER_WORD: usize = 4;
+    const BITS: u32 = 8;
     const NUMBER_WORDS: usize = COUNT;
-    const GROUP_WORDS: usize = COUNT + 2;
-
-    #[inline(always)]
-    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
-        dequantise(simd, word, 255, scale, offset)
-    }
-
-    #[inline(always)]
-    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
-        shifted_right(simd, word, 8)
-    }
-}
-
-#[inline(always)]
-fn shifted_left<S: Simd>(simd: S, word: S::u32s, bits: u32) -> S::u32s {
-    simd.wrapping_dyn_shl_u32s(word, simd.splat_u32s(bits))
-}
-
-#[inline(always)]
-fn shifted_right<S: Simd>(simd: S, word: S::u32s, bits: u32) -> S::u32s {
-    simd.wrapping_dyn_shr_u32s(word, simd.splat_u32s(bits))
-}
-
-/// q·scale + offset, where q are the bits of `word` in `mask`.
-#[inline(always)]
-fn dequantise<S: Simd>(simd: S, word: S::u32s, mask: u32, scale: S::u32s, offset: S::u32s) -> S::f32s {
-    /// 2^23. Writing a whole number into the low bits of its mantissa adds the number to it.
-    const POWER: f32 = 8_388_608.0;
-    let power = simd.splat_f32s(POWER);
-    let q = simd.or_u32s(simd.and_u32s(word, simd.splat_u32s(mask)), simd.transmute_u32s_f32s(power));
-    let q = simd.sub_f32s(simd.transmute_f32s_u32s(q), power);
-    let (scale, offset) = (simd.transmute_f32s_u32s(scale), simd.transmute_f32s_u32s(offset));
-    simd.mul_add_e_f32s(q, scale, offset)
 }

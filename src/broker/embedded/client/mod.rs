@@ -20,7 +20,9 @@ use tokio_util::sync::CancellationToken;
 use self::consumer::SocketConsumer;
 use self::socket::{UnconfirmedPublishes, read_all, write_all};
 use super::wire::{Frame, Request, too_long};
-use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
+use crate::broker::{
+    Acker, BrokerError, BrokerSession, Delay, DeliveryTag, PublishFuture, PublishResult, Published, Publisher,
+};
 use crate::protocol::Message;
 
 /// There is only one session, because nothing reconnects.
@@ -126,7 +128,7 @@ impl Connection {
         queue: &str,
         delay: Option<Duration>,
         message: Arc<Message>,
-    ) -> Result<Published, BrokerError> {
+    ) -> PublishResult {
         if let Some(reason) = too_long(&message) {
             return Ok(Published::Refused(reason));
         }
@@ -147,20 +149,11 @@ impl Connection {
 }
 
 impl Publisher for Connection {
-    fn publish<'a>(
-        &'a self,
-        queue: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         self.publish_after(queue, None, message).boxed()
     }
 
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        delay: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish_later<'a>(&'a self, queue: &'a str, delay: Delay, message: Arc<Message>) -> PublishFuture<'a> {
         self.publish_after(queue, Some(delay.after), message).boxed()
     }
 

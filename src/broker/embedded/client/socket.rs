@@ -2,10 +2,11 @@
 //! halves of the socket, and the publishes that wait for their confirms.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
+use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, oneshot};
@@ -25,13 +26,9 @@ pub(super) struct UnconfirmedPublishes {
 }
 
 impl UnconfirmedPublishes {
-    fn confirms(&self) -> MutexGuard<'_, HashMap<u64, oneshot::Sender<Published>>> {
-        self.confirms.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Registers a publish. False: the connection has ended.
     pub fn add(&self, id: u64, confirm: oneshot::Sender<Published>) -> bool {
-        let mut confirms = self.confirms();
+        let mut confirms = self.confirms.lock();
         // Checked under the lock, so that `close` misses no publish.
         if self.closed.is_cancelled() {
             return false;
@@ -42,7 +39,7 @@ impl UnconfirmedPublishes {
 
     /// Reports the outcome of a publish to its caller.
     pub fn answer(&self, id: u64, outcome: Published) {
-        if let Some(sender) = self.confirms().remove(&id) {
+        if let Some(sender) = self.confirms.lock().remove(&id) {
             // Fails only if the caller no longer waits.
             let _ = sender.send(outcome);
         }
@@ -50,7 +47,7 @@ impl UnconfirmedPublishes {
 
     /// Fails all waiting publishes, and all later ones.
     pub fn close(&self) {
-        let mut confirms = self.confirms();
+        let mut confirms = self.confirms.lock();
         self.closed.cancel();
         confirms.clear();
     }

@@ -11,7 +11,7 @@ mod network;
 #[cfg(feature = "cuda")]
 mod on_gpu;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 
 use self::config::NetworkConfig;
 use self::head::Head;
@@ -119,7 +119,9 @@ impl Forward for TextNetwork {
             let submitted = submitted.map_err(|error| device::forward_error(&error))?;
             return Ok(Pending::OnGpu(submitted, lengths));
         }
-        let rows = self.encoder.forward(inputs, &lengths).and_then(|rows| host(&rows));
+        let rows = self.encoder.forward(inputs, &lengths);
+        // Pooling is on the host.
+        let rows = rows.and_then(|rows| rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>());
         let rows = rows.map_err(|error| device::forward_error(&error))?;
         let width = self.encoder.width();
         let mut remaining = &*rows;
@@ -158,9 +160,4 @@ fn checked(output: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
             "the model gave {bad} in the output of an input of {tokens} tokens"
         ))),
     }
-}
-
-/// Copies the tokens' vectors to the host, where they are pooled.
-fn host(rows: &Tensor) -> candle_core::Result<Vec<f32>> {
-    rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1()
 }

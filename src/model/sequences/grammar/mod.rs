@@ -19,12 +19,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use llguidance::api::TopLevelGrammar;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
+use parking_lot::Mutex;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -204,7 +205,7 @@ impl Grammars {
         sizes.check()?;
         let text = serde_json::to_vec(&grammar).map_err(|error| TaskError::internal(error.to_string()))?;
         let fingerprint: Fingerprint = Sha256::digest(&text).into();
-        match self.known().find(fingerprint) {
+        match self.known.lock().find(fingerprint) {
             Some(verdict) => Ok(Found::Known(Constraint(verdict.map_err(refused)?))),
             None => Ok(Found::Unknown(Grammar { text, fingerprint })),
         }
@@ -217,14 +218,14 @@ impl Grammars {
     /// another reason; the task is then tried again.
     pub fn build(&self, grammar: &Grammar) -> Result<Constraint, TaskError> {
         let Grammar { text, fingerprint } = grammar;
-        let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut server = self.server.lock();
         // It may have been built for another task meanwhile.
-        let known = self.known().find(*fingerprint);
+        let known = self.known.lock().find(*fingerprint);
         let verdict = match known {
             Some(verdict) => verdict,
             None => {
                 let verdict = self.request_build(&mut server, text)?;
-                self.known().add(*fingerprint, verdict.clone());
+                self.known.lock().add(*fingerprint, verdict.clone());
                 verdict
             }
         };
@@ -255,10 +256,6 @@ impl Grammars {
             FrameKind::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
             FrameKind::TooCostly => Err(too_costly("building it", server::BUILD)),
         })
-    }
-
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

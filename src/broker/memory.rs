@@ -3,28 +3,29 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, ready};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 
-use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, Published, Publisher,
-    QueueState, Source,
+use super::{
+    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, PublishFuture,
+    Published, Publisher, QueueState, Source,
 };
 use crate::protocol::Message;
 
 /// How a delivery, identified by its number, was settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Settled {
+pub(crate) enum Settled {
     Acked(u64),
     Requeued(u64),
 }
 
 /// How a queue reacts to a message.
 #[derive(Clone, Debug)]
-pub(super) enum Reaction {
+pub(crate) enum Reaction {
     /// Answers at once.
     Answer(Published),
     /// Answers after this time.
@@ -33,8 +34,13 @@ pub(super) enum Reaction {
     Nothing,
 }
 
+/// Waits for what must come. Panics if it does not come within 100,000 seconds of paused time.
+pub(crate) async fn in_time<T>(wait: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(100_000), wait).await.expect("it comes")
+}
+
 #[derive(Clone, Default)]
-pub(super) struct Memory(Arc<Shared>);
+pub(crate) struct Memory(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -59,24 +65,27 @@ struct State {
     granted: Option<u16>,
 }
 
-impl Memory {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap()
+impl Delivery {
+    /// A delivery with this number, of a message that was delivered `earlier` times before.
+    pub(crate) fn made(message: Message, tag: u64, earlier: u64) -> Self {
+        let delivery_tag = DeliveryTag { source: Source::Main, session: 1, tag };
+        let (routing_key, redelivered, delivery_count) = (None, earlier > 0, Some(earlier));
+        Self { message, delivery_tag, routing_key, redelivered, delivery_count }
     }
+}
 
+impl Memory {
     /// Delivers messages for the first time. Deliveries are numbered from 1.
-    pub(super) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
+    pub(crate) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
     }
 
     /// Delivers a message that was delivered `earlier` times before.
-    pub(super) fn deliver_again(&self, message: Message, earlier: u64) {
-        let mut state = self.lock();
+    pub(crate) fn deliver_again(&self, message: Message, earlier: u64) {
+        let mut state = self.0.state.lock();
         state.tags += 1;
-        let delivery_tag =
-            DeliveryTag { source: Source::Main, session: state.sessions.max(1), tag: state.tags };
-        let (routing_key, redelivered, delivery_count) = (None, earlier > 0, Some(earlier));
-        let delivery = Delivery { message, delivery_tag, routing_key, redelivered, delivery_count };
+        let mut delivery = Delivery::made(message, state.tags, earlier);
+        delivery.delivery_tag.session = state.sessions.max(1);
         let event = Event::Delivery(Box::new(delivery));
         match &state.deliveries {
             Some(deliveries) => drop(deliveries.try_send(event)),
@@ -85,8 +94,8 @@ impl Memory {
     }
 
     /// Ends the session; its deliveries go back to the broker.
-    pub(super) fn lose_session(&self) {
-        let mut state = self.lock();
+    pub(crate) fn lose_session(&self) {
+        let mut state = self.0.state.lock();
         let session = state.sessions;
         state.sessions += 1;
         if let Some(deliveries) = &state.deliveries {
@@ -94,46 +103,46 @@ impl Memory {
         }
     }
 
-    pub(super) fn has_session(&self) -> bool {
-        self.lock().deliveries.is_some()
+    pub(crate) fn has_session(&self) -> bool {
+        self.0.state.lock().deliveries.is_some()
     }
 
     /// Sets how a queue reacts to messages from now on.
-    pub(super) fn set_reaction(&self, name: &str, reaction: Reaction) {
-        self.lock().queues.insert(name.to_owned(), reaction);
+    pub(crate) fn set_reaction(&self, name: &str, reaction: Reaction) {
+        self.0.state.lock().queues.insert(name.to_owned(), reaction);
     }
 
     /// Sets what `queue_state` returns for the queue.
-    pub(super) fn set_queue_state(&self, name: &str, state: Option<QueueState>) {
-        self.lock().queue_states.insert(name.to_owned(), state);
+    pub(crate) fn set_queue_state(&self, name: &str, state: Option<QueueState>) {
+        self.0.state.lock().queue_states.insert(name.to_owned(), state);
     }
 
-    pub(super) fn set_granted(&self, granted: u16) {
-        self.lock().granted = Some(granted);
+    pub(crate) fn set_granted(&self, granted: u16) {
+        self.0.state.lock().granted = Some(granted);
     }
 
-    pub(super) fn settled(&self) -> Vec<Settled> {
-        self.lock().settled.clone()
+    pub(crate) fn settled(&self) -> Vec<Settled> {
+        self.0.state.lock().settled.clone()
     }
 
-    pub(super) fn published(&self, queue: &str) -> Vec<Message> {
-        let state = self.lock();
+    pub(crate) fn published(&self, queue: &str) -> Vec<Message> {
+        let state = self.0.state.lock();
         state.published.iter().filter(|(to, _)| to == queue).map(|(_, message)| message.clone()).collect()
     }
 
     /// Waits until `count` deliveries are settled, and returns them.
-    pub(super) async fn until_settled(&self, count: usize) -> Vec<Settled> {
+    pub(crate) async fn until_settled(&self, count: usize) -> Vec<Settled> {
         self.until(|memory| Some(memory.settled()).filter(|settled| settled.len() >= count)).await
     }
 
     /// Waits until `count` messages are published to a queue, and returns them.
-    pub(super) async fn until_published(&self, queue: &str, count: usize) -> Vec<Message> {
+    pub(crate) async fn until_published(&self, queue: &str, count: usize) -> Vec<Message> {
         self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
     }
 
     /// Waits until something is settled or published.
-    pub(super) async fn wait_for_change(&self) {
-        self.0.changed.notified().await;
+    pub(crate) async fn wait_for_change(&self) {
+        in_time(self.0.changed.notified()).await;
     }
 
     async fn until<T>(&self, found: impl Fn(&Self) -> Option<T>) -> T {
@@ -142,14 +151,14 @@ impl Memory {
             if let Some(found) = found(self) {
                 return found;
             }
-            changed.await;
+            in_time(changed).await;
         }
     }
 
     /// Opens a session, with the deliveries that wait for it.
-    pub(super) fn open(&self) -> BrokerSession {
+    pub(crate) fn open(&self) -> BrokerSession {
         let (deliveries, events) = mpsc::channel(1_000);
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         state.sessions += 1;
         for event in std::mem::take(&mut state.waiting) {
             drop(deliveries.try_send(event));
@@ -163,7 +172,7 @@ impl Memory {
 
     /// Handles a message that is published to a queue. Retry queues of a queue have the name `<queue>, later`.
     async fn accept(&self, queue: &str, message: &Message) -> Published {
-        let reaction = self.lock().record(queue, message);
+        let reaction = self.0.state.lock().record(queue, message);
         self.0.changed.notify_waiters();
         match reaction {
             Reaction::Answer(published) => published,
@@ -176,7 +185,7 @@ impl Memory {
     }
 
     fn settle(&self, settled: Settled) -> BoxFuture<'_, bool> {
-        self.lock().settled.push(settled);
+        self.0.state.lock().settled.push(settled);
         self.0.changed.notify_waiters();
         Box::pin(ready(true))
     }
@@ -204,17 +213,17 @@ impl Consumer for Session {
     }
 
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
-        self.memory.lock().prefetch.push(prefetch.get());
+        self.memory.0.state.lock().prefetch.push(prefetch.get());
         Box::pin(ready(()))
     }
 
     fn granted(&self) -> u16 {
-        let state = self.memory.lock();
+        let state = self.memory.0.state.lock();
         state.granted.or(state.prefetch.last().copied()).unwrap_or(u16::MAX)
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
-        self.memory.lock().deliveries = None;
+        self.memory.0.state.lock().deliveries = None;
         Box::pin(ready(()))
     }
 
@@ -242,25 +251,16 @@ impl Acker for Memory {
 }
 
 impl Publisher for Memory {
-    fn publish<'a>(
-        &'a self,
-        queue: &'a str,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move { Ok(self.accept(queue, &message).await) })
     }
 
-    fn publish_later<'a>(
-        &'a self,
-        queue: &'a str,
-        _: Delay,
-        message: Arc<Message>,
-    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+    fn publish_later<'a>(&'a self, queue: &'a str, _: Delay, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move { Ok(self.accept(&format!("{queue}, later"), &message).await) })
     }
 
     fn queue_state<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<QueueState>> {
-        let state = self.lock();
+        let state = self.0.state.lock();
         let is_missing = matches!(state.queues.get(queue), Some(Reaction::Answer(Published::Unroutable)));
         let usual = Some(if is_missing {
             QueueState::Missing

@@ -1,0 +1,25 @@
+//! Enums whose values have names in settings, metrics or messages. Each name is written once, beside its value.
+
+/// Defines enums. `enum State as name` has the function `State::name`, and `State::ALL` with each value and its name.
+macro_rules! named {
+    ($($(#[$meta:meta])* $vis:vis enum $enum:ident as $name:ident {
+        $($(#[$of:meta])* $variant:ident $(= $code:literal)? => $text:literal,)+
+    })+) => {$(
+        $(#[$meta])*
+        $vis enum $enum {
+            $($(#[$of])* $variant $(= $code)?,)+
+        }
+
+        impl $enum {
+            /// All values in order, each with its text.
+            pub const ALL: [(Self, &'static str); [$($text),+].len()] = [$((Self::$variant, $text)),+];
+
+            /// Its text.
+            pub fn $name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $text,)+
+                }
+            }
+        }
+    )+};
+}
