@@ -7,8 +7,7 @@ use ::config::{Map, Value, ValueKind};
 
 use super::files::Layer;
 use super::path::{SettingPath, Step};
-use super::problem::Problem;
-use super::problem::unknown_key;
+use super::problem::{Problem, unknown_key};
 use super::redact::redact_url;
 
 const PREFIX: &str = "SCONCE_";

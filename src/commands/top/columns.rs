@@ -8,8 +8,7 @@ use ratatui::text::{Line, Span};
 
 use super::figures::{self, age, bar, bytes, count, cut, cut_middle, percent, seconds, short, spark};
 use super::list::List;
-use crate::client::fleet::Slot;
-use crate::client::fleet::{Depth, Total};
+use crate::client::fleet::{Depth, Slot, Total};
 use crate::protocol::admin::State;
 
 /// The width that one part of a line may have, in columns of the terminal.

@@ -6,8 +6,7 @@ use std::collections::BTreeMap;
 use ::config::{Map, Value, ValueKind};
 
 use super::super::files::BUILT_IN;
-use super::super::problem::Problem;
-use super::super::problem::unknown_key;
+use super::super::problem::{Problem, unknown_key};
 
 /// What was expected in the place of an invalid value; completes a sentence that begins with "expected".
 pub(crate) type Expected = String;
