@@ -8,11 +8,12 @@ WORKDIR /build
 # hold C (oniguruma, ring, mimalloc), which needs this stage's compiler and nothing at run time.
 COPY Cargo.toml Cargo.lock ./
 COPY crates/kernels/Cargo.toml crates/kernels/
-RUN mkdir src crates/kernels/src \
+COPY crates/phonemes/Cargo.toml crates/phonemes/
+RUN mkdir src crates/kernels/src crates/phonemes/src \
  && echo 'fn main() {}' > src/main.rs \
- && touch src/lib.rs crates/kernels/src/lib.rs \
+ && touch src/lib.rs crates/kernels/src/lib.rs crates/phonemes/src/lib.rs \
  && cargo build --release --locked \
- && rm -r src crates/kernels/src
+ && rm -r src crates/kernels/src crates/phonemes/src
 COPY build.rs ./
 COPY crates crates
 COPY src src

@@ -36,10 +36,12 @@ demo-generate: build ## answer a dozen questions and summarise three texts, stre
 	scripts/fetch-smollm2
 	examples/demo/generate target/release/sconce models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 
-demo-speech: build ## transcribe real recordings, without a broker
+demo-speech: build ## transcribe real recordings, speak sentences and transcribe them, without a broker
 	scripts/fetch-whisper
 	scripts/fetch-recordings
+	scripts/fetch-hibari
 	examples/demo/speech target/release/sconce models/whisper-tiny.en models/recordings
+	examples/demo/speak target/release/sconce models/hibari models/whisper-tiny.en
 
 # One after the other, also under `make -j`: each needs the one before.
 test: ## install what tests need (RabbitMQ), then lint and test everything

@@ -40,7 +40,7 @@ fn main() -> Result<(), String> {
     Ok(())
 }
 
-/// Sets what `src/cli/version.rs` reads. The names do not begin with `SCONCE_`: cargo hands them on to what it runs and
+/// Sets what `src/cli/mod.rs` reads. The names do not begin with `SCONCE_`: cargo hands them on to what it runs and
 /// tests, and sconce refuses such a variable that is no setting.
 fn describe() -> Result<(), String> {
     let target = env::var("TARGET").map_err(|error| format!("TARGET: {error}"))?;

@@ -3,18 +3,18 @@
 /// Defines enums. `enum State as name` has the function `State::name`, and `State::ALL` with each value and its name.
 macro_rules! named {
     ($($(#[$meta:meta])* $vis:vis enum $enum:ident as $name:ident {
-        $($(#[$of:meta])* $variant:ident $(= $code:literal)? => $text:literal,)+
+        $($(#[$variant_meta:meta])* $variant:ident $(= $code:literal)? => $text:literal,)+
     })+) => {$(
         $(#[$meta])*
         $vis enum $enum {
-            $($(#[$of])* $variant $(= $code)?,)+
+            $($(#[$variant_meta])* $variant $(= $code)?,)+
         }
 
         impl $enum {
-            /// All values in order, each with its text.
+            /// All values in order, each with its name.
             pub const ALL: [(Self, &'static str); [$($text),+].len()] = [$((Self::$variant, $text)),+];
 
-            /// Its text.
+            /// The name of this value.
             pub fn $name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text,)+

@@ -52,7 +52,7 @@ fn a_device_is_measured_in_batches_as_a_worker_forms_them() {
         number(&report["prepare"]["inputs_per_second"]) > 0.0 && number(&report["forward_ms"]["p50"]) > 0.0
     );
     let output = bench_device(&["--device", "cpu"]);
-    for words in ["tiny-bert-cls in f32 on cpu", "50 tasks, 50 inputs", "prepare", "forward", "a batch"] {
+    for words in ["tiny-bert-cls in f32 on cpu", "50 tasks, 50 inputs", "prepare", "forward", "per batch"] {
         assert!(said(&output).contains(words), "{words:?} is not in {}", said(&output));
     }
 }

@@ -32,7 +32,7 @@ fn sconce(command: &str, model: &Path, set: &str) -> (i32, String) {
 }
 
 #[test]
-fn an_option_that_the_model_does_not_take_is_refused_before_anything_starts() {
+fn an_option_the_model_does_not_take_is_refused_before_anything_starts() {
     let wrong = [
         ("generate-llama", "contxt=64", "options.contxt: unknown key; did you mean `context`?"),
         ("generate-llama", "sequences=0", "options.sequences = 0: expected a whole number from 1 to 4096"),

@@ -141,7 +141,7 @@ fn seconds(text: &str) -> Duration {
 }
 
 #[test]
-fn dashboard_and_alerts_name_no_metric_that_the_page_of_metrics_does_not_list() {
+fn dashboard_and_alerts_name_no_metric_missing_from_the_page_of_metrics() {
     let metrics = metrics();
     for (file, text) in queries() {
         for (name, _) in named(&text) {
@@ -151,7 +151,7 @@ fn dashboard_and_alerts_name_no_metric_that_the_page_of_metrics_does_not_list() 
 }
 
 #[test]
-fn dashboard_and_alerts_ask_for_no_label_or_value_that_a_metric_does_not_have() {
+fn dashboard_and_alerts_ask_for_no_label_or_value_that_a_metric_lacks() {
     let metrics = metrics();
     let mut seen = 0;
     for (file, text) in queries() {

@@ -29,7 +29,7 @@ fn said(output: &Output) -> String {
 }
 
 #[test]
-fn gpus_are_counted_by_their_bus_with_their_parts_and_what_is_wrong_with_them() {
+fn gpus_are_counted_by_bus_with_their_parts_and_what_is_wrong_with_them() {
     let driver = driver();
     let output = sconce(driver.path(), &["devices", "--json"], &[]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));

@@ -69,7 +69,7 @@ async fn what_nobody_reads_is_confirmed_and_dropped() {
 }
 
 #[tokio::test]
-async fn when_the_launcher_ends_a_publish_and_a_consumer_fail_and_settling_is_false() {
+async fn at_the_launchers_end_publish_and_consumer_fail_and_settling_is_false() {
     let (broker, _folder) = broker(&[spec("tasks"), spec("replies")]);
     publish(&broker, "tasks", text("task")).await;
     let mut link = open(&broker, "tasks", 1).await.unwrap();

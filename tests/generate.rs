@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use sconce::model::load::ModelFiles;
 use sconce::model::load::gguf::Gguf;
 use sconce::model::nets::decoder::config::DecoderConfig;
-use sconce::model::nets::decoder::{Decoder, Weights};
+use sconce::model::nets::decoder::{Decoder, DecoderWeights};
 use sconce::model::ops::causal::Span;
 use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
-use sconce::model::ops::{RowNumbers, may_use_vnni};
+use sconce::model::ops::{RowFormat, may_use_vnni};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
     Advance, Device, Dtype, Effort, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
@@ -148,13 +148,14 @@ fn reply((processor, generator): &mut (GenerateProcessor, TextGenerator), url: &
 fn logits(path: &Path, ids: &[u32], chunk: usize) -> Vec<f32> {
     let (config, weights) = if path.is_file() {
         let gguf = Gguf::read(path).expect("a GGUF file");
-        let config = DecoderConfig::of_gguf(&gguf).expect("metadata");
-        let weights = Weights::of_gguf(gguf, &config);
+        let config = DecoderConfig::from_gguf(&gguf).expect("metadata");
+        let weights = DecoderWeights::from_gguf(gguf, &config);
         (config, weights)
     } else {
         let files = ModelFiles::locate(path.to_str().expect("UTF-8")).expect("a folder");
         let config = DecoderConfig::read(&files, "it").unwrap_or_else(|error| panic!("{error}"));
-        let weights = Weights::of_files(&files, &config).unwrap_or_else(|error| panic!("{error}"));
+        let weights =
+            DecoderWeights::from_safetensors(&files, &config).unwrap_or_else(|error| panic!("{error}"));
         (config, weights)
     };
     let mut decoder =
@@ -271,7 +272,7 @@ fn mixed(processor: &GenerateProcessor) -> Vec<SizedInput<Prompt>> {
 }
 
 #[test]
-fn a_sequence_is_the_same_to_the_bit_alone_together_late_cut_and_with_reused_beginnings() {
+fn a_sequence_is_the_same_to_the_bit_together_late_cut_or_partly_reused() {
     for options in [json!({}), json!({"kv_numbers": "bf16", "activations": "f32"})] {
         let (processor, _) = load(&smollm2(), options.clone());
         let fresh = || load(&smollm2(), options.clone()).1;
@@ -310,7 +311,7 @@ fn by_candle(path: &Path, options: Value, dtype: Dtype) -> (GenerateProcessor, T
 }
 
 #[test]
-fn by_candles_operations_texts_are_those_of_the_reference_library_together_cut_and_with_reused_beginnings() {
+fn by_candle_texts_are_the_references_also_cut_or_with_reused_beginnings() {
     for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
         let (processor, mut generator) = by_candle(&path, json!({"context": 256}), Dtype::F32);
         let expected = expected(name);
@@ -383,15 +384,15 @@ fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
     let expected = &expected("smollm2")["perplexity"];
     let ids = numbers(&expected["ids"]);
     let gguf = Gguf::read(&smollm2()).expect("a GGUF file");
-    let config = DecoderConfig::of_gguf(&gguf).expect("metadata");
-    let mut weights = Weights::of_gguf(gguf, &config);
+    let config = DecoderConfig::from_gguf(&gguf).expect("metadata");
+    let mut weights = DecoderWeights::from_gguf(gguf, &config);
     let mut kinds = vec![
-        (RowNumbers::F32, KvNumbers::F32, 1e-4),
-        (RowNumbers::F32, KvNumbers::Bf16, 0.005),
-        (RowNumbers::Int16, KvNumbers::F32, 1e-4),
-        (RowNumbers::Int8, KvNumbers::F32, 0.005),
+        (RowFormat::F32, KvNumbers::F32, 1e-4),
+        (RowFormat::F32, KvNumbers::Bf16, 0.005),
+        (RowFormat::Int16, KvNumbers::F32, 1e-4),
+        (RowFormat::Int8, KvNumbers::F32, 0.005),
     ];
-    kinds.retain(|(rows, ..)| may_use_vnni() || *rows == RowNumbers::F32);
+    kinds.retain(|(rows, ..)| may_use_vnni() || *rows == RowFormat::F32);
     for (rows, numbers, most) in kinds {
         weights.multiply_rows_as(rows);
         let mut decoder = Decoder::load(&weights, &config, 1_024).unwrap_or_else(|error| panic!("{error}"));
@@ -547,7 +548,7 @@ fn what_cannot_be_answered_is_refused_with_the_field_and_the_numbers() {
 }
 
 #[test]
-fn a_prompt_that_is_too_long_is_refused_before_the_next_and_large_bodies_wait_for_a_turn() {
+fn a_prompt_too_long_is_refused_before_the_next_and_large_bodies_wait() {
     let (processor, _) = load(&fixture("generate-llama"), json!({"context": 64}));
     let body = json!({"prompt": ["a ".repeat(100), ""], "max_tokens": 1});
     let error = preprocess(&processor, COMPLETIONS, &body).err().expect("it is too long");

@@ -357,7 +357,7 @@ fn a_worker_that_is_shown_another_gpu_takes_no_work() {
 }
 
 #[test]
-fn a_device_that_fails_at_its_work_is_given_up_and_the_work_is_not_answered_wrongly() {
+fn a_device_that_fails_at_its_work_is_given_up_with_no_wrong_answer() {
     let folder = tempfile::tempdir().unwrap();
     let fault = folder.path().join("fault");
     fs::write(&fault, "").unwrap();
@@ -396,7 +396,7 @@ fn a_device_that_multiplies_wrongly_takes_no_work() {
 }
 
 #[test]
-fn a_device_that_multiplies_rightly_and_computes_the_network_wrongly_takes_no_work() {
+fn a_device_that_multiplies_rightly_but_computes_wrongly_takes_no_work() {
     for dtype in ["f32", "f16", "bf16"] {
         let setting = format!("pool[0].dtype={dtype}");
         let off = format!("the vector in {dtype} is off by");
@@ -406,7 +406,7 @@ fn a_device_that_multiplies_rightly_and_computes_the_network_wrongly_takes_no_wo
 }
 
 #[test]
-fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_allowed() {
+fn a_device_far_slower_than_its_clock_says_takes_no_work_unless_allowed() {
     // A multiprocessor with a terahertz.
     let fast = [("EMULATED_CLOCK", "1000000000")];
     is_given_up(&fast, &[], &["it multiplies too slowly", "of the 128000 that", "20.0 % is asked for"]);
@@ -426,7 +426,7 @@ fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_
 }
 
 #[test]
-fn a_worker_is_killed_when_the_driver_says_that_its_device_has_failed_and_none_is_started_on_it() {
+fn a_device_that_the_driver_calls_failed_loses_its_worker_and_gets_none() {
     let folder = tempfile::tempdir().unwrap();
     let story = folder.path().join("story");
     fs::write(&story, "").unwrap();

@@ -187,7 +187,7 @@ fn a_file_replaces_the_list_of_pools_and_leaves_out_what_it_likes() {
 }
 
 #[test]
-fn three_mistakes_are_reported_together_with_path_value_expectation_and_origin() {
+fn three_mistakes_are_told_at_once_with_path_value_expectation_and_origin() {
     let folder = Folder::new();
     let file = folder.file("bad.toml", "[broker]\nheartbeat = 20\n[[pool]]\nworker_per_device = 2\n");
     let environment = pairs(&[("SCONCE_POOL__0__BATCH__MAX_REQUESTS", "many")]);
@@ -298,9 +298,11 @@ fn the_file_of_several_pools_is_valid() {
     let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/config/pools.toml"));
     let loaded = load(&[path], Vec::new(), &[]).expect("a valid file");
     let names: Vec<&str> = loaded.settings.pools.iter().map(|pool| pool.name.as_str()).collect();
-    assert_eq!(names, ["embed", "rerank", "images", "speech"]);
+    assert_eq!(names, ["embed", "rerank", "images", "speech", "speak"]);
     // The folders do not depend on the current folder.
-    for (pool, folder) in [(0, "all-MiniLM-L6-v2"), (2, "efficientnet-lite0"), (3, "whisper-tiny.en")] {
+    for (pool, folder) in
+        [(0, "all-MiniLM-L6-v2"), (2, "efficientnet-lite0"), (3, "whisper-tiny.en"), (4, "hibari")]
+    {
         let found = loaded.model_folder(pool).expect("a pool");
         assert_eq!(found, PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models").join(folder));
     }

@@ -2,6 +2,7 @@
 //! (`scripts/make-hibari-fixtures.py`), and against themselves: a sentence's sound is the same to the bit in any
 //! company.
 
+use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
 use safetensors::SafeTensors;
@@ -9,8 +10,13 @@ use sconce::model::load::ModelFiles;
 use sconce::model::nets::hibari::config::HibariConfig;
 use sconce::model::nets::hibari::{Decoded, Hibari, SPECTRA, Symbols};
 use sconce::model::random::Seed;
+use sconce::model::sound::decode::{Channels, Limits, Recording};
 use sconce::model::sound::synthesis::{Frames, Synthesizer};
-use sconce::model::{Device, LoadSpec};
+use sconce::model::tasks::speak::{self, Sentence, Speaker, SpeechProcessor};
+use sconce::model::{Device, Forward as _, LoadSpec, Processor as _};
+use sconce::protocol::speech::{SPEECH_URL, VOICES_URL};
+use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
+use serde_json::{Value, json};
 
 /// The most difference of numbers from those of the reference.
 const TOLERANCE: f32 = 1e-3;
@@ -69,7 +75,7 @@ impl Model {
     fn sound(&self, pitch: &[f32], spectra: &[f32], sentence: u64) -> Vec<f32> {
         let synthesizer = Synthesizer::new(self.config.hop, self.config.sample_rate);
         let pulses = synthesizer.pulses(pitch);
-        let mut sound = vec![0.0; synthesizer.room(pitch.len())];
+        let mut sound = vec![0.0; synthesizer.buffer_len(pitch.len())];
         let seed = Seed { task: SEED, sequence: sentence };
         synthesizer.add(Frames { first: 0, spectra, seed }, &pulses, &mut sound);
         synthesizer.finish(&sound, pitch.len())
@@ -149,4 +155,136 @@ fn real_speech_is_neither_silent_nor_clipped_and_has_its_pitch() {
     let voiced: Vec<f32> = decoded.pitch.iter().copied().filter(|hertz| *hertz > 40.0).collect();
     let mean = voiced.iter().sum::<f32>() / voiced.len() as f32;
     assert!(voiced.len() * 2 > decoded.pitch.len() && (120.0..330.0).contains(&mean), "{mean}");
+}
+
+/// A processor and its network.
+fn load(folder: &str) -> (SpeechProcessor, Speaker) {
+    let spec = LoadSpec { max_inputs: 64, ..LoadSpec::new(path(folder).to_str().expect("a path in UTF-8")) };
+    speak::load(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{error}; run scripts/fetch-hibari"))
+}
+
+fn message(url: &str, body: &Value) -> Message {
+    let headers = Headers::from([("url".to_owned(), url.into())]);
+    let message_id = Some("task-1".to_owned());
+    Message {
+        properties: Properties { headers, message_id, ..Properties::default() },
+        body: body.to_string().into(),
+    }
+}
+
+/// Speaks: the parts, and the reply.
+fn answer(
+    (processor, network): &mut (SpeechProcessor, Speaker),
+    body: &Value,
+) -> Result<(Vec<Body>, Body), TaskError> {
+    let (mut context, inputs) = processor.preprocess(&message(SPEECH_URL, body))?;
+    let inputs = inputs.all()?;
+    let batch: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
+    let sounds = network.forward(&batch).expect("a batch").into_iter().collect::<Result<Vec<_>, _>>()?;
+    let parts = sounds
+        .iter()
+        .enumerate()
+        .flat_map(|(index, sound)| processor.output_parts(&mut context, index, sound));
+    let parts = parts.collect();
+    Ok((parts, processor.finish(context, sounds)?))
+}
+
+#[test]
+fn joined_parts_are_the_whole_reply_and_each_is_a_file_of_its_own() {
+    let mut model = load("models/hibari");
+    let text = "Hello there. How are you today? It cost $12.";
+    let of = |format: &str| json!({"input": text, "response_format": format, "stream": true});
+    let (parts, whole) = answer(&mut model, &of("pcm")).unwrap();
+    assert_eq!(parts.len(), 3);
+    assert_eq!(parts.iter().flat_map(|part| part.bytes.to_vec()).collect::<Vec<_>>(), whole.bytes);
+    assert_eq!(parts[2].headers["sentence"], Headers::from([("a".to_owned(), 2_i64.into())])["a"]);
+    for (format, first) in [("wav", b"RIFF"), ("flac", b"fLaC")] {
+        let (files, file) = answer(&mut model, &of(format)).unwrap();
+        let samples = |file: &Body| {
+            let source = Cursor::new(file.bytes.to_vec());
+            let mut recording =
+                Recording::open(source, Limits::of_seconds(60.0), Channels::Mix).expect("sound");
+            let mut count = 0;
+            while let Some(block) = recording.next_block().expect("sound") {
+                count += block[0].len();
+            }
+            count
+        };
+        assert!(files.iter().chain([&file]).all(|file| file.bytes.starts_with(first)), "{format}");
+        // The decoder resamples to 16 kHz.
+        let (expected, found) = (whole.bytes.len() / 2 * 2 / 3, samples(&file));
+        assert!(found.abs_diff(expected) < 64, "{format}: {found} samples, not {expected}");
+        assert!(files.iter().map(samples).sum::<usize>().abs_diff(expected) < 200, "{format}");
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_sound_and_another_does_not() {
+    let mut model = load("models/hibari");
+    let mut sound = |body: Value| answer(&mut model, &body).unwrap().1.bytes;
+    let of_task = sound(json!({"input": "Good morning."}));
+    assert!(of_task == sound(json!({"input": "Good morning."})), "a redelivered task");
+    let seeded = sound(json!({"input": "Good morning.", "seed": 1}));
+    assert!(seeded == sound(json!({"input": "Good morning.", "seed": 1})) && seeded != of_task);
+    assert_eq!(seeded.len(), of_task.len());
+    let slow = sound(json!({"input": "Good morning.", "speed": 0.5})).len();
+    assert!(slow > of_task.len() * 3 / 2 && slow < of_task.len() * 3, "{slow}");
+}
+
+#[test]
+fn what_cannot_be_spoken_is_refused_by_name_and_value() {
+    let mut model = load("models/hibari");
+    for (body, field, part) in [
+        (json!({"input": ""}), "input", "input has nothing that can be spoken"),
+        (json!({"input": "😀 \u{1}"}), "input", "nothing that can be spoken"),
+        (json!({"phonemes": " "}), "phonemes", "nothing that can be spoken"),
+        (json!({"phonemes": ["həlˈO", "日"]}), "phonemes[1]", "'日', which is no phoneme"),
+        (json!({"input": "a", "voice": "nobody"}), "voice", "this model has the voices heart"),
+        (json!({"input": "a".repeat(100_000)}), "input", "its 100000 characters would take about 6500 s"),
+        (json!({"input": "a", "speed": 0}), "speed", "0.25 to 4"),
+    ] {
+        let error = answer(&mut model, &body).err().unwrap_or_else(|| panic!("{field} is taken"));
+        assert!(error.message.contains(part), "{}", error.message);
+        assert_eq!(error.param.as_deref(), Some(field), "{}", error.message);
+    }
+    let long = json!({"phonemes": "ˈæ ".repeat(5_000)});
+    let error = answer(&mut model, &long).expect_err("it is too long");
+    assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    assert!(error.message.contains("300 s are allowed (max_seconds)"), "{}", error.message);
+    let word = answer(&mut model, &json!({"input": "a".repeat(4_000)})).unwrap();
+    assert!(!word.1.bytes.is_empty(), "a word of 4,000 letters is spoken");
+    let mut tiny = load("tests/fixtures/tiny-hibari");
+    let error = answer(&mut tiny, &json!({"input": "Hello."})).expect_err("it has no pronunciation");
+    assert!(error.message.contains("send phonemes"), "{}", error.message);
+}
+
+#[test]
+fn voices_are_listed_and_each_has_a_sound_of_its_own() {
+    let mut tiny = load("tests/fixtures/tiny-hibari");
+    for body in ["", "{}"] {
+        let request = Message { body: body.as_bytes().to_vec().into(), ..message(VOICES_URL, &Value::Null) };
+        let (context, inputs) = tiny.0.preprocess(&request).unwrap();
+        assert!(inputs.all().unwrap().is_empty());
+        let list: Value = serde_json::from_slice(&tiny.0.finish(context, Vec::new()).unwrap().bytes).unwrap();
+        assert_eq!(list["voices"][1], json!({"id": "two", "name": "Two", "language": "en-GB"}));
+    }
+    let mut sound =
+        |voice: &str| answer(&mut tiny, &json!({"phonemes": "həlˈo", "voice": voice})).unwrap().1.bytes;
+    let (one, two) = (sound("one"), sound("two"));
+    assert!(one != two);
+    // A batch with both voices gives the same as each alone.
+    let (processor, network) = &mut tiny;
+    let mut inputs = Vec::new();
+    for voice in ["two", "one"] {
+        let request = message(SPEECH_URL, &json!({"phonemes": "həlˈo", "voice": voice}));
+        inputs.extend(processor.preprocess(&request).unwrap().1.all().unwrap());
+    }
+    let batch: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
+    let sounds = network.forward(&batch).unwrap();
+    let samples = |bytes: &[u8]| {
+        bytes[44..].as_chunks::<2>().0.iter().map(|two| i16::from_le_bytes(*two)).collect::<Vec<_>>()
+    };
+    for (sound, alone) in sounds.into_iter().zip([&two, &one]) {
+        assert!(sound.unwrap().samples == samples(alone));
+    }
 }

@@ -177,7 +177,7 @@ fn reply_text(processor: &TranscribeProcessor, network: &mut Transcriber, messag
 }
 
 #[test]
-fn a_model_of_several_languages_follows_its_language_its_task_and_its_prompt() {
+fn a_model_of_several_languages_follows_language_task_and_prompt() {
     let (processor, mut network) = load(RANDOM, &[("sequences", 16.into())]);
     let (mut windows, mut right) = (Vec::new(), Vec::new());
     let mut add = |sound: &str, case: &Value, language: Option<&str>| {
@@ -218,7 +218,7 @@ fn a_detected_language_is_in_the_reply() {
 }
 
 #[test]
-fn real_recordings_have_the_transcripts_of_transformers_alone_and_together() {
+fn real_recordings_have_transformers_transcripts_alone_and_together() {
     let (processor, mut network) = load(TINY_EN, &[("sequences", 16.into())]);
     let expected = expected_json(TINY_EN);
     assert_eq!(expected.len(), 11);
@@ -268,7 +268,7 @@ fn edits(from: &[String], to: &[String]) -> usize {
 }
 
 #[test]
-fn a_long_recording_is_cut_at_its_pauses_and_its_segments_follow_each_other() {
+fn a_long_recording_is_cut_at_pauses_and_its_segments_follow_each_other() {
     let mut model = load(TINY_EN, &[("sequences", 16.into())]);
     let reading = samples(READING);
     let sound: Vec<f32> = [&reading[..], &reading, &reading].concat();
@@ -467,7 +467,7 @@ fn words_begin_where_openais_program_finds_them() {
 }
 
 #[test]
-fn channels_are_transcribed_as_if_alone_and_their_segments_follow_each_other() {
+fn channels_are_transcribed_as_if_alone_and_their_segments_are_in_order() {
     let mut model = load(TINY_EN, &[]);
     let voices = ["0930", "0880"].map(|name| samples(&recording(name)));
     let verbose = json!({"response_format": "verbose_json"});

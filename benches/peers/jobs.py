@@ -157,7 +157,9 @@ def write(found, waited, rows, cores, rounds):
         p50, p99 = (middle(report[part] for report in waited[name]) for part in ("p50", "p99"))
         lines.append(f"| {words} | {p50:.0f} | {p99:.0f} |")
     on = f"cores {','.join(map(str, cores))}, RabbitMQ and clients on them too"
-    lines += ["", f"Medians of rounds in turns: {rounds} for the rates, {len(waited['alone'])} for the latencies; {on}."]
+    rates = "those of one round" if rounds == 1 else f"medians of {rounds} rounds"
+    waits = len(waited["alone"])
+    lines += ["", f"The rates are {rates}, the latencies are medians of {waits} rounds; {on}."]
     return "\n".join(lines)
 
 

@@ -39,13 +39,13 @@ def conditions(scene, rounds):
         command += f" BROKER_CORES={others}"
         place = f"RabbitMQ and clients on the cores {others}, everything else on {cores}"
     others = max(it["others"] for it in rounds)
-    quiet = f"of which others took {others:.0%}"
+    quiet = f"other programs used {others:.0%} of their time"
     rust, python = _said("rustc", "--version"), platform.python_version()
     tokens = f"{scene.tokens / scene.count:.1f} tokens on average"
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return [
         f"- {when} UTC, commit `{commit}`, `{command}`",
-        f"- {_processor()}; Linux {platform.release()}; {place}, {quiet}",
+        f"- {_processor()}; Linux {platform.release()}; {place}; {quiet}",
         f"- RabbitMQ {rabbit}; {rust}; Python {python}, {peers}",
         f"- {scene.count:,} texts of {tokens}, all-MiniLM-L6-v2 in f32",
     ]

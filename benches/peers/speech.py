@@ -213,7 +213,8 @@ def write(found, rates, speech, cores):
     lines += ["", f"The rates are medians of {len(found)} rounds in turns, on the cores {named}, which RabbitMQ shares. The model is"]
     lines += [f"Whisper tiny.en in f32 unless the row says otherwise. A long recording has {speech.seconds / 60:.0f} minutes of sentences,"]
     lines += [f"the short one {speech.short_seconds:.1f} s. sconce has one worker with all cores. The last column divides the rate of"]
-    lines += [f"sconce by that of the row: the rate with one short recording in rows about one, with {TASKS} long ones in the others.", ""]
+    lines += ["sconce by that of the row. Rows about one short recording are compared with sconce's rate for one short recording,"]
+    lines += [f"all others with its rate for {TASKS} long ones.", ""]
     lines += ["| word error rate | LibriVox, 5 sentences | card games, 5 phrases |", "|---|---|---|"]
     for name, of in zip(("sconce", "faster-whisper float32"), rates, strict=True):
         lines.append(f"| {name} | {of['librivox']:.1f} % | {of['cards']:.1f} % |")

@@ -127,8 +127,8 @@ def round_of(text):
     found["16 sequences: llama.cpp, one `llama_batch`"] = llama[1]
     found["16 sequences: transformers, one batch"] = reference[1]
     found["16 sequences: Celery + transformers"] = text.celery()
-    found["prompts: sconce over RabbitMQ"] = prompts
-    found["prompts: llama.cpp"] = llama[2]
+    found["prompt processing: sconce over RabbitMQ"] = prompts
+    found["prompt processing: llama.cpp"] = llama[2]
     for name, value in found.items():
         say(f"{name} {value:.1f} tokens a second")
     return found
@@ -156,7 +156,7 @@ def write(found, cores, memory):
     lines += ["", f"Medians of {len(found)} rounds in turns, cores {named}, RabbitMQ on them too. SmolLM2-135M-Instruct, Q4_1, from"]
     lines += [f"one GGUF file; greedy answers of {TOKENS} tokens to short questions; prompts of some 300 tokens. transformers"]
     lines += ["computes the same weights in f32. One worker with all cores."]
-    lines += [f"Private memory of a second worker on the host: {memory:.0f} MB."]
+    lines += [f"A second worker on the host shares the weights, and needs {memory:.0f} MB of its own."]
     replace(page.PAGE, (BEGIN, END), "\n".join(lines))
     print("\n".join(lines))
 

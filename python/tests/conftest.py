@@ -29,6 +29,7 @@ POOLS = {
     "embed": ROOT / "models/all-MiniLM-L6-v2",
     "text": ROOT / "models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf",
     "speech": ROOT / "models/whisper-tiny.en",
+    "speak": ROOT / "models/hibari",
     "images": ROOT / "models/efficientnet-lite0",
     "rerank": ROOT / "tests/fixtures/score-bert",
     "classify": ROOT / "tests/fixtures/score-roberta",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -181,6 +182,39 @@ def test_images(client: Any, name: str, label: str) -> None:
     assert len(labels) == 3 and any(label in one.label for one in labels), labels
     assert labels == sorted(labels, key=lambda one: -one.score)
     assert images.classify_image(PHOTOS / name, top_k=3) == images.classify_image(str(PHOTOS / name), top_k=3) == labels
+
+
+def test_speak(client: Any) -> None:
+    speak = client.with_options(queue="speak")
+    sound = speak.speak("The train leaves at half past nine.", voice="heart", seed=1)
+    assert sound.startswith(b"RIFF") and sound == speak.speak("The train leaves at half past nine.", seed=1)
+    found = client.with_options(queue="speech").transcribe(sound)
+    assert found.text.lower().strip(" .") == "the train leaves at half past nine"
+    raw = speak.speak("Yes.", phonemes="jˈɛs.", response_format="pcm", seed=1)
+    assert raw == speak.speak("", phonemes=["jˈɛs."], response_format="pcm", seed=1)
+    assert speak.speak("Yes.", response_format="flac").startswith(b"fLaC")
+    body = {"input": "One. Two. Three.", "response_format": "pcm", "seed": 2}
+    reply = speak.request(body, url="/v1/audio/speech")
+    assert reply.headers["sample_rate"] == 24_000 and reply.headers["audio_ms"] == len(reply.body) // 48
+    voices = speak.request(b"{}", url="/v1/audio/voices").json()["voices"]
+    assert voices == [{"id": "heart", "name": "Heart", "language": "en-US"}]
+    with pytest.raises(BadRequest, match="voice is 'nobody'|the voices heart"):
+        speak.speak("Yes.", voice="nobody")
+    with pytest.raises(BadRequest, match="speed must be a number"):
+        speak.speak("Yes.", speed=100)
+
+
+def test_what_is_spoken_is_heard(client: Any) -> None:
+    demo = runpy.run_path(str(ROOT / "examples/demo/speak"))
+    words, distance = demo["words"], demo["distance"]
+    speak, speech = (client.with_options(queue=queue) for queue in ("speak", "speech"))
+    errors = total = 0
+    for text in demo["SENTENCES"][::2]:
+        heard = speech.transcribe(speak.speak(text, seed=3)).text
+        errors += distance(words(text), words(heard))
+        total += len(words(text))
+    # The package's own voice has 7 % on such sentences.
+    assert errors <= 0.1 * total, f"{errors} of {total} words were heard wrong"
 
 
 def test_speech(client: Any) -> None:

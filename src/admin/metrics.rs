@@ -216,8 +216,8 @@ fn task_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::Re
     out.histogram("task_stage_duration_seconds", help, &SECONDS, stages)
 }
 
-/// Every pair of a status and a reason that an answer can have. All series exist from the start, because `increase()` misses the
-/// first event of a series that begins with that event.
+/// Every pair of a status and a reason that an answer can have. All series exist from the start, because `increase()`
+/// misses the first event of a series that begins with that event.
 fn known_outcomes() -> BTreeSet<(&'static str, &'static str)> {
     let errors = TaskErrorKind::ALL.map(|(kind, code)| (kind.names().status, code));
     errors.into_iter().chain([("succeeded", "")]).collect()
@@ -324,7 +324,7 @@ mod tests {
     use super::*;
     use crate::config;
     use crate::launcher::gpus::{Gpu, Memory};
-    use crate::launcher::{Host, LaunchSpec, Launching, plan};
+    use crate::launcher::{Host, LaunchSpec, PreparedLauncher, plan};
     use crate::shutdown::Stop;
 
     fn page(gpus: Gpus) -> String {
@@ -339,7 +339,7 @@ mod tests {
             visible: None,
             cuda: None,
         };
-        let launching = Launching::new(LaunchSpec {
+        let launching = PreparedLauncher::new(LaunchSpec {
             worker_program: "none".as_ref(),
             guard_program: None,
             policy: &settings.launcher,

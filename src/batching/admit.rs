@@ -33,8 +33,9 @@
 //! - **Windows.** A window is input that an encoder processes as a whole before the first token, such as 30 s of sound.
 //!   It is encoded by a step that has only windows, so that other sequences are not suspected if a window fails or
 //!   kills the worker. While sequences decode, such a step has one window, and at least [`Encoding::interval`] token
-//!   steps lie between two such steps. Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks
-//!   of prompts. `windows` decides whose windows they are. Windows do not count as tokens of a step. A preempted
+//!   steps lie between two such steps. If a sequence of another requester decodes, at least as many lie between two
+//!   windows of a requester as take the time of a window, so that its windows take no more time than the answers.
+//!   Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows` decides whose windows they are. Windows do not count as tokens of a step. A preempted
 //!   sequence encodes its window again.
 
 use std::cell::LazyCell;
@@ -210,6 +211,8 @@ struct Queue<K> {
     served_at: Option<Instant>,
     /// When a step last had a window of this party.
     encoded_at: Option<Instant>,
+    /// The value of `token_steps` when a window of this party was last encoded.
+    window_step: Option<usize>,
 }
 
 /// Slots and reserved tokens.
@@ -343,6 +346,10 @@ pub struct Scheduler<K> {
     rows: u64,
     /// Token steps since the last step with windows.
     steps_since_window: usize,
+    /// The number of token steps so far.
+    token_steps: usize,
+    /// The number of token steps that take as long as a window.
+    steps_per_window: usize,
 }
 
 impl<K: Copy + Ord> Scheduler<K> {
@@ -358,6 +365,8 @@ impl<K: Copy + Ord> Scheduler<K> {
             serial: 0,
             rows: 0,
             steps_since_window: usize::MAX,
+            token_steps: 0,
+            steps_per_window: 0,
         };
         scheduler.set_limits(limits);
         scheduler
@@ -384,6 +393,11 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.limits.encoding.batch = max.clamp(1, self.configured.encoding.batch);
     }
 
+    /// Says how many token steps take as long as a window; 0 if it is not known yet.
+    pub fn set_steps_per_window(&mut self, steps: usize) {
+        self.steps_per_window = steps;
+    }
+
     /// Tokens that are reserved for running sequences.
     pub fn reserved(&self) -> usize {
         self.used.tokens
@@ -407,7 +421,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         let Sequence { key, request, order, .. } = sequence;
         let party = request.party();
         let (waiting, used) = (BTreeMap::new(), Resources::default());
-        let empty = || Queue { waiting, used, served_at: None, encoded_at: None };
+        let empty = || Queue { waiting, used, served_at: None, encoded_at: None, window_step: None };
         self.queues.entry(party).or_insert_with(empty).waiting.insert(order, sequence);
         self.places.insert(key, Place::Waiting(party, order));
     }
@@ -654,16 +668,18 @@ impl<K: Copy + Ord> Scheduler<K> {
         let (decoding, prompts): (Vec<_>, Vec<_>) =
             without_window.into_iter().partition(|(_, it)| it.decodes());
         let Encoding { interval, batch } = self.limits.encoding;
-        let (steps_between, max_windows) = match (&decoding[..], &prompts[..]) {
+        let is_due = |(_, window): &(usize, &Running<K>)| match (&decoding[..], &prompts[..]) {
             // Nothing else is to be computed.
-            ([], []) => (0, batch),
+            ([], []) => true,
             // Windows alternate with chunks of prompts.
-            ([], _) => (1, batch),
-            // Each window delays the answers, so there is only one at a time.
-            _ => (interval, 1),
+            ([], _) => self.steps_since_window >= 1,
+            _ => self.steps_since_window >= interval && self.leaves_time_for(&decoding, window),
         };
-        if !windows.is_empty() && self.steps_since_window >= steps_between {
-            let rows = self.window_rows(&windows, max_windows);
+        let due: Vec<_> = windows.into_iter().filter(is_due).collect();
+        if !due.is_empty() {
+            // Each window delays the answers, so there is only one at a time while sequences decode.
+            let max_windows = if decoding.is_empty() { batch } else { 1 };
+            let rows = self.window_rows(&due, max_windows);
             self.steps_since_window = 0;
             for row in &rows {
                 self.note_window(row.slot, now);
@@ -675,8 +691,19 @@ impl<K: Copy + Ord> Scheduler<K> {
         rows.extend(prompt_rows(&prompts, tokens_left.min(prompt_tokens.max(prompts.len()))));
         if !rows.is_empty() {
             self.steps_since_window = self.steps_since_window.saturating_add(1);
+            self.token_steps += 1;
         }
         rows
+    }
+
+    /// Whether the answers of other requesters have had as much time as a window takes, since a window of the same party
+    /// was last encoded.
+    fn leaves_time_for(&self, decoding: &[(usize, &Running<K>)], window: &Running<K>) -> bool {
+        let request = window.sequence.request;
+        let last = self.queues.get(&request.party()).and_then(|queue| queue.window_step);
+        let steps = last.map_or(usize::MAX, |last| self.token_steps - last);
+        steps >= self.steps_per_window
+            || decoding.iter().all(|(_, it)| it.sequence.request.requester == request.requester)
     }
 
     /// Rows for at most `max` of these windows. The sequences are in the order of their admission.
@@ -699,6 +726,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         let party = running.map(|it| it.sequence.request.party());
         if let Some(queue) = party.and_then(|party| self.queues.get_mut(&party)) {
             queue.encoded_at = Some(now);
+            queue.window_step = Some(self.token_steps);
         }
     }
 
@@ -1306,6 +1334,21 @@ mod tests {
         assert_eq!(steps, [4, 2, 2, 2, 2, 2, 2, 2].map(Tokens));
         assert_eq!(contents(&run.step(None)), Windows(vec![3]));
         assert_eq!(contents(&run.step(None)), Tokens(3), "3 has no prompt, and decodes at once");
+    }
+
+    #[test]
+    fn a_window_takes_half_of_the_time_of_another_requesters_answers_at_most() {
+        for (requester, steps) in [(1, 8), (2, 50)] {
+            let mut run = Run::new(Limits { sequences: 6, ..LIMITS });
+            run.scheduler.set_steps_per_window(50);
+            run.enqueue(1, Request { requester: 1, ..request(4, 90) });
+            run.step(None);
+            run.enqueue(2, Request { requester, ..window(0, 1) });
+            assert_eq!(contents(&run.step(None)), Windows(vec![2]), "no window was encoded before");
+            run.enqueue(3, Request { requester, ..window(0, 1) });
+            let waits = (0..).find(|_| contents(&run.step(None)) == Windows(vec![3])).unwrap();
+            assert_eq!(waits, steps, "requester {requester}");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
-use crate::launcher::{Host, LaunchSpec, LauncherName, Launching, RawLines, Withdrawals, plan};
+use crate::launcher::{Host, LaunchSpec, LauncherName, PreparedLauncher, RawLines, Withdrawals, plan};
 use crate::protocol::control::WITHDRAWN_FOR;
 use crate::shutdown::{Exit, Hangups, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::{self, Format};
@@ -79,7 +79,7 @@ async fn serve(
     listen_for_signals(stop.clone(), SecondSignal::Aborts)?;
     let mut hangups = Hangups::listen()?;
     let raw_lines = (log_format(true)? == Format::Json).then_some(telemetry::write_line as RawLines);
-    let launching = Launching::new(LaunchSpec {
+    let launching = PreparedLauncher::new(LaunchSpec {
         worker_program: program,
         guard_program: Some(program),
         policy: &settings.launcher,

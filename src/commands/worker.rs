@@ -39,6 +39,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let stop = Stop::default();
     let (crashes, live_settings) = (CrashRecords::default(), LiveSettings::default());
     let withdrawn = Withdrawn::default();
+    let has_launcher = arguments.launched_by.is_some();
     let (assignment, second_signal) = match arguments.launched_by {
         Some(launcher) => {
             let filter = std::env::var("SCONCE_LOG").ok();
@@ -70,7 +71,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let starter = registry.starter(&assignment.pool);
     let work = async move {
         listen_for_signals(stop.clone(), second_signal)?;
-        if second_signal == SecondSignal::Ignored {
+        if has_launcher {
             follow_commands(stop.clone(), control.clone())?;
         }
         let ended = worker::run(&assignment, &starter, &broker_session::open, stop.clone(), &control).await;
@@ -93,10 +94,11 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let ended = ended?;
     if let Err(error) = &ended {
         let exit = error.exit().code();
-        match second_signal {
+        if has_launcher {
             // The launcher has received the cause, and logs it together with what it does next.
-            SecondSignal::Ignored => tracing::debug!(%error, exit, "the worker cannot continue"),
-            SecondSignal::Aborts => tracing::error!(%error, exit, "the worker cannot continue"),
+            tracing::debug!(%error, exit, "the worker cannot continue");
+        } else {
+            tracing::error!(%error, exit, "the worker cannot continue");
         }
     }
     Ok(exit_of(&ended))
@@ -139,7 +141,8 @@ fn read_assignment(
             crashes.replace(records);
             match earlier {
                 Some(earlier) => withdrawn.add_earlier(&earlier, Instant::now()),
-                None => withdrawn.expect_earlier(),
+                // The launcher has not read them all yet, and sends `Withdrawals` when it has.
+                None => withdrawn.mark_incomplete(),
             }
             live_settings.set_paused(paused);
             // The error's text is dropped: it would quote the value, which holds a password.
@@ -173,7 +176,7 @@ fn manual_assignment(arguments: &Worker, registry: &Registry) -> anyhow::Result<
 }
 
 /// The device of a worker that is started by hand. For a GPU, the process is started again with only that GPU visible,
-/// as a launcher starts it.
+/// as a launcher starts it, unless it was started so already.
 fn manual_device(requested: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
     if requested == "cpu" {
         return Ok(requested.to_owned());
@@ -222,7 +225,8 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
             Ok(()) => tracing::info!(filter, "logging by another filter"),
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
         },
-        // Sending fails only while there is no session, and so no task to cancel.
+        // Sending fails only while there is no session, and so no task to cancel. The intake reports the number of
+        // cancelled tasks if the cancellation names a task by its id; here the number is 0.
         Command::Cancel(cancellation) => {
             control.withdrawn.add_cancelled(&cancellation, Instant::now());
             if let Err(SendError(cancellation)) = control.cancellations.send(cancellation)

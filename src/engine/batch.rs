@@ -12,20 +12,20 @@ use crate::model::{Forward, ForwardError, Processor, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
 
 /// The result of a forward pass: one entry for each input, or one error for the batch.
-pub(super) type Outcome<R> = Result<Vec<Result<<R as Processor>::Output, TaskError>>, ForwardError>;
+pub(super) type Outcome<P> = Result<Vec<Result<<P as Processor>::Output, TaskError>>, ForwardError>;
 
 /// The loaded network of a one-pass model, with its probe.
-pub(super) struct Network<R: Processor, F> {
+pub(super) struct Network<P: Processor, F> {
     network: F,
     /// The probe's inputs; empty if the model has no probe.
-    probe: Vec<R::Input>,
+    probe: Vec<P::Input>,
     /// Tokens of the smallest batch that ran out of memory since the last call of `take_too_large`.
     too_large: Option<usize>,
     pub(super) notices: Notices,
     pub(super) observer: Box<dyn Observer>,
 }
 
-impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, F> {
+impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Network<P, F> {
     pub(super) fn new(network: F, observer: Box<dyn Observer>, notices: Notices) -> Self {
         Self { network, probe: Vec::new(), too_large: None, notices, observer }
     }
@@ -34,7 +34,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, 
     ///
     /// # Errors
     /// The model refuses its probe, or the device cannot be trusted.
-    pub(super) fn try_probe(&mut self, processor: &R) -> Result<(), ProbeError> {
+    pub(super) fn try_probe(&mut self, processor: &P) -> Result<(), ProbeError> {
         let Some(message) = processor.probe() else { return Ok(()) };
         let (context, inputs) = processor.preprocess(&message)?;
         let inputs = inputs.all()?;
@@ -46,8 +46,8 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, 
         Ok(processor.finish(context, outputs).map(drop)?)
     }
 
-    fn compute_probe(&mut self) -> Result<Vec<R::Output>, ProbeError> {
-        let inputs: Vec<&R::Input> = self.probe.iter().collect();
+    fn compute_probe(&mut self) -> Result<Vec<P::Output>, ProbeError> {
+        let inputs: Vec<&P::Input> = self.probe.iter().collect();
         let outputs =
             guarded(|| self.network.forward(&inputs)).and_then(|it| one_per_input(it, inputs.len()));
         Ok(outputs.map_err(ProbeError::failed)?.into_iter().collect::<Result<_, _>>()?)
@@ -68,23 +68,23 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, 
     /// Submits `items` to the device. `computing`: the items that the device is already computing.
     pub(super) fn submit(
         &mut self,
-        items: &[Item<R>],
-        computing: Option<&[Item<R>]>,
+        items: &[Item<P>],
+        computing: Option<&[Item<P>]>,
     ) -> Result<F::Pending, ForwardError> {
         self.announce(computing.unwrap_or_default(), items);
-        let inputs: Vec<&R::Input> = items.iter().map(|item| &item.input).collect();
+        let inputs: Vec<&P::Input> = items.iter().map(|item| &item.input).collect();
         guarded(|| self.network.submit(&inputs))
     }
 
-    pub(super) fn wait(&mut self, pending: F::Pending, inputs: usize) -> Outcome<R> {
+    pub(super) fn wait(&mut self, pending: F::Pending, inputs: usize) -> Outcome<P> {
         one_per_input(guarded(|| self.network.wait(pending))?, inputs)
     }
 
     /// Delivers the outputs of `items`, or finds the input at fault. Fails if the device is broken.
     pub(super) fn settle(
         &mut self,
-        items: &[Item<R>],
-        outcome: Outcome<R>,
+        items: &[Item<P>],
+        outcome: Outcome<P>,
         began: Instant,
         pass: Pass,
     ) -> Result<(), String> {
@@ -112,6 +112,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, 
             let pending = self.submit(half, None);
             let outcome = pending.and_then(|pending| self.wait(pending, half.len()));
             self.observer.mark_idle();
+            // `began` stays: the time of the failed pass counts too.
             self.settle(half, outcome, began, pass)?;
             // Sent now, because computing the other half may end this process.
             self.notices.send_done();
@@ -121,8 +122,8 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, 
 
     fn deliver(
         &mut self,
-        items: &[Item<R>],
-        outputs: Vec<Result<R::Output, TaskError>>,
+        items: &[Item<P>],
+        outputs: Vec<Result<P::Output, TaskError>>,
         began: Instant,
         pass: Pass,
     ) -> Result<(), String> {
@@ -145,7 +146,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Network<R, 
 
     /// Reports to the launcher, before a pass, which tasks will be on the device: those that it is still `computing`,
     /// and those of `items`.
-    pub(super) fn announce(&self, computing: &[Item<R>], items: &[Item<R>]) {
+    pub(super) fn announce(&self, computing: &[Item<P>], items: &[Item<P>]) {
         let mut tasks: Vec<TaskName> = Vec::with_capacity(computing.len() + items.len());
         for item in computing.iter().chain(items) {
             // The inputs of one task are adjacent.

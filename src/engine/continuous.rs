@@ -41,17 +41,17 @@ const LATEST_STEP_WEIGHT: f64 = 0.02;
 const ANNOUNCE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The queue of sequences that the loop has not taken in yet.
-pub(super) struct SequenceQueue<R: Processor> {
+pub(super) struct SequenceQueue<P: Processor> {
     /// The network's capacity, less what is reserved for the probe.
     capacity: Capacity,
-    state: Mutex<State<R>>,
+    state: Mutex<State<P>>,
     waker: Waker,
     /// The average duration of recent steps in microseconds. Written by the loop, read to estimate new tasks.
     average_step_us: AtomicU64,
 }
 
-struct State<R: Processor> {
-    arrived: Vec<Arrived<R>>,
+struct State<P: Processor> {
+    arrived: Vec<Arrived<P>>,
     /// The group that runs alone.
     isolated: Option<Group>,
     /// The value of `isolated` that the loop has read last.
@@ -63,12 +63,12 @@ struct State<R: Processor> {
 }
 
 /// A sequence that the loop has not taken in yet.
-struct Arrived<R: Processor> {
-    item: Item<R>,
+struct Arrived<P: Processor> {
+    item: Item<P>,
     group: Option<Group>,
 }
 
-impl<R: Processor> SequenceQueue<R> {
+impl<P: Processor> SequenceQueue<P> {
     pub(super) fn new(capacity: Capacity, policy: Policy, waker: Waker) -> Self {
         let (arrived, policy) = (Vec::new(), Some(policy));
         let (isolated, known_isolated, is_asleep, is_closed) = (None, None, false, false);
@@ -76,7 +76,7 @@ impl<R: Processor> SequenceQueue<R> {
         Self { capacity, state: Mutex::new(state), waker, average_step_us: AtomicU64::new(0) }
     }
 
-    fn change(&self, change: impl FnOnce(&mut State<R>)) {
+    fn change(&self, change: impl FnOnce(&mut State<P>)) {
         let mut state = self.state.lock();
         change(&mut state);
         if mem::take(&mut state.is_asleep) {
@@ -95,8 +95,8 @@ impl<R: Processor> SequenceQueue<R> {
     }
 }
 
-impl<R: Processor> Queue<R> for SequenceQueue<R> {
-    fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>) {
+impl<P: Processor> Queue<P> for SequenceQueue<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
         self.change(|state| state.arrived.extend(items.into_iter().map(|item| Arrived { item, group })));
     }
 
@@ -111,7 +111,7 @@ impl<R: Processor> Queue<R> for SequenceQueue<R> {
         self.change(|state| state.isolated = isolated);
     }
 
-    fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
+    fn check(&self, inputs: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
         let Capacity { tokens, context, .. } = self.capacity;
         let max_tokens = context.min(tokens);
         for SizedInput { encode_tokens, tokens: prompt, answer_tokens: answer, .. } in inputs {
@@ -128,10 +128,10 @@ impl<R: Processor> Queue<R> for SequenceQueue<R> {
 
     /// Assumes that the task's sequences run in rounds, each with the maximum number of sequences, and that steps have
     /// the average duration, because sequences of other tasks fill them.
-    fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
+    fn estimate(&self, inputs: &[SizedInput<P::Input>]) -> Option<Duration> {
         let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
         let steps =
-            |input: &SizedInput<R::Input>| usize::from(input.encode_tokens > 0) + 1 + input.answer_tokens;
+            |input: &SizedInput<P::Input>| usize::from(input.encode_tokens > 0) + 1 + input.answer_tokens;
         let longest = inputs.iter().map(steps).max()?;
         let steps = u64::try_from(rounds * longest).ok()?;
         Some(Duration::from_micros(self.average_step_us.load(Ordering::Relaxed).saturating_mul(steps)))
@@ -156,17 +156,17 @@ fn prompt_tokens(encode_tokens: usize, tokens: usize) -> usize {
 }
 
 /// The probe: a preprocessed task that the model must be able to answer.
-pub(super) struct Probe<R: Processor> {
-    context: R::Context,
-    input: SizedInput<R::Input>,
+pub(super) struct Probe<P: Processor> {
+    context: P::Context,
+    input: SizedInput<P::Input>,
 }
 
-impl<R: Processor> Probe<R> {
+impl<P: Processor> Probe<P> {
     /// The probe of `processor`, if it has one.
     ///
     /// # Errors
     /// The processor refuses the probe, or the probe is not exactly one sequence.
-    pub(super) fn of(processor: &R) -> Result<Option<Self>, ProbeError> {
+    pub(super) fn of(processor: &P) -> Result<Option<Self>, ProbeError> {
         let Some(message) = processor.probe() else { return Ok(None) };
         let (context, inputs) = processor.preprocess(&message)?;
         let mut inputs = inputs.all()?;
@@ -207,8 +207,8 @@ fn run_to_end<G: Generate>(
     Err(ProbeError::failed("it does not end"))
 }
 
-struct Sequence<R: Processor> {
-    item: Item<R>,
+struct Sequence<P: Processor> {
+    item: Item<P>,
     /// None while it waits.
     slot: Option<Slot>,
     /// The number of pieces that the model has given since the sequence was last admitted.
@@ -226,7 +226,7 @@ enum Unwanted {
     Failed(TaskError),
 }
 
-impl<R: Processor> Sequence<R> {
+impl<P: Processor> Sequence<P> {
     /// How the sequence ends if its output is no longer wanted; none if it is wanted.
     fn unwanted(&self, time: Instant) -> Option<Unwanted> {
         if self.item.outputs.is_over() {
@@ -243,9 +243,9 @@ type Key = u64;
 type Results<G> =
     Vec<(Row<Key>, Result<Advance<<G as Generate>::Piece, <G as Generate>::Output>, TaskError>)>;
 
-pub(super) struct Continuous<R: Processor, G: Generate> {
+pub(super) struct Continuous<P: Processor, G: Generate> {
     network: G,
-    queue: Arc<SequenceQueue<R>>,
+    queue: Arc<SequenceQueue<P>>,
     /// The model's defaults for encoding windows.
     encoding: Encoding,
     scheduler: Scheduler<Key>,
@@ -254,11 +254,11 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     /// Decides how many windows fit when they are encoded together.
     encode_sizing: Sizing,
     pace: PromptPace,
-    sequences: BTreeMap<Key, Sequence<R>>,
+    sequences: BTreeMap<Key, Sequence<P>>,
     /// The key of the newest sequence.
     last_key: Key,
     /// The probe; none if the model has none.
-    probe: Option<SizedInput<R::Input>>,
+    probe: Option<SizedInput<P::Input>>,
     /// A computed step whose results are not delivered yet.
     computed: Option<ComputedStep<G>>,
     /// The number of steps so far.
@@ -290,10 +290,10 @@ struct ComputedStep<G: Generate> {
     began_wall: SystemTime,
 }
 
-impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>> Continuous<R, G> {
+impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>> Continuous<P, G> {
     pub(super) fn new(
         network: G,
-        queue: Arc<SequenceQueue<R>>,
+        queue: Arc<SequenceQueue<P>>,
         observer: Box<dyn Observer>,
         notices: Notices,
     ) -> Self {
@@ -326,7 +326,7 @@ impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::
     ///
     /// # Errors
     /// The model refuses its probe, or the device cannot be trusted.
-    pub(super) fn try_probe(&mut self, processor: &R, probe: Probe<R>) -> Result<(), ProbeError> {
+    pub(super) fn try_probe(&mut self, processor: &P, probe: Probe<P>) -> Result<(), ProbeError> {
         let Probe { context, input } = probe;
         self.probe = Some(input);
         let output = self.compute_probe(Slot(0))?;
@@ -334,7 +334,7 @@ impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::
     }
 
     /// Runs the probe to its end in a free slot.
-    fn compute_probe(&mut self, slot: Slot) -> Result<R::Output, ProbeError> {
+    fn compute_probe(&mut self, slot: Slot) -> Result<P::Output, ProbeError> {
         let Some(probe) = &self.probe else { return Err(ProbeError::failed("there is none")) };
         let network = &mut self.network;
         let output = guarded(|| Ok(network.open(slot, &probe.input)))
@@ -432,7 +432,7 @@ impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::
     }
 
     /// Removes a sequence, and frees its slot.
-    fn remove(&mut self, key: Key) -> Option<Item<R>> {
+    fn remove(&mut self, key: Key) -> Option<Item<P>> {
         self.scheduler.remove(key, now());
         let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
         if let Some(slot) = slot {
@@ -572,8 +572,9 @@ impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::
             fault,
         });
         self.learn_step_time(took);
+        self.scheduler.set_steps_per_window(self.pace.steps_per_window());
         if is_encoding {
-            self.pace.add_encode_time(took);
+            self.pace.add_encode_time(pass.size, took);
             if let Some(max_windows) = self.encode_sizing.learn(too_large) {
                 self.scheduler.limit_windows(max_windows);
             }
@@ -701,10 +702,10 @@ impl<R: Processor, G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::
     }
 }
 
-impl<R, G> Loop for Continuous<R, G>
+impl<P, G> Loop for Continuous<P, G>
 where
-    R: Processor,
-    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
+    P: Processor,
+    G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>,
 {
     fn turn(&mut self) -> Next {
         if let Some(step) = self.computed.take() {

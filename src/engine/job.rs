@@ -24,20 +24,20 @@ use crate::model::{
 };
 
 /// One input of a task, on its way through the device.
-pub(super) struct Item<R: Processor> {
-    pub(super) input: R::Input,
+pub(super) struct Item<P: Processor> {
+    pub(super) input: P::Input,
     /// This and the next two fields are those of [`SizedInput`].
     pub(super) encode_tokens: usize,
     pub(super) tokens: usize,
     pub(super) answer_tokens: usize,
     /// Index of the input within its task.
     pub(super) index: usize,
-    pub(super) outputs: Arc<Outputs<R>>,
+    pub(super) outputs: Arc<Outputs<P>>,
     /// Reserves the memory of the slice to which the input belongs.
     _memory: Option<Arc<Reservation>>,
 }
 
-impl<R: Processor> Item<R> {
+impl<P: Processor> Item<P> {
     pub(super) fn task(&self) -> &Arc<TaskState> {
         &self.outputs.task
     }
@@ -53,9 +53,9 @@ pub(super) struct Lookahead {
 
 /// The queue of items for a loop. Written by jobs on the worker's thread and by their [`FurtherInputs`] on the
 /// preprocess threads, read by the loop.
-pub(super) trait Queue<R: Processor>: Send + Sync {
+pub(super) trait Queue<P: Processor>: Send + Sync {
     /// Enqueues items of one task: all, or a slice of them. They stay adjacent.
-    fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>);
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>);
     /// As [`Engine::expect`](super::Engine::expect).
     fn expect(&self, one: Expect);
     /// As [`Engine::set_policy`](super::Engine::set_policy).
@@ -63,9 +63,9 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
     /// As [`Engine::isolate`](super::Engine::isolate).
     fn isolate(&self, isolated: Option<Group>);
     /// Refuses inputs that this model can never compute.
-    fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError>;
+    fn check(&self, inputs: &[SizedInput<P::Input>]) -> Result<(), TaskError>;
     /// As [`Job::estimate`].
-    fn estimate(&self, _: &[SizedInput<R::Input>]) -> Option<Duration> {
+    fn estimate(&self, _: &[SizedInput<P::Input>]) -> Option<Duration> {
         None
     }
     /// As [`Engine::depth`](super::Engine::depth).
@@ -82,41 +82,41 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
 }
 
 /// The engine as the worker holds it: the processor and the queue to the loop. Dropping it closes the queue.
-pub(super) struct Handle<R: Processor>(Arc<EngineParts<R>>);
+pub(super) struct Handle<P: Processor>(Arc<EngineParts<P>>);
 
 /// The parts of an engine that jobs use.
-struct EngineParts<R: Processor> {
-    processor: R,
-    queue: Arc<dyn Queue<R>>,
+struct EngineParts<P: Processor> {
+    processor: P,
+    queue: Arc<dyn Queue<P>>,
     memory: Arc<Memory>,
 }
 
-impl<R: Processor> Handle<R> {
-    pub(super) fn new(processor: R, queue: Arc<dyn Queue<R>>, memory: Arc<Memory>) -> Self {
+impl<P: Processor> Handle<P> {
+    pub(super) fn new(processor: P, queue: Arc<dyn Queue<P>>, memory: Arc<Memory>) -> Self {
         Self(Arc::new(EngineParts { processor, queue, memory }))
     }
 }
 
-impl<R: Processor> Drop for Handle<R> {
+impl<P: Processor> Drop for Handle<P> {
     fn drop(&mut self) {
         self.0.queue.close();
     }
 }
 
-impl<R: Processor> EngineParts<R> {
+impl<P: Processor> EngineParts<P> {
     /// Checks prepared inputs, and counts their memory. `further`: the source of the inputs after these.
     fn checked_slice(
         &self,
-        inputs: Vec<SizedInput<R::Input>>,
-        further: Option<Slices<R::Input>>,
-    ) -> Result<Slice<R>, TaskError> {
+        inputs: Vec<SizedInput<P::Input>>,
+        further: Option<Slices<P::Input>>,
+    ) -> Result<Slice<P>, TaskError> {
         self.queue.check(&inputs)?;
         let bytes = inputs.iter().map(|sized| self.processor.bytes(&sized.input)).sum();
         Ok(Slice { inputs, memory: self.memory.reserve_slice(bytes), further })
     }
 
     /// Makes the first inputs of a task, unless that takes long.
-    fn first_slice(&self, inputs: Inputs<R::Input>) -> Result<FirstSlice<R>, TaskError> {
+    fn first_slice(&self, inputs: Inputs<P::Input>) -> Result<FirstSlice<P>, TaskError> {
         Ok(match inputs {
             Inputs::All(inputs) => FirstSlice::Made(self.checked_slice(inputs, None)?),
             Inputs::Slices(slices) => FirstSlice::Made(self.next_slice(slices)?),
@@ -125,7 +125,7 @@ impl<R: Processor> EngineParts<R> {
     }
 
     /// Makes the next slice.
-    fn next_slice(&self, mut slices: Slices<R::Input>) -> Result<Slice<R>, TaskError> {
+    fn next_slice(&self, mut slices: Slices<P::Input>) -> Result<Slice<P>, TaskError> {
         match slices.next().transpose()? {
             None => self.checked_slice(Vec::new(), None),
             Some(inputs) => {
@@ -138,14 +138,14 @@ impl<R: Processor> EngineParts<R> {
     /// Hands a slice to the model thread, and returns the source of the next one.
     fn enqueue(
         &self,
-        slice: Slice<R>,
-        outputs: &Arc<Outputs<R>>,
+        slice: Slice<P>,
+        outputs: &Arc<Outputs<P>>,
         group: Option<Group>,
-    ) -> Option<Slices<R::Input>> {
+    ) -> Option<Slices<P::Input>> {
         let sizes = slice.sizes();
         let Slice { inputs, memory, further } = slice;
         let first_index = outputs.grow(sizes, further.is_some());
-        let item = |(index, sized): (usize, SizedInput<R::Input>)| {
+        let item = |(index, sized): (usize, SizedInput<P::Input>)| {
             let SizedInput { input, encode_tokens, tokens, answer_tokens } = sized;
             let (outputs, _memory) = (outputs.clone(), memory.clone());
             Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _memory }
@@ -158,21 +158,21 @@ impl<R: Processor> EngineParts<R> {
 }
 
 /// Inputs of a task that were made together.
-struct Slice<R: Processor> {
-    inputs: Vec<SizedInput<R::Input>>,
+struct Slice<P: Processor> {
+    inputs: Vec<SizedInput<P::Input>>,
     memory: Option<Arc<Reservation>>,
     /// The source of the inputs after these, if there are any.
-    further: Option<Slices<R::Input>>,
+    further: Option<Slices<P::Input>>,
 }
 
-impl<R: Processor> Slice<R> {
+impl<P: Processor> Slice<P> {
     fn sizes(&self) -> Sizes {
         let tokens = self.inputs.iter().map(|input| input.tokens).sum();
         Sizes { inputs: self.inputs.len(), tokens }
     }
 }
 
-impl<R: Processor> super::Engine for Handle<R> {
+impl<P: Processor> super::Engine for Handle<P> {
     fn routes(&self) -> &[Route] {
         self.0.processor.routes()
     }
@@ -228,38 +228,38 @@ struct Sizes {
 }
 
 /// The first inputs of a task, until they are enqueued.
-enum FirstSlice<R: Processor> {
+enum FirstSlice<P: Processor> {
     /// They must still be made.
-    Later(Later<R::Input>),
-    Made(Slice<R>),
+    Later(Later<P::Input>),
+    Made(Slice<P>),
     Enqueued,
 }
 
-struct Task<R: Processor> {
-    engine: Arc<EngineParts<R>>,
+struct Task<P: Processor> {
+    engine: Arc<EngineParts<P>>,
     /// Locked by whoever writes parts of the reply, on the worker's thread or on a reply thread, and by the job between
     /// two writes. They never contend, because the worker waits until parts are written. The model thread never locks
     /// it.
-    reply: Arc<Mutex<Reply<R>>>,
+    reply: Arc<Mutex<Reply<P>>>,
     streaming: Streaming,
     are_parts_brief: bool,
-    first: FirstSlice<R>,
+    first: FirstSlice<P>,
     /// None until the job is enqueued.
-    outputs: Option<WantedOutputs<R>>,
+    outputs: Option<WantedOutputs<P>>,
     /// None if all inputs are in the first slice.
-    further: Option<Arc<FurtherInputs<R>>>,
+    further: Option<Arc<FurtherInputs<P>>>,
 }
 
 /// Makes the further inputs of a task.
-struct FurtherInputs<R: Processor> {
-    engine: Arc<EngineParts<R>>,
-    outputs: Arc<Outputs<R>>,
+struct FurtherInputs<P: Processor> {
+    engine: Arc<EngineParts<P>>,
+    outputs: Arc<Outputs<P>>,
     group: Option<Group>,
     /// None: all slices are made, or one failed. Locked while a slice is made; the worker requests one at a time.
-    slices: Mutex<Option<Slices<R::Input>>>,
+    slices: Mutex<Option<Slices<P::Input>>>,
 }
 
-impl<R: Processor> InputSource for FurtherInputs<R> {
+impl<P: Processor> InputSource for FurtherInputs<P> {
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool> {
         // Registered before the state is read, so that a change after the read wakes this task.
         self.outputs.source_waker.register(context.waker());
@@ -283,15 +283,15 @@ impl<R: Processor> InputSource for FurtherInputs<R> {
 }
 
 /// The job's reference to its outputs. Once it is dropped, they are not needed any more.
-struct WantedOutputs<R: Processor>(Arc<Outputs<R>>);
+struct WantedOutputs<P: Processor>(Arc<Outputs<P>>);
 
-impl<R: Processor> Drop for WantedOutputs<R> {
+impl<P: Processor> Drop for WantedOutputs<P> {
     fn drop(&mut self) {
         self.0.gathered.lock().is_complete = true;
     }
 }
 
-impl<R: Processor> Job for Task<R> {
+impl<P: Processor> Job for Task<P> {
     fn inputs(&self) -> usize {
         self.sizes().inputs
     }
@@ -390,7 +390,7 @@ impl<R: Processor> Job for Task<R> {
     }
 }
 
-impl<R: Processor> Task<R> {
+impl<P: Processor> Task<P> {
     fn sizes(&self) -> Sizes {
         match (&self.outputs, &self.first) {
             (Some(WantedOutputs(outputs)), _) => outputs.gathered.lock().sizes,
@@ -401,7 +401,7 @@ impl<R: Processor> Task<R> {
 }
 
 /// The pieces and outputs that the loop delivers to a task. Written by the model thread, read by the job.
-pub(super) struct Outputs<R: Processor> {
+pub(super) struct Outputs<P: Processor> {
     pub(super) task: Arc<TaskState>,
     streaming: Streaming,
     /// Whether the job may report that it is done. Set by the worker when it receives the notice of a whole batch, and
@@ -415,12 +415,12 @@ pub(super) struct Outputs<R: Processor> {
     /// Wakes the worker when it waits to prepare more inputs and few are pending.
     source_waker: AtomicWaker,
     /// Locked only for the few instructions that store an output; never across an await.
-    gathered: Mutex<Gathered<R>>,
+    gathered: Mutex<Gathered<P>>,
 }
 
-struct Gathered<R: Processor> {
+struct Gathered<P: Processor> {
     /// One entry for each input that was enqueued, from the input `first_index` on.
-    outputs: VecDeque<Option<R::Output>>,
+    outputs: VecDeque<Option<P::Output>>,
     /// The index of the first input whose output was not taken for a part of the reply.
     first_index: usize,
     /// The number of inputs that were enqueued and are not computed.
@@ -435,12 +435,12 @@ struct Gathered<R: Processor> {
     computed: Computed,
     /// Pieces that are in no part yet, in the order in which parts are written. Each entry has pieces of one input.
     /// Bound: the tokens that the task's answers may have.
-    pieces: Vec<(usize, Vec<R::Piece>)>,
+    pieces: Vec<(usize, Vec<P::Piece>)>,
     /// Whether nothing more is needed: the task is done, or its job was dropped.
     is_complete: bool,
 }
 
-impl<R: Processor> Outputs<R> {
+impl<P: Processor> Outputs<P> {
     fn new(task: Arc<TaskState>, streaming: Streaming) -> Self {
         let gathered = Gathered {
             outputs: VecDeque::new(),
@@ -509,7 +509,7 @@ impl<R: Processor> Outputs<R> {
     }
 
     /// Records that the model gave a piece, and keeps it if the parts of the reply are made from pieces.
-    pub(super) fn record_piece(&self, input: usize, piece: R::Piece, now: Instant) {
+    pub(super) fn record_piece(&self, input: usize, piece: P::Piece, now: Instant) {
         let mut gathered = self.gathered.lock();
         gathered.computed.first_piece.get_or_insert(now);
         if self.streaming != Streaming::Pieces {
@@ -532,14 +532,14 @@ impl<R: Processor> Outputs<R> {
     }
 
     /// Whether the first input that is in no part yet is finished.
-    fn has_next(&self, gathered: &Gathered<R>) -> bool {
+    fn has_next(&self, gathered: &Gathered<P>) -> bool {
         self.streaming == Streaming::Outputs
             && gathered.error.is_none()
             && gathered.outputs.front().is_some_and(Option::is_some)
     }
 
     /// Takes the outputs from which parts can be written, in the order of their inputs.
-    fn take_next(&self, gathered: &mut Gathered<R>) -> Vec<R::Output> {
+    fn take_next(&self, gathered: &mut Gathered<P>) -> Vec<P::Output> {
         let mut next = Vec::new();
         while self.has_next(gathered)
             && let Some(output) = gathered.outputs.pop_front().flatten()
@@ -552,7 +552,7 @@ impl<R: Processor> Outputs<R> {
 
     /// Stores the output of one input, or fails the task. Returns true if the task has become done.
     #[must_use]
-    pub(super) fn deliver(&self, index: usize, output: Result<R::Output, TaskError>) -> bool {
+    pub(super) fn deliver(&self, index: usize, output: Result<P::Output, TaskError>) -> bool {
         let mut guard = self.gathered.lock();
         let gathered = &mut *guard;
         match output {
@@ -588,16 +588,16 @@ impl<R: Processor> Outputs<R> {
     }
 }
 
-impl<R: Processor> Completion for Outputs<R> {
+impl<P: Processor> Completion for Outputs<P> {
     fn notify(&self) {
         self.notified.store(true, Ordering::Release);
         self.waker.wake();
     }
 }
 
-impl<R: Processor> Gathered<R> {
+impl<P: Processor> Gathered<P> {
     /// Takes the outputs that are in no part, or the error of the task.
-    fn take(&mut self) -> Result<Vec<R::Output>, TaskError> {
+    fn take(&mut self) -> Result<Vec<P::Output>, TaskError> {
         match self.error.take() {
             Some(error) => Err(error),
             None => Ok(mem::take(&mut self.outputs).into_iter().flatten().collect()),
@@ -922,7 +922,7 @@ mod tests {
     }
 
     #[test]
-    fn many_outputs_are_no_brief_work_and_one_that_cannot_be_written_is_left_out() {
+    fn many_outputs_are_no_brief_work_and_an_unwritable_one_is_left_out() {
         let (job, queue) = streamed_outputs("all", &[5; BRIEF_PARTS + 2]);
         let outputs = queue.0.lock()[0].outputs.clone();
         (0..BRIEF_PARTS)

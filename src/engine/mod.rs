@@ -299,7 +299,7 @@ impl Notices {
     }
 
     /// Delivers the output of one input.
-    fn deliver<R: Processor>(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
+    fn deliver<P: Processor>(&mut self, item: &Item<P>, output: Result<P::Output, TaskError>) {
         if item.outputs.deliver(item.index, output) {
             self.done.push(item.outputs.clone());
         }

@@ -16,17 +16,17 @@ use crate::batching::{Batch, Batcher, DeviceState, Group, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
 /// The queue of inputs that wait for a batch.
-pub(super) struct WaitingInputs<R: Processor> {
-    state: Mutex<State<R>>,
+pub(super) struct WaitingInputs<P: Processor> {
+    state: Mutex<State<P>>,
     waker: Waker,
     /// The number of batches that may be submitted, plus the one being formed.
     depth: usize,
 }
 
-struct State<R: Processor> {
-    ordinary: Batcher<Item<R>>,
+struct State<P: Processor> {
+    ordinary: Batcher<Item<P>>,
     /// Inputs of the isolated group. They go first, one batch at a time.
-    isolated: Batcher<Item<R>>,
+    isolated: Batcher<Item<P>>,
     /// The isolated group. While there is one, no other input goes to the device.
     isolated_group: Option<Group>,
     sizing: Sizing,
@@ -44,15 +44,15 @@ enum Asleep {
 }
 
 /// What the loop finds in the queue.
-enum Take<R: Processor> {
-    Batch(Batch<Item<R>>),
+enum Take<P: Processor> {
+    Batch(Batch<Item<P>>),
     /// No batch before this time, or before something is enqueued.
     Nothing(Option<Instant>),
     /// No batch, and nothing will be enqueued any more.
     Closed,
 }
 
-impl<R: Processor> WaitingInputs<R> {
+impl<P: Processor> WaitingInputs<P> {
     pub(super) fn new(policy: Policy, asynchronous: bool, waker: Waker) -> Self {
         let state = State {
             ordinary: Batcher::new(policy, |item| item.tokens),
@@ -67,7 +67,7 @@ impl<R: Processor> WaitingInputs<R> {
     }
 
     /// Changes the state, and wakes the loop if that makes a batch due earlier than the loop will wake.
-    fn change(&self, change: impl FnOnce(&mut State<R>)) {
+    fn change(&self, change: impl FnOnce(&mut State<P>)) {
         let mut state = self.state.lock();
         change(&mut state);
         let Some(asleep) = state.asleep else { return };
@@ -85,7 +85,7 @@ impl<R: Processor> WaitingInputs<R> {
     }
 
     /// Takes the next batch for the device out of the queue. `busy`: the device is still computing another.
-    fn take(&self, busy: bool, now: Instant) -> Take<R> {
+    fn take(&self, busy: bool, now: Instant) -> Take<P> {
         let mut state = self.state.lock();
         state.asleep = None;
         match state.next_batch(busy, now) {
@@ -121,9 +121,9 @@ impl<R: Processor> WaitingInputs<R> {
     }
 }
 
-impl<R: Processor> State<R> {
+impl<P: Processor> State<P> {
     /// The next batch, if one is full or due. `busy`: the device is still computing another.
-    fn next_batch(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<R>>> {
+    fn next_batch(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<P>>> {
         if !self.isolated.is_empty() {
             // An isolated batch runs alone, so that only a few tasks can be the cause of a crash.
             return if busy { None } else { self.isolated.take(now, DeviceState::Idle, false) };
@@ -151,8 +151,8 @@ impl<R: Processor> State<R> {
     }
 }
 
-impl<R: Processor> Queue<R> for WaitingInputs<R> {
-    fn enqueue(&self, items: Vec<Item<R>>, group: Option<Group>) {
+impl<P: Processor> Queue<P> for WaitingInputs<P> {
+    fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
         let now = now();
         self.change(|state| {
             // The group of a later slice may not be isolated any more.
@@ -201,7 +201,7 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
     }
 
     /// An input larger than a batch is computed alone.
-    fn check(&self, _: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
+    fn check(&self, _: &[SizedInput<P::Input>]) -> Result<(), TaskError> {
         Ok(())
     }
 
@@ -225,20 +225,20 @@ impl<R: Processor> Queue<R> for WaitingInputs<R> {
     }
 }
 
-pub(super) struct OneShot<R: Processor, F: Forward> {
-    network: Network<R, F>,
-    waiting: Arc<WaitingInputs<R>>,
+pub(super) struct OneShot<P: Processor, F: Forward> {
+    network: Network<P, F>,
+    waiting: Arc<WaitingInputs<P>>,
     /// The number of batches so far.
     number: u64,
     /// The batch that was submitted last and is not waited for yet.
-    submitted: Option<Submitted<R, F>>,
+    submitted: Option<Submitted<P, F>>,
     /// When the device finished the last batch.
     free_since: Instant,
     idle: Idle,
 }
 
-struct Submitted<R: Processor, F: Forward> {
-    batch: Batch<Item<R>>,
+struct Submitted<P: Processor, F: Forward> {
+    batch: Batch<Item<P>>,
     submission: Submission,
     pending: F::Pending,
 }
@@ -252,13 +252,13 @@ struct Submission {
     wall_time: SystemTime,
 }
 
-impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, F> {
-    pub(super) fn new(network: Network<R, F>, waiting: Arc<WaitingInputs<R>>) -> Self {
+impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> OneShot<P, F> {
+    pub(super) fn new(network: Network<P, F>, waiting: Arc<WaitingInputs<P>>) -> Self {
         Self { network, waiting, number: 0, submitted: None, free_since: now(), idle: Idle::default() }
     }
 
     /// Submits a batch, and finishes the one before it. Returns false if the device has failed.
-    fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
+    fn submit(&mut self, batch: Batch<Item<P>>) -> bool {
         // The tasks are committed only now, so that they can be handed back as long as they wait for the device.
         let wanted = self.keep_wanted(batch);
         // Sent now, so that unwanted tasks do not wait for the batch.
@@ -289,7 +289,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, 
 
     /// Waits for a submitted batch and delivers its result. `is_last`: the device has no other batch afterwards.
     /// Returns false if the device has failed.
-    fn finish(&mut self, submitted: Submitted<R, F>, is_last: bool) -> bool {
+    fn finish(&mut self, submitted: Submitted<P, F>, is_last: bool) -> bool {
         let Submitted { batch, submission, pending } = submitted;
         let outcome = self.network.wait(pending, batch.inputs.len());
         if is_last {
@@ -299,7 +299,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, 
     }
 
     /// Delivers the result of a batch. Returns false if the device has failed.
-    fn end(&mut self, batch: &Batch<Item<R>>, outcome: Outcome<R>, submission: Submission) -> bool {
+    fn end(&mut self, batch: &Batch<Item<P>>, outcome: Outcome<P>, submission: Submission) -> bool {
         let pass = Pass { number: submission.number, size: batch.inputs.len(), tokens: batch.tokens };
         // From this time on, the device computed nothing but this batch.
         let began = submission.at.max(self.free_since);
@@ -329,7 +329,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, 
 
     /// Drops unwanted inputs from a batch, and commits the tasks of the other inputs, which can then no longer be
     /// handed back. None: nothing is left.
-    fn keep_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
+    fn keep_wanted(&mut self, mut batch: Batch<Item<P>>) -> Option<Batch<Item<P>>> {
         let now = now();
         batch.inputs.retain(|item| {
             let task = item.task();
@@ -349,7 +349,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> OneShot<R, 
     }
 }
 
-impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Loop for OneShot<R, F> {
+impl<P: Processor, F: Forward<Input = P::Input, Output = P::Output>> Loop for OneShot<P, F> {
     fn turn(&mut self) -> Next {
         if self.submitted.is_some() && !self.network.is_asynchronous() {
             return Next::again_if(self.finish_submitted(true));
@@ -371,7 +371,7 @@ impl<R: Processor, F: Forward<Input = R::Input, Output = R::Output>> Loop for On
 }
 
 /// The tasks of these inputs, each listed once.
-fn tasks_of<R: Processor>(items: &[Item<R>]) -> Vec<Arc<TaskState>> {
+fn tasks_of<P: Processor>(items: &[Item<P>]) -> Vec<Arc<TaskState>> {
     let mut tasks: Vec<Arc<TaskState>> = Vec::new();
     for item in items {
         // The inputs of one task are adjacent.

@@ -15,6 +15,8 @@ const DECODE_STEP: Duration = Duration::from_millis(60);
 const LATEST_WEIGHT: f64 = 0.1;
 /// The assumed pace of prompts in tokens/s. Each bound starts from it, and follows the measured steps.
 const INITIAL_PACE: f64 = 512.0;
+/// The maximum number of token steps that a window waits because it takes as long as they do.
+const MAX_STEPS_PER_WINDOW: usize = 1_000;
 /// The minimum bound on prompt tokens, however slow the device is: 16 tokens take hardly longer than one.
 const MIN_TOKENS: usize = 16;
 /// The largest factor by which a bound may grow after one step. A prompt whose prefix is in the cache takes hardly any
@@ -29,6 +31,10 @@ pub(super) struct PromptPace {
     decode_time: Duration,
     /// The time spent on encoding windows since the last step of tokens.
     encode_time: Duration,
+    /// How long a window takes, on average. None before the first one.
+    window_time: Option<Duration>,
+    /// How long a step takes in which sequences decode, on average. None before the first one.
+    step_time: Option<Duration>,
 }
 
 /// The maximum number of prompt tokens of a step that should take at most `target`.
@@ -44,7 +50,16 @@ impl PromptPace {
             prefill: Bound::new(PREFILL_STEP),
             decode_time: Duration::ZERO,
             encode_time: Duration::ZERO,
+            window_time: None,
+            step_time: None,
         }
+    }
+
+    /// The number of steps in which sequences decode that take as long as one window; 0 if it is not known yet.
+    pub(super) fn steps_per_window(&self) -> usize {
+        let (Some(window), Some(step)) = (self.window_time, self.step_time) else { return 0 };
+        let steps = window.as_secs_f64() / step.as_secs_f64().max(1e-6);
+        (steps.ceil() as usize).min(MAX_STEPS_PER_WINDOW)
     }
 
     /// The maximum number of prompt tokens in the next step. `is_decoding`: sequences decode in it.
@@ -57,15 +72,19 @@ impl PromptPace {
         ((self.while_decoding.tokens as f64 * share) as usize).max(MIN_TOKENS)
     }
 
-    /// Called after each step of windows, with the time that it took.
-    pub(super) fn add_encode_time(&mut self, took: Duration) {
+    /// Called after each step of windows, with their number and the time that it took.
+    pub(super) fn add_encode_time(&mut self, windows: usize, took: Duration) {
         self.encode_time += took;
+        average(&mut self.window_time, took / u32::try_from(windows.max(1)).unwrap_or(u32::MAX));
     }
 
     /// Called after each step of tokens, with its number of prompt tokens and the time that it took. `is_decoding`:
     /// sequences decoded in it.
     pub(super) fn learn(&mut self, is_decoding: bool, prompt_tokens: usize, took: Duration) {
         self.encode_time = Duration::ZERO;
+        if is_decoding {
+            average(&mut self.step_time, took);
+        }
         if prompt_tokens > 0 {
             let bound = if is_decoding { &mut self.while_decoding } else { &mut self.prefill };
             bound.learn(prompt_tokens, took);
@@ -74,6 +93,12 @@ impl PromptPace {
             self.while_decoding.target = DECODE_STEP.max(2 * self.decode_time);
         }
     }
+}
+
+/// Updates an average with the latest duration.
+fn average(average: &mut Option<Duration>, latest: Duration) {
+    let mean = |before: Duration| before.mul_f64(1.0 - LATEST_WEIGHT) + latest.mul_f64(LATEST_WEIGHT);
+    *average = Some(average.map_or(latest, mean));
 }
 
 impl Bound {
@@ -120,6 +145,17 @@ mod tests {
     }
 
     #[test]
+    fn a_window_counts_as_the_steps_that_take_as_long() {
+        let mut pace = PromptPace::new();
+        pace.add_encode_time(4, Duration::from_millis(1_600));
+        assert_eq!(pace.steps_per_window(), 0, "no sequence has decoded yet");
+        pace.learn(true, 0, Duration::from_millis(10));
+        assert_eq!(pace.steps_per_window(), 40);
+        (0..100).for_each(|_| pace.learn(true, 0, Duration::from_nanos(1)));
+        assert_eq!(pace.steps_per_window(), MAX_STEPS_PER_WINDOW);
+    }
+
+    #[test]
     fn while_sequences_decode_a_step_takes_60_ms() {
         let usual = bounds(20, true, Duration::from_millis(20), Duration::from_millis(2));
         assert!((17..=21).contains(&usual[19]), "{usual:?}");
@@ -140,7 +176,7 @@ mod tests {
     fn a_window_takes_its_time_from_the_prompts_of_the_next_decode_step() {
         let mut pace = PromptPace::new();
         for (window, left) in [(20, 20), (400, MIN_TOKENS)] {
-            pace.add_encode_time(Duration::from_millis(window));
+            pace.add_encode_time(1, Duration::from_millis(window));
             assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 128));
             pace.learn(true, 1, Duration::from_millis(20));
             assert_eq!(pace.prompt_tokens(true), 30, "the step after that is as usual");

@@ -16,23 +16,23 @@ pub(super) const MAX_PIECES: usize = 256;
 pub(super) const WRITE_TIME: Duration = Duration::from_millis(10);
 
 /// The part of a task's reply that is known so far.
-pub(super) struct Reply<R: Processor> {
-    context: R::Context,
+pub(super) struct Reply<P: Processor> {
+    context: P::Context,
     /// Pieces that are in no part yet. Each entry has at most [`MAX_PIECES`] pieces of one input.
-    pieces: VecDeque<(usize, Vec<R::Piece>)>,
+    pieces: VecDeque<(usize, Vec<P::Piece>)>,
     /// Outputs of the first inputs, if parts are made from outputs. The other outputs are still in the job's `Outputs`.
-    outputs: Vec<R::Output>,
+    outputs: Vec<P::Output>,
     /// The number of these outputs that were written into parts.
     written: usize,
 }
 
-impl<R: Processor> Reply<R> {
-    pub(super) fn new(context: R::Context) -> Self {
+impl<P: Processor> Reply<P> {
+    pub(super) fn new(context: P::Context) -> Self {
         Self { context, pieces: VecDeque::new(), outputs: Vec::new(), written: 0 }
     }
 
     /// Adds pieces, and the outputs of the next inputs, from which parts can be written.
-    pub(super) fn add(&mut self, pieces: Vec<(usize, Vec<R::Piece>)>, outputs: Vec<R::Output>) {
+    pub(super) fn add(&mut self, pieces: Vec<(usize, Vec<P::Piece>)>, outputs: Vec<P::Output>) {
         self.pieces.extend(pieces);
         self.outputs.extend(outputs);
     }
@@ -52,7 +52,7 @@ impl<R: Processor> Reply<R> {
 
     /// Writes parts until none is left or [`WRITE_TIME`] has passed. A part that cannot be written is left out; the
     /// reply still holds everything.
-    pub(super) fn write_parts(&mut self, processor: &R, task: &str) -> Vec<Body> {
+    pub(super) fn write_parts(&mut self, processor: &P, task: &str) -> Vec<Body> {
         let began = Instant::now();
         let mut parts = Vec::new();
         while let Some(written) = self.write_next(processor) {
@@ -68,7 +68,7 @@ impl<R: Processor> Reply<R> {
     }
 
     /// Writes the next part. None: there is none. An error is the message of a panic.
-    fn write_next(&mut self, processor: &R) -> Option<Result<Vec<Body>, String>> {
+    fn write_next(&mut self, processor: &P) -> Option<Result<Vec<Body>, String>> {
         let Self { context, pieces, outputs, written } = self;
         if let Some((input, pieces)) = pieces.pop_front() {
             return Some(caught(|| processor.parts(context, input, pieces)));
@@ -82,7 +82,7 @@ impl<R: Processor> Reply<R> {
     ///
     /// # Errors
     /// As [`Processor::finish`].
-    pub(super) fn finish(self, processor: &R, rest: Vec<R::Output>) -> Result<Body, TaskError> {
+    pub(super) fn finish(self, processor: &P, rest: Vec<P::Output>) -> Result<Body, TaskError> {
         let Self { context, mut outputs, .. } = self;
         outputs.extend(rest);
         processor.finish(context, outputs)

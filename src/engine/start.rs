@@ -25,12 +25,12 @@ type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadErro
 
 /// Makes a starter of engines for a one-pass model. `load` is called once for each engine, on its model thread, with
 /// the opened device.
-pub fn oneshot<R, F>(
-    load: impl Fn(&LoadSpec, &Device) -> Result<(R, F), LoadError> + Send + Sync + 'static,
+pub fn oneshot<P, F>(
+    load: impl Fn(&LoadSpec, &Device) -> Result<(P, F), LoadError> + Send + Sync + 'static,
 ) -> Starter
 where
-    R: Processor,
-    F: Forward<Input = R::Input, Output = R::Output>,
+    P: Processor,
+    F: Forward<Input = P::Input, Output = P::Output>,
 {
     Starter(Arc::new(move |setup, waker| {
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
@@ -47,12 +47,12 @@ where
 }
 
 /// Makes a starter of engines for a model whose sequences join and leave. `load` is called as in [`oneshot`].
-pub fn continuous<R, G>(
-    load: impl Fn(&LoadSpec, &Device) -> Result<(R, G), LoadError> + Send + Sync + 'static,
+pub fn continuous<P, G>(
+    load: impl Fn(&LoadSpec, &Device) -> Result<(P, G), LoadError> + Send + Sync + 'static,
 ) -> Starter
 where
-    R: Processor,
-    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
+    P: Processor,
+    G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>,
 {
     Starter(Arc::new(move |setup, waker| {
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;

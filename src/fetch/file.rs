@@ -25,6 +25,7 @@ pub(super) fn open_below(folder: &Path, path: &Path) -> Result<(File, u64), Fail
         .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_MAGICLINKS);
     let file = openat2(&folder, path, how).map_err(|error| match error {
         Errno::ENOENT | Errno::ENOTDIR => refused("does not exist"),
+        // ELOOP means a magic link, which could lead anywhere, or a circle of links.
         Errno::EXDEV | Errno::ELOOP => refused("leads out of its folder"),
         Errno::EACCES | Errno::EPERM => refused("may not be read by the worker"),
         Errno::ENAMETOOLONG => refused("has too long a name"),

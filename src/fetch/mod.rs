@@ -211,7 +211,8 @@ impl Fetcher {
 fn read(source: Source, max_bytes: u64, deadline: Instant, mut share: Share) -> Result<Bytes, Failure> {
     let Source { content, size } = source;
     let mut bytes = Vec::new();
-    let capacity = size.unwrap_or(READ_STEP as u64).min(max_bytes) as usize;
+    // Memory that is not written to costs nothing. A vector that grows would for a moment take three times its size.
+    let capacity = size.unwrap_or(max_bytes).min(max_bytes).saturating_add(1) as usize;
     let no_memory = |_| Failure::Unavailable("does not fit into the worker's memory now".to_owned());
     bytes.try_reserve_exact(capacity).map_err(no_memory)?;
     // One byte more is read, to detect a file that is longer than it should be.

@@ -178,7 +178,7 @@ async fn a_signed_request_has_the_settings_key_and_errors_do_not_show_it() {
 }
 
 #[tokio::test]
-async fn files_are_read_from_a_folder_and_their_bytes_count_until_they_are_dropped() {
+async fn files_are_read_from_a_folder_and_their_bytes_count_until_dropped() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("a.wav"), [7; 600]).unwrap();
     std::fs::write(folder.path().join("large"), [7; 1_001]).unwrap();

@@ -67,10 +67,15 @@ impl CrashRegister {
         found_poison
     }
 
-    /// Removes the record of an isolated task that its worker survived, unless the task is poison.
+    /// Removes the record of an isolated task that its worker survived, unless the task is poison. Running workers are
+    /// not told, because the list is long; those that start later do not get the record.
     pub(super) fn record_survival(&self, task: &TaskName) {
-        let mut records = self.records.lock();
-        records.retain(|record| record.task != task.fingerprint || record.poison.is_some());
+        let stays = |record: &CrashRecord| record.task != task.fingerprint || record.poison.is_some();
+        self.records.lock().retain(stays);
+        self.published.send_if_modified(|published| {
+            published.retain(stays);
+            false
+        });
     }
 
     /// The records, with later changes.
@@ -139,6 +144,7 @@ mod tests {
         let task = &names(&["a"])[..];
         assert!(!register.record_death(task, true, &tail("1")));
         register.record_survival(&task[0]);
+        assert!(register.subscribe().borrow().is_empty(), "a worker that starts now does not get it");
         assert!(
             !register.record_death(task, true, &tail("2")) && register.record_death(task, true, &tail("3"))
         );

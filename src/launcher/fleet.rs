@@ -11,7 +11,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
-use super::Launch;
+use super::LauncherContext;
 use super::order::{LauncherRequest, Outcome, SlotCommand};
 use super::slot_state::{Slot, SlotEnd};
 use super::status_board::{Entry, SlotStatus};
@@ -32,7 +32,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// All slots of a launcher.
 pub(super) struct Fleet {
-    launch: Arc<Launch>,
+    context: Arc<LauncherContext>,
     policy: watch::Sender<Launcher>,
     slots: BTreeMap<String, Member>,
     /// The slots that have not ended.
@@ -72,12 +72,12 @@ struct Reload {
 
 impl Fleet {
     pub(super) fn new(
-        launch: Arc<Launch>,
+        context: Arc<LauncherContext>,
         policy: watch::Sender<Launcher>,
         assignments: &[Assignment],
     ) -> Self {
         let mut fleet =
-            Self { launch, policy, slots: BTreeMap::new(), running: FuturesUnordered::new(), reload: None };
+            Self { context, policy, slots: BTreeMap::new(), running: FuturesUnordered::new(), reload: None };
         for assignment in assignments {
             fleet.start(assignment.clone());
         }
@@ -86,9 +86,9 @@ impl Fleet {
 
     fn start(&mut self, assignment: Assignment) {
         let (orders, receiver) = mpsc::channel(MAX_WAITING_ORDERS);
-        self.launch.board.assign(&assignment);
+        self.context.board.assign(&assignment);
         let name = assignment.slot.clone();
-        let slot = Slot::new(self.launch.clone(), assignment, receiver);
+        let slot = Slot::new(self.context.clone(), assignment, receiver);
         let ended_slot = name.clone();
         self.running.push(Box::pin(async move { (ended_slot, slot.run().await) }));
         self.slots.insert(name, Member { orders: Some(orders), end: None, after_end: AfterEnd::Keep });
@@ -105,7 +105,7 @@ impl Fleet {
 
     fn forget(&mut self, name: &str) {
         self.slots.remove(name);
-        self.launch.board.remove(name);
+        self.context.board.remove(name);
     }
 
     pub(super) async fn run(mut self, mut requests: mpsc::Receiver<LauncherRequest>) -> Exit {
@@ -153,7 +153,7 @@ impl Fleet {
     ) -> BoxFuture<'static, ()> {
         let (mut outcomes, mut to_start, mut in_turn) = (Vec::new(), Vec::new(), Vec::new());
         for (name, member) in &self.slots {
-            let Some(assignment) = self.launch.board.assignment(name) else { continue };
+            let Some(assignment) = self.context.board.assignment(name) else { continue };
             if !target.matches(&assignment.pool.name, &assignment.worker) {
                 continue;
             }
@@ -176,7 +176,7 @@ impl Fleet {
             to_start.iter().map(|it| (it.slot.clone(), Ok("starting a worker".into()))).collect();
         let message = if in_turn.len() > 1 { "restarting, one slot after the other" } else { "restarting" };
         started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(message.into()))));
-        tokio::spawn(restart_in_turn(self.launch.clone(), in_turn));
+        tokio::spawn(restart_in_turn(self.context.clone(), in_turn));
         for assignment in to_start {
             self.start(assignment);
         }
@@ -212,7 +212,7 @@ impl Fleet {
             let _ = answer.send(Err("a reload is already in progress".to_owned()));
             return;
         }
-        self.launch.crash_records.set_poison_deaths(policy.poison_deaths);
+        self.context.crash_records.set_poison_deaths(policy.poison_deaths);
         self.policy.send_replace(policy);
         let round = self.replace_differing(&slots);
         self.reload = Some(Reload { round, slots, replaced: 0, rounds_left: MAX_RELOAD_ROUNDS, answer });
@@ -224,7 +224,7 @@ impl Fleet {
             let member =
                 self.slots.get(&new.slot).filter(|member| matches!(member.after_end, AfterEnd::Keep))?;
             let orders = member.orders.clone()?;
-            let differs = self.launch.board.assignment(&new.slot).is_some_and(|current| current != *new);
+            let differs = self.context.board.assignment(&new.slot).is_some_and(|current| current != *new);
             differs.then(|| (orders, new.clone()))
         });
         differing.collect()
@@ -232,7 +232,7 @@ impl Fleet {
 
     /// Gives differing slots their new settings, one after the other. Returns how many slots took them.
     fn replace_differing(&self, slots: &[Assignment]) -> BoxFuture<'static, Result<usize, String>> {
-        let (turn, differing) = (self.launch.replacement_turn.clone(), self.differing(slots));
+        let (turn, differing) = (self.context.replacement_turn.clone(), self.differing(slots));
         Box::pin(async move {
             let mut replaced = 0;
             for (orders, new) in differing {
@@ -258,7 +258,7 @@ impl Fleet {
         match result {
             Ok(replaced) => reload.replaced += replaced,
             Err(message) => {
-                self.launch.board.write(|status| status.reloads_refused += 1);
+                self.context.board.write(|status| status.reloads_refused += 1);
                 let _ = reload.answer.send(Err(message));
                 return;
             }
@@ -271,7 +271,7 @@ impl Fleet {
         }
         let ended = self.end_all_but(&reload.slots);
         let started = self.start_missing(reload.slots);
-        self.launch.board.write(|status| status.reloads_applied += 1);
+        self.context.board.write(|status| status.reloads_applied += 1);
         let done =
             format!("workers replaced: {}, slots started: {started}, slots ended: {ended}", reload.replaced);
         let _ = reload.answer.send(Ok(done));
@@ -287,7 +287,11 @@ impl Fleet {
                 Some(orders) => {
                     member.after_end = AfterEnd::Remove;
                     let (reply, _) = oneshot::channel();
-                    let _ = orders.try_send(SlotCommand::Order(Request::Shutdown, reply));
+                    let orders = orders.clone();
+                    // The slot may have as many orders as it takes. It must get this one, too.
+                    tokio::spawn(
+                        async move { orders.send(SlotCommand::Order(Request::Shutdown, reply)).await },
+                    );
                 }
                 None => self.forget(name),
             }
@@ -308,7 +312,7 @@ impl Fleet {
                     }
                 }
                 Some(member) if !matches!(member.end, Some(SlotEnd::GivenUp(_))) => {
-                    self.launch.board.assign(&slot)
+                    self.context.board.assign(&slot)
                 }
                 _ => {
                     self.start(slot);
@@ -322,11 +326,11 @@ impl Fleet {
 
 /// Restarts slots one after the other, so that a pool never loses all of its workers at once. A slot is restarted when
 /// the one before it takes tasks again, or has ended or failed.
-async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<SlotCommand>)>) {
+async fn restart_in_turn(context: Arc<LauncherContext>, slots: Vec<(String, mpsc::Sender<SlotCommand>)>) {
     for (name, orders) in slots {
-        let Ok(_turn) = launch.replacement_turn.acquire().await else { return };
+        let Ok(_turn) = context.replacement_turn.acquire().await else { return };
         let pid = |status: &SlotStatus| status.slots.get(&name).and_then(|entry| entry.report.pid);
-        let old_pid = launch.board.read(pid);
+        let old_pid = context.board.read(pid);
         let (reply, outcome) = oneshot::channel();
         // A slot that has ended meanwhile is not restarted.
         if orders.send(SlotCommand::Order(Request::Restart, reply)).await.is_err() || outcome.await.is_err() {
@@ -338,7 +342,7 @@ async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<S
             has_ended || report.pid != old_pid && (report.state.is_serving() || report.state == State::Paused)
         };
         let restarted = async {
-            while !launch.board.read(is_finished) {
+            while !context.board.read(is_finished) {
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
         };

@@ -1,12 +1,12 @@
 //! The launcher: discovers the host's devices, plans slots, and spawns, watches, restarts and stops a worker in each
-//! slot. It knows workers only as processes and control lines. It knows no broker and no model, and never opens a
+//! slot. It knows workers only as processes and control lines. It connects to no broker, loads no model and opens no
 //! device.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `gpus` | which GPUs there are, and what a `devices` entry means |
 //! | `plan` | which slots there are, and whether their weights fit the devices |
-//! | `fleet` | which slots run, and which slots an order addresses |
+//! | `fleet` | which slots run, and which slots an order of `sconce ctl` addresses |
 //! | `slot` | what happens in one slot over time (`slot_state` holds and shows its state) |
 //! | `replace` | when a slot's worker is replaced by a new one |
 //! | `worker_handle` | one worker process, from its spawn to its end |
@@ -18,8 +18,8 @@
 //! | `guard` | which workers are killed once the launcher is gone |
 //! | `status_board` | what is known about every slot |
 //! | `name` | a launcher's name, unique on its host |
-//! | `withdrawals` | which withdrawn jobs and stops are sent to workers that start later |
-//! | `order` | which requests a running launcher accepts |
+//! | `withdrawals` | which cancelled jobs and withdrawn sentinels workers that start later are told of |
+//! | `order` | which requests a running launcher accepts: orders of `sconce ctl`, and new settings |
 //! | `crash_records` | which tasks kill workers |
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in the launcher's log, and which are kept |
@@ -51,7 +51,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc, watch};
 
-use crate::config::{Assignment, Broker, Launcher};
+use crate::config::{self, Assignment, Broker};
 use crate::protocol::admin::State;
 use crate::shutdown::{Exit, Phase, Stop};
 use crash_records::CrashRegister;
@@ -104,10 +104,10 @@ pub enum LaunchError {
 }
 
 /// The state and the settings that all slots of a launcher share.
-struct Launch {
+struct LauncherContext {
     program: PathBuf,
     /// Written when settings are reloaded, read by every slot.
-    policy: watch::Receiver<Launcher>,
+    policy: watch::Receiver<config::Launcher>,
     stop: Stop,
     crash_records: CrashRegister,
     health: Arc<health::Health>,
@@ -116,19 +116,19 @@ struct Launch {
     replacement_turn: Arc<Semaphore>,
     /// Writes workers' log lines unchanged, if the launcher's log is JSON too.
     raw_lines: Option<RawLines>,
-    /// Lines about created queues that other workers have just logged. They are not repeated.
-    recently_logged: logs::RecentlyLogged,
+    /// Log lines about newly created queues. Each is logged once for all workers within a short time.
+    logged_queues: logs::RecentlyLogged,
     /// The reasons why models could not be loaded. Each is logged once for all slots.
     logged_reasons: logs::RecentlyLogged,
     /// Kills workers that outlive the launcher.
     guard: Arc<Guard>,
-    /// Withdrawn jobs and stops, for workers that start later.
+    /// Cancelled jobs and withdrawn sentinels of `sconce stop`, for workers that start later.
     withdrawals: Arc<Withdrawals>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
     reached_broker: Mutex<Option<Broker>>,
 }
 
-impl Launch {
+impl LauncherContext {
     /// Records that a worker has reached this broker.
     fn note_broker(&self, broker: &Broker) {
         if !self.has_reached(broker) {
@@ -151,22 +151,22 @@ pub struct LaunchSpec<'a> {
     /// most the shutdown grace, even if the worker is suspended (SIGSTOP). None: no guard.
     pub guard_program: Option<&'a Path>,
     /// How workers are restarted.
-    pub policy: &'a Launcher,
+    pub policy: &'a config::Launcher,
     /// The stop that ends the launcher.
     pub stop: &'a Stop,
     /// Writes workers' log lines unchanged. None: the lines are logged as the launcher's own.
     pub raw_lines: Option<RawLines>,
 }
 
-/// A launcher that is not running yet, though its board and its handle can be used.
-pub struct Launching {
-    launch: Arc<Launch>,
-    policy: watch::Sender<Launcher>,
+/// A launcher that is not running yet. Its board and its handle can be used already.
+pub struct PreparedLauncher {
+    context: Arc<LauncherContext>,
+    policy: watch::Sender<config::Launcher>,
     requests: mpsc::Receiver<LauncherRequest>,
     handle: Handle,
 }
 
-impl Launching {
+impl PreparedLauncher {
     /// Makes a launcher; `run` starts it.
     pub fn new(spec: LaunchSpec<'_>) -> Self {
         let LaunchSpec { worker_program, guard_program, policy, stop, raw_lines } = spec;
@@ -177,7 +177,7 @@ impl Launching {
         let (program, stop) = (worker_program.to_owned(), stop.clone());
         let guard = Arc::new(Guard::new(guard_program.map(Path::to_owned), policy.clone()));
         let health = Arc::default();
-        let launch = Launch {
+        let context = LauncherContext {
             program,
             policy,
             stop,
@@ -186,26 +186,26 @@ impl Launching {
             board,
             replacement_turn: Arc::new(Semaphore::new(1)),
             raw_lines,
-            recently_logged: logs::RecentlyLogged::new(logs::QUEUE_MADE_WINDOW),
+            logged_queues: logs::RecentlyLogged::new(logs::QUEUE_MADE_WINDOW),
             logged_reasons: logs::RecentlyLogged::new(logs::REASON_WINDOW),
             guard,
             withdrawals: Arc::default(),
             reached_broker: Mutex::default(),
         };
-        Self { launch: Arc::new(launch), policy: sender, requests, handle }
+        Self { context: Arc::new(context), policy: sender, requests, handle }
     }
 
     /// The board with the state of its slots.
     pub fn board(&self) -> Arc<StatusBoard> {
-        self.launch.board.clone()
+        self.context.board.clone()
     }
 
-    /// The list of withdrawals, into which the caller reads the broker's stream.
+    /// The list of withdrawals. The caller fills it from the broker's stream.
     pub fn withdrawals(&self) -> Arc<Withdrawals> {
-        self.launch.withdrawals.clone()
+        self.context.withdrawals.clone()
     }
 
-    /// The handle by which it takes orders.
+    /// The handle that sends it requests.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
@@ -215,14 +215,15 @@ impl Launching {
     pub async fn run(self, assignments: &[Assignment]) -> Exit {
         tracing::info!(slots = assignments.len(), "launching");
         // The handle is kept, so that the channel stays open: an order must never find it closed.
-        let Self { launch, policy, requests, handle: _handle } = self;
-        let board = launch.board.clone();
+        let Self { context, policy, requests, handle: _handle } = self;
+        let board = context.board.clone();
+        // Logs the cause, and never ends.
         let log_cause = async {
-            launch.stop.reached(Phase::Returning).await;
-            tracing::info!(cause = launch.stop.cause(), "stopping");
+            context.stop.reached(Phase::Returning).await;
+            tracing::info!(cause = context.stop.cause(), "stopping");
             std::future::pending().await
         };
-        let fleet = Fleet::new(launch.clone(), policy, assignments);
+        let fleet = Fleet::new(context.clone(), policy, assignments);
         let exit = tokio::select! {
             exit = fleet.run(requests) => exit,
             never = log_cause => never,

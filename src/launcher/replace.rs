@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::Launch;
+use super::LauncherContext;
 use super::restart::RestartReason;
 use super::slot_state::{NextAction, Probation, Replacement, Slot, Successor};
 use super::worker_handle::{WorkerEvent, WorkerHandle};
@@ -21,9 +21,12 @@ use crate::protocol::control::BatchChange;
 const RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// The next event of the successor; never, if there is none. Safe to cancel.
-pub(super) async fn successor_event(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
+pub(super) async fn successor_event(
+    successor: &mut Option<Successor>,
+    context: &LauncherContext,
+) -> WorkerEvent {
     match successor {
-        Some(successor) => successor.worker.next(launch).await,
+        Some(successor) => successor.worker.next(context).await,
         None => std::future::pending().await,
     }
 }
@@ -39,8 +42,8 @@ impl Slot {
         if has_successor || current.is_ending() || self.overrides.paused || is_too_soon {
             return None;
         }
-        let message = current.monitor.recycle_reason(&self.launch)?;
-        let permit = self.launch.replacement_turn.clone().try_acquire_owned().ok()?;
+        let message = current.monitor.recycle_reason(&self.context)?;
+        let permit = self.context.replacement_turn.clone().try_acquire_owned().ok()?;
         tracing::info!(slot = self.assignment.slot, reason = message, "the worker will be replaced");
         Some(Replacement { reason: RestartReason::Recycled, permit, answer: None })
     }
@@ -55,7 +58,7 @@ impl Slot {
         next_action: &mut NextAction,
     ) {
         let (order, grace) = {
-            let policy = self.launch.policy.borrow();
+            let policy = self.context.policy.borrow();
             (policy.replace, policy.shutdown_grace)
         };
         if order == Replace::Overlap {
@@ -117,12 +120,12 @@ impl Slot {
         replacement: Replacement,
         successor: &mut Option<Successor>,
     ) {
-        let crash_records = self.launch.crash_records.subscribe().borrow().clone();
+        let crash_records = self.context.crash_records.subscribe().borrow().clone();
         let mut overrides = self.overrides.clone();
         if assignment != self.assignment {
             overrides.batch = BatchChange::default();
         }
-        match WorkerHandle::spawn(&self.launch, assignment, crash_records, &overrides, true).await {
+        match WorkerHandle::spawn(&self.context, assignment, crash_records, &overrides, true).await {
             Ok(mut worker) => {
                 worker.monitor.on_probation = true;
                 *successor = Some(Successor { worker, replacement });
@@ -138,9 +141,9 @@ impl Slot {
         event: WorkerEvent,
     ) -> Option<(WorkerHandle, OwnedSemaphorePermit)> {
         let mut next = successor.take()?;
-        let launch = self.launch.clone();
-        if let ControlFlow::Break(status) = next.worker.handle(event, &launch).await {
-            let worker_exit = next.worker.worker_exit(status, &launch);
+        let context = self.context.clone();
+        if let ControlFlow::Break(status) = next.worker.handle(event, &context).await {
+            let worker_exit = next.worker.worker_exit(status, &context);
             self.give_up_successor(
                 next.replacement,
                 &format!("the new worker ended before it was ready: {}", worker_exit.message),
@@ -199,18 +202,18 @@ impl Slot {
 
     /// Lets a replaced worker finish its tasks while its successor runs.
     pub(super) async fn drain_old(&mut self, mut old: WorkerHandle, permit: OwnedSemaphorePermit) {
-        let grace = self.launch.policy.borrow().shutdown_grace;
+        let grace = self.context.policy.borrow().shutdown_grace;
         old.is_shown = false;
         old.finish(grace).await;
-        let launch = self.launch.clone();
+        let context = self.context.clone();
         self.draining.push(Box::pin(async move {
             let status = loop {
-                let event = old.next(&launch).await;
-                if let ControlFlow::Break(status) = old.handle(event, &launch).await {
+                let event = old.next(&context).await;
+                if let ControlFlow::Break(status) = old.handle(event, &context).await {
                     break status;
                 }
             };
-            let exit = old.worker_exit(status, &launch).death.exit;
+            let exit = old.worker_exit(status, &context).death.exit;
             drop(permit);
             exit
         }));

@@ -24,7 +24,7 @@ impl Slot {
     pub(super) async fn run(mut self) -> SlotEnd {
         let mut suspects = None;
         let end = loop {
-            if self.launch.stop.phase() >= Phase::Returning {
+            if self.context.stop.phase() >= Phase::Returning {
                 break SlotEnd::Drained;
             }
             let (worker_exit, next_action) = self.run_workers(suspects.take()).await;
@@ -47,7 +47,7 @@ impl Slot {
 
     /// Decides what follows when a worker ends without an order.
     async fn judge(&mut self, worker_exit: WorkerExit, suspects: &mut Option<SuspectTasks>) -> NextAction {
-        let policy = self.launch.policy.borrow().clone();
+        let policy = self.context.policy.borrow().clone();
         let (slot, death) = (self.assignment.slot.clone(), worker_exit.death);
         *suspects = worker_exit.suspects;
         if worker_exit.died_with_group {
@@ -64,7 +64,7 @@ impl Slot {
         // If a model cannot be loaded, all slots of its pool fail for the same reason, and most of them several times.
         let is_load_failure = death.exit.is_some_and(Exit::is_load_failure);
         let was_logged = is_load_failure
-            && self.launch.logged_reasons.check_and_record(&worker_exit.message, Instant::now());
+            && self.context.logged_reasons.check_and_record(&worker_exit.message, Instant::now());
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
                 tracing::info!(slot, cause = worker_exit.message, "stopped on request");
@@ -110,7 +110,7 @@ impl Slot {
                 () = tokio::time::sleep_until(until.unwrap_or_else(tokio::time::Instant::now)), if until.is_some() => {
                     return NextAction::Start;
                 }
-                () = self.launch.stop.reached(Phase::Returning) => return NextAction::End(SlotEnd::Drained),
+                () = self.context.stop.reached(Phase::Returning) => return NextAction::End(SlotEnd::Drained),
                 Some(exit) = self.draining.next() => if exit == Some(Exit::StoppedOnRequest) {
                     return NextAction::End(SlotEnd::StoppedOnRequest);
                 },
@@ -184,7 +184,7 @@ impl Slot {
             }
             Request::SetBatch(change) => {
                 self.overrides.batch = change.over(self.overrides.batch);
-                let (batch, board) = (self.overrides.batch, &self.launch.board);
+                let (batch, board) = (self.overrides.batch, &self.context.board);
                 board.change(&self.assignment.slot, |entry| {
                     entry.report.batch = batch.over(entry.report.batch)
                 });
@@ -195,7 +195,7 @@ impl Slot {
                 "logging by another filter"
             }
             Request::Cancel(cancellation) => {
-                self.launch.withdrawals.remember(cancellation, SystemTime::now());
+                self.context.withdrawals.remember(cancellation, SystemTime::now());
                 "its worker is notified"
             }
             Request::Drain | Request::Shutdown | Request::Restart => "finishing",
@@ -206,14 +206,14 @@ impl Slot {
     /// Starts a worker, and runs it and those that replace it until the last one ends. Returns how that one ended, and
     /// what follows.
     async fn run_workers(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
-        let launch = self.launch.clone();
-        let mut crash_records = launch.crash_records.subscribe();
-        let mut withdrawals = launch.withdrawals.subscribe();
+        let context = self.context.clone();
+        let mut crash_records = context.crash_records.subscribe();
+        let mut withdrawals = context.withdrawals.subscribe();
         let records = crash_records.borrow_and_update().clone();
         self.show(State::Starting);
         let assignment = self.assignment.clone();
         let mut current =
-            match WorkerHandle::spawn(&launch, assignment, records, &self.overrides, false).await {
+            match WorkerHandle::spawn(&context, assignment, records, &self.overrides, false).await {
                 Ok(current) => current,
                 Err(refusal) => return (self.refused_exit(refusal, suspects), NextAction::Judge),
             };
@@ -225,8 +225,8 @@ impl Slot {
         let (mut successor, mut next_action) = (None::<Successor>, NextAction::Judge);
         loop {
             tokio::select! {
-                event = current.next(&launch) => {
-                    let ControlFlow::Break(status) = current.handle(event, &launch).await else {
+                event = current.next(&context) => {
+                    let ControlFlow::Break(status) = current.handle(event, &context).await else {
                         self.pass_probation(&current);
                         if let Some(replacement) = self.due_replacement(&current, successor.is_some()) {
                             let assignment = self.assignment.clone();
@@ -235,8 +235,8 @@ impl Slot {
                         continue;
                     };
                     let was_requested = current.is_ending();
-                    let worker_exit = current.worker_exit(status, &launch);
-                    launch.board.change(&self.assignment.slot, Entry::clear_worker);
+                    let worker_exit = current.worker_exit(status, &context);
+                    context.board.change(&self.assignment.slot, Entry::clear_worker);
                     // A sentinel ends the slot, even if a successor was ready.
                     let stopped = worker_exit.death.exit == Some(Exit::StoppedOnRequest);
                     match successor.take() {
@@ -247,7 +247,7 @@ impl Slot {
                         }
                     }
                 }
-                event = successor_event(&mut successor, &launch) => {
+                event = successor_event(&mut successor, &context) => {
                     if let Some((next, permit)) = self.watch_successor(&mut successor, event).await {
                         let old = std::mem::replace(&mut current, next);
                         self.drain_old(old, permit).await;
@@ -258,7 +258,7 @@ impl Slot {
                     send_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
                 }
                 Ok(()) = withdrawals.changed() => {
-                    if let Some(withdrawn) = launch.withdrawals.current(SystemTime::now()) {
+                    if let Some(withdrawn) = context.withdrawals.current(SystemTime::now()) {
                         send_both(&mut current, &mut successor, &Command::Withdrawals { withdrawn }).await;
                     }
                 }
@@ -347,14 +347,14 @@ impl Slot {
         if let Some(next) = successor.take() {
             next.replacement.report(Err("an order to end the worker came first".to_owned()));
         }
-        let grace = self.launch.policy.borrow().shutdown_grace;
+        let grace = self.context.policy.borrow().shutdown_grace;
         current.finish(grace).await;
         self.show(State::Draining);
     }
 
     /// Decides what follows when a worker ends after an order.
     fn after_order(&mut self, next_action: NextAction, exit: Option<Exit>) -> NextAction {
-        let is_stopping = self.launch.stop.phase() >= Phase::Returning;
+        let is_stopping = self.context.stop.phase() >= Phase::Returning;
         match (next_action, exit) {
             (_, Some(Exit::StoppedOnRequest)) => NextAction::End(SlotEnd::StoppedOnRequest),
             (NextAction::Start, _) if !is_stopping => {
@@ -376,7 +376,7 @@ impl Slot {
         if let Refusal::Device(device_fault) = refusal {
             monitor.circumstances.fault = Some(Fault::Device(device_fault));
         }
-        monitor.end(None, false, &self.launch, &self.assignment)
+        monitor.end(None, false, &self.context, &self.assignment)
     }
 }
 

@@ -8,7 +8,7 @@ use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use super::Launch;
+use super::LauncherContext;
 use super::order::SlotCommand;
 use super::restart::RestartReason;
 use super::worker_handle::{Overrides, WorkerHandle};
@@ -43,7 +43,7 @@ pub(super) enum NextAction {
 
 /// One slot and the workers that fill it in turn.
 pub(super) struct Slot {
-    pub(super) launch: Arc<Launch>,
+    pub(super) context: Arc<LauncherContext>,
     pub(super) assignment: Assignment,
     /// Written by the fleet, read here. Bound: when it is full, orders are refused.
     pub(super) orders: mpsc::Receiver<SlotCommand>,
@@ -62,12 +62,12 @@ pub(super) struct Slot {
 
 impl Slot {
     pub(super) fn new(
-        launch: Arc<Launch>,
+        context: Arc<LauncherContext>,
         assignment: Assignment,
         orders: mpsc::Receiver<SlotCommand>,
     ) -> Self {
         Self {
-            launch,
+            context,
             assignment,
             orders,
             overrides: Overrides::default(),
@@ -81,21 +81,21 @@ impl Slot {
 
     /// Changes the slot's assignment.
     pub(super) fn set_assignment(&mut self, assignment: Assignment) {
-        self.launch.board.assign(&assignment);
+        self.context.board.assign(&assignment);
         self.assignment = assignment;
         // Batch limits that an order has set do not outlast the settings that they changed.
         self.overrides.batch = BatchChange::default();
     }
 
     pub(super) fn show(&self, state: State) {
-        self.launch.board.change(&self.assignment.slot, |entry| entry.set_state(state));
+        self.context.board.change(&self.assignment.slot, |entry| entry.set_state(state));
     }
 
     /// Makes the board show this worker from now on.
     pub(super) fn show_worker(&self, worker: &mut WorkerHandle) {
         worker.is_shown = true;
         let (pid, is_ready) = (worker.pid(), worker.monitor.ready_at.is_some());
-        self.launch.board.change(&self.assignment.slot, |entry| {
+        self.context.board.change(&self.assignment.slot, |entry| {
             let old_values = entry.report.stats.as_ref().map(|stats| stats.now.clone());
             entry.clear_worker();
             entry.report.pid = pid;
@@ -112,7 +112,7 @@ impl Slot {
     }
 
     pub(super) fn show_failure(&self, state: State, message: &str) {
-        self.launch.board.change(&self.assignment.slot, |entry| {
+        self.context.board.change(&self.assignment.slot, |entry| {
             entry.report.last_failure = Some(message.to_owned());
             entry.set_state(state);
         });
@@ -126,7 +126,7 @@ impl Slot {
     }
 
     pub(super) fn count_restart(&self, reason: RestartReason) {
-        self.launch.board.change(&self.assignment.slot, |entry| {
+        self.context.board.change(&self.assignment.slot, |entry| {
             *entry.report.restarts.entry(reason.as_str().to_owned()).or_default() += 1;
         });
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::oneshot;
 use tokio::time::sleep_until;
 
-use super::Launch;
+use super::LauncherContext;
 use super::child::{ChildEvent, WorkerProcess};
 use super::gpus::device_fault::DeviceFault;
 use super::health::DeviceWatch;
@@ -78,25 +78,25 @@ impl WorkerHandle {
     /// # Errors
     /// The program cannot be started, or its device has failed.
     pub(super) async fn spawn(
-        launch: &Launch,
+        context: &LauncherContext,
         assignment: Assignment,
         crash_records: Vec<CrashRecord>,
         overrides: &Overrides,
         is_successor: bool,
     ) -> Result<Self, Refusal> {
-        launch.health.start_listening(&assignment.device);
+        context.health.start_listening(&assignment.device);
         // Subscribes before the driver's state is read, so that no later fault is missed.
-        let device_watch = launch.health.device_watch(&assignment.device);
-        if let Some(device_fault) = launch.health.blocking_fault(&assignment.device) {
+        let device_watch = context.health.device_watch(&assignment.device);
+        if let Some(device_fault) = context.health.blocking_fault(&assignment.device) {
             return Err(Refusal::Device(device_fault));
         }
-        let sharers = launch.board.slots_on(&assignment.device) + usize::from(is_successor);
-        let broker_reached = launch.has_reached(&assignment.broker);
+        let sharers = context.board.slots_on(&assignment.device) + usize::from(is_successor);
+        let broker_reached = context.has_reached(&assignment.broker);
         let sent = Assignment { sharers, broker_reached, ..assignment.clone() };
-        let withdrawn = launch.withdrawals.current(SystemTime::now());
+        let withdrawn = context.withdrawals.current(SystemTime::now());
         let spawned = WorkerProcess::spawn(
-            &launch.program,
-            &launch.guard,
+            &context.program,
+            &context.guard,
             &sent,
             crash_records,
             withdrawn,
@@ -104,7 +104,7 @@ impl WorkerHandle {
         )
         .await;
         let mut process = spawned.map_err(|error| {
-            let program = launch.program.display().to_string();
+            let program = context.program.display().to_string();
             Refusal::Spawn { program, error }
         })?;
         if overrides.batch != BatchChange::default() {
@@ -158,14 +158,14 @@ impl WorkerHandle {
     }
 
     /// The next event of this worker. Safe to cancel.
-    pub(super) async fn next(&mut self, launch: &Launch) -> WorkerEvent {
+    pub(super) async fn next(&mut self, context: &LauncherContext) -> WorkerEvent {
         let deadline = self.kill_at.or_else(|| self.monitor.deadline(&self.assignment).map(|(at, _)| at));
         tokio::select! {
             event = self.process.next() => match event {
                 Ok(event) => WorkerEvent::Child(event),
                 Err(error) => WorkerEvent::Lost(error),
             },
-            () = self.step.due(&launch.stop) => WorkerEvent::Step,
+            () = self.step.due(&context.stop) => WorkerEvent::Step,
             device_fault = self.device_watch.failure() => WorkerEvent::DeviceFailed(device_fault),
             () = sleep_until(deadline.unwrap_or_else(Instant::now).into()), if deadline.is_some() => WorkerEvent::Overdue,
         }
@@ -175,25 +175,25 @@ impl WorkerHandle {
     pub(super) async fn handle(
         &mut self,
         event: WorkerEvent,
-        launch: &Launch,
+        context: &LauncherContext,
     ) -> ControlFlow<Option<ExitStatus>> {
-        let grace = launch.policy.borrow().shutdown_grace;
+        let grace = context.policy.borrow().shutdown_grace;
         match event {
-            WorkerEvent::Child(ChildEvent::EventLine(line)) => self.handle_event(&line, launch),
+            WorkerEvent::Child(ChildEvent::EventLine(line)) => self.handle_event(&line, context),
             WorkerEvent::Child(ChildEvent::LogLine(line)) => self.monitor.log_tail.push(&forward_line(
                 &self.assignment.slot,
                 &line,
-                launch.raw_lines,
-                &launch.recently_logged,
+                context.raw_lines,
+                &context.logged_queues,
             )),
             WorkerEvent::Child(ChildEvent::Ended(status)) => return ControlFlow::Break(Some(status)),
             WorkerEvent::Step => {
                 let drain = self.assignment.pool.drain;
                 self.step = self.step.carry_out(&mut self.process, grace, drain).await;
             }
-            WorkerEvent::Overdue => self.handle_overdue(launch),
+            WorkerEvent::Overdue => self.handle_overdue(context),
             WorkerEvent::DeviceFailed(device_fault) => {
-                self.monitor.device_failed(device_fault, launch, &self.assignment.slot, self.is_shown);
+                self.monitor.device_failed(device_fault, context, &self.assignment.slot, self.is_shown);
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
@@ -204,7 +204,7 @@ impl WorkerHandle {
         ControlFlow::Continue(())
     }
 
-    fn handle_event(&mut self, line: &str, launch: &Launch) {
+    fn handle_event(&mut self, line: &str, context: &LauncherContext) {
         let Some(event) = decode_and_log(&self.assignment.slot, line) else { return };
         if let Event::Cancelled { cancellation, tasks } = &event
             && let Some(index) = self.cancelling.iter().position(|(requested, _)| requested == cancellation)
@@ -212,11 +212,11 @@ impl WorkerHandle {
             let (_, answer) = self.cancelling.remove(index);
             let _ = answer.send(Ok(Done::cancelled(*tasks)));
         }
-        if self.monitor.handle_event(event, launch, &self.assignment, self.is_shown).is_err() {
+        if self.monitor.handle_event(event, context, &self.assignment, self.is_shown).is_err() {
             self.process.kill();
         }
         if self.kill_at.is_some()
-            && self.monitor.clear_stuck_if_recovered(&self.assignment, launch, self.is_shown)
+            && self.monitor.clear_stuck_if_recovered(&self.assignment, context, self.is_shown)
         {
             self.kill_at = None;
         }
@@ -224,10 +224,11 @@ impl WorkerHandle {
 
     /// Handles an exceeded time limit. The first call logs it, and the second kills the worker. Between the two calls
     /// the worker may recover.
-    fn handle_overdue(&mut self, launch: &Launch) {
+    fn handle_overdue(&mut self, context: &LauncherContext) {
         if self.kill_at.is_none() {
             let Some((_, fault)) = self.monitor.deadline(&self.assignment) else { return };
-            self.kill_at = Some(self.monitor.mark_stuck(fault, launch, &self.assignment.slot, self.is_shown));
+            self.kill_at =
+                Some(self.monitor.mark_stuck(fault, context, &self.assignment.slot, self.is_shown));
         } else {
             self.kill();
         }
@@ -239,9 +240,9 @@ impl WorkerHandle {
     }
 
     /// Judges the end of the worker. `status`: none if it is unknown.
-    pub(super) fn worker_exit(self, status: Option<ExitStatus>, launch: &Launch) -> WorkerExit {
-        let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
-        self.monitor.end(status, forced, launch, &self.assignment)
+    pub(super) fn worker_exit(self, status: Option<ExitStatus>, context: &LauncherContext) -> WorkerExit {
+        let forced = self.step.is_forced() || context.stop.phase() >= Phase::Returning;
+        self.monitor.end(status, forced, context, &self.assignment)
     }
 }
 

@@ -5,7 +5,7 @@
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use super::Launch;
+use super::LauncherContext;
 use super::fault::{Circumstances, Fault};
 use super::gpus::device_fault::DeviceFault;
 use super::logs::LogTail;
@@ -139,7 +139,7 @@ impl WorkerMonitor {
     pub(super) fn handle_event(
         &mut self,
         event: Event,
-        launch: &Launch,
+        context: &LauncherContext,
         assignment: &Assignment,
         is_shown: bool,
     ) -> Result<(), Fault> {
@@ -156,10 +156,10 @@ impl WorkerMonitor {
                 self.death.was_ready = true;
                 self.ready_at = Some(Instant::now());
                 // The device works, so a task that was on it when it failed is to blame.
-                self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, launch, slot));
+                self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, context, slot));
             }
             Event::Isolated { tasks, through } => {
-                through.iter().for_each(|survivor| launch.crash_records.record_survival(survivor));
+                through.iter().for_each(|survivor| context.crash_records.record_survival(survivor));
                 self.isolated.clone_from(tasks);
             }
             Event::Forward { tasks } => {
@@ -170,7 +170,7 @@ impl WorkerMonitor {
             Event::Stats(stats) => {
                 self.add_stats(stats, slot);
                 if stats.now.connected {
-                    launch.note_broker(&assignment.broker);
+                    context.note_broker(&assignment.broker);
                 }
             }
             Event::Stopped { exit, cause } => {
@@ -180,7 +180,7 @@ impl WorkerMonitor {
             Event::Unfit { why, message } => self.circumstances.unfit = Some((*why, message.clone())),
             _ => {}
         }
-        launch.board.change(slot, |entry| update_entry(entry, event, is_shown));
+        context.board.change(slot, |entry| update_entry(entry, event, is_shown));
         Ok(())
     }
 
@@ -208,14 +208,14 @@ impl WorkerMonitor {
     pub(super) fn mark_stuck(
         &mut self,
         fault: Fault,
-        launch: &Launch,
+        context: &LauncherContext,
         slot: &str,
         is_shown: bool,
     ) -> Instant {
         tracing::error!(slot, reason = fault.reason().as_str(), "the worker is stuck; it will be killed");
         self.circumstances.fault = Some(fault);
         if is_shown {
-            launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
+            context.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
         }
         Instant::now() + KILL_DELAY
     }
@@ -225,7 +225,7 @@ impl WorkerMonitor {
     pub(super) fn device_failed(
         &mut self,
         device_fault: DeviceFault,
-        launch: &Launch,
+        context: &LauncherContext,
         slot: &str,
         is_shown: bool,
     ) {
@@ -236,7 +236,9 @@ impl WorkerMonitor {
             "its device is out of order; killing the worker"
         );
         if is_shown {
-            launch.board.change(slot, |entry| entry.report.last_failure = Some(device_fault.message.clone()));
+            context
+                .board
+                .change(slot, |entry| entry.report.last_failure = Some(device_fault.message.clone()));
         }
         self.circumstances.fault = Some(Fault::Device(device_fault));
     }
@@ -245,7 +247,7 @@ impl WorkerMonitor {
     pub(super) fn clear_stuck_if_recovered(
         &mut self,
         assignment: &Assignment,
-        launch: &Launch,
+        context: &LauncherContext,
         is_shown: bool,
     ) -> bool {
         if self.circumstances.fault.as_ref().is_some_and(Fault::is_device_fault) {
@@ -256,15 +258,15 @@ impl WorkerMonitor {
             tracing::warn!(slot = assignment.slot, "the worker makes progress again");
             self.circumstances.fault = None;
             if is_shown {
-                launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
+                context.board.change(&assignment.slot, |entry| entry.stuck_since = None);
             }
         }
         makes_progress
     }
 
     /// Why it is due for recycling (`launcher.recycle_…`), if it is.
-    pub(super) fn recycle_reason(&self, launch: &Launch) -> Option<String> {
-        let policy = launch.policy.borrow();
+    pub(super) fn recycle_reason(&self, context: &LauncherContext) -> Option<String> {
+        let policy = context.policy.borrow();
         let ready_at = self.ready_at?;
         let growth = self.resident.map_or(0, |(first, now)| now.saturating_sub(first));
         if policy.recycle_tasks.is_some_and(|limit| self.answered >= limit) {
@@ -282,12 +284,12 @@ impl WorkerMonitor {
         mut self,
         status: Option<ExitStatus>,
         forced: bool,
-        launch: &Launch,
+        context: &LauncherContext,
         assignment: &Assignment,
     ) -> WorkerExit {
         let slot = &assignment.slot;
-        self.death.broker_reached = launch.has_reached(&assignment.broker);
-        self.death.has_loaded = launch.board.read(|it| it.slots.get(slot).is_some_and(|it| it.was_ready));
+        self.death.broker_reached = context.has_reached(&assignment.broker);
+        self.death.has_loaded = context.board.read(|it| it.slots.get(slot).is_some_and(|it| it.was_ready));
         self.death.lived = self.ready_at.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
         // A worker that announced a regular end has settled its work. If a library then crashes while the process
@@ -310,7 +312,7 @@ impl WorkerMonitor {
         if status.is_some() || !is_device_fault {
             log_death(slot, status, &self.death, gives_reason);
         }
-        let recent_event = launch.health.recent_event(&assignment.device);
+        let recent_event = context.health.recent_event(&assignment.device);
         let (reason, message) = self.circumstances.reason(&self.death, status, recent_event.as_ref());
         // An uncorrectable memory error is never a task's fault. Other events on the device may be.
         is_device_fault |= reason == RestartReason::Ecc;
@@ -334,7 +336,7 @@ impl WorkerMonitor {
             let suspects = SuspectTasks { tasks, isolated, tail };
             died_with_group = suspects.is_group();
             match self.death.exit {
-                None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, launch, slot),
+                None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, context, slot),
                 Some(Exit::DeviceFailed) => self.suspects = Some(suspects),
                 // The exit code gives another reason, so no task is to blame.
                 Some(_) => {}
@@ -346,7 +348,7 @@ impl WorkerMonitor {
 }
 
 /// Records that a worker died with these tasks. Returns whether one of them has become poison.
-fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
+fn blame(suspects: &SuspectTasks, context: &LauncherContext, slot: &str) -> bool {
     let SuspectTasks { tasks, isolated, tail } = suspects;
     let ids: Vec<&str> = tasks.iter().take(MAX_SHOWN_TASKS).map(|task| task.id.as_str()).collect();
     tracing::warn!(
@@ -357,7 +359,7 @@ fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
         exit = tail.exit,
         "the worker died with these tasks"
     );
-    launch.crash_records.record_death(tasks, *isolated, tail)
+    context.crash_records.record_death(tasks, *isolated, tail)
 }
 
 /// Writes an event to the board.

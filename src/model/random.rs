@@ -1,5 +1,5 @@
 //! Random numbers that are a function of a key and of the place where they are used, so that a task that is computed
-//! again gets the same result. Pure.
+//! again gets the same result. Does no I/O.
 
 use sha2::{Digest, Sha256};
 
@@ -26,12 +26,12 @@ impl Seed {
     }
 }
 
-/// The seed of a task that sets none: a hash of the pool's seed and of the task's id. A task without an id gets a random
-/// seed.
-pub fn seed_of_task(pool: u64, properties: &Properties) -> u64 {
+/// The seed of a task that sets none: a hash of the pool's seed and of the task's id. A task without an id gets a
+/// random seed.
+pub fn seed_of_task(pool_seed: u64, properties: &Properties) -> u64 {
     let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());
     let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
-    let digest = Sha256::new().chain_update(pool.to_le_bytes()).chain_update(id).finalize();
+    let digest = Sha256::new().chain_update(pool_seed.to_le_bytes()).chain_update(id).finalize();
     digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 

@@ -5,14 +5,14 @@ use serde::Serialize;
 use super::TaskError;
 use super::fields::{Fields, Keys, keys, texts};
 use super::reply::{Usage, to_json};
-use super::requests::ShareableRequests;
+use super::requests::SharingEndpoint;
 
 /// The URL of these requests.
 pub const URL: &str = "/classify";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["input", "inputs"];
 /// Requests that can share a task.
-pub(super) const SHAREABLE: ShareableRequests = ShareableRequests { url: URL, input_field: "input" };
+pub(super) const SHARING: SharingEndpoint = SharingEndpoint { url: URL, input_field: "input" };
 
 const KEYS: Keys = keys! {
     "input", "inputs", "model", "top_k", "raw_scores", "truncate";

@@ -1,6 +1,11 @@
-//! Reads what clients need from requests and replies of any endpoint: how many inputs a request has, which model it
-//! names, which requests can share a task and how its reply is divided, the text and the tokens of a reply. Pure. The
-//! file of an endpoint decides what its requests mean to a model, and names the fields that are read here.
+//! What clients read from requests and replies of any endpoint, and what they build:
+//! - the number of a request's inputs, and the model that it names;
+//! - the bodies of requests for given texts;
+//! - one request from several that can share a task, and their replies from its reply;
+//! - the text and the tokens of a reply.
+//!
+//! Does no I/O. The file of an endpoint decides what its requests mean to a model, and names the fields that are read
+//! here.
 
 use std::collections::BTreeMap;
 
@@ -14,18 +19,18 @@ use super::{Message, embeddings, generate, images, labels, rerank, speech, trans
 const INPUTS: [&[&str]; 6] =
     [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS, speech::INPUTS];
 
-/// The requests that can share a task.
-const SHAREABLE: [ShareableRequests; 2] = [embeddings::SHAREABLE, labels::SHAREABLE];
+/// The endpoints whose requests can share a task.
+const SHARING: [SharingEndpoint; 2] = [embeddings::SHARING, labels::SHARING];
 
-/// Requests that can share a task: those to `url` whose field `input_field` holds a text or a list of texts. The field
-/// `data` of their reply has an item for each text.
-pub(super) struct ShareableRequests {
+/// An endpoint whose requests can share a task if their field `input_field` holds a text or a list of texts. The field
+/// `data` of its replies has an item for each text.
+pub(super) struct SharingEndpoint {
     pub(super) url: &'static str,
     pub(super) input_field: &'static str,
 }
 
-/// The number of inputs as a pool counts them: the items of a list, unless they are the token ids of one text. Unlike a
-/// pool, it ignores the `n` of a request for generated text.
+/// The number of inputs: the items of a list, unless they are the token ids of one text. A pool counts the same, but
+/// multiplies by `n` for generated text.
 pub fn count_inputs(body: &[u8]) -> usize {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
     match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {
@@ -65,7 +70,7 @@ pub fn model_of(body: &[u8]) -> Option<String> {
 
 /// A request that may share a task with others.
 #[derive(Clone, Debug)]
-pub struct Shareable {
+pub struct ShareableRequest {
     /// Its inputs, each as in its body.
     pub inputs: Vec<Box<RawValue>>,
     field: &'static str,
@@ -75,10 +80,10 @@ pub struct Shareable {
 
 type Fields = BTreeMap<String, Box<RawValue>>;
 
-impl Shareable {
+impl ShareableRequest {
     /// The request to `url` with this body, if it can share a task.
     pub fn from_request(url: &str, body: &[u8]) -> Option<Self> {
-        let ShareableRequests { input_field: field, .. } = SHAREABLE.iter().find(|it| it.url == url)?;
+        let SharingEndpoint { input_field: field, .. } = SHARING.iter().find(|it| it.url == url)?;
         let mut fields: Fields = serde_json::from_slice(body).ok()?;
         let input = fields.remove(*field)?;
         let is_text = |value: &RawValue| value.get().starts_with('"');
@@ -135,14 +140,16 @@ pub fn divide_reply(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValu
     }
     let mut items = data.into_iter();
     let mut bodies = Vec::with_capacity(inputs.len());
-    for (number, count) in inputs.iter().enumerate() {
+    for (request, count) in inputs.iter().enumerate() {
         let mut request_items: Vec<Fields> = items.by_ref().take(*count).collect();
         for (index, item) in request_items.iter_mut().enumerate() {
             item.insert("index".to_owned(), raw(&index)?);
         }
         fields.insert("data".to_owned(), raw(&request_items)?);
         // This is done once, before the second body: the zeros stay in `fields` for all later bodies.
-        if let (1, Some(usage)) = (number, fields.get_mut("usage")) {
+        if request == 1
+            && let Some(usage) = fields.get_mut("usage")
+        {
             let counts: BTreeMap<String, Value> =
                 serde_json::from_str(usage.get()).map_err(unreadable("a reply's usage"))?;
             let zeros: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();

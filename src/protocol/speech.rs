@@ -1,5 +1,5 @@
 //! Reads requests for speech (`/v1/audio/speech`) and for the list of voices (`/v1/audio/voices`), and writes sound as
-//! WAV, PCM or FLAC. Pure; knows no model.
+//! WAV, PCM or FLAC. Does no I/O; knows no model.
 
 use flacenc::bitsink::ByteSink;
 use flacenc::component::BitRepr as _;
@@ -19,16 +19,16 @@ pub const VOICES_URL: &str = "/v1/audio/voices";
 /// The field that may hold several inputs.
 pub(super) const INPUTS: &[&str] = &["phonemes"];
 
-/// The slowest and the fastest speed. OpenAI has 0.25 to 4 too.
+/// The range of `speed`, as in OpenAI's API.
 const SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;
-/// The most bytes of `voice`.
+/// Maximum length of `voice`, in bytes.
 const VOICE_BYTES: usize = 64;
 
 const KEYS: Keys = keys! {
     "input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice";
     "instructions" = "\"\"", "stream_format" = "\"audio\"", "lang_code" = "null"
 };
-const VOICES: Keys = keys! { "model" };
+const VOICES_KEYS: Keys = keys! { "model" };
 
 /// A request for the sound of a text.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +58,16 @@ pub enum Spoken {
     Phonemes(Vec<String>),
 }
 
+impl Spoken {
+    /// Its field in the request.
+    pub fn field(&self) -> &'static str {
+        match self {
+            Self::Text(_) => "input",
+            Self::Phonemes(_) => "phonemes",
+        }
+    }
+}
+
 named! {
     /// The form of sound.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,12 +82,12 @@ named! {
 }
 
 impl SoundFormat {
-    /// Formats of OpenAI and of other servers that are not written here.
+    /// Formats of OpenAI and of other servers that sconce does not write.
     const OTHERS: [&str; 4] = ["mp3", "opus", "aac", "ogg"];
 }
 
 impl SpeechRequest {
-    /// Reads a body. There may be `max_sentences` lists of phonemes.
+    /// Reads a body. `phonemes` may have at most `max_sentences` sentences.
     ///
     /// # Errors
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many sentences, else `BadInput` with the field and
@@ -145,7 +155,7 @@ pub fn read_voices_request(body: &[u8]) -> Result<Option<String>, TaskError> {
     if body.is_empty() {
         return Ok(None);
     }
-    Fields::parse(body, &VOICES)?.string("model")
+    Fields::parse(body, &VOICES_KEYS)?.string("model")
 }
 
 /// A voice in the list of voices.
@@ -201,12 +211,12 @@ fn wav(samples: &[i16], sample_rate: u32) -> Result<Vec<u8>, TaskError> {
     let mut file = b"RIFF".to_vec();
     file.reserve(HEADER as usize + length as usize);
     file.extend((length + HEADER - 8).to_le_bytes());
-    // The length of the description, PCM, one channel.
+    // Bytes of the chunk `fmt `: 16; format: 1 is PCM; channels: 1.
     file.extend(b"WAVEfmt \x10\0\0\0\x01\0\x01\0");
     file.extend(sample_rate.to_le_bytes());
-    // Bytes in a second.
+    // Bytes per second.
     file.extend((2 * sample_rate).to_le_bytes());
-    // Bytes of a sample of all channels, bits of a sample.
+    // Bytes per sample of all channels: 2; bits per sample: 16.
     file.extend(b"\x02\0\x10\0data");
     file.extend(length.to_le_bytes());
     file.extend(pcm(samples));
@@ -222,8 +232,11 @@ fn flac(samples: &[i16], sample_rate: u32) -> Result<Vec<u8>, TaskError> {
     let config = config.map_err(|(_, error)| failed(error.to_string()))?;
     let samples: Vec<i32> = samples.iter().copied().map(i32::from).collect();
     let source = MemSource::from_samples(&samples, 1, BITS, sample_rate as usize);
-    let stream = flacenc::encode_with_fixed_block_size(&config, source, config.block_size)
+    let mut stream = flacenc::encode_with_fixed_block_size(&config, source, config.block_size)
         .map_err(|error| failed(format!("{error:?}")))?;
+    // The encoder counts the shorter last block as the smallest, by which decoders take all sizes to differ.
+    let sizes = stream.stream_info_mut().set_block_sizes(config.block_size, config.block_size);
+    sizes.map_err(|error| failed(error.to_string()))?;
     let mut file = ByteSink::new();
     stream.write(&mut file).map_err(|error| failed(error.to_string()))?;
     Ok(file.into_inner())

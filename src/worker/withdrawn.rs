@@ -34,7 +34,7 @@ struct List {
 
 impl Withdrawn {
     /// Marks the list as incomplete until [`Withdrawn::add_earlier`] is called.
-    pub fn expect_earlier(&self) {
+    pub fn mark_incomplete(&self) {
         self.0.is_incomplete.send_replace(true);
     }
 

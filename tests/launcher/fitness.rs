@@ -118,9 +118,8 @@ async fn metrics(board: Arc<StatusBoard>) -> String {
 }
 
 #[tokio::test]
-async fn a_gpu_that_falls_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back() {
-    const NAME: &str =
-        "fitness::a_gpu_that_falls_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back";
+async fn a_gpu_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back() {
+    const NAME: &str = "fitness::a_gpu_off_the_bus_loses_its_worker_and_gets_another_once_it_is_back";
     let Some(driver) = Driver::of(NAME) else { return };
     let stage = Driver::stage(&format!("{READY_THERE}; {OBEY}"));
     let exit = stage.run_asked(async |_, board| {
@@ -145,9 +144,8 @@ async fn a_gpu_that_falls_off_the_bus_loses_its_worker_and_gets_another_once_it_
 }
 
 #[tokio::test]
-async fn an_event_in_a_part_of_a_gpu_concerns_that_part_and_one_of_the_gpu_all_of_them() {
-    const NAME: &str =
-        "fitness::an_event_in_a_part_of_a_gpu_concerns_that_part_and_one_of_the_gpu_all_of_them";
+async fn a_gpu_parts_event_concerns_that_part_and_one_of_the_gpu_all_its_parts() {
+    const NAME: &str = "fitness::a_gpu_parts_event_concerns_that_part_and_one_of_the_gpu_all_its_parts";
     let Some(driver) = Driver::of(NAME) else { return };
     let stage = Driver::stage(&format!("{READY_THERE}; {OBEY}"));
     let exit = stage.run_asked(async |_, board| {
@@ -168,9 +166,8 @@ async fn an_event_in_a_part_of_a_gpu_concerns_that_part_and_one_of_the_gpu_all_o
 }
 
 #[tokio::test]
-async fn what_an_application_did_kills_nobody_and_is_the_reason_where_a_worker_dies_of_it() {
-    const NAME: &str =
-        "fitness::what_an_application_did_kills_nobody_and_is_the_reason_where_a_worker_dies_of_it";
+async fn an_applications_fault_kills_no_worker_and_explains_one_that_dies_of_it() {
+    const NAME: &str = "fitness::an_applications_fault_kills_no_worker_and_explains_one_that_dies_of_it";
     let Some(driver) = Driver::of(NAME) else { return };
     let dies = "[ $slot$life = 01 ] && { while [ ! -f die ]; do sleep 0.02; done; exit 83; }";
     let stage = Driver::stage(&format!("{READY_THERE}\n{dies}\n{OBEY}"));
@@ -222,8 +219,8 @@ async fn a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order() 
 }
 
 #[tokio::test]
-async fn a_worker_that_was_stopped_on_request_has_stopped_though_its_device_is_lost_before_it_is_gone() {
-    const NAME: &str = "fitness::a_worker_that_was_stopped_on_request_has_stopped_though_its_device_is_lost_before_it_is_gone";
+async fn a_worker_stopped_on_request_has_stopped_though_its_device_is_lost() {
+    const NAME: &str = "fitness::a_worker_stopped_on_request_has_stopped_though_its_device_is_lost";
     let Some(driver) = Driver::of(NAME) else { return };
     let said = r#"echo '{"event":"stopped","cause":"sentinel","exit":80}'"#;
     let lasts = format!("[ $slot = 0 ] && {{ {said}; trace stopped; exec sleep 100; }}");
@@ -240,7 +237,7 @@ async fn a_worker_that_was_stopped_on_request_has_stopped_though_its_device_is_l
 }
 
 #[tokio::test]
-async fn a_worker_whose_device_computes_wrongly_or_slowly_is_counted_so_and_the_others_work_on() {
+async fn a_worker_on_a_wrong_or_slow_device_is_counted_so_and_others_work_on() {
     for why in ["wrong_result", "too_slow"] {
         let unfit = format!(r#"{{"event":"unfit","why":"{why}","words":"off by 7"}}"#);
         let script = format!("[ $slot$life = 01 ] && {{ echo '{unfit}'; exit 83; }}\n{READY}; {OBEY}");

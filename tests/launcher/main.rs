@@ -31,7 +31,7 @@ use stage::{PATIENCE, READY, Stage, slot_is};
 const UNTIL_FOUR_FIRST: &str = "while [ $(wc -l < born-0) -lt 4 ]; do sleep 0.02; done; exit 80";
 
 #[tokio::test]
-async fn workers_stopped_on_request_are_not_started_again_and_the_launcher_is_done_with_the_last() {
+async fn workers_stopped_on_request_stay_stopped_and_the_last_ends_the_launcher() {
     let stage = Stage::new(3, &format!("{READY}; exit 80"));
     assert_eq!(stage.run().await, Exit::Done);
     for slot in 0..3 {
@@ -40,7 +40,7 @@ async fn workers_stopped_on_request_are_not_started_again_and_the_launcher_is_do
 }
 
 #[tokio::test]
-async fn a_worker_that_dies_after_it_was_stopped_on_request_has_stopped_on_request() {
+async fn a_worker_that_dies_after_a_stop_on_request_has_stopped_on_request() {
     let said = r#"echo '{"event":"stopped","cause":"sentinel","exit":80}'"#;
     let stage = Stage::new(1, &format!("{READY}; {said}; kill -SEGV $$"));
     assert_eq!(stage.run().await, Exit::Done);
@@ -48,7 +48,7 @@ async fn a_worker_that_dies_after_it_was_stopped_on_request_has_stopped_on_reque
 }
 
 #[tokio::test]
-async fn a_slot_whose_device_never_opens_is_given_up_with_growing_delays_while_the_others_work_on() {
+async fn growing_delays_give_up_a_slot_whose_device_never_opens_and_no_other() {
     let script = format!("[ $slot = 0 ] && exit 83\n{READY}\n{UNTIL_FOUR_FIRST}");
     let stage = Stage::new(2, &script);
     // It ends by itself, so no slot is tried again.
@@ -221,7 +221,7 @@ fn deaths(start: &str) -> Vec<(String, u64, bool)> {
 }
 
 #[tokio::test]
-async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_worker_as_poison() {
+async fn a_task_alone_on_the_device_at_three_deaths_is_told_to_all_as_poison() {
     let script = format!(
         "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; done; exit 80; }}\n\
          [ $life = 4 ] && exit 80\n{}; {}; {}; {}\necho 'last words of life '$life >&2; kill -6 $$",
@@ -269,7 +269,7 @@ async fn tasks_that_are_preprocessed_when_their_worker_dies_are_counted_too() {
 }
 
 #[tokio::test]
-async fn deaths_of_a_group_of_suspects_neither_give_the_slot_up_nor_count_as_attempts() {
+async fn deaths_of_grouped_suspects_give_up_no_slot_and_count_as_no_attempts() {
     let script = format!("{READY}\n[ $life = 9 ] && exit 80\n{}; kill -11 $$", isolated(&["a", "b"]));
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::Done);
@@ -279,7 +279,7 @@ async fn deaths_of_a_group_of_suspects_neither_give_the_slot_up_nor_count_as_att
 }
 
 #[tokio::test]
-async fn a_device_fault_is_the_tasks_once_the_next_worker_has_found_the_device_well() {
+async fn a_device_fault_is_the_tasks_once_the_next_worker_finds_the_device_well() {
     let script = format!("{READY}\n{}; exit 83", isolated(&["culprit"]));
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::DeviceFailed);

@@ -59,7 +59,7 @@ async fn what_was_ordered_holds_for_the_worker_that_comes_after_a_death() {
 }
 
 #[tokio::test]
-async fn a_drained_slot_stays_empty_until_it_is_resumed_and_the_launcher_stays_too() {
+async fn a_drained_slot_stays_empty_until_resumed_and_the_launcher_stays_too() {
     let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
@@ -76,7 +76,7 @@ async fn a_drained_slot_stays_empty_until_it_is_resumed_and_the_launcher_stays_t
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_finish_in_time_is_drained_then_aborted_then_killed() {
+async fn a_worker_that_finishes_too_late_is_drained_then_aborted_then_killed() {
     let mut stage = Stage::new(1, &format!("{READY}\nwhile :; do read -r line && trace \"$line\"; done"));
     stage.policy.shutdown_grace = std::time::Duration::from_millis(200);
     let exit = stage.run_asked(async |handle, board| {

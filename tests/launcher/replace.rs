@@ -32,8 +32,7 @@ async fn all_ready(board: &StatusBoard, slots: usize) {
 }
 
 #[tokio::test]
-async fn other_settings_go_through_the_slots_one_by_one_and_each_new_worker_is_ready_before_the_old_one_drains()
- {
+async fn slots_change_one_by_one_each_new_worker_ready_before_the_old_one_ends() {
     let script = format!(
         "{SHARED}\nsay born; sleep 0.2; say ready; {READY}\n\
          while read -r line; do case $line in *finish*|*drain*) say finishing; sleep 0.2; say gone; exit 0;; esac; done"
@@ -176,7 +175,7 @@ async fn a_worker_is_recycled_for_its_age_and_for_the_memory_that_it_has_gained(
 }
 
 #[tokio::test]
-async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_are_taken_back() {
+async fn in_turn_the_old_worker_ends_first_and_bad_settings_are_taken_back() {
     let script = format!(
         "{SHARED}\nsay born; case $start in *'\"missing\"'*) exit 82;; esac; {READY}\n\
          while read -r line; do case $line in *finish*|*drain*) say gone; exit 0;; esac; done"
@@ -222,7 +221,7 @@ async fn a_sentinel_that_is_taken_while_a_successor_loads_ends_the_slot() {
 }
 
 #[tokio::test]
-async fn a_sentinel_that_a_worker_obeys_while_it_is_being_replaced_ends_the_slot_too() {
+async fn a_sentinel_obeyed_by_a_worker_being_replaced_ends_the_slot_too() {
     let script =
         format!("[ $life = 1 ] && {{ {READY}; read -r line; sleep 0.2; exit 80; }}\n{READY}\n{OBEY}");
     let stage = Stage::new(1, &script);
@@ -235,7 +234,7 @@ async fn a_sentinel_that_a_worker_obeys_while_it_is_being_replaced_ends_the_slot
 }
 
 #[tokio::test]
-async fn after_a_roll_that_was_called_off_the_settings_before_can_be_put_back_everywhere() {
+async fn after_a_roll_is_called_off_the_settings_before_can_be_put_back() {
     let script = format!("case $start in *other*) [ $slot = 1 ] && exit 82;; esac\n{READY}; {OBEY}");
     let stage = Stage::new(2, &script);
     let exit = stage.run_asked(async |handle, board| {
@@ -275,7 +274,7 @@ async fn slots_that_settings_have_no_more_are_forgotten_and_may_come_again() {
 }
 
 #[tokio::test]
-async fn a_successor_that_takes_over_from_a_dead_worker_and_does_not_get_ready_takes_the_settings_with_it() {
+async fn a_dead_workers_successor_that_is_never_ready_takes_its_settings_along() {
     let script =
         format!("[ $life = 2 ] && {{ while [ ! -f on ]; do sleep 0.02; done; exit 82; }}\n{READY}; {OBEY}");
     let stage = Stage::new(1, &script);

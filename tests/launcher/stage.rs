@@ -9,7 +9,7 @@ use sconce::config::{self, Assignment, Launcher};
 use sconce::launcher::gpus::Gpus;
 use sconce::launcher::order::Handle;
 use sconce::launcher::status_board::StatusBoard;
-use sconce::launcher::{Host, LaunchSpec, Launching, plan};
+use sconce::launcher::{Host, LaunchSpec, PreparedLauncher, plan};
 use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase, Stop};
 
@@ -83,8 +83,8 @@ impl Stage {
         text.lines().map(str::to_owned).collect()
     }
 
-    fn launching(&self) -> Launching {
-        Launching::new(LaunchSpec {
+    fn launching(&self) -> PreparedLauncher {
+        PreparedLauncher::new(LaunchSpec {
             worker_program: &self.path("worker.sh"),
             guard_program: None,
             policy: &self.policy,

@@ -15,7 +15,7 @@ fn is_stuck(board: &StatusBoard) -> bool {
 }
 
 #[tokio::test]
-async fn a_worker_whose_forward_pass_does_not_end_is_shown_as_stuck_and_then_killed() {
+async fn a_worker_whose_forward_pass_hangs_is_shown_as_stuck_and_then_killed() {
     let mut stage =
         Stage::new(1, &format!("{READY}; [ $life = 1 ] && {{ {}; sleep 100; }}\n{OBEY}", forward(&["a"])));
     stage.assignments[0].pool.batch.timeout = Duration::from_millis(300);

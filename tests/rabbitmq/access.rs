@@ -31,7 +31,7 @@ async fn refused(url: String, words: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_password_ends_with_an_error_that_names_the_broker_and_not_the_password() {
+async fn the_error_of_a_wrong_password_names_the_broker_and_not_the_password() {
     let rabbit = Rabbit::shared();
     let address = rabbit.address().to_string();
     refused(rabbit.url_for("guest:s3cret", "/"), &[&address, "guest", "403", "password"]).await;
@@ -75,7 +75,7 @@ async fn a_user_who_may_only_read_and_write_works_where_nothing_is_declared() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn declaring_without_the_permission_ends_with_an_error_that_says_what_to_do() {
+async fn declaring_without_permission_ends_with_an_error_that_says_what_to_do() {
     let rabbit = Rabbit::shared();
     rabbit.ctl(&["add_user", "humble", "s3cret"]);
     rabbit.ctl(&["set_permissions", "-p", "/", "humble", "", ".*", ".*"]);

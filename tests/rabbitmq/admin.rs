@@ -199,7 +199,7 @@ async fn a_paused_worker_takes_nothing_and_a_resumed_one_takes_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pause_in_the_middle_of_work_answers_what_was_taken_once_and_leaves_the_rest() {
+async fn a_pause_amid_work_answers_what_was_taken_once_and_leaves_the_rest() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url())
         .set("pool[0].prefetch", 8)
@@ -226,7 +226,7 @@ async fn a_pause_in_the_middle_of_work_answers_what_was_taken_once_and_leaves_th
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn drained_slots_stay_empty_shut_down_ones_end_the_launcher_and_restarted_ones_have_a_new_worker() {
+async fn drain_empties_a_slot_restart_fills_it_anew_shutdown_ends_the_launcher() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].devices", r#"["cpu", "cpu"]"#).controlled();
     let mut sconce = Sconce::launch(&settings);
@@ -354,7 +354,7 @@ async fn where_nobody_answers_or_nothing_is_there_ctl_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_may_not_write_to_the_exchange_may_not_control_and_topic_permissions_say_whom() {
+async fn control_needs_write_permission_and_topic_permissions_say_over_whom() {
     let rabbit = Rabbit::private();
     let settings = Settings::echo(rabbit.url()).controlled();
     let sconce = Sconce::launched(&settings).await;
@@ -421,7 +421,7 @@ async fn a_request_whose_headers_nest_deeply_kills_no_launcher() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_the_permission_to_make_the_exchange_tasks_are_worked_on_all_the_same() {
+async fn tasks_are_worked_on_without_the_permission_to_make_the_exchange() {
     let rabbit = Rabbit::private();
     let settings = Settings::echo(rabbit.url()).controlled();
     rabbit.ctl(&["add_user", "worker", "pw"]);
@@ -445,7 +445,7 @@ async fn without_the_permission_to_make_the_exchange_tasks_are_worked_on_all_the
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_that_another_launcher_holds_is_done_without_and_one_of_no_host_is_refused() {
+async fn a_taken_address_is_done_without_and_one_of_no_host_is_refused() {
     let rabbit = Rabbit::shared();
     let first = Sconce::launched(&Settings::echo(rabbit.url())).await;
     let address = first.admin().await.replace("http://", "");
@@ -548,7 +548,7 @@ async fn top_shows_every_slot_and_its_keys_obey_only_after_a_yes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn launchers_of_one_host_have_names_of_their_own_by_which_one_of_them_is_told() {
+async fn launchers_of_one_host_have_their_own_names_by_which_one_is_told() {
     let settings = Settings::echo(Rabbit::shared().url()).controlled();
     let services = [Sconce::launched(&settings).await, Sconce::launched(&settings).await];
     for sconce in &services {
@@ -601,7 +601,7 @@ async fn a_restart_goes_from_slot_to_slot_and_can_be_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_taken_admin_port_is_tried_until_it_is_free_and_healthcheck_asks_its_own_launcher() {
+async fn a_taken_admin_port_is_tried_until_free_and_healthcheck_asks_its_own() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = taken.local_addr().expect("an address").to_string();
     let settings = Settings::echo(Rabbit::shared().url()).set("admin.listen", &address);

@@ -31,7 +31,7 @@ async fn produce(client: Client, queue: String, enough: Arc<AtomicBool>, count: 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn during_a_memory_alarm_nothing_is_acked_without_its_reply_and_after_it_all_is_answered() {
+async fn under_a_memory_alarm_no_unanswered_task_is_acked_and_none_is_lost() {
     let rabbit = Rabbit::private();
     // Alarm longer than two heartbeats and the wait for a confirm: neither may take the block for a
     // dead connection.

@@ -88,7 +88,7 @@ async fn the_busy_share_is_that_of_the_passes_in_the_time_they_took() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_open_loop_keeps_its_rate_and_a_pool_that_does_not_keep_up_shows_in_the_latency() {
+async fn an_open_loop_keeps_its_rate_and_a_slow_pool_shows_in_the_latency() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("tasks.jsonl");
     fs::write(&file, "{\"input\": \"a\", \"sleep_ms\": 20}\n").expect("a file");

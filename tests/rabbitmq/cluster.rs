@@ -139,7 +139,7 @@ async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_classic_reply_queue_whose_node_is_down_for_a_while_gets_its_generated_reply() {
+async fn a_classic_reply_queue_whose_node_was_away_gets_its_generated_reply() {
     const AWAY: usize = 2;
     // A minute, in which the node is back.
     const TOKENS: usize = 3_000;

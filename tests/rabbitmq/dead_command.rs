@@ -177,7 +177,7 @@ async fn a_task_is_requeued_as_its_producer_sent_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_broker_dead_lettered_is_listed_with_its_reason_and_begins_anew() {
+async fn a_brokers_dead_letter_is_listed_with_its_reason_and_begins_anew() {
     let settings = echo().set("broker.delivery_limit", 1);
     assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
     let client = Client::connect(&Rabbit::shared().url()).await;
@@ -213,7 +213,7 @@ async fn what_its_queue_does_not_take_stays_and_is_named() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_deleted_without_a_yes_and_nothing_changes_without_being_named() {
+async fn nothing_is_deleted_without_a_yes_or_changed_without_being_named() {
     let (settings, client) = idle_pool().await;
     client.publish_all(&settings.dead, (0..3).map(|n| dead_letter(n, "poison", 9 - n))).await;
     for words in ["purge --yes", "requeue", "requeue --dry-run"] {
@@ -262,7 +262,7 @@ async fn read(mut browser: DeadLetterBrowser) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_browser_ends_where_others_take_messages_and_passes_over_those_that_come_meanwhile() {
+async fn a_browser_ends_where_others_take_messages_and_passes_over_late_ones() {
     let (settings, client) = idle_pool().await;
     client.publish_all(&settings.dead, (0..6).map(|n| dead_letter(n, "poison", 1))).await;
     let before = browser(&settings).await;
@@ -294,7 +294,7 @@ async fn a_channel_that_closes_right_behind_200_acks_has_acked_them_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_lost_to_the_delivery_limit_of_a_queue_however_often_it_is_read() {
+async fn a_queues_delivery_limit_loses_nothing_however_often_it_is_read() {
     let settings = echo();
     let client = Client::connect(&Rabbit::shared().url()).await;
     client.declare(&settings.dead, &[quorum(), ("x-delivery-limit", AMQPValue::LongInt(20))]).await;
@@ -318,7 +318,7 @@ async fn nothing_is_lost_to_the_delivery_limit_of_a_queue_however_often_it_is_re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_requeue_that_is_killed_leaves_each_dead_letter_in_one_queue_or_in_both() {
+async fn a_killed_requeue_leaves_each_dead_letter_in_one_queue_or_in_both() {
     const COUNT: usize = 10_000;
     let (settings, client) = idle_pool().await;
     client.publish_all(&settings.dead, (0..COUNT).map(|n| dead_letter(n, "attempts", 1))).await;

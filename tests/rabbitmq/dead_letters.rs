@@ -41,7 +41,7 @@ async fn of_200_pipelined_replies_exactly_those_to_a_missing_queue_are_parked() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_expired_message_is_not_dead_lettered_but_one_over_the_delivery_limit_is() {
+async fn an_expired_message_is_not_dead_lettered_one_over_the_delivery_limit_is() {
     let rabbit = Rabbit::shared();
     // The queue as the worker declares it, then no worker to consume it.
     let settings = Settings::echo(rabbit.url()).set("broker.delivery_limit", 1);

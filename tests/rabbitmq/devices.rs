@@ -14,7 +14,7 @@ use crate::support::sconce::{Sconce, Settings, signal};
 use crate::support::wait::until;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_device_is_found_by_a_known_input_answers_nobody_and_takes_work_again_once_it_is_well() {
+async fn a_known_input_finds_a_broken_device_which_answers_nobody_until_well() {
     let folder = tempfile::tempdir().expect("a folder");
     let broken = folder.path().join("broken");
     let settings = Settings::echo(Rabbit::shared().url())
@@ -39,7 +39,7 @@ async fn a_broken_device_is_found_by_a_known_input_answers_nobody_and_takes_work
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_finds_its_device_unfit_takes_no_work_and_says_why_until_it_is_well() {
+async fn a_worker_on_an_unfit_device_takes_no_work_and_says_why_until_it_is_fit() {
     let folder = tempfile::tempdir().expect("a folder");
     let state = folder.path().join("state");
     let settings = Settings::echo(Rabbit::shared().url())

@@ -76,7 +76,7 @@ async fn sixteen_drawn_texts_are_the_same_after_a_kill_and_from_two_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_pool_of_texts_cannot_answer_is_refused_and_its_neighbours_are_answered() {
+async fn what_a_pool_of_texts_cannot_answer_is_refused_and_the_rest_answered() {
     let settings = settings().set("pool[0].options.context", "128");
     let (_sconce, client, mut inbox) = serve(&settings).await;
     let long = "word ".repeat(200);

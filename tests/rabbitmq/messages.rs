@@ -313,7 +313,7 @@ async fn numbers_in_headers_are_numbers_on_the_wire() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_of_celery_is_named_and_a_refusal_that_reaches_nobody_is_dead_lettered_as_one() {
+async fn a_celery_message_is_named_in_its_refusal_or_else_in_its_dead_letter() {
     let settings = Settings::echo(Rabbit::shared().url());
     let (_sconce, client, mut inbox) = serve(&settings).await;
     let celery = |id: &str| {

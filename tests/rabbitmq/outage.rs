@@ -22,7 +22,7 @@ async fn a_broker_absent_at_the_start_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_absent_for_longer_than_allowed_ends_the_worker_with_its_own_code() {
+async fn a_broker_absent_for_too_long_ends_the_worker_with_its_own_code() {
     let rabbit = Rabbit::stopped(Conf::default());
     let settings = Settings::echo(rabbit.url()).set("broker.give_up_after", "2s");
     let mut worker = Sconce::run(&settings, &["worker"]);
@@ -31,7 +31,7 @@ async fn a_broker_absent_for_longer_than_allowed_ends_the_worker_with_its_own_co
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_broker_is_killed_and_restarted_queued_tasks_are_answered_and_acked_ones_stay_gone() {
+async fn once_a_killed_broker_is_back_queued_tasks_are_answered_not_acked_ones() {
     const TASKS: usize = 30;
     let rabbit = Rabbit::private();
     let settings =

@@ -33,7 +33,7 @@ fn image(base64: &str, media_type: &'static str) -> Task {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_png_as_the_body_of_a_message_is_classified_and_a_giant_or_broken_one_refused() {
+async fn a_png_as_the_body_is_classified_and_a_giant_or_broken_one_refused() {
     let labels = r#"["rouge", "vert", "bleu"]"#;
     let (_sconce, client, settings, mut inbox) =
         serve("image-classifier", "colours", ("labels", labels)).await;

@@ -32,7 +32,7 @@ async fn a_task_is_answered_in_the_queue_it_names_and_else_in_the_pools() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bytes_as_kombu_marks_them_are_read_and_an_encoding_that_is_not_is_named() {
+async fn bytes_marked_by_kombu_are_read_and_an_encoding_that_is_not_is_named() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url());
     let sconce = Sconce::launched(&settings).await;

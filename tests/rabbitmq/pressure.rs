@@ -29,7 +29,7 @@ fn resident(pid: u32) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn while_confirms_never_come_a_worker_takes_no_more_than_its_prefetch_and_then_goes_on() {
+async fn until_confirms_come_a_worker_takes_only_its_prefetch_then_goes_on() {
     const TASKS: usize = 2000;
     const TEXT: usize = 16 << 10;
     let rabbit = Rabbit::shared();

@@ -61,7 +61,7 @@ async fn are_gone(processes: &[u32]) {
 /// The kernel continues a worker that is stopped before its launcher's end, and leaves it stopped for ever
 /// when it is stopped after it.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_is_stopped_when_its_launcher_is_killed_is_gone_within_the_grace() {
+async fn a_stopped_worker_of_a_killed_launcher_is_gone_within_the_grace() {
     for stopped_first in [false, true] {
         let settings = settings().set("launcher.shutdown_grace", "2s");
         let (sconce, client, _inbox) = serve(&settings).await;
@@ -97,7 +97,7 @@ async fn a_launcher_that_ends_in_order_leaves_no_guard_behind() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_guard_that_takes_the_place_of_a_killed_one_guards_the_workers_before_it_too() {
+async fn the_guard_in_place_of_a_killed_one_guards_the_workers_before_it_too() {
     let settings = settings()
         .set("pool[0].devices", "[\"cpu\", \"cpu\"]")
         .set("pool[0].batch.max_requests", 1)
@@ -230,7 +230,7 @@ async fn a_device_that_is_not_here_is_refused_and_the_cpu_is_no_substitute() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_panic_or_a_failure_in_the_forward_pass_is_one_tasks_error_and_its_batch_is_answered() {
+async fn a_panic_or_failure_in_the_forward_pass_is_an_error_of_one_task_alone() {
     let settings = settings().set("pool[0].retry.delay", "50ms");
     let (sconce, client, mut inbox) = serve(&settings).await;
     let workers = sconce.workers();
@@ -299,7 +299,7 @@ async fn a_broken_device_does_not_drain_the_queue_into_errors() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_task_that_kills_its_workers_is_dead_lettered_and_its_neighbours_are_answered() {
+async fn a_task_that_kills_workers_is_dead_lettered_and_others_are_answered() {
     let (one, three) = ("[\"cpu\"]", "[\"cpu\", \"cpu\", \"cpu\"]");
     for (kind, devices) in [("exit", one), ("exit", three), ("prepare", one), ("prepare", three)] {
         let settings = settings().set("pool[0].devices", devices);

@@ -45,7 +45,7 @@ async fn a_deleted_task_queue_is_made_again_and_consumed_by_each_worker_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn where_nothing_is_declared_a_deleted_task_queue_is_consumed_again_once_it_is_back() {
+async fn where_nothing_is_declared_a_task_queue_made_again_is_consumed_again() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("broker.declare", false);
     let client = Client::connect(&rabbit.url()).await;

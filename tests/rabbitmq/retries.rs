@@ -31,7 +31,7 @@ async fn what_fails_once_is_tried_again_and_answered() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_fails_each_time_is_answered_and_dead_lettered_after_its_last_attempt() {
+async fn what_always_fails_is_answered_and_dead_lettered_after_its_last_attempt() {
     let settings = settings().set("pool[0].retry.delay", "50ms").set("pool[0].retry.max_attempts", 4);
     let (sconce, client, mut inbox) = serve(&settings).await;
     let task = failing("error").header("own", "kept").with(|it| it.with_message_id("m".into()));
@@ -51,7 +51,7 @@ async fn what_fails_each_time_is_answered_and_dead_lettered_after_its_last_attem
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_task_that_waits_for_its_next_attempt_is_in_nobodys_way_and_outlives_its_worker() {
+async fn a_task_that_waits_for_a_retry_blocks_no_other_and_outlives_its_worker() {
     let settings = settings().set("pool[0].retry.delay", "3s").set("pool[0].prefetch", 1);
     let (sconce, client, mut inbox) = serve(&settings).await;
     let tasks = [failing("once"), Task::new(json!({"input": "b"})).id("b")];
@@ -118,7 +118,7 @@ async fn what_a_drain_hands_back_has_used_no_attempt() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_killed_in_the_forward_pass_has_used_one_for_the_tasks_on_its_device_alone() {
+async fn a_kill_in_the_forward_pass_uses_an_attempt_of_only_the_tasks_in_it() {
     let settings = settings().set("pool[0].batch.max_requests", 1).set("pool[0].prefetch", 2);
     let (sconce, client, mut inbox) = serve(&settings).await;
     let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0})).id("0")).await;
@@ -134,7 +134,7 @@ async fn a_worker_killed_in_the_forward_pass_has_used_one_for_the_tasks_on_its_d
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_task_that_was_tried_again_and_then_dies_of_the_delivery_limit_is_dead_lettered() {
+async fn a_task_tried_again_that_dies_of_the_delivery_limit_is_dead_lettered() {
     let settings = settings().set("pool[0].retry.delay", "1s").set("broker.delivery_limit", 1);
     let (sconce, client, _inbox) = serve(&settings).await;
     client.publish(&settings.tasks, failing("once")).await;

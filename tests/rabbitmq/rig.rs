@@ -171,7 +171,7 @@ impl Rig for ClassicRig {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_over_which_the_broker_closes_the_connection_is_refused_and_its_neighbours_go_out() {
+async fn a_message_that_makes_the_broker_close_the_connection_is_refused_alone() {
     let rig = ClassicRig::start().await;
     let queue = rig.fresh_queue().await;
     let message = |number: f64| {

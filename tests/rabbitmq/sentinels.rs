@@ -33,7 +33,7 @@ async fn consumers(client: &Client, settings: &Settings, count: u32) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn as_many_busy_workers_stop_as_there_are_sentinels_and_the_launcher_exits_0_with_the_last() {
+async fn each_sentinel_stops_a_busy_worker_the_launcher_exits_0_with_the_last() {
     let settings = settings(3);
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     consumers(&client, &settings, 3).await;

@@ -94,7 +94,7 @@ async fn a_sequence_ends_when_its_reader_has_left_and_the_device_is_free_again()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reply_queue_that_is_made_again_after_a_moment_costs_no_generated_task() {
+async fn a_reply_queue_made_again_after_a_moment_costs_no_generated_task() {
     let settings = settings();
     let (_sconce, client, _inbox) = serve(&settings).await;
     let again = format!("{}.again", settings.name);
@@ -144,7 +144,7 @@ async fn texts(inbox: &mut Inbox, tasks: usize) -> BTreeMap<String, String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_killed_with_sixteen_sequences_running_brings_all_sixteen_again() {
+async fn a_worker_killed_with_sixteen_sequences_running_brings_them_all_again() {
     let settings = settings().set("launcher.restart_delay", "50ms");
     let (sconce, client, mut inbox) = serve(&settings).await;
     let task =
@@ -159,12 +159,12 @@ async fn a_worker_killed_with_sixteen_sequences_running_brings_all_sixteen_again
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sequence_that_kills_its_worker_is_found_among_sixteen_and_the_others_are_answered() {
+async fn a_deadly_sequence_is_found_among_sixteen_and_the_others_are_answered() {
     found_among_sixteen(json!({"fail": "exit", "at": 3})).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_window_that_kills_its_worker_is_found_among_sixteen_and_the_others_are_answered() {
+async fn a_deadly_window_is_found_among_sixteen_and_the_others_are_answered() {
     found_among_sixteen(json!({"encode_ms": 20, "fail_encode": "exit"})).await;
 }
 
@@ -188,7 +188,7 @@ async fn found_among_sixteen(killer: Value) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stopped_launcher_hands_its_sequences_back_and_the_next_one_says_the_same() {
+async fn a_stopped_launcher_hands_sequences_back_and_the_next_says_the_same() {
     let settings = settings().set("launcher.shutdown_grace", "4s");
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     client
@@ -299,7 +299,7 @@ async fn ask_directly(channel: &lapin::Channel, queue: &str, body: &Value) -> la
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_reply_to() {
+async fn requesters_of_no_parts_who_left_are_missed_also_over_direct_reply_to() {
     let settings = settings().set("pool[0].model", LONG);
     let (sconce, client, mut inbox) = serve(&settings).await;
     let long = sequence(10_000, json!({}));
@@ -322,7 +322,7 @@ async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_signal_lets_sequences_finish_where_the_pool_says_so_and_hands_back_what_takes_too_long() {
+async fn a_signal_lets_sequences_finish_if_so_set_and_hands_back_slow_ones() {
     let settings = settings()
         .set("pool[0].model", LONG)
         .set("pool[0].drain", "finish")

@@ -11,7 +11,7 @@ use crate::support::rabbit::{Rabbit, Stats};
 use crate::support::sconce::{Sconce, Settings, signal};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_killed_between_confirm_and_ack_leaves_a_second_reply_and_never_none() {
+async fn a_worker_killed_between_confirm_and_ack_leaves_two_replies_never_none() {
     let rabbit = Rabbit::shared();
     let proxy = Proxy::before(rabbit.address()).await;
     let settings = Settings::echo(proxy.url());

@@ -20,7 +20,7 @@ fn task(id: usize) -> Task {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sigterm_answers_the_batch_on_the_device_and_hands_the_rest_back_at_once() {
+async fn sigterm_answers_the_batch_on_the_device_and_returns_the_rest_at_once() {
     let settings = settings();
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     let gate = busy_with(&sconce, &client, &settings, task(0)).await;
@@ -88,7 +88,7 @@ async fn a_ctrl_c_that_reaches_launcher_and_workers_counts_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_is_in_a_process_group_of_its_own_so_that_the_terminals_ctrl_c_is_the_launchers() {
+async fn a_worker_has_its_own_process_group_so_that_ctrl_c_is_the_launchers() {
     let settings = settings();
     let (sconce, _client, _inbox) = serve(&settings).await;
     let group =

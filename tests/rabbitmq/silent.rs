@@ -57,7 +57,7 @@ async fn silent(scheme: &str, host: &str) -> (TcpListener, Settings) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn attempts_at_a_broker_that_says_nothing_leave_no_threads_and_no_sockets_behind() {
+async fn attempts_at_a_silent_broker_leave_no_threads_and_no_sockets_behind() {
     let (listener, settings) = silent("amqp", "127.0.0.1").await;
     leaves_nothing_behind(&listener, &settings).await;
 }

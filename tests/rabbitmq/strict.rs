@@ -48,7 +48,7 @@ async fn a_channel_that_the_broker_closes_is_replaced_and_consuming_resumes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_batch_longer_than_the_broker_waits_for_an_ack_costs_its_worker_a_channel_and_nobody_a_task() {
+async fn a_batch_longer_than_the_wait_for_an_ack_costs_a_channel_and_no_task() {
     const QUICK: usize = 20;
     let rabbit = strict();
     // With more than one task in hand, those behind the long one would go back with it each time.
@@ -84,7 +84,7 @@ async fn a_batch_longer_than_the_broker_waits_for_an_ack_costs_its_worker_a_chan
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reply_larger_than_the_broker_takes_becomes_an_error_reply_and_its_neighbours_come_whole() {
+async fn a_reply_too_large_for_the_broker_is_an_error_and_others_come_whole() {
     let rabbit = strict();
     let settings = Settings::echo(rabbit.url());
     let sconce = Sconce::launched(&settings).await;

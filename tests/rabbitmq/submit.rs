@@ -117,7 +117,7 @@ async fn a_file_is_answered_in_its_order_and_resumed_behind_any_byte() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rows_that_share_tasks_are_answered_as_if_alone_and_a_bad_one_spoils_only_itself() {
+async fn rows_that_share_a_task_are_answered_as_if_alone_beside_a_bad_one() {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
     let settings = Settings::echo(Rabbit::shared().url())
         .set("pool[0].model", model.display())
@@ -157,7 +157,7 @@ async fn rows_that_share_tasks_are_answered_as_if_alone_and_a_bad_one_spoils_onl
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn errors_end_with_87_are_told_with_their_counts_and_a_second_run_knows_those_of_the_first() {
+async fn errors_end_with_87_are_told_and_counted_and_known_to_a_second_run() {
     let settings = Settings::echo(Rabbit::shared().url());
     let sconce = Sconce::launched(&settings).await;
     let mut asked = rows(50);
@@ -181,7 +181,7 @@ async fn errors_end_with_87_are_told_with_their_counts_and_a_second_run_knows_th
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ctrl_c_after_the_last_row_was_published_exits_with_0_when_all_are_answered() {
+async fn ctrl_c_after_the_last_publish_exits_with_0_when_all_are_answered() {
     let settings = Settings::echo(Rabbit::shared().url())
         .set("pool[0].batch.max_requests", 1)
         .set("pool[0].prefetch", 1);
@@ -316,7 +316,7 @@ async fn ctrl_c_leaves_after_its_grace_and_withdraws_what_it_leaves() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_that_is_withdrawn_under_its_client_ends_it_and_goes_on_with_the_next_run() {
+async fn a_withdrawn_job_ends_its_client_and_goes_on_with_the_next_run() {
     let settings = Settings::echo(Rabbit::shared().url())
         .set("pool[0].batch.max_requests", 1)
         .set("pool[0].prefetch", 2)
@@ -379,7 +379,7 @@ async fn without_workers_a_job_waits_and_no_attempt_is_spent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn standard_input_and_several_files_are_read_and_what_cannot_be_continued_is_refused() {
+async fn stdin_and_more_files_are_read_and_what_cannot_be_continued_is_refused() {
     let settings = Settings::echo(Rabbit::shared().url());
     let files = Files::new(&rows(30));
     let mut early = files.submit(&settings, &[]);
@@ -434,7 +434,7 @@ async fn a_fifo_is_read_once_and_ctrl_c_before_its_end_is_no_success() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_row_that_the_broker_never_takes_is_an_error_line_and_the_others_are_answered() {
+async fn a_row_the_broker_never_takes_is_an_error_and_the_others_are_answered() {
     let rabbit = Rabbit::private_with(Conf::default().line("max_message_size", 100_000));
     let settings = Settings::echo(rabbit.url());
     let sconce = Sconce::launched(&settings).await;

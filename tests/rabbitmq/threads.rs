@@ -36,7 +36,7 @@ fn thread_named(process: u32, name: &str) -> u32 {
 /// ends when it is idle would take healthy workers along. The thread `main`, which runs the command, lives
 /// as long as its process: workers that are its children are safe however long the launcher is idle.
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_are_tied_to_the_launchers_main_thread_which_lives_as_long_as_the_launcher() {
+async fn workers_are_tied_to_the_main_thread_that_lives_as_long_as_the_launcher() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].workers_per_device", 2);
     let (sconce, client, _inbox) = serve(&settings).await;
     let of_main_thread = || {

@@ -199,7 +199,7 @@ async fn all_attempts_at_a_task_are_in_one_trace() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_is_in_the_trace_of_its_task_also_of_one_that_came_without() {
+async fn a_dead_letter_is_in_the_trace_of_its_task_even_if_that_came_without() {
     let collector = Collector::start().await;
     let settings = settings(&collector.endpoint());
     let (_sconce, client, mut inbox) = serve(&settings).await;
@@ -231,7 +231,7 @@ async fn a_drain_sends_the_last_spans_and_says_which_tasks_were_handed_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tasks_do_not_wait_for_a_collector_that_is_not_there_and_a_drain_not_for_long() {
+async fn tasks_do_not_wait_for_an_absent_collector_and_a_drain_not_for_long() {
     // One refuses, one takes connections and never says a word.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let silent = (format!("http://{}", silent.local_addr().expect("an address")), silent);

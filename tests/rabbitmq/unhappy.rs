@@ -57,7 +57,7 @@ async fn letters(client: &Client, settings: &Settings, count: usize) -> Vec<(Str
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reply_queue_that_never_confirms_costs_the_tasks_that_name_it_and_no_others() {
+async fn a_reply_queue_that_never_confirms_costs_only_the_tasks_that_name_it() {
     const STUCK: usize = 40;
     let rabbit = Rabbit::shared();
     let settings =
@@ -124,7 +124,7 @@ async fn as_many_stuck_reply_queues_as_a_worker_may_hold_tasks_stop_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_requesters_full_reply_queue_holds_its_tasks_until_their_time_is_over_and_no_others() {
+async fn a_full_reply_queue_holds_only_its_own_tasks_until_their_time_is_over() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].prefetch", 8);
     let client = Client::connect(&rabbit.url()).await;
@@ -145,7 +145,7 @@ async fn a_requesters_full_reply_queue_holds_its_tasks_until_their_time_is_over_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn thousands_of_tasks_whose_reply_queue_is_full_wait_uncomputed_and_others_are_answered() {
+async fn thousands_for_a_full_reply_queue_wait_uncomputed_and_others_do_not() {
     const MANY: usize = 2_500;
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url());
@@ -227,7 +227,7 @@ async fn readiness(sconce: &Sconce) -> (u16, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn where_nothing_may_be_made_a_dead_letter_waits_for_its_queue_and_readiness_says_so() {
+async fn a_dead_letter_waits_for_its_undeclared_queue_and_readiness_says_so() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("broker.declare", false);
     let client = Client::connect(&rabbit.url()).await;
@@ -310,7 +310,7 @@ async fn a_limit_of_connections_at_the_start_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_that_are_started_while_a_password_is_refused_come_back_once_it_is_taken() {
+async fn workers_started_while_a_password_is_refused_return_once_it_is_taken() {
     let rabbit = Rabbit::shared();
     rabbit.ctl(&["add_user", "moody", "right"]);
     rabbit.ctl(&["set_permissions", "-p", "/", "moody", ".*", ".*", ".*"]);

@@ -82,7 +82,7 @@ fn a_killed_worker_is_replaced_and_every_line_is_answered_once() {
 
 /// As after a crash behind a sentinel: what is started in the worker's place finds none.
 #[test]
-fn a_worker_that_comes_too_late_for_a_sentinel_does_not_keep_the_run_from_its_end() {
+fn a_worker_too_late_for_a_sentinel_does_not_keep_the_run_from_its_end() {
     let rig = Rig::new(&slow_lines(8, 100));
     let (program, late) = (rig.path("sconce"), rig.path("late"));
     fs::copy(env!("CARGO_BIN_EXE_sconce"), &program).unwrap();

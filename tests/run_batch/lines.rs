@@ -42,7 +42,7 @@ fn an_answered_line_has_the_fields_of_openais_batch_output() {
 }
 
 #[test]
-fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_none() {
+fn a_line_that_is_no_request_has_an_error_line_and_a_blank_line_has_none() {
     let good = |id: &str| line(id, json!({"input": id}));
     let lines = [
         good("first"),
@@ -111,7 +111,7 @@ fn a_finished_run_with_errors_exits_with_87_and_counts_them_over_all_runs() {
 }
 
 #[test]
-fn replies_that_are_not_json_stand_in_their_lines_and_a_run_continues_behind_them() {
+fn replies_that_are_not_json_stand_in_lines_and_a_run_continues_behind() {
     let reply = |url: &str| json!({"input": "a", "reply": url});
     let lines = [
         line("sound", reply("data:audio/wav;base64,UklGRv8ACg==")),

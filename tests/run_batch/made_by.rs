@@ -85,7 +85,7 @@ fn a_setting_that_changes_answers_is_compared_and_others_are_not() {
 }
 
 #[test]
-fn other_weights_under_the_same_name_are_refused_and_a_copied_folder_is_not() {
+fn other_weights_of_the_same_name_are_refused_and_a_copied_folder_is_not() {
     let rig = Rig::new(&[line("only", json!({"input": "a cat"}))]);
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
     let copy = |name: &str| -> PathBuf {
@@ -153,7 +153,7 @@ fn an_output_without_a_whole_line_may_be_made_by_another_model() {
 }
 
 #[test]
-fn an_input_that_grows_while_it_is_answered_ends_in_an_error_behind_the_lines_it_had() {
+fn an_input_that_grows_meanwhile_is_an_error_behind_the_lines_it_had() {
     let rig = Rig::new(&slow_lines(20, 100));
     let run = rig.start_echo(&["--set", "pool[0].batch.max_requests=1", "--set", "pool[0].prefetch=2"]);
     rig.wait_for_lines(2);

@@ -29,7 +29,7 @@ fn run(rig: &Rig, devices: &str) -> Vec<Value> {
 }
 
 #[test]
-fn a_line_that_kills_its_worker_each_time_ends_as_an_error_and_its_neighbours_are_answered() {
+fn a_line_that_kills_its_workers_is_an_error_and_the_rest_are_answered() {
     let answers = run(&with_fault("exit"), "cpu");
     assert_eq!(answers[3]["response"]["status_code"], 500, "{}", answers[3]);
     assert!(!answers[3]["response"]["body"]["error"]["message"].as_str().unwrap().is_empty());

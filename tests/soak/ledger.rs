@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_confirmed_task_without_its_reply_is_lost_and_an_unconfirmed_one_is_not() {
+    fn a_confirmed_task_without_reply_is_lost_and_an_unconfirmed_one_is_not() {
         let mut ledger = with(Kind::Good, &["a", "b"]);
         ledger.publishes("never arrived", Kind::Good, b"", 1);
         ledger.reply("a", seen(5, "200", b"answer"));

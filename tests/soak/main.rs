@@ -70,7 +70,7 @@ fn order() -> Order {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_storm_of_faults_loses_no_task_and_repeats_none_that_was_not_in_flight() {
+async fn a_storm_of_faults_loses_no_task_and_repeats_only_those_in_flight() {
     let order = order();
     eprintln!("soak: seed {}, {} s, {} tasks a second", order.seed, order.seconds, order.rate);
     let limits = Conf::default().line("max_message_size", plan::MOST_BYTES);
@@ -128,11 +128,12 @@ async fn a_storm_of_faults_over_a_pool_that_transcribes_changes_no_word() {
     let time = Duration::from_secs(seconds / 4);
     let texts = texts::storm(seed, time, texts::Work::transcription()).await;
     eprintln!("soak of recordings: seed {seed}, {} s: {texts:?}", time.as_secs());
-    assert!(texts.answered > texts.faults && texts.faults > 2, "{texts:?}");
+    // Each fault waits for transcripts, of which there are few in the short storm of `make test`.
+    assert!(texts.answered > texts.faults && texts.faults > 1, "{texts:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_storm_of_faults_over_one_large_job_leaves_every_row_answered_in_its_place() {
+async fn a_storm_of_faults_over_a_large_job_leaves_every_row_answered_in_place() {
     let Order { seconds, seed, .. } = order();
     let time = Duration::from_secs(seconds / 3);
     let done = job::storm(seed, time).await;
@@ -141,7 +142,7 @@ async fn a_storm_of_faults_over_one_large_job_leaves_every_row_answered_in_its_p
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hostile_requesters_lose_no_task_and_let_innocent_ones_wait_three_times_as_long_at_most() {
+async fn hostile_requesters_lose_no_task_and_at_most_triple_the_wait_of_others() {
     let Order { seconds, seed, .. } = order();
     let only = std::env::var("SOAK_TROUBLES").ok();
     hostile::storm(seed, seconds, hostile::chosen(only.as_deref())).await;

@@ -99,7 +99,7 @@ impl Lanes for Identity {
 }
 
 /// `gates` ← silu(gates) * `x`.
-pub fn gate(gates: &mut [f32], x: &[f32]) {
+pub fn silu_multiply(gates: &mut [f32], x: &[f32]) {
     dispatch(Gate { gates, x });
 }
 

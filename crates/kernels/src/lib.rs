@@ -28,12 +28,12 @@ pub mod pooling;
 mod positions;
 pub mod time_convolution;
 
-pub use activation::{Activation, activate, gate};
+pub use activation::{Activation, activate, silu_multiply};
 pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
 pub use cpu::{CpuFeatures, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
-    Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowNumbers, multiply_rows,
+    Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat, multiply_rows,
     multiply_together,
 };
 pub use positions::{PositionTerms, RelativeBias, Rotary, positions_in_texts};

@@ -8,17 +8,17 @@ use pulp::{Simd, WithSimd};
 use super::dispatch;
 use super::gemm::{Panels, by_blocks, multiply_rows};
 
-/// The weights of a convolution as published.
+/// The weights of a convolution as stored in the checkpoint.
 pub struct TimeFilters<'a> {
     /// `[out, in, taps]`, or for a depthwise convolution `[channels, 1, taps]`.
     pub weights: &'a [f32],
     /// `[out]`.
     pub bias: Vec<f32>,
-    /// The frames that each result is computed from; an odd number.
+    /// Number of frames from which each result is computed; it is odd.
     pub taps: usize,
     /// The distance of two neighbouring taps, in frames.
     pub dilation: usize,
-    /// Whether each channel is convolved by itself.
+    /// Whether this is a depthwise convolution: each channel is convolved separately.
     pub is_depthwise: bool,
 }
 
@@ -38,7 +38,7 @@ enum Weights {
 }
 
 impl TimeConvolution {
-    /// Lays out the weights.
+    /// Packs the weights.
     pub fn new(filters: TimeFilters<'_>) -> Self {
         let TimeFilters { weights, bias, taps, dilation, is_depthwise } = filters;
         let of_tap =
@@ -54,7 +54,7 @@ impl TimeConvolution {
         Self { weights, bias, taps, dilation }
     }
 
-    /// The channels of a frame.
+    /// Number of channels of a frame.
     pub fn channels(&self) -> usize {
         match &self.weights {
             Weights::Packed(matrix) => matrix.depth() / self.taps,
@@ -62,13 +62,13 @@ impl TimeConvolution {
         }
     }
 
-    /// The channels of a result.
+    /// Number of channels of a result.
     pub fn width(&self) -> usize {
         self.bias.len()
     }
 
-    /// `[frames, width]` from frames `x` `[frames, channels]`. `lengths` are the frames of each sequence; their sum is
-    /// `frames`.
+    /// `[frames, width]` from frames `x` `[frames, channels]`. `lengths` are the numbers of frames of the
+    /// sequences; their sum is `frames`.
     pub fn forward(&self, x: &[f32], lengths: &[usize]) -> Vec<f32> {
         let channels = self.channels();
         let mut out = vec![0.0; x.len() / channels * self.width()];
@@ -79,7 +79,7 @@ impl TimeConvolution {
                 let sequences = sequences(lengths);
                 by_blocks(&mut out, channels, |first, out| {
                     let sequences = &sequences[first..];
-                    dispatch(Depthwise { of: self, x, taps, sequences, first, out });
+                    dispatch(Depthwise { convolution: self, x, taps, sequences, first, out });
                 });
             }
         }
@@ -120,7 +120,7 @@ impl TimeConvolution {
     }
 }
 
-/// The frames of the sequence that each frame belongs to.
+/// For each frame, the frames of its sequence.
 fn sequences(lengths: &[usize]) -> Vec<Range<usize>> {
     let mut start = 0;
     let of_sequence = |length: &usize| {
@@ -133,7 +133,7 @@ fn sequences(lengths: &[usize]) -> Vec<Range<usize>> {
 
 /// Computes some frames of a depthwise convolution.
 struct Depthwise<'a> {
-    of: &'a TimeConvolution,
+    convolution: &'a TimeConvolution,
     x: &'a [f32],
     taps: &'a [f32],
     /// For each of these frames, the sequence that it belongs to.
@@ -148,12 +148,12 @@ impl WithSimd for Depthwise<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { of, x, taps, sequences, first, out } = self;
-        let channels = of.bias.len();
+        let Self { convolution, x, taps, sequences, first, out } = self;
+        let channels = convolution.bias.len();
         for (index, (out, sequence)) in out.chunks_exact_mut(channels).zip(sequences).enumerate() {
-            out.copy_from_slice(&of.bias);
+            out.copy_from_slice(&convolution.bias);
             for (tap, weights) in taps.chunks_exact(channels).enumerate() {
-                if let Some(from) = of.frame_of(tap, first + index, sequence) {
+                if let Some(from) = convolution.frame_of(tap, first + index, sequence) {
                     add_product(simd, &x[from * channels..][..channels], weights, out);
                 }
             }
@@ -212,8 +212,8 @@ mod tests {
         on_every_cpu(|| {
             for (channels, taps, dilation) in [(3, 1, 1), (19, 3, 1), (80, 7, 1), (80, 7, 8), (16, 5, 2)] {
                 for is_depthwise in [false, true] {
-                    let (out, each) = if is_depthwise { (channels, 1) } else { (5, channels) };
-                    let weights = noise(&[out, each, taps], 0.5, 1);
+                    let (out, in_per_filter) = if is_depthwise { (channels, 1) } else { (5, channels) };
+                    let weights = noise(&[out, in_per_filter, taps], 0.5, 1);
                     let bias = noise(&[out], 0.5, 2);
                     let filters = || TimeFilters {
                         weights: &weights,
@@ -224,19 +224,19 @@ mod tests {
                     };
                     let lengths = [1, 40, 7];
                     let x = noise(&[48, channels], 1.0, 3);
-                    let mut right = Vec::new();
+                    let mut all_expected = Vec::new();
                     let mut start = 0;
                     for length in lengths {
                         let sequence = &x[start * channels..][..length * channels];
-                        right.extend(expected(&filters(), sequence, channels));
+                        all_expected.extend(expected(&filters(), sequence, channels));
                         start += length;
                     }
                     let convolution = TimeConvolution::new(filters());
                     assert_eq!((convolution.channels(), convolution.width()), (channels, out));
-                    let off = difference(&convolution.forward(&x, &lengths), &right);
+                    let largest_error = difference(&convolution.forward(&x, &lengths), &all_expected);
                     assert!(
-                        off < 5e-5,
-                        "{channels} channels, {taps} taps, {dilation}, {is_depthwise}: {off}"
+                        largest_error < 5e-5,
+                        "{channels} channels, {taps} taps, {dilation}, {is_depthwise}: {largest_error}"
                     );
                 }
             }

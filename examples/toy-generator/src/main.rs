@@ -53,7 +53,7 @@ impl Processor for Texts {
     }
 
     fn streaming(&self, stream: &bool) -> Streaming {
-        Streaming::Pieces.of(*stream)
+        Streaming::Pieces.if_requested(*stream)
     }
 
     fn parts(&self, _: &mut bool, index: usize, pieces: Vec<char>) -> Vec<Body> {

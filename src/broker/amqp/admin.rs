@@ -67,7 +67,7 @@ pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, St
         }
     }
     Err(match last_failure {
-        Some(failure) if failure.refusal != Refusal::None => {
+        Some(failure) if failure.refusal != Refusal::Temporary => {
             BrokerError::Refused { broker: failure.broker, reason: failure.reason }
         }
         Some(failure) => BrokerError::Unreachable {

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_whose_node_is_down_is_unavailable_not_missing_whatever_its_name() {
+    fn a_queue_whose_node_is_down_is_unavailable_whatever_its_name() {
         let cause_of = |message: &str| Cause::of_reply(404, message);
         assert_eq!(cause_of("NOT_FOUND - no queue 'q' in vhost '/'"), Cause::Missing);
         assert_eq!(

@@ -1,5 +1,5 @@
-//! Publishes one message, on a given channel or on a new one, and waits for the broker's answer. Finds the request that
-//! a returned message belongs to. Owns no state.
+//! Publishes one message, on a given channel or on a new one, and waits for the broker's answer. Finds the
+//! returned message of a request. Owns no state.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,17 +17,18 @@ use super::routes::Publishable;
 use crate::broker::PublishResult;
 use crate::protocol::Message;
 
-/// Prefix of RabbitMQ's direct reply-to addresses. These are not queues: a message is delivered at most once,
-/// the publisher cannot know whether anybody still consumes, and no address delays another.
+/// Prefix of RabbitMQ's direct reply-to addresses. These are not queues: a message is delivered at most once, the
+/// publisher cannot know whether anybody still consumes, and a slow consumer does not hold up messages to other
+/// addresses.
 pub(super) const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 
-/// A message to be published, and the sender that returns the broker's answer to the caller.
+/// A message to be published, and the sender that returns the result to the caller.
 pub(super) struct Request {
     pub(super) queue: Arc<str>,
     pub(super) message: Arc<Message>,
     /// Number of connections that ended, perhaps because of this message, while it was under way.
     pub(super) suspicions: u32,
-    pub(super) answer: oneshot::Sender<PublishResult>,
+    pub(super) result_sender: oneshot::Sender<PublishResult>,
 }
 
 impl Publishable for Request {
@@ -36,7 +37,7 @@ impl Publishable for Request {
     }
 
     fn is_wanted(&self) -> bool {
-        !self.answer.is_closed()
+        !self.result_sender.is_closed()
     }
 
     fn is_suspect(&self) -> bool {
@@ -44,16 +45,16 @@ impl Publishable for Request {
     }
 }
 
-/// The broker's answer to a message.
-pub(super) struct PublishAnswer {
+/// One attempt to publish a message, and its result.
+pub(super) struct PublishAttempt {
     pub(super) id: u64,
     /// The channel that it was sent on; none if no channel could be opened.
     pub(super) channel: Option<Channel>,
     pub(super) result: Result<Confirmation, Error>,
 }
 
-/// Tests whether the broker answers: sends `confirm.select`, which changes nothing, on this channel or on a
-/// new one.
+/// Tests whether the broker answers: sends `confirm.select` on this channel, where it changes nothing, or on a new
+/// one.
 pub(super) fn send_probe(
     channel: Option<Channel>,
     connection: Arc<OpenConnection>,
@@ -78,19 +79,20 @@ pub(super) fn publish_confirmed(
     connection: Arc<OpenConnection>,
     queue: Arc<str>,
     message: Arc<Message>,
-) -> BoxFuture<'static, PublishAnswer> {
+) -> BoxFuture<'static, PublishAttempt> {
     Box::pin(async move {
         let channel = match channel {
             Some(channel) => channel,
             None => match confirming_channel(&connection).await {
                 Ok(channel) => channel,
-                Err(error) => return PublishAnswer { id, channel: None, result: Err(error) },
+                Err(error) => return PublishAttempt { id, channel: None, result: Err(error) },
             },
         };
-        // A confirm may take long, and must not keep a closed connection alive meanwhile.
+        // The connection is closed when its owner drops it. Waiting for the confirm, which may take long, must not
+        // hold this `Arc`.
         drop(connection);
         let result = publish_and_confirm(&channel, &queue, message).await;
-        PublishAnswer { id, channel: Some(channel), result }
+        PublishAttempt { id, channel: Some(channel), result }
     })
 }
 
@@ -112,9 +114,15 @@ async fn publish_and_confirm(
     confirm.await
 }
 
+/// A message that the broker has returned.
+pub(super) struct Returned {
+    pub(super) message: BasicReturnMessage,
+    pub(super) received: Instant,
+}
+
 /// Removes the returned message of this request from `returns`; false when there is none.
-pub(super) fn take_return(returns: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
-    let found = returns.iter().position(|(message, _)| is_return_of(message, request));
+pub(super) fn take_return(returns: &mut Vec<Returned>, request: &Request) -> bool {
+    let found = returns.iter().position(|returned| is_return_of(&returned.message, request));
     found.map(|index| returns.swap_remove(index)).is_some()
 }
 

@@ -50,16 +50,16 @@ impl Failure {
 
     /// A failure for which the broker has given no reason.
     pub(super) fn without_answer(broker: String, reason: String) -> Self {
-        Self { broker, reason, refusal: Refusal::None }
+        Self { broker, reason, refusal: Refusal::Temporary }
     }
 }
 
-/// Whether a failure is a refusal, and what that says about the settings.
+/// What a failure says about the settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// Not a refusal, or one that may end without a change of our settings: a limit is reached, or a queue does not
-    /// exist yet.
-    None,
+    /// The settings may be right: the failure is no refusal, or a refusal that may end without a change of our
+    /// settings, because a limit is reached or a queue does not exist yet.
+    Temporary,
     /// Ambiguous: the settings are wrong, or the cause is temporary. The broker's message is the same for both.
     Uncertain,
     /// The settings are wrong: certificates, or the arguments of a queue.
@@ -78,7 +78,7 @@ impl From<Cause> for Refusal {
             | Cause::ContentTooLarge
             | Cause::BadFrame
             | Cause::Other
-            | Cause::Connection => Self::None,
+            | Cause::Connection => Self::Temporary,
         }
     }
 }
@@ -221,7 +221,8 @@ impl Deref for OpenConnection {
 impl Drop for OpenConnection {
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
-        // A healthy broker completes the close within this time.
+        // After this function lapin drops `connection`, and closes it in the background. A healthy broker answers
+        // within CLOSE_TIMEOUT; then the socket is shut down.
         if self.connection.status().connected()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
@@ -252,13 +253,13 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After a successful connection, at most this many earlier failures count towards the next delay.
 const MAX_FAILURES_KEPT: u32 = 3;
 
-/// Counts failures since the last working connection, and decides when the next attempt follows, or that none follows.
-/// The consumer's supervisor and each task that owns a publishing connection have one.
+/// Counts failures since the last session that worked for a while, and decides when the next attempt follows, or that
+/// none follows. The consumer's supervisor and each task that owns a publishing connection have one.
 #[derive(Default)]
 pub(super) struct ReconnectPolicy {
     failing_since: Option<Instant>,
     failures: u32,
-    /// How many failures in a row had a refusal other than [`Refusal::None`].
+    /// How many failures in a row had a refusal other than [`Refusal::Temporary`].
     refusals: u32,
     refused_since: Option<Instant>,
     /// What was logged last, and when.
@@ -276,7 +277,7 @@ impl ReconnectPolicy {
         let lasted = self.failing_since.get_or_insert_with(Instant::now).elapsed();
         self.failures += 1;
         let Failure { broker, reason, refusal } = failure;
-        if self.is_refused(refusal, connector.refusals) {
+        if self.count_refusal(refusal, connector.refusals) {
             return Err(BrokerError::Refused { broker, reason });
         }
         if lasted >= connector.settings.give_up_after {
@@ -291,7 +292,7 @@ impl ReconnectPolicy {
             .is_some_and(|(logged, at)| *logged == reason && at.elapsed() < LOG_INTERVAL);
         match refusal {
             _ if is_logged => tracing::debug!(broker, reason, delay_ms, "trying again"),
-            Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
+            Refusal::Temporary => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
             _ => {
                 let retry_limit = self.retry_limit(refusal, connector);
                 tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again, {retry_limit}");
@@ -317,21 +318,22 @@ impl ReconnectPolicy {
     }
 
     /// Counts a refusal, and returns whether it ends all attempts because the settings must be wrong.
-    fn is_refused(&mut self, refusal: Refusal, refusals: RefusalPolicy) -> bool {
-        if refusal == Refusal::None {
+    fn count_refusal(&mut self, refusal: Refusal, policy: RefusalPolicy) -> bool {
+        if refusal == Refusal::Temporary {
             (self.refusals, self.refused_since) = (0, None);
             return false;
         }
         self.refusals += 1;
         let lasted = self.refused_since.get_or_insert_with(Instant::now).elapsed();
-        let is_uncertain = refusal == Refusal::Uncertain && refusals == RefusalPolicy::Service;
+        let is_uncertain = refusal == Refusal::Uncertain && policy == RefusalPolicy::Service;
         let tolerated = if is_uncertain { UNCERTAIN_REFUSAL_TIMEOUT } else { Duration::ZERO };
-        let was_accepted = self.was_connected || refusals == RefusalPolicy::Reached;
+        let was_accepted = self.was_connected || policy == RefusalPolicy::Reached;
         !was_accepted && self.refusals >= MAX_REFUSALS && lasted >= tolerated
     }
 
-    /// Records that a connection was made. If it breaks at once, the next delay is computed from at most
-    /// [`MAX_FAILURES_KEPT`] earlier failures, not from all those of a long outage.
+    /// Records that a connection was made. The outage lasts until [`ReconnectPolicy::reset`], because the connection
+    /// may break at once. If it does, the next delay is computed from at most [`MAX_FAILURES_KEPT`] earlier failures,
+    /// not from all those of a long outage.
     pub(super) fn connected(&mut self) {
         (self.was_connected, self.last_logged) = (true, None);
         (self.refusals, self.refused_since) = (0, None);
@@ -389,8 +391,8 @@ mod tests {
     #[test]
     fn failures_that_the_policy_tolerates_do_not_end_the_attempts() {
         for (refusal, refusals) in [
-            (Refusal::None, RefusalPolicy::Command),
-            (Refusal::None, RefusalPolicy::Service),
+            (Refusal::Temporary, RefusalPolicy::Command),
+            (Refusal::Temporary, RefusalPolicy::Service),
             (Refusal::Uncertain, RefusalPolicy::Service),
             (Refusal::Uncertain, RefusalPolicy::Reached),
             (Refusal::Settings, RefusalPolicy::Reached),
@@ -431,11 +433,11 @@ mod tests {
             (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "1m"));
         let mut last = Duration::ZERO;
         for _ in 0..20 {
-            last = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
+            last = reconnect.failed(failure(Refusal::Temporary), &connector).expect("more time");
         }
         assert!(last >= BACKOFF.max / 2);
         reconnect.connected();
-        let next = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
+        let next = reconnect.failed(failure(Refusal::Temporary), &connector).expect("more time");
         assert!(
             next <= BACKOFF.ceiling(MAX_FAILURES_KEPT + 1) && next >= BACKOFF.ceiling(MAX_FAILURES_KEPT) / 2,
             "{next:?}"
@@ -451,7 +453,7 @@ mod tests {
             assert!(reconnect.failed(failure(Refusal::Settings), &connector).is_ok());
         }
         reconnect.failing_since = Instant::now().checked_sub(Duration::from_secs(2));
-        let end = reconnect.failed(failure(Refusal::None), &connector);
+        let end = reconnect.failed(failure(Refusal::Temporary), &connector);
         assert!(matches!(end, Err(BrokerError::Unreachable { .. })));
     }
 }

@@ -149,11 +149,11 @@ impl Publisher for AmqpPublisher {
     fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> PublishFuture<'a> {
         Box::pin(async move {
             let closed = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
-            let (answer, answered) = oneshot::channel();
+            let (result_sender, result) = oneshot::channel();
             let connection = if message.properties.is_plain() { &self.plain } else { &self.foreign };
-            let request = Request { queue: queue.into(), message, suspicions: 0, answer };
+            let request = Request { queue: queue.into(), message, suspicions: 0, result_sender };
             connection.requests.send(request).await.map_err(|_| closed())?;
-            answered.await.map_err(|_| closed())?
+            result.await.map_err(|_| closed())?
         })
     }
 

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::{BoxFuture, FutureExt};
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use lapin::message::BasicReturnMessage;
 use lapin::{Channel, Connection, Error, ErrorKind};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
@@ -15,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::cause::{Cause, message};
 use super::confirmed_publish::{
-    DIRECT_REPLY_TO, PublishAnswer, Request, publish_confirmed, send_probe, take_return,
+    DIRECT_REPLY_TO, PublishAttempt, Request, Returned, publish_confirmed, send_probe, take_return,
 };
 use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy};
 use super::routes::{Place, Routes};
@@ -92,11 +91,11 @@ pub(super) struct SendTask {
     live: Option<LiveConnection>,
     reconnect: ReconnectPolicy,
     routes: Routes<Request>,
-    under_way: FuturesUnordered<BoxFuture<'static, PublishAnswer>>,
+    under_way: FuturesUnordered<BoxFuture<'static, PublishAttempt>>,
     /// Answers that came with the returned message of another request; see [`RETURN_WAIT`].
     held_answers: Vec<HeldAnswer>,
-    /// Returned messages not yet matched with a request, and when they came.
-    unmatched_returns: Vec<(BasicReturnMessage, Instant)>,
+    /// Returned messages not yet matched with a request.
+    unmatched_returns: Vec<Returned>,
     /// The probe that the broker has not answered yet.
     probe: Option<Probe>,
     /// Whether the broker takes messages. Written here, read by [`super::publisher::AmqpPublisher`].
@@ -155,7 +154,7 @@ impl SendTask {
                 while let Some(request) = queued.recv().await {
                     unsent.push(request);
                 }
-                unsent.into_iter().for_each(|it| drop(it.answer.send(Err(error.clone()))));
+                unsent.into_iter().for_each(|it| drop(it.result_sender.send(Err(error.clone()))));
                 return;
             }
         }
@@ -258,20 +257,21 @@ impl SendTask {
 
     /// Handles the answer to one message together with all other answers that have come by now, because a returned
     /// message may have come with the answer to another message.
-    fn handle_answers(&mut self, first: PublishAnswer) {
+    fn handle_answers(&mut self, first: PublishAttempt) {
         let mut answers = vec![first];
         while let Some(Some(more)) = self.under_way.next().now_or_never() {
             answers.push(more);
         }
         let now = Instant::now();
         let (mut answered, mut failed) = (Vec::new(), Vec::new());
-        for PublishAnswer { id, channel, result } in answers {
+        for PublishAttempt { id, channel, result } in answers {
             match result {
                 Ok(confirmation) => {
                     let confirmed = confirmation.is_ack();
                     let returned = confirmation.take_message();
                     answered.push((id, channel, confirmed, returned.is_some()));
-                    self.unmatched_returns.extend(returned.map(|it| (it, now)));
+                    self.unmatched_returns
+                        .extend(returned.map(|message| Returned { message, received: now }));
                 }
                 Err(error) => failed.push((id, error)),
             }
@@ -317,11 +317,11 @@ impl SendTask {
         }
         let Some(request) = self.routes.answered(id, confirmed && !returned, now) else { return };
         if returned {
-            let _ = request.answer.send(Ok(Published::Unroutable));
+            let _ = request.result_sender.send(Ok(Published::Unroutable));
         } else if with_return && place != Some(Place::Alone) {
             self.held_answers.push(HeldAnswer { request, confirmed, until: now + RETURN_WAIT });
         } else {
-            let _ = request.answer.send(Ok(outcome(confirmed)));
+            let _ = request.result_sender.send(Ok(outcome(confirmed)));
         }
     }
 
@@ -329,14 +329,14 @@ impl SendTask {
     fn release_held_answers(&mut self, now: Instant) {
         for held in std::mem::take(&mut self.held_answers) {
             if take_return(&mut self.unmatched_returns, &held.request) {
-                let _ = held.request.answer.send(Ok(Published::Unroutable));
+                let _ = held.request.result_sender.send(Ok(Published::Unroutable));
             } else if now >= held.until {
-                let _ = held.request.answer.send(Ok(outcome(held.confirmed)));
+                let _ = held.request.result_sender.send(Ok(outcome(held.confirmed)));
             } else {
                 self.held_answers.push(held);
             }
         }
-        self.unmatched_returns.retain(|(_, came)| now < *came + 2 * RETURN_WAIT);
+        self.unmatched_returns.retain(|returned| now < returned.received + 2 * RETURN_WAIT);
     }
 
     /// Handles the failure of a publish: drops the connection, reports that the message is refused, or sends it again.
@@ -364,7 +364,7 @@ impl SendTask {
                     _ => Published::Forbidden(reason),
                 };
                 let request = self.routes.answered(id, false, now);
-                request.map(|request| request.answer.send(Ok(answer)));
+                request.map(|request| request.result_sender.send(Ok(answer)));
             }
             Place::Alone | Place::Retired => self.routes.retry(id, now, REOPEN_DELAY),
             Place::Shared => {
@@ -388,7 +388,7 @@ impl SendTask {
             self.early_failure = Some(Failure::of(broker.clone().unwrap_or_default(), error));
         }
         for request in self.routes.take_if(|request| request.suspicions >= MAX_SUSPICIONS) {
-            let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
+            let _ = request.result_sender.send(Ok(Published::Refused(reason.clone())));
         }
         let messages = self.drop_connection(now);
         tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");

@@ -66,7 +66,10 @@ impl Files {
 
 impl Read for Files {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        while let (Some(file), false) = (&mut self.open, buffer.is_empty()) {
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        while let Some(file) = &mut self.open {
             let read = file.read(buffer)?;
             if read > 0 {
                 self.is_within_line = buffer[read - 1] != b'\n';
@@ -139,7 +142,7 @@ impl CountedInput {
 
     /// A message that says how the file has changed since it was counted; none if it has not. Call it when all lines
     /// are read and answered, so that late changes are detected too. Two changes are not detected: a new file with the
-    /// same name, and a file truncated after the read position.
+    /// same name, and a file that is truncated after it was read to the end.
     pub fn changed(&mut self) -> io::Result<Option<String>> {
         let (answered, counted) = (self.lines.count, self.counted.lines);
         let how = match self.lines.next().transpose()? {

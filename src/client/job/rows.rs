@@ -3,7 +3,7 @@
 
 use crate::protocol::Message;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
-use crate::protocol::requests::{self, Shareable, count_inputs};
+use crate::protocol::requests::{self, ShareableRequest, count_inputs};
 
 /// Maximum bytes of request bodies that share a task.
 const MAX_SHARED_BYTES: usize = 1 << 20;
@@ -34,7 +34,7 @@ pub(super) struct PackedTask {
 /// A row that waits for others to share its task.
 struct OpenRow {
     row: Row,
-    request: Shareable,
+    request: ShareableRequest,
 }
 
 /// Maximum number of rows of a task, and of the inputs of all its rows.
@@ -65,7 +65,7 @@ impl Packer {
     pub(super) fn add(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<PackedTask> {
         let BatchRequest { custom_id, url, body } = request;
         let row = Row { number, custom_id, line, inputs: 1, body: None };
-        let request = if self.limits.rows > 1 { Shareable::from_request(&url, &body) } else { None };
+        let request = if self.limits.rows > 1 { ShareableRequest::from_request(&url, &body) } else { None };
         let Some(request) = request else {
             let row = Row { inputs: count_inputs(&body), ..row };
             return self.flush().into_iter().chain([PackedTask { rows: vec![row], url, body }]).collect();

@@ -36,7 +36,7 @@ use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
-use crate::launcher::{Host, LaunchSpec, Launching};
+use crate::launcher::{Host, LaunchSpec, PreparedLauncher};
 use crate::model::LoadError;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::requests::{count_inputs, model_of};
@@ -105,7 +105,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         stop: stop.clone(),
     };
     let feeder = queue_runtime.spawn(feeder.run(input));
-    let launching = Launching::new(LaunchSpec {
+    let launching = PreparedLauncher::new(LaunchSpec {
         worker_program: &program,
         guard_program: Some(&program),
         policy: &settings.launcher,

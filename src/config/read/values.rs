@@ -144,7 +144,7 @@ pub(crate) fn share(value: &Value) -> Result<f64, Expected> {
 }
 
 /// A list of texts. It may also be one text: comma-separated, or an array in TOML or JSON. Blanks around parts are
-/// dropped. Parts may be empty; an empty text has no parts.
+/// dropped. `a,,b` has three parts, of which the second is empty; an empty text has none.
 pub(crate) fn list(value: &Value) -> Result<Vec<String>, Expected> {
     match &value.kind {
         ValueKind::String(written) if written.trim_start().starts_with('[') => {

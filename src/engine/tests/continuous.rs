@@ -235,7 +235,7 @@ async fn a_step_out_of_memory_is_halved_and_later_steps_are_smaller() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn after_a_device_failure_nothing_is_answered_and_its_tasks_stay_announced() {
+async fn after_a_device_failure_nothing_is_answered_and_tasks_stay_announced() {
     let rig = Rig::new("script?faults", 64);
     let bad = with(sequence(4, 20), json!({"fail": "device", "at": 3}));
     let both = async { tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad)) };

@@ -100,7 +100,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that is missing, broken or of a kind that is not supported.
-    pub fn of_files(files: &ModelFiles, vocab_size: usize) -> Result<Self, LoadError> {
+    pub fn from_files(files: &ModelFiles, vocab_size: usize) -> Result<Self, LoadError> {
         let path = files.required("tokenizer.json")?;
         let fault = |reason: String| LoadError::File { path: path.clone(), reason };
         let mut tokenizer =
@@ -144,7 +144,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// [`LoadError::File`] naming a value that is missing or not supported.
-    pub fn of_gguf(gguf: &Gguf, vocab_size: usize) -> Result<Self, LoadError> {
+    pub fn from_gguf(gguf: &Gguf, vocab_size: usize) -> Result<Self, LoadError> {
         let missing = |name: &str| gguf.fault(format!("the metadata has no {name}"));
         let texts = |name: &str| -> Option<Vec<String>> {
             gguf.value(name)?.to_vec().ok()?.iter().map(|text| text.to_string().ok().cloned()).collect()

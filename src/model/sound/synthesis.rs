@@ -1,6 +1,7 @@
-//! Makes sound from the pitch and the spectra of frames, as hibari's package does: pulses of the pitch, filtered by the
-//! first spectra; shaped noise; and a part with a phase of its own; then one inverse Fourier transform with overlapping
-//! windows. The noise is a function of its key, the frame and the frequency. Pure: works on the caller's thread.
+//! Makes sound from the pitch and the spectra of frames, as the Python package hibari-tts does. It adds three parts:
+//! pulses with the pitch, filtered by the first two spectra; shaped noise; and a remainder with its own phase. One
+//! inverse Fourier transform with overlapping windows makes the waveform. The noise is a function of its key, the frame
+//! and the frequency. Does no I/O; computes on the caller's thread.
 
 use std::f32::consts::TAU;
 use std::f64::consts::TAU as TAU_F64;
@@ -19,9 +20,9 @@ const MIN_PITCH: f32 = 40.0;
 const MAX_HARMONIC: f32 = 11_000.0;
 /// The largest logarithm of a magnitude.
 const MAX_LOG_MAGNITUDE: f32 = 7.0;
-/// Below this size of 2·sin(t/2), a pulse is computed as its limit.
+/// If |2·sin(t/2)| is at most this, a pulse is computed as its limit for t → 0.
 const MIN_DIVISOR: f32 = 2e-3;
-/// The spectra of a frame, each of [`Synthesizer::bins`] numbers.
+/// Number of spectra of a frame. Each has [`Synthesizer::bins`] values.
 const SPECTRA: usize = 5;
 
 /// Makes sound. Shared by threads.
@@ -32,7 +33,7 @@ pub struct Synthesizer {
     window: Vec<f32>,
     /// Samples from one frame to the next.
     hop: usize,
-    /// Samples in a second.
+    /// Samples per second.
     rate: f32,
 }
 
@@ -51,7 +52,8 @@ impl Synthesizer {
     pub fn new(hop: usize, rate: u32) -> Self {
         let length = HOPS * hop;
         let mut planner = RealFftPlanner::new();
-        let window = (0..length).map(|at| (0.5 - 0.5 * (TAU_F64 * at as f64 / length as f64).cos()) as f32);
+        let window =
+            (0..length).map(|index| (0.5 - 0.5 * (TAU_F64 * index as f64 / length as f64).cos()) as f32);
         Self {
             forward: planner.plan_fft_forward(length),
             inverse: planner.plan_fft_inverse(length),
@@ -66,7 +68,7 @@ impl Synthesizer {
         self.hop
     }
 
-    /// The frequencies of a spectrum.
+    /// The number of frequencies of a spectrum.
     fn bins(&self) -> usize {
         self.window.len() / 2 + 1
     }
@@ -77,13 +79,14 @@ impl Synthesizer {
         let mut phase = 0.0_f64;
         let mut out = Vec::with_capacity(pitch.len() * self.hop);
         for frame in 0..pitch.len() {
-            let of = |frame: usize| pitch[frame.min(pitch.len() - 1)];
+            let pitch_of = |frame: usize| pitch[frame.min(pitch.len() - 1)];
             for sample in 0..self.hop {
                 // The pitch between the middles of two frames is interpolated.
-                let place = (sample as f32 + 0.5) / self.hop as f32 - 0.5;
-                let (share, [from, to]) = match place < 0.0 {
-                    true => (place + 1.0, [of(frame.saturating_sub(1)), of(frame)]),
-                    false => (place, [of(frame), of(frame + 1)]),
+                let position = (sample as f32 + 0.5) / self.hop as f32 - 0.5;
+                let (share, [from, to]) = if position < 0.0 {
+                    (position + 1.0, [pitch_of(frame.saturating_sub(1)), pitch_of(frame)])
+                } else {
+                    (position, [pitch_of(frame), pitch_of(frame + 1)])
                 };
                 let hertz = from * (1.0 - share) + to * share;
                 let is_voiced = hertz > MIN_PITCH;
@@ -95,8 +98,8 @@ impl Synthesizer {
         out
     }
 
-    /// Adds these frames to `sound`, which begins [`HOPS`]/2 hops before the middle of the first of them, and has room
-    /// for HOPS - 1 hops more than there are frames. `pulses` are those of the whole sentence.
+    /// Adds these frames to `sound`, which begins [`HOPS`]/2 hops before the middle of the first of them, and has
+    /// [`Synthesizer::buffer_len`] samples or more. `pulses` are those of the whole sentence.
     pub fn add(&self, Frames { first, spectra, seed }: Frames<'_>, pulses: &[f32], sound: &mut [f32]) {
         let (bins, length) = (self.bins(), self.window.len());
         let mut samples = self.forward.make_input_vec();
@@ -107,8 +110,8 @@ impl Synthesizer {
         let (scale_in, scale_out) = (1.0 / self.hop as f32, 1.0 / length as f32);
         for (index, spectra) in spectra.chunks_exact(SPECTRA * bins).enumerate() {
             let start = ((first + index) * self.hop) as isize - (length / 2) as isize;
-            for (at, (sample, window)) in samples.iter_mut().zip(&self.window).enumerate() {
-                *sample = mirrored(pulses, start + at as isize) * window * scale_in;
+            for (offset, (sample, window)) in samples.iter_mut().zip(&self.window).enumerate() {
+                *sample = mirrored(pulses, start + offset as isize) * window * scale_in;
             }
             // A transform fails only if a length differs from the plan's.
             if self.forward.process_with_scratch(&mut samples, &mut spectrum, &mut forward_scratch).is_err() {
@@ -121,9 +124,9 @@ impl Synthesizer {
             if self.inverse.process_with_scratch(&mut spectrum, &mut samples, &mut inverse_scratch).is_err() {
                 return;
             }
-            let to = &mut sound[index * self.hop..][..length];
-            for ((to, sample), window) in to.iter_mut().zip(&samples).zip(&self.window) {
-                *to += sample * window * scale_out;
+            let target = &mut sound[index * self.hop..][..length];
+            for ((sum, sample), window) in target.iter_mut().zip(&samples).zip(&self.window) {
+                *sum += sample * window * scale_out;
             }
         }
     }
@@ -133,17 +136,20 @@ impl Synthesizer {
     pub fn finish(&self, sound: &[f32], frames: usize) -> Vec<f32> {
         let hops = HOPS / 2..HOPS / 2 + frames;
         let of_hop = |hop: usize| {
-            let windows = (0..HOPS).filter(move |part| (0..frames).contains(&(hop.wrapping_sub(*part))));
-            (0..self.hop).map(move |at| {
-                let squares = windows.clone().map(|part| self.window[part * self.hop + at].powi(2));
-                sound[hop * self.hop + at] / squares.sum::<f32>().max(1e-11)
+            // For each window that covers this hop: how many hops earlier it begins.
+            let distances =
+                (0..HOPS).filter(move |distance| (0..frames).contains(&(hop.wrapping_sub(*distance))));
+            (0..self.hop).map(move |offset| {
+                let squares =
+                    distances.clone().map(|distance| self.window[distance * self.hop + offset].powi(2));
+                sound[hop * self.hop + offset] / squares.sum::<f32>().max(1e-11)
             })
         };
         hops.flat_map(of_hop).collect()
     }
 
     /// The length of the buffer for [`Synthesizer::add`], for this number of frames.
-    pub fn room(&self, frames: usize) -> usize {
+    pub fn buffer_len(&self, frames: usize) -> usize {
         (frames + HOPS - 1) * self.hop
     }
 }
@@ -156,25 +162,25 @@ fn pulse(t: f32, hertz: f32) -> f32 {
     sum - 0.5
 }
 
-/// The sample `at`; the sound is mirrored at its ends, without repeating the sample there.
-fn mirrored(sound: &[f32], at: isize) -> f32 {
+/// The sample at `index`. The sound is mirrored at its ends, without repeating the sample there.
+fn mirrored(sound: &[f32], index: isize) -> f32 {
     let last = sound.len() as isize - 1;
-    let at = if at < 0 { -at } else { at };
-    let at = if at > last { 2 * last - at } else { at };
-    sound.get(at as usize).copied().unwrap_or(0.0)
+    let index = if index < 0 { -index } else { index };
+    let index = if index > last { 2 * last - index } else { index };
+    sound.get(index as usize).copied().unwrap_or(0.0)
 }
 
-/// Filters the spectrum of the pulses by a frame's spectra, and adds noise and what remains.
+/// Filters the spectrum of the pulses by a frame's spectra, and adds the noise and the remainder.
 fn shape(spectrum: &mut [Complex<f32>], spectra: &[f32], bits: u64) {
     let bins = spectrum.len();
-    let [harmonic, phase, noise, rest, rest_phase] =
+    let [harmonic, phase, noise, remainder, remainder_phase] =
         std::array::from_fn(|part| &spectra[part * bins..][..bins]);
     for (bin, value) in spectrum.iter_mut().enumerate() {
         let magnitude = |log: &[f32]| log[bin].min(MAX_LOG_MAGNITUDE).exp();
-        let turn = Complex::cis(std::f32::consts::PI * phase[bin].tanh());
-        *value = *value * turn * magnitude(harmonic)
+        let rotation = Complex::cis(std::f32::consts::PI * phase[bin].tanh());
+        *value = *value * rotation * magnitude(harmonic)
             + normal(splitmix64(bits ^ bin as u64)) * magnitude(noise)
-            + Complex::cis(rest_phase[bin]) * magnitude(rest);
+            + Complex::cis(remainder_phase[bin]) * magnitude(remainder);
     }
 }
 
@@ -216,7 +222,7 @@ mod tests {
         let pulses = synthesizer.pulses(&[180.0; 10]);
         let seed = Seed { task: 3, sequence: 1 };
         let made = |at: usize| {
-            let mut sound = vec![0.0; synthesizer.room(frames)];
+            let mut sound = vec![0.0; synthesizer.buffer_len(frames)];
             for (first, count) in [(0, at), (at, frames - at)] {
                 let spectra = &spectra[first * width..][..count * width];
                 synthesizer.add(Frames { first, spectra, seed }, &pulses, &mut sound[first * 30..]);

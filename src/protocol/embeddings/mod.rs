@@ -5,7 +5,7 @@
 mod request;
 mod response;
 
-use super::requests::ShareableRequests;
+use super::requests::SharingEndpoint;
 
 pub use request::{EmbeddingRequest, Input};
 pub use response::{EmbeddingResponse, write_response};
@@ -15,7 +15,7 @@ pub const URL: &str = "/v1/embeddings";
 /// The fields that may hold the inputs.
 pub(super) const INPUTS: &[&str] = &["input"];
 /// Requests that can share a task.
-pub(super) const SHAREABLE: ShareableRequests = ShareableRequests { url: URL, input_field: "input" };
+pub(super) const SHARING: SharingEndpoint = SharingEndpoint { url: URL, input_field: "input" };
 
 /// The body of a request to embed a text.
 pub fn body_of_text(text: &str) -> String {

@@ -86,10 +86,15 @@ pub(super) struct WaitingReply<'a> {
     breakers: &'a Breakers,
     queue: &'a str,
     was_refused: bool,
+    /// Whether the table has counted it.
+    is_counted: bool,
 }
 
 impl Drop for WaitingReply<'_> {
     fn drop(&mut self) {
+        if !self.is_counted {
+            return;
+        }
         if let Some(breaker) = self.breakers.0.lock().get_mut(self.queue) {
             let count = if self.was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count = count.saturating_sub(1);
@@ -127,7 +132,8 @@ impl Breakers {
                 oldest.and_then(|name| all.remove(&name));
             }
         }
-        if all.len() < MAX_QUEUES || all.contains_key(queue) {
+        let is_counted = all.len() < MAX_QUEUES || all.contains_key(queue);
+        if is_counted {
             let new = || Breaker {
                 refused: 0,
                 unanswered: 0,
@@ -142,7 +148,7 @@ impl Breakers {
                 tracing::warn!(queue, "a reply queue takes no message now; its tasks are put off");
             }
         }
-        WaitingReply { breakers: self, queue, was_refused }
+        WaitingReply { breakers: self, queue, was_refused, is_counted }
     }
 
     /// Records that the queue has accepted a message, or no longer exists. Once no reply waits for it, its tasks are
@@ -169,6 +175,21 @@ mod tests {
             Admission::Probed => "probed",
             Admission::Refused => "refused",
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reply_that_found_no_place_in_the_table_ends_no_other_replys_wait() {
+        let breakers = Breakers::default();
+        let names: Vec<String> = (0..MAX_QUEUES).map(|index| index.to_string()).collect();
+        let mut waiting: Vec<_> =
+            names.iter().map(|name| breakers.wait(name, true, Instant::now())).collect();
+        let uncounted = breakers.wait("late", true, Instant::now());
+        waiting.pop();
+        tokio::time::advance(REMEMBERED_FOR).await;
+        let counted = breakers.wait("late", true, Instant::now());
+        drop(uncounted);
+        assert_eq!(name(&breakers.admit("late", Instant::now())), "refused", "one reply still waits");
+        drop(counted);
     }
 
     #[tokio::test(start_paused = true)]

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_error_of_a_reason_in_five_seconds_is_logged_and_the_others_are_counted() {
+    fn one_error_of_a_reason_in_five_seconds_is_logged_and_the_rest_counted() {
         let (log, begun) = (ErrorLog::default(), Instant::now());
         let at = |ms| log.take_unlogged("bad_input", begun + Duration::from_millis(ms));
         let unlogged = [0, 1, 4_999, 5_000, 5_001, 60_000].map(at);

@@ -8,7 +8,7 @@ use crate::protocol::{TaskError, TaskErrorKind};
 
 /// What is known of a published message when it is confirmed or given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Sent {
+pub(super) enum PublishOutcome {
     Confirmed,
     Unroutable,
     /// The broker will never accept it, for this reason.
@@ -76,7 +76,7 @@ pub(super) enum Next {
     DeadLetterAndReply(Reason, TaskError),
 }
 
-pub(super) fn next_step(sent: Sent, publication: Publication<'_>) -> Next {
+pub(super) fn next_step(sent: PublishOutcome, publication: Publication<'_>) -> Next {
     match publication {
         Publication::NextAttempt(error) => {
             match failure(sent, "there is no queue to wait in for another attempt") {
@@ -88,10 +88,12 @@ pub(super) fn next_step(sent: Sent, publication: Publication<'_>) -> Next {
             }
         }
         Publication::PutOff => match sent {
-            Sent::Confirmed => Next::Ack,
+            PublishOutcome::Confirmed => Next::Ack,
             // The broker may have the message. If the task were also computed here, it would be answered twice.
-            Sent::Unconfirmed(message) => unconfirmed(message),
-            Sent::Unroutable | Sent::Refused(_) | Sent::Evicted(_) => Next::Compute,
+            PublishOutcome::Unconfirmed(message) => unconfirmed(message),
+            PublishOutcome::Unroutable | PublishOutcome::Refused(_) | PublishOutcome::Evicted(_) => {
+                Next::Compute
+            }
         },
         Publication::PutOffAfterReply(reason) => match failure(sent, "there is no queue to wait in") {
             None => Next::Ack,
@@ -101,19 +103,19 @@ pub(super) fn next_step(sent: Sent, publication: Publication<'_>) -> Next {
     }
 }
 
-fn after_reply(sent: Sent, reply: Reply<'_>) -> Next {
+fn after_reply(sent: PublishOutcome, reply: Reply<'_>) -> Next {
     let Reply { queue, bytes, error, dead_lettering, is_second, delay } = reply;
     let (reason, message) = match sent {
-        Sent::Confirmed => return Next::Ack,
-        Sent::Refused(refusal) if !is_second => {
+        PublishOutcome::Confirmed => return Next::Ack,
+        PublishOutcome::Refused(refusal) if !is_second => {
             let message = format!("the broker refuses the reply of {bytes} bytes: {refusal}");
             return Next::ReplyError(TaskError::new(TaskErrorKind::TooLarge, message));
         }
-        Sent::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
+        PublishOutcome::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
         // The error reply is refused too: no reply can reach this queue.
-        Sent::Refused(refusal) => (Reason::Unroutable, format!("reply queue {queue:?}: {refusal}")),
-        Sent::Unconfirmed(message) => (Reason::Unconfirmed, message),
-        Sent::Evicted(message) => match delay {
+        PublishOutcome::Refused(refusal) => (Reason::Unroutable, format!("reply queue {queue:?}: {refusal}")),
+        PublishOutcome::Unconfirmed(message) => (Reason::Unconfirmed, message),
+        PublishOutcome::Evicted(message) => match delay {
             Some(delay) if dead_lettering == DeadLettering::Allowed => return Next::PutOff(delay, message),
             _ => (Reason::Unconfirmed, message),
         },
@@ -135,11 +137,13 @@ fn unconfirmed(message: String) -> Next {
 }
 
 /// Why a publish is not confirmed. None if it is.
-fn failure(sent: Sent, no_queue: &str) -> Option<String> {
+fn failure(sent: PublishOutcome, no_queue: &str) -> Option<String> {
     match sent {
-        Sent::Confirmed => None,
-        Sent::Unroutable => Some(no_queue.to_owned()),
-        Sent::Refused(message) | Sent::Unconfirmed(message) | Sent::Evicted(message) => Some(message),
+        PublishOutcome::Confirmed => None,
+        PublishOutcome::Unroutable => Some(no_queue.to_owned()),
+        PublishOutcome::Refused(message)
+        | PublishOutcome::Unconfirmed(message)
+        | PublishOutcome::Evicted(message) => Some(message),
     }
 }
 
@@ -155,9 +159,14 @@ mod tests {
         Reply { queue: "q", bytes: 9, error: None, dead_lettering, is_second: false, delay: Some(DELAY) }
     }
 
-    fn every_failure() -> [Sent; 4] {
+    fn every_failure() -> [PublishOutcome; 4] {
         let message = || "w".to_owned();
-        [Sent::Unroutable, Sent::Refused(message()), Sent::Unconfirmed(message()), Sent::Evicted(message())]
+        [
+            PublishOutcome::Unroutable,
+            PublishOutcome::Refused(message()),
+            PublishOutcome::Unconfirmed(message()),
+            PublishOutcome::Evicted(message()),
+        ]
     }
 
     #[test]
@@ -170,7 +179,7 @@ mod tests {
             Publication::Reply(reply(DeadLettering::Allowed)),
             Publication::Reply(reply(DeadLettering::UnlessUnroutable)),
         ] {
-            assert_eq!(next_step(Sent::Confirmed, publication), Next::Ack, "{publication:?}");
+            assert_eq!(next_step(PublishOutcome::Confirmed, publication), Next::Ack, "{publication:?}");
         }
     }
 
@@ -185,10 +194,10 @@ mod tests {
         assert!(matches!(&next[2], Next::DeadLetter(Reason::Unconfirmed, _)));
         assert!(matches!(&next[3], Next::PutOff(DELAY, _)));
         let late = Reply { delay: None, ..reply(DeadLettering::Allowed) };
-        let evicted = next_step(Sent::Evicted("w".into()), Publication::Reply(late));
+        let evicted = next_step(PublishOutcome::Evicted("w".into()), Publication::Reply(late));
         assert!(matches!(evicted, Next::DeadLetter(Reason::Unconfirmed, _)), "its time is over");
         let second = Reply { is_second: true, ..reply(DeadLettering::Allowed) };
-        let refused = next_step(Sent::Refused("w".into()), Publication::Reply(second));
+        let refused = next_step(PublishOutcome::Refused("w".into()), Publication::Reply(second));
         assert!(matches!(refused, Next::DeadLetter(Reason::Unroutable, _)));
     }
 
@@ -208,7 +217,8 @@ mod tests {
     fn a_refusal_that_reaches_nobody_is_parked_as_refused() {
         let error = TaskError::bad_input("input", "is missing");
         let refused = Reply { error: Some(&error), ..reply(DeadLettering::Allowed) };
-        let Next::DeadLetter(reason, parked) = next_step(Sent::Unroutable, Publication::Reply(refused))
+        let Next::DeadLetter(reason, parked) =
+            next_step(PublishOutcome::Unroutable, Publication::Reply(refused))
         else {
             panic!("it is not parked");
         };
@@ -218,8 +228,8 @@ mod tests {
 
     #[test]
     fn without_a_retry_queue_a_task_is_computed_or_becomes_a_dead_letter() {
-        assert_eq!(next_step(Sent::Unroutable, Publication::PutOff), Next::Compute);
-        let unsure = next_step(Sent::Unconfirmed("w".into()), Publication::PutOff);
+        assert_eq!(next_step(PublishOutcome::Unroutable, Publication::PutOff), Next::Compute);
+        let unsure = next_step(PublishOutcome::Unconfirmed("w".into()), Publication::PutOff);
         assert!(matches!(unsure, Next::DeadLetter(Reason::Unconfirmed, _)), "it may be in its queue");
         let error = TaskError::new(TaskErrorKind::Fault, "x");
         for sent in every_failure() {

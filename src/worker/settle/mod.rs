@@ -30,7 +30,7 @@ use tokio::time::timeout;
 
 use self::breaker::Admission;
 use self::counting::Answered;
-use self::follow::{DeadLettering, Next, Publication, Reply, Sent, next_step};
+use self::follow::{DeadLettering, Next, Publication, PublishOutcome, Reply, next_step};
 use self::outcome::{Disposition, Tries, disposition, longest_delay};
 use self::publishing::{Destination, Owner};
 use super::WorkerError;
@@ -327,7 +327,7 @@ impl Settlement {
         let message = Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline)));
         let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let sent = self.publish_in_time(accepted, to, &message).await?;
-        if sent == Sent::Confirmed {
+        if sent == PublishOutcome::Confirmed {
             accepted.traced.retried(error);
             let delay_ms = delay.after.as_millis() as u64;
             tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
@@ -350,17 +350,17 @@ impl Settlement {
         accepted: &Accepted,
         delay: Delay,
         waits_for: WaitsFor,
-    ) -> Result<Sent, WorkerError> {
+    ) -> Result<PublishOutcome, WorkerError> {
         let task = &accepted.task;
         let waits_for_queue = waits_for == WaitsFor::ReplyQueue;
         let since = waits_for_queue.then(|| task.put_off_since(SystemTime::now()));
         let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline)));
         let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let mut sent = self.publish_in_time(accepted, to, &message).await?;
-        if sent == Sent::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
+        if sent == PublishOutcome::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
             sent = self.publish_in_time(accepted, to, &message).await?;
         }
-        if sent == Sent::Confirmed {
+        if sent == PublishOutcome::Confirmed {
             accepted.traced.put_off();
             let (reply_to, delay_ms) = (task.reply_to(), delay.after.as_millis() as u64);
             tracing::debug!(task.id = task.id, reply_to, delay_ms, ?waits_for, "put off");
@@ -464,10 +464,11 @@ impl Settlement {
     ) -> Result<Next, WorkerError> {
         let to = Destination { queue: reply.queue, delay: None, owner };
         let sent = self.publish_in_time(accepted, to, &Arc::new(message)).await?;
-        if owner == Owner::Requester && matches!(sent, Sent::Confirmed | Sent::Unroutable) {
+        if owner == Owner::Requester && matches!(sent, PublishOutcome::Confirmed | PublishOutcome::Unroutable)
+        {
             self.breakers.record_accepted(reply.queue, tokio::time::Instant::now());
         }
-        if matches!(sent, Sent::Evicted(_)) && accepted.delivery.source == Source::Main {
+        if matches!(sent, PublishOutcome::Evicted(_)) && accepted.delivery.source == Source::Main {
             reply.delay = longest_delay(&self.retry, self.time_to_wait(accepted), rand::random());
         }
         Ok(next_step(sent, Publication::Reply(reply)))

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
-use super::follow::Sent;
+use super::follow::PublishOutcome;
 use super::{Accepted, MIN_PUBLISH_TIME, POLL_INTERVAL, STALLED_AFTER, Settlement};
 use crate::backoff::Backoff;
 use crate::broker::{Delay, Published};
@@ -61,7 +61,7 @@ impl Settlement {
         accepted: &Accepted,
         to: Destination<'_>,
         message: &Arc<Message>,
-    ) -> Result<Sent, WorkerError> {
+    ) -> Result<PublishOutcome, WorkerError> {
         let limit = match to.owner {
             Owner::Pool => self.queue_timeouts.pool,
             // The reply of a task that has waited before is tried at least once more.
@@ -90,7 +90,7 @@ impl Settlement {
         // A message that the broker has not answered may yet arrive.
         let given_up_at = Instant::now();
         let will_answer =
-            matches!(given_up, Sent::Evicted(_)) && attempts.was_refused.load(Ordering::Relaxed);
+            matches!(given_up, PublishOutcome::Evicted(_)) && attempts.was_refused.load(Ordering::Relaxed);
         let answer_time = if will_answer { ANSWER_TIME } else { MIN_PUBLISH_TIME };
         while attempts.is_unanswered.load(Ordering::Relaxed) && given_up_at.elapsed() < answer_time {
             if let Ok(sent) = timeout(LAST_POLL_INTERVAL, &mut published).await {
@@ -98,8 +98,8 @@ impl Settlement {
             }
         }
         Ok(match given_up {
-            Sent::Evicted(message) if attempts.is_unanswered.load(Ordering::Relaxed) => {
-                Sent::Unconfirmed(message)
+            PublishOutcome::Evicted(message) if attempts.is_unanswered.load(Ordering::Relaxed) => {
+                PublishOutcome::Unconfirmed(message)
             }
             other => other,
         })
@@ -116,10 +116,11 @@ impl Settlement {
         bytes: usize,
         limit: Duration,
         attempts: &Attempts,
-    ) -> Sent {
+    ) -> PublishOutcome {
         let queue = to.queue;
-        let timed_out =
-            || Sent::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"));
+        let timed_out = || {
+            PublishOutcome::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"))
+        };
         if to.owner == Owner::Pool {
             self.broker_takes_messages_for(limit).await;
             return timed_out();
@@ -150,7 +151,7 @@ impl Settlement {
         if !is_evicted {
             return timed_out();
         }
-        Sent::Evicted(format!(
+        PublishOutcome::Evicted(format!(
             "queue {queue:?} takes no message now, and too many tasks wait for such queues"
         ))
     }
@@ -174,7 +175,7 @@ impl Settlement {
         Destination { queue, delay, .. }: Destination<'_>,
         message: &Arc<Message>,
         attempts: &Attempts,
-    ) -> Result<Sent, WorkerError> {
+    ) -> Result<PublishOutcome, WorkerError> {
         let mut failures = 0;
         loop {
             let publishing = match delay {
@@ -183,9 +184,9 @@ impl Settlement {
             };
             attempts.is_unanswered.store(true, Ordering::Relaxed);
             let failure = match publishing.await? {
-                Published::Confirmed => return Ok(Sent::Confirmed),
-                Published::Unroutable => return Ok(Sent::Unroutable),
-                Published::Refused(message) => return Ok(Sent::Refused(message)),
+                Published::Confirmed => return Ok(PublishOutcome::Confirmed),
+                Published::Unroutable => return Ok(PublishOutcome::Unroutable),
+                Published::Refused(message) => return Ok(PublishOutcome::Refused(message)),
                 Published::Nacked => {
                     "the broker did not accept the message (nack); the queue may be full".to_owned()
                 }
@@ -227,13 +228,13 @@ impl Settlement {
                 }
             };
             let failure = match sent {
-                Sent::Confirmed => {
+                PublishOutcome::Confirmed => {
                     let reason = reason.as_str().to_owned();
                     self.counters
                         .count(|stats: &mut Stats| *stats.dead_lettered.entry(reason).or_default() += 1);
                     return Ok(());
                 }
-                Sent::Refused(message) if !has_dropped_headers => {
+                PublishOutcome::Refused(message) if !has_dropped_headers => {
                     tracing::warn!(
                         queue,
                         error = message,
@@ -242,13 +243,15 @@ impl Settlement {
                     (dead_letter, has_dropped_headers) = (without_producer_headers(dead_letter), true);
                     continue;
                 }
-                Sent::Unroutable => match self.publisher.restore().await {
+                PublishOutcome::Unroutable => match self.publisher.restore().await {
                     Ok(true) if failures == 0 => "it did not exist, and was made again".to_owned(),
                     Ok(true) => "it does not exist, though it was made again".to_owned(),
                     Ok(false) => "it does not exist; make it, or set broker.declare = true".to_owned(),
                     Err(error) => format!("it does not exist, and cannot be made: {error}"),
                 },
-                Sent::Unconfirmed(message) | Sent::Evicted(message) | Sent::Refused(message) => message,
+                PublishOutcome::Unconfirmed(message)
+                | PublishOutcome::Evicted(message)
+                | PublishOutcome::Refused(message) => message,
             };
             failures += 1;
             let message = format!("dead-letter queue {queue:?}: {failure}");

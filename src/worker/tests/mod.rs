@@ -105,7 +105,7 @@ impl Rig {
         Self { memory, stop, control, stdout, worker }
     }
 
-    /// Waits until the worker has written an event that matches to its stdout.
+    /// Waits until the worker has written a matching event to its stdout.
     async fn wait_for_event(&self, matches: impl Fn(&Event) -> bool) {
         loop {
             let written = self.stdout.written.notified();

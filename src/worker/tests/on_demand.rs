@@ -162,7 +162,7 @@ async fn a_task_of_many_inputs_makes_few_ahead_and_its_reply_has_all_in_order() 
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn a_task_of_many_inputs_holds_up_no_other_by_more_than_a_slice_and_a_batch() {
+async fn a_task_of_many_inputs_delays_others_by_a_slice_and_a_batch_at_most() {
     let (rig, record) = start(|_| ());
     rig.memory.deliver([windows("giant", 1_000), windows("first", 1)]);
     rig.memory.until_published("mine", 1).await;
@@ -241,7 +241,7 @@ async fn a_drain_hands_back_a_task_whose_inputs_are_not_all_made() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn bytes_of_waiting_inputs_are_bounded_even_while_a_suspect_task_runs_alone() {
+async fn bytes_of_waiting_inputs_are_bounded_while_a_suspect_task_runs_alone() {
     let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
     let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
     let ids: Vec<String> = (0..20).map(|number| number.to_string()).collect();
@@ -301,7 +301,7 @@ async fn windows_that_are_finished_are_parts_before_the_error_of_a_later_one() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_part() {
+async fn a_cancelled_or_late_streamed_task_is_answered_behind_its_last_part() {
     let (rig, _) = start(|_| ());
     let slow = Duration::from_millis(600);
     for queue in ["mine", "other"] {
@@ -325,7 +325,7 @@ async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_p
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn a_streamed_task_that_is_handed_back_gets_its_parts_again_in_another_stream() {
+async fn a_streamed_task_handed_back_gets_its_parts_again_in_another_stream() {
     let (rig, _) = start(|_| ());
     rig.memory.deliver([streamed("a", "mine", 200)]);
     rig.memory.until_published("mine", 5).await;

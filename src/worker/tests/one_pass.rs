@@ -169,7 +169,7 @@ async fn half_the_prefetch_may_wait_for_a_full_queue_and_the_rest_is_put_off() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
-async fn tasks_are_put_off_also_if_the_broker_takes_seconds_to_refuse_their_replies() {
+async fn tasks_are_put_off_also_if_the_broker_is_slow_to_refuse_their_replies() {
     let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
     rig.memory.set_granted(8);
     rig.memory.set_reaction("full", Reaction::AnswerAfter(Duration::from_millis(1_700), Published::Nacked));

@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn latency_counts_from_the_moment_at_which_a_task_was_due_and_goes_on_without_a_reply() {
+    fn latency_counts_from_when_a_task_was_due_and_goes_on_without_a_reply() {
         let ids: Vec<String> = (0..200).map(|number| number.to_string()).collect();
         let roles: Vec<(&str, Role)> = ids.iter().map(|id| (id.as_str(), INNOCENT)).collect();
         let mut books = books(&roles);

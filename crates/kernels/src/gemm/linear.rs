@@ -1,7 +1,7 @@
 //! The weights of a linear layer on a CPU, in any number format. Decides which layout and which product a format gets.
 //! Owns the weights.
 
-use super::matrix::{Group, Matrix, RowNumbers};
+use super::matrix::{Group, Matrix, RowFormat};
 use super::number_format::NumberFormat;
 use super::{Panels, by_blocks, multiply_rows};
 use crate::may_use_vnni;
@@ -76,7 +76,7 @@ pub fn narrow(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Mat
                 quantised(&columns[column * depth + index * group..][..group], format.max_quantised())
             };
             let matrix = Matrix::of_groups(format, [depth, columns.len() / depth], quantised_group);
-            if may_use_vnni() { matrix.with_rows_as(RowNumbers::Int8) } else { matrix }
+            if may_use_vnni() { matrix.with_rows_as(RowFormat::Int8) } else { matrix }
         }
     })
 }

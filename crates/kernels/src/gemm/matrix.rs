@@ -35,7 +35,7 @@ pub struct Group {
 
 /// The format to which rows are converted before they are multiplied with a quantised matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RowNumbers {
+pub enum RowFormat {
     /// Rows are not converted.
     #[default]
     F32,
@@ -45,7 +45,7 @@ pub enum RowNumbers {
     Int8,
 }
 
-impl RowNumbers {
+impl RowFormat {
     /// The number of 8-bit parts of a number; none for f32.
     fn parts(self) -> Option<usize> {
         match self {
@@ -62,7 +62,7 @@ pub struct Matrix {
     depth: usize,
     width: usize,
     words: PackedWords,
-    rows: RowNumbers,
+    rows: RowFormat,
 }
 
 /// The packed numbers: `[panels, groups of the depth, words of a group, PANEL]`, with ⌈width / PANEL⌉ panels. In a
@@ -151,21 +151,21 @@ impl Matrix {
             let column = row / (groups * words) * PANEL + lane;
             if column < width { word(column, row / words % groups, row % words) } else { 0 }
         });
-        Self { format, depth, width, words: PackedWords::Owned(packed.collect()), rows: RowNumbers::F32 }
+        Self { format, depth, width, words: PackedWords::Owned(packed.collect()), rows: RowFormat::F32 }
     }
 
     /// A matrix whose words were packed before. None if the number of words does not fit.
     pub fn of_words(format: NumberFormat, [depth, width]: [usize; 2], words: PackedWords) -> Option<Self> {
         let count = width.div_ceil(PANEL) * (depth / format.group()) * format.words() * PANEL;
         let fits = words.get().len() == count;
-        fits.then_some(Self { format, depth, width, words, rows: RowNumbers::F32 })
+        fits.then_some(Self { format, depth, width, words, rows: RowFormat::F32 })
     }
 
     /// Sets the format to which rows are converted before they are multiplied. Has no effect on a matrix that is not
     /// quantised, or whose depth is not a multiple of 32. Formats other than f32 require that the CPU
     /// [`may_use_vnni`](crate::may_use_vnni).
     #[must_use]
-    pub fn with_rows_as(mut self, rows: RowNumbers) -> Self {
+    pub fn with_rows_as(mut self, rows: RowFormat) -> Self {
         if self.format.is_scaled() && self.depth.is_multiple_of(32) {
             self.rows = rows;
         }
@@ -225,7 +225,7 @@ impl Matrix {
 
     /// As [`multiply`](Self::multiply), but on this thread alone.
     pub fn multiply_single_threaded(&self, rows: &[f32], out: &mut [f32]) {
-        if self.rows == RowNumbers::F32 && rows.len() > MANY_ROWS * self.depth {
+        if self.rows == RowFormat::F32 && rows.len() > MANY_ROWS * self.depth {
             return self.multiply_unpacked(rows, out);
         }
         let left = LeftRows::new(self, rows);
@@ -482,8 +482,8 @@ mod tests {
     }
 
     /// Each format of quantised matrices with each format of quantised rows, and the largest number in such a row.
-    fn quantised_formats() -> impl Iterator<Item = (NumberFormat, (RowNumbers, f32))> {
-        let rows = [(RowNumbers::Int8, 127.0), (RowNumbers::Int16, 127.0 * 128.0)];
+    fn quantised_formats() -> impl Iterator<Item = (NumberFormat, (RowFormat, f32))> {
+        let rows = [(RowFormat::Int8, 127.0), (RowFormat::Int16, 127.0 * 128.0)];
         [NumberFormat::Bits4, NumberFormat::Bits8, NumberFormat::Bits8By16]
             .into_iter()
             .flat_map(move |it| rows.map(|kind| (it, kind)))

@@ -23,7 +23,7 @@ use super::activation::Activation;
 use super::dispatch;
 pub use layout::{Panels, Rows};
 pub use linear::{Linear, NotWholeGroups, narrow};
-pub use matrix::{Group, Matrix, PackedWords, RowNumbers, multiply_together};
+pub use matrix::{Group, Matrix, PackedWords, RowFormat, multiply_together};
 pub use number_format::NumberFormat;
 use size::Tile;
 pub use size::{COLUMNS, RUN};

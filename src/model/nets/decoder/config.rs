@@ -165,7 +165,7 @@ impl DecoderConfig {
     ///
     /// # Errors
     /// [`LoadError::File`] naming a value that is missing or impossible.
-    pub fn of_gguf(gguf: &Gguf) -> Result<Self, LoadError> {
+    pub fn from_gguf(gguf: &Gguf) -> Result<Self, LoadError> {
         let architecture = gguf.text("general.architecture").unwrap_or("(none)");
         let family = Family::named(architecture)
             .ok_or_else(|| gguf.fault(format!("general.architecture {architecture:?} is no decoder")))?;
@@ -331,7 +331,7 @@ mod tests {
             let values: Vec<_> = values.iter().map(|(name, value)| (name.as_str(), value)).collect();
             let values = [&values[..], &[("llama.attention.key_length", &gguf_file::Value::U32(2))]].concat();
             gguf_file::write(&mut std::fs::File::create(&path).unwrap(), &values, &[]).unwrap();
-            DecoderConfig::of_gguf(&Gguf::read(&path).unwrap()).map_err(|error| error.to_string())
+            DecoderConfig::from_gguf(&Gguf::read(&path).unwrap()).map_err(|error| error.to_string())
         };
         assert_eq!(read("none").unwrap().vocabulary, 4);
         for name in &names[1..] {

@@ -2,20 +2,20 @@
 //! own position. Owns the weights. Each row is computed separately; attention also reads the keys and values of the
 //! row's own sequence. So a token's results do not depend on what else is in the step.
 
-use super::Weights;
+use super::DecoderWeights;
 use super::config::DecoderConfig;
 use crate::model::LoadError;
 use crate::model::ops::causal::{Span, attend};
 use crate::model::ops::kv::KvBlocks;
-use crate::model::ops::{Matrix, Rotary, gate, multiply_together, rms_norm};
+use crate::model::ops::{Matrix, Rotary, multiply_together, rms_norm, silu_multiply};
 
-/// The weights of a decoder.
+/// A decoder in the host's memory: its weights, and the buffers of a step.
 pub struct Decoder {
     config: DecoderConfig,
     token_embeddings: Matrix,
     layers: Vec<Layer>,
     norm: Vec<f32>,
-    /// None if the token embeddings are also the last layer.
+    /// The output projection. None if the token embeddings serve as it.
     head: Option<Matrix>,
     rotary: Rotary,
     /// Reused by the next step.
@@ -43,7 +43,7 @@ impl Layer {
     ///
     /// # Errors
     /// As [`Decoder::load`].
-    pub fn load(weights: &Weights, config: &DecoderConfig, index: usize) -> Result<Self, LoadError> {
+    pub fn load(weights: &DecoderWeights, config: &DecoderConfig, index: usize) -> Result<Self, LoadError> {
         let DecoderConfig { hidden, inner, heads, kv_heads, head_width, .. } = *config;
         let (query_width, key_width) = (heads * head_width, kv_heads * head_width);
         let linear = |part, shape| weights.matrix(index, part, shape);
@@ -92,7 +92,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
-    pub fn load(weights: &Weights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
+    pub fn load(weights: &DecoderWeights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
         let DecoderConfig { hidden, vocabulary, .. } = *config;
         let layer = |index| Layer::load(weights, config, index);
         Ok(Self {
@@ -107,7 +107,7 @@ impl Decoder {
     }
 
     /// All matrices, with their names in `weights`.
-    pub fn matrices(&self, weights: &Weights) -> Vec<(String, &Matrix)> {
+    pub fn matrices(&self, weights: &DecoderWeights) -> Vec<(String, &Matrix)> {
         let names = weights.tensor_names();
         let [q, k, v] = names.qkv;
         let mut all = vec![(weights.token_embeddings_name().to_owned(), &self.token_embeddings)];
@@ -122,9 +122,9 @@ impl Decoder {
         all
     }
 
-    /// Computes a step, and writes the logits after the rows `wanted` to `logits`, `[wanted, vocabulary]`. `ids` are
-    /// the tokens of all `spans`, in their order; they must be in the vocabulary. The keys and values of these tokens
-    /// are written to `kv`.
+    /// Computes a step. For each row in `wanted`, writes the logits of the token that follows it to `logits`, which
+    /// becomes `[wanted.len(), vocabulary]`. `ids` are the tokens of all `spans`, in their order; they must be in the
+    /// vocabulary. The keys and values of these tokens are written to `kv`.
     pub fn forward(
         &mut self,
         kv: &mut KvBlocks,
@@ -136,8 +136,8 @@ impl Decoder {
         if rayon::current_num_threads() == 1 {
             return self.step(kv, ids, spans, wanted, logits);
         }
-        // The step runs on one of the threads that share the products. If this thread submitted each product to them
-        // and slept until it is done, that would take longer than most products.
+        // The whole step runs on one of rayon's threads, which share the matrix products. From a thread outside the
+        // pool, each product would need a hand-over and a wake-up, which take longer than most products.
         rayon::scope(|_| self.step(kv, ids, spans, wanted, logits));
     }
 
@@ -233,7 +233,7 @@ impl Decoder {
         gates.resize(rows * inner, 0.0);
         up.resize(rows * inner, 0.0);
         multiply_together([&layer.gate, &layer.up], normed, [gates, up]);
-        gate(gates, up);
+        silu_multiply(gates, up);
         layer.down.multiply(gates, product);
         x.iter_mut().zip(product).for_each(|(x, product)| *x += *product);
     }

@@ -1,5 +1,5 @@
-//! Decoder networks, which generate text: Llama, Qwen2, Qwen3. The rows of a step are tokens of any sequences. Defines
-//! the names of tensors; `host` and `on_device` compute.
+//! Decoder networks, which generate text: Llama, Qwen2, Qwen3. One step (a forward pass) takes tokens of any number of
+//! sequences, one row for each token. This file defines the names of tensors; `host` and `on_device` compute.
 
 pub mod config;
 mod host;
@@ -17,14 +17,14 @@ use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::packed_cache::PackedCache;
-use crate::model::load::weights::{Precision, Weights as Tensors};
+use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::KvBlocks;
-use crate::model::ops::{Matrix, RowNumbers};
+use crate::model::ops::{Matrix, RowFormat};
 
 /// A decoder with the keys and values of its sequences.
 pub enum CachedDecoder {
-    /// On the host. Results are equal to the bit, whatever else is in the batch.
+    /// On the host. A token's results are the same to the last bit, whatever else is in the batch.
     Host(Box<Decoder>, KvBlocks),
     /// On any device, by candle's operations.
     Device(DeviceDecoder),
@@ -60,17 +60,17 @@ impl CachedDecoder {
 }
 
 /// A decoder's tensors by their names in its files.
-pub struct Weights {
+pub struct DecoderWeights {
     files: Files,
     family: Family,
     /// The cache of packed matrices, if there is one.
     packed_cache: Option<PackedCache>,
     /// The format to which rows are converted before they are multiplied with quantised matrices.
-    row_format: RowNumbers,
+    row_format: RowFormat,
 }
 
 enum Files {
-    Safetensors(Tensors),
+    Safetensors(Weights),
     Gguf(Gguf),
 }
 
@@ -96,7 +96,7 @@ pub struct TensorNames {
     pub down: &'static str,
 }
 
-/// The name of the last layer in safetensors files. It has no prefix.
+/// The name of the output projection (the LM head) in safetensors files. It never has a prefix.
 const HEAD: &str = "lm_head.weight";
 
 /// The name of the token embeddings in GGUF files.
@@ -126,29 +126,30 @@ const GGUF: TensorNames = TensorNames {
     down: "ffn_down.weight",
 };
 
-impl Weights {
+impl DecoderWeights {
     /// The tensors of safetensors files.
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that is missing or broken.
-    pub fn of_files(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
+    pub fn from_safetensors(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
-        let tensors = Tensors::read(&paths, "model", "embed_tokens.weight", &Device::Cpu, Precision::F32)?;
+        let (base, marker) = ("model", "embed_tokens.weight");
+        let tensors = Weights::read(&paths, base, marker, &Device::Cpu, Precision::F32)?;
         Ok(Self {
             files: Files::Safetensors(tensors),
             family: config.family,
             packed_cache: None,
-            row_format: RowNumbers::F32,
+            row_format: RowFormat::F32,
         })
     }
 
     /// The tensors of a GGUF file.
-    pub fn of_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
+    pub fn from_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
         Self {
             files: Files::Gguf(gguf),
             family: config.family,
             packed_cache: None,
-            row_format: RowNumbers::F32,
+            row_format: RowFormat::F32,
         }
     }
 
@@ -158,7 +159,7 @@ impl Weights {
     }
 
     /// Sets the format to which rows are converted before they are multiplied ([`Matrix::with_rows_as`]).
-    pub fn multiply_rows_as(&mut self, rows: RowNumbers) {
+    pub fn multiply_rows_as(&mut self, rows: RowFormat) {
         self.row_format = rows;
     }
 
@@ -194,13 +195,13 @@ impl Weights {
         }
     }
 
-    /// The matrix `[depth, width]` of a linear layer.
+    /// The matrix `[inputs, outputs]` of a linear layer.
     fn matrix(&self, layer: usize, part: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
         self.matrix_by_name(&self.layer_name(layer, part), shape, |column| column)
     }
 
     /// The projection to queries or keys, whose heads are rotated in pairs of numbers. In GGUF files of Llama the two
-    /// numbers of a pair are adjacent; in all other files they are half a head apart.
+    /// numbers of a pair are adjacent; in all other files, and in the result, they are half a head apart.
     fn rotary_matrix(
         &self,
         layer: usize,
@@ -211,28 +212,31 @@ impl Weights {
         let width = shape[1] / heads;
         let is_interleaved = matches!(self.files, Files::Gguf(_)) && self.family == Family::Llama;
         self.matrix_by_name(&self.layer_name(layer, part), shape, |column| {
-            let (head, number) = (column / width, column % width);
-            let paired = number % (width / 2) * 2 + number / (width / 2);
-            if is_interleaved { head * width + paired } else { column }
+            if !is_interleaved {
+                return column;
+            }
+            let (head, index_in_head) = (column / width, column % width);
+            let (half, pair) = (index_in_head / (width / 2), index_in_head % (width / 2));
+            head * width + 2 * pair + half
         })
     }
 
-    /// Reads the matrix `name` `[depth, width]`, from the cache if it is there. In a GGUF file, column `c` of the
+    /// Reads the matrix `name` `[inputs, outputs]`, from the cache if it is there. In a GGUF file, column `c` of the
     /// result is row `row(c)` of the file's matrix; `row` is not used for other files.
     fn matrix_by_name(
         &self,
         name: &str,
-        [depth, width]: [usize; 2],
+        [inputs, outputs]: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(name, [depth, width]));
+        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(name, [inputs, outputs]));
         let matrix = match (cached, &self.files) {
             (Some(matrix), _) => matrix,
             (None, Files::Safetensors(tensors)) if name == HEAD => {
-                tensors.matrix_by_full_name(name, [depth, width])?
+                tensors.matrix_by_full_name(name, [inputs, outputs])?
             }
-            (None, Files::Safetensors(tensors)) => tensors.matrix(name, [depth, width])?,
-            (None, Files::Gguf(gguf)) => gguf.matrix(name, [depth, width], row)?,
+            (None, Files::Safetensors(tensors)) => tensors.matrix(name, [inputs, outputs])?,
+            (None, Files::Gguf(gguf)) => gguf.matrix(name, [inputs, outputs], row)?,
         };
         Ok(matrix.with_rows_as(self.row_format))
     }
@@ -242,7 +246,7 @@ impl Weights {
         self.matrix_by_name(self.token_embeddings_name(), shape, |column| column)
     }
 
-    /// The last layer.
+    /// The output projection.
     fn head(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
         self.matrix_by_name(self.head_name(), shape, |column| column)
     }

@@ -13,7 +13,7 @@ use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope;
 
 use super::config::DecoderConfig;
-use super::{Weights, host};
+use super::{DecoderWeights, host};
 use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_precision};
 use crate::model::ops::causal::Span;
@@ -92,7 +92,7 @@ impl DeviceDecoder {
     pub fn load(
         spec: &LoadSpec,
         device: &Device,
-        weights: &Weights,
+        weights: &DecoderWeights,
         config: &DecoderConfig,
         kv_sizes: KvSizes,
     ) -> Loaded<Self> {
@@ -151,7 +151,12 @@ impl DeviceDecoder {
     ///
     /// # Errors
     /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
-    pub fn compare_with_cpu(&self, spec: &LoadSpec, weights: &Weights, numbers: KvNumbers) -> Loaded<()> {
+    pub fn compare_with_cpu(
+        &self,
+        spec: &LoadSpec,
+        weights: &DecoderWeights,
+        numbers: KvNumbers,
+    ) -> Loaded<()> {
         let candle = |error: candle_core::Error| fitness::failed(spec, &ForwardError::from(&error));
         if !fitness::needs_comparison(&self.device, spec.dtype) {
             return Ok(());
@@ -349,7 +354,7 @@ mod tests {
     struct Case {
         spec: LoadSpec,
         config: DecoderConfig,
-        weights: Weights,
+        weights: DecoderWeights,
         prompts: Vec<Vec<u32>>,
     }
 
@@ -358,7 +363,7 @@ mod tests {
         let spec = LoadSpec::new(folder.to_str().unwrap());
         let files = ModelFiles::locate(&spec.source).unwrap();
         let config = DecoderConfig::read(&files, name).unwrap();
-        let weights = Weights::of_files(&files, &config).unwrap();
+        let weights = DecoderWeights::from_safetensors(&files, &config).unwrap();
         let text = std::fs::read_to_string(folder.join("expected.json")).unwrap();
         let expected: serde_json::Value = serde_json::from_str(&text).unwrap();
         let prompts = expected["prompts"].as_array().unwrap().iter();

@@ -11,23 +11,24 @@ use crate::model::{LoadError, LoadSpec};
 /// The `model_type` of `config.json`.
 pub const MODEL_TYPE: &str = "hibari";
 
-/// The largest sizes that are accepted. They are far above those of any model, but their products do not overflow.
+/// The largest sizes that are accepted. They are far above those of any model, and small enough that their products do
+/// not overflow.
 const MAX_WIDTH: usize = 1 << 14;
 const MAX_COUNT: usize = 1 << 8;
 const MAX_HOP: usize = 1 << 12;
-/// The most voices of a model. Each takes 25 MB of memory.
+/// Maximum number of voices of a model. Each takes 25 MB of memory.
 const MAX_VOICES: usize = 64;
 
 /// The sizes of the network, its voices and its symbols.
 #[derive(Clone, Debug, Deserialize)]
 pub struct HibariConfig {
-    /// Samples in a second of sound.
+    /// Samples per second.
     pub sample_rate: u32,
-    /// Samples from one frame to the next. A frame's window has four times as many.
+    /// Samples from one frame to the next. A frame's window is four hops long.
     pub hop: usize,
     /// The number of symbols that have an embedding.
     pub symbols: usize,
-    /// The encoder of symbols for the decoder.
+    /// The encoder of symbols whose output the decoder gets.
     pub text: TextSizes,
     /// The network that finds durations and pitch.
     pub prosody: ProsodySizes,
@@ -100,7 +101,7 @@ impl HibariConfig {
 
     fn check(&self) -> Result<(), String> {
         let Self { text, prosody, decoder, .. } = self;
-        for (name, size, most) in [
+        for (name, size, max) in [
             ("sample_rate", self.sample_rate as usize, 1 << 18),
             ("hop", self.hop, MAX_HOP),
             ("symbols", self.symbols, MAX_WIDTH),
@@ -113,8 +114,8 @@ impl HibariConfig {
             ("decoder.width", decoder.width, MAX_WIDTH),
             ("decoder.inner", decoder.inner, MAX_WIDTH),
         ] {
-            if !(1..=most).contains(&size) {
-                return Err(format!("{name} is {size}; from 1 to {most} is read"));
+            if !(1..=max).contains(&size) {
+                return Err(format!("{name} is {size}; from 1 to {max} is read"));
             }
         }
         for (name, count) in [
@@ -154,7 +155,7 @@ impl HibariConfig {
         Ok(())
     }
 
-    /// The numbers of one of a frame's spectra.
+    /// The number of values in each spectrum of a frame.
     pub fn bins(&self) -> usize {
         2 * self.hop + 1
     }

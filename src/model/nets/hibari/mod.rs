@@ -22,13 +22,13 @@ type Loaded<T> = std::result::Result<T, LoadError>;
 
 /// Added to the variance of each norm.
 const EPS: f32 = 1e-5;
-/// Frames for each row of the network for pitch.
+/// Number of frames for which the prosody network computes one row.
 const FRAMES_PER_ROW: usize = 2;
 /// The unit of the network's pitch, in Hz.
 const PITCH_UNIT: f32 = 100.0;
 /// The decoder gets the logarithm of the pitch, divided by this.
 const LOG_PITCH_UNIT: f32 = 5.0;
-/// The spectra of a frame: see [`Hibari::spectra`].
+/// Number of spectra of a frame. [`Hibari::spectra`] lists them.
 pub const SPECTRA: usize = 5;
 
 /// The network of one voice.
@@ -48,11 +48,11 @@ pub struct Symbols<'a> {
     pub speed: f32,
 }
 
-/// What the encoders have computed for some sentences.
+/// The encoders' output for some sentences.
 pub struct Encoded {
     /// One row for each symbol, for the decoder.
     text: Tensor,
-    /// The same for the pitch.
+    /// One row for each symbol, for the prosody network.
     prosody: Tensor,
     /// For each sentence, the duration of each of its symbols, in rows of two frames.
     durations: Vec<Vec<usize>>,
@@ -84,18 +84,18 @@ impl Hibari {
             let reason = format!("dtype is {:?}; speech is synthesized in f32", spec.dtype.name());
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
-        let network = Self::on(device, config, path.clone())?;
+        let network = Self::read(device, config, path.clone())?;
         if !device.is_cpu() {
-            let reference = Self::on(&Device::Cpu, config, path)?;
+            let reference = Self::read(&Device::Cpu, config, path)?;
             let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
-            let found = network.known_vectors(config).map_err(failed)?;
-            let expected = reference.known_vectors(config).map_err(failed)?;
+            let found = network.known_spectra(config).map_err(failed)?;
+            let expected = reference.known_spectra(config).map_err(failed)?;
             fitness::compare(spec, "sentence", Some(&found), Some(&expected))?;
         }
         Ok(network)
     }
 
-    fn on(device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
+    fn read(device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
         // The names of the tensors have no common prefix.
         let weights = Weights::read(&[path], "model", "m.head.bias", device, Precision::F32)?;
         let reader = Reader { weights: &weights };
@@ -107,11 +107,11 @@ impl Hibari {
         })
     }
 
-    /// The spectra of a known sentence, whose symbols all last equally long: durations are rounded, so that two
-    /// devices may differ by a whole frame.
-    fn known_vectors(&self, config: &HibariConfig) -> Result<Vec<f32>> {
+    /// The spectra of a known sentence. All its symbols have the same duration, because computed durations are rounded
+    /// and may differ between two devices by a whole row.
+    fn known_spectra(&self, config: &HibariConfig) -> Result<Vec<f32>> {
         const SYMBOLS: u32 = 24;
-        let ids: Vec<u32> = (0..SYMBOLS).map(|at| at * 7 % config.symbols as u32).collect();
+        let ids: Vec<u32> = (0..SYMBOLS).map(|index| index * 7 % config.symbols as u32).collect();
         let mut encoded = self.encode(&[Symbols { ids: &ids, speed: 1.0 }])?;
         encoded.durations = vec![vec![2; ids.len()]];
         let decoded = self.decode(&encoded, &[true])?;
@@ -130,13 +130,13 @@ impl Hibari {
         let text = self.text.forward(&ids, &lengths)?;
         let prosody = self.prosody.text.forward(&ids, &lengths)?;
         let inner = self.prosody.durations[0].forward(&prosody, &lengths)?.gelu_erf()?;
-        let numbers: Vec<f32> =
+        let log_durations: Vec<f32> =
             self.prosody.durations[1].forward(&inner, &lengths)?.flatten_all()?.to_vec1()?;
-        let mut numbers = &numbers[..];
+        let mut log_durations = &log_durations[..];
         let durations = sentences.iter().map(|sentence| {
-            let (own, others) = numbers.split_at(sentence.ids.len());
-            numbers = others;
-            own.iter().map(|number| duration(*number, sentence.speed)).collect()
+            let (of_sentence, others) = log_durations.split_at(sentence.ids.len());
+            log_durations = others;
+            of_sentence.iter().map(|log_duration| duration(*log_duration, sentence.speed)).collect()
         });
         let durations = durations.collect();
         Ok(Encoded { text, prosody, durations })
@@ -148,13 +148,14 @@ impl Hibari {
     /// The device fails.
     pub fn decode(&self, encoded: &Encoded, wanted: &[bool]) -> Result<Vec<Decoded>> {
         let Encoded { text, prosody, durations } = encoded;
+        // The index of the sentence's first symbol.
         let mut first = 0;
-        let (mut symbols, mut rows) = (Vec::new(), Vec::new());
+        let (mut symbol_of_row, mut rows) = (Vec::new(), Vec::new());
         for (durations, wanted) in durations.iter().zip(wanted) {
             if *wanted {
-                let of_symbol =
+                let rows_of_symbol =
                     |(index, count): (usize, &usize)| std::iter::repeat_n((first + index) as u32, *count);
-                symbols.extend(durations.iter().enumerate().flat_map(of_symbol));
+                symbol_of_row.extend(durations.iter().enumerate().flat_map(rows_of_symbol));
                 rows.push(durations.iter().sum::<usize>());
             }
             first += durations.len();
@@ -163,11 +164,11 @@ impl Hibari {
             return Ok(Vec::new());
         }
         let frames: Vec<usize> = rows.iter().map(|rows| rows * FRAMES_PER_ROW).collect();
-        let of_row = Tensor::new(&symbols[..], &self.device)?;
-        let pitch_and_energy = self.prosody.forward(&prosody.index_select(&of_row, 0)?, &rows)?;
-        let doubled: Vec<u32> =
-            symbols.iter().flat_map(|symbol| std::iter::repeat_n(*symbol, FRAMES_PER_ROW)).collect();
-        let text = text.index_select(&Tensor::new(doubled, &self.device)?, 0)?;
+        let indices = Tensor::new(&symbol_of_row[..], &self.device)?;
+        let pitch_and_energy = self.prosody.forward(&prosody.index_select(&indices, 0)?, &rows)?;
+        let symbol_of_frame: Vec<u32> =
+            symbol_of_row.iter().flat_map(|symbol| std::iter::repeat_n(*symbol, FRAMES_PER_ROW)).collect();
+        let text = text.index_select(&Tensor::new(symbol_of_frame, &self.device)?, 0)?;
         let vectors = self.decoder.forward(&text, &pitch_and_energy, &frames)?;
         let mut start = 0;
         let of_sentence = |count: &usize| {
@@ -179,9 +180,9 @@ impl Hibari {
         frames.iter().map(of_sentence).collect()
     }
 
-    /// The spectra of `count` frames from the frame `first` on, `[count, SPECTRA, bins]`. They are the logarithm of the
-    /// harmonic part's magnitude, its phase before tanh, the logarithm of the noise's magnitude, and logarithm of the
-    /// magnitude and phase of what remains.
+    /// The spectra of `count` frames from the frame `first` on, `[count, SPECTRA, bins]`. They are, in this order: the
+    /// log magnitude of the harmonic part, its phase before tanh, the log magnitude of the noise, the log magnitude of
+    /// the remainder, and its phase.
     ///
     /// # Errors
     /// The device fails.
@@ -191,13 +192,14 @@ impl Hibari {
     }
 }
 
-/// The duration of a symbol in rows, from the network's number. It is rounded half to even, as in the reference.
-fn duration(number: f32, speed: f32) -> usize {
+/// The duration of a symbol in rows. The network computes ln(1 + duration) at speed 1. The result is rounded half to
+/// even, as in the Python package.
+fn duration(log_duration: f32, speed: f32) -> usize {
     // A number that is not finite becomes 1 or the largest duration, which is refused later.
-    (((number.exp() - 1.0) / speed).round_ties_even().max(1.0) as usize).min(MAX_DURATION)
+    (((log_duration.exp() - 1.0) / speed).round_ties_even().max(1.0) as usize).min(MAX_DURATION)
 }
 
-/// The longest duration that is computed with, in rows. Sums of it do not overflow.
+/// Maximum duration of a symbol, in rows. Sums of such durations do not overflow.
 const MAX_DURATION: usize = 1 << 24;
 
 /// An encoder of symbols.
@@ -205,10 +207,10 @@ struct TextEncoder {
     /// `[symbols, width]`.
     embeddings: Tensor,
     convolutions: Vec<ConvolutionBlock>,
-    /// The only layer.
+    /// The transformer's only layer.
     layer: Blocks,
     /// How often the layer is applied.
-    layers: usize,
+    layer_repeats: usize,
     norm: NormParams,
 }
 
@@ -218,7 +220,7 @@ impl TextEncoder {
         for block in &self.convolutions {
             x = block.forward(&x, lengths)?;
         }
-        for _ in 0..self.layers {
+        for _ in 0..self.layer_repeats {
             x = self.layer.forward(x, |attention, x| attention.forward(x, lengths))?;
         }
         normed(&x, Some(&self.norm))
@@ -288,7 +290,7 @@ impl Decoder {
     }
 }
 
-/// Reads weights.
+/// Reads the weights of the network's parts.
 struct Reader<'a> {
     weights: &'a Weights,
 }
@@ -296,12 +298,12 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn norm(&self, name: &str, width: usize) -> Loaded<NormParams> {
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[width]);
-        // The bias that is added before the norm, not the norm's own.
-        let no_bias = self.weights.checked(name, self.weights.zeros(&[width]))?;
-        self.weights.checked(name, NormParams::new(&no_bias, &get("weight")?, &get("bias")?, EPS))
+        // The bias that `add_norm` adds before the norm. It is not the norm's own bias.
+        let zero_bias = self.weights.checked(name, self.weights.zeros(&[width]))?;
+        self.weights.checked(name, NormParams::new(&zero_bias, &get("weight")?, &get("bias")?, EPS))
     }
 
-    /// The convolution `name` from `channels` to `width` channels.
+    /// The convolution `name` from `channels` to `width` channels, over `taps` frames.
     fn convolution(&self, name: &str, [channels, width, taps]: [usize; 3]) -> Loaded<TimeConvolution> {
         let weights = self.weights.get(&format!("{name}.weight"), &[width, channels, taps])?;
         let bias = self.weights.get(&format!("{name}.bias"), &[width])?;
@@ -347,20 +349,20 @@ impl Reader<'_> {
         let get = |part: &str, shape: &[usize]| self.weights.get(&format!("{name}.{part}"), shape);
         let joint = get("self_attn.in_proj_weight", &[3 * width, width])?;
         let joint_bias = get("self_attn.in_proj_bias", &[3 * width])?;
-        let part = |index: usize| {
-            let part = |joint: &Tensor| joint.narrow(0, index * width, width)?.contiguous();
-            self.weights.checked(name, part(&joint).and_then(|matrix| Ok((matrix, part(&joint_bias)?))))
+        let projection = |index: usize| {
+            let slice = |joint: &Tensor| joint.narrow(0, index * width, width)?.contiguous();
+            self.weights.checked(name, slice(&joint).and_then(|matrix| Ok((matrix, slice(&joint_bias)?))))
         };
-        let after = |bias: &str| self.weights.checked(name, Epilogue::bias(&get(bias, &[width])?));
+        let epilogue = |bias: &str| self.weights.checked(name, Epilogue::bias(&get(bias, &[width])?));
         let format = self.weights.matrix_format();
         let matrices = AttentionWeights {
-            qkv: [part(0)?, part(1)?, part(2)?],
+            qkv: [projection(0)?, projection(1)?, projection(2)?],
             out: get("self_attn.out_proj.weight", &[width, width])?,
             heads,
             position_terms: PositionTerms::default(),
             format,
         };
-        let attention = SelfAttention::new(matrices, after("self_attn.out_proj.bias")?);
+        let attention = SelfAttention::new(matrices, epilogue("self_attn.out_proj.bias")?);
         let up = InputWeights {
             matrix: get("linear1.weight", &[inner, width])?,
             bias: get("linear1.bias", &[inner])?,
@@ -368,7 +370,7 @@ impl Reader<'_> {
             format,
         };
         let down = get("linear2.weight", &[width, inner])?;
-        let feed_forward = FeedForward::new(up, &down, after("linear2.bias")?, Activation::Gelu);
+        let feed_forward = FeedForward::new(up, &down, epilogue("linear2.bias")?, Activation::Gelu);
         let norm = |part: &str| self.norm(&format!("{name}.{part}"), width);
         Ok(Block {
             pre_norms: Some(PreNorms { attention: Some(norm("norm1")?), feed_forward: norm("norm2")? }),
@@ -385,15 +387,16 @@ impl Reader<'_> {
             embeddings: self.weights.get(&format!("{name}.emb.weight"), &[symbols, width])?,
             convolutions: (0..convolutions).map(block).collect::<Loaded<_>>()?,
             layer: Blocks { blocks: vec![self.layer(&format!("{name}.attn"), sizes)?], last_norm: None },
-            layers,
+            layer_repeats: layers,
             norm: self.norm(&format!("{name}.norm"), width)?,
         })
     }
 
     fn prosody(&self, symbols: usize, ProsodySizes { text, dilations }: &ProsodySizes) -> Loaded<Prosody> {
+        const TAPS: usize = 7;
         let TextSizes { width, inner, .. } = *text;
         let block = |(index, dilation): (usize, &usize)| {
-            self.block(&format!("pn.pro.{index}"), [width, inner], 7, *dilation)
+            self.block(&format!("pn.pro.{index}"), [width, inner], TAPS, *dilation)
         };
         Ok(Prosody {
             text: self.text("pn.text", symbols, *text)?,
@@ -408,13 +411,14 @@ impl Reader<'_> {
     }
 
     fn decoder(&self, text_width: usize, sizes: DecoderSizes, bins: usize) -> Loaded<Decoder> {
+        const TAPS: usize = 7;
         let DecoderSizes { width, inner, blocks } = sizes;
-        let block = |index| self.block(&format!("m.dec.{index}"), [width, inner], 7, 1);
+        let block = |index| self.block(&format!("m.dec.{index}"), [width, inner], TAPS, 1);
         let matrix = self.weights.get("m.head.weight", &[SPECTRA * bins, width])?;
         let bias = self.weights.get("m.head.bias", &[SPECTRA * bins])?;
         let head = matrix.unsqueeze(2).and_then(|weights| TimeConvolution::new(&weights, &bias, 1, false));
         Ok(Decoder {
-            input: self.convolution("m.dec_in", [text_width + 2, width, 7])?,
+            input: self.convolution("m.dec_in", [text_width + 2, width, TAPS])?,
             blocks: (0..blocks).map(block).collect::<Loaded<_>>()?,
             norm: self.norm("m.dec_norm", width)?,
             head: self.weights.checked("m.head", head)?,

@@ -3,12 +3,16 @@
 use super::super::Activation;
 use super::{Argument, Launch, Matrix, Pointer, Source};
 
-/// Threads in a block; each handles four numbers at a time.
+/// Threads in a block; each handles four elements at a time.
 const THREADS: u32 = 256;
-/// The largest number of blocks. With more numbers, each block computes further ones in a loop.
+/// The largest number of blocks. In a larger matrix, each block computes several parts in a loop.
 const MAX_BLOCKS: u32 = 1 << 14;
 
-/// x ← activation(x + bias); `bias` has the numbers of one row, of x's type.
+/// x ← activation(x + bias). `bias` has one element for each column, of x's element type. The width of x is a multiple
+/// of 4.
+///
+/// # Panics
+/// For SiLU and the identity, which have no kernel.
 pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
     let code = match activation {
         Activation::Gelu => 0,
@@ -16,8 +20,8 @@ pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
         Activation::Relu => 2,
         Activation::Silu | Activation::Identity => unreachable!("{activation:?} has no kernel"),
     };
-    let fours = u64::from(x.rows) * u64::from(x.width / 4);
-    let blocks = fours.div_ceil(THREADS.into()).min(MAX_BLOCKS.into()) as u32;
+    let vectors = u64::from(x.rows) * u64::from(x.width / 4);
+    let blocks = vectors.div_ceil(THREADS.into()).min(MAX_BLOCKS.into()) as u32;
     Launch {
         source: Source::Activation,
         kernel: format!("activate_{}", x.element_type.name()),

@@ -26,6 +26,7 @@ pub use self::source::Source;
 use self::pages::Pages;
 use self::resample::Resample;
 use self::source::{Allowance, Metered};
+use crate::model::sound::RATE;
 use crate::model::{TaskError, TaskErrorKind};
 
 /// The lowest accepted sample rate, in Hz. Usual recordings have rates between this one and [`HIGHEST_RATE`].
@@ -102,6 +103,10 @@ pub struct Recording {
     resample: Resample,
     /// The samples of the last packet, for each channel, or their mean.
     planes: Vec<Vec<f32>>,
+    /// How many of these, for each channel, were resampled so far.
+    resampled: usize,
+    /// The last packet's samples behind the end that an MP3 file declares. They are sound if another packet follows.
+    beyond_end: Vec<Vec<f32>>,
 }
 
 impl Recording {
@@ -174,6 +179,8 @@ impl Recording {
             is_over: false,
             resample,
             planes: Vec::new(),
+            resampled: 0,
+            beyond_end: Vec::new(),
         })
     }
 
@@ -214,19 +221,27 @@ impl Recording {
 
     fn decode_block(&mut self) -> Result<Option<Vec<Vec<f32>>>, TaskError> {
         let mut block = vec![Vec::new(); self.streams()];
-        let frames_before = self.frames;
+        let mut frames = 0;
         for _ in 0..BLOCK_PACKETS {
-            self.allowance.renew(PACKET_BYTES);
-            let Some(packet) = self.next_packet()? else {
-                self.finish(&mut block)?;
-                break;
-            };
-            if packet.track_id == self.track {
-                self.decode_packet(&packet)?;
-                self.resample.push(&self.planes, &mut block).map_err(resampling_error)?;
+            if self.resampled == self.planes.first().map_or(0, Vec::len) {
+                self.allowance.renew(PACKET_BYTES);
+                let Some(packet) = self.next_packet()? else {
+                    self.finish(&mut block)?;
+                    break;
+                };
+                if packet.track_id != self.track {
+                    continue;
+                }
+                self.decode_packet(packet)?;
+                self.resampled = 0;
             }
-            let decoded = (self.frames - frames_before) * self.channels as u64;
-            if block[0].len() >= BLOCK || decoded >= BLOCK_SAMPLES {
+            // A packet of few samples at a low rate becomes many times as many, for each channel.
+            let most = (BLOCK as u64 * u64::from(self.rate) / u64::from(RATE)) as usize;
+            let end = self.planes[0].len().min(self.resampled + most);
+            let piece = std::mem::replace(&mut self.resampled, end)..end;
+            frames += piece.len() as u64;
+            self.resample.push(&self.planes, piece, &mut block).map_err(resampling_error)?;
+            if block[0].len() >= BLOCK || frames * self.channels as u64 >= BLOCK_SAMPLES {
                 break;
             }
         }
@@ -254,8 +269,11 @@ impl Recording {
     }
 
     /// Decodes a packet into `planes`: the channels, or their mean.
-    fn decode_packet(&mut self, packet: &Packet) -> Result<(), TaskError> {
-        match self.decoder.decode(packet) {
+    fn decode_packet(&mut self, mut packet: Packet) -> Result<(), TaskError> {
+        // The library would leave out all packets behind the declared end, which may be wrong: files that were joined
+        // have the header of the first one.
+        let trim = if self.format == Format::Mp3 { std::mem::take(&mut packet.trim_end).get() } else { 0 };
+        match self.decoder.decode(&packet) {
             Ok(samples) => {
                 let (rate, channels) = (samples.spec().rate(), samples.num_planes());
                 let are_accepted = channels == self.channels || self.mode == Channels::Mix && channels > 0;
@@ -279,11 +297,19 @@ impl Recording {
             }
             Err(error) => return Err(self.decoding_error(&error)),
         }
-        self.frames += self.planes[0].len() as u64;
-        self.length_check().check(self.frames, "holds at least")?;
         if self.mode == Channels::Mix {
             mix(&mut self.planes);
         }
+        let kept =
+            self.planes[0].len() - usize::try_from(trim).unwrap_or(usize::MAX).min(self.planes[0].len());
+        let beyond_end = self.planes.iter_mut().map(|plane| plane.split_off(kept)).collect();
+        for (plane, earlier) in
+            self.planes.iter_mut().zip(std::mem::replace(&mut self.beyond_end, beyond_end))
+        {
+            plane.splice(..0, earlier);
+        }
+        self.frames += self.planes[0].len() as u64;
+        self.length_check().check(self.frames, "holds at least")?;
         for sample in self.planes.iter_mut().flatten() {
             // Files with floating-point samples may hold any number.
             *sample = if sample.is_nan() { 0.0 } else { sample.clamp(-1.0, 1.0) };

@@ -2,6 +2,8 @@
 //! a steep filter, and takes a small part of the time of decoding. Owns the samples that wait for a whole chunk.
 //! Removes the filter's delay, so that times stay as they are in the recording.
 
+use std::ops::Range;
+
 use rubato::audioadapter_buffers::direct::SequentialSliceOfVecs;
 use rubato::{
     Fft, FixedSync, Indexing, ResampleError, Resampler, ResamplerConstructionError, WindowFunction,
@@ -55,17 +57,22 @@ impl Resample {
         })
     }
 
-    /// Adds frames, and appends to `out` those that are resampled by now.
+    /// Adds the `piece` of each stream, and appends to `out` the frames that are resampled by now.
     ///
     /// # Errors
     /// The library fails.
-    pub(super) fn push(&mut self, frames: &[Vec<f32>], out: &mut [Vec<f32>]) -> Result<(), ResampleError> {
-        self.input_frames += frames[0].len() as u64;
+    pub(super) fn push(
+        &mut self,
+        streams: &[Vec<f32>],
+        piece: Range<usize>,
+        out: &mut [Vec<f32>],
+    ) -> Result<(), ResampleError> {
+        self.input_frames += piece.len() as u64;
+        let to = if self.resampler.is_none() { &mut *out } else { &mut self.waiting[..] };
+        to.iter_mut().zip(streams).for_each(|(to, stream)| to.extend_from_slice(&stream[piece.clone()]));
         if self.resampler.is_none() {
-            out.iter_mut().zip(frames).for_each(|(out, frames)| out.extend_from_slice(frames));
             return Ok(());
         }
-        self.waiting.iter_mut().zip(frames).for_each(|(waiting, frames)| waiting.extend_from_slice(frames));
         self.resample(out, u64::MAX)
     }
 
@@ -152,8 +159,7 @@ mod tests {
         let (mut at, mut length) = (0, 1);
         while at < streams[0].len() {
             let end = (at + length).min(streams[0].len());
-            let block: Vec<Vec<f32>> = streams.iter().map(|stream| stream[at..end].to_vec()).collect();
-            resample.push(&block, &mut out).unwrap();
+            resample.push(streams, at..end, &mut out).unwrap();
             (at, length) = (end, length * 3 % 4_999 + 1);
         }
         resample.finish(&mut out).unwrap();

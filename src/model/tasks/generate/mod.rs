@@ -20,7 +20,9 @@ use crate::model::load::packed_cache::{self, PackedCache};
 use crate::model::load::vocabulary::{TokenLimit, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
-use crate::model::nets::decoder::{CachedDecoder, Decoder, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, Weights};
+use crate::model::nets::decoder::{
+    CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes,
+};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::sequences::blocks::Owner;
@@ -86,7 +88,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 
 fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
     let gguf = Gguf::read(path)?;
-    let config = DecoderConfig::of_gguf(&gguf)?;
+    let config = DecoderConfig::from_gguf(&gguf)?;
     gguf.check(GGUF_EMBEDDINGS, [config.hidden, config.vocabulary])?;
     Ok((gguf, config))
 }
@@ -145,7 +147,7 @@ struct Model {
     files: ModelFiles,
     config: DecoderConfig,
     vocabulary: Vocabulary,
-    weights: Weights,
+    weights: DecoderWeights,
 }
 
 impl Model {
@@ -153,13 +155,13 @@ impl Model {
         let files = ModelFiles::locate(&spec.source)?;
         if let Some(path) = files.gguf() {
             let (gguf, config) = read_gguf(&path)?;
-            let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
-            let weights = Weights::of_gguf(gguf, &config);
+            let vocabulary = Vocabulary::from_gguf(&gguf, config.vocabulary)?;
+            let weights = DecoderWeights::from_gguf(gguf, &config);
             return Ok(Self { files, config, vocabulary, weights });
         }
         let config = DecoderConfig::read(&files, &spec.source)?;
-        let vocabulary = Vocabulary::of_files(&files, config.vocabulary)?;
-        let weights = Weights::of_files(&files, &config)?;
+        let vocabulary = Vocabulary::from_files(&files, config.vocabulary)?;
+        let weights = DecoderWeights::from_safetensors(&files, &config)?;
         Ok(Self { files, config, vocabulary, weights })
     }
 }
@@ -189,7 +191,7 @@ fn assemble(
 /// Loads a decoder. It shares its matrices with the other workers of this host if the cache can be used.
 fn load_decoder(
     files: &ModelFiles,
-    mut weights: Weights,
+    mut weights: DecoderWeights,
     config: &DecoderConfig,
     context: usize,
 ) -> Result<Decoder, LoadError> {

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
 use crate::model::ops::kv::KvNumbers;
-use crate::model::ops::{RowNumbers, may_use_vnni};
+use crate::model::ops::{RowFormat, may_use_vnni};
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
 /// The default of `context`, in tokens. If the model's context is shorter, the default is the model's context.
@@ -164,17 +164,17 @@ impl Options {
         &self,
         spec: &LoadSpec,
         implementation: Implementation,
-    ) -> Result<RowNumbers, LoadError> {
+    ) -> Result<RowFormat, LoadError> {
         let on_host = implementation == Implementation::Host;
         let (numbers, name) = match self.activations {
-            Activations::Auto if on_host && may_use_vnni() => (RowNumbers::Int16, "auto"),
-            Activations::Auto => (RowNumbers::F32, "auto"),
-            Activations::F32 => (RowNumbers::F32, "f32"),
-            Activations::Int16 => (RowNumbers::Int16, "int16"),
-            Activations::Int8 => (RowNumbers::Int8, "int8"),
+            Activations::Auto if on_host && may_use_vnni() => (RowFormat::Int16, "auto"),
+            Activations::Auto => (RowFormat::F32, "auto"),
+            Activations::F32 => (RowFormat::F32, "f32"),
+            Activations::Int16 => (RowFormat::Int16, "int16"),
+            Activations::Int8 => (RowFormat::Int8, "int8"),
         };
         let expected = match numbers {
-            RowNumbers::F32 => return Ok(numbers),
+            RowFormat::F32 => return Ok(numbers),
             _ if !on_host => "\"auto\" or \"f32\": a GPU computes with the weights' dtype",
             _ if may_use_vnni() => return Ok(numbers),
             _ => "\"auto\" or \"f32\": this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it",
@@ -226,6 +226,6 @@ mod tests {
             assert!(error.contains(&format!("activations = \"{activations}\"")), "{error}");
         }
         let options = read(json!({})).unwrap();
-        assert_eq!(options.activation_type(&spec, Implementation::Candle).unwrap(), RowNumbers::F32);
+        assert_eq!(options.activation_type(&spec, Implementation::Candle).unwrap(), RowFormat::F32);
     }
 }

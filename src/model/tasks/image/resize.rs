@@ -18,7 +18,7 @@ pub enum Filter {
     Box,
     /// A triangle: weights fall linearly to both sides.
     Bilinear,
-    /// Between box and bilinear.
+    /// A sinc in a Hamming window, one pixel to each side.
     Hamming,
     /// A cubic with a = -0.5.
     Bicubic,
@@ -27,14 +27,15 @@ pub enum Filter {
 }
 
 impl Filter {
-    /// The filter by Pillow's number, which is what `resample` holds.
+    /// The filter with Pillow's number, as in the field `resample` of preprocessor_config.json.
     pub fn from_pillow(number: u64) -> Option<Self> {
         let filters = [Self::Nearest, Self::Lanczos, Self::Bilinear, Self::Bicubic, Self::Box, Self::Hamming];
         filters.get(usize::try_from(number).ok()?).copied()
     }
 
-    /// The distance from a position up to which pixels have a weight, in pixels of the smaller image.
-    fn reach(self) -> f64 {
+    /// The filter's support: pixels at a greater distance have no weight. The unit is a source pixel when an image is
+    /// enlarged, and a target pixel when it is shrunk.
+    fn support(self) -> f64 {
         match self {
             Self::Nearest | Self::Box => 0.5,
             Self::Bilinear | Self::Hamming => 1.0,
@@ -75,48 +76,53 @@ pub struct Window {
 
 /// The `window` of `image` resized to `width` by `height`, each at least 1.
 pub fn resize(image: &Rgb8, width: usize, height: usize, filter: Filter, window: &Window) -> Rgb8 {
-    let columns = taps(image.width, width, filter, &window.columns);
-    let rows = taps(image.height, height, filter, &window.rows);
-    let first = rows.iter().map(|tap| tap.first).min().unwrap_or(0);
-    let end = rows.iter().map(|tap| tap.first + tap.weights.len()).max().unwrap_or(0);
+    let columns = all_weights(image.width, width, filter, &window.columns);
+    let rows = all_weights(image.height, height, filter, &window.rows);
+    let first = rows.iter().map(|pixel| pixel.first).min().unwrap_or(0);
+    let end = rows.iter().map(|pixel| pixel.first + pixel.weights.len()).max().unwrap_or(0);
     let resized_rows = resize_rows(image, &columns, first..end);
     let pixels = resize_columns(&resized_rows, columns.len() * 3, &rows, first);
     Rgb8 { width: columns.len(), height: rows.len(), pixels }
 }
 
-/// Weights are multiples of 2^-22. The 8 bits of a sample and 2 spare bits fit beside them in an i32.
+/// Weights are multiples of 2^-22, as in Pillow. An i32 also holds the 8 bits of a sample, and 2 bits for weighted sums
+/// that are negative or above 255, which filters with negative weights give.
 const FRACTION_BITS: u32 = 32 - 8 - 2;
 const ONE: i32 = 1 << FRACTION_BITS;
 
 /// The source pixels of one target pixel in one direction, with their weights.
-struct Tap {
+struct PixelWeights {
     /// The index of the first source pixel. The others follow it, one for each weight.
     first: usize,
     weights: Vec<i32>,
 }
 
-/// The taps of the `wanted` target pixels, if `source` pixels are resized to `target` pixels.
-fn taps(source: usize, target: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Tap> {
+/// The weights of the `wanted` target pixels, if `source` pixels are resized to `target` pixels.
+fn all_weights(source: usize, target: usize, filter: Filter, wanted: &Range<usize>) -> Vec<PixelWeights> {
     let step = source as f64 / target as f64;
     if source == target {
-        return wanted.clone().map(|index| Tap { first: index, weights: vec![ONE] }).collect();
+        return wanted.clone().map(|index| PixelWeights { first: index, weights: vec![ONE] }).collect();
     }
     if filter == Filter::Nearest {
         // Pillow adds up the steps, and the accumulated rounding can decide which pixel is the nearest.
         let positions = std::iter::successors(Some(step * 0.5), |position| Some(position + step));
-        let nearest =
-            positions.map(|position| Tap { first: (position as usize).min(source - 1), weights: vec![ONE] });
+        let nearest = positions
+            .map(|position| PixelWeights { first: (position as usize).min(source - 1), weights: vec![ONE] });
         return nearest.skip(wanted.start).take(wanted.len()).collect();
     }
-    wanted.clone().map(|index| tap(source, (index as f64 + 0.5) * step, step.max(1.0), filter)).collect()
+    wanted
+        .clone()
+        .map(|index| weights_at(source, (index as f64 + 0.5) * step, step.max(1.0), filter))
+        .collect()
 }
 
-/// The tap at the position `centre` among `source` pixels. The filter is `stretch` times as wide as for enlarging.
-fn tap(source: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
-    let reach = filter.reach() * stretch;
+/// The weights of the target pixel at the position `centre` among `source` pixels. The filter is `stretch` times as
+/// wide as for enlarging.
+fn weights_at(source: usize, centre: f64, stretch: f64, filter: Filter) -> PixelWeights {
+    let support = filter.support() * stretch;
     // A cast of a negative number gives 0.
-    let first = (centre - reach + 0.5) as usize;
-    let end = ((centre + reach + 0.5) as usize).min(source);
+    let first = (centre - support + 0.5) as usize;
+    let end = ((centre + support + 0.5) as usize).min(source);
     let scale = 1.0 / stretch;
     let weights: Vec<f64> = (first..end).map(|x| filter.weight((x as f64 - centre + 0.5) * scale)).collect();
     let sum: f64 = weights.iter().sum();
@@ -124,17 +130,17 @@ fn tap(source: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
         let share = if sum == 0.0 { *weight } else { weight / sum } * f64::from(ONE);
         (share + 0.5_f64.copysign(share)) as i32
     };
-    Tap { first, weights: weights.iter().map(to_fixed_point).collect() }
+    PixelWeights { first, weights: weights.iter().map(to_fixed_point).collect() }
 }
 
 /// The rows `rows` of the image, each resized to the width of `columns`.
-fn resize_rows(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
+fn resize_rows(image: &Rgb8, columns: &[PixelWeights], rows: Range<usize>) -> Vec<u8> {
     let stride = image.width * 3;
     let mut out = Vec::with_capacity(rows.len() * columns.len() * 3);
     for row in image.pixels[rows.start * stride..rows.end * stride].chunks_exact(stride) {
-        for tap in columns {
+        for target in columns {
             let mut sums = [ONE / 2; 3];
-            for (pixel, weight) in row[tap.first * 3..].chunks_exact(3).zip(&tap.weights) {
+            for (pixel, weight) in row[target.first * 3..].chunks_exact(3).zip(&target.weights) {
                 for (sum, sample) in sums.iter_mut().zip(pixel) {
                     *sum += i32::from(*sample) * weight;
                 }
@@ -145,14 +151,16 @@ fn resize_rows(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
     out
 }
 
-/// Computes a row for each of `rows` from `lines` of `stride` samples. `first` is the index of the first line.
-fn resize_columns(lines: &[u8], stride: usize, rows: &[Tap], first: usize) -> Vec<u8> {
-    let mut out = Vec::with_capacity(rows.len() * stride);
+/// Computes the `target_rows` from `rows` of `stride` samples each. The first of these has the index `first_row` in the
+/// source image.
+fn resize_columns(rows: &[u8], stride: usize, target_rows: &[PixelWeights], first_row: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(target_rows.len() * stride);
     let mut sums = vec![0; stride];
-    for tap in rows {
+    for target in target_rows {
         sums.fill(ONE / 2);
-        for (line, weight) in lines[(tap.first - first) * stride..].chunks_exact(stride).zip(&tap.weights) {
-            for (sum, sample) in sums.iter_mut().zip(line) {
+        let source_rows = rows[(target.first - first_row) * stride..].chunks_exact(stride);
+        for (row, weight) in source_rows.zip(&target.weights) {
+            for (sum, sample) in sums.iter_mut().zip(row) {
                 *sum += i32::from(*sample) * weight;
             }
         }

@@ -1,13 +1,17 @@
 //! Speech synthesis: turns requests into sentences of phonemes, and the sound of sentences into files. Sentences are
-//! independent of each other, so that those of different tasks can share a batch. Only `load` and `network` use the
-//! device.
+//! independent of each other: sentences of different tasks can share a batch. Only `load` and `network` use the device.
 
 mod network;
 mod options;
-mod sentences;
+mod pronunciations;
 
-use self::network::{Sentence, Sound, Speaker};
+use std::sync::Arc;
+
+use sconce_phonemes::{Memory, parts};
+
+pub use self::network::{Sentence, Sound, Speaker};
 use self::options::Options;
+use self::pronunciations::Pronunciations;
 use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::{ModelFiles, weights};
@@ -24,9 +28,18 @@ use crate::protocol::speech::{
     write_sound, write_voices,
 };
 
-/// The frames that a symbol takes on average at speed 1: 85 ms. A sentence's size is computed with it, since its true
-/// length is known only after the network's first part.
+/// Average number of frames for a symbol at speed 1. A sentence's size is estimated with it, because the true number of
+/// frames is known only after the network's first part.
 const FRAMES_PER_SYMBOL: f32 = 7.0;
+
+/// Maximum number of symbols in a sentence at speed 1 and above: about 35 s of sound, which take one core half a
+/// second. At lower speeds it is smaller in proportion, because the sound is longer. Longer sentences are cut.
+const MAX_SYMBOLS: f32 = 400.0;
+/// Average duration of a character of English at speed 1, in seconds, for texts whose phonemes are not known yet.
+const SECONDS_PER_CHARACTER: f32 = 0.065;
+/// The phonemes of texts of more bytes are found on a separate thread, where requesters take turns. A text of this size
+/// takes about 13 ms if all of its words are unknown, and usually less than 1 ms.
+const SHORT_TEXT: usize = 1 << 8;
 
 /// Models that speak.
 pub static FAMILY: Family = Family {
@@ -45,27 +58,30 @@ pub static FAMILY: Family = Family {
     example: Example { model: "tiny-hibari", options: &[("max_seconds", 60)] },
 };
 
-/// A task with a sentence for each text. It has phonemes that every voice has, as many as the text has characters.
+/// A task with a sentence for each text. A sentence has as many phonemes as its text has characters, and only phonemes
+/// that every voice has.
 fn sample(texts: &[String]) -> Sample {
     let phonemes = |text: &String| "həlˈo wˈʌn, ".chars().cycle().take(text.chars().count().max(1)).collect();
     Sample::of_texts(SPEECH_URL, "phonemes", &texts.iter().map(phonemes).collect::<Vec<String>>())
 }
 
+/// Requests every file that loading may read.
 fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
     let config: HibariConfig = files.required_json("config.json")?;
-    config.voices.iter().try_for_each(|voice| files.required(&weights_of(voice)).map(drop))
+    config.voices.iter().try_for_each(|voice| files.required(&weights_file(voice)).map(drop))?;
+    Pronunciations::request_files(files)
 }
 
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = HibariConfig::read(&files, spec)?;
     Options::read(spec)?;
-    let paths = config.voices.iter().map(|voice| files.required(&weights_of(voice)));
+    let paths = config.voices.iter().map(|voice| files.required(&weights_file(voice)));
     weights::check(&paths.collect::<Result<Vec<_>, _>>()?)
 }
 
-/// The file with a voice's weights.
-fn weights_of(voice: &Voice) -> String {
+/// The name of the file with a voice's weights.
+fn weights_file(voice: &Voice) -> String {
     format!("{}.safetensors", voice.id)
 }
 
@@ -79,13 +95,19 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SpeechProcessor, Speake
     let config = HibariConfig::read(&files, spec)?;
     let options = Options::read(spec)?;
     let load = |voice: &Voice| {
-        let path = files.required(&weights_of(voice))?;
+        let path = files.required(&weights_file(voice))?;
         Hibari::load(spec, device, &config, path)
     };
     let voices = config.voices.iter().map(load).collect::<Result<_, _>>()?;
     let speaker = Speaker::new(voices, &config);
+    let planner = Planner {
+        pronunciations: Pronunciations::load(&files, &config)?,
+        config,
+        max_seconds: options.max_seconds,
+        max_sentences: spec.max_inputs,
+    };
     Ok((
-        SpeechProcessor { names: ServedNames::new(spec), config, options, max_inputs: spec.max_inputs },
+        SpeechProcessor { names: ServedNames::new(spec), planner: Arc::new(planner), seed: options.seed },
         speaker,
     ))
 }
@@ -93,10 +115,9 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SpeechProcessor, Speake
 /// Turns requests into sentences, and their sound into replies.
 pub struct SpeechProcessor {
     names: ServedNames,
-    config: HibariConfig,
-    options: Options,
-    /// The most sentences of a task.
-    max_inputs: usize,
+    planner: Arc<Planner>,
+    /// The pool's seed.
+    seed: u64,
 }
 
 /// What the reply needs of its request.
@@ -109,10 +130,38 @@ pub enum SpeechContext {
         format: SoundFormat,
         /// Whether each sentence is a part of the reply.
         stream: bool,
+        /// The field of the request that holds what is spoken.
+        field: &'static str,
     },
 }
 
-impl SpeechProcessor {
+/// Divides what is spoken into sentences. Shared by threads.
+struct Planner {
+    config: HibariConfig,
+    pronunciations: Pronunciations,
+    /// Maximum duration of a task's sound, in seconds.
+    max_seconds: f32,
+    /// Maximum number of sentences of a task.
+    max_sentences: usize,
+}
+
+/// Parameters with which all sentences of a task are spoken.
+#[derive(Clone, Copy)]
+struct SpeechParameters {
+    /// The index of the voice.
+    voice: usize,
+    speed: f32,
+    /// The task's seed.
+    seed: u64,
+}
+
+impl SpeechParameters {
+    fn max_symbols(self) -> usize {
+        (MAX_SYMBOLS * self.speed.min(1.0)) as usize
+    }
+}
+
+impl Planner {
     /// The index of the voice with this name; the first voice without a name.
     fn voice(&self, requested: Option<&str>) -> Result<usize, TaskError> {
         let Some(requested) = requested else { return Ok(0) };
@@ -127,16 +176,106 @@ impl SpeechProcessor {
         })
     }
 
+    /// Refuses what would take too long to speak, by its length alone.
+    fn check_length(&self, spoken: &Spoken, speed: f32) -> Result<(), TaskError> {
+        let (seconds, what) = match spoken {
+            Spoken::Text(text) => {
+                let characters = text.chars().count();
+                (characters as f32 * SECONDS_PER_CHARACTER / speed, format!("{characters} characters"))
+            }
+            Spoken::Phonemes(sentences) => {
+                let symbols = sentences.iter().map(|phonemes| phonemes.chars().count()).sum();
+                (self.seconds(self.frames(symbols, speed)), format!("{symbols} phonemes"))
+            }
+        };
+        self.check_seconds(seconds, &what).map_err(|error| error.with_param(spoken.field()))
+    }
+
+    fn check_seconds(&self, seconds: f32, what: &str) -> Result<(), TaskError> {
+        let max = self.max_seconds;
+        if seconds <= max {
+            return Ok(());
+        }
+        let message = format!(
+            "its {what} would take about {seconds:.0} s to speak, and {max:.0} s are allowed (max_seconds)"
+        );
+        Err(TaskError::new(TaskErrorKind::TooLarge, message))
+    }
+
+    /// The sentences of a task.
+    fn sentences(
+        &self,
+        spoken: &Spoken,
+        parameters: SpeechParameters,
+    ) -> Result<Vec<SizedInput<Sentence>>, TaskError> {
+        let all_ids = match spoken {
+            Spoken::Text(text) => self.ids_of_text(text, parameters)?,
+            Spoken::Phonemes(sentences) => self.ids_of_phonemes(sentences, parameters)?,
+        };
+        if all_ids.len() > self.max_sentences {
+            let (count, max) = (all_ids.len(), self.max_sentences);
+            let message =
+                format!("it has {count} sentences; this pool takes at most {max} inputs (max_inputs)");
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
+        }
+        let symbols: usize = all_ids.iter().map(Vec::len).sum();
+        let seconds = self.seconds(self.frames(symbols, parameters.speed));
+        self.check_seconds(seconds, &format!("{symbols} phonemes"))?;
+        let sized = |(index, ids): (usize, Vec<u32>)| {
+            let tokens = self.frames(ids.len(), parameters.speed);
+            let seed = Seed { task: parameters.seed, sequence: index as u64 };
+            SizedInput::new(Sentence { voice: parameters.voice, ids, speed: parameters.speed, seed }, tokens)
+        };
+        Ok(all_ids.into_iter().enumerate().map(sized).collect())
+    }
+
+    /// The ids of the symbols of each sentence.
+    fn ids_of_text(&self, text: &str, parameters: SpeechParameters) -> Result<Vec<Vec<u32>>, TaskError> {
+        let pronunciation = self.pronunciations.for_voice(&self.config.voices[parameters.voice]).ok_or_else(|| {
+            let message = "this model's folder has no pronunciation (g2p), so that it speaks phonemes only: send phonemes \
+                           in the place of input";
+            TaskError::bad_input("input", message)
+        })?;
+        let mut memory = Memory::default();
+        let mut all = Vec::new();
+        for sentence in pronunciation.sentences(text) {
+            let phonemes = pronunciation.of_sentence_with(sentence, &mut memory);
+            // Phonemes for which the model has no symbol are not spoken.
+            let known: String =
+                phonemes.chars().filter(|symbol| self.config.vocabulary.contains_key(symbol)).collect();
+            for part in parts(&known, parameters.max_symbols()) {
+                all.push(self.ids(part, "input")?);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The ids of the symbols of each sentence, from its phonemes.
+    fn ids_of_phonemes(
+        &self,
+        sentences: &[String],
+        parameters: SpeechParameters,
+    ) -> Result<Vec<Vec<u32>>, TaskError> {
+        let mut all = Vec::new();
+        for (index, phonemes) in sentences.iter().enumerate() {
+            let path =
+                if sentences.len() == 1 { "phonemes".to_owned() } else { format!("phonemes[{index}]") };
+            for part in parts(phonemes, parameters.max_symbols()) {
+                all.push(self.ids(part, &path)?);
+            }
+        }
+        Ok(all)
+    }
+
     /// The ids of a sentence's symbols, with 0 before and after them.
     fn ids(&self, phonemes: &str, path: &str) -> Result<Vec<u32>, TaskError> {
         let mut ids = vec![0];
         for symbol in phonemes.chars() {
             let id = self.config.vocabulary.get(&symbol).ok_or_else(|| {
-                let shown = shorten(phonemes, 80);
-                TaskError::bad_input(
-                    path,
-                    format!("{path} has {symbol:?}, which is no phoneme of this model: {shown:?}"),
-                )
+                let excerpt = shorten(phonemes, 80);
+                let message =
+                    format!("{path} has {symbol:?}, which is no phoneme of this model: {excerpt:?}");
+                TaskError::bad_input(path, message)
             })?;
             ids.push(*id);
         }
@@ -144,46 +283,13 @@ impl SpeechProcessor {
         Ok(ids)
     }
 
-    /// The sentences of a request, as phonemes that the network takes at once.
-    fn sentences(&self, request: &SpeechRequest) -> Result<Vec<Vec<u32>>, TaskError> {
-        let mut all = Vec::new();
-        match &request.input {
-            Spoken::Text(_) => {
-                let message = "this model speaks phonemes only: send phonemes in the place of input";
-                return Err(TaskError::bad_input("input", message));
-            }
-            Spoken::Phonemes(sentences) => {
-                let is_alone = sentences.len() == 1;
-                for (index, phonemes) in sentences.iter().enumerate() {
-                    let path = if is_alone { "phonemes".to_owned() } else { format!("phonemes[{index}]") };
-                    for part in sentences::cut(phonemes) {
-                        all.push(self.ids(part, &path)?);
-                    }
-                }
-            }
-        }
-        let symbols: usize = all.iter().map(|ids| ids.len()).sum();
-        let seconds =
-            self.frames(symbols, request.speed) * self.config.hop as f32 / self.config.sample_rate as f32;
-        let most = self.options.max_seconds;
-        if seconds > most {
-            let message = format!(
-                "its {symbols} phonemes would take about {seconds:.0} s to speak, and {most:.0} s are allowed \
-                 (max_seconds)"
-            );
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
-        }
-        if all.len() > self.max_inputs {
-            let (count, most) = (all.len(), self.max_inputs);
-            let message = format!("it has {count} sentences; this pool takes at most {most} inputs");
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
-        }
-        Ok(all)
+    /// The estimated number of frames for this many symbols.
+    fn frames(&self, symbols: usize, speed: f32) -> usize {
+        (symbols as f32 * FRAMES_PER_SYMBOL / speed).ceil() as usize
     }
 
-    /// The frames that so many symbols take on average.
-    fn frames(&self, symbols: usize, speed: f32) -> f32 {
-        symbols as f32 * FRAMES_PER_SYMBOL / speed
+    fn seconds(&self, frames: usize) -> f32 {
+        frames as f32 * self.config.hop as f32 / self.config.sample_rate as f32
     }
 }
 
@@ -198,8 +304,8 @@ impl Processor for SpeechProcessor {
     }
 
     fn probe(&self) -> Option<Message> {
-        // Each vowel and consonant of the vocabulary, as far as there is room in one sentence.
-        let symbols = self.config.vocabulary.keys().filter(|symbol| symbol.is_alphabetic());
+        // Vowels and consonants, as far as they fit into one sentence.
+        let symbols = self.planner.config.vocabulary.keys().filter(|symbol| symbol.is_alphabetic());
         let phonemes: String = symbols.take(40).collect();
         let body = serde_json::json!({ "phonemes": phonemes, "seed": 0 }).to_string();
         Some(Message { body: body.into(), ..Message::default() })
@@ -210,19 +316,31 @@ impl Processor for SpeechProcessor {
             self.names.check(read_voices_request(&message.body)?.as_deref())?;
             return Ok((SpeechContext::Voices, Vec::new().into()));
         }
-        let request = SpeechRequest::parse(&message.body, self.max_inputs)?;
-        self.names.check(request.model.as_deref())?;
-        let voice = self.voice(request.voice.as_deref())?;
-        let task = request.seed.unwrap_or_else(|| seed_of_task(self.options.seed, &message.properties));
-        let speed = request.speed;
-        let sized = |(index, ids): (usize, Vec<u32>)| {
-            let tokens = self.frames(ids.len(), speed).ceil() as usize;
-            let seed = Seed { task, sequence: index as u64 };
-            SizedInput::new(Sentence { voice, ids, speed, seed }, tokens)
+        let planner = self.planner.clone();
+        let SpeechRequest { input, model, voice, speed, format, stream, seed } =
+            SpeechRequest::parse(&message.body, planner.max_sentences)?;
+        self.names.check(model.as_deref())?;
+        let voice = planner.voice(voice.as_deref())?;
+        let seed = seed.unwrap_or_else(|| seed_of_task(self.seed, &message.properties));
+        let parameters = SpeechParameters { voice, speed, seed };
+        planner.check_length(&input, speed)?;
+        let field = input.field();
+        let is_long = matches!(&input, Spoken::Text(text) if text.len() > SHORT_TEXT);
+        let context = SpeechContext::Sound { format, stream, field };
+        let sentences = move || planner.sentences(&input, parameters);
+        let inputs = if is_long {
+            Inputs::Later(Box::new(move || sentences().map(Inputs::All)))
+        } else {
+            Inputs::All(sentences()?)
         };
-        let inputs: Vec<_> = self.sentences(&request)?.into_iter().enumerate().map(sized).collect();
-        let context = SpeechContext::Sound { format: request.format, stream: request.stream };
-        Ok((context, Inputs::All(inputs)))
+        Ok((context, inputs))
+    }
+
+    /// The expected size of the sentence's sound. `pool.prepared_bytes` thus bounds the sound that a worker holds: it
+    /// prepares no further task while the sentences of others are still to be computed.
+    fn bytes(&self, sentence: &Sentence) -> usize {
+        let frames = self.planner.frames(sentence.ids.len(), sentence.speed);
+        frames * self.planner.config.hop * size_of::<i16>()
     }
 
     fn streaming(&self, context: &SpeechContext) -> Streaming {
@@ -231,21 +349,25 @@ impl Processor for SpeechProcessor {
 
     fn output_parts(&self, context: &mut SpeechContext, sentence: usize, sound: &Sound) -> Vec<Body> {
         let SpeechContext::Sound { format, .. } = context else { return Vec::new() };
-        let part = write_sound(&sound.samples, self.config.sample_rate, *format);
-        // What cannot be written is reported with the whole reply.
+        let part = write_sound(&sound.samples, self.planner.config.sample_rate, *format);
+        // An error is reported by `finish`, which writes the whole reply.
         part.map(|body| body.header("sentence", sentence as i64)).into_iter().collect()
     }
 
     fn finish(&self, context: SpeechContext, sounds: Vec<Sound>) -> Result<Body, TaskError> {
+        let HibariConfig { voices, sample_rate, .. } = &self.planner.config;
         match context {
             SpeechContext::Voices => {
-                let voices = self.config.voices.iter();
-                let listed = voices.map(|Voice { id, name, language }| ListedVoice { id, name, language });
+                let listed =
+                    voices.iter().map(|Voice { id, name, language }| ListedVoice { id, name, language });
                 write_voices(&listed.collect::<Vec<_>>())
+            }
+            SpeechContext::Sound { field, .. } if sounds.is_empty() => {
+                Err(TaskError::bad_input(field, format!("{field} has nothing that can be spoken")))
             }
             SpeechContext::Sound { format, .. } => {
                 let samples: Vec<i16> = sounds.into_iter().flat_map(|sound| sound.samples).collect();
-                write_sound(&samples, self.config.sample_rate, format)
+                write_sound(&samples, *sample_rate, format)
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Computes batches of sentences: hibari's network for each voice of the batch, then the synthesis of each sentence on
-//! the threads of the worker. Decides how long a sentence may become, and how its sound ends. A sentence's sound does
-//! not depend on the others in its batch.
+//! Computes batches of sentences: first hibari's network for each voice of the batch, then the waveform of each
+//! sentence on the threads of the worker. Decides how long a sentence may become, and how its sound ends. A sentence's
+//! sound does not depend on the others in its batch.
 
 use rayon::prelude::*;
 
@@ -10,13 +10,13 @@ use crate::model::random::Seed;
 use crate::model::sound::synthesis::{Frames, Synthesizer};
 use crate::model::{Forward, ForwardError, TaskError, TaskErrorKind};
 
-/// The most seconds of one sentence at speed 1. The network needs 0.5 MB of memory for a second.
+/// Maximum duration of one sentence at speed 1, in seconds. The network needs 0.5 MB of memory for each second.
 const MAX_SECONDS: f32 = 60.0;
-/// Frames whose spectra are computed at once: 12.8 s, 12 MB.
+/// Number of frames whose spectra are computed at once: 12.8 s of sound, 12 MB of spectra.
 const FRAMES_AT_ONCE: usize = 1_024;
 /// Frames that one thread synthesizes at once.
 const FRAMES_PER_THREAD: usize = 64;
-/// The sound of a sentence begins and ends with silence within this share of a second.
+/// Duration of the fade-in and of the fade-out of a sentence, in seconds.
 const FADE_SECONDS: f32 = 0.005;
 
 /// One sentence to speak.
@@ -35,7 +35,7 @@ pub struct Sentence {
 /// The sound of a sentence.
 #[derive(Clone, Debug)]
 pub struct Sound {
-    /// One channel, 16 bits each.
+    /// The samples of one channel.
     pub samples: Vec<i16>,
 }
 
@@ -82,11 +82,11 @@ impl Speaker {
 
     fn check_length(&self, frames: usize, speed: f32) -> Result<(), TaskError> {
         let seconds = frames as f32 * self.synthesizer.hop() as f32 / self.sample_rate as f32;
-        let most = MAX_SECONDS / speed;
-        if seconds <= most {
+        let max = MAX_SECONDS / speed;
+        if seconds <= max {
             return Ok(());
         }
-        let message = format!("a sentence would take {seconds:.0} s to speak, and {most:.0} s are allowed");
+        let message = format!("a sentence would take {seconds:.0} s to speak, and {max:.0} s are allowed");
         Err(TaskError::new(TaskErrorKind::TooLarge, message))
     }
 
@@ -99,21 +99,21 @@ impl Speaker {
     ) -> candle_core::Result<Result<Sound, TaskError>> {
         let (synthesizer, count) = (&self.synthesizer, frames.pitch.len());
         let pulses = synthesizer.pulses(&frames.pitch);
-        let mut sound = vec![0.0; synthesizer.room(count)];
+        let mut sound = vec![0.0; synthesizer.buffer_len(count)];
         for start in (0..count).step_by(FRAMES_AT_ONCE) {
             let spectra = voice.spectra(frames, start, FRAMES_AT_ONCE.min(count - start))?;
             let width = spectra.len() / FRAMES_AT_ONCE.min(count - start);
             debug_assert!(width.is_multiple_of(SPECTRA), "{width}");
             let parts = spectra.par_chunks(FRAMES_PER_THREAD * width).enumerate().map(|(index, spectra)| {
                 let first = start + index * FRAMES_PER_THREAD;
-                let mut part = vec![0.0; synthesizer.room(spectra.len() / width)];
+                let mut part = vec![0.0; synthesizer.buffer_len(spectra.len() / width)];
                 synthesizer.add(Frames { first, spectra, seed }, &pulses, &mut part);
                 (first, part)
             });
             // Neighbouring parts overlap, and are added in their order.
             for (first, part) in parts.collect::<Vec<_>>() {
-                let to = &mut sound[first * synthesizer.hop()..][..part.len()];
-                to.iter_mut().zip(&part).for_each(|(to, sample)| *to += sample);
+                let target = &mut sound[first * synthesizer.hop()..][..part.len()];
+                target.iter_mut().zip(&part).for_each(|(sum, sample)| *sum += sample);
             }
         }
         let mut samples = synthesizer.finish(&sound, count);
@@ -127,10 +127,10 @@ impl Speaker {
     }
 }
 
-/// Lets the sound begin and end with silence: its first and last `count` samples grow from 0 and shrink to 0.
+/// Fades the sound in and out: the gain of the first `count` samples rises from 0, that of the last ones falls to 0.
 fn fade(samples: &mut [f32], count: usize) {
     let count = count.min(samples.len() / 2);
-    let gains = (0..count).map(|at| at as f32 / count as f32);
+    let gains = (0..count).map(|index| index as f32 / count as f32);
     samples.iter_mut().zip(gains.clone()).for_each(|(sample, gain)| *sample *= gain);
     samples.iter_mut().rev().zip(gains).for_each(|(sample, gain)| *sample *= gain);
 }
@@ -142,14 +142,15 @@ impl Forward for Speaker {
 
     fn submit(&mut self, batch: &[&Sentence]) -> Result<Sounds, ForwardError> {
         let mut sounds: Vec<Option<Result<Sound, TaskError>>> = vec![None; batch.len()];
-        for (index, voice) in self.voices.iter().enumerate() {
-            let places: Vec<usize> = (0..batch.len()).filter(|place| batch[*place].voice == index).collect();
-            if places.is_empty() {
+        for (voice_index, voice) in self.voices.iter().enumerate() {
+            let indices: Vec<usize> =
+                (0..batch.len()).filter(|index| batch[*index].voice == voice_index).collect();
+            if indices.is_empty() {
                 continue;
             }
-            let sentences: Vec<&Sentence> = places.iter().map(|place| batch[*place]).collect();
+            let sentences: Vec<&Sentence> = indices.iter().map(|index| batch[*index]).collect();
             let spoken = self.speak(voice, &sentences).map_err(|error| ForwardError::from(&error))?;
-            places.into_iter().zip(spoken).for_each(|(place, sound)| sounds[place] = Some(sound));
+            indices.into_iter().zip(spoken).for_each(|(index, sound)| sounds[index] = Some(sound));
         }
         let missing = || Err(TaskError::internal("a sentence has an unknown voice"));
         Ok(sounds.into_iter().map(|sound| sound.unwrap_or_else(missing)).collect())

@@ -6,7 +6,7 @@ use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
 use crate::model::{LoadError, LoadSpec};
 
-/// The largest `max_seconds`: the WAV file is 345 MB long. RabbitMQ 4 takes messages of 16 MiB unless told otherwise.
+/// The largest `max_seconds`: a WAV file of 345 MB. RabbitMQ 4 accepts messages up to 16 MiB by default.
 const MAX_SECONDS: u64 = 7_200;
 
 /// What each option takes, its default and its help.
@@ -29,14 +29,14 @@ pub static OPTIONS: [OptionSpec; 2] = [
 /// The values of the options of one pool.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// The most seconds of sound of a task.
+    /// Maximum duration of a task's sound, in seconds.
     pub max_seconds: f32,
     /// Together with a task's id, the seed of its noise.
     pub seed: u64,
 }
 
 #[derive(Deserialize)]
-struct Written {
+struct WrittenOptions {
     max_seconds: u16,
     seed: u64,
 }
@@ -47,7 +47,7 @@ impl Options {
     /// # Errors
     /// [`LoadError::Option`] for an option that is not known or out of its bounds.
     pub fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
-        let Written { max_seconds, seed } = FAMILY.read_options(spec)?;
+        let WrittenOptions { max_seconds, seed } = FAMILY.read_options(spec)?;
         Ok(Self { max_seconds: max_seconds.into(), seed })
     }
 }

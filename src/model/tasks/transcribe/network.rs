@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_goes_on_at_its_last_pair_of_times_unless_it_ends_with_a_single_time() {
+    fn a_text_goes_on_at_its_last_pair_of_times_if_no_single_time_ends_it() {
         let rules = Rules { end: 5, first_time: 10, ..Rules::default() };
         for (tokens, expected) in [
             (&[10, 0, 30, 30][..], Some(Continuation { kept_tokens: 3, steps: 20 })),

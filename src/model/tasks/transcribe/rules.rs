@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_segment_is_followed_by_the_beginning_of_the_next_or_by_the_end() {
+    fn a_segments_end_is_followed_by_the_next_beginning_or_by_the_end() {
         assert_eq!(allowed(&[7, 0, 9]), [5, 9, 10, 11, 12]);
         assert_eq!(allowed(&[7, 0, 9, 9]), [0, 1, 2, 4, 5]);
         assert_eq!(allowed(&[7, 0, 9, 9, 1]), [0, 1, 2, 4, 5, 10, 11, 12]);

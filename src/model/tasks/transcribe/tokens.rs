@@ -68,7 +68,7 @@ impl SpeechTokens {
     /// # Errors
     /// [`LoadError::File`] for a file that is missing or broken, or a token that is missing.
     pub fn read(files: &ModelFiles, config: &WhisperConfig) -> Result<Self, LoadError> {
-        let vocabulary = Vocabulary::of_files(files, config.vocabulary)?;
+        let vocabulary = Vocabulary::from_files(files, config.vocabulary)?;
         let path = files.required("tokenizer.json")?;
         let invalid = |reason: String| LoadError::File { path: path.clone(), reason };
         let is_known = |id: &u32| (*id as usize) < config.vocabulary;

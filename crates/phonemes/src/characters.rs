@@ -1,0 +1,80 @@
+//! Classes of characters, as Python's `str` and `re` define them, on which the tables and rules were made. They differ
+//! from those of Rust and of the crate `regex` in marks (no letters here) and in numbers such as ² and ½ (part of words
+//! here).
+
+use std::sync::LazyLock;
+
+use regex::Regex;
+
+/// A class of the crate `regex`: what words consist of. For use between brackets.
+pub const WORD: &str = r"\p{L}\p{N}_";
+
+#[expect(clippy::unwrap_used, reason = "the pattern is constant")]
+static LETTER: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"^\p{L}").unwrap());
+#[expect(clippy::unwrap_used, reason = "the pattern is constant")]
+static DECIMAL: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"^\p{Nd}").unwrap());
+
+fn is(class: &Regex, c: char) -> bool {
+    class.is_match(c.encode_utf8(&mut [0; 4]))
+}
+
+/// A letter of any script.
+pub fn is_letter(c: char) -> bool {
+    // Up to U+0300 each alphabetic character is a letter.
+    c.is_alphabetic() && (c < '\u{300}' || is(&LETTER, c))
+}
+
+/// What a word consists of: letters, numbers, and the underscore.
+pub fn is_word(c: char) -> bool {
+    c == '_' || c.is_numeric() || is_letter(c)
+}
+
+/// A digit of any script that has a decimal system.
+pub fn is_decimal(c: char) -> bool {
+    c.is_ascii_digit() || !c.is_ascii() && c.is_numeric() && is(&DECIMAL, c)
+}
+
+/// A digit, also raised, lowered, or in a circle.
+pub fn is_digit(c: char) -> bool {
+    is_decimal(c)
+        || matches!(c, '²' | '³' | '¹' | '⁰' | '⁴'..='⁹' | '₀'..='₉' | '①'..='⑨' | '⑴'..='⑼' | '⒈'..='⒐' | '❶'..='❾' | '➀'..='➈' | '➊'..='➒')
+}
+
+/// What runs of letters consist of in a word: all but decimal digits and the underscore.
+pub fn is_letter_or_sign(c: char) -> bool {
+    c != '_' && is_word(c) && !is_decimal(c)
+}
+
+/// White space, with the four separators of ASCII.
+pub fn is_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
+}
+
+/// A lowercase letter of Latin-1.
+pub fn is_small(c: char) -> bool {
+    matches!(c, 'a'..='z' | 'ß'..='ö' | 'ø'..='ÿ')
+}
+
+/// An uppercase letter of Latin-1.
+pub fn is_capital(c: char) -> bool {
+    matches!(c, 'A'..='Z' | 'À'..='Ö' | 'Ø'..='Þ')
+}
+
+/// The ASCII digit of the same value, for a decimal digit of another script; other characters as they are.
+pub fn to_ascii_digit(c: char) -> char {
+    if c.is_ascii() || !is_decimal(c) {
+        return c;
+    }
+    // Decimal digits come in runs from 0 to 9. At most five runs follow each other.
+    let before = |n: u32| char::from_u32(u32::from(c).wrapping_sub(n)).is_some_and(is_decimal);
+    let place = (1..50).take_while(|n| before(*n)).count() as u32 % 10;
+    char::from_digit(place, 10).unwrap_or(c)
+}
+
+/// The last `count` characters of a text, or all of a shorter one.
+pub fn last_chars(text: &str, count: usize) -> &str {
+    match text.char_indices().rev().nth(count.saturating_sub(1)) {
+        Some((at, _)) if count > 0 => &text[at..],
+        _ => text,
+    }
+}

@@ -1,0 +1,112 @@
+//! Where a sentence ends. A line break always ends one. Otherwise it ends after `.`, `!`, `?` or `…`, closing quotes
+//! and brackets (which are dropped), and white space. It does not end before a lowercase letter, nor after the period
+//! of a title or an initial. Each character is inspected once.
+//!
+//! This file also decides where the phonemes of a long sentence are cut: between clauses if possible.
+
+use std::collections::HashSet;
+
+use crate::characters::is_space;
+
+/// The sentences of a text, found as they are asked for.
+pub struct Sentences<'a> {
+    titles: &'a HashSet<String>,
+    /// The rest of the current line, and of the text.
+    line: &'a str,
+    rest: &'a str,
+}
+
+impl<'a> Sentences<'a> {
+    pub fn new(titles: &'a HashSet<String>, text: &'a str) -> Self {
+        Self { titles, line: "", rest: text }
+    }
+
+    /// The length of the line's first sentence, and of that sentence with what separates it from the next.
+    fn end(&self) -> (usize, usize) {
+        // Where the current word begins, without opening brackets and quotes. Only a space separates words here.
+        let mut word = None;
+        let mut track_word = |at: usize, c: char| {
+            if c == ' ' {
+                word = None;
+            } else if word.is_none() && !matches!(c, '(' | '"' | '“' | '\'' | '‘') {
+                word = Some(at);
+            }
+            word
+        };
+        let mut chars = self.line.char_indices().peekable();
+        while let Some((at, c)) = chars.next() {
+            let word = track_word(at, c);
+            if !matches!(c, '.' | '!' | '?' | '…') {
+                continue;
+            }
+            let end = at + c.len_utf8();
+            let after = self.line[end..].trim_start_matches(['"', '”', '’', ')', ']']);
+            let next = after.trim_start_matches(is_space);
+            if next.len() < after.len()
+                && next.chars().next().is_some_and(|c| !c.is_lowercase())
+                && (c != '.' || !self.is_title_or_initial(&self.line[word.unwrap_or(at)..at]))
+            {
+                return (end, self.line.len() - next.len());
+            }
+            // The characters up to here end no sentence either. They are not inspected again.
+            let inspected = self.line.len() - next.len();
+            while let Some((at, c)) = chars.next_if(|(at, _)| *at < inspected) {
+                track_word(at, c);
+            }
+        }
+        (self.line.len(), self.line.len())
+    }
+
+    /// Whether a word is a title or an initial.
+    fn is_title_or_initial(&self, word: &str) -> bool {
+        let mut chars = word.chars();
+        self.titles.contains(word) || chars.next().is_some_and(char::is_uppercase) && chars.next().is_none()
+    }
+}
+
+impl<'a> Iterator for Sentences<'a> {
+    type Item = &'a str;
+
+    fn next(&mut self) -> Option<&'a str> {
+        loop {
+            while self.line.is_empty() {
+                if self.rest.is_empty() {
+                    return None;
+                }
+                let (line, rest) = self.rest.split_once('\n').unwrap_or((self.rest, ""));
+                (self.line, self.rest) = (line.trim_matches(is_space), rest);
+            }
+            let (end, next) = self.end();
+            let sentence = &self.line[..end];
+            self.line = &self.line[next..];
+            if !sentence.chars().all(is_space) {
+                return Some(sentence);
+            }
+        }
+    }
+}
+
+/// The phonemes of a sentence in parts of at most `max_chars` characters. A part ends before white space that follows
+/// `,`, `;`, `:` or `—`; if there is none, before other white space; else anywhere.
+pub fn parts(phonemes: &str, max_chars: usize) -> impl Iterator<Item = &str> {
+    let mut rest = phonemes;
+    std::iter::from_fn(move || {
+        rest = rest.trim_start_matches(is_space);
+        let (mut clause, mut word, mut end) = (None, None, rest.len());
+        let mut before = ' ';
+        for (count, (at, c)) in rest.char_indices().enumerate() {
+            if is_space(c) && !is_space(before) {
+                word = Some(at);
+                clause = if matches!(before, ',' | ';' | ':' | '—') { word } else { clause };
+            }
+            if count >= max_chars.max(1) {
+                end = clause.or(word).unwrap_or(at);
+                break;
+            }
+            before = c;
+        }
+        let (part, after) = rest.split_at(end);
+        rest = after;
+        (!part.is_empty()).then_some(part)
+    })
+}
