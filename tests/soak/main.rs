@@ -128,8 +128,7 @@ async fn a_storm_of_faults_over_a_pool_that_transcribes_changes_no_word() {
     let time = Duration::from_secs(seconds / 4);
     let texts = texts::storm(seed, time, texts::Work::transcription()).await;
     eprintln!("soak of recordings: seed {seed}, {} s: {texts:?}", time.as_secs());
-    // Each fault waits for transcripts, of which there are few in the short storm of `make test`.
-    assert!(texts.answered > texts.faults && texts.faults > 1, "{texts:?}");
+    assert!(texts.answered > texts.faults && texts.faults > 2, "{texts:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -141,15 +141,20 @@ pub async fn storm(seed: u64, time: Duration, work: Work) -> Texts {
     let (mut dice, begun) = (Dice::new(seed), Instant::now());
     let mut next_fault = begun + FAULT_EVERY;
     while begun.elapsed() < time || !producer.open.is_empty() {
-        if begun.elapsed() < time {
+        let is_stormy = begun.elapsed() < time;
+        if is_stormy {
             producer.publish().await;
         }
-        if Instant::now() >= next_fault && begun.elapsed() < time {
-            next_fault += FAULT_EVERY;
-            texts.faults += 1;
-            strike(dice.below(4), &mut sconce, &proxy, &settings);
-        }
-        let reply = inbox.next().await;
+        // Faults come by the clock, and not only when a reply does: on a slow machine replies are rare.
+        let reply = tokio::select! {
+            reply = inbox.next() => reply,
+            () = tokio::time::sleep_until(next_fault.into()), if is_stormy => {
+                next_fault += FAULT_EVERY;
+                texts.faults += 1;
+                strike(dice.below(4), &mut sconce, &proxy, &settings);
+                continue;
+            }
+        };
         if reply.kind == "reply.part" {
             continue;
         }

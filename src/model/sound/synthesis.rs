@@ -22,8 +22,8 @@ const MAX_HARMONIC: f32 = 11_000.0;
 const MAX_LOG_MAGNITUDE: f32 = 7.0;
 /// If |2·sin(t/2)| is at most this, a pulse is computed as its limit for t → 0.
 const MIN_DIVISOR: f32 = 2e-3;
-/// Number of spectra of a frame. Each has [`Synthesizer::bins`] values.
-const SPECTRA: usize = 5;
+/// Number of spectra of a frame. `Hibari::spectra` lists them. Each has [`Synthesizer::bins`] values.
+pub const SPECTRA: usize = 5;
 
 /// Makes sound. Shared by threads.
 pub struct Synthesizer {
@@ -69,7 +69,7 @@ impl Synthesizer {
     }
 
     /// The number of frequencies of a spectrum.
-    fn bins(&self) -> usize {
+    pub fn bins(&self) -> usize {
         self.window.len() / 2 + 1
     }
 

@@ -16,6 +16,7 @@ use crate::model::ops::{
     Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms,
     SelfAttention, TimeConvolution, add_norm,
 };
+use crate::model::sound::synthesis::SPECTRA;
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 type Loaded<T> = std::result::Result<T, LoadError>;
@@ -28,8 +29,6 @@ const FRAMES_PER_ROW: usize = 2;
 const PITCH_UNIT: f32 = 100.0;
 /// The decoder gets the logarithm of the pitch, divided by this.
 const LOG_PITCH_UNIT: f32 = 5.0;
-/// Number of spectra of a frame. [`Hibari::spectra`] lists them.
-pub const SPECTRA: usize = 5;
 
 /// The network of one voice.
 pub struct Hibari {

@@ -236,8 +236,8 @@ impl Recording {
                 self.resampled = 0;
             }
             // A packet of few samples at a low rate becomes many times as many, for each channel.
-            let most = (BLOCK as u64 * u64::from(self.rate) / u64::from(RATE)) as usize;
-            let end = self.planes[0].len().min(self.resampled + most);
+            let max_frames = (BLOCK as u64 * u64::from(self.rate) / u64::from(RATE)) as usize;
+            let end = self.planes[0].len().min(self.resampled + max_frames);
             let piece = std::mem::replace(&mut self.resampled, end)..end;
             frames += piece.len() as u64;
             self.resample.push(&self.planes, piece, &mut block).map_err(resampling_error)?;

@@ -5,9 +5,9 @@
 use rayon::prelude::*;
 
 use crate::model::nets::hibari::config::HibariConfig;
-use crate::model::nets::hibari::{Decoded, Hibari, SPECTRA, Symbols};
+use crate::model::nets::hibari::{Decoded, Hibari, Symbols};
 use crate::model::random::Seed;
-use crate::model::sound::synthesis::{Frames, Synthesizer};
+use crate::model::sound::synthesis::{Frames, SPECTRA, Synthesizer};
 use crate::model::{Forward, ForwardError, TaskError, TaskErrorKind};
 
 /// Maximum duration of one sentence at speed 1, in seconds. The network needs 0.5 MB of memory for each second.
@@ -98,12 +98,11 @@ impl Speaker {
         seed: Seed,
     ) -> candle_core::Result<Result<Sound, TaskError>> {
         let (synthesizer, count) = (&self.synthesizer, frames.pitch.len());
+        let width = SPECTRA * synthesizer.bins();
         let pulses = synthesizer.pulses(&frames.pitch);
         let mut sound = vec![0.0; synthesizer.buffer_len(count)];
         for start in (0..count).step_by(FRAMES_AT_ONCE) {
             let spectra = voice.spectra(frames, start, FRAMES_AT_ONCE.min(count - start))?;
-            let width = spectra.len() / FRAMES_AT_ONCE.min(count - start);
-            debug_assert!(width.is_multiple_of(SPECTRA), "{width}");
             let parts = spectra.par_chunks(FRAMES_PER_THREAD * width).enumerate().map(|(index, spectra)| {
                 let first = start + index * FRAMES_PER_THREAD;
                 let mut part = vec![0.0; synthesizer.buffer_len(spectra.len() / width)];
