@@ -13,7 +13,7 @@ use sconce::model::random::Seed;
 use sconce::model::sound::decode::{Channels, Limits, Recording};
 use sconce::model::sound::synthesis::{Frames, SPECTRA, Synthesizer};
 use sconce::model::tasks::speak::{self, Sentence, Speaker, SpeechProcessor};
-use sconce::model::{Device, Forward as _, LoadSpec, Processor as _};
+use sconce::model::{Device, Dtype, Forward as _, LoadSpec, Processor as _};
 use sconce::protocol::speech::{SPEECH_URL, VOICES_URL};
 use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
@@ -46,9 +46,13 @@ struct Model {
 
 impl Model {
     fn load(folder: &str, voice: &str) -> Self {
+        Self::load_as(folder, voice, Dtype::F32)
+    }
+
+    fn load_as(folder: &str, voice: &str, dtype: Dtype) -> Self {
         let weights = path(folder).join(format!("{voice}.safetensors"));
         assert!(weights.is_file(), "{} is missing: run scripts/fetch-hibari", weights.display());
-        let spec = LoadSpec::new(path(folder).to_str().expect("a path in UTF-8"));
+        let spec = LoadSpec { dtype, ..LoadSpec::new(path(folder).to_str().expect("a path in UTF-8")) };
         let files = ModelFiles::locate(&spec.source).expect("files");
         let config = HibariConfig::read(&files, &spec).expect("a configuration");
         let voice = Hibari::load(&spec, &Device::Cpu, &config, weights);
@@ -155,6 +159,25 @@ fn real_speech_is_neither_silent_nor_clipped_and_has_its_pitch() {
     let voiced: Vec<f32> = decoded.pitch.iter().copied().filter(|hertz| *hertz > 40.0).collect();
     let mean = voiced.iter().sum::<f32>() / voiced.len() as f32;
     assert!(voiced.len() * 2 > decoded.pitch.len() && (120.0..330.0).contains(&mean), "{mean}");
+}
+
+#[test]
+fn narrow_weights_keep_durations_and_pitch_and_change_the_sound_little() {
+    let exact = Model::load("models/hibari", "heart");
+    let (_, _, phonemes, speed, number) = REAL[1];
+    let decoded = exact.decode(&[(exact.ids(phonemes), speed)]).remove(0);
+    let sound = exact.sound(&decoded.pitch, &exact.spectra(&decoded), number);
+    let power: f32 = sound.iter().map(|x| x * x).sum();
+    // In decibels: 16 bits of a loud sound have 90, and 30 are still hard to hear beside speech.
+    for (dtype, least) in [(Dtype::Bf16, 45.0), (Dtype::Int8, 32.0)] {
+        let narrow = Model::load_as("models/hibari", "heart", dtype);
+        let found = narrow.decode(&[(narrow.ids(phonemes), speed)]).remove(0);
+        assert!(found.pitch == decoded.pitch, "{dtype:?}");
+        let other = narrow.sound(&found.pitch, &narrow.spectra(&found), number);
+        let error: f32 = sound.iter().zip(&other).map(|(x, y)| (x - y).powi(2)).sum();
+        let decibels = 10.0 * (power / error).log10();
+        assert!(decibels > least && decibels < 90.0, "{dtype:?}: {decibels} dB");
+    }
 }
 
 /// A processor and its network.

@@ -1,5 +1,5 @@
-"""The Celery application that reranking, images, text and speech are compared with: one request a task, a model for each worker
-process, one thread each, late acks, results as JSON through RabbitMQ (`rpc://`)."""
+"""The Celery application that reranking, images, text and speech in both directions are compared with: one request a
+task, a model for each worker process, one thread each, late acks, results as JSON through RabbitMQ (`rpc://`)."""
 
 import os
 
@@ -38,6 +38,22 @@ def load(**_):
         from .faster_whisper_client import recogniser
 
         _compute, _ = recogniser(1)
+    elif os.environ["KIND"] == "speak":
+        import base64
+        import io
+
+        from hibari.tts import write_wav
+
+        from .hibari_client import speaker
+
+        voice = speaker(1)
+
+        def sound(text):
+            file = io.BytesIO()
+            write_wav(file, voice(text))
+            return base64.b64encode(file.getvalue()).decode()
+
+        _compute = sound
     else:
         from .images_client import classifier
 

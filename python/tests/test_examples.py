@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import wave
 from pathlib import Path
 
 import kombu
@@ -61,3 +64,75 @@ def test_celery_is_told_that_a_pool_is_no_worker(broker: Broker, sconce: Sconce)
         result.get(timeout=PATIENCE)
     assert (type(caught.value).__name__, result.status) == ("RefusedBySconce", "FAILURE")
     app.close()
+
+
+def workers_of(launcher: Kept) -> list[int]:
+    """The processes of its workers: the keeper's child is the launcher."""
+
+    def children(pid: int) -> list[int]:
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+
+    found = []
+    for pid in (worker for parent in children(launcher.keeper.pid) for worker in children(parent)):
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if arguments[1:2] == [b"worker"]:
+            found.append(pid)
+    return found
+
+
+def test_a_conversation_loses_nothing_when_workers_are_killed(
+    broker: Broker, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    program = request.config.getoption("--sconce").resolve()
+    pool = {"task_queue": "talk", "dead_letter_queue": "talk.dead", "model": ROOT / "models/hibari", "threads": 1}
+    pool["devices"] = '["cpu", "cpu", "cpu"]'
+    settings = [word for name, value in pool.items() for word in ("--set", f"pool[0].{name}={value}")]
+    launcher = Kept(tmp_path / "log", "TERM", [str(program), "launch", *settings], {"SCONCE_BROKER__URL": broker.url})
+    try:
+        until("three workers are ready", lambda: launcher.log().count("worker ready") == 3)
+
+        def spoken(name: str, kill_after: tuple[int, ...]) -> bytes:
+            """What the example writes, if a worker is killed each time that so many lines have been spoken."""
+            out = tmp_path / name
+            command = [sys.executable, "conversation.py", "--queue", "talk", "--out", str(out)]
+            environment = {**os.environ, "AMQP_URL": broker.url}
+            with subprocess.Popen(
+                command, cwd=FOLDER, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as running:
+                assert running.stderr is not None and running.stdout is not None
+                for count, _ in enumerate(running.stderr, 1):
+                    if count in kill_after:
+                        os.kill(workers_of(launcher)[count % 2], signal.SIGKILL)
+                said = running.stdout.read()
+            assert running.returncode == 0 and "20 lines, spoken by " in said, said
+            return out.read_bytes()
+
+        undisturbed = spoken("undisturbed.wav", ())
+        killed = spoken("killed.wav", (1, 4))
+        assert launcher.log().count("worker ready") > 3, launcher.log()
+        assert killed == undisturbed
+        with wave.open(str(tmp_path / "killed.wav")) as sound:
+            assert sound.getnframes() > 40 * sound.getframerate()
+    finally:
+        launcher.end()
+
+
+def test_spoken_summaries(broker: Broker, sconce: Sconce, tmp_path: Path) -> None:
+    recordings, out = tmp_path / "recordings", tmp_path / "out"
+    recordings.mkdir()
+    shutil.copy(ROOT / "models/recordings/librivox-0930.wav", recordings)
+    shutil.copy(ROOT / "models/recordings/librivox-0870.wav", recordings)
+    (recordings / "broken.flac").write_bytes(b"fLaC, and then nothing")
+    queues = ["--transcribe", "speech", "--generate", "text", "--speak", "speak"]
+    done = run("spoken_summaries", str(recordings), "--out", str(out), *queues, AMQP_URL=broker.url)
+    assert done.returncode == 1 and done.stderr.startswith("broken.flac: "), done
+    assert (out / "librivox-0930.txt").read_text() == "He might even have been made amiable himself.\n"
+    for name in ("librivox-0870", "librivox-0930"):
+        assert (out / f"{name}.summary.txt").read_text().strip() in done.stdout
+        with wave.open(str(out / f"{name}.wav")) as sound:
+            assert sound.getframerate() == 24_000 and sound.getnframes() > 24_000
+    assert not (out / "broken.wav").exists()

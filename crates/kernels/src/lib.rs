@@ -11,7 +11,7 @@
 //! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
 //! | `convolution`, `time_convolution` | convolution of images; convolution of sequences over time |
-//! | `add_norm`, `activation`, `exp` | element-wise and row-wise operations |
+//! | `add_norm`, `activation`, `exp`, `polar` | element-wise and row-wise operations |
 //! | `pooling` | how a text's token vectors become one vector |
 
 mod activation;
@@ -24,6 +24,7 @@ mod exp;
 pub mod feed_forward;
 mod gemm;
 pub mod kv;
+mod polar;
 pub mod pooling;
 mod positions;
 pub mod time_convolution;
@@ -36,6 +37,7 @@ pub use gemm::{
     Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat, multiply_rows,
     multiply_together,
 };
+pub use polar::{bounded_exp, gaussian_radii, polar_to_complex, sines, tanh};
 pub use positions::{PositionTerms, RelativeBias, Rotary, positions_in_texts};
 
 use cpu::dispatch;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::dispatch;
-use super::gemm::{Panels, by_blocks, multiply_rows};
+use super::gemm::{Linear, NotWholeGroups, NumberFormat, by_blocks};
 
 /// The weights of a convolution as stored in the checkpoint.
 pub struct TimeFilters<'a> {
@@ -20,6 +20,8 @@ pub struct TimeFilters<'a> {
     pub dilation: usize,
     /// Whether this is a depthwise convolution: each channel is convolved separately.
     pub is_depthwise: bool,
+    /// The format in which the weights are kept. A depthwise convolution always keeps them in f32.
+    pub format: NumberFormat,
 }
 
 /// One convolution with its bias.
@@ -32,15 +34,18 @@ pub struct TimeConvolution {
 
 enum Weights {
     /// `[taps·in, out]`.
-    Packed(Panels),
+    Packed(Linear),
     /// `[taps, channels]`.
     Depthwise(Vec<f32>),
 }
 
 impl TimeConvolution {
     /// Packs the weights.
-    pub fn new(filters: TimeFilters<'_>) -> Self {
-        let TimeFilters { weights, bias, taps, dilation, is_depthwise } = filters;
+    ///
+    /// # Errors
+    /// The product of channels and taps is not a multiple of the group size of the format.
+    pub fn new(filters: TimeFilters<'_>) -> Result<Self, NotWholeGroups> {
+        let TimeFilters { weights, bias, taps, dilation, is_depthwise, format } = filters;
         let of_tap =
             |filter: &[f32], tap: usize| filter[tap..].iter().step_by(taps).copied().collect::<Vec<_>>();
         let weights = if is_depthwise {
@@ -49,9 +54,9 @@ impl TimeConvolution {
             let depth = weights.len() / bias.len();
             let filters = weights.chunks_exact(depth);
             let columns = filters.flat_map(|filter| (0..taps).flat_map(|tap| of_tap(filter, tap)));
-            Weights::Packed(Panels::new(&columns.collect::<Vec<_>>(), depth))
+            Weights::Packed(Linear::new(&columns.collect::<Vec<_>>(), depth, format)?)
         };
-        Self { weights, bias, taps, dilation }
+        Ok(Self { weights, bias, taps, dilation })
     }
 
     /// Number of channels of a frame.
@@ -86,8 +91,8 @@ impl TimeConvolution {
         out
     }
 
-    fn product(&self, rows: &[f32], matrix: &Panels, out: &mut [f32]) {
-        multiply_rows(rows, matrix, out, |_, block| {
+    fn product(&self, rows: &[f32], matrix: &Linear, out: &mut [f32]) {
+        matrix.multiply(rows, out, |_, block| {
             for row in block.chunks_exact_mut(self.width()) {
                 row.iter_mut().zip(&self.bias).for_each(|(x, bias)| *x += bias);
             }
@@ -183,7 +188,7 @@ mod tests {
 
     /// The convolution of one sequence by its formula, in f64.
     fn expected(filters: &TimeFilters<'_>, x: &[f32], channels: usize) -> Vec<f64> {
-        let TimeFilters { weights, bias, taps, dilation, is_depthwise } = filters;
+        let TimeFilters { weights, bias, taps, dilation, is_depthwise, .. } = filters;
         let (length, half) = ((x.len() / channels) as isize, (taps / 2 * dilation) as isize);
         let depth = weights.len() / bias.len();
         let mut out = Vec::new();
@@ -221,6 +226,7 @@ mod tests {
                         taps,
                         dilation,
                         is_depthwise,
+                        format: NumberFormat::F32,
                     };
                     let lengths = [1, 40, 7];
                     let x = noise(&[48, channels], 1.0, 3);
@@ -231,7 +237,7 @@ mod tests {
                         all_expected.extend(expected(&filters(), sequence, channels));
                         start += length;
                     }
-                    let convolution = TimeConvolution::new(filters());
+                    let convolution = TimeConvolution::new(filters()).unwrap();
                     assert_eq!((convolution.channels(), convolution.width()), (channels, out));
                     let largest_error = difference(&convolution.forward(&x, &lengths), &all_expected);
                     assert!(

@@ -51,7 +51,8 @@ fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
         Dtype::Bf16 => DType::BF16,
         Dtype::F16 => DType::F16,
         Dtype::Int8 => {
-            let reason = "dtype is \"int8\", which is for the linear layers of texts and of ViT on a CPU";
+            let reason =
+                "dtype is \"int8\", which is for linear layers on a CPU: of texts, ViT and speech synthesis";
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
     };

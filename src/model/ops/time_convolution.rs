@@ -3,6 +3,7 @@
 //! form in which its weights are kept, and owns them.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use sconce_kernels::NumberFormat;
 use sconce_kernels::time_convolution::{self, TimeFilters};
 
 use super::{host_values, values};
@@ -28,11 +29,30 @@ impl TimeConvolution {
     /// # Errors
     /// Shapes do not match, or the device fails.
     pub fn new(weights: &Tensor, bias: &Tensor, dilation: usize, is_depthwise: bool) -> Result<Self> {
+        Self::with_format(weights, bias, dilation, is_depthwise, NumberFormat::F32)
+    }
+
+    /// A linear layer: `weights` are `[out, in]`, which a CPU keeps in this format; `bias` is `[out]`.
+    ///
+    /// # Errors
+    /// As [`TimeConvolution::new`], and if `in` is not a multiple of the group size of `format`.
+    pub fn linear(weights: &Tensor, bias: &Tensor, format: NumberFormat) -> Result<Self> {
+        Self::with_format(&weights.unsqueeze(2)?, bias, 1, false, format)
+    }
+
+    fn with_format(
+        weights: &Tensor,
+        bias: &Tensor,
+        dilation: usize,
+        is_depthwise: bool,
+        format: NumberFormat,
+    ) -> Result<Self> {
         let (width, _, taps) = weights.dims3()?;
         let weights = match (host_values(weights)?, host_values(bias)?) {
             (Some(numbers), Some(bias)) => {
-                let filters = TimeFilters { weights: &numbers, bias, taps, dilation, is_depthwise };
-                Weights::Packed(time_convolution::TimeConvolution::new(filters))
+                let filters = TimeFilters { weights: &numbers, bias, taps, dilation, is_depthwise, format };
+                let packed = time_convolution::TimeConvolution::new(filters);
+                Weights::Packed(packed.map_err(candle_core::Error::wrap)?)
             }
             _ => Weights::Plain {
                 weights: weights.clone(),

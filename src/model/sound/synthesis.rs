@@ -3,12 +3,13 @@
 //! inverse Fourier transform with overlapping windows makes the waveform. The noise is a function of its key, the frame
 //! and the frequency. Does no I/O; computes on the caller's thread.
 
-use std::f32::consts::TAU;
+use std::f32::consts::{PI, TAU};
 use std::f64::consts::TAU as TAU_F64;
 use std::sync::Arc;
 
 use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
+use sconce_kernels::{bounded_exp, gaussian_radii, polar_to_complex, sines, tanh};
 
 use crate::model::random::{Seed, splitmix64};
 
@@ -77,7 +78,11 @@ impl Synthesizer {
     /// below [`MAX_HARMONIC`] have the same amplitude. Unvoiced frames are silent.
     pub fn pulses(&self, pitch: &[f32]) -> Vec<f32> {
         let mut phase = 0.0_f64;
-        let mut out = Vec::with_capacity(pitch.len() * self.hop);
+        let count = pitch.len() * self.hop;
+        // For each sample: half of the phase, the phase times the number of harmonics plus a half, and this number.
+        // The latter is 0 in unvoiced samples.
+        let (mut halves, mut highest, mut harmonics) =
+            (Vec::with_capacity(count), Vec::with_capacity(count), Vec::with_capacity(count));
         for frame in 0..pitch.len() {
             let pitch_of = |frame: usize| pitch[frame.min(pitch.len() - 1)];
             for sample in 0..self.hop {
@@ -91,11 +96,23 @@ impl Synthesizer {
                 let hertz = from * (1.0 - share) + to * share;
                 let is_voiced = hertz > MIN_PITCH;
                 let hertz = hertz.max(MIN_PITCH);
-                phase = (phase + f64::from(hertz) / f64::from(self.rate)).fract();
-                out.push(if is_voiced { pulse((phase * TAU_F64) as f32, hertz) } else { 0.0 });
+                phase += f64::from(hertz) / f64::from(self.rate);
+                if phase >= 1.0 {
+                    phase = phase.fract();
+                }
+                let t = (phase * TAU_F64) as f32;
+                let number = if is_voiced { (MAX_HARMONIC / hertz) as u32 as f32 + 0.5 } else { 0.0 };
+                halves.push(0.5 * t);
+                highest.push(number * t);
+                harmonics.push(number);
             }
         }
-        out
+        sines(&mut halves);
+        sines(&mut highest);
+        for ((pulse, sine_of_half), harmonics) in highest.iter_mut().zip(halves).zip(harmonics) {
+            *pulse = pulse_of(2.0 * sine_of_half, *pulse, harmonics);
+        }
+        highest
     }
 
     /// Adds these frames to `sound`, which begins [`HOPS`]/2 hops before the middle of the first of them, and has
@@ -106,6 +123,7 @@ impl Synthesizer {
         let mut spectrum = self.forward.make_output_vec();
         let mut forward_scratch = self.forward.make_scratch_vec();
         let mut inverse_scratch = self.inverse.make_scratch_vec();
+        let mut shaper = Shaper::new(bins);
         // The transforms are not normalized; a harmonic of amplitude 1 becomes 1.
         let (scale_in, scale_out) = (1.0 / self.hop as f32, 1.0 / length as f32);
         for (index, spectra) in spectra.chunks_exact(SPECTRA * bins).enumerate() {
@@ -117,7 +135,7 @@ impl Synthesizer {
             if self.forward.process_with_scratch(&mut samples, &mut spectrum, &mut forward_scratch).is_err() {
                 return;
             }
-            shape(&mut spectrum, spectra, seed.bits((first + index) as u64));
+            shaper.shape(&mut spectrum, spectra, seed.bits((first + index) as u64));
             // The real transform has no imaginary part at these frequencies.
             spectrum[0].im = 0.0;
             spectrum[bins - 1].im = 0.0;
@@ -134,18 +152,27 @@ impl Synthesizer {
     /// Divides `sound`, to which the frames of a whole sentence were added, by the sum of the squared windows, and cuts
     /// off what lies before the first frame's middle and after the last frame.
     pub fn finish(&self, sound: &[f32], frames: usize) -> Vec<f32> {
-        let hops = HOPS / 2..HOPS / 2 + frames;
-        let of_hop = |hop: usize| {
-            // For each window that covers this hop: how many hops earlier it begins.
-            let distances =
-                (0..HOPS).filter(move |distance| (0..frames).contains(&(hop.wrapping_sub(*distance))));
-            (0..self.hop).map(move |offset| {
+        // The gain of each sample of a hop that these windows cover, which began so many hops earlier.
+        let gains = |distances: &[usize]| -> Vec<f32> {
+            let gain = |offset: usize| {
                 let squares =
-                    distances.clone().map(|distance| self.window[distance * self.hop + offset].powi(2));
-                sound[hop * self.hop + offset] / squares.sum::<f32>().max(1e-11)
-            })
+                    distances.iter().map(|distance| self.window[distance * self.hop + offset].powi(2));
+                1.0 / squares.sum::<f32>().max(1e-11)
+            };
+            (0..self.hop).map(gain).collect()
         };
-        hops.flat_map(of_hop).collect()
+        let all: Vec<usize> = (0..HOPS).collect();
+        let usual_gains = gains(&all);
+        let mut samples = Vec::with_capacity(frames * self.hop);
+        for hop in HOPS / 2..HOPS / 2 + frames {
+            let is_frame = |distance: &usize| (0..frames).contains(&(hop.wrapping_sub(*distance)));
+            let distances: Vec<usize> = all.iter().copied().filter(is_frame).collect();
+            let edge_gains = if distances == all { None } else { Some(gains(&distances)) };
+            let gains = edge_gains.as_ref().unwrap_or(&usual_gains);
+            let of_hop = &sound[hop * self.hop..][..self.hop];
+            samples.extend(of_hop.iter().zip(gains).map(|(sample, gain)| sample * gain));
+        }
+        samples
     }
 
     /// The length of the buffer for [`Synthesizer::add`], for this number of frames.
@@ -154,11 +181,13 @@ impl Synthesizer {
     }
 }
 
-/// The sum of the cosines of all harmonics at the phase `t`, from 0 to 2π.
-fn pulse(t: f32, hertz: f32) -> f32 {
-    let harmonics = (MAX_HARMONIC / hertz).floor() + 0.5;
-    let divisor = 2.0 * (0.5 * t).sin();
-    let sum = if divisor.abs() <= MIN_DIVISOR { harmonics } else { (harmonics * t).sin() / divisor };
+/// A sample of the pulse train: the sum of the cosines of all harmonics, which is `sine` / `divisor` - ½. 0 without
+/// harmonics.
+fn pulse_of(divisor: f32, sine: f32, harmonics: f32) -> f32 {
+    if harmonics == 0.0 {
+        return 0.0;
+    }
+    let sum = if divisor.abs() <= MIN_DIVISOR { harmonics } else { sine / divisor };
     sum - 0.5
 }
 
@@ -170,25 +199,51 @@ fn mirrored(sound: &[f32], index: isize) -> f32 {
     sound.get(index as usize).copied().unwrap_or(0.0)
 }
 
-/// Filters the spectrum of the pulses by a frame's spectra, and adds the noise and the remainder.
-fn shape(spectrum: &mut [Complex<f32>], spectra: &[f32], bits: u64) {
-    let bins = spectrum.len();
-    let [harmonic, phase, noise, remainder, remainder_phase] =
-        std::array::from_fn(|part| &spectra[part * bins..][..bins]);
-    for (bin, value) in spectrum.iter_mut().enumerate() {
-        let magnitude = |log: &[f32]| log[bin].min(MAX_LOG_MAGNITUDE).exp();
-        let rotation = Complex::cis(std::f32::consts::PI * phase[bin].tanh());
-        *value = *value * rotation * magnitude(harmonic)
-            + normal(splitmix64(bits ^ bin as u64)) * magnitude(noise)
-            + Complex::cis(remainder_phase[bin]) * magnitude(remainder);
+/// Shapes the spectrum of a frame. Each row has one number for each frequency.
+struct Shaper {
+    /// The frame's spectra.
+    rows: [Vec<f32>; SPECTRA],
+    /// The real and the imaginary parts of the noise.
+    noise: [Vec<f32>; 2],
+}
+
+impl Shaper {
+    fn new(bins: usize) -> Self {
+        Self { rows: std::array::from_fn(|_| vec![0.0; bins]), noise: [vec![0.0; bins], vec![0.0; bins]] }
+    }
+
+    /// Filters the spectrum of the pulses by a frame's spectra, and adds the noise and the remainder.
+    fn shape(&mut self, spectrum: &mut [Complex<f32>], spectra: &[f32], bits: u64) {
+        for (row, given) in self.rows.iter_mut().zip(spectra.chunks_exact(spectrum.len())) {
+            row.copy_from_slice(given);
+        }
+        let [harmonic, phase, noise_magnitude, remainder, remainder_phase] = &mut self.rows;
+        for magnitude in [&mut *harmonic, &mut *noise_magnitude, &mut *remainder] {
+            bounded_exp(magnitude, MAX_LOG_MAGNITUDE);
+        }
+        tanh(phase);
+        polar_to_complex(harmonic, phase, PI);
+        polar_to_complex(remainder, remainder_phase, 1.0);
+        normals(&mut self.noise, bits);
+        let [real, imaginary] = &self.noise;
+        for (bin, value) in spectrum.iter_mut().enumerate() {
+            *value = *value * Complex::new(harmonic[bin], phase[bin])
+                + Complex::new(real[bin], imaginary[bin]) * noise_magnitude[bin]
+                + Complex::new(remainder[bin], remainder_phase[bin]);
+        }
     }
 }
 
-/// A complex number whose parts are normally distributed, from random bits, by Box and Muller.
-fn normal(bits: u64) -> Complex<f32> {
+/// Complex numbers whose real and imaginary parts are normally distributed, from random bits, by Box and Muller.
+fn normals([real, imaginary]: &mut [Vec<f32>; 2], bits: u64) {
     const UNIT: f32 = 1.0 / (1 << 24) as f32;
-    let radius = (-2.0 * (((bits >> 40) + 1) as f32 * UNIT).ln()).sqrt();
-    Complex::cis(TAU * ((bits & 0xff_ffff) as f32 * UNIT)) * radius
+    for (bin, (real, imaginary)) in real.iter_mut().zip(imaginary.iter_mut()).enumerate() {
+        let bits = splitmix64(bits ^ bin as u64);
+        *real = ((bits >> 40) + 1) as f32 * UNIT;
+        *imaginary = (bits & 0xff_ffff) as f32 * UNIT;
+    }
+    gaussian_radii(real);
+    polar_to_complex(real, imaginary, TAU);
 }
 
 #[cfg(test)]
@@ -208,7 +263,10 @@ mod tests {
 
     #[test]
     fn the_noise_is_normally_distributed() {
-        let drawn: Vec<Complex<f32>> = (0..20_000).map(|at| normal(splitmix64(at))).collect();
+        let mut parts = [vec![0.0; 20_000], vec![0.0; 20_000]];
+        normals(&mut parts, 7);
+        let [real, imaginary] = &parts;
+        let drawn: Vec<_> = real.iter().zip(imaginary).map(|(re, im)| Complex::new(*re, *im)).collect();
         let mean = drawn.iter().sum::<Complex<f32>>() / 20_000.0;
         let variance: f32 = drawn.iter().map(|z| (z - mean).norm_sqr()).sum::<f32>() / 20_000.0;
         assert!(mean.norm() < 0.03 && (variance - 2.0).abs() < 0.06, "{mean} {variance}");

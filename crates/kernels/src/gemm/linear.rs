@@ -36,6 +36,14 @@ impl Linear {
         }
     }
 
+    /// The number of rows.
+    pub fn depth(&self) -> usize {
+        match self {
+            Self::Panels(panels) => panels.depth(),
+            Self::Narrow(matrix) => matrix.depth(),
+        }
+    }
+
     /// The number of columns.
     pub fn width(&self) -> usize {
         match self {

@@ -6,7 +6,8 @@ pub mod config;
 
 use std::path::PathBuf;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
+use sconce_kernels::NumberFormat;
 
 use self::config::{DecoderSizes, HibariConfig, ProsodySizes, TextSizes};
 use super::block::{Block, Blocks, PreNorms, normed};
@@ -17,7 +18,7 @@ use crate::model::ops::{
     SelfAttention, TimeConvolution, add_norm,
 };
 use crate::model::sound::synthesis::SPECTRA;
-use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
+use crate::model::{ForwardError, LoadError, LoadSpec};
 
 type Loaded<T> = std::result::Result<T, LoadError>;
 
@@ -79,13 +80,17 @@ impl Hibari {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
     /// precision that is not supported, [`LoadError::Unfit`] for a device that computes something else than a CPU.
     pub fn load(spec: &LoadSpec, device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
-        if spec.dtype != Dtype::F32 {
-            let reason = format!("dtype is {:?}; speech is synthesized in f32", spec.dtype.name());
+        let Precision { tensors, matrices } = super::precision(spec, device)?;
+        if tensors != DType::F32 {
+            let reason = format!(
+                "dtype is {:?}; speech is synthesized in f32, and on a CPU also in bf16 and int8",
+                spec.dtype.name()
+            );
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
-        let network = Self::read(device, config, path.clone())?;
+        let network = Self::read(device, config, path.clone(), matrices)?;
         if !device.is_cpu() {
-            let reference = Self::read(&Device::Cpu, config, path)?;
+            let reference = Self::read(&Device::Cpu, config, path, NumberFormat::F32)?;
             let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
             let found = network.known_spectra(config).map_err(failed)?;
             let expected = reference.known_spectra(config).map_err(failed)?;
@@ -94,14 +99,17 @@ impl Hibari {
         Ok(network)
     }
 
-    fn read(device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
+    /// Reads the weights. `format` is the number format of the decoder's matrices. The others are kept in f32, so that
+    /// every format gives the same durations; they take little time.
+    fn read(device: &Device, config: &HibariConfig, path: PathBuf, format: NumberFormat) -> Loaded<Self> {
         // The names of the tensors have no common prefix.
         let weights = Weights::read(&[path], "model", "m.head.bias", device, Precision::F32)?;
-        let reader = Reader { weights: &weights };
+        let reader = Reader { weights: &weights, format: NumberFormat::F32 };
+        let decoder = Reader { format, ..reader };
         Ok(Self {
             text: reader.text("m.text", config.symbols, config.text)?,
             prosody: reader.prosody(config.symbols, &config.prosody)?,
-            decoder: reader.decoder(config.text.width, config.decoder, config.bins())?,
+            decoder: decoder.decoder(config.text.width, config.decoder, config.bins())?,
             device: device.clone(),
         })
     }
@@ -290,8 +298,11 @@ impl Decoder {
 }
 
 /// Reads the weights of the network's parts.
+#[derive(Clone, Copy)]
 struct Reader<'a> {
     weights: &'a Weights,
+    /// The number format of matrices.
+    format: NumberFormat,
 }
 
 impl Reader<'_> {
@@ -329,7 +340,7 @@ impl Reader<'_> {
             matrix: get("pw1.weight", &[inner, width])?,
             bias: get("pw1.bias", &[inner])?,
             gate: None,
-            format: self.weights.matrix_format(),
+            format: self.format,
         };
         let depthwise = (get("dw.weight", &[width, 1, taps])?, get("dw.bias", &[width])?);
         let convolution = TimeConvolution::new(&depthwise.0, &depthwise.1, dilation, true);
@@ -353,7 +364,7 @@ impl Reader<'_> {
             self.weights.checked(name, slice(&joint).and_then(|matrix| Ok((matrix, slice(&joint_bias)?))))
         };
         let epilogue = |bias: &str| self.weights.checked(name, Epilogue::bias(&get(bias, &[width])?));
-        let format = self.weights.matrix_format();
+        let format = self.format;
         let matrices = AttentionWeights {
             qkv: [projection(0)?, projection(1)?, projection(2)?],
             out: get("self_attn.out_proj.weight", &[width, width])?,
@@ -415,7 +426,7 @@ impl Reader<'_> {
         let block = |index| self.block(&format!("m.dec.{index}"), [width, inner], TAPS, 1);
         let matrix = self.weights.get("m.head.weight", &[SPECTRA * bins, width])?;
         let bias = self.weights.get("m.head.bias", &[SPECTRA * bins])?;
-        let head = matrix.unsqueeze(2).and_then(|weights| TimeConvolution::new(&weights, &bias, 1, false));
+        let head = TimeConvolution::linear(&matrix, &bias, self.format);
         Ok(Decoder {
             input: self.convolution("m.dec_in", [text_width + 2, width, TAPS])?,
             blocks: (0..blocks).map(block).collect::<Loaded<_>>()?,

@@ -12,8 +12,8 @@ use crate::model::{Forward, ForwardError, TaskError, TaskErrorKind};
 
 /// Maximum duration of one sentence at speed 1, in seconds. The network needs 0.5 MB of memory for each second.
 const MAX_SECONDS: f32 = 60.0;
-/// Number of frames whose spectra are computed at once: 12.8 s of sound, 12 MB of spectra.
-const FRAMES_AT_ONCE: usize = 1_024;
+/// Number of frames whose spectra are computed at once: 3.2 s of sound, 3 MB of spectra.
+const FRAMES_AT_ONCE: usize = 256;
 /// Frames that one thread synthesizes at once.
 const FRAMES_PER_THREAD: usize = 64;
 /// Duration of the fade-in and of the fade-out of a sentence, in seconds.

@@ -1,0 +1,64 @@
+"""Turns a folder of recordings into transcripts and spoken summaries, through the queues of three pools:
+
+    sconce launch --config config/pools.toml
+    python spoken_summaries.py models/recordings --out summaries
+
+For each recording it writes what is said as `.txt`, a summary as `.summary.txt`, and the spoken summary as `.wav`.
+All recordings are under way at once: while one is transcribed, another is summarised or spoken. A recording that
+fails is named, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from sconce_client import AsyncClient, SconceError
+
+SOUNDS = {".wav", ".flac", ".mp3", ".ogg"}
+QUESTION = "Summarize in one short sentence what is said here:\n\n"
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description="Turns recordings into transcripts and spoken summaries.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("summaries"))
+    parser.add_argument("--transcribe", default="sconce.speech", metavar="QUEUE")
+    parser.add_argument("--generate", default="sconce.text", metavar="QUEUE")
+    parser.add_argument("--speak", default="sconce.speak", metavar="QUEUE")
+    asked = parser.parse_args()
+    recordings = sorted(path for path in asked.folder.iterdir() if path.suffix.lower() in SOUNDS)
+    if not recordings:
+        sys.exit(f"{asked.folder} has no recordings: {', '.join(sorted(SOUNDS))}")
+    asked.out.mkdir(parents=True, exist_ok=True)
+
+    async with AsyncClient(timeout=3600) as client:
+        queues = asked.transcribe, asked.generate, asked.speak
+        transcriber, writer, speaker = (client.with_options(queue=queue) for queue in queues)
+
+        async def summarize(recording: Path) -> bool:
+            out = asked.out / recording.name
+            try:
+                transcript = (await transcriber.transcribe(recording)).text
+                out.with_suffix(".txt").write_text(transcript + "\n", encoding="utf-8")
+                if not transcript:
+                    print(f"{recording.name}: nobody speaks")
+                    return True
+                reply = await writer.chat(QUESTION + transcript, max_tokens=80, temperature=0)
+                summary = reply.text.strip()
+                out.with_suffix(".summary.txt").write_text(summary + "\n", encoding="utf-8")
+                out.with_suffix(".wav").write_bytes(await speaker.speak(summary))
+            except (SconceError, ValueError) as error:
+                print(f"{recording.name}: {error}", file=sys.stderr)
+                return False
+            print(f"{recording.name}: {summary}")
+            return True
+
+        succeeded = await asyncio.gather(*(summarize(recording) for recording in recordings))
+    if not all(succeeded):
+        sys.exit(1)
+
+
+asyncio.run(main())
