@@ -213,7 +213,7 @@ fn ln<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         -1.666_805_8e-1,
         2.000_071_5e-1,
         -2.499_999_4e-1,
-        3.333_333_1e-1,
+        3.333_333e-1,
     ];
     let bits = simd.transmute_u32s_f32s(x);
     let above = simd.add_u32s(bits, simd.splat_u32s((BIAS << 23).wrapping_sub(ROOT_HALF)));
