@@ -54,6 +54,11 @@ def load(**_):
             return base64.b64encode(file.getvalue()).decode()
 
         _compute = sound
+    elif os.environ["KIND"].startswith("clip"):
+        from .clip_client import embedder
+
+        embed = embedder(os.environ["MODEL"], 1)
+        _compute = lambda body: embed([body])[0].tolist()  # noqa: E731
     else:
         from .images_client import classifier
 

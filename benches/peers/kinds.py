@@ -1,4 +1,4 @@
-"""`make bench`, second part: reranking and images beside what people use. Prints a table, and writes it into
+"""`make bench`, second part: reranking, images, and CLIP's texts and images beside what people use. Prints a table, and writes it into
 docs/performance.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores.
@@ -23,6 +23,8 @@ REQUESTS = 60
 PHOTOS = 240
 IMAGES = Path("models/efficientnet-lite0")
 PAIRS = FOLDER / "cross-encoder"
+CLIP = FOLDER / "clip"
+CLIP_INPUTS = 160
 BEGIN, END = "<!-- `make bench` writes kinds from here -->", "<!-- kinds to here -->"
 
 
@@ -59,6 +61,37 @@ def write_photos(file):
             data = base64.b64encode(photos[number % len(photos)].read_bytes()).decode()
             body = {"image_url": f"data:image/jpeg;base64,{data}"}
             out.write(json.dumps({"custom_id": str(number), "url": "/classify", "body": body}) + "\n")
+
+
+def make_clip():
+    """A model of the size of ViT-B/32 with random weights, and the tokenizer of the fixtures."""
+    import torch
+    from transformers import CLIPConfig, CLIPModel
+
+    fixture = Path("tests/fixtures/tiny-clip")
+    small = json.loads((fixture / "config.json").read_text())["text_config"]
+    ids = {name: small[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    torch.manual_seed(SEED)
+    CLIPModel(CLIPConfig(text_config=ids)).save_pretrained(CLIP)
+    described = json.loads((fixture / "preprocessor_config.json").read_text())
+    described |= {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
+    (CLIP / "preprocessor_config.json").write_text(json.dumps(described))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (CLIP / name).write_text((fixture / name).read_text())
+
+
+def write_clip_inputs(texts_file, photos_file):
+    """Captions of some ten words, and the photographs of examples/images, each a task."""
+    photos = sorted(Path("examples/images").glob("*.jpg"))
+    words = "a photo of the cat beside cup coffee rocket on its launch pad in garden with flower".split()
+    with open(texts_file, "w", encoding="utf-8") as texts_out, open(photos_file, "w", encoding="utf-8") as photos_out:
+        for number in range(CLIP_INPUTS):
+            caption = " ".join(words[(number * 7 + at * (1 + number % 5)) % len(words)] for at in range(10))
+            data = base64.b64encode(photos[number % len(photos)].read_bytes()).decode()
+            image = {"image_url": {"url": f"data:image/jpeg;base64,{data}"}}
+            for out, given in ((texts_out, caption), (photos_out, image)):
+                line = {"custom_id": str(number), "url": "/v1/embeddings", "body": {"input": given}}
+                out.write(json.dumps(line) + "\n")
 
 
 class Place:
@@ -120,15 +153,21 @@ def main():
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     if not (PAIRS / "model.safetensors").exists():
         make_cross_encoder()
+    if not (CLIP / "model.safetensors").exists():
+        make_clip()
     requests, photos = FOLDER / "requests.jsonl", FOLDER / "photos.jsonl"
+    captions, images_file = FOLDER / "clip-texts.jsonl", FOLDER / "clip-images.jsonl"
     write_requests(requests)
     write_photos(photos)
+    write_clip_inputs(captions, images_file)
     place = Place(cores)
     found = {}
     with ExitStack() as stack:
         broker = stack.enter_context(Rabbit(cores)).url
         rerank = Kind(place, broker, "rerank", PAIRS, requests)
         images = Kind(place, broker, "images", IMAGES, photos)
+        clip_texts = Kind(place, broker, "clip-texts", CLIP, captions)
+        clip_images = Kind(place, broker, "clip-images", CLIP, images_file)
         for number in range(rounds):
             say(f"kinds, round {number + 1} of {rounds}")
             for name, measure in (
@@ -139,6 +178,12 @@ def main():
                 ("images: ONNX Runtime in process", lambda: images.ask("images_client", BACKEND="onnx")),
                 ("images: PyTorch in process", lambda: images.ask("images_client", BACKEND="torch")),
                 ("images: Celery + PyTorch", images.celery),
+                ("CLIP, texts: sconce over RabbitMQ", lambda: clip_texts.ours(2 * CLIP_INPUTS, 64)),
+                ("CLIP, texts: transformers in process", lambda: clip_texts.ask("clip_client")),
+                ("CLIP, texts: Celery + transformers", clip_texts.celery),
+                ("CLIP, images: sconce over RabbitMQ", lambda: clip_images.ours(CLIP_INPUTS, 32)),
+                ("CLIP, images: transformers in process", lambda: clip_images.ask("clip_client")),
+                ("CLIP, images: Celery + transformers", clip_images.celery),
             ):
                 value = measure()
                 say(f"{name} {value:.1f} a second")
@@ -156,7 +201,8 @@ def write(found, cores, rounds):
     named = ",".join(map(str, cores))
     lines += ["", f"Medians of {rounds} rounds in turns, cores {named}, RabbitMQ on them too. Photographs of about 400"]
     lines += ["pixels as JPEG; decoding and resizing are within all figures. Requests of 20 documents, of 35 tokens each"]
-    lines += ["on average; weights of MiniLM with a head of random numbers."]
+    lines += ["on average; weights of MiniLM with a head of random numbers. CLIP has the size of ViT-B/32 and random"]
+    lines += ["weights; its texts have ten words."]
     table = "\n".join(lines)
     replace(page.PAGE, (BEGIN, END), table)
     print(table)

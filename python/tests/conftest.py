@@ -31,6 +31,7 @@ POOLS = {
     "speech": ROOT / "models/whisper-tiny.en",
     "speak": ROOT / "models/hibari",
     "images": ROOT / "models/efficientnet-lite0",
+    "text-image": ROOT / "tests/fixtures/tiny-clip",
     "rerank": ROOT / "tests/fixtures/score-bert",
     "classify": ROOT / "tests/fixtures/score-roberta",
     "echo": "echo",

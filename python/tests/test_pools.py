@@ -184,6 +184,24 @@ def test_images(client: Any, name: str, label: str) -> None:
     assert images.classify_image(PHOTOS / name, top_k=3) == images.classify_image(str(PHOTOS / name), top_k=3) == labels
 
 
+def test_texts_and_images(client: Any) -> None:
+    both = client.with_options(queue="text-image")
+    photos = [ROOT / "examples/images" / name for name in ("rocket.png", "cat.jpg")]
+    images = both.embed_images([photos[0], photos[1].read_bytes()], rows_per_task=1)
+    [text] = both.embed(["a rocket"])
+    assert [len(vector) for vector in (*images, text)] == [24, 24, 24]
+    assert both.embed_images(photos, as_array=True).shape == (2, 24)
+    labels = both.classify_image(photos[0], labels=["cat", "rocket", "cup of coffee"])
+    assert sorted(label.label for label in labels) == ["cat", "cup of coffee", "rocket"]
+    assert sum(label.score for label in labels) == pytest.approx(1)
+    other = both.classify_image(photos[0], labels=["cat", "rocket"], hypothesis_template="{}!", top_k=1)
+    assert len(other) == 1
+    with pytest.raises(BadRequest, match="labels is missing"):
+        both.classify_image(photos[0])
+    with pytest.raises(TypeError, match="list of images"):
+        both.embed_images(photos[0])
+
+
 def test_speak(client: Any) -> None:
     speak = client.with_options(queue="speak")
     sound = speak.speak("The train leaves at half past nine.", voice="heart", seed=1)

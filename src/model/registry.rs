@@ -5,6 +5,8 @@ use std::fmt;
 
 use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
+#[cfg(feature = "candle-transformers")]
+use super::tasks::text_image;
 use super::tasks::{embed, generate, image, labels, pairs, speak, transcribe};
 use super::testing::{echo, script};
 use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
@@ -33,6 +35,8 @@ pub fn register(families: &mut impl Register) {
     families.one_pass(&labels::FAMILY, labels::load);
     families.one_pass(&embed::FAMILY, embed::load);
     families.one_pass(&image::FAMILY, image::load);
+    #[cfg(feature = "candle-transformers")]
+    families.one_pass(&text_image::FAMILY, text_image::load);
     families.one_pass(&speak::FAMILY, speak::load);
     families.sequences(&generate::FAMILY, generate::load);
     families.sequences(&transcribe::FAMILY, transcribe::load);

@@ -9,9 +9,9 @@ use serde_json::value::RawValue;
 
 use super::fields::{Fields, Keys, keys, list, string};
 use super::labels::best_labels;
-use super::message::Headers;
+use super::message::{boolean_header, count_header, text_header};
 use super::reply::to_json;
-use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, Value};
+use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind};
 
 /// The URL of these requests.
 pub const URL: &str = "/classify";
@@ -64,52 +64,25 @@ impl ImagesRequest {
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images, else `BadInput` with the field
     /// and the value.
     pub fn parse(message: &Message, max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        match message.media_type() {
-            Some(media_type) if media_type != JSON => Self::from_raw_image(message, media_type),
-            _ => Self::from_json(&message.body, max_images, files),
+        match raw_image(message)? {
+            Some(image) => Self::from_raw_image(message, image),
+            None => Self::from_json(&message.body, max_images, files),
         }
     }
 
     /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
     pub fn file_urls(message: &Message, max_images: usize) -> Vec<FileUrl> {
-        let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok()).flatten();
-        let Some(raw) = fields.as_ref().and_then(|fields| fields.get("image_url")) else { return Vec::new() };
-        let file_url = |raw: &RawValue, path: &str| {
-            let (raw, path) = url_in(raw, path).ok()?;
-            FileUrl::from_field(raw, &path)
-        };
-        if !raw.get().starts_with('[') {
-            return file_url(raw, "image_url").into_iter().collect();
-        }
-        let items = list(raw.get(), "image_url", max_images).unwrap_or_default();
-        let numbered = items.iter().enumerate();
-        numbered.filter_map(|(index, item)| file_url(item, &format!("image_url[{index}]"))).collect()
+        urls_of_images(message, &KEYS, max_images)
     }
 
-    fn from_raw_image(message: &Message, media_type: String) -> Result<Self, TaskError> {
+    fn from_raw_image(message: &Message, image: ImageFile) -> Result<Self, TaskError> {
         let headers = &message.properties.headers;
-        if message.body.is_empty() {
-            return Err(TaskError::bad_input("body", "the body is empty; it should be an image"));
-        }
-        let body = message.body.clone();
         Ok(Self {
-            images: vec![ImageFile { bytes: body, media_type: Some(media_type), path: None }],
+            images: vec![image],
             is_list: false,
             model: text_header(headers, "model")?,
-            top_k: match headers.get("top_k") {
-                None | Some(Value::Void) => DEFAULT_TOP_K,
-                Some(value) => count_header(value)?,
-            },
-            raw_scores: match headers.get("raw_scores") {
-                None | Some(Value::Void) => false,
-                Some(Value::Bool(value)) => *value,
-                Some(other) => {
-                    return Err(TaskError::bad_input(
-                        "raw_scores",
-                        format!("raw_scores must be a boolean, got {other:?}"),
-                    ));
-                }
-            },
+            top_k: count_header(headers, "top_k")?.unwrap_or(DEFAULT_TOP_K),
+            raw_scores: boolean_header(headers, "raw_scores")?,
         })
     }
 
@@ -119,36 +92,7 @@ impl ImagesRequest {
             Some(raw) => Fields::parse(raw.get().as_bytes(), &PARAMETERS)?.positive("top_k")?,
             None => None,
         };
-        let (key, read): (_, ReadImage) = match (fields.get("image_url"), fields.get("inputs")) {
-            _ if fields.get(INPUT).is_some() => {
-                let message = "this pool classifies images, and input holds texts; send an image as a data URL in \
-                               image_url, as base64 in inputs, or as the body of a message of type image/jpeg, \
-                               image/png or image/webp";
-                return Err(TaskError::new(TaskErrorKind::UnknownUrl, message).with_param(INPUT));
-            }
-            (Some(_), Some(_)) => {
-                return Err(TaskError::bad_input(
-                    "inputs",
-                    "image_url and inputs both hold images: send one of them",
-                ));
-            }
-            (None, None) => {
-                let message = "image_url is missing; send an image as a data URL in image_url, as base64 in inputs, \
-                               or as the body of a message of type image/jpeg, image/png or image/webp";
-                return Err(TaskError::bad_input("image_url", message));
-            }
-            (Some(_), None) => ("image_url", image_from_url),
-            (None, Some(_)) => ("inputs", image_from_base64),
-        };
-        let raw = fields.required(key)?;
-        let is_list = raw.get().starts_with('[');
-        let images = if is_list {
-            let items = list(raw.get(), key, max_images)?;
-            let image = |(index, item): (usize, &&RawValue)| read(item, &format!("{key}[{index}]"), files);
-            items.iter().enumerate().map(image).collect::<Result<_, _>>()?
-        } else {
-            vec![read(raw, key, files)?]
-        };
+        let RequestedImages { images, is_list } = images_in(&fields, max_images, files)?;
         Ok(Self {
             images,
             is_list,
@@ -157,6 +101,108 @@ impl ImagesRequest {
             raw_scores: fields.boolean("raw_scores", false)?,
         })
     }
+}
+
+/// The images of a request.
+pub(super) struct RequestedImages {
+    /// At least one.
+    pub(super) images: Vec<ImageFile>,
+    /// Whether they came as a list.
+    pub(super) is_list: bool,
+}
+
+/// The images in the fields of a JSON request.
+///
+/// # Errors
+/// As [`ImagesRequest::parse`].
+pub(super) fn images_in(
+    fields: &Fields<'_>,
+    max_images: usize,
+    files: &Files,
+) -> Result<RequestedImages, TaskError> {
+    let (key, read): (_, ReadImage) = match (fields.get("image_url"), fields.get("inputs")) {
+        _ if fields.get(INPUT).is_some() => {
+            let message = "this pool classifies images, and input holds texts; send an image as a data URL in \
+                           image_url, as base64 in inputs, or as the body of a message of type image/jpeg, \
+                           image/png or image/webp";
+            return Err(TaskError::new(TaskErrorKind::UnknownUrl, message).with_param(INPUT));
+        }
+        (Some(_), Some(_)) => {
+            return Err(TaskError::bad_input(
+                "inputs",
+                "image_url and inputs both hold images: send one of them",
+            ));
+        }
+        (None, None) => {
+            let message = "image_url is missing; send an image as a data URL in image_url, as base64 in inputs, \
+                           or as the body of a message of type image/jpeg, image/png or image/webp";
+            return Err(TaskError::bad_input("image_url", message));
+        }
+        (Some(_), None) => ("image_url", image_from_url),
+        (None, Some(_)) => ("inputs", image_from_base64),
+    };
+    let raw = fields.required(key)?;
+    let is_list = raw.get().starts_with('[');
+    let images = if is_list {
+        let items = list(raw.get(), key, max_images)?;
+        let image = |(index, item): (usize, &&RawValue)| read(item, &format!("{key}[{index}]"), files);
+        items.iter().enumerate().map(image).collect::<Result<_, _>>()?
+    } else {
+        vec![read(raw, key, files)?]
+    };
+    Ok(RequestedImages { images, is_list })
+}
+
+/// The URLs in the field `image_url` of a message with these keys, except data URLs.
+pub(super) fn urls_of_images(message: &Message, keys: &Keys, max_images: usize) -> Vec<FileUrl> {
+    let fields = message.is_json().then(|| Fields::parse(&message.body, keys).ok()).flatten();
+    let Some(raw) = fields.as_ref().and_then(|fields| fields.get("image_url")) else { return Vec::new() };
+    if !raw.get().starts_with('[') {
+        return file_url(raw, "image_url").into_iter().collect();
+    }
+    let items = list(raw.get(), "image_url", max_images).unwrap_or_default();
+    let numbered = items.iter().enumerate();
+    numbered.filter_map(|(index, item)| file_url(item, &format!("image_url[{index}]"))).collect()
+}
+
+/// The URL in a value that [`url_in`] reads, unless it is a data URL.
+fn file_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
+    let (raw, path) = url_in(raw, path).ok()?;
+    FileUrl::from_field(raw, &path)
+}
+
+/// The image that is the whole body of a message; none if the body is JSON.
+///
+/// # Errors
+/// `BadInput` for an empty body.
+pub(super) fn raw_image(message: &Message) -> Result<Option<ImageFile>, TaskError> {
+    let Some(media_type) = message.media_type().filter(|media_type| media_type != JSON) else {
+        return Ok(None);
+    };
+    if message.body.is_empty() {
+        return Err(TaskError::bad_input("body", "the body is empty; it should be an image"));
+    }
+    Ok(Some(ImageFile { bytes: message.body.clone(), media_type: Some(media_type), path: None }))
+}
+
+/// The fields of an image among other inputs, which is OpenAI's `{"type": "image_url", "image_url": {"url": …}}`.
+const OBJECT_KEYS: Keys = keys! { "image_url"; "type" = "\"image_url\"" };
+
+/// The image in an object with the field `image_url`.
+///
+/// # Errors
+/// `BadInput` with the path of what is wrong.
+pub(super) fn image_in_object(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
+    let fields = Fields::parse(raw.get().as_bytes(), &OBJECT_KEYS).map_err(|error| error.with_param(path))?;
+    let url = fields.required("image_url").map_err(|error| error.with_param(path))?;
+    image_from_url(url, &format!("{path}.image_url"), files)
+}
+
+/// The URL in an object with the field `image_url`, unless it is a data URL.
+pub(super) fn object_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
+    let object = raw.get().starts_with('{').then_some(raw.get().as_bytes())?;
+    let fields = Fields::parse(object, &OBJECT_KEYS).ok()?;
+    file_url(fields.get("image_url")?, &format!("{path}.image_url"))
 }
 
 /// Returns the URL in a value, and the path of the URL. The value is a string, or OpenAI's object with the field `url`.
@@ -191,28 +237,6 @@ fn decode_base64(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
     Ok(ImageFile { bytes: bytes.into(), media_type: None, path: Some(path.to_owned()) })
 }
 
-fn text_header(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
-    match headers.get(name) {
-        None | Some(Value::Void) => Ok(None),
-        Some(value) => match value.as_str() {
-            Some(text) => Ok(Some(text.to_owned())),
-            None => Err(TaskError::bad_input(name, format!("{name} must be a text, got another value"))),
-        },
-    }
-}
-
-/// A count in a header: an integer, or its digits.
-fn count_header(value: &Value) -> Result<usize, TaskError> {
-    let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
-    let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
-    let got = || match (value.as_i64(), value.as_str()) {
-        (Some(number), _) => number.to_string(),
-        (_, text) => text.unwrap_or("another value").to_owned(),
-    };
-    let message = || format!("top_k must be a positive integer, got {}", got());
-    number.ok_or_else(|| TaskError::bad_input("top_k", message()))
-}
-
 /// The body of the reply: the best labels of each image, highest first. It is a list of such lists if the images came
 /// as a list.
 ///
@@ -234,7 +258,7 @@ pub fn write_images(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::Properties;
+    use crate::protocol::{Properties, Value};
 
     fn json(body: &str) -> Result<ImagesRequest, TaskError> {
         ImagesRequest::parse(

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::JSON;
+use super::{JSON, TaskError};
 
 /// Header with the OpenAI path of the request, for pools that answer several paths. `run-batch` takes it from the
 /// field `url` of each line.
@@ -132,6 +132,51 @@ impl From<i64> for Value {
 impl From<f64> for Value {
     fn from(number: f64) -> Self {
         Value::F64(number)
+    }
+}
+
+/// A text in a header; none if the header is absent.
+///
+/// # Errors
+/// `BadInput` for another value.
+pub(super) fn text_header(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
+    match headers.get(name) {
+        None | Some(Value::Void) => Ok(None),
+        Some(value) => match value.as_str() {
+            Some(text) => Ok(Some(text.to_owned())),
+            None => Err(TaskError::bad_input(name, format!("{name} must be a text, got another value"))),
+        },
+    }
+}
+
+/// A count in a header, from 1: an integer, or its digits; none if the header is absent.
+///
+/// # Errors
+/// `BadInput` for another value.
+pub(super) fn count_header(headers: &Headers, name: &str) -> Result<Option<usize>, TaskError> {
+    let value = match headers.get(name) {
+        None | Some(Value::Void) => return Ok(None),
+        Some(value) => value,
+    };
+    let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
+    let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
+    let got = || match (value.as_i64(), value.as_str()) {
+        (Some(number), _) => number.to_string(),
+        (_, text) => text.unwrap_or("another value").to_owned(),
+    };
+    let message = || format!("{name} must be a positive integer, got {}", got());
+    number.map(Some).ok_or_else(|| TaskError::bad_input(name, message()))
+}
+
+/// A boolean in a header; false if the header is absent.
+///
+/// # Errors
+/// `BadInput` for another value.
+pub(super) fn boolean_header(headers: &Headers, name: &str) -> Result<bool, TaskError> {
+    match headers.get(name) {
+        None | Some(Value::Void) => Ok(false),
+        Some(Value::Bool(value)) => Ok(*value),
+        Some(other) => Err(TaskError::bad_input(name, format!("{name} must be a boolean, got {other:?}"))),
     }
 }
 

@@ -21,6 +21,7 @@ pub mod stats;
 pub mod task;
 pub mod task_error;
 pub mod transcriptions;
+pub mod zero_shot;
 
 pub use files::{FileUrl, Files, data_url};
 pub use message::{Headers, MAX_HEADER_BYTES, Message, Properties, Value};

@@ -1,4 +1,4 @@
-//! The two crates in `examples/`: models of one's own, as `docs/own-models.md` shows them.
+//! The crates in `examples/`: models of one's own, as `docs/own-models.md` and `docs/candle-transformers.md` show them.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -70,4 +70,23 @@ async fn a_generator_streams_and_says_the_same_alone_and_among_others() {
         parts.push_str(one.body["choices"][0]["text"].as_str().unwrap_or_default());
     };
     assert_eq!((&reply.body["choices"][0]["text"], &*parts), (&Value::from("bcabcab"), "bcabcab"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_network_of_candle_transformers_finds_the_labels_that_transformers_finds() {
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-segformer");
+    let (_sconce, client, settings, mut inbox) = serve("segmenter", "segformer", ("folder", fixture)).await;
+    let file = |name: &str| std::fs::read(format!("{fixture}/{name}")).expect("a fixture");
+    let png = |bytes| Task::raw(bytes).with(|properties| properties.with_content_type("image/png".into()));
+    client.publish(&settings.tasks, png(file("image.png"))).await;
+    let reply = inbox.next().await;
+    let media_type = reply.properties.content_type().as_ref().map(|media_type| media_type.as_str());
+    assert_eq!((reply.status_code(), media_type), (200, Some("image/png")), "{reply:?}");
+    let labels = |bytes: &[u8]| image::load_from_memory(bytes).expect("a PNG").to_luma8().into_raw();
+    let (found, expected) = (labels(&reply.raw), labels(&file("expected.png")));
+    let equal = found.iter().zip(&expected).filter(|(one, other)| one == other).count();
+    // Where two labels have nearly the same score, either may win.
+    assert!(found.len() == 128 * 128 && equal * 1_000 >= found.len() * 999, "{equal} of {}", found.len());
+    client.publish(&settings.tasks, png(b"no image".to_vec())).await;
+    assert_eq!(inbox.next().await.status_code(), 400);
 }

@@ -48,7 +48,8 @@ impl Processor for Texts {
         }
         let max_tokens = body["max_tokens"].as_u64().unwrap_or(16).clamp(1, 256) as usize;
         let (tokens, answer_tokens, stream) = (letters.len(), max_tokens, body["stream"] == true);
-        let prompt = SizedInput { input: Prompt(letters, max_tokens), encode_tokens: 0, tokens, answer_tokens };
+        let prompt =
+            SizedInput { input: Prompt(letters, max_tokens), encode_tokens: 0, tokens, answer_tokens };
         Ok((stream, vec![prompt].into()))
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import difflib
 import json
@@ -41,7 +42,7 @@ Texts = Union[str, Sequence[str]]
 Prompt = Union[str, Sequence[Any]]
 Messages = Union[str, Sequence[Mapping[str, Any]]]
 File = Union[bytes, str, "os.PathLike[str]"]
-Input = TypeVar("Input", str, Sequence[int])
+Input = TypeVar("Input", str, Sequence[int], Mapping[str, Any])
 T = TypeVar("T")
 
 
@@ -283,12 +284,13 @@ def classify_image(
 ) -> Call[list[Label]]:
     """One task; the message's body is the file itself, or JSON with its URL."""
     given = fields(headers)
-    headers = known_fields("classify_image", headers, ("top_k", "model", "raw_scores"))
+    known = ("top_k", "model", "raw_scores", "labels", "hypothesis_template")
+    headers = as_headers(known_fields("classify_image", headers, known))
     if is_url(image):
         task = client._task({"image_url": image, **given}, url="/classify")
     else:
         file = image if isinstance(image, bytes) else Path(image).read_bytes()
-        task = client._task(file, content_type=content_type or image_type(file), headers=headers)
+        task = client._task(file, url="/classify", content_type=content_type or image_type(file), headers=headers)
 
     def gather(replies: Sequence[Answer]) -> list[Label]:
         found = (item for reply in replies if isinstance(reply, Reply) for item in reply.json())
@@ -422,6 +424,21 @@ def text_packs(texts: Iterable[str], rows: int) -> Iterator[list[str]]:
 def token_packs(inputs: Iterable[Sequence[int]], rows: int) -> Iterator[list[Sequence[int]]]:
     """Lists of token ids, `rows` at a time. Raises TypeError for what is no list of integers."""
     return _packs(_ids(inputs), rows)
+
+
+def image_packs(images: Iterable[File], rows: int) -> Iterator[list[Mapping[str, Any]]]:
+    """Images as inputs among texts, `rows` at a time. A file becomes a data URL."""
+    if isinstance(images, (str, bytes, Path)):
+        raise TypeError("images is a list of images, not one image")
+    return _packs((_image_input(image) for image in images), rows)
+
+
+def _image_input(image: File) -> Mapping[str, Any]:
+    if is_url(image):
+        return {"image_url": {"url": image}}
+    file = image if isinstance(image, bytes) else Path(image).read_bytes()
+    data = base64.b64encode(file).decode()
+    return {"image_url": {"url": f"data:{image_type(file)};base64,{data}"}}
 
 
 def _texts(texts: Iterable[str], name: str) -> Iterator[str]:

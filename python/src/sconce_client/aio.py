@@ -136,6 +136,16 @@ class AsyncClient(Defaults):
         packs = _task.token_packs(inputs, rows_per_task)
         return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
 
+    async def embed_images(
+        self, images: Iterable[File], *, as_array: bool = False, rows_per_task: int = 8, **more: Any
+    ) -> Any:
+        """One vector for each image, in order, by a model of texts and images: its vectors of texts, which `embed` gives,
+        lie in the same space. The images are JPEG, PNG or WebP files: paths, bytes, or URLs from which a worker fetches
+        them. The result and `more` are as for `embed`.
+        """
+        packs = _task.image_packs(images, rows_per_task)
+        return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+
     async def rerank(
         self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any
     ) -> list[Ranked]:
@@ -159,7 +169,7 @@ class AsyncClient(Defaults):
         self, image: File, content_type: str | None = None, *, top_k: int | None = None, **more: Any
     ) -> list[Label]:
         """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, its
-        bytes, or a URL from which a worker fetches it."""
+        bytes, or a URL from which a worker fetches it. A model of texts and images takes `labels`, a list of texts."""
         return await self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     async def transcribe(

@@ -135,6 +135,16 @@ class Client(Defaults):
         packs = _task.token_packs(inputs, rows_per_task)
         return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
 
+    def embed_images(
+        self, images: Iterable[File], *, as_array: bool = False, rows_per_task: int = 8, **more: Any
+    ) -> Any:
+        """One vector for each image, in order, by a model of texts and images: its vectors of texts, which `embed` gives,
+        lie in the same space. The images are JPEG, PNG or WebP files: paths, bytes, or URLs from which a worker fetches
+        them. The result and `more` are as for `embed`.
+        """
+        packs = _task.image_packs(images, rows_per_task)
+        return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+
     def rerank(self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any) -> list[Ranked]:
         """The documents by how well they answer the query, best first. Scores are between 0 and 1.
 
@@ -156,7 +166,7 @@ class Client(Defaults):
         self, image: File, content_type: str | None = None, *, top_k: int | None = None, **more: Any
     ) -> list[Label]:
         """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, its
-        bytes, or a URL from which a worker fetches it."""
+        bytes, or a URL from which a worker fetches it. A model of texts and images takes `labels`, a list of texts."""
         return self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     def transcribe(

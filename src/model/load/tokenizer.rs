@@ -108,6 +108,12 @@ impl TextTokenizer {
         self.max_tokens
     }
 
+    /// The id of a token, also of a special one.
+    #[cfg(feature = "candle-transformers")]
+    pub fn id_of_token(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
+    }
+
     /// Token ids are below this number.
     pub fn vocabulary(&self) -> u32 {
         self.vocabulary

@@ -2,6 +2,8 @@
 //! or whose shape differs from `config.json`, is an error that names it. Owns the mappings of the files, whose pages
 //! are in the system's page cache, once for all workers of a host. A tensor is created on request.
 
+#[cfg(feature = "candle-transformers")]
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -101,6 +103,22 @@ impl Weights {
         let (_, info) = self.info_by_full_name(name.to_owned(), &[width, depth])?;
         let is_half = info.dtype == safetensors::Dtype::BF16 && depth % 2 == 0;
         Ok(if is_half { Matrix::of_bf16(&columns, depth) } else { Matrix::of_f32(&columns, depth) })
+    }
+
+    /// All tensors, by their full names. Whole numbers, which some files have beside the weights, are converted too.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a tensor that cannot be read.
+    #[cfg(feature = "candle-transformers")]
+    pub fn all(&self) -> Result<HashMap<String, Tensor>, LoadError> {
+        let mut all = HashMap::new();
+        for shard in &self.shards {
+            for (name, info) in shard.metadata.tensors() {
+                let tensor = self.checked(&name, self.tensor(shard, info))?;
+                all.insert(name, tensor);
+            }
+        }
+        Ok(all)
     }
 
     /// Zeros of the weights' type on their device.

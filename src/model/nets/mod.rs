@@ -7,6 +7,8 @@ pub mod encoder;
 mod fitness;
 pub mod hibari;
 pub mod image;
+#[cfg(feature = "candle-transformers")]
+pub mod text_image;
 pub mod whisper;
 
 use candle_core::{DType, Device};

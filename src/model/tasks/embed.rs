@@ -17,7 +17,7 @@ use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::encoder::{Output, TextNetwork};
-use crate::model::ops::pooling::{Pooling, normalize};
+use crate::model::ops::pooling::normalize;
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
@@ -82,8 +82,10 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
     let processor = EmbeddingProcessor {
         tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),
-        width: settings.pooling.width(config.hidden),
-        pooling: settings.pooling,
+        vectors: Vectors {
+            width: settings.pooling.width(config.hidden),
+            normalize: settings.pooling.normalize,
+        },
         prompts: Options::prompts(spec, settings.prompts)?,
         max_inputs: spec.max_inputs,
     };
@@ -93,19 +95,68 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
 /// The parts of a request that its response needs.
 #[derive(Clone, Debug)]
 pub struct EmbeddingContext {
-    encoding: Encoding,
-    dimensions: Option<usize>,
-    report: Arc<SharedReport>,
+    pub(super) encoding: Encoding,
+    pub(super) dimensions: Option<usize>,
+    pub(super) report: Arc<SharedReport>,
+}
+
+/// The vectors of a model.
+#[derive(Clone, Copy)]
+pub(super) struct Vectors {
+    /// Their number of dimensions.
+    pub(super) width: usize,
+    /// Whether they have the length 1, also after some of their dimensions are dropped.
+    pub(super) normalize: bool,
+}
+
+impl Vectors {
+    /// Refuses a request for more dimensions than there are.
+    pub(super) fn check_dimensions(self, request: &EmbeddingRequest) -> Result<(), TaskError> {
+        let Some(dimensions) = request.dimensions.filter(|n| *n > self.width) else { return Ok(()) };
+        let width = self.width;
+        let message = format!("dimensions is {dimensions}; this model gives {width} numbers");
+        Err(TaskError::bad_input("dimensions", message))
+    }
+}
+
+impl EmbeddingContext {
+    /// Writes the response.
+    pub(super) fn reply(
+        self,
+        names: &ServedNames,
+        Vectors { width, normalize: normalizes }: Vectors,
+        mut outputs: Vec<Vec<f32>>,
+    ) -> Result<Body, TaskError> {
+        let InputReport { counts, errors } = self.report.take();
+        // If no input is good, the task fails by the first error.
+        if let Some((_, error)) = errors.first().filter(|_| outputs.is_empty()) {
+            return Err(error.clone());
+        }
+        if let Some(dimensions) = self.dimensions.filter(|n| *n < width) {
+            for vector in &mut outputs {
+                vector.truncate(dimensions);
+                if normalizes {
+                    normalize(vector);
+                }
+            }
+        }
+        let response = write_response(&EmbeddingResponse {
+            model: names.reply_name(),
+            vectors: &outputs,
+            errors: &errors,
+            encoding: self.encoding,
+            prompt_tokens: counts.tokens,
+        });
+        response.map(|body| counts.body(body))
+    }
 }
 
 /// Turns embedding requests into tokens, and vectors into responses.
 pub struct EmbeddingProcessor {
     pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     names: ServedNames,
-    pooling: Pooling,
+    vectors: Vectors,
     prompts: Prompts,
-    /// The width of a vector.
-    width: usize,
     max_inputs: usize,
 }
 
@@ -126,11 +177,7 @@ impl Processor for EmbeddingProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let request = EmbeddingRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        if let Some(dimensions) = request.dimensions.filter(|n| *n > self.width) {
-            let width = self.width;
-            let message = format!("dimensions is {dimensions}; this model gives {width} numbers");
-            return Err(TaskError::bad_input("dimensions", message));
-        }
+        self.vectors.check_dimensions(&request)?;
         let (encoding, dimensions) = (request.encoding, request.dimensions);
         let (report, inputs) = self.inputs(request)?;
         Ok((EmbeddingContext { encoding, dimensions, report }, inputs))
@@ -140,41 +187,21 @@ impl Processor for EmbeddingProcessor {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, context: EmbeddingContext, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
-        let InputReport { counts, errors } = context.report.take();
-        // If no input is good, the task fails by the first error.
-        if let Some((_, error)) = errors.first().filter(|_| outputs.is_empty()) {
-            return Err(error.clone());
-        }
-        if let Some(dimensions) = context.dimensions.filter(|n| *n < self.width) {
-            for vector in &mut outputs {
-                vector.truncate(dimensions);
-                if self.pooling.normalize {
-                    normalize(vector);
-                }
-            }
-        }
-        let response = write_response(&EmbeddingResponse {
-            model: self.names.reply_name(),
-            vectors: &outputs,
-            errors: &errors,
-            encoding: context.encoding,
-            prompt_tokens: counts.tokens,
-        });
-        response.map(|body| counts.body(body))
+    fn finish(&self, context: EmbeddingContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        context.reply(&self.names, self.vectors, outputs)
     }
 }
 
 impl EmbeddingProcessor {
     /// Makes the inputs, and the report of their counts and errors.
-    fn inputs(&self, mut request: EmbeddingRequest) -> Result<ReportedInputs, TaskError> {
+    fn inputs(&self, mut request: EmbeddingRequest) -> Result<ReportedInputs<Tokens>, TaskError> {
         let prompt = self.prompts.named(request.prompt_name.as_deref())?.to_owned();
         let texts = std::mem::take(&mut request.inputs);
         let on_error = if request.errors_per_input { OnError::ReplaceOutput } else { OnError::FailTask };
         let bytes = |text: &Result<Input, TaskError>| match text {
             Ok(Input::Text(text)) => text.len(),
             Ok(Input::Ids(ids)) => ids.len(),
-            Err(_) => 0,
+            Ok(Input::Image(_)) | Err(_) => 0,
         };
         let tokenizer = self.tokenizer.clone();
         let texts = TextInputs::new(texts, bytes, on_error, move |index, text| {
@@ -183,6 +210,7 @@ impl EmbeddingProcessor {
                 Input::Text(text) if prompt.is_empty() => tokenizer.text(&text),
                 Input::Text(text) => tokenizer.text(&format!("{prompt}{text}")),
                 Input::Ids(ids) => tokenizer.ids(ids, &path()),
+                Input::Image(_) => Err(TaskError::internal("a model of texts got an image")),
             };
             let tokens = tokens
                 .map_err(|error| if error.param.is_some() { error } else { error.with_param(path()) })?;
@@ -266,7 +294,8 @@ mod tests {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
             let processor = processor();
             let (context, inputs) = processor.preprocess(&message).map_err(|error| error.param)?;
-            let outputs = vec![vec![0.0; processor.width]; inputs.all().map_err(|error| error.param)?.len()];
+            let outputs =
+                vec![vec![0.0; processor.vectors.width]; inputs.all().map_err(|error| error.param)?.len()];
             let reply = processor.finish(context, outputs).map_err(|error| error.param)?;
             let reply: serde_json::Value = serde_json::from_slice(&reply.bytes).unwrap();
             let data = reply["data"].as_array().unwrap();

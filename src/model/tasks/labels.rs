@@ -115,7 +115,8 @@ pub fn sigmoid(x: f32) -> f32 {
     (1.0 / (1.0 + (-f64::from(x)).exp())) as f32
 }
 
-fn softmax(logits: &mut [f32]) {
+/// The softmax of `logits`, in place.
+pub fn softmax(logits: &mut [f32]) {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|x| f64::from(x - largest).exp()).sum();
     logits.iter_mut().for_each(|x| *x = (f64::from(*x - largest).exp() / sum) as f32);

@@ -9,6 +9,8 @@ mod names;
 pub mod pairs;
 mod sentence_settings;
 pub mod speak;
+#[cfg(feature = "candle-transformers")]
+pub mod text_image;
 pub mod transcribe;
 
 use std::mem;
@@ -102,14 +104,16 @@ fn text_input(
     Ok(SizedInput::new(tokens, size))
 }
 
-/// Makes inputs of a task's texts: all at once if they are few, else slice by slice.
+/// Makes inputs of a task's texts, and of images among them: all at once if they are few, else slice by slice.
 struct TextInputs<T, F> {
     items: IntoIter<T>,
     /// The index of the next item.
     next: usize,
-    /// Returns the bytes of an item's text.
+    /// Returns the bytes of an item's text, or for another item the bytes of a text that takes as long.
     bytes: fn(&T) -> usize,
     on_error: OnError,
+    /// From this number of items on, the threads of the caller's pool share the items of a slice.
+    many: usize,
     /// Makes an item's input, given its index.
     make_input: F,
     report: Arc<SharedReport>,
@@ -137,7 +141,19 @@ struct InputReport {
 }
 
 /// The inputs of a task, and their report, which is complete once all inputs are made.
-type ReportedInputs = (Arc<SharedReport>, Inputs<Tokens>);
+type ReportedInputs<I> = (Arc<SharedReport>, Inputs<I>);
+
+/// An input that may be a text.
+trait MayBeCut: Send + 'static {
+    /// Whether it is a text that was cut to the model's limit.
+    fn is_cut(&self) -> bool;
+}
+
+impl MayBeCut for Tokens {
+    fn is_cut(&self) -> bool {
+        self.truncated
+    }
+}
 
 impl SharedReport {
     fn take(&self) -> InputReport {
@@ -145,17 +161,25 @@ impl SharedReport {
     }
 }
 
-impl<T, F> TextInputs<T, F>
+impl<T, F, I> TextInputs<T, F>
 where
     T: Send + 'static,
-    F: Fn(usize, T) -> Result<SizedInput<Tokens>, TaskError> + Send + Sync + 'static,
+    F: Fn(usize, T) -> Result<SizedInput<I>, TaskError> + Send + Sync + 'static,
+    I: MayBeCut,
 {
     fn new(items: Vec<T>, bytes: fn(&T) -> usize, on_error: OnError, make_input: F) -> Self {
-        Self { items: items.into_iter(), next: 0, bytes, on_error, make_input, report: Arc::default() }
+        let report = Arc::default();
+        Self { items: items.into_iter(), next: 0, bytes, on_error, many: MANY_TEXTS, make_input, report }
+    }
+
+    /// Shares the items of a slice among threads from this number of items on.
+    #[cfg(feature = "candle-transformers")]
+    fn shared_from(self, many: usize) -> Self {
+        Self { many, ..self }
     }
 
     /// Makes the inputs, or the iterator that makes them.
-    fn into_inputs(mut self) -> Result<ReportedInputs, TaskError> {
+    fn into_inputs(mut self) -> Result<ReportedInputs<I>, TaskError> {
         let report = self.report.clone();
         if self.count_within(SLICE_BYTES) < self.items.len() {
             return Ok((report, Inputs::Slices(Box::new(self))));
@@ -177,11 +201,11 @@ where
     }
 
     /// Makes the inputs of the next `count` items, and reports their counts and errors.
-    fn make_inputs(&mut self, count: usize) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
+    fn make_inputs(&mut self, count: usize) -> Result<Vec<SizedInput<I>>, TaskError> {
         let (first, make_input, on_error) = (self.next, &self.make_input, self.on_error);
         let items: Vec<T> = self.items.by_ref().take(count).collect();
         self.next += items.len();
-        let results = prepare_all(items, MANY_TEXTS, |index, item| match make_input(first + index, item) {
+        let results = prepare_all(items, self.many, |index, item| match make_input(first + index, item) {
             Err(error) if on_error == OnError::ReplaceOutput => Ok(Err((first + index, error))),
             result => result.map(Ok),
         })?;
@@ -198,12 +222,13 @@ where
     }
 }
 
-impl<T, F> Iterator for TextInputs<T, F>
+impl<T, F, I> Iterator for TextInputs<T, F>
 where
     T: Send + 'static,
-    F: Fn(usize, T) -> Result<SizedInput<Tokens>, TaskError> + Send + Sync + 'static,
+    F: Fn(usize, T) -> Result<SizedInput<I>, TaskError> + Send + Sync + 'static,
+    I: MayBeCut,
 {
-    type Item = Result<Vec<SizedInput<Tokens>>, TaskError>;
+    type Item = Result<Vec<SizedInput<I>>, TaskError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let threads = if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 };
@@ -226,9 +251,9 @@ struct InputCounts {
 }
 
 impl InputCounts {
-    fn add(&mut self, inputs: &[SizedInput<Tokens>]) {
+    fn add<I: MayBeCut>(&mut self, inputs: &[SizedInput<I>]) {
         self.tokens += inputs.iter().map(|sized| sized.tokens).sum::<usize>();
-        self.truncated += inputs.iter().filter(|sized| sized.input.truncated).count();
+        self.truncated += inputs.iter().filter(|sized| sized.input.is_cut()).count();
     }
 
     /// A JSON body, with the header `truncated` if any input was cut.

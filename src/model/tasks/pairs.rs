@@ -114,7 +114,7 @@ impl Processor for PairProcessor {
 
 impl PairProcessor {
     /// Makes the inputs, and the report of their counts and errors.
-    fn inputs(&self, request: Arc<PairsRequest>) -> Result<ReportedInputs, TaskError> {
+    fn inputs(&self, request: Arc<PairsRequest>) -> Result<ReportedInputs<Tokens>, TaskError> {
         let has_several_first = request.first.len() > 1;
         let tokenizer = self.tokenizer.clone();
         let first_pieces = {

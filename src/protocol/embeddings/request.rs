@@ -3,8 +3,10 @@
 use serde_json::value::RawValue;
 
 use super::Encoding;
-use crate::protocol::TaskError;
-use crate::protocol::fields::{Fields, Keys, invalid, is_number, keys, list, string, token_ids};
+use crate::protocol::fields::{Fields, Keys, first_items, invalid, is_number, keys, list, string, token_ids};
+use crate::protocol::images::{self, ImageFile};
+use crate::protocol::message::{count_header, text_header};
+use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 const KEYS: Keys = keys! {
     "input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate";
@@ -19,6 +21,8 @@ pub enum Input {
     Text(String),
     /// Token ids of the model's own tokenizer; at least one.
     Ids(Vec<u32>),
+    /// An image, for models of texts and images.
+    Image(ImageFile),
 }
 
 /// A decoded request.
@@ -50,9 +54,57 @@ impl EmbeddingRequest {
     /// `Undecodable` for a body that is not UTF-8 or not JSON, `TooLarge` over `max_inputs`, else `BadInput`
     /// with the field and the value.
     pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
+        Self::from_json(body, max_inputs, None)
+    }
+
+    /// Reads a message whose inputs may be images: objects with `image_url` in the place of texts, or one image as the
+    /// whole body, with parameters as headers. `files` are the fetched ones.
+    ///
+    /// # Errors
+    /// As [`EmbeddingRequest::parse`].
+    pub fn parse_with_images(message: &Message, max_inputs: usize, files: &Files) -> Result<Self, TaskError> {
+        let Some(image) = images::raw_image(message)? else {
+            return Self::from_json(&message.body, max_inputs, Some(files));
+        };
+        let headers = &message.properties.headers;
+        let encoding = match text_header(headers, "encoding_format")?.as_deref() {
+            None | Some("float") => Encoding::Float,
+            Some("base64") => Encoding::Base64,
+            Some(other) => {
+                let message = format!("encoding_format must be \"float\" or \"base64\", got {other:?}");
+                return Err(TaskError::bad_input("encoding_format", message));
+            }
+        };
+        Ok(Self {
+            inputs: vec![Ok(Input::Image(image))],
+            errors_per_input: false,
+            is_list: false,
+            model: text_header(headers, "model")?,
+            encoding,
+            dimensions: count_header(headers, "dimensions")?,
+            prompt_name: None,
+            truncate: true,
+        })
+    }
+
+    /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
+    pub fn file_urls(message: &Message, max_inputs: usize) -> Vec<FileUrl> {
+        let fields = message.is_json().then(|| Fields::parse(&message.body, &KEYS).ok()).flatten();
+        let Some(raw) = fields.as_ref().and_then(|fields| fields.get("input")) else { return Vec::new() };
+        if !raw.get().starts_with('[') {
+            return images::object_url(raw, "input").into_iter().collect();
+        }
+        let Ok(first) = first_items(raw.get(), "input", max_inputs) else { return Vec::new() };
+        let numbered = first.items.iter().enumerate();
+        numbered.filter_map(|(index, item)| images::object_url(item, &format!("input[{index}]"))).collect()
+    }
+
+    /// Reads JSON. Without `files`, images are refused.
+    fn from_json(body: &[u8], max_inputs: usize, files: Option<&Files>) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
         let errors_per_input = fields.get("errors").map(wants_errors_per_input).transpose()?.unwrap_or(false);
-        let Inputs { items: inputs, is_list } = read_inputs(fields.required("input")?.get(), max_inputs)?;
+        let input = fields.required("input")?;
+        let Inputs { items: inputs, is_list } = read_inputs(input, max_inputs, files)?;
         if !errors_per_input && let Some(error) = inputs.iter().find_map(|input| input.as_ref().err()) {
             return Err(error.clone());
         }
@@ -89,14 +141,19 @@ struct Inputs {
     is_list: bool,
 }
 
-fn read_inputs(raw: &str, max_inputs: usize) -> Result<Inputs, TaskError> {
+fn read_inputs(input: &RawValue, max_inputs: usize, files: Option<&Files>) -> Result<Inputs, TaskError> {
     const EXPECTED: &str = "a string, a list of strings, a list of token ids or a list of such lists";
-    match raw.as_bytes().first() {
-        Some(b'"') => {
+    let raw = input.get();
+    match (raw.as_bytes().first(), files) {
+        (Some(b'"'), _) => {
             let input = Input::Text(string(raw, "input")?);
             return Ok(Inputs { items: vec![Ok(input)], is_list: false });
         }
-        Some(b'[') => {}
+        (Some(b'{'), Some(files)) => {
+            let image = images::image_in_object(input, "input", files)?;
+            return Ok(Inputs { items: vec![Ok(Input::Image(image))], is_list: false });
+        }
+        (Some(b'['), _) => {}
         _ => return Err(invalid("input", EXPECTED, raw)),
     }
     // A list of token ids is one input: `max_inputs` does not bound the ids.
@@ -105,20 +162,30 @@ fn read_inputs(raw: &str, max_inputs: usize) -> Result<Inputs, TaskError> {
         return Ok(Inputs { items: vec![Ok(input)], is_list: false });
     }
     let items = list(raw, "input", max_inputs)?;
-    let expects_strings = items.first().is_some_and(|first| first.get().starts_with('"'));
-    let inputs = items.iter().enumerate().map(|(index, item)| read_item(item.get(), index, expects_strings));
+    let expects_ids = items.first().is_some_and(|first| first.get().starts_with('['));
+    let inputs = items.iter().enumerate().map(|(index, item)| read_item(item, index, expects_ids, files));
     Ok(Inputs { items: inputs.collect(), is_list: true })
 }
 
-/// Reads item `index` of a list of inputs. All items must be of the same kind: strings if `expects_strings`, else
-/// lists of token ids.
-fn read_item(raw: &str, index: usize, expects_strings: bool) -> Result<Input, TaskError> {
-    let path = format!("input[{index}]");
-    match (raw.as_bytes().first(), expects_strings) {
-        (Some(b'"'), true) => Ok(Input::Text(string(raw, &path)?)),
-        (Some(b'['), false) => Ok(Input::Ids(token_ids(raw, &path)?)),
-        (Some(b'"'), false) => Err(invalid(&path, "a list of token ids, as input[0] is", raw)),
-        (Some(b'['), true) => Err(invalid(&path, "a string, as input[0] is", raw)),
+/// Reads item `index` of a list of inputs. All items must be of the same kind: lists of token ids if `expects_ids`, else
+/// strings, and images if there are `files`.
+fn read_item(
+    item: &RawValue,
+    index: usize,
+    expects_ids: bool,
+    files: Option<&Files>,
+) -> Result<Input, TaskError> {
+    let (raw, path) = (item.get(), format!("input[{index}]"));
+    match (raw.as_bytes().first(), expects_ids) {
+        (Some(b'"'), false) => Ok(Input::Text(string(raw, &path)?)),
+        (Some(b'['), true) => Ok(Input::Ids(token_ids(raw, &path)?)),
+        (Some(b'"'), true) => Err(invalid(&path, "a list of token ids, as input[0] is", raw)),
+        (Some(b'['), false) if index > 0 => Err(invalid(&path, "a string, as input[0] is", raw)),
+        (Some(b'{'), _) => match files {
+            Some(_) if expects_ids => Err(invalid(&path, "a list of token ids, as input[0] is", raw)),
+            Some(files) => images::image_in_object(item, &path, files).map(Input::Image),
+            None => Err(invalid(&path, "a string or a list of token ids (this model takes no images)", raw)),
+        },
         _ => Err(invalid(&path, "a string or a list of token ids", raw)),
     }
 }
@@ -134,7 +201,7 @@ fn encoding(raw: &RawValue) -> Result<Encoding, TaskError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::TaskErrorKind;
+    use crate::protocol::{Properties, TaskErrorKind, Value};
 
     fn parse(body: &str) -> Result<EmbeddingRequest, TaskError> {
         EmbeddingRequest::parse(body.as_bytes(), 4)
@@ -158,6 +225,53 @@ mod tests {
         assert_eq!(two.inputs, [Ok(Input::Ids(vec![1])), Ok(Input::Ids(vec![2, 3]))]);
         assert_eq!(two.path(1), "input[1]");
         assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().path(0), "input");
+    }
+
+    #[test]
+    fn images_are_inputs_for_models_that_take_them() {
+        let with_images = |body: &str| {
+            let message = Message { body: body.to_owned().into(), ..Message::default() };
+            EmbeddingRequest::parse_with_images(&message, 4, &Files::default())
+        };
+        let url = r#"{"image_url":{"url":"data:image/png;base64,ZmlsZQ=="}}"#;
+        let both = with_images(&format!(r#"{{"input":["a",{url}]}}"#)).unwrap();
+        let Ok(Input::Image(image)) = &both.inputs[1] else { panic!("{:?}", both.inputs) };
+        assert_eq!((&*image.bytes, image.path.as_deref()), (&b"file"[..], Some("input[1].image_url.url")));
+        assert_eq!(both.inputs[0], Ok(Input::Text("a".to_owned())));
+        let alone = with_images(&format!(r#"{{"input":{url},"dimensions":2}}"#)).unwrap();
+        assert_eq!((alone.inputs.len(), alone.is_list, alone.dimensions), (1, false, Some(2)));
+        // Only a model of texts and images takes them.
+        assert!(refusal(&format!(r#"{{"input":["a",{url}]}}"#)).1.contains("this model takes no images"));
+        let error =
+            with_images(r#"{"input":["a",{"image_url":{"url":"https://example.org/a"}}]}"#).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("input[1].image_url.url"));
+        let error = with_images(r#"{"input":[{"image":"a"}]}"#).unwrap_err();
+        assert!(error.message.contains("image_url is missing"), "{error}");
+
+        let message = Message {
+            body: br#"{"input":[{"image_url":"https://example.org/a"},"b"]}"#[..].into(),
+            ..Message::default()
+        };
+        let urls = EmbeddingRequest::file_urls(&message, 4);
+        assert_eq!((urls.len(), urls[0].path.as_str()), (1, "input[0].image_url"));
+    }
+
+    #[test]
+    fn an_image_may_be_the_whole_body() {
+        let message = |headers: &[(&str, Value)]| {
+            let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+            let content_type = Some("image/png".to_owned());
+            let properties = Properties { headers, content_type, ..Properties::default() };
+            Message { properties, body: b"file"[..].into() }
+        };
+        let parse = |headers: &[(&str, Value)]| {
+            EmbeddingRequest::parse_with_images(&message(headers), 4, &Files::default())
+        };
+        let request = parse(&[("dimensions", Value::I32(3)), ("encoding_format", "base64".into())]).unwrap();
+        assert_eq!((request.dimensions, request.encoding), (Some(3), Encoding::Base64));
+        for (name, value) in [("dimensions", Value::I32(0)), ("encoding_format", "int8".into())] {
+            assert_eq!(parse(&[(name, value)]).unwrap_err().param.as_deref(), Some(name));
+        }
     }
 
     #[test]

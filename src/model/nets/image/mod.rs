@@ -165,7 +165,7 @@ impl From<LoadError> for NetError {
 
 impl Sides {
     /// A known image, with waves of several lengths in each colour.
-    fn known(self) -> Pixels {
+    pub(super) fn known(self) -> Pixels {
         let number = |index: usize| {
             let (pixel, colour) = (index / 3, index % 3);
             let (row, column) = ((pixel / self.width) as f64, (pixel % self.width) as f64);

@@ -19,7 +19,7 @@ use super::names::ServedNames;
 use super::prepare_all;
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Serves, Takes};
 use crate::model::load::{self, ModelFiles, weights};
-use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels, Sides};
+use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels};
 use crate::model::{
     Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
@@ -34,18 +34,35 @@ const BYTES_PER_PIXEL: u64 = 4;
 /// The side of a patch that counts as a token, in pixels.
 const PATCH: usize = 16;
 /// From this number of images on, threads share them.
-const MANY_IMAGES: usize = 2;
+pub(super) const MANY_IMAGES: usize = 2;
 /// Pixels of the images in a slice, for each thread: decoding them takes about 10 ms. A larger image is a slice by
 /// itself.
-const SLICE_PIXELS: u64 = 1 << 20;
+pub(super) const SLICE_PIXELS: u64 = 1 << 20;
 /// The maximum number of images in a slice, for each thread, since each image has a cost beside its pixels.
 const SLICE_IMAGES: usize = 16;
 
 /// A PNG file of one pixel, for the probe.
-const PROBE: [u8; 69] = [
+pub(super) const PROBE: [u8; 69] = [
     137, 80, 78, 71, 13, 10, 26, 10, 0, 0, 0, 13, 73, 72, 68, 82, 0, 0, 0, 1, 0, 0, 0, 1, 8, 2, 0, 0, 0, 144,
     119, 83, 222, 0, 0, 0, 12, 73, 68, 65, 84, 120, 218, 99, 216, 82, 97, 3, 0, 3, 76, 1, 105, 234, 19, 15,
     219, 0, 0, 0, 0, 73, 69, 78, 68, 174, 66, 96, 130,
+];
+
+/// The options of families that take images.
+pub(super) static PIXEL_OPTIONS: [OptionSpec; 2] = [
+    OptionSpec {
+        name: "max_pixels",
+        takes: Takes::Whole(1..=u64::MAX),
+        default: OptionDefault::Value("40000000"),
+        help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,400",
+    },
+    OptionSpec {
+        name: "max_task_pixels",
+        takes: Takes::Whole(1..=u64::MAX),
+        default: OptionDefault::Derived("4 × `max_pixels`"),
+        help: "the most pixels of all images of a task. Few bytes can declare many pixels, each of which takes time \
+               and memory",
+    },
 ];
 
 /// Models that classify images.
@@ -60,21 +77,7 @@ pub static FAMILY: Family = Family {
         request_files,
         check,
     }),
-    options: &[
-        OptionSpec {
-            name: "max_pixels",
-            takes: Takes::Whole(1..=u64::MAX),
-            default: OptionDefault::Value("40000000"),
-            help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,400",
-        },
-        OptionSpec {
-            name: "max_task_pixels",
-            takes: Takes::Whole(1..=u64::MAX),
-            default: OptionDefault::Derived("4 × `max_pixels`"),
-            help: "the most pixels of all images of a task. Few bytes can declare many pixels, each of which takes time \
-                   and memory",
-        },
-    ],
+    options: &PIXEL_OPTIONS,
     sample: sample::images,
     // The limit is low for the fuzz target, whose files may declare any number of pixels.
     example: Example { model: "tiny-vit", options: &[("max_pixels", 1_000_000)] },
@@ -90,12 +93,13 @@ fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     Labels::read(&files, &spec.source)?;
-    PixelLimits::read(spec)?;
+    PixelLimits::read(&FAMILY, spec)?;
     read_preprocessing(&files, spec)?;
     weights::check(&files.weights()?)
 }
 
-fn read_preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
+/// Reads `preprocessor_config.json`.
+pub(super) fn read_preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
     let path = files.required("preprocessor_config.json")?;
     let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
@@ -111,8 +115,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     let files = ModelFiles::locate(&spec.source)?;
     let labels = Labels::read(&files, &spec.source)?;
     let preprocessing = read_preprocessing(&files, spec)?;
-    let limits = PixelLimits::read(spec)?;
-    let sides = Sides { height: preprocessing.height, width: preprocessing.width };
+    let limits = PixelLimits::read(&FAMILY, spec)?;
+    let sides = preprocessing.sides();
     let network = ImageNetwork::load(spec, device, &files, sides, labels.names.len())?;
     let tokens = (sides.height * sides.width).div_ceil(PATCH * PATCH);
     let processor = ImageProcessor {
@@ -126,7 +130,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
 
 /// The maximum numbers of pixels that are decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct PixelLimits {
+pub(super) struct PixelLimits {
     /// Pixels of one image.
     image: u64,
     /// Pixels of all images of a task. Few bytes can declare many pixels, each of which takes time and memory.
@@ -134,17 +138,17 @@ struct PixelLimits {
 }
 
 impl PixelLimits {
-    /// The limits in the pool's options.
+    /// The limits in the pool's options, which have [`PIXEL_OPTIONS`].
     ///
     /// # Errors
     /// [`LoadError::Option`] for an option that is unknown or not a positive number.
-    fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
+    pub(super) fn read(family: &Family, spec: &LoadSpec) -> Result<Self, LoadError> {
         #[derive(Deserialize)]
         struct Options {
             max_pixels: u64,
             max_task_pixels: Option<u64>,
         }
-        let Options { max_pixels: image, max_task_pixels } = FAMILY.read_options(spec)?;
+        let Options { max_pixels: image, max_task_pixels } = family.read_options(spec)?;
         let task = max_task_pixels.unwrap_or(image.saturating_mul(DEFAULT_TASK_IMAGES));
         Ok(Self { image, task })
     }
@@ -163,11 +167,11 @@ pub struct ImageProcessor {
 }
 
 /// Turns files into a model's inputs.
-struct Decoder {
-    preprocessing: Preprocessing,
-    limits: PixelLimits,
-    /// The size of each input in tokens, of one [`PATCH`] each.
-    tokens: usize,
+pub(super) struct Decoder {
+    pub(super) preprocessing: Preprocessing,
+    pub(super) limits: PixelLimits,
+    /// The size of each input in tokens.
+    pub(super) tokens: usize,
 }
 
 /// The parts of a request that its response needs.
@@ -222,10 +226,17 @@ impl Processor for ImageProcessor {
 }
 
 /// An image whose header was read, but which was not decoded yet.
-struct UndecodedImage {
+pub(super) struct UndecodedImage {
     file: ImageFile,
     format: Format,
     header: Header,
+}
+
+impl UndecodedImage {
+    /// The pixels that its header declares.
+    pub(super) fn pixels(&self) -> u64 {
+        self.header.pixels
+    }
 }
 
 /// Decodes the images of a task slice by slice. The sizes in the images' headers limit a slice to about ten
@@ -269,7 +280,7 @@ fn slice_length(images: &[UndecodedImage], threads: usize) -> usize {
 
 impl Decoder {
     /// Reads the headers of all images of a task, and refuses the task if they declare too many pixels.
-    fn read_headers(&self, files: Vec<ImageFile>) -> Result<Vec<UndecodedImage>, TaskError> {
+    pub(super) fn read_headers(&self, files: Vec<ImageFile>) -> Result<Vec<UndecodedImage>, TaskError> {
         let mut pixels: u64 = 0;
         let mut read_header = |file: ImageFile| {
             let format = format(&file)?;
@@ -290,7 +301,7 @@ impl Decoder {
     }
 
     /// Decodes an image, and turns it into the model's input.
-    fn pixels(&self, image: &UndecodedImage) -> Result<SizedInput<Pixels>, TaskError> {
+    pub(super) fn pixels(&self, image: &UndecodedImage) -> Result<SizedInput<Pixels>, TaskError> {
         let UndecodedImage { file, format, .. } = image;
         let image = decode(&file.bytes, *format, self.limits.image_limits());
         let image = image.map_err(|error| decoding_error(file, &error))?;
@@ -402,7 +413,7 @@ mod tests {
     fn limits(options: &[(&str, Value)]) -> Result<PixelLimits, String> {
         let options = options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         let spec = LoadSpec { options, ..LoadSpec::new("a") };
-        PixelLimits::read(&spec).map_err(|error| error.to_string())
+        PixelLimits::read(&FAMILY, &spec).map_err(|error| error.to_string())
     }
 
     #[test]

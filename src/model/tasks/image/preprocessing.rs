@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::decode::Rgb8;
 use super::resize::{Filter, Window, resize};
+use crate::model::nets::image::Sides;
 
 /// The reason why the file cannot be used: usually a key that is missing, wrong or not supported.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -82,6 +83,7 @@ enum Class {
     Vit,
     Deit,
     Clip,
+    Siglip,
     ConvNext,
     EfficientNet,
 }
@@ -94,6 +96,7 @@ impl Class {
             "ViT" => Some(Self::Vit),
             "DeiT" => Some(Self::Deit),
             "CLIP" | "Bit" => Some(Self::Clip),
+            "Siglip" => Some(Self::Siglip),
             "ConvNext" => Some(Self::ConvNext),
             "EfficientNet" => Some(Self::EfficientNet),
             _ => None,
@@ -156,6 +159,11 @@ impl Preprocessing {
             return refused("`resample` = 0 is not supported with `shortest_edge`");
         }
         Ok(Self { resize, filter, height, width, table: table(&config, class)? })
+    }
+
+    /// The sides of the model's input.
+    pub fn sides(&self) -> Sides {
+        Sides { height: self.height, width: self.width }
     }
 
     /// The model's input `[height, width, 3]` of one image.
