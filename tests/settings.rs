@@ -299,7 +299,8 @@ fn the_further_pools_of_the_compose_file_are_valid_once_their_marks_are_removed(
     let text = std::fs::read_to_string(path).expect("the settings of the containers");
     let first = text.find("# [[pool]]").expect("further pools");
     let folder = Folder::new();
-    let further: String = text[first..].lines().map(|line| format!("{}\n", line.trim_start_matches("# "))).collect();
+    let further: String =
+        text[first..].lines().map(|line| format!("{}\n", line.trim_start_matches("# "))).collect();
     let file = folder.file("sconce.toml", &format!("{}{further}", &text[..first]));
     let loaded = load(&[file], Vec::new(), &[]).expect("a valid file");
     let names: Vec<&str> = loaded.settings.pools.iter().map(|pool| pool.name.as_str()).collect();

@@ -202,6 +202,17 @@ def test_texts_and_images(client: Any) -> None:
         both.embed_images(photos[0])
 
 
+def test_captions(client: Any) -> None:
+    captions = client.with_options(queue="caption")
+    photo = ROOT / "examples/images/rocket.png"
+    assert captions.caption(photo, max_new_tokens=3) == "r r r"
+    assert captions.caption(photo.read_bytes(), prompt="a photograph of", max_new_tokens=2) == "a photograph of r r"
+    with pytest.raises(BadRequest, match="max_new_tokens"):
+        captions.caption(photo, max_new_tokens=1_000)
+    with pytest.raises(TypeError, match="prompt"):
+        captions.caption(photo, promt="a")
+
+
 def test_speak(client: Any) -> None:
     speak = client.with_options(queue="speak")
     sound = speak.speak("The train leaves at half past nine.", voice="heart", seed=1)

@@ -6,7 +6,7 @@ use std::fmt;
 use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
-use super::tasks::text_image;
+use super::tasks::{caption, text_image};
 use super::tasks::{embed, generate, image, labels, pairs, speak, transcribe};
 use super::testing::{echo, script};
 use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
@@ -40,6 +40,8 @@ pub fn register(families: &mut impl Register) {
     families.one_pass(&speak::FAMILY, speak::load);
     families.sequences(&generate::FAMILY, generate::load);
     families.sequences(&transcribe::FAMILY, transcribe::load);
+    #[cfg(feature = "candle-transformers")]
+    families.sequences(&caption::FAMILY, caption::load);
     families.one_pass(&echo::FAMILY, echo::load);
     families.sequences(&script::FAMILY, script::load);
 }

@@ -4,6 +4,7 @@
 
 pub mod admin;
 pub mod batch_line;
+pub mod captions;
 pub mod control;
 pub mod dead_letter;
 pub mod embeddings;

@@ -297,6 +297,10 @@ fn absolute_time(value: &Value) -> Result<SystemTime, TaskError> {
         bad_header(EXPIRES, &number.unwrap_or_else(|| "a value of another type".to_owned()), wanted)
     })?;
     let trimmed = text.trim();
+    // Some producers write the last day that ISO-8601 can write for "never", and jiff reads no later hour of it.
+    if trimmed.starts_with("9999-12-31") {
+        return Ok(Timestamp::MAX.into());
+    }
     trimmed
         .parse::<Timestamp>()
         .or_else(|error| match trimmed.parse::<DateTime>() {
@@ -394,6 +398,9 @@ mod tests {
         assert_eq!(expiring(Some("1970-01-01T01:00:03+01:00".into()), None), Ok(at(3)));
         assert_eq!(expiring(Some("1970-01-01T00:00:03.000".into()), None), Ok(at(3)));
         assert_eq!(expiring(Some(Value::Timestamp(3)), None), Ok(at(3)));
+        let never = "9999-12-31T23:59:59.999Z";
+        assert_eq!(expiring(Some(never.into()), Some("5000")), Ok(at(5)));
+        assert!(expiring(Some(never.into()), None).unwrap() > at(1 << 36));
     }
 
     #[test]

@@ -299,6 +299,24 @@ def classify_image(
     return Call([task], gather)
 
 
+def caption(client: Defaults, image: File, content_type: str | None, more: Mapping[str, Any]) -> Call[str]:
+    """One task; the message's body is the file itself, or JSON with its URL."""
+    known = ("prompt", "max_new_tokens", "model")
+    headers = as_headers(known_fields("caption", more, known))
+    if is_url(image):
+        task = client._task({"image_url": image, **fields(more)}, url="/image-to-text")
+    else:
+        file = image if isinstance(image, bytes) else Path(image).read_bytes()
+        task = client._task(file, url="/image-to-text", content_type=content_type or image_type(file), headers=headers)
+
+    def gather(replies: Sequence[Answer]) -> str:
+        [reply] = replies
+        assert isinstance(reply, Reply)
+        return str(reply.json()[0]["generated_text"])
+
+    return Call([task], gather)
+
+
 def transcribe(
     client: Defaults, sound: File, content_type: str | None, translate: bool, words: bool, more: Mapping[str, Any]
 ) -> Call[Transcript]:

@@ -169,6 +169,11 @@ class Client(Defaults):
         bytes, or a URL from which a worker fetches it. A model of texts and images takes `labels`, a list of texts."""
         return self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
+    def caption(self, image: File, content_type: str | None = None, **more: Any) -> str:
+        """A text that describes an image, which is given as for `classify_image`. `more` are the fields of such a request:
+        `prompt`, the beginning of the text, and `max_new_tokens`."""
+        return self._gather(_task.caption(self, image, content_type, more))
+
     def transcribe(
         self,
         sound: File,

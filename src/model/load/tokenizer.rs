@@ -114,6 +114,16 @@ impl TextTokenizer {
         self.tokenizer.token_to_id(token)
     }
 
+    /// The text of tokens, without special ones.
+    ///
+    /// # Errors
+    /// `Internal` if the tokenizer fails.
+    #[cfg(feature = "candle-transformers")]
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TaskError> {
+        let text = self.tokenizer.decode(ids, true);
+        text.map_err(|error| TaskError::internal(format!("the tokenizer failed: {error}")))
+    }
+
     /// Token ids are below this number.
     pub fn vocabulary(&self) -> u32 {
         self.vocabulary

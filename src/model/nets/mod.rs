@@ -1,5 +1,7 @@
 //! Networks compute numbers from inputs. `tasks` makes the inputs from requests.
 
+#[cfg(feature = "candle-transformers")]
+pub mod blip;
 mod block;
 mod cached_attention;
 pub mod decoder;

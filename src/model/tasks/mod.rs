@@ -1,6 +1,8 @@
 //! Kinds of requests. Each public module has the processor of one kind and loads its network; its `FAMILY` describes
 //! the kind to other modules. `protocol` reads and writes bodies; `nets` has the networks.
 
+#[cfg(feature = "candle-transformers")]
+pub mod caption;
 pub mod embed;
 pub mod generate;
 pub mod image;

@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 use super::embed::{EmbeddingContext, Vectors};
 use super::image::{
-    Decoder, MANY_IMAGES, PIXEL_OPTIONS, PROBE, PixelLimits, SLICE_PIXELS, UndecodedImage, read_preprocessing,
+    Decoder, MANY_IMAGES, MAX_PIXELS, MAX_TASK_PIXELS, PROBE, PixelLimits, SLICE_PIXELS, UndecodedImage,
+    read_preprocessing,
 };
 use super::labels::{sigmoid, softmax};
 use super::names::ServedNames;
@@ -46,7 +47,7 @@ pub static FAMILY: Family = Family {
         request_files,
         check,
     }),
-    options: &PIXEL_OPTIONS,
+    options: &[MAX_PIXELS, MAX_TASK_PIXELS],
     sample: |texts| Sample::of_texts(embeddings::URL, "input", texts),
     example: Example { model: "tiny-clip", options: &[("max_pixels", 1_000_000)] },
 };
@@ -71,15 +72,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
 
 /// The decoder of images, whose size must be the network's.
 fn decoder(files: &ModelFiles, spec: &LoadSpec, config: &TextImageConfig) -> Result<Decoder, LoadError> {
-    let preprocessing = read_preprocessing(files, spec)?;
-    let (made, sides) = (preprocessing.sides(), config.sides);
-    if made != sides {
-        let reason = format!(
-            "preprocessor_config.json makes images of {}x{} pixels, and vision_config.image_size is {}",
-            made.width, made.height, sides.width
-        );
-        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
-    }
+    let preprocessing = read_preprocessing(files, spec)?.with_sides(config.sides, spec)?;
     let limits = PixelLimits::read(&FAMILY, spec)?;
     Ok(Decoder { preprocessing, limits, tokens: config.image_tokens })
 }

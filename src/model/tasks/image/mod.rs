@@ -14,6 +14,7 @@ use serde::Deserialize;
 
 use self::decode::{Error, Format, Header, Limits, decode, header};
 use self::preprocessing::Preprocessing;
+pub(super) use self::sample::images as sample_of_images;
 use super::labels::Labels;
 use super::names::ServedNames;
 use super::prepare_all;
@@ -48,22 +49,21 @@ pub(super) const PROBE: [u8; 69] = [
     219, 0, 0, 0, 0, 73, 69, 78, 68, 174, 66, 96, 130,
 ];
 
-/// The options of families that take images.
-pub(super) static PIXEL_OPTIONS: [OptionSpec; 2] = [
-    OptionSpec {
-        name: "max_pixels",
-        takes: Takes::Whole(1..=u64::MAX),
-        default: OptionDefault::Value("40000000"),
-        help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,400",
-    },
-    OptionSpec {
-        name: "max_task_pixels",
-        takes: Takes::Whole(1..=u64::MAX),
-        default: OptionDefault::Derived("4 × `max_pixels`"),
-        help: "the most pixels of all images of a task. Few bytes can declare many pixels, each of which takes time \
-               and memory",
-    },
-];
+/// The most pixels of an image: an option of every family that takes images.
+pub(super) const MAX_PIXELS: OptionSpec = OptionSpec {
+    name: "max_pixels",
+    takes: Takes::Whole(1..=u64::MAX),
+    default: OptionDefault::Value("40000000"),
+    help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,400",
+};
+/// The most pixels of a task: an option of every family that takes images.
+pub(super) const MAX_TASK_PIXELS: OptionSpec = OptionSpec {
+    name: "max_task_pixels",
+    takes: Takes::Whole(1..=u64::MAX),
+    default: OptionDefault::Derived("4 × `max_pixels`"),
+    help: "the most pixels of all images of a task. Few bytes can declare many pixels, each of which takes time \
+           and memory",
+};
 
 /// Models that classify images.
 pub static FAMILY: Family = Family {
@@ -77,8 +77,8 @@ pub static FAMILY: Family = Family {
         request_files,
         check,
     }),
-    options: &PIXEL_OPTIONS,
-    sample: sample::images,
+    options: &[MAX_PIXELS, MAX_TASK_PIXELS],
+    sample: |texts| sample_of_images(URL, texts),
     // The limit is low for the fuzz target, whose files may declare any number of pixels.
     example: Example { model: "tiny-vit", options: &[("max_pixels", 1_000_000)] },
 };
@@ -138,7 +138,7 @@ pub(super) struct PixelLimits {
 }
 
 impl PixelLimits {
-    /// The limits in the pool's options, which have [`PIXEL_OPTIONS`].
+    /// The limits in the pool's options, which include [`MAX_PIXELS`] and [`MAX_TASK_PIXELS`].
     ///
     /// # Errors
     /// [`LoadError::Option`] for an option that is unknown or not a positive number.
@@ -208,8 +208,8 @@ impl Processor for ImageProcessor {
         let ImagesRequest { images, is_list, model, top_k, raw_scores } =
             ImagesRequest::parse(message, self.max_inputs, files)?;
         self.names.check(model.as_deref())?;
-        let images = self.decoder.read_headers(images)?.into_iter();
-        let slices = Slicer { decoder: self.decoder.clone(), images };
+        let images = self.decoder.read_headers(images)?;
+        let slices = slices(self.decoder.clone(), images);
         Ok((ImageContext { top_k, is_list, raw_scores }, Inputs::Slices(Box::new(slices))))
     }
 
@@ -237,6 +237,14 @@ impl UndecodedImage {
     pub(super) fn pixels(&self) -> u64 {
         self.header.pixels
     }
+}
+
+/// The inputs of a task's images, which are decoded slice by slice.
+pub(super) fn slices(
+    decoder: Arc<Decoder>,
+    images: Vec<UndecodedImage>,
+) -> impl Iterator<Item = Result<Vec<SizedInput<Pixels>>, TaskError>> + Send {
+    Slicer { decoder, images: images.into_iter() }
 }
 
 /// Decodes the images of a task slice by slice. The sizes in the images' headers limit a slice to about ten

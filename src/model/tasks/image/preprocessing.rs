@@ -11,6 +11,8 @@ use serde_json::Value;
 use super::decode::Rgb8;
 use super::resize::{Filter, Window, resize};
 use crate::model::nets::image::Sides;
+#[cfg(feature = "candle-transformers")]
+use crate::model::{LoadError, LoadSpec};
 
 /// The reason why the file cannot be used: usually a key that is missing, wrong or not supported.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -96,7 +98,7 @@ impl Class {
             "ViT" => Some(Self::Vit),
             "DeiT" => Some(Self::Deit),
             "CLIP" | "Bit" => Some(Self::Clip),
-            "Siglip" => Some(Self::Siglip),
+            "Siglip" | "Blip" => Some(Self::Siglip),
             "ConvNext" => Some(Self::ConvNext),
             "EfficientNet" => Some(Self::EfficientNet),
             _ => None,
@@ -164,6 +166,23 @@ impl Preprocessing {
     /// The sides of the model's input.
     pub fn sides(&self) -> Sides {
         Sides { height: self.height, width: self.width }
+    }
+
+    /// Checks that the model's input has the sides of `config.json`, which gives them as `vision_config.image_size`.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] with both.
+    #[cfg(feature = "candle-transformers")]
+    pub fn with_sides(self, sides: Sides, spec: &LoadSpec) -> Result<Self, LoadError> {
+        let made = self.sides();
+        if made == sides {
+            return Ok(self);
+        }
+        let reason = format!(
+            "preprocessor_config.json makes images of {}x{} pixels, and vision_config.image_size is {}",
+            made.width, made.height, sides.width
+        );
+        Err(LoadError::Unsupported { model: spec.source.clone(), reason })
     }
 
     /// The model's input `[height, width, 3]` of one image.

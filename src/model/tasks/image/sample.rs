@@ -11,22 +11,21 @@ use serde_json::json;
 
 use crate::model::family::Sample;
 use crate::protocol::batch_line::RequestBody;
-use crate::protocol::images::URL;
 
 /// The sides of an image, in pixels.
 const SIDES: [u32; 2] = [480, 360];
 /// The side of the squares that an image consists of, in pixels.
 const SQUARE: u32 = 12;
 
-/// A task with an image for each text. A single image is the body itself; several are data URLs.
-pub(super) fn images(texts: &[String]) -> Sample {
+/// A task for `url` with an image for each text. A single image is the body itself; several are data URLs.
+pub fn images(url: &'static str, texts: &[String]) -> Sample {
     if let [alone] = texts {
         let body = RequestBody { bytes: jpeg(alone).into(), media_type: Some("image/jpeg".to_owned()) };
-        return Sample { url: Some(URL), body, inputs: 1 };
+        return Sample { url: Some(url), body, inputs: 1 };
     }
-    let url = |text: &String| format!("data:image/jpeg;base64,{}", STANDARD.encode(jpeg(text)));
-    let urls: Vec<String> = texts.iter().map(url).collect();
-    Sample::json(URL, &json!({ "image_url": urls }), texts.len())
+    let data_url = |text: &String| format!("data:image/jpeg;base64,{}", STANDARD.encode(jpeg(text)));
+    let urls: Vec<String> = texts.iter().map(data_url).collect();
+    Sample::json(url, &json!({ "image_url": urls }), texts.len())
 }
 
 /// A JPEG of squares, each with a gradient. The text determines their colours.

@@ -1,0 +1,201 @@
+//! BLIP of candle-transformers: an image becomes vectors, from which a decoder writes a text. Decides which models it
+//! computes as published. The decoder's cache belongs to the decoder object, so that each sequence has an object of its
+//! own; all objects share the weights.
+
+use candle_core::{DType, Device, Result as Candle, Tensor};
+use candle_nn::VarBuilder;
+use candle_transformers::models::blip::{BlipForConditionalGeneration, Config};
+use candle_transformers::models::blip_text::TextLMHeadModel;
+use serde::Deserialize;
+
+use super::fitness;
+use super::image::{Pixels, Sides};
+use crate::model::load::ModelFiles;
+use crate::model::load::weights::{Precision, Weights};
+use crate::model::{ForwardError, LoadError, LoadSpec};
+
+/// The names of two tensors that are equal in published models.
+const EMBEDDINGS: &str = "text_decoder.bert.embeddings.word_embeddings.weight";
+const LAST_MATRIX: &str = "text_decoder.cls.predictions.decoder.weight";
+/// The architecture, as `model_type` names it.
+pub const ARCHITECTURE: &str = "blip";
+
+/// What `config.json` says.
+pub struct BlipConfig {
+    network: Config,
+    /// The sides of an image, in pixels.
+    pub sides: Sides,
+    /// The number of vectors of an image.
+    pub image_tokens: usize,
+    /// Token ids are below this number.
+    pub vocabulary: usize,
+    /// Maximum number of tokens of a text, its prompt included.
+    pub context: usize,
+    /// The token that begins every text.
+    pub start: u32,
+    /// The token that ends a text.
+    pub end: u32,
+}
+
+#[derive(Deserialize)]
+struct Tokens {
+    text_config: TextTokens,
+}
+
+/// The defaults are those of the transformers library.
+#[derive(Deserialize)]
+struct TextTokens {
+    #[serde(default = "default_start")]
+    bos_token_id: u32,
+    #[serde(default = "default_end")]
+    sep_token_id: u32,
+}
+
+fn default_start() -> u32 {
+    30_522
+}
+
+fn default_end() -> u32 {
+    102
+}
+
+impl BlipConfig {
+    /// Reads `config.json`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Unsupported`] for sizes that do not fit together.
+    pub fn read(files: &ModelFiles, spec: &LoadSpec) -> Result<Self, LoadError> {
+        let network: Config = files.required_json("config.json")?;
+        let Tokens { text_config: TextTokens { bos_token_id: start, sep_token_id: end } } =
+            files.required_json("config.json")?;
+        let (text, vision) = (&network.text_config, &network.vision_config);
+        let refused = |reason: String| Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        if text.encoder_hidden_size != vision.hidden_size {
+            return refused(format!(
+                "text_config.encoder_hidden_size is {}, and vision_config.hidden_size is {}",
+                text.encoder_hidden_size, vision.hidden_size
+            ));
+        }
+        if !text.is_decoder {
+            return refused("text_config.is_decoder is false; images are described by a decoder".to_owned());
+        }
+        let divides = |hidden: usize, heads: usize| heads > 0 && hidden.is_multiple_of(heads);
+        if !divides(text.hidden_size, text.num_attention_heads)
+            || !divides(vision.hidden_size, vision.num_attention_heads)
+        {
+            return refused("hidden_size cannot be divided among num_attention_heads".to_owned());
+        }
+        let (image, patch) = (vision.image_size, vision.patch_size);
+        let Some(side @ 1..) = image.checked_div(patch).filter(|_| image.is_multiple_of(patch)) else {
+            return refused(format!("images of {image} pixels have no whole patches of {patch} pixels"));
+        };
+        let vocabulary = text.vocab_size;
+        if start as usize >= vocabulary || end as usize >= vocabulary {
+            return refused(format!("bos_token_id {start} or sep_token_id {end} is not below {vocabulary}"));
+        }
+        Ok(Self {
+            sides: Sides { height: image, width: image },
+            image_tokens: side * side + 1,
+            vocabulary,
+            context: text.max_position_embeddings,
+            start,
+            end,
+            network,
+        })
+    }
+}
+
+/// The network on one device.
+pub struct Blip {
+    network: BlipForConditionalGeneration,
+    device: Device,
+    sides: Sides,
+}
+
+/// The decoder of one text, with what it has read so far.
+#[derive(Clone)]
+pub struct TextDecoder {
+    decoder: TextLMHeadModel,
+    device: Device,
+    /// The number of tokens that it has read.
+    read: usize,
+}
+
+impl Blip {
+    /// Loads the network, and compares its results on its device with those of a CPU.
+    ///
+    /// # Errors
+    /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
+    pub fn load(
+        spec: &LoadSpec,
+        device: &Device,
+        files: &ModelFiles,
+        config: &BlipConfig,
+    ) -> Result<Self, LoadError> {
+        let precision = super::uniform_precision(spec)?;
+        if precision.tensors != DType::F32 {
+            let reason =
+                format!("dtype is {:?}; candle-transformers computes BLIP in f32 only", spec.dtype.name());
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        }
+        let read = |device: &Device| {
+            let weights = Weights::read(&files.weights()?, "", "", device, Precision::F32)?;
+            let mut tensors = weights.all()?;
+            // Some files have the matrix once, where it also is the embedding of tokens.
+            if let Some(embeddings) = tensors.get(EMBEDDINGS).cloned() {
+                tensors.entry(LAST_MATRIX.to_owned()).or_insert(embeddings);
+            }
+            let builder = VarBuilder::from_tensors(tensors, DType::F32, device);
+            let network = BlipForConditionalGeneration::new(&config.network, builder);
+            let network = weights.checked("the network", network)?;
+            Ok::<_, LoadError>(Self { network, device: device.clone(), sides: config.sides })
+        };
+        let network = read(device)?;
+        if fitness::needs_comparison(device, spec.dtype) {
+            let vectors = |network: &Self| {
+                let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
+                let vectors = network.encode(&[&config.sides.known()]).map_err(failed)?;
+                vectors.flatten_all().and_then(|vectors| vectors.to_vec1::<f32>()).map_err(failed)
+            };
+            let (found, expected) = (vectors(&network)?, vectors(&read(&Device::Cpu)?)?);
+            fitness::compare(spec, "image", Some(&found), Some(&expected))?;
+        }
+        Ok(network)
+    }
+
+    /// The vectors of images, `[images, image_tokens, hidden]`.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn encode(&self, images: &[&Pixels]) -> Candle<Tensor> {
+        let Sides { height, width } = self.sides;
+        let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
+        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &Device::Cpu)?;
+        let x = x.permute((0, 3, 1, 2))?.contiguous()?.to_device(&self.device)?;
+        x.apply(self.network.vision_model())
+    }
+
+    /// A decoder that has read nothing.
+    pub fn decoder(&mut self) -> TextDecoder {
+        TextDecoder { decoder: self.network.text_decoder().clone(), device: self.device.clone(), read: 0 }
+    }
+}
+
+impl TextDecoder {
+    /// Reads tokens, and returns the logits of the token that follows them. `image` is `[1, image_tokens, hidden]`.
+    ///
+    /// # Errors
+    /// The device fails. The decoder must not be used any more.
+    pub fn read(&mut self, ids: &[u32], image: &Tensor) -> Candle<Vec<f32>> {
+        // The mask of candle-transformers fits several tokens only if there are none before them.
+        let chunk_len = if self.read == 0 { ids.len() } else { 1 };
+        let mut logits = None;
+        for chunk in ids.chunks(chunk_len.max(1)) {
+            let chunk = Tensor::new(chunk, &self.device)?.unsqueeze(0)?;
+            logits = Some(self.decoder.forward(&chunk, image)?);
+        }
+        self.read += ids.len();
+        let Some(logits) = logits else { return Ok(Vec::new()) };
+        logits.narrow(1, logits.dim(1)? - 1, 1)?.flatten_all()?.to_vec1()
+    }
+}
