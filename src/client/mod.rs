@@ -581,7 +581,9 @@ fn accepted(published: Published, queue: &str) -> Result<(), ClientError> {
         |reason: String| Err(BrokerError::Refused { broker: format!("queue {queue:?}"), reason }.into());
     match published {
         Published::Confirmed => Ok(()),
-        Published::Unroutable => refused("it does not exist; the pool's workers make it when they start".into()),
+        Published::Unroutable => {
+            refused("it does not exist; the pool's workers make it when they start".into())
+        }
         Published::Nacked => {
             refused("the broker did not accept the message (nack); is the queue full?".into())
         }

@@ -64,6 +64,27 @@ pub fn may_use_vnni() -> bool {
     can
 }
 
+/// Whether rows may be rounded to bf16 before they are multiplied with a matrix in bf16 ([`Matrix::with_rows_as`]): the
+/// CPU has AVX512-BF16, and the vector units that were set allow it.
+///
+/// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
+pub fn may_use_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let can = matches!(ARCH.get_or_init(Arch::new), Arch::V4(_)) && has_bf16();
+    #[cfg(not(target_arch = "x86_64"))]
+    let can = false;
+    can
+}
+
+/// Whether this CPU has AVX512-BF16, and the other AVX-512 instructions that the kernel uses.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_bf16() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512bf16")
+}
+
 /// Whether this CPU has AVX512-VNNI, and the other AVX-512 instructions that the kernel uses.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn has_vnni() -> bool {

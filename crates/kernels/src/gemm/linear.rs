@@ -4,7 +4,7 @@
 use super::matrix::{Group, Matrix, RowFormat};
 use super::number_format::NumberFormat;
 use super::{Panels, by_blocks, multiply_rows};
-use crate::may_use_vnni;
+use crate::{may_use_bf16, may_use_vnni};
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -66,8 +66,8 @@ impl Linear {
     }
 }
 
-/// Packs a matrix that is given by its columns, `[width, depth]`, in this format. If the format is quantised and the
-/// CPU can multiply bytes, rows are quantised to 8 bits too before they are multiplied.
+/// Packs a matrix that is given by its columns, `[width, depth]`, in this format. If the CPU can multiply numbers of the
+/// format, rows are converted too before they are multiplied: to 8 bits for a quantised matrix, to bf16 for one in bf16.
 ///
 /// # Errors
 /// `depth` is not a multiple of the group size of `format`.
@@ -78,7 +78,10 @@ pub fn narrow(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Mat
     }
     Ok(match format {
         NumberFormat::F32 => Matrix::of_f32(columns, depth),
-        NumberFormat::Bf16 => Matrix::of_bf16(columns, depth),
+        NumberFormat::Bf16 => {
+            let matrix = Matrix::of_bf16(columns, depth);
+            if may_use_bf16() { matrix.with_rows_as(RowFormat::Bf16) } else { matrix }
+        }
         _ => {
             let quantised_group = |column: usize, index: usize| {
                 quantised(&columns[column * depth + index * group..][..group], format.max_quantised())

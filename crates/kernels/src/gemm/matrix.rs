@@ -18,6 +18,8 @@ use super::super::kv::bf16_bits;
 #[cfg(target_arch = "x86_64")]
 use super::bytes::ByteRows;
 use super::gemv::{FewRows, MAX_TILE_ROWS, Unpack, multiply_few_rows};
+#[cfg(target_arch = "x86_64")]
+use super::half_rows::HalfRows;
 use super::in_parallel;
 use super::layout::{Panels, Rows};
 use super::number_format::{NumberFormat, PANEL};
@@ -33,7 +35,7 @@ pub struct Group {
     pub q: [u8; 32],
 }
 
-/// The format to which rows are converted before they are multiplied with a quantised matrix.
+/// The format to which rows are converted before they are multiplied with a quantised matrix, or with one in bf16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RowFormat {
     /// Rows are not converted.
@@ -43,13 +45,15 @@ pub enum RowFormat {
     Int16,
     /// Whole numbers of 8 bits, with a scale for each 32: the fastest.
     Int8,
+    /// bf16, for a matrix in bf16.
+    Bf16,
 }
 
 impl RowFormat {
-    /// The number of 8-bit parts of a number; none for f32.
+    /// The number of 8-bit parts of a whole number; none for other numbers.
     fn parts(self) -> Option<usize> {
         match self {
-            Self::F32 => None,
+            Self::F32 | Self::Bf16 => None,
             Self::Int16 => Some(2),
             Self::Int8 => Some(1),
         }
@@ -161,12 +165,18 @@ impl Matrix {
         fits.then_some(Self { format, depth, width, words, rows: RowFormat::F32 })
     }
 
-    /// Sets the format to which rows are converted before they are multiplied. Has no effect on a matrix that is not
-    /// quantised, or whose depth is not a multiple of 32. Formats other than f32 require that the CPU
-    /// [`may_use_vnni`](crate::may_use_vnni).
+    /// Sets the format to which rows are converted before they are multiplied. Whole numbers are for quantised matrices
+    /// whose depth is a multiple of 32, and require that the CPU [`may_use_vnni`](crate::may_use_vnni). bf16 is for
+    /// matrices in bf16, and requires that the CPU [`may_use_bf16`](crate::may_use_bf16). A format that is not for this
+    /// matrix has no effect.
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowFormat) -> Self {
-        if self.format.is_scaled() && self.depth.is_multiple_of(32) {
+        let fits = match rows {
+            RowFormat::F32 => true,
+            RowFormat::Bf16 => self.format == NumberFormat::Bf16,
+            RowFormat::Int16 | RowFormat::Int8 => self.format.is_scaled() && self.depth.is_multiple_of(32),
+        };
+        if fits {
             self.rows = rows;
         }
         self
@@ -338,12 +348,16 @@ enum LeftRows<'a> {
     Plain(&'a [f32]),
     #[cfg(target_arch = "x86_64")]
     Bytes(ByteRows),
+    #[cfg(target_arch = "x86_64")]
+    Halves(HalfRows),
 }
 
 #[cfg(target_arch = "x86_64")]
 thread_local! {
     /// Reused by the next product: new memory costs a page fault every 4 KiB.
     static BYTE_ROWS: RefCell<ByteRows> = RefCell::default();
+    /// As `BYTE_ROWS`.
+    static HALF_ROWS: RefCell<HalfRows> = RefCell::default();
 }
 
 impl<'a> LeftRows<'a> {
@@ -353,6 +367,12 @@ impl<'a> LeftRows<'a> {
             let mut packed = BYTE_ROWS.take();
             packed.pack(rows, matrix.depth, matrix.format, parts);
             return Self::Bytes(packed);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if matrix.rows == RowFormat::Bf16 {
+            let mut packed = HALF_ROWS.take();
+            packed.pack(rows, matrix.depth);
+            return Self::Halves(packed);
         }
         let _ = matrix;
         Self::Plain(rows)
@@ -368,14 +388,18 @@ impl<'a> LeftRows<'a> {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Bytes(packed) => packed.multiply(panels, out, stride),
+            #[cfg(target_arch = "x86_64")]
+            Self::Halves(packed) => packed.multiply(panels, out, stride),
         }
     }
 
     /// Keeps the memory for the next product.
     fn release(self) {
         #[cfg(target_arch = "x86_64")]
-        if let Self::Bytes(packed) = self {
-            BYTE_ROWS.set(packed);
+        match self {
+            Self::Plain(_) => {}
+            Self::Bytes(packed) => BYTE_ROWS.set(packed),
+            Self::Halves(packed) => HALF_ROWS.set(packed),
         }
     }
 }
@@ -559,6 +583,49 @@ mod tests {
                 assert!(out.iter().all(|y| y.is_nan()), "{bad}");
             }
         }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn rows_in_bf16_give_the_exact_products_of_their_rounded_numbers() {
+        if !crate::may_use_bf16() {
+            return;
+        }
+        let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
+        for (depth, rows, width) in
+            [(2, 1, 1), (30, 3, 70), (96, 1, 64), (96, 4, 130), (384, 13, 95), (98, 50, 200)]
+        {
+            let (made, expected) = matrix(NumberFormat::Bf16, [depth, width]);
+            let made = made.with_rows_as(RowFormat::Bf16);
+            let x = flat(&[rows, depth], 7);
+            let mut out = vec![f32::NAN; rows * width];
+            made.multiply(&x, &mut out);
+            for (at, ours) in out.iter().enumerate() {
+                let row = &x[at / width * depth..][..depth];
+                let column = &expected[at % width * depth..][..depth];
+                let products = row.iter().zip(column).map(|(a, b)| rounded(*a) * f64::from(*b));
+                let size: f64 = products.clone().map(f64::abs).sum();
+                let error = (f64::from(*ours) - products.sum::<f64>()).abs();
+                assert!(error < 1e-6 * size.max(1.0), "{rows}×{depth}×{width}, {at}: {ours}, {error}");
+            }
+        }
+        let (made, _) = matrix(NumberFormat::Bf16, [96, 200]);
+        let made = made.with_rows_as(RowFormat::Bf16);
+        let x = flat(&[70, 96], 9);
+        let of = |rows: Range<usize>| {
+            let mut out = vec![f32::NAN; rows.len() * 200];
+            made.multiply(&x[rows.start * 96..rows.end * 96], &mut out);
+            out
+        };
+        let together = of(0..70);
+        for rows in [0..1, 3..5, 7..20, 30..63, 69..70] {
+            assert_eq!(of(rows.clone()), together[rows.start * 200..rows.end * 200]);
+        }
+        let mut bad = x[..96].to_vec();
+        bad[40] = f32::NAN;
+        let mut out = vec![0.0; 200];
+        made.multiply(&bad, &mut out);
+        assert!(out.iter().all(|y| y.is_nan()));
     }
 
     #[test]

@@ -8,6 +8,8 @@ mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod bytes;
 mod gemv;
+#[cfg(target_arch = "x86_64")]
+mod half_rows;
 mod layout;
 mod linear;
 mod matrix;
