@@ -73,6 +73,9 @@ fn answer((processor, network): &mut Model, message: &Message) -> Result<Value, 
     let outputs = network.forward(&inputs).unwrap_or_else(|error| panic!("{error}"));
     let outputs = outputs.into_iter().collect::<Result<_, _>>()?;
     let reply = processor.finish(context, outputs)?;
+    if let Some(cut) = reply.headers.get("truncated") {
+        assert_eq!(*cut, sconce::protocol::Value::I64(1));
+    }
     Ok(serde_json::from_slice(&reply.bytes).expect("JSON"))
 }
 
@@ -216,7 +219,7 @@ fn refusals_name_the_input_and_others_are_answered() {
     let bad = TaskErrorKind::BadInput;
     let broken = json!({"image_url": {"url": "data:image/png;base64,ZmlsZQ=="}});
     assert_eq!(
-        refusal("/v1/embeddings", json!({"input": ["a", broken]})),
+        refusal("/v1/embeddings", json!({"input": ["a", broken.clone()]})),
         (bad, "input[1].image_url.url".to_owned())
     );
     assert_eq!(
@@ -236,13 +239,17 @@ fn refusals_name_the_input_and_others_are_answered() {
         refusal("/classify", json!({"image_url": data_url("rocket.png")})),
         (bad, "labels".to_owned())
     );
+    let long =
+        json!({"image_url": data_url("rocket.png"), "labels": ["cat", "cat ".repeat(60)], "truncate": false});
+    assert_eq!(refusal("/classify", long), (bad, "labels[1]".to_owned()));
     let many: Vec<String> = (0..1_001).map(|index| index.to_string()).collect();
     let (kind, _) = refusal("/classify", json!({"image_url": data_url("rocket.png"), "labels": many}));
     assert_eq!(kind, TaskErrorKind::TooLarge);
-    let each = json!({"input": ["a", 7, image("rocket.png")], "errors": "each"});
+    let gif = json!({"image_url": {"url": "data:image/gif;base64,ZmlsZQ=="}});
+    let each = json!({"input": ["a", 7, image("rocket.png"), broken, gif, "b"], "errors": "each"});
     let reply = answer(&mut model, &message("/v1/embeddings", &each)).expect("a reply");
     let kinds: Vec<bool> = items(&reply["data"], "embedding").iter().map(|it| it.is_array()).collect();
-    assert_eq!(kinds, [true, false, true]);
+    assert_eq!(kinds, [true, false, true, false, false, true]);
 }
 
 #[test]
@@ -283,7 +290,7 @@ fn what_candle_transformers_does_not_compute_is_refused_by_its_name() {
         ("tiny-clip", "/vision_config/hidden_act", json!("gelu"), "vision_config.hidden_act is \"gelu\""),
         ("tiny-clip", "/vision_config/layer_norm_eps", json!(1e-6), "layer_norm_eps is 0.000001"),
         ("tiny-clip", "/vision_config/image_size", json!(40), "image_size is 40"),
-        ("tiny-clip", "/vision_config/patch_size", json!(7), "no whole patches of 7 pixels"),
+        ("tiny-clip", "/vision_config/patch_size", json!(7), "not a multiple of patch_size 7"),
         ("tiny-clip", "/text_config/num_attention_heads", json!(5), "cannot be divided among 5 heads"),
         ("tiny-clip", "/text_config/vocab_size", json!(400), "does not end texts with the token 399"),
         ("tiny-clip", "/projection_dim", json!(7), "projection"),
@@ -297,5 +304,5 @@ fn what_candle_transformers_does_not_compute_is_refused_by_its_name() {
         assert!(error.contains(part), "{pointer}: {error}");
     }
     let error = changed("tiny-siglip", |config| config["text_config"]["projection_size"] = json!(16));
-    assert!(error.contains("and 16 after their last layer"), "{error}");
+    assert!(error.contains("projection_size is 16"), "{error}");
 }

@@ -1,5 +1,5 @@
-"""`make bench`, part of synthesis: spoken sentences beside the package hibari-tts (ONNX Runtime) in process and behind
-Celery. Prints a table, and writes it into docs/performance.md.
+"""The part of `make bench` that measures speech synthesis: sconce beside the package hibari-tts (ONNX Runtime), in process
+and behind Celery. Prints a table, and writes it into docs/performance.md.
 
 Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores. All have the
 weights of the voice "heart". The package computes the published network, whose weights and activations have 8 bits;
@@ -22,8 +22,8 @@ MODEL = Path("models/hibari")
 SENTENCES = Path("examples/demo/sentences.txt")
 REPEATS = 8
 """How often each sentence is spoken in a measurement."""
-ALONE = 20
-"""Tasks one after the other."""
+LATENCY_TASKS = 20
+"""Tasks sent one at a time, for the latency."""
 BEGIN, END = "<!-- `make bench` writes synthesis from here -->", "<!-- synthesis to here -->"
 PACKAGE, CELERY, OURS = "hibari-tts in process", "Celery + hibari-tts", "sconce over RabbitMQ"
 
@@ -43,7 +43,7 @@ class Synthesis:
                     out.write(json.dumps(line) + "\n")
 
     def peer(self, module, threads):
-        """Seconds of sound a second of a peer that is started for this alone, and its seconds for one sentence."""
+        """Starts a peer. Returns its `sound` and `seconds` for all sentences, and the median latency of one, in seconds."""
         own = {"TEXTS": json.dumps(self.texts), "THREADS": threads, "BROKER_URL": self.broker}
         own |= {"QUEUE": "celery.speak", "KIND": "speak"}
         environment = {key: str(value) for key, value in own.items()}
@@ -51,13 +51,13 @@ class Synthesis:
             peer.ready().ask("many")
             many = peer.answer()
             seconds = []
-            for _ in range(ALONE):
+            for _ in range(LATENCY_TASKS):
                 peer.ask("one")
                 seconds.append(peer.answer()["seconds"])
         return many, statistics.median(seconds)
 
     def celery(self):
-        """What `peer` returns, of Celery with a worker process for each core."""
+        """As `peer`, for Celery with a worker process for each core."""
         app = [sys.executable, "-m", "celery", "-A", "peers.celery_kinds", "worker", "--loglevel", "WARNING"]
         environment = {"BROKER_URL": self.broker, "QUEUE": "celery.speak", "KIND": "speak", "OMP_NUM_THREADS": "1"}
         worker = spawn([*app, "--concurrency", len(self.cores)], self.place.log("celery-speak"), environment)
@@ -67,13 +67,13 @@ class Synthesis:
             end(worker)
 
     def ours(self, dtype):
-        """Sentences a second with a worker for each core, and the seconds of one sentence."""
+        """Sentences per second with a worker for each core, and the median latency of one sentence, in seconds."""
         settings, model = [f"pool[0].dtype={dtype}"], str(MODEL.resolve())
         pool = sconce.Pool(self.place, (self.broker, self.cores), model, "bench.speak", settings)
         with sconce.Workers(pool, self.place.workers):
             tasks = len(self.texts)
             many = pool.bench("--input", self.file, "--in-flight", 64, "--warmup", 16, "--tasks", tasks)
-            one = pool.bench("--input", self.one, "--in-flight", 1, "--warmup", 2, "--tasks", ALONE)
+            one = pool.bench("--input", self.one, "--in-flight", 1, "--warmup", 2, "--tasks", LATENCY_TASKS)
         return many["tasks_per_second"], one["latency_ms"]["p50"] / 1_000
 
 
@@ -85,9 +85,11 @@ def round_of(synthesis):
         found[f"{PACKAGE}, threads: {threads}"] = (many["sound"] / many["seconds"], one)
     of_celery, one = synthesis.celery()
     found[f"{CELERY}, a process for each core"] = (of_celery["sound"] / of_celery["seconds"], one)
-    for dtype, name in (("f32", OURS), ("int8", f"{OURS}, int8")):
+    # The package's durations are used for all systems; they are the same.
+    sound_of_sentence = many["sound"] / len(synthesis.texts)
+    for dtype, name in (("f32", OURS), ("int8", f"{OURS}, int8"), ("bf16", f"{OURS}, bf16")):
         rate, one = synthesis.ours(dtype)
-        found[name] = (rate * many["sound"] / len(synthesis.texts), one)
+        found[name] = (rate * sound_of_sentence, one)
     for name, (speed, one) in found.items():
         say(f"{name}: {speed:.1f} × real time, one sentence {1_000 * one:.1f} ms")
     return found

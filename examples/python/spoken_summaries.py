@@ -3,9 +3,9 @@
     sconce launch --config config/pools.toml
     python spoken_summaries.py models/recordings --out summaries
 
-For each recording it writes what is said as `.txt`, a summary as `.summary.txt`, and the spoken summary as `.wav`.
-All recordings are under way at once: while one is transcribed, another is summarised or spoken. A recording that
-fails is named, and the others go on.
+For each recording it writes the transcript as `.txt`, a summary as `.summary.txt`, and the spoken summary as `.wav`.
+All recordings are processed concurrently: while one is transcribed, another is summarised or spoken. If one fails,
+its name and the error are printed, and the others continue.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from sconce_client import AsyncClient, SconceError
 
-SOUNDS = {".wav", ".flac", ".mp3", ".ogg"}
-QUESTION = "Summarize in one short sentence what is said here:\n\n"
+SUFFIXES = {".wav", ".flac", ".mp3", ".ogg"}
+INSTRUCTION = "Summarize in one short sentence what is said here:\n\n"
 
 
 async def main() -> None:
@@ -28,25 +28,26 @@ async def main() -> None:
     parser.add_argument("--transcribe", default="sconce.speech", metavar="QUEUE")
     parser.add_argument("--generate", default="sconce.text", metavar="QUEUE")
     parser.add_argument("--speak", default="sconce.speak", metavar="QUEUE")
-    asked = parser.parse_args()
-    recordings = sorted(path for path in asked.folder.iterdir() if path.suffix.lower() in SOUNDS)
+    args = parser.parse_args()
+    recordings = sorted(path for path in args.folder.iterdir() if path.suffix.lower() in SUFFIXES)
     if not recordings:
-        sys.exit(f"{asked.folder} has no recordings: {', '.join(sorted(SOUNDS))}")
-    asked.out.mkdir(parents=True, exist_ok=True)
+        sys.exit(f"{args.folder} has no files that end with {', '.join(sorted(SUFFIXES))}")
+    args.out.mkdir(parents=True, exist_ok=True)
 
     async with AsyncClient(timeout=3600) as client:
-        queues = asked.transcribe, asked.generate, asked.speak
+        queues = args.transcribe, args.generate, args.speak
         transcriber, writer, speaker = (client.with_options(queue=queue) for queue in queues)
 
         async def summarize(recording: Path) -> bool:
-            out = asked.out / recording.name
+            """Processes one recording. Returns whether it succeeded."""
+            out = args.out / recording.name
             try:
                 transcript = (await transcriber.transcribe(recording)).text
                 out.with_suffix(".txt").write_text(transcript + "\n", encoding="utf-8")
                 if not transcript:
-                    print(f"{recording.name}: nobody speaks")
+                    print(f"{recording.name}: there is no speech in it")
                     return True
-                reply = await writer.chat(QUESTION + transcript, max_tokens=80, temperature=0)
+                reply = await writer.chat(INSTRUCTION + transcript, max_tokens=80, temperature=0)
                 summary = reply.text.strip()
                 out.with_suffix(".summary.txt").write_text(summary + "\n", encoding="utf-8")
                 out.with_suffix(".wav").write_bytes(await speaker.speak(summary))

@@ -200,6 +200,11 @@ def test_texts_and_images(client: Any) -> None:
         both.classify_image(photos[0])
     with pytest.raises(TypeError, match="list of images"):
         both.embed_images(photos[0])
+    with pytest.raises(TypeError, match="labels is a list of texts, not str"):
+        both.classify_image(photos[0], labels="cat")
+    good, bad = photos[0], photos[1].read_bytes()[:300]
+    mixed = both.embed_images([good, bad, good], errors="each")
+    assert [isinstance(one, list) for one in mixed] == [True, False, True]
 
 
 def test_captions(client: Any) -> None:

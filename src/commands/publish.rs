@@ -25,7 +25,7 @@ use crate::config::{Broker, Pool};
 use crate::model::Route;
 use crate::protocol::batch_line::body_value;
 use crate::protocol::requests::bodies_of_texts;
-use crate::protocol::{JSON, Message, Value};
+use crate::protocol::{JSON, Message, Value, embeddings};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -257,8 +257,8 @@ fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Resul
     Ok(receiver)
 }
 
-/// Makes requests from the arguments. They name files if the pool takes a media type other than JSON. Otherwise they
-/// are texts, which are put into bodies that the pool answers.
+/// Makes requests from the arguments. They name files if the pool takes a media type other than JSON; a pool that embeds
+/// images also takes texts. Otherwise they are texts, which are put into bodies that the pool answers.
 ///
 /// # Errors
 /// A file cannot be read, or the pool does not take its type.
@@ -273,7 +273,15 @@ fn requests_of_arguments(
     let file_types: Vec<&str> =
         media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
     if !file_types.is_empty() {
-        return texts.iter().map(|file| of_file(file, &file_types)).collect();
+        // A model that embeds images takes texts too.
+        let takes_texts = route.is_some_and(|route| route.url == embeddings::URL);
+        let is_file =
+            |word: &str| Path::new(word).is_file() || word.contains("://") || word.starts_with("data:");
+        let request = |word: &String| match takes_texts && !is_file(word) {
+            true => Ok(requests::embed(word)),
+            false => of_file(word, &file_types),
+        };
+        return texts.iter().map(request).collect();
     }
     if let Some(file) = texts.iter().find(|text| Path::new(text).is_file()) {
         let name = &pool.name;

@@ -379,6 +379,10 @@ impl<P: Processor> Job for Task<P> {
         Some(Unwritten { write, is_brief })
     }
 
+    fn is_finish_slow(&self) -> bool {
+        self.reply.lock().is_finish_slow(&self.engine.processor)
+    }
+
     fn finish(self: Box<Self>) -> Result<Body, TaskError> {
         let Self { engine, reply, outputs, .. } = *self;
         let Some(WantedOutputs(outputs)) = &outputs else {

@@ -139,6 +139,9 @@ pub trait Job: Send {
     /// writes them before it asks for the next, and before `finish`. After an error, no more parts are made of outputs.
     fn unwritten(&self) -> Option<Unwritten>;
 
+    /// Whether [`Job::finish`] takes long.
+    fn is_finish_slow(&self) -> bool;
+
     /// Writes the reply, once the job is done. Blocks until that is done.
     ///
     /// # Errors

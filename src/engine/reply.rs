@@ -78,6 +78,11 @@ impl<P: Processor> Reply<P> {
         Some(caught(|| processor.output_parts(context, input, output)))
     }
 
+    /// Whether writing the whole reply takes long.
+    pub(super) fn is_finish_slow(&self, processor: &P) -> bool {
+        processor.is_finish_slow(&self.context)
+    }
+
     /// Writes the whole reply. `rest`: the outputs that were not added.
     ///
     /// # Errors

@@ -264,6 +264,13 @@ pub trait Processor: Send + Sync + 'static {
         Vec::new()
     }
 
+    /// Whether `finish` may take longer than about ten milliseconds. It then runs on the thread for long preparation, where
+    /// requesters take turns, so that the replies to other tasks need not wait.
+    fn is_finish_slow(&self, context: &Self::Context) -> bool {
+        let _ = context;
+        false
+    }
+
     /// Writes the reply from the outputs, which are in the order of the inputs.
     ///
     /// # Errors

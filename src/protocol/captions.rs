@@ -1,5 +1,5 @@
-//! Reads requests to describe images, and writes the reply, in the form of Hugging Face's `image-to-text`. An image comes
-//! in the same ways as in `images`. Pure: images are not decoded here.
+//! Reads requests for captions of images, and writes the replies. Both have the form of Hugging Face's `image-to-text`.
+//! Images are given as in `images`. Pure: images are not decoded here.
 
 use serde::Serialize;
 
@@ -13,8 +13,8 @@ use super::{FileUrl, Files, Headers, Message, TaskError};
 pub const URL: &str = "/image-to-text";
 /// Maximum size of a prompt, in bytes.
 const MAX_PROMPT_BYTES: usize = 4_096;
-/// The number of tokens of a caption, if the request does not say how many.
-const DEFAULT_TOKENS: usize = 20;
+/// The default of `max_new_tokens`: the length of captions in the generation settings of published models.
+const DEFAULT_MAX_TOKENS: usize = 20;
 
 const KEYS: Keys = keys! {
     "image_url", "input", "inputs", "max_new_tokens", "model", "parameters", "prompt";
@@ -63,7 +63,8 @@ impl CaptionRequest {
     fn from_headers(headers: &Headers, image: ImageFile) -> Result<Self, TaskError> {
         let prompt = text_header(headers, "prompt")?.unwrap_or_default();
         if prompt.len() > MAX_PROMPT_BYTES {
-            let message = format!("prompt has {} bytes; at most {MAX_PROMPT_BYTES} are taken", prompt.len());
+            let message =
+                format!("prompt has {} bytes; at most {MAX_PROMPT_BYTES} are allowed", prompt.len());
             return Err(TaskError::bad_input("prompt", message));
         }
         Ok(Self {
@@ -71,7 +72,7 @@ impl CaptionRequest {
             is_list: false,
             model: text_header(headers, "model")?,
             prompt,
-            max_tokens: count_header(headers, "max_new_tokens")?.unwrap_or(DEFAULT_TOKENS),
+            max_tokens: count_header(headers, "max_new_tokens")?.unwrap_or(DEFAULT_MAX_TOKENS),
         })
     }
 
@@ -96,12 +97,13 @@ impl CaptionRequest {
             is_list,
             model: fields.string("model")?,
             prompt,
-            max_tokens: max_tokens.unwrap_or(DEFAULT_TOKENS),
+            max_tokens: max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
         })
     }
 }
 
-/// The body of the reply: the caption of the image in a list, or a list of such lists if the images came as a list.
+/// The body of the reply: a list with the caption. With `is_list` it is a list with such a list for each image; otherwise
+/// there is one text.
 ///
 /// # Errors
 /// `Internal` if the body cannot be written.

@@ -82,7 +82,7 @@ impl ImagesRequest {
             is_list: false,
             model: text_header(headers, "model")?,
             top_k: count_header(headers, "top_k")?.unwrap_or(DEFAULT_TOP_K),
-            raw_scores: boolean_header(headers, "raw_scores")?,
+            raw_scores: boolean_header(headers, "raw_scores", false)?,
         })
     }
 

@@ -168,13 +168,13 @@ pub(super) fn count_header(headers: &Headers, name: &str) -> Result<Option<usize
     number.map(Some).ok_or_else(|| TaskError::bad_input(name, message()))
 }
 
-/// A boolean in a header; false if the header is absent.
+/// A boolean in a header; `default` if the header is absent.
 ///
 /// # Errors
 /// `BadInput` for another value.
-pub(super) fn boolean_header(headers: &Headers, name: &str) -> Result<bool, TaskError> {
+pub(super) fn boolean_header(headers: &Headers, name: &str, default: bool) -> Result<bool, TaskError> {
     match headers.get(name) {
-        None | Some(Value::Void) => Ok(false),
+        None | Some(Value::Void) => Ok(default),
         Some(Value::Bool(value)) => Ok(*value),
         Some(other) => Err(TaskError::bad_input(name, format!("{name} must be a boolean, got {other:?}"))),
     }

@@ -66,6 +66,14 @@ impl Spoken {
             Self::Phonemes(_) => "phonemes",
         }
     }
+
+    /// The number of its characters.
+    pub fn characters(&self) -> usize {
+        match self {
+            Self::Text(text) => text.chars().count(),
+            Self::Phonemes(sentences) => sentences.iter().map(|phonemes| phonemes.chars().count()).sum(),
+        }
+    }
 }
 
 named! {

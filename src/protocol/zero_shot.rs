@@ -1,5 +1,5 @@
-//! Reads requests to classify images by labels that the request brings (zero-shot classification). They have the URL of
-//! `images`; an image comes in the same ways. Pure: images are not decoded here.
+//! Reads requests for zero-shot classification of images, whose labels are in the request. They have the URL of `images`,
+//! and give images in the same ways. Pure: images are not decoded here.
 
 use std::collections::HashMap;
 
@@ -12,17 +12,22 @@ use super::{FileUrl, Files, Headers, Message, TaskError, TaskErrorKind, Value};
 
 /// Maximum number of labels.
 pub const MAX_LABELS: usize = 1_000;
-/// Maximum size of a label, in bytes. Models read far less.
+/// Maximum size of a reply, in bytes.
+const MAX_REPLY_BYTES: usize = 8 << 20;
+/// Bytes of a label in the reply beside the label itself: the names of the fields, and a score with the most digits.
+const BYTES_PER_SCORE: usize = 40;
+/// Maximum size of a label, in bytes. It is far above what a model reads.
 const MAX_LABEL_BYTES: usize = 1_000;
-/// Maximum size of a template, in bytes. It is repeated for each label.
+/// Maximum size of a template, in bytes. The bound limits memory, because each label gets a copy.
 const MAX_TEMPLATE_BYTES: usize = 1_000;
 /// The template of a request that has none, as in the pipelines of the transformers library.
 const DEFAULT_TEMPLATE: &str = "This is a photo of {}.";
-/// What a label replaces in the template.
-const PLACE: &str = "{}";
+/// The placeholder in the template, which a label replaces.
+const PLACEHOLDER: &str = "{}";
 
 const KEYS: Keys = keys! {
-    "hypothesis_template", "image_url", "input", "inputs", "labels", "model", "parameters", "raw_scores", "top_k";
+    "hypothesis_template", "image_url", "input", "inputs", "labels", "model", "parameters", "raw_scores", "top_k",
+    "truncate";
     "function_to_apply" = "null"
 };
 /// The fields of `parameters`, as Hugging Face's clients send them.
@@ -41,10 +46,12 @@ pub struct ZeroShotRequest {
     pub labels: Vec<String>,
     /// The sentence into which a label is put.
     template: String,
-    /// The number of labels with the highest scores to list for each image.
+    /// The number of labels in the reply for each image, highest score first.
     pub top_k: usize,
     /// Whether the reply has the model's raw scores instead of probabilities.
     pub raw_scores: bool,
+    /// Whether labels that are too long are cut; otherwise they are refused.
+    pub truncate: bool,
 }
 
 impl ZeroShotRequest {
@@ -54,10 +61,28 @@ impl ZeroShotRequest {
     /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images or labels, else `BadInput` with the
     /// field and the value.
     pub fn parse(message: &Message, max_images: usize, files: &Files) -> Result<Self, TaskError> {
-        match raw_image(message)? {
-            Some(image) => Self::from_headers(&message.properties.headers, image),
-            None => Self::from_json(&message.body, max_images, files),
+        let request = match raw_image(message)? {
+            Some(image) => Self::from_headers(&message.properties.headers, image)?,
+            None => Self::from_json(&message.body, max_images, files)?,
+        };
+        let (images, bytes) = (request.images.len(), request.reply_bytes());
+        if bytes > MAX_REPLY_BYTES {
+            let message = format!(
+                "the labels of {images} images would take up to {bytes} bytes in the reply; at most {MAX_REPLY_BYTES} \
+                 are allowed: send fewer images or a smaller top_k"
+            );
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"));
         }
+        Ok(request)
+    }
+
+    /// The largest size that the reply can have, in bytes.
+    fn reply_bytes(&self) -> usize {
+        let written = |label: &String| serde_json::to_string(label).map_or(usize::MAX, |json| json.len());
+        let mut sizes: Vec<usize> = self.labels.iter().map(written).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        let of_image: usize = sizes.iter().take(self.top_k).map(|bytes| bytes + BYTES_PER_SCORE).sum();
+        of_image.saturating_mul(self.images.len())
     }
 
     /// The URLs of images in a message, except data URLs. Empty if the message cannot be read.
@@ -67,22 +92,22 @@ impl ZeroShotRequest {
 
     /// The sentence with this label.
     pub fn sentence(&self, label: &str) -> String {
-        self.template.replace(PLACE, label)
+        self.template.replace(PLACEHOLDER, label)
     }
 
     fn from_headers(headers: &Headers, image: ImageFile) -> Result<Self, TaskError> {
-        let wanted = || TaskError::bad_input("labels", "labels must be a list of texts");
+        let not_a_list = || TaskError::bad_input("labels", "labels must be a list of texts");
         let labels = match headers.get("labels") {
             None | Some(Value::Void) => return Err(missing_labels()),
             Some(Value::Array(values)) => {
                 check_count(values.len())?;
-                let text = |value: &Value| value.as_str().map(str::to_owned).ok_or_else(wanted);
+                let text = |value: &Value| value.as_str().map(str::to_owned).ok_or_else(not_a_list);
                 values.iter().map(text).collect::<Result<Vec<_>, _>>()?
             }
             // Some clients can send only strings as headers: the list is then JSON.
             Some(value) => {
                 let raw: &RawValue =
-                    serde_json::from_str(value.as_str().ok_or_else(wanted)?).map_err(|error| {
+                    serde_json::from_str(value.as_str().ok_or_else(not_a_list)?).map_err(|error| {
                         TaskError::bad_input("labels", format!("labels is not JSON: {error}"))
                     })?;
                 each_item(&list(raw.get(), "labels", MAX_LABELS)?, "labels", string)?
@@ -96,7 +121,8 @@ impl ZeroShotRequest {
             top_k: count_header(headers, "top_k")?.unwrap_or(labels.len()),
             labels,
             template: checked_template(text_header(headers, "hypothesis_template")?, "hypothesis_template")?,
-            raw_scores: boolean_header(headers, "raw_scores")?,
+            raw_scores: boolean_header(headers, "raw_scores", false)?,
+            truncate: boolean_header(headers, "truncate", true)?,
         })
     }
 
@@ -134,6 +160,7 @@ impl ZeroShotRequest {
             labels,
             template,
             raw_scores: fields.boolean("raw_scores", false)?,
+            truncate: fields.boolean("truncate", true)?,
         })
     }
 }
@@ -143,15 +170,16 @@ fn missing_labels() -> TaskError {
     TaskError::bad_input("labels", message)
 }
 
+/// Bounds the labels in a header; `list` bounds those in JSON.
 fn check_count(count: usize) -> Result<(), TaskError> {
     if count <= MAX_LABELS {
         return Ok(());
     }
-    let message = format!("labels holds {count} items; at most {MAX_LABELS} are taken");
+    let message = format!("labels holds {count} items; at most {MAX_LABELS} are allowed");
     Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("labels"))
 }
 
-/// Refuses labels that are empty, too long, or occur twice.
+/// Returns the labels, or an error if one is empty, too long, or occurs twice.
 fn checked_labels(labels: Vec<String>, path: &str) -> Result<Vec<String>, TaskError> {
     if labels.is_empty() {
         return Err(TaskError::bad_input(path, format!("{path} is an empty list")));
@@ -163,7 +191,7 @@ fn checked_labels(labels: Vec<String>, path: &str) -> Result<Vec<String>, TaskEr
             return Err(TaskError::bad_input(&*path, format!("{path} is empty")));
         }
         if label.len() > MAX_LABEL_BYTES {
-            let message = format!("{path} has {} bytes; at most {MAX_LABEL_BYTES} are taken", label.len());
+            let message = format!("{path} has {} bytes; at most {MAX_LABEL_BYTES} are allowed", label.len());
             return Err(TaskError::bad_input(path, message));
         }
         if let Some(first) = seen.insert(label, index) {
@@ -177,11 +205,13 @@ fn checked_labels(labels: Vec<String>, path: &str) -> Result<Vec<String>, TaskEr
 fn checked_template(template: Option<String>, path: &str) -> Result<String, TaskError> {
     let Some(template) = template else { return Ok(DEFAULT_TEMPLATE.to_owned()) };
     if template.len() > MAX_TEMPLATE_BYTES {
-        let message = format!("{path} has {} bytes; at most {MAX_TEMPLATE_BYTES} are taken", template.len());
+        let message =
+            format!("{path} has {} bytes; at most {MAX_TEMPLATE_BYTES} are allowed", template.len());
         return Err(TaskError::bad_input(path, message));
     }
-    if template.matches(PLACE).count() != 1 {
-        let message = format!("{path} must contain {PLACE} once, for the label, got {}", excerpt(&template));
+    if template.matches(PLACEHOLDER).count() != 1 {
+        let message =
+            format!("{path} must contain {PLACEHOLDER} once, for the label, got {}", excerpt(&template));
         return Err(TaskError::bad_input(path, message));
     }
     Ok(template)
@@ -194,7 +224,7 @@ mod tests {
 
     fn json(body: &str) -> Result<ZeroShotRequest, TaskError> {
         let message = Message { body: body.to_owned().into(), ..Message::default() };
-        ZeroShotRequest::parse(&message, 3, &Files::default())
+        ZeroShotRequest::parse(&message, 200, &Files::default())
     }
 
     #[test]
@@ -240,6 +270,27 @@ mod tests {
         }
         let error = json(&format!(r#"{{"inputs":"ZmlsZQ==","labels":[{}]}}"#, many.join(","))).unwrap_err();
         assert_eq!(error.kind, TaskErrorKind::TooLarge, "{error}");
+    }
+
+    #[test]
+    fn the_size_of_the_reply_is_bounded_before_anything_is_computed() {
+        // Labels of 900 bytes in the request, of which a control character takes six bytes in the reply.
+        let body = |images: usize, top_k: usize, character: &str| {
+            let images = vec!["\"ZmlsZQ==\""; images].join(",");
+            let label = |index: usize| format!("\"{index:04}{}\"", character.repeat(896));
+            let labels: Vec<String> = (0..MAX_LABELS).map(label).collect();
+            format!(r#"{{"inputs":[{images}],"labels":[{}],"top_k":{top_k}}}"#, labels.join(","))
+        };
+        assert_eq!(json(&body(8, 1_000, "x")).unwrap().images.len(), 8);
+        assert_eq!(json(&body(200, 44, "x")).unwrap().images.len(), 200);
+        for (images, top_k, character) in [(9, 1_000, "x"), (200, 45, "x"), (2, 1_000, "\\u0001")] {
+            let error = json(&body(images, top_k, character)).unwrap_err();
+            assert_eq!(
+                (error.kind, error.param.as_deref()),
+                (TaskErrorKind::TooLarge, Some("labels")),
+                "{error}"
+            );
+        }
     }
 
     #[test]

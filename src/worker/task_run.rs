@@ -445,7 +445,20 @@ impl Run<'_> {
         }
         // The error reply of a failed task is short.
         let brief = computed.failed || effort == Effort::Brief && job.inputs() <= MAX_BRIEF_INPUTS;
-        let reply = self.without_groups(shared.pools.reply.run(brief, move || job.finish()));
+        let is_slow = !computed.failed && job.is_finish_slow();
+        let write = async {
+            // An isolated task waits for no turn, as in `wait_for_turn`. A task that is computed may not leave.
+            if !is_slow || self.group().is_some() {
+                return shared.pools.reply.run(brief, move || job.finish()).await;
+            }
+            let turn = shared.turns.take(self.state.requester, false).await;
+            let write = move || {
+                let _turn = turn;
+                job.finish()
+            };
+            shared.pools.long.run(false, write).await
+        };
+        let reply = self.without_groups(write);
         // The last parts are sent while the reply is written.
         let reply = match parts {
             Some(parts) => run_alongside(reply, async { _ = parts.send_last().await }).await,

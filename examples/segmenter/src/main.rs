@@ -1,5 +1,5 @@
-//! Says what each part of an image shows, by SegFormer of candle-transformers. The body of a task is a JPEG or PNG file;
-//! the reply is a PNG file, whose grey levels are the numbers of the model's labels (`id2label` in its `config.json`):
+//! Semantic segmentation by SegFormer of candle-transformers. The body of a task is a JPEG or PNG file. The reply is a grey
+//! PNG file, in which the value of a pixel is the index of its label (`id2label` in the model's `config.json`):
 //!
 //!     cargo run -p segmenter -- launch --set 'pool[0].model=segformer' --set 'pool[0].options.folder=models/segformer-b0'
 
@@ -17,10 +17,12 @@ use sconce::model::{
 };
 use serde_json::Value;
 
-/// Images are resized to squares, so that a batch has one shape. Replies have a quarter of this side.
+/// Images are resized to squares of this side, in pixels, so that all images of a batch have one shape. Replies have a
+/// quarter of this side.
 const SIDE: usize = 512;
-/// The longest side of an image that is decoded: a small file can hold a giant one.
+/// The maximum width and height of an image, in pixels. A small file can hold a giant image.
 const MAX_SIDE: u32 = 8_192;
+/// Mean and standard deviation of each colour in ImageNet, with which published models were trained.
 const MEAN: [f32; 3] = [0.485, 0.456, 0.406];
 const DEVIATION: [f32; 3] = [0.229, 0.224, 0.225];
 

@@ -284,7 +284,10 @@ def classify_image(
 ) -> Call[list[Label]]:
     """One task; the message's body is the file itself, or JSON with its URL."""
     given = fields(headers)
-    known = ("top_k", "model", "raw_scores", "labels", "hypothesis_template")
+    labels = headers.get("labels")
+    if labels is not None and not isinstance(labels, (list, tuple)):
+        raise TypeError(f"labels is a list of texts, not {type(labels).__name__}")
+    known = ("top_k", "model", "raw_scores", "labels", "hypothesis_template", "truncate")
     headers = as_headers(known_fields("classify_image", headers, known))
     if is_url(image):
         task = client._task({"image_url": image, **given}, url="/classify")
@@ -346,6 +349,8 @@ def transcribe(
 
 def speak(client: Defaults, text: str, more: Mapping[str, Any]) -> Call[bytes]:
     """One task; the reply's body is a sound file."""
+    if more.get("stream"):
+        raise TypeError("speak returns the whole sound; for a part of each sentence there is stream")
     spoken = {} if "phonemes" in more else {"input": text}
     task = client._task({**spoken, **fields(more)}, url="/v1/audio/speech")
 

@@ -68,6 +68,8 @@ pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit
     tolerate_broken_pipe(printed)?;
     match unanswered {
         Some(error) => Err(error),
+        // A rate of refusals is no result.
+        None if report.measured.succeeded == 0 => Ok(Exit::DoneWithErrors),
         None => Ok(Exit::Done),
     }
 }

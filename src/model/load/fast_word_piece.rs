@@ -57,9 +57,9 @@ impl FastWordPiece {
             self.add_words(model, ascii, &mut ids, max_ids);
             let (foreign, after) = after.split_at(length_of_words(after, false));
             if !foreign.is_empty() && ids.len() < max_ids {
-                let encode = |text: &str| Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec());
-                let foreign: tokenizers::Result<_> =
-                    ids_of(foreign, max_ids - ids.len(), Side::Beginning, encode);
+                let encode =
+                    |text: &str| tokenizer.encode_fast(text, false).map(|encoded| encoded.get_ids().to_vec());
+                let foreign = ids_of(foreign, max_ids - ids.len(), Side::Beginning, encode);
                 ids.extend(foreign.ok()?.ids);
             }
             rest = after;

@@ -4,6 +4,11 @@
 /// Bytes of text that are tokenised at first for each token that fits: four times the bytes of a token of prose.
 const FIRST_BYTES: usize = 16;
 
+/// The most bytes of a text that are tokenised, unless [`MAX_BYTES_PER_TOKEN`] allows more.
+const MAX_BYTES: usize = 256 << 10;
+/// The most bytes of a text that are tokenised for each token that fits.
+const MAX_BYTES_PER_TOKEN: usize = 256;
+
 /// The side from which the tokens of a text are taken if it is too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -36,28 +41,47 @@ pub struct TextIds {
     pub is_whole: bool,
 }
 
+/// Why the ids of a text are not found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoIds<E> {
+    /// The error of `encode`.
+    Failed(E),
+    /// So many bytes of the text, of `bytes` bytes, have only a few tokens. Some tokenizers drop whole runs of
+    /// characters, such as spaces. The rest of the text is not tokenised, since that could take seconds.
+    TooFewTokens {
+        /// The bytes that were tokenised.
+        read: usize,
+        /// Their tokens.
+        tokens: usize,
+    },
+}
+
 /// The token ids of a text, by `encode`. If the text has more than twice `max_ids` tokens, it may be tokenised only in
 /// part, from one side. The `max_ids` ids at that side are still exactly those of the whole text: the cut is more than
 /// `max_ids` tokens away from them, and affects only the one or two words next to it.
 ///
 /// # Errors
-/// Those of `encode`.
+/// [`NoIds`].
 pub fn ids_of<E>(
     text: &str,
     max_ids: usize,
     side: Side,
     encode: impl Fn(&str) -> Result<Vec<u32>, E>,
-) -> Result<TextIds, E> {
+) -> Result<TextIds, NoIds<E>> {
     // Short texts are always tokenised whole.
     let mut bytes = max_ids.max(64).saturating_mul(FIRST_BYTES);
+    let max_bytes = max_ids.saturating_mul(MAX_BYTES_PER_TOKEN).max(MAX_BYTES);
     loop {
         let part = side.part(text, bytes);
-        let ids = encode(part)?;
+        let ids = encode(part).map_err(NoIds::Failed)?;
         let is_whole = part.len() == text.len();
         if is_whole || ids.len() > max_ids.saturating_mul(2) {
             return Ok(TextIds { ids, is_whole });
         }
-        bytes = bytes.saturating_mul(2);
+        if bytes >= max_bytes {
+            return Err(NoIds::TooFewTokens { read: part.len(), tokens: ids.len() });
+        }
+        bytes = bytes.saturating_mul(2).min(max_bytes);
     }
 }
 
@@ -75,7 +99,7 @@ mod tests {
             seen.borrow_mut().push(part.len());
             Ok::<_, Infallible>(part.split_whitespace().map(|word| word.len() as u32).collect())
         };
-        let Ok(ids) = ids_of(text, max_ids, side, encode);
+        let ids = ids_of(text, max_ids, side, encode).unwrap();
         (ids, seen.into_inner())
     }
 
@@ -96,6 +120,25 @@ mod tests {
         assert_eq!((ids.is_whole, ids.ids, seen.last()), (true, vec![100_000], Some(&100_000)));
         let (ids, seen) = words("a bc", 1, Side::Beginning);
         assert_eq!((ids.is_whole, ids.ids, seen), (true, vec![1, 2], vec![4]));
+    }
+
+    #[test]
+    fn a_text_without_tokens_is_read_only_to_a_bound() {
+        let seen = RefCell::new(0);
+        let encode = |part: &str| {
+            *seen.borrow_mut() += part.len();
+            Ok::<_, Infallible>(part.split_whitespace().map(|_| 1).collect())
+        };
+        let text = format!("a{}b", " ".repeat(8 << 20));
+        for side in [Side::Beginning, Side::End] {
+            let error = ids_of(&text, 77, side, encode).unwrap_err();
+            assert_eq!(error, NoIds::TooFewTokens { read: MAX_BYTES, tokens: 1 });
+        }
+        // Both sides together; each is read three times at most, with halved lengths.
+        assert!(*seen.borrow() < 5 * MAX_BYTES, "{seen:?}");
+        // Many tokens may need many bytes.
+        let ids = ids_of(&text[..1 << 20], 5_000, Side::Beginning, encode).unwrap();
+        assert!(ids.is_whole);
     }
 
     #[test]

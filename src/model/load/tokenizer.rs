@@ -7,8 +7,8 @@ use tokenizers::Tokenizer;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
 
 use super::fast_word_piece::FastWordPiece;
-use super::long_text::{Side, ids_of};
-use crate::model::{LoadError, TaskError};
+use super::long_text::{NoIds, Side, ids_of};
+use crate::model::{LoadError, TaskError, TaskErrorKind};
 
 /// One text or pair of texts for a network.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -156,9 +156,7 @@ impl TextTokenizer {
             Some(ids) => ids,
             None => {
                 let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, false)?.get_ids().to_vec());
-                let failed =
-                    |error: tokenizers::Error| TaskError::internal(format!("the tokenizer failed: {error}"));
-                let mut ids = ids_of(text, max_ids, Side::Beginning, encode).map_err(failed)?.ids;
+                let mut ids = ids_of(text, max_ids, Side::Beginning, encode).map_err(no_ids)?.ids;
                 ids.truncate(max_ids);
                 ids
             }
@@ -210,6 +208,20 @@ impl TextTokenizer {
             return Err(TaskError::bad_input(path, message));
         }
         Ok(Tokens { second: ids.len(), ids, truncated: false })
+    }
+}
+
+/// The error of a text whose ids are not found.
+pub fn no_ids(reason: NoIds<tokenizers::Error>) -> TaskError {
+    match reason {
+        NoIds::Failed(error) => TaskError::internal(format!("the tokenizer failed: {error}")),
+        NoIds::TooFewTokens { read, tokens } => TaskError::new(
+            TaskErrorKind::BadInput,
+            format!(
+                "the text is longer than {read} bytes, of which only {tokens} tokens could be made; remove long runs of \
+                 characters that mean nothing, such as spaces"
+            ),
+        ),
     }
 }
 

@@ -16,6 +16,7 @@ use super::ModelFiles;
 use super::chat_template::ChatTemplate;
 use super::gguf::Gguf;
 use super::long_text::{Side, TextIds, ids_of};
+use super::tokenizer::no_ids;
 use crate::model::{LoadError, TaskError};
 
 /// A model's tokens.
@@ -218,8 +219,7 @@ impl Vocabulary {
 
     fn ids(&self, text: &str, add_special: bool, limit: TokenLimit) -> Result<TextIds, TaskError> {
         let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, add_special)?.get_ids().to_vec());
-        let failed = |error: tokenizers::Error| TaskError::internal(format!("the tokenizer fails: {error}"));
-        ids_of(text, limit.max_tokens, limit.side, encode).map_err(failed)
+        ids_of(text, limit.max_tokens, limit.side, encode).map_err(no_ids)
     }
 
     /// The bytes of each token.

@@ -1,8 +1,8 @@
-//! BLIP of candle-transformers: an image becomes vectors, from which a decoder writes a text. Decides which models it
-//! computes as published. The decoder's cache belongs to the decoder object, so that each sequence has an object of its
-//! own; all objects share the weights.
+//! BLIP, computed by candle-transformers: an encoder turns an image into vectors, and a decoder writes a text from them.
+//! Refuses models that it does not compute as published. candle-transformers keeps the keys and values of a text in the
+//! decoder object, so that each sequence has a clone of it. The clones share the weights.
 
-use candle_core::{DType, Device, Result as Candle, Tensor};
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::blip::{BlipForConditionalGeneration, Config};
 use candle_transformers::models::blip_text::TextLMHeadModel;
@@ -14,7 +14,7 @@ use crate::model::load::ModelFiles;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::{ForwardError, LoadError, LoadSpec};
 
-/// The names of two tensors that are equal in published models.
+/// The names of two tied tensors: the embeddings of tokens, and the matrix of the last layer.
 const EMBEDDINGS: &str = "text_decoder.bert.embeddings.word_embeddings.weight";
 const LAST_MATRIX: &str = "text_decoder.cls.predictions.decoder.weight";
 /// The architecture, as `model_type` names it.
@@ -25,7 +25,7 @@ pub struct BlipConfig {
     network: Config,
     /// The sides of an image, in pixels.
     pub sides: Sides,
-    /// The number of vectors of an image.
+    /// The number of tokens of an image: its patches and the class token.
     pub image_tokens: usize,
     /// Token ids are below this number.
     pub vocabulary: usize,
@@ -38,7 +38,7 @@ pub struct BlipConfig {
 }
 
 #[derive(Deserialize)]
-struct Tokens {
+struct SpecialTokens {
     text_config: TextTokens,
 }
 
@@ -66,18 +66,18 @@ impl BlipConfig {
     /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Unsupported`] for sizes that do not fit together.
     pub fn read(files: &ModelFiles, spec: &LoadSpec) -> Result<Self, LoadError> {
         let network: Config = files.required_json("config.json")?;
-        let Tokens { text_config: TextTokens { bos_token_id: start, sep_token_id: end } } =
+        let SpecialTokens { text_config: TextTokens { bos_token_id: start, sep_token_id: end } } =
             files.required_json("config.json")?;
         let (text, vision) = (&network.text_config, &network.vision_config);
         let refused = |reason: String| Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         if text.encoder_hidden_size != vision.hidden_size {
             return refused(format!(
-                "text_config.encoder_hidden_size is {}, and vision_config.hidden_size is {}",
+                "text_config.encoder_hidden_size is {}, and vision_config.hidden_size is {}; they must be equal",
                 text.encoder_hidden_size, vision.hidden_size
             ));
         }
         if !text.is_decoder {
-            return refused("text_config.is_decoder is false; images are described by a decoder".to_owned());
+            return refused("text_config.is_decoder is false; captions need a decoder".to_owned());
         }
         let divides = |hidden: usize, heads: usize| heads > 0 && hidden.is_multiple_of(heads);
         if !divides(text.hidden_size, text.num_attention_heads)
@@ -87,11 +87,15 @@ impl BlipConfig {
         }
         let (image, patch) = (vision.image_size, vision.patch_size);
         let Some(side @ 1..) = image.checked_div(patch).filter(|_| image.is_multiple_of(patch)) else {
-            return refused(format!("images of {image} pixels have no whole patches of {patch} pixels"));
+            return refused(format!(
+                "vision_config.image_size {image} is not a multiple of patch_size {patch}"
+            ));
         };
         let vocabulary = text.vocab_size;
         if start as usize >= vocabulary || end as usize >= vocabulary {
-            return refused(format!("bos_token_id {start} or sep_token_id {end} is not below {vocabulary}"));
+            return refused(format!(
+                "bos_token_id {start} and sep_token_id {end} must be below vocab_size, {vocabulary}"
+            ));
         }
         Ok(Self {
             sides: Sides { height: image, width: image },
@@ -112,7 +116,7 @@ pub struct Blip {
     sides: Sides,
 }
 
-/// The decoder of one text, with what it has read so far.
+/// The decoder of one text, with the keys and values of the tokens that it has read.
 #[derive(Clone)]
 pub struct TextDecoder {
     decoder: TextLMHeadModel,
@@ -122,7 +126,7 @@ pub struct TextDecoder {
 }
 
 impl Blip {
-    /// Loads the network, and compares its results on its device with those of a CPU.
+    /// Loads the network, and compares the encoder's results on its device with those of a CPU.
     ///
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
@@ -138,10 +142,10 @@ impl Blip {
                 format!("dtype is {:?}; candle-transformers computes BLIP in f32 only", spec.dtype.name());
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
-        let read = |device: &Device| {
+        let load_on = |device: &Device| {
             let weights = Weights::read(&files.weights()?, "", "", device, Precision::F32)?;
             let mut tensors = weights.all()?;
-            // Some files have the matrix once, where it also is the embedding of tokens.
+            // Some files have the tied tensor only once, as the embeddings.
             if let Some(embeddings) = tensors.get(EMBEDDINGS).cloned() {
                 tensors.entry(LAST_MATRIX.to_owned()).or_insert(embeddings);
             }
@@ -150,14 +154,14 @@ impl Blip {
             let network = weights.checked("the network", network)?;
             Ok::<_, LoadError>(Self { network, device: device.clone(), sides: config.sides })
         };
-        let network = read(device)?;
+        let network = load_on(device)?;
         if fitness::needs_comparison(device, spec.dtype) {
             let vectors = |network: &Self| {
                 let failed = |error| fitness::failed(spec, &ForwardError::from(&error));
                 let vectors = network.encode(&[&config.sides.known()]).map_err(failed)?;
                 vectors.flatten_all().and_then(|vectors| vectors.to_vec1::<f32>()).map_err(failed)
             };
-            let (found, expected) = (vectors(&network)?, vectors(&read(&Device::Cpu)?)?);
+            let (found, expected) = (vectors(&network)?, vectors(&load_on(&Device::Cpu)?)?);
             fitness::compare(spec, "image", Some(&found), Some(&expected))?;
         }
         Ok(network)
@@ -167,7 +171,7 @@ impl Blip {
     ///
     /// # Errors
     /// The device fails.
-    pub fn encode(&self, images: &[&Pixels]) -> Candle<Tensor> {
+    pub fn encode(&self, images: &[&Pixels]) -> CandleResult<Tensor> {
         let Sides { height, width } = self.sides;
         let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
         let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &Device::Cpu)?;
@@ -185,9 +189,10 @@ impl TextDecoder {
     /// Reads tokens, and returns the logits of the token that follows them. `image` is `[1, image_tokens, hidden]`.
     ///
     /// # Errors
-    /// The device fails. The decoder must not be used any more.
-    pub fn read(&mut self, ids: &[u32], image: &Tensor) -> Candle<Vec<f32>> {
-        // The mask of candle-transformers fits several tokens only if there are none before them.
+    /// The device fails. Afterwards the decoder must not be used.
+    pub fn read(&mut self, ids: &[u32], image: &Tensor) -> CandleResult<Vec<f32>> {
+        // candle-transformers makes its causal mask without the earlier tokens. Several tokens can be read at once only
+        // if there are none.
         let chunk_len = if self.read == 0 { ids.len() } else { 1 };
         let mut logits = None;
         for chunk in ids.chunks(chunk_len.max(1)) {

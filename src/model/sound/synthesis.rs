@@ -1,7 +1,7 @@
-//! Makes sound from the pitch and the spectra of frames, as the Python package hibari-tts does. It adds three parts:
-//! pulses with the pitch, filtered by the first two spectra; shaped noise; and a remainder with its own phase. One
-//! inverse Fourier transform with overlapping windows makes the waveform. The noise is a function of its key, the frame
-//! and the frequency. Does no I/O; computes on the caller's thread.
+//! A vocoder: computes the waveform from the pitch and the spectra of frames, as the Python package hibari-tts does. The
+//! waveform has three parts: a pulse train with the pitch, filtered by the first two spectra; noise, shaped by the third;
+//! and a remainder with a phase of its own. An inverse short-time Fourier transform adds overlapping windows. The noise
+//! depends only on the seed, the frame's index and the frequency. Does no I/O; computes on the caller's thread.
 
 use std::f32::consts::{PI, TAU};
 use std::f64::consts::TAU as TAU_F64;
@@ -19,14 +19,14 @@ const HOPS: usize = 4;
 const MIN_PITCH: f32 = 40.0;
 /// The highest harmonic of a pulse, in Hz.
 const MAX_HARMONIC: f32 = 11_000.0;
-/// The largest logarithm of a magnitude.
+/// Larger natural logarithms of a magnitude are clamped to this.
 const MAX_LOG_MAGNITUDE: f32 = 7.0;
-/// If |2·sin(t/2)| is at most this, a pulse is computed as its limit for t → 0.
+/// If |2·sin(t/2)| is at most this at the phase t, a pulse is computed as its limit for t → 0.
 const MIN_DIVISOR: f32 = 2e-3;
 /// Number of spectra of a frame. `Hibari::spectra` lists them. Each has [`Synthesizer::bins`] values.
 pub const SPECTRA: usize = 5;
 
-/// Makes sound. Shared by threads.
+/// Computes waveforms. Shared by threads.
 pub struct Synthesizer {
     forward: Arc<dyn RealToComplex<f32>>,
     inverse: Arc<dyn ComplexToReal<f32>>,
@@ -74,19 +74,19 @@ impl Synthesizer {
         self.window.len() / 2 + 1
     }
 
-    /// A train of pulses with this pitch, which is given in Hz for each frame: `[frames·hop]`. In a pulse all harmonics
+    /// A pulse train, `[frames·hop]`. `pitch` has a value in Hz for each frame. In a pulse all harmonics
     /// below [`MAX_HARMONIC`] have the same amplitude. Unvoiced frames are silent.
     pub fn pulses(&self, pitch: &[f32]) -> Vec<f32> {
         let mut phase = 0.0_f64;
         let count = pitch.len() * self.hop;
-        // For each sample: half of the phase, the phase times the number of harmonics plus a half, and this number.
-        // The latter is 0 in unvoiced samples.
-        let (mut halves, mut highest, mut harmonics) =
+        // For each sample, with the phase t and the number n of harmonics: t/2, (n + ½)·t, and n + ½. In unvoiced samples
+        // n + ½ is stored as 0.
+        let (mut half_phases, mut numerators, mut harmonics) =
             (Vec::with_capacity(count), Vec::with_capacity(count), Vec::with_capacity(count));
         for frame in 0..pitch.len() {
             let pitch_of = |frame: usize| pitch[frame.min(pitch.len() - 1)];
             for sample in 0..self.hop {
-                // The pitch between the middles of two frames is interpolated.
+                // The pitch is interpolated linearly between the centres of frames.
                 let position = (sample as f32 + 0.5) / self.hop as f32 - 0.5;
                 let (share, [from, to]) = if position < 0.0 {
                     (position + 1.0, [pitch_of(frame.saturating_sub(1)), pitch_of(frame)])
@@ -102,20 +102,21 @@ impl Synthesizer {
                 }
                 let t = (phase * TAU_F64) as f32;
                 let number = if is_voiced { (MAX_HARMONIC / hertz) as u32 as f32 + 0.5 } else { 0.0 };
-                halves.push(0.5 * t);
-                highest.push(number * t);
+                half_phases.push(0.5 * t);
+                numerators.push(number * t);
                 harmonics.push(number);
             }
         }
-        sines(&mut halves);
-        sines(&mut highest);
-        for ((pulse, sine_of_half), harmonics) in highest.iter_mut().zip(halves).zip(harmonics) {
+        sines(&mut half_phases);
+        sines(&mut numerators);
+        // Each numerator is replaced by its sample.
+        for ((pulse, sine_of_half), harmonics) in numerators.iter_mut().zip(half_phases).zip(harmonics) {
             *pulse = pulse_of(2.0 * sine_of_half, *pulse, harmonics);
         }
-        highest
+        numerators
     }
 
-    /// Adds these frames to `sound`, which begins [`HOPS`]/2 hops before the middle of the first of them, and has
+    /// Adds these frames to `sound`, which begins [`HOPS`]/2 hops before the centre of the first of them, and has
     /// [`Synthesizer::buffer_len`] samples or more. `pulses` are those of the whole sentence.
     pub fn add(&self, Frames { first, spectra, seed }: Frames<'_>, pulses: &[f32], sound: &mut [f32]) {
         let (bins, length) = (self.bins(), self.window.len());
@@ -124,7 +125,8 @@ impl Synthesizer {
         let mut forward_scratch = self.forward.make_scratch_vec();
         let mut inverse_scratch = self.inverse.make_scratch_vec();
         let mut shaper = Shaper::new(bins);
-        // The transforms are not normalized; a harmonic of amplitude 1 becomes 1.
+        // The transforms are not normalized. The window's sum is 2·hop, so that the peak of a cosine of amplitude 1
+        // becomes 1.
         let (scale_in, scale_out) = (1.0 / self.hop as f32, 1.0 / length as f32);
         for (index, spectra) in spectra.chunks_exact(SPECTRA * bins).enumerate() {
             let start = ((first + index) * self.hop) as isize - (length / 2) as isize;
@@ -149,10 +151,10 @@ impl Synthesizer {
         }
     }
 
-    /// Divides `sound`, to which the frames of a whole sentence were added, by the sum of the squared windows, and cuts
-    /// off what lies before the first frame's middle and after the last frame.
+    /// Divides `sound`, to which the frames of a whole sentence were added, by the sum of the squared windows. Returns the
+    /// `frames`·hop samples from the centre of the first frame on.
     pub fn finish(&self, sound: &[f32], frames: usize) -> Vec<f32> {
-        // The gain of each sample of a hop that these windows cover, which began so many hops earlier.
+        // The gain of each sample of a hop. Each window that covers the hop began this number of hops earlier.
         let gains = |distances: &[usize]| -> Vec<f32> {
             let gain = |offset: usize| {
                 let squares =
@@ -181,8 +183,8 @@ impl Synthesizer {
     }
 }
 
-/// A sample of the pulse train: the sum of the cosines of all harmonics, which is `sine` / `divisor` - ½. 0 without
-/// harmonics.
+/// A sample of the pulse train: Σ cos(k·t) for k from 1 to n, which is `sine` / `divisor` - ½ with `sine` = sin((n + ½)·t)
+/// and `divisor` = 2·sin(t/2). 0 if `harmonics`, which is n + ½, is 0: the sample is unvoiced.
 fn pulse_of(divisor: f32, sine: f32, harmonics: f32) -> f32 {
     if harmonics == 0.0 {
         return 0.0;
@@ -199,7 +201,7 @@ fn mirrored(sound: &[f32], index: isize) -> f32 {
     sound.get(index as usize).copied().unwrap_or(0.0)
 }
 
-/// Shapes the spectrum of a frame. Each row has one number for each frequency.
+/// Buffers in which the spectrum of a frame is shaped. Each row has one number for each frequency.
 struct Shaper {
     /// The frame's spectra.
     rows: [Vec<f32>; SPECTRA],
@@ -222,6 +224,7 @@ impl Shaper {
             bounded_exp(magnitude, MAX_LOG_MAGNITUDE);
         }
         tanh(phase);
+        // The magnitudes become the real parts, the phases the imaginary parts.
         polar_to_complex(harmonic, phase, PI);
         polar_to_complex(remainder, remainder_phase, 1.0);
         normals(&mut self.noise, bits);
@@ -234,7 +237,7 @@ impl Shaper {
     }
 }
 
-/// Complex numbers whose real and imaginary parts are normally distributed, from random bits, by Box and Muller.
+/// Normally distributed real and imaginary parts, by the Box–Muller transform. `bits` determine them.
 fn normals([real, imaginary]: &mut [Vec<f32>; 2], bits: u64) {
     const UNIT: f32 = 1.0 / (1 << 24) as f32;
     for (bin, (real, imaginary)) in real.iter_mut().zip(imaginary.iter_mut()).enumerate() {

@@ -1,6 +1,6 @@
-//! Models that describe images (BLIP). Turns requests into images and the beginnings of texts, and texts into response
-//! bodies; and holds the running texts: each is a sequence with an encoder, whose next token is always the likeliest.
-//! Images are decoded as for `image`.
+//! Models that describe images (BLIP). The processor turns requests into images and prompts, and token ids into response
+//! bodies. The network holds the running texts, each a sequence with an encoder; decoding is greedy. Images are decoded as
+//! for `image`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ const SEQUENCES: OptionSpec = OptionSpec {
     name: "sequences",
     takes: Takes::Whole(1..=MAX_SEQUENCES),
     default: OptionDefault::Value("4"),
-    help: "the most texts that are written at once; `batch.max_requests` bounds them too. Each step computes them one \
+    help: "the most captions that are written at once; `batch.max_requests` bounds them too. Each step computes them one \
            after the other",
 };
 
@@ -119,7 +119,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(CaptionProcessor, Capti
     Ok((processor, network))
 }
 
-/// Turns requests into images and the beginnings of texts, and texts into responses.
+/// Turns requests into images and prompts, and token ids into responses.
 pub struct CaptionProcessor {
     decoder: Arc<Decoder>,
     tokenizer: TextTokenizer,
@@ -135,7 +135,7 @@ pub struct CaptionProcessor {
 #[derive(Clone)]
 pub struct CaptionInput {
     pixels: Arc<Pixels>,
-    /// The tokens that begin the text; at least one.
+    /// The tokens of the prompt, which begin the text; at least one.
     prompt: Arc<[u32]>,
     /// Maximum number of tokens that follow them.
     max_tokens: usize,
@@ -202,15 +202,15 @@ impl Processor for CaptionProcessor {
 }
 
 impl CaptionProcessor {
-    /// The tokens of the beginning of a text.
+    /// The tokens of a prompt, with the start token.
     fn prompt(&self, prompt: &str, max_tokens: usize) -> Result<Arc<[u32]>, TaskError> {
         let mut ids = vec![self.start];
         ids.extend(self.tokenizer.pieces(prompt).map_err(|error| error.with_param("prompt"))?);
         if ids.len() + max_tokens > self.context {
             let (length, context) = (ids.len(), self.context);
             let message = format!(
-                "the prompt has {length} tokens or more, and max_new_tokens is {max_tokens}; together they may have \
-                 {context}"
+                "the prompt has at least {length} tokens with the start token, and max_new_tokens is {max_tokens}; \
+                 together at most {context} are allowed"
             );
             return Err(TaskError::bad_input("max_new_tokens", message));
         }
@@ -249,6 +249,7 @@ struct Computed {
 }
 
 impl CaptionNetwork {
+    /// Encodes the images of these rows as one batch.
     fn encode(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
         let waiting: Vec<Slot> = rows
             .iter()
@@ -278,7 +279,8 @@ impl CaptionNetwork {
         Ok(rows.iter().map(advance).collect())
     }
 
-    /// Computes a row of tokens, without changing its sequence. An error for the row alone is the inner one.
+    /// Computes a row of tokens, without changing its sequence. The outer error concerns the device, the inner one only
+    /// this row.
     fn compute(&self, row: Row) -> Result<Result<Computed, TaskError>, ForwardError> {
         let Some((sequence, image)) =
             self.running.get(&row.slot).and_then(|it| Some((it, it.image.as_ref()?)))
@@ -286,6 +288,7 @@ impl CaptionNetwork {
             return Ok(Err(out_of_turn()));
         };
         let prompt = &sequence.input.prompt[sequence.fed..];
+        // The rest of the prompt is read first, then the last token that was written.
         let ids = match (prompt, sequence.answer.last()) {
             ([], Some(last)) => std::slice::from_ref(last),
             ([], None) => return Ok(Err(out_of_turn())),
@@ -295,9 +298,9 @@ impl CaptionNetwork {
         let mut decoder = sequence.decoder.clone();
         let logits = decoder.read(ids, image).map_err(|error| ForwardError::from(&error))?;
         if logits.iter().any(|logit| logit.is_nan()) {
-            return Ok(Err(TaskError::internal("the model gave a number that is not finite")));
+            return Ok(Err(TaskError::internal("the model computed a logit that is not a number")));
         }
-        let next = (fed == prompt.len()).then(|| likeliest(&logits));
+        let next = (fed == prompt.len()).then(|| argmax(&logits));
         Ok(Ok(Computed { decoder, fed, next }))
     }
 
@@ -317,8 +320,8 @@ impl CaptionNetwork {
     }
 }
 
-/// The first of the highest logits.
-fn likeliest(logits: &[f32]) -> u32 {
+/// The index of the highest logit, the first one if several are equal.
+fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (index, logit) in logits.iter().enumerate() {
         if *logit > logits[best] {
@@ -330,7 +333,7 @@ fn likeliest(logits: &[f32]) -> u32 {
 
 /// The error of a row that its sequence cannot compute now: a bug of the caller.
 fn out_of_turn() -> TaskError {
-    TaskError::internal("a row of a sequence that is not open, or out of turn")
+    TaskError::internal("a row of a sequence that is not open, or that cannot compute this row now")
 }
 
 impl Generate for CaptionNetwork {
@@ -343,7 +346,7 @@ impl Generate for CaptionNetwork {
     }
 
     fn encoding(&self) -> Encoding {
-        // An image takes about as long as some steps of all sequences.
+        // A step computes its sequences one after the other, so it takes long, and an image need not wait for eight.
         Encoding { interval: 4, ..Encoding::default() }
     }
 

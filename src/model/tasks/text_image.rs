@@ -1,6 +1,6 @@
-//! Models that compute vectors of texts and images in one space (CLIP, SigLIP). Turns requests for embeddings, and requests
-//! to classify images by labels of their own, into texts and images; and vectors into response bodies. Images are decoded
-//! as for `image`, texts are tokenised as for `embed`. Never touches the device.
+//! Models that compute vectors of texts and images in one space (CLIP, SigLIP). Turns requests for embeddings and for
+//! zero-shot classification into texts and images, and vectors into response bodies. Images are decoded as for `image`,
+//! texts are tokenised as for `embed`. The processor never touches the device.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::image::{
 };
 use super::labels::{sigmoid, softmax};
 use super::names::ServedNames;
-use super::{MayBeCut, OnError, ReportedInputs, SLICE_BYTES, TextInputs, text_input};
+use super::{MayBeCut, OnError, ReportedInputs, SLICE_BYTES, SharedReport, TextInputs, text_input};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use crate::model::load::{ModelFiles, weights};
@@ -105,7 +105,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TextImageProcessor, Tex
     Ok((processor, network))
 }
 
-/// The id of the token that fills up a text.
+/// The id of the padding token.
 fn pad_id(files: &ModelFiles, spec: &LoadSpec, tokenizer: &TextTokenizer) -> Result<u32, LoadError> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -123,23 +123,21 @@ fn pad_id(files: &ModelFiles, spec: &LoadSpec, tokenizer: &TextTokenizer) -> Res
         None => String::new(),
     };
     tokenizer.id_of_token(&token).ok_or_else(|| {
-        let reason = format!(
-            "tokenizer_config.json has the pad_token {token:?}, which tokenizer.json does not have; texts are filled \
-             up with it"
-        );
+        let reason = format!("the pad_token {token:?} of tokenizer_config.json is not in tokenizer.json");
         LoadError::Unsupported { model: spec.source.clone(), reason }
     })
 }
 
-/// Refuses a tokenizer whose texts do not end with the largest id: candle-transformers finds the end of a text by it.
+/// Refuses a tokenizer whose texts do not end with the largest id. candle-transformers takes a text's vector at the
+/// largest id.
 fn check_end_token(spec: &LoadSpec, tokenizer: &TextTokenizer) -> Result<(), LoadError> {
     let ends_with_largest = |tokens: Tokens| tokens.ids.last() == Some(&(tokenizer.vocabulary() - 1));
     if tokenizer.text("a").is_ok_and(ends_with_largest) {
         return Ok(());
     }
     let reason = format!(
-        "tokenizer.json does not end texts with the token {}, the last of text_config.vocab_size; the vector of a text \
-         is that of this token",
+        "tokenizer.json does not end texts with the token {}, the last of text_config.vocab_size, at which CLIP takes \
+         the vector of a text",
         tokenizer.vocabulary() - 1
     );
     Err(LoadError::Unsupported { model: spec.source.clone(), reason })
@@ -164,7 +162,7 @@ pub struct TextImageProcessor {
 struct InputMaker {
     tokenizer: TextTokenizer,
     decoder: Decoder,
-    /// The number of tokens that every text counts as. None for its own number.
+    /// The length to which every text is padded, which is also its size. None if a text's size is its own length.
     padded_len: Option<usize>,
 }
 
@@ -176,7 +174,7 @@ enum Item {
 }
 
 impl Item {
-    /// The bytes of its text, or for an image the bytes of a text that takes as long to prepare.
+    /// The cost of its preparation, in bytes of text. That of an image follows from its pixels.
     fn cost(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
@@ -187,7 +185,9 @@ impl Item {
 }
 
 /// What the reply needs of its request.
-pub enum TextImageContext {
+pub struct TextImageContext(RequestContext);
+
+enum RequestContext {
     /// A request for vectors.
     Embeddings(EmbeddingContext),
     /// A request to classify images.
@@ -198,8 +198,10 @@ pub enum TextImageContext {
         top_k: usize,
         /// Whether the images came as a list.
         is_list: bool,
-        /// Whether the reply has scores instead of probabilities.
+        /// Whether the reply has raw scores instead of probabilities.
         raw_scores: bool,
+        /// Counts the labels that were cut.
+        report: Arc<SharedReport>,
     },
 }
 
@@ -213,7 +215,7 @@ impl Processor for TextImageProcessor {
         FAMILY.routes
     }
 
-    /// An image by two labels, so that both networks are tried.
+    /// A zero-shot request, which needs the networks of texts and of images.
     fn probe(&self) -> Option<Message> {
         let labels = ["a candle", "a sconce"].map(Value::from).into();
         let headers =
@@ -251,7 +253,8 @@ impl Processor for TextImageProcessor {
         }
         let (encoding, dimensions) = (request.encoding, request.dimensions);
         let (report, inputs) = self.embedding_inputs(request)?;
-        Ok((TextImageContext::Embeddings(EmbeddingContext { encoding, dimensions, report }), inputs))
+        let context = RequestContext::Embeddings(EmbeddingContext { encoding, dimensions, report });
+        Ok((TextImageContext(context), inputs))
     }
 
     fn bytes(&self, input: &TextOrImage) -> usize {
@@ -262,13 +265,14 @@ impl Processor for TextImageProcessor {
     }
 
     fn finish(&self, context: TextImageContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
-        match context {
-            TextImageContext::Embeddings(context) => context.reply(&self.names, self.vectors, outputs),
-            TextImageContext::ZeroShot { labels, top_k, is_list, raw_scores } => {
+        match context.0 {
+            RequestContext::Embeddings(context) => context.reply(&self.names, self.vectors, outputs),
+            RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, report } => {
                 let (of_labels, of_images) = outputs.split_at(labels.len());
                 let scores: Vec<Vec<f32>> =
                     of_images.iter().map(|image| self.scores(image, of_labels, raw_scores)).collect();
-                write_images(&scores, &labels, top_k, is_list).map(Body::json)
+                let body = write_images(&scores, &labels, top_k, is_list)?;
+                Ok(report.take().counts.body(body))
             }
         }
     }
@@ -286,9 +290,11 @@ impl TextImageProcessor {
         let images = self.maker.decoder.read_headers(std::mem::take(&mut request.images))?;
         let sentences = request.labels.iter().map(|label| Item::Text(request.sentence(label)));
         let items: Vec<_> = sentences.chain(images.into_iter().map(Item::Image)).map(Ok).collect();
-        let (_, inputs) = self.inputs(items, OnError::FailTask, true, |_| "labels".to_owned())?;
+        let path = |index| format!("labels[{index}]");
+        let (report, inputs) = self.inputs(items, OnError::FailTask, request.truncate, path)?;
         let ZeroShotRequest { labels, top_k, is_list, raw_scores, .. } = request;
-        Ok((TextImageContext::ZeroShot { labels, top_k, is_list, raw_scores }, inputs))
+        let context = RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, report };
+        Ok((TextImageContext(context), inputs))
     }
 
     /// Makes the inputs, and the report of their counts and errors. The headers of all images are read before anything is
@@ -306,14 +312,14 @@ impl TextImageProcessor {
                 Ok(Input::Image(file)) => {
                     places.push(index);
                     files.push(file);
-                    // Replaced by the image below.
+                    // A placeholder, which the image replaces below.
                     Ok(Item::Ids(Vec::new()))
                 }
                 Err(error) => Err(error),
             });
         }
-        for (place, image) in places.into_iter().zip(self.maker.decoder.read_headers(files)?) {
-            items[place] = Ok(Item::Image(image));
+        for (place, image) in places.into_iter().zip(self.maker.decoder.read_each_header(files)?) {
+            items[place] = image.map(Item::Image);
         }
         let on_error = if request.errors_per_input { OnError::ReplaceOutput } else { OnError::FailTask };
         let truncate = request.truncate;
@@ -336,7 +342,7 @@ impl TextImageProcessor {
         inputs.shared_from(MANY_IMAGES).into_inputs()
     }
 
-    /// The scores of an image's labels: probabilities, or the model's own numbers.
+    /// The scores of an image's labels: probabilities, or raw scores.
     fn scores(&self, image: &[f32], labels: &[Vec<f32>], raw_scores: bool) -> Vec<f32> {
         let Similarity { scale, bias } = self.similarity;
         let score = |label: &Vec<f32>| {
@@ -344,8 +350,10 @@ impl TextImageProcessor {
             (cosine * f64::from(scale)) as f32 + bias.unwrap_or(0.0)
         };
         let mut scores: Vec<f32> = labels.iter().map(score).collect();
+        if raw_scores {
+            return scores;
+        }
         match bias {
-            _ if raw_scores => {}
             Some(_) => scores.iter_mut().for_each(|score| *score = sigmoid(*score)),
             None => softmax(&mut scores),
         }
@@ -354,6 +362,7 @@ impl TextImageProcessor {
 }
 
 impl InputMaker {
+    /// Prepares an item: tokenises a text, or decodes an image.
     fn input(
         &self,
         item: Item,

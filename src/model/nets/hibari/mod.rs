@@ -18,7 +18,7 @@ use crate::model::ops::{
     SelfAttention, TimeConvolution, add_norm,
 };
 use crate::model::sound::synthesis::SPECTRA;
-use crate::model::{ForwardError, LoadError, LoadSpec};
+use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 type Loaded<T> = std::result::Result<T, LoadError>;
 
@@ -81,13 +81,7 @@ impl Hibari {
     /// precision that is not supported, [`LoadError::Unfit`] for a device that computes something else than a CPU.
     pub fn load(spec: &LoadSpec, device: &Device, config: &HibariConfig, path: PathBuf) -> Loaded<Self> {
         let Precision { tensors, matrices } = super::precision(spec, device)?;
-        if tensors != DType::F32 {
-            let reason = format!(
-                "dtype is {:?}; speech is synthesized in f32, and on a CPU also in bf16 and int8",
-                spec.dtype.name()
-            );
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
-        }
+        check_type(spec, tensors == DType::F32)?;
         let network = Self::read(device, config, path.clone(), matrices)?;
         if !device.is_cpu() {
             let reference = Self::read(&Device::Cpu, config, path, NumberFormat::F32)?;
@@ -197,6 +191,25 @@ impl Hibari {
         let vectors = sentence.vectors.narrow(0, first, count)?;
         self.decoder.head.forward(&vectors, &[count])?.flatten_all()?.to_vec1()
     }
+}
+
+/// Refuses a model whose `dtype` no device has.
+///
+/// # Errors
+/// [`LoadError::Unsupported`].
+pub fn check_dtype(spec: &LoadSpec) -> Loaded<()> {
+    check_type(spec, spec.dtype != Dtype::F16)
+}
+
+fn check_type(spec: &LoadSpec, is_supported: bool) -> Loaded<()> {
+    if is_supported {
+        return Ok(());
+    }
+    let reason = format!(
+        "dtype is {:?}; speech is synthesized in f32, and on a CPU also in bf16 and int8",
+        spec.dtype.name()
+    );
+    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
 }
 
 /// The duration of a symbol in rows. The network computes ln(1 + duration) at speed 1. The result is rounded half to

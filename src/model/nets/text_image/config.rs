@@ -1,4 +1,5 @@
-//! What `config.json` says of a CLIP or SigLIP model, and whether candle-transformers computes it as published.
+//! Reads `config.json` of CLIP and SigLIP models. Refuses settings with which candle-transformers does not compute the
+//! published model.
 
 use candle_nn::Activation;
 use candle_transformers::models::clip::ClipConfig;
@@ -16,22 +17,22 @@ pub const ARCHITECTURES: [&str; 2] = ["clip", "siglip"];
 /// `layer_norm_eps` of CLIP, which candle-transformers does not read from the file.
 const CLIP_EPS: f64 = 1e-5;
 
-/// The sizes of a model.
+/// The configuration of a model.
 pub struct TextImageConfig {
-    pub(super) networks: Networks,
+    pub(super) network: NetworkConfig,
     /// The sides of an image, in pixels.
     pub sides: Sides,
-    /// Patches of an image, and the token of its class if there is one.
+    /// The number of tokens of an image: its patches, and CLIP's class token.
     pub image_tokens: usize,
     /// Token ids are below this number.
     pub vocabulary: usize,
     /// Maximum number of tokens of a text, special ones included.
     pub max_tokens: usize,
-    /// Number of dimensions of a vector.
+    /// Number of dimensions of an embedding.
     pub width: usize,
 }
 
-pub(super) enum Networks {
+pub(super) enum NetworkConfig {
     Clip(ClipConfig),
     Siglip(siglip::Config),
 }
@@ -63,11 +64,11 @@ struct Clip {
 }
 
 #[derive(Deserialize)]
-struct Kind {
+struct ModelType {
     model_type: String,
 }
 
-/// What candle-transformers does not read of SigLIP's text tower.
+/// The fields of SigLIP's `config.json` that candle-transformers ignores.
 #[derive(Deserialize)]
 struct SiglipProjection {
     text_config: ProjectedTower,
@@ -82,11 +83,11 @@ impl TextImageConfig {
     /// Reads `config.json`.
     ///
     /// # Errors
-    /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Unsupported`] for a property that
-    /// candle-transformers does not compute.
+    /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Unsupported`] for a setting that
+    /// candle-transformers does not implement.
     pub fn read(files: &ModelFiles, spec: &LoadSpec) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
-        let Kind { model_type } = files.required_json("config.json")?;
+        let ModelType { model_type } = files.required_json("config.json")?;
         let config = match model_type.as_str() {
             "clip" => Self::of_clip(files.required_json("config.json")?),
             "siglip" => {
@@ -95,7 +96,7 @@ impl TextImageConfig {
             }
             other => {
                 let known = ARCHITECTURES.join(", ");
-                Err(format!("model_type is {other:?}; texts and images are embedded together by {known}"))
+                Err(format!("model_type is {other:?}; vectors of texts and images are computed by {known}"))
             }
         };
         config.map_err(refused)
@@ -108,7 +109,7 @@ impl TextImageConfig {
             let activation = tower.hidden_act.as_deref().unwrap_or("quick_gelu");
             if activation != "quick_gelu" {
                 return Err(format!(
-                    "{name}.hidden_act is {activation:?}; CLIP is computed with quick_gelu, as OpenAI published it"
+                    "{name}.hidden_act is {activation:?}; only quick_gelu is supported, the activation of OpenAI's models"
                 ));
             }
             let eps = tower.layer_norm_eps.unwrap_or(CLIP_EPS);
@@ -148,7 +149,7 @@ impl TextImageConfig {
             vocabulary: text.vocab_size,
             max_tokens: text.max_position_embeddings,
             width,
-            networks: Networks::Clip(ClipConfig {
+            network: NetworkConfig::Clip(ClipConfig {
                 image_size: vision.image_size,
                 text_config: text,
                 vision_config: vision,
@@ -163,11 +164,11 @@ impl TextImageConfig {
     ) -> Result<Self, String> {
         let siglip::Config { text_config: text, vision_config: vision } = &config;
         let width = vision.hidden_size;
-        let of_text = projection_size.unwrap_or(text.hidden_size);
-        if text.hidden_size != width || of_text != width {
+        let projection = projection_size.unwrap_or(text.hidden_size);
+        if text.hidden_size != width || projection != width {
             return Err(format!(
-                "vectors of texts have {} numbers before and {of_text} after their last layer, and those of images \
-                 have {width}; the three must be equal",
+                "text_config.hidden_size is {}, text_config.projection_size is {projection}, and \
+                 vision_config.hidden_size is {width}; they must be equal",
                 text.hidden_size
             ));
         }
@@ -187,14 +188,14 @@ impl TextImageConfig {
             vocabulary: text.vocab_size,
             max_tokens: text.max_position_embeddings,
             width,
-            networks: Networks::Siglip(config),
+            network: NetworkConfig::Siglip(config),
         })
     }
 
-    /// Whether every text is padded to the maximum number of tokens. SigLIP was trained so, and its vector of a text
-    /// is that of the last position.
+    /// Whether every text is padded to the maximum number of tokens. SigLIP was trained with padded texts, and takes the
+    /// vector of the last position.
     pub fn pads_texts(&self) -> bool {
-        matches!(self.networks, Networks::Siglip(_))
+        matches!(self.network, NetworkConfig::Siglip(_))
     }
 }
 
@@ -205,7 +206,7 @@ fn patches(image: usize, patch: usize, channels: usize) -> Result<usize, String>
     }
     match image.checked_div(patch) {
         Some(side @ 1..) if image.is_multiple_of(patch) => Ok(side * side),
-        _ => Err(format!("vision_config: images of {image} pixels have no whole patches of {patch} pixels")),
+        _ => Err(format!("vision_config: image_size {image} is not a multiple of patch_size {patch}")),
     }
 }
 

@@ -1,14 +1,14 @@
 //! Networks of candle-transformers that compute vectors of texts and of images in one space: CLIP and SigLIP. Decides how
-//! the inputs of a batch are padded and put together. Owns the loaded network. The result of an input does not depend on
-//! the others in its batch, except for the order of sums in matrix products.
+//! the inputs of a batch are padded and stacked. Owns the loaded network. The other inputs of a batch change a result only
+//! by the rounding of matrix products.
 
 pub mod config;
 
-use candle_core::{DType, Device, Result as Candle, Tensor};
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{clip, siglip};
 
-use self::config::{Networks, TextImageConfig};
+use self::config::{NetworkConfig, TextImageConfig};
 use super::fitness;
 use super::image::Pixels;
 use crate::model::load::ModelFiles;
@@ -33,8 +33,7 @@ pub enum TextOrImage {
 pub struct Similarity {
     /// The factor of the cosine.
     pub scale: f32,
-    /// Added to the product. None if a label's score depends on the other labels: it is then their softmax, else the
-    /// sigmoid.
+    /// SigLIP's bias, which is added before the sigmoid. None for CLIP, whose scores are a softmax over the labels.
     pub bias: Option<f32>,
 }
 
@@ -44,9 +43,9 @@ pub struct TextImageNetwork {
     device: Device,
     dtype: DType,
     sides: Sides,
-    /// The id that fills texts up.
+    /// The id of the padding token.
     pad: u32,
-    /// The number of tokens to which texts are filled up. None for the length of the longest text of the batch.
+    /// The length to which texts are padded. None pads to the longest text of the batch.
     padded_len: Option<usize>,
     similarity: Similarity,
 }
@@ -57,8 +56,8 @@ enum Network {
 }
 
 impl TextImageNetwork {
-    /// Loads a network, and compares its results on its device with those of a CPU in f32. `pad` is the id that fills
-    /// SigLIP's texts up.
+    /// Loads a network, and compares its results on its device with those of a CPU in f32. `pad` is the id of
+    /// SigLIP's padding token.
     ///
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
@@ -71,7 +70,7 @@ impl TextImageNetwork {
     ) -> Loaded<Self> {
         let precision = super::uniform_precision(spec)?;
         if device.is_cpu() && precision.tensors == DType::BF16 {
-            let reason = "dtype is \"bf16\", in which Candle multiplies no matrices on a CPU; f32 and f16 are supported";
+            let reason = "dtype is \"bf16\"; Candle has no matrix product in bf16 on CPUs; use f32 or f16";
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
         let mut network = Self::load_on(device, precision, files, config, pad)?;
@@ -102,17 +101,17 @@ impl TextImageNetwork {
     ) -> Loaded<Self> {
         let weights = Weights::read(&files.weights()?, "", "logit_scale", device, precision)?;
         let builder = VarBuilder::from_tensors(weights.all()?, precision.tensors, device);
-        if let Networks::Clip(sizes) = &config.networks {
-            // candle-transformers would take random numbers in its place.
+        if let NetworkConfig::Clip(sizes) = &config.network {
+            // candle-transformers fills a missing class embedding with random numbers.
             weights.get("vision_model.embeddings.class_embedding", &[sizes.vision_config.embed_dim])?;
         }
-        let (network, has_bias) = match &config.networks {
-            Networks::Clip(sizes) => (clip::ClipModel::new(builder, sizes).map(Network::Clip), false),
-            Networks::Siglip(sizes) => (siglip::Model::new(sizes, builder).map(Network::Siglip), true),
+        let (network, has_bias) = match &config.network {
+            NetworkConfig::Clip(sizes) => (clip::ClipModel::new(builder, sizes).map(Network::Clip), false),
+            NetworkConfig::Siglip(sizes) => (siglip::Model::new(sizes, builder).map(Network::Siglip), true),
         };
         let network = weights.checked("the network", network)?;
         let number = |name: &str| {
-            // CLIP's has no dimension, SigLIP's has one.
+            // The shape of such a tensor is [] in CLIP and [1] in SigLIP.
             let values = weights.values(name, if has_bias { &[1] } else { &[] })?;
             Ok::<_, LoadError>(values[0])
         };
@@ -121,7 +120,7 @@ impl TextImageNetwork {
             device: device.clone(),
             dtype: precision.tensors,
             sides: config.sides,
-            // What follows a text in CLIP does not change its vector, because earlier tokens do not see later ones.
+            // CLIP's attention over texts is causal, so that the padding after a text does not change its vector.
             pad: if config.pads_texts() { pad } else { 0 },
             padded_len: config.pads_texts().then_some(config.max_tokens),
             similarity: Similarity {
@@ -137,7 +136,7 @@ impl TextImageNetwork {
     }
 
     /// The vectors of texts, `[texts, width]`.
-    fn texts(&self, texts: &[&Tokens]) -> Candle<Tensor> {
+    fn texts(&self, texts: &[&Tokens]) -> CandleResult<Tensor> {
         let longest = texts.iter().map(|text| text.ids.len()).max().unwrap_or(0);
         let len = self.padded_len.unwrap_or(longest).max(longest);
         let mut ids = vec![self.pad; texts.len() * len];
@@ -152,7 +151,7 @@ impl TextImageNetwork {
     }
 
     /// The vectors of images, `[images, width]`.
-    fn images(&self, images: &[&Pixels]) -> Candle<Tensor> {
+    fn images(&self, images: &[&Pixels]) -> CandleResult<Tensor> {
         let Sides { height, width } = self.sides;
         let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
         let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &Device::Cpu)?;
@@ -163,7 +162,8 @@ impl TextImageNetwork {
         }
     }
 
-    fn vectors(&self, inputs: &[&TextOrImage]) -> Candle<Vec<Vec<f32>>> {
+    /// The vectors in the order of the inputs. Texts and images are two batches.
+    fn vectors(&self, inputs: &[&TextOrImage]) -> CandleResult<Vec<Vec<f32>>> {
         let (mut texts, mut images) = (Vec::new(), Vec::new());
         for input in inputs {
             match input {
@@ -171,15 +171,15 @@ impl TextImageNetwork {
                 TextOrImage::Image(pixels) => images.push(pixels),
             }
         }
-        let rows = |vectors: Candle<Tensor>| vectors?.to_dtype(DType::F32)?.to_vec2::<f32>();
+        let rows = |vectors: CandleResult<Tensor>| vectors?.to_dtype(DType::F32)?.to_vec2::<f32>();
         let mut of_texts = if texts.is_empty() { Vec::new() } else { rows(self.texts(&texts))? }.into_iter();
         let mut of_images =
             if images.is_empty() { Vec::new() } else { rows(self.images(&images))? }.into_iter();
-        let next = |input: &&TextOrImage| match input {
+        let vector_of = |input: &&TextOrImage| match input {
             TextOrImage::Text(_) => of_texts.next(),
             TextOrImage::Image(_) => of_images.next(),
         };
-        Ok(inputs.iter().filter_map(next).collect())
+        Ok(inputs.iter().filter_map(vector_of).collect())
     }
 }
 
@@ -194,9 +194,7 @@ impl Forward for TextImageNetwork {
             normalize(&mut vector);
             match vector.iter().find(|number| !number.is_finite()) {
                 None => Ok(vector),
-                Some(bad) => {
-                    Err(TaskError::internal(format!("the model gave {bad} in the vector of an input")))
-                }
+                Some(bad) => Err(TaskError::internal(format!("the vector of an input contains {bad}"))),
             }
         };
         Ok(vectors.into_iter().map(checked).collect())

@@ -289,23 +289,39 @@ fn slice_length(images: &[UndecodedImage], threads: usize) -> usize {
 impl Decoder {
     /// Reads the headers of all images of a task, and refuses the task if they declare too many pixels.
     pub(super) fn read_headers(&self, files: Vec<ImageFile>) -> Result<Vec<UndecodedImage>, TaskError> {
+        self.read_each_header(files)?.into_iter().collect()
+    }
+
+    /// Reads the headers of all images of a task. The outer error refuses the task, because its images declare too many
+    /// pixels. An inner error concerns only its image.
+    pub(super) fn read_each_header(
+        &self,
+        files: Vec<ImageFile>,
+    ) -> Result<Vec<Result<UndecodedImage, TaskError>>, TaskError> {
         let mut pixels: u64 = 0;
-        let mut read_header = |file: ImageFile| {
-            let format = format(&file)?;
-            let to_task_error = |error| decoding_error(&file, &error);
-            let header = header(&file.bytes, format).map_err(to_task_error)?;
-            self.limits.image_limits().check(header).map_err(to_task_error)?;
-            pixels = pixels.saturating_add(header.pixels);
-            if pixels > self.limits.task {
-                let max_pixels = self.limits.task;
-                let reason = format!(
-                    "with this image the task has {pixels} pixels, and {max_pixels} are allowed (max_task_pixels)"
-                );
-                return Err(image_error(&file, TaskErrorKind::TooLarge, &reason));
+        let mut read = |file: ImageFile| {
+            let image = self.read_header(file);
+            if let Ok(UndecodedImage { file, header, .. }) = &image {
+                pixels = pixels.saturating_add(header.pixels);
+                if pixels > self.limits.task {
+                    let max_pixels = self.limits.task;
+                    let reason = format!(
+                        "with this image the task has {pixels} pixels, and {max_pixels} are allowed (max_task_pixels)"
+                    );
+                    return Err(image_error(file, TaskErrorKind::TooLarge, &reason));
+                }
             }
-            Ok(UndecodedImage { file, format, header })
+            Ok(image)
         };
-        files.into_iter().map(&mut read_header).collect()
+        files.into_iter().map(&mut read).collect()
+    }
+
+    fn read_header(&self, file: ImageFile) -> Result<UndecodedImage, TaskError> {
+        let format = format(&file)?;
+        let to_task_error = |error| decoding_error(&file, &error);
+        let header = header(&file.bytes, format).map_err(to_task_error)?;
+        self.limits.image_limits().check(header).map_err(to_task_error)?;
+        Ok(UndecodedImage { file, format, header })
     }
 
     /// Decodes an image, and turns it into the model's input.

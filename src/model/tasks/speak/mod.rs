@@ -15,8 +15,8 @@ use self::pronunciations::Pronunciations;
 use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::{ModelFiles, weights};
-use crate::model::nets::hibari::Hibari;
 use crate::model::nets::hibari::config::{HibariConfig, MODEL_TYPE, Voice};
+use crate::model::nets::hibari::{Hibari, check_dtype};
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
@@ -32,11 +32,20 @@ use crate::protocol::speech::{
 /// frames is known only after the network's first part.
 const FRAMES_PER_SYMBOL: f32 = 7.0;
 
+/// Average duration of a phoneme of English prose at speed 1, in seconds, by which `max_seconds` is checked before
+/// anything is computed. The true duration is checked in the end.
+const SECONDS_PER_PHONEME: f32 = 0.058;
+/// The longest sound of a task, as a multiple of `max_seconds`: the estimate may be wrong by as much.
+const DURATION_SLACK: f32 = 1.1;
+
 /// Maximum number of symbols in a sentence at speed 1 and above: about 35 s of sound, which take one core half a
 /// second. At lower speeds it is smaller in proportion, because the sound is longer. Longer sentences are cut.
 const MAX_SYMBOLS: f32 = 400.0;
 /// Average duration of a character of English at speed 1, in seconds, for texts whose phonemes are not known yet.
 const SECONDS_PER_CHARACTER: f32 = 0.065;
+/// FLAC files of longer texts or phonemes, in characters, are written on the thread for long work: compressing a second of
+/// sound takes 0.7 ms.
+const SHORT_FLAC: usize = 200;
 /// The phonemes of texts of more bytes are found on a separate thread, where requesters take turns. A text of this size
 /// takes about 13 ms if all of its words are unknown, and usually less than 1 ms.
 const SHORT_TEXT: usize = 1 << 8;
@@ -76,6 +85,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = HibariConfig::read(&files, spec)?;
     Options::read(spec)?;
+    check_dtype(spec)?;
     let paths = config.voices.iter().map(|voice| files.required(&weights_file(voice)));
     weights::check(&paths.collect::<Result<Vec<_>, _>>()?)
 }
@@ -132,6 +142,8 @@ pub enum SpeechContext {
         stream: bool,
         /// The field of the request that holds what is spoken.
         field: &'static str,
+        /// Whether writing the file takes long.
+        is_slow: bool,
     },
 }
 
@@ -178,17 +190,14 @@ impl Planner {
 
     /// Refuses what would take too long to speak, by its length alone.
     fn check_length(&self, spoken: &Spoken, speed: f32) -> Result<(), TaskError> {
-        let (seconds, what) = match spoken {
-            Spoken::Text(text) => {
-                let characters = text.chars().count();
-                (characters as f32 * SECONDS_PER_CHARACTER / speed, format!("{characters} characters"))
-            }
-            Spoken::Phonemes(sentences) => {
-                let symbols = sentences.iter().map(|phonemes| phonemes.chars().count()).sum();
-                (self.seconds(self.frames(symbols, speed)), format!("{symbols} phonemes"))
-            }
+        let (seconds_per_character, unit) = match spoken {
+            Spoken::Text(_) => (SECONDS_PER_CHARACTER, "characters"),
+            Spoken::Phonemes(_) => (SECONDS_PER_PHONEME, "phonemes"),
         };
-        self.check_seconds(seconds, &what).map_err(|error| error.with_param(spoken.field()))
+        let count = spoken.characters();
+        let seconds = count as f32 * seconds_per_character / speed;
+        self.check_seconds(seconds, &format!("{count} {unit}"))
+            .map_err(|error| error.with_param(spoken.field()))
     }
 
     fn check_seconds(&self, seconds: f32, what: &str) -> Result<(), TaskError> {
@@ -219,8 +228,9 @@ impl Planner {
             return Err(TaskError::new(TaskErrorKind::TooLarge, message));
         }
         let symbols: usize = all_ids.iter().map(Vec::len).sum();
-        let seconds = self.seconds(self.frames(symbols, parameters.speed));
-        self.check_seconds(seconds, &format!("{symbols} phonemes"))?;
+        let seconds = symbols as f32 * SECONDS_PER_PHONEME / parameters.speed;
+        let check = self.check_seconds(seconds, &format!("{symbols} phonemes"));
+        check.map_err(|error| error.with_param(spoken.field()))?;
         let sized = |(index, ids): (usize, Vec<u32>)| {
             let tokens = self.frames(ids.len(), parameters.speed);
             let seed = Seed { task: parameters.seed, sequence: index as u64 };
@@ -288,8 +298,14 @@ impl Planner {
         (symbols as f32 * FRAMES_PER_SYMBOL / speed).ceil() as usize
     }
 
-    fn seconds(&self, frames: usize) -> f32 {
-        frames as f32 * self.config.hop as f32 / self.config.sample_rate as f32
+    /// Refuses a task whose sound has turned out to be too long.
+    fn check_duration(&self, samples: usize, field: &str) -> Result<(), TaskError> {
+        let (seconds, max) = (samples as f32 / self.config.sample_rate as f32, self.max_seconds);
+        if seconds <= max * DURATION_SLACK {
+            return Ok(());
+        }
+        let message = format!("its sound has {seconds:.0} s, and {max:.0} s are allowed (max_seconds)");
+        Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(field))
     }
 }
 
@@ -326,7 +342,8 @@ impl Processor for SpeechProcessor {
         planner.check_length(&input, speed)?;
         let field = input.field();
         let is_long = matches!(&input, Spoken::Text(text) if text.len() > SHORT_TEXT);
-        let context = SpeechContext::Sound { format, stream, field };
+        let is_slow = format == SoundFormat::Flac && input.characters() > SHORT_FLAC;
+        let context = SpeechContext::Sound { format, stream, field, is_slow };
         let sentences = move || planner.sentences(&input, parameters);
         let inputs = if is_long {
             Inputs::Later(Box::new(move || sentences().map(Inputs::All)))
@@ -354,6 +371,10 @@ impl Processor for SpeechProcessor {
         part.map(|body| body.header("sentence", sentence as i64)).into_iter().collect()
     }
 
+    fn is_finish_slow(&self, context: &SpeechContext) -> bool {
+        matches!(context, SpeechContext::Sound { is_slow: true, .. })
+    }
+
     fn finish(&self, context: SpeechContext, sounds: Vec<Sound>) -> Result<Body, TaskError> {
         let HibariConfig { voices, sample_rate, .. } = &self.planner.config;
         match context {
@@ -365,8 +386,9 @@ impl Processor for SpeechProcessor {
             SpeechContext::Sound { field, .. } if sounds.is_empty() => {
                 Err(TaskError::bad_input(field, format!("{field} has nothing that can be spoken")))
             }
-            SpeechContext::Sound { format, .. } => {
+            SpeechContext::Sound { format, field, .. } => {
                 let samples: Vec<i16> = sounds.into_iter().flat_map(|sound| sound.samples).collect();
+                self.planner.check_duration(samples.len(), field)?;
                 write_sound(&samples, *sample_rate, format)
             }
         }
