@@ -134,7 +134,7 @@ mod tests {
             let error = ids_of(&text, 77, side, encode).unwrap_err();
             assert_eq!(error, NoIds::TooFewTokens { read: MAX_BYTES, tokens: 1 });
         }
-        // Both sides together; each is read three times at most, with halved lengths.
+        // On each side every part is twice as long as the one before.
         assert!(*seen.borrow() < 5 * MAX_BYTES, "{seen:?}");
         // Many tokens may need many bytes.
         let ids = ids_of(&text[..1 << 20], 5_000, Side::Beginning, encode).unwrap();

@@ -232,6 +232,7 @@ pub(super) struct UndecodedImage {
     header: Header,
 }
 
+#[cfg(feature = "candle-transformers")]
 impl UndecodedImage {
     /// The pixels that its header declares.
     pub(super) fn pixels(&self) -> u64 {
