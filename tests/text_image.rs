@@ -9,7 +9,7 @@ use base64::engine::general_purpose::STANDARD;
 use sconce::model::nets::text_image::{TextImageNetwork, TextOrImage};
 use sconce::model::tasks::text_image::{self, TextImageProcessor};
 use sconce::model::{Device, Dtype, Forward as _, LoadError, LoadSpec, Processor as _};
-use sconce::protocol::{Headers, Message, Properties, TaskError, TaskErrorKind};
+use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
 /// The most difference of numbers from those of the reference.
@@ -66,17 +66,18 @@ fn data_url(file: &str) -> String {
     format!("data:{media_type};base64,{}", STANDARD.encode(photograph(file)))
 }
 
-fn answer((processor, network): &mut Model, message: &Message) -> Result<Value, TaskError> {
+fn answer(model: &mut Model, message: &Message) -> Result<Value, TaskError> {
+    let reply = reply(model, message)?;
+    Ok(serde_json::from_slice(&reply.bytes).expect("JSON"))
+}
+
+fn reply((processor, network): &mut Model, message: &Message) -> Result<Body, TaskError> {
     let (context, inputs) = processor.preprocess(message)?;
     let inputs = inputs.all()?;
     let inputs: Vec<&TextOrImage> = inputs.iter().map(|sized| &sized.input).collect();
     let outputs = network.forward(&inputs).unwrap_or_else(|error| panic!("{error}"));
     let outputs = outputs.into_iter().collect::<Result<_, _>>()?;
-    let reply = processor.finish(context, outputs)?;
-    if let Some(cut) = reply.headers.get("truncated") {
-        assert_eq!(*cut, sconce::protocol::Value::I64(1));
-    }
-    Ok(serde_json::from_slice(&reply.bytes).expect("JSON"))
+    processor.finish(context, outputs)
 }
 
 fn vectors(model: &mut Model, input: &Value) -> Vec<Value> {
@@ -207,6 +208,14 @@ fn vectors_have_the_length_1_also_with_fewer_dimensions() {
             }
         }
     }
+}
+
+#[test]
+fn labels_that_are_cut_are_counted() {
+    let mut model = load("tiny-clip");
+    let body = json!({"image_url": data_url("rocket.png"), "labels": ["cat", "cat ".repeat(60)]});
+    let cut = reply(&mut model, &message("/classify", &body)).expect("a reply");
+    assert_eq!(cut.headers.get("truncated"), Some(&sconce::protocol::Value::I64(1)));
 }
 
 #[test]
