@@ -289,8 +289,10 @@ def test_texts_for_a_pool_of_images(client: Any) -> None:
         images.classify(["wax"])
     with pytest.raises(FileNotFoundError, match="dog.jpg"):
         images.classify_image("dog.jpg")
-    with pytest.raises(TypeError, match="no parameter 'labels'; it takes top_k"):
-        images.classify_image(b"", labels=["cat"])
+    with pytest.raises(TypeError, match="no parameter 'lables'; did you mean labels"):
+        images.classify_image(b"", lables=["cat"])
+    with pytest.raises(BadRequest, match="labels of its own"):
+        images.classify_image(ROOT / "tests/fixtures/images/rgb.png", labels=["cat"])
     with pytest.raises(BadRequest, match="top_k"):
         images.classify_image(ROOT / "tests/fixtures/images/rgb.png", top_k=2.5)
     with pytest.raises(TypeError, match="'as_aray'; did you mean as_array?"):

@@ -24,7 +24,7 @@ const DEFAULT_TOP_K: usize = 5;
 const INPUT: &str = "input";
 const KEYS: Keys = keys! {
     "image_url", "input", "inputs", "model", "parameters", "raw_scores", "top_k";
-    "candidate_labels" = "null", "function_to_apply" = "null"
+    "candidate_labels" = "null", "function_to_apply" = "null", "hypothesis_template" = "null", "labels" = "null"
 };
 const PARAMETERS: Keys = keys! { "top_k"; "function_to_apply" = "null" };
 
@@ -77,6 +77,10 @@ impl ImagesRequest {
 
     fn from_raw_image(message: &Message, image: ImageFile) -> Result<Self, TaskError> {
         let headers = &message.properties.headers;
+        if headers.contains_key("labels") {
+            let message = "labels is not supported here: this model has labels of its own";
+            return Err(TaskError::bad_input("labels", message));
+        }
         Ok(Self {
             images: vec![image],
             is_list: false,
@@ -306,6 +310,7 @@ mod tests {
             (r#"{}"#, "image_url is missing"),
             (r#"{"inputs":"ZmlsZQ==","top_k":0}"#, "top_k must be a positive integer, got 0"),
             (r#"{"inputs":"ZmlsZQ==","candidate_labels":["cat"]}"#, "candidate_labels is not supported here"),
+            (r#"{"inputs":"ZmlsZQ==","labels":["cat"]}"#, "labels is not supported here"),
             (r#"{"inputs":"ZmlsZQ==","parameters":{"topk":3}}"#, "topk is not a field of this request"),
         ] {
             let error = json(body).unwrap_err();
@@ -319,6 +324,9 @@ mod tests {
         }
         assert_eq!(json(r#"{"inputs":["","","",""]}"#).unwrap_err().kind, TaskErrorKind::TooLarge);
         assert!(raw(b"", &[]).unwrap_err().message.starts_with("the body is empty"));
+        assert!(
+            raw(b"x", &[("labels", "[\"cat\"]".into())]).unwrap_err().message.starts_with("labels is not")
+        );
         assert!(raw(b"x", &[("top_k", "many".into())]).unwrap_err().message.starts_with("top_k must be"));
     }
 
