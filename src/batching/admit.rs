@@ -35,8 +35,9 @@
 //!   kills the worker. While sequences decode, such a step has one window, and at least [`Encoding::interval`] token
 //!   steps lie between two such steps. If a sequence of another requester decodes, at least as many lie between two
 //!   windows of a requester as take the time of a window, so that its windows take no more time than the answers.
-//!   Otherwise it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows` decides whose windows they are. Windows do not count as tokens of a step. A preempted
-//!   sequence encodes its window again.
+//!   While none decodes, it has up to [`Encoding::batch`] windows, and alternates with chunks of prompts. `windows`
+//!   decides whose windows they are. Windows do not count as tokens of a step. A preempted sequence encodes its window
+//!   again.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};

@@ -108,6 +108,7 @@ async fn a_reply_queue_made_again_after_a_moment_costs_no_generated_task() {
         running.insert(client.get(&again).await.correlation_id);
     }
     client.delete(&again).await;
+    // The absence itself is what lasts here: there is no event to wait for.
     tokio::time::sleep(Duration::from_millis(1_400)).await;
     client.declare(&again, &[]).await;
     let mut inbox = client.inbox(&again).await;

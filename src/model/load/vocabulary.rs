@@ -62,13 +62,13 @@ impl TokenTexts {
 /// A token in `tokenizer_config.json`: its text, or an object with it.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum TokenField {
+pub enum TokenField {
     Text(String),
     Object { content: String },
 }
 
 impl TokenField {
-    fn text(self) -> String {
+    pub fn text(self) -> String {
         match self {
             Self::Text(text) | Self::Object { content: text } => text,
         }

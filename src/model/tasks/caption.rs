@@ -9,7 +9,8 @@ use candle_core::Tensor;
 use serde::Deserialize;
 
 use super::image::{
-    Decoder, MAX_PIXELS, MAX_TASK_PIXELS, PROBE, PixelLimits, read_preprocessing, sample_of_images, slices,
+    Decoder, MAX_PIXELS, MAX_TASK_PIXELS, PixelLimits, probe_message, read_preprocessing, sample_of_images,
+    slices,
 };
 use super::names::ServedNames;
 use crate::batching::Encoding;
@@ -18,10 +19,10 @@ use crate::model::load::tokenizer::{TextLimits, TextTokenizer};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::blip::{ARCHITECTURE, Blip, BlipConfig, TextDecoder};
 use crate::model::nets::image::Pixels;
+use crate::model::sequences::out_of_turn;
 use crate::model::{
     Advance, Advances, Body, Capacity, Device, Feed, FileUrl, Files, ForwardError, Generate, Inputs,
-    LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route, Row, SizedInput, Slot,
-    TaskError,
+    LoadError, LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError,
 };
 use crate::protocol::captions::{CaptionRequest, URL, write_captions};
 use crate::protocol::{JSON, Value};
@@ -157,12 +158,7 @@ impl Processor for CaptionProcessor {
     }
 
     fn probe(&self) -> Option<Message> {
-        let properties = Properties {
-            content_type: Some("image/png".into()),
-            headers: [("max_new_tokens".to_owned(), Value::I32(1))].into(),
-            ..Properties::default()
-        };
-        Some(Message { properties, body: PROBE.to_vec().into() })
+        Some(probe_message([("max_new_tokens".to_owned(), Value::I32(1))].into()))
     }
 
     fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
@@ -329,11 +325,6 @@ fn argmax(logits: &[f32]) -> u32 {
         }
     }
     best as u32
-}
-
-/// The error of a row that its sequence cannot compute now: a bug of the caller.
-fn out_of_turn() -> TaskError {
-    TaskError::internal("a row of a sequence that is not open, or that cannot compute this row now")
 }
 
 impl Generate for CaptionNetwork {

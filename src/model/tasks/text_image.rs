@@ -8,20 +8,21 @@ use serde::Deserialize;
 
 use super::embed::{EmbeddingContext, Vectors};
 use super::image::{
-    Decoder, MANY_IMAGES, MAX_PIXELS, MAX_TASK_PIXELS, PROBE, PixelLimits, SLICE_PIXELS, UndecodedImage,
-    read_preprocessing,
+    Decoder, MANY_IMAGES, MAX_PIXELS, MAX_TASK_PIXELS, PixelLimits, SLICE_PIXELS, UndecodedImage,
+    probe_message, read_preprocessing,
 };
 use super::labels::{sigmoid, softmax};
 use super::names::ServedNames;
 use super::{MayBeCut, OnError, ReportedInputs, SLICE_BYTES, SharedReport, TextInputs, text_input};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
+use crate::model::load::vocabulary::TokenField;
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::text_image::config::{ARCHITECTURES, TextImageConfig};
 use crate::model::nets::text_image::{Similarity, TextImageNetwork, TextOrImage};
 use crate::model::{
-    Body, Device, FileUrl, Files, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
-    SizedInput, TaskError,
+    Body, Device, FileUrl, Files, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
+    TaskError,
 };
 use crate::protocol::embeddings::{self, EmbeddingRequest, Input};
 use crate::protocol::images::{self, write_images};
@@ -108,20 +109,11 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TextImageProcessor, Tex
 /// The id of the padding token.
 fn pad_id(files: &ModelFiles, spec: &LoadSpec, tokenizer: &TextTokenizer) -> Result<u32, LoadError> {
     #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Token {
-        Text(String),
-        Object { content: String },
-    }
-    #[derive(Deserialize)]
     struct Config {
-        pad_token: Option<Token>,
+        pad_token: Option<TokenField>,
     }
     let Config { pad_token } = files.required_json("tokenizer_config.json")?;
-    let token = match pad_token {
-        Some(Token::Text(token) | Token::Object { content: token }) => token,
-        None => String::new(),
-    };
+    let token = pad_token.map(TokenField::text).unwrap_or_default();
     tokenizer.id_of_token(&token).ok_or_else(|| {
         let reason = format!("the pad_token {token:?} of tokenizer_config.json is not in tokenizer.json");
         LoadError::Unsupported { model: spec.source.clone(), reason }
@@ -220,12 +212,7 @@ impl Processor for TextImageProcessor {
         let labels = ["a candle", "a sconce"].map(Value::from).into();
         let headers =
             [(message::URL.to_owned(), images::URL.into()), ("labels".to_owned(), Value::Array(labels))];
-        let properties = Properties {
-            content_type: Some("image/png".into()),
-            headers: headers.into(),
-            ..Properties::default()
-        };
-        Some(Message { properties, body: PROBE.to_vec().into() })
+        Some(probe_message(headers.into()))
     }
 
     fn file_urls(&self, message: &Message) -> Vec<FileUrl> {

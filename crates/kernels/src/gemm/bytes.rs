@@ -372,7 +372,7 @@ fn load_f32(numbers: &[f32; LANES]) -> __m512 {
 #[target_feature(enable = "avx512f")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn store(numbers: __m512) -> [f32; LANES] {
+pub(super) fn store(numbers: __m512) -> [f32; LANES] {
     let mut to = [0.0; LANES];
     // SAFETY: the array has 64 bytes; the instruction takes any alignment.
     unsafe { _mm512_storeu_ps(to.as_mut_ptr(), numbers) }

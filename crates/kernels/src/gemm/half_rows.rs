@@ -4,11 +4,12 @@
 //! The pairs of the depth are added in order, so a result is the same for one row and for a thousand.
 
 use std::arch::x86_64::{
-    __m256bh, __m512, __m512bh, _mm512_cvtneps_pbh, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
+    __m256bh, __m512bh, _mm512_cvtneps_pbh, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_set1_epi32, _mm512_setzero_ps,
 };
 use std::mem::transmute;
 
+use super::bytes::store;
 use super::number_format::PANEL;
 use crate::cpu::has_bf16;
 use crate::kv::bf16_bits;
@@ -176,14 +177,4 @@ fn pairs(words: &[u32; LANES]) -> __m512bh {
 fn broadcast(word: u32) -> __m512bh {
     // SAFETY: both types have 512 bits, and any bits are valid.
     unsafe { transmute(_mm512_set1_epi32(word.cast_signed())) }
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-#[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn store(numbers: __m512) -> [f32; LANES] {
-    let mut to = [0.0; LANES];
-    // SAFETY: the array has 64 bytes; the instruction takes any alignment.
-    unsafe { _mm512_storeu_ps(to.as_mut_ptr(), numbers) }
-    to
 }

@@ -440,6 +440,25 @@ mod tests {
         noise(shape, 1.0, seed)
     }
 
+    /// Computes rows together and in smaller batches.
+    fn assert_same_bits_in_any_batch(made: &Matrix, [depth, width]: [usize; 2]) {
+        let x = flat(&[70, depth], 9);
+        let of = |rows: Range<usize>| {
+            let mut out = vec![f32::NAN; rows.len() * width];
+            made.multiply(&x[rows.start * depth..rows.end * depth], &mut out);
+            out
+        };
+        let together = of(0..70);
+        for rows in [0..1, 3..5, 7..20, 30..63, 69..70] {
+            assert_eq!(
+                of(rows.clone()),
+                together[rows.start * width..rows.end * width],
+                "{:?}",
+                made.format()
+            );
+        }
+    }
+
     /// A matrix, and its columns as f32.
     fn matrix(format: NumberFormat, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
         let columns = flat(&[width, depth], 5);
@@ -611,17 +630,8 @@ mod tests {
         }
         let (made, _) = matrix(NumberFormat::Bf16, [96, 200]);
         let made = made.with_rows_as(RowFormat::Bf16);
-        let x = flat(&[70, 96], 9);
-        let of = |rows: Range<usize>| {
-            let mut out = vec![f32::NAN; rows.len() * 200];
-            made.multiply(&x[rows.start * 96..rows.end * 96], &mut out);
-            out
-        };
-        let together = of(0..70);
-        for rows in [0..1, 3..5, 7..20, 30..63, 69..70] {
-            assert_eq!(of(rows.clone()), together[rows.start * 200..rows.end * 200]);
-        }
-        let mut bad = x[..96].to_vec();
+        assert_same_bits_in_any_batch(&made, [96, 200]);
+        let mut bad = flat(&[96], 9);
         bad[40] = f32::NAN;
         let mut out = vec![0.0; 200];
         made.multiply(&bad, &mut out);
@@ -633,16 +643,7 @@ mod tests {
         on_every_cpu(|| {
             for format in ALL {
                 let (made, _) = matrix(format, [96, 200]);
-                let x = flat(&[70, 96], 9);
-                let of = |rows: Range<usize>| {
-                    let mut out = vec![f32::NAN; rows.len() * 200];
-                    made.multiply(&x[rows.start * 96..rows.end * 96], &mut out);
-                    out
-                };
-                let together = of(0..70);
-                for rows in [0..1, 3..5, 7..20, 30..63, 69..70] {
-                    assert_eq!(of(rows.clone()), together[rows.start * 200..rows.end * 200], "{format:?}");
-                }
+                assert_same_bits_in_any_batch(&made, [96, 200]);
             }
         });
         const WIDTH: usize = 6_000;

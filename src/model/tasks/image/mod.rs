@@ -25,8 +25,8 @@ use crate::model::{
     Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
 };
-use crate::protocol::JSON;
 use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
+use crate::protocol::{Headers, JSON};
 
 /// The default of `max_task_pixels`, as a multiple of `max_pixels`.
 const DEFAULT_TASK_IMAGES: u64 = 4;
@@ -43,7 +43,7 @@ pub(super) const SLICE_PIXELS: u64 = 1 << 20;
 const SLICE_IMAGES: usize = 16;
 
 /// A PNG file of one pixel, for the probe.
-pub(super) const PROBE: [u8; 69] = [
+const PROBE: [u8; 69] = [
     137, 80, 78, 71, 13, 10, 26, 10, 0, 0, 0, 13, 73, 72, 68, 82, 0, 0, 0, 1, 0, 0, 0, 1, 8, 2, 0, 0, 0, 144,
     119, 83, 222, 0, 0, 0, 12, 73, 68, 65, 84, 120, 218, 99, 216, 82, 97, 3, 0, 3, 76, 1, 105, 234, 19, 15,
     219, 0, 0, 0, 0, 73, 69, 78, 68, 174, 66, 96, 130,
@@ -174,6 +174,12 @@ pub(super) struct Decoder {
     pub(super) tokens: usize,
 }
 
+/// A request with an image of one pixel, for the probe.
+pub(super) fn probe_message(headers: Headers) -> Message {
+    let properties = Properties { content_type: Some("image/png".into()), headers, ..Properties::default() };
+    Message { properties, body: PROBE.to_vec().into() }
+}
+
 /// The parts of a request that its response needs.
 pub struct ImageContext {
     top_k: usize,
@@ -192,8 +198,7 @@ impl Processor for ImageProcessor {
     }
 
     fn probe(&self) -> Option<Message> {
-        let properties = Properties { content_type: Some("image/png".into()), ..Properties::default() };
-        Some(Message { properties, body: PROBE.to_vec().into() })
+        Some(probe_message(Headers::new()))
     }
 
     fn file_urls(&self, message: &Message) -> Vec<FileUrl> {

@@ -14,6 +14,7 @@ use crate::model::nets::whisper::config::POSITIONS;
 use crate::model::nets::whisper::{Span, Whisper};
 use crate::model::ops::{exponentials, largest};
 use crate::model::random::Seed;
+use crate::model::sequences::out_of_turn;
 use crate::model::sequences::sampler::Sampler;
 use crate::model::sound::RATE;
 use crate::model::sound::features::{FRAMES, WINDOW};
@@ -366,10 +367,6 @@ fn shifted_features(features: &[f32], from: usize) -> Vec<f32> {
         bin[from..].iter().copied().chain(std::iter::repeat_n(silence, from)).collect::<Vec<_>>()
     };
     features.chunks_exact(FRAMES).flat_map(shifted).collect()
-}
-
-fn out_of_turn() -> TaskError {
-    TaskError::internal("a row of a sequence that is not open, or out of turn")
 }
 
 impl Sequence {
