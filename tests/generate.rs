@@ -11,7 +11,7 @@ use sconce::model::nets::decoder::config::DecoderConfig;
 use sconce::model::nets::decoder::{Decoder, DecoderWeights};
 use sconce::model::ops::causal::Span;
 use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
-use sconce::model::ops::{RowFormat, may_use_vnni};
+use sconce::model::ops::{RowFormat, may_use_int16, may_use_vnni};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
     Advance, Device, Dtype, Effort, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
@@ -392,7 +392,11 @@ fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
         (RowFormat::Int16, KvNumbers::F32, 1e-4),
         (RowFormat::Int8, KvNumbers::F32, 0.005),
     ];
-    kinds.retain(|(rows, ..)| may_use_vnni() || *rows == RowFormat::F32);
+    kinds.retain(|(rows, ..)| match rows {
+        RowFormat::Int16 => may_use_int16(),
+        RowFormat::Int8 => may_use_vnni(),
+        RowFormat::F32 | RowFormat::Bf16 => true,
+    });
     for (rows, numbers, most) in kinds {
         weights.multiply_rows_as(rows);
         let mut decoder = Decoder::load(&weights, &config, 1_024).unwrap_or_else(|error| panic!("{error}"));

@@ -9,8 +9,13 @@ use criterion::{
     BatchSize, BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
 };
 use sconce_kernels::attention::Attention;
+use sconce_kernels::causal::{CrossSpan, attend_across};
 use sconce_kernels::feed_forward::{FeedForward, FeedForwardWeights};
-use sconce_kernels::{Activation, Epilogue, Norm, NumberFormat, Panels, PositionTerms, multiply_rows};
+use sconce_kernels::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
+use sconce_kernels::{
+    Activation, Epilogue, Group, Matrix, Norm, NumberFormat, Panels, PositionTerms, RowFormat, may_use_int16,
+    multiply_rows,
+};
 
 // The program uses mimalloc, too. With the system's allocator, large outputs cost page faults.
 #[global_allocator]
@@ -45,13 +50,39 @@ fn group<'a>(criterion: &'a mut Criterion, name: &str) -> BenchmarkGroup<'a, Wal
 
 /// A matrix product. The throughput is in floating-point operations.
 fn product(criterion: &mut Criterion) {
-    let mut group = group(criterion, "product");
+    let mut benches = group(criterion, "product");
     for (depth, width) in [(HIDDEN, 2 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)] {
         let (rows, panels) = (noise(TOKENS * depth), Panels::new(&noise(width * depth), depth));
         let mut out = vec![0.0; TOKENS * width];
-        group.throughput(Throughput::Elements((2 * TOKENS * depth * width) as u64));
-        group.bench_function(BenchmarkId::new("ours", format!("{depth}x{width}")), |bencher| {
+        benches.throughput(Throughput::Elements((2 * TOKENS * depth * width) as u64));
+        benches.bench_function(BenchmarkId::new("ours", format!("{depth}x{width}")), |bencher| {
             bencher.iter(|| multiply_rows(black_box(&rows), &panels, &mut out, |_, _| {}));
+        });
+        let q = std::array::from_fn(|at| (at * 37 % 256) as u8);
+        let group = |_, _| Group { scale: 0.01, offset: -1.28, q };
+        let matrix =
+            Matrix::of_groups(NumberFormat::Bits8, [depth, width], group).with_rows_as(RowFormat::Int16);
+        if may_use_int16() {
+            let name = BenchmarkId::new("8 bits, rows of 16 bits", format!("{depth}x{width}"));
+            benches.bench_function(name, |bencher| {
+                bencher.iter(|| matrix.multiply(black_box(&rows), &mut out));
+            });
+        }
+    }
+    benches.finish();
+}
+
+/// A product of a few rows with a matrix that no cache holds: Whisper tiny's last layer. The throughput is in bytes of
+/// the matrix.
+fn few_rows(criterion: &mut Criterion) {
+    const VOCABULARY: usize = 51_864;
+    let mut group = group(criterion, "few-rows");
+    let matrix = Matrix::of_f32(&noise(VOCABULARY * HIDDEN), HIDDEN);
+    group.throughput(Throughput::Bytes((VOCABULARY * HIDDEN * 4) as u64));
+    for count in [1, 4, 8, 16] {
+        let (rows, mut out) = (noise(count * HIDDEN), vec![0.0; count * VOCABULARY]);
+        group.bench_function(BenchmarkId::new("f32", count), |bencher| {
+            bencher.iter(|| matrix.multiply(black_box(&rows), &mut out));
         });
     }
     group.finish();
@@ -66,7 +97,7 @@ fn attention(criterion: &mut Criterion) {
     let sublayer =
         Attention::new(qkv, noise(HIDDEN), &matrix(), HEADS, NumberFormat::F32).expect("whole groups");
     let (norm, x) = (norm(), noise(TOKENS * HIDDEN));
-    for length in [8, 32, 128, 512] {
+    for length in [8, 32, 64, 128, 256, 512, 1024] {
         let lengths = vec![length; TOKENS / length];
         group.bench_function(BenchmarkId::new("sublayer", length), |bencher| {
             let run = |x: &mut Vec<f32>| {
@@ -96,6 +127,61 @@ fn feed_forward(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// The attention sublayer of Whisper tiny's encoder, for one window.
+fn attention_of_a_window(criterion: &mut Criterion) {
+    const POSITIONS: usize = 1_500;
+    let mut group = group(criterion, "attention");
+    let matrix = || noise(HIDDEN * HIDDEN);
+    let sublayer =
+        Attention::new([matrix(), matrix(), matrix()], noise(HIDDEN), &matrix(), 6, NumberFormat::F32);
+    let (sublayer, bias, x) = (sublayer.expect("whole groups"), noise(HIDDEN), noise(POSITIONS * HIDDEN));
+    group.bench_function("window", |bencher| {
+        let run = |x: &mut Vec<f32>| {
+            sublayer.attend(x, &[POSITIONS], &PositionTerms::default(), Epilogue::Bias(&bias))
+        };
+        bencher.iter_batched_ref(|| x.clone(), run, BatchSize::LargeInput);
+    });
+    group.finish();
+}
+
+/// The cross attention of a layer of Whisper tiny: one token of each sequence over all positions of its window. The
+/// throughput is in bytes of keys and values, which are more than the caches hold.
+fn cross_attention(criterion: &mut Criterion) {
+    const SEQUENCES: usize = 8;
+    const KEYS: usize = 1_500;
+    let mut group = group(criterion, "cross-attention");
+    let shape = KvShape { layers: 4, heads: 6, width: 64, numbers: KvNumbers::F32 };
+    let blocks_of_one = KEYS.div_ceil(BLOCK);
+    let mut kv = KvBlocks::with_groups(shape, SEQUENCES, blocks_of_one).expect("memory");
+    kv.use_large_pages();
+    let numbers = noise(2 * shape.width);
+    for block in 0..SEQUENCES * blocks_of_one {
+        for (layer, head) in
+            (0..shape.layers).flat_map(|layer| (0..shape.heads).map(move |head| (layer, head)))
+        {
+            for offset in 0..BLOCK {
+                let (key, value) = numbers.split_at(shape.width);
+                kv.put(CachePosition { block: block as u32, offset }, layer, head, key, value);
+            }
+        }
+    }
+    let tables: Vec<Vec<u32>> = (0..SEQUENCES)
+        .map(|at| (at * blocks_of_one..(at + 1) * blocks_of_one).map(|block| block as u32).collect())
+        .collect();
+    let spans: Vec<_> = tables.iter().map(|blocks| CrossSpan { blocks, keys: KEYS, count: 1 }).collect();
+    let queries = noise(SEQUENCES * shape.heads * shape.width);
+    let mut out = vec![0.0; queries.len()];
+    group.throughput(Throughput::Bytes((SEQUENCES * shape.heads * KEYS * shape.width * 2 * 4) as u64));
+    let mut layer = 0;
+    group.bench_function(BenchmarkId::new("one token each, sequences", SEQUENCES), |bencher| {
+        bencher.iter(|| {
+            layer = (layer + 1) % shape.layers;
+            attend_across(&kv, layer, &spans, black_box(&queries), &mut out);
+        });
+    });
+    group.finish();
+}
+
 fn residual(criterion: &mut Criterion) {
     let mut group = group(criterion, "add-norm");
     group.throughput(Throughput::Elements(TOKENS as u64));
@@ -107,5 +193,14 @@ fn residual(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, product, attention, feed_forward, residual);
+criterion_group!(
+    benches,
+    product,
+    few_rows,
+    attention,
+    feed_forward,
+    attention_of_a_window,
+    cross_attention,
+    residual
+);
 criterion_main!(benches);

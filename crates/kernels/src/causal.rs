@@ -264,10 +264,12 @@ impl WithSimd for Chunk<'_> {
 impl Chunk<'_> {
     #[inline(always)]
     fn in_format<S: Simd, N: Format>(self, simd: S) {
-        if self.queries.len() / self.width > FEW_QUERIES {
-            self.compute::<S, N, MAX_QUERIES>(simd);
-        } else {
-            self.compute::<S, N, FEW_QUERIES>(simd);
+        match self.queries.len() / self.width {
+            // The sums of one query leave registers free. With narrow registers, they take twice as many of a value.
+            1 if S::F32_LANES < 16 => self.compute::<S, N, 1, { 2 * VALUE_REGISTERS }>(simd),
+            1 => self.compute::<S, N, 1, VALUE_REGISTERS>(simd),
+            2..=FEW_QUERIES => self.compute::<S, N, FEW_QUERIES, VALUE_REGISTERS>(simd),
+            _ => self.compute::<S, N, MAX_QUERIES, VALUE_REGISTERS>(simd),
         }
     }
 
@@ -280,16 +282,27 @@ impl Chunk<'_> {
         let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
         let scale = 1.0 / (width as f32).sqrt();
         let queries_by_number = transposed::<COUNT>(queries, width, scale);
-        for (index, first_key) in (0..keys).step_by(KEY_LANES).enumerate() {
-            let words = N::words(width * KEY_LANES);
-            let keys_in_block = head_blocks[index / (BLOCK / KEY_LANES)].keys;
-            let group = &keys_in_block[index % (BLOCK / KEY_LANES) * words..][..words];
-            for register in 0..KEY_LANES / S::F32_LANES {
-                let sums =
-                    products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(group).0, register);
-                let first = first_key + register * S::F32_LANES;
-                for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
-                    store(simd, &[sum], &mut scores[first..first + S::F32_LANES]);
+        if COUNT == 1 {
+            let query = queries_by_number.as_flattened();
+            for (block, scores) in head_blocks.iter().zip(scores[..keys].chunks_mut(BLOCK)) {
+                if S::F32_LANES == 8 {
+                    scores_of_block::<S, N, 2>(simd, query, block.keys, scores);
+                } else {
+                    scores_of_block::<S, N, 1>(simd, query, block.keys, scores);
+                }
+            }
+        } else {
+            for (index, first_key) in (0..keys).step_by(KEY_LANES).enumerate() {
+                let words = N::words(width * KEY_LANES);
+                let keys_in_block = head_blocks[index / (BLOCK / KEY_LANES)].keys;
+                let group = &keys_in_block[index % (BLOCK / KEY_LANES) * words..][..words];
+                for register in 0..KEY_LANES / S::F32_LANES {
+                    let sums =
+                        products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(group).0, register);
+                    let first = first_key + register * S::F32_LANES;
+                    for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
+                        store(simd, &[sum], &mut scores[first..first + S::F32_LANES]);
+                    }
                 }
             }
         }
@@ -303,14 +316,14 @@ impl Chunk<'_> {
     }
 
     #[inline(always)]
-    fn compute<S: Simd, N: Format, const COUNT: usize>(mut self, simd: S) {
+    fn compute<S: Simd, N: Format, const COUNT: usize, const VALUES: usize>(mut self, simd: S) {
         let sums = self.compute_weights::<S, N, COUNT>(simd);
         let Self { head_blocks, stride, width, queries, positions, scores, out, .. } = self;
         let count = queries.len() / width;
         let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
-        for first in (0..width).step_by(VALUE_REGISTERS * S::F32_LANES) {
+        for first in (0..width).step_by(VALUES * S::F32_LANES) {
             let seen = positions[count - 1] + 1;
-            let sums_of_values = weighted_values::<S, N, COUNT>(
+            let sums_of_values = weighted_values::<S, N, COUNT, VALUES>(
                 simd,
                 head_blocks,
                 &scores[..count * keys],
@@ -319,7 +332,7 @@ impl Chunk<'_> {
                 seen,
             );
             for ((out, values), sum) in out.chunks_exact_mut(width).zip(sums_of_values).zip(sums) {
-                let last = width.min(first + VALUE_REGISTERS * S::F32_LANES);
+                let last = width.min(first + VALUES * S::F32_LANES);
                 let scale = simd.splat_f32s(1.0 / sum);
                 store(simd, &values.map(|value| simd.mul_f32s(value, scale)), &mut out[first..last]);
             }
@@ -346,7 +359,7 @@ impl WithSimd for WeightsOnly<'_> {
     }
 }
 
-/// Registers of a value that are summed at a time.
+/// Registers of a value that are summed at a time, if there are several queries.
 const VALUE_REGISTERS: usize = 4;
 
 /// The transpose `[width, COUNT]` of `queries` `[count, width]`, each number multiplied by `scale`. Missing queries are
@@ -380,6 +393,38 @@ fn products<S: Simd, N: Format, const COUNT: usize>(
     sums
 }
 
+/// `scores` ← the dot products of one query with the first keys of a block. The sums of `REGISTERS` registers of each
+/// group of keys are computed at the same time, because each addition waits for the one before it in the same sum.
+#[inline(always)]
+fn scores_of_block<S: Simd, N: Format, const REGISTERS: usize>(
+    simd: S,
+    query: &[f32],
+    keys: &[u32],
+    scores: &mut [f32],
+) {
+    let keys = S::as_simd_u32s(keys).0;
+    let (first, second) = keys.split_at(keys.len() / 2);
+    let line = KEY_LANES / S::F32_LANES;
+    let step = N::words(2) * line;
+    for register in (0..line).step_by(REGISTERS) {
+        let mut sums = [[simd.splat_f32s(0.0); REGISTERS]; BLOCK / KEY_LANES];
+        let groups = first.chunks_exact(step).zip(second.chunks_exact(step));
+        for ((first, second), query) in groups.zip(query.as_chunks::<2>().0) {
+            for (sums, words) in sums.iter_mut().zip([first, second]) {
+                for (index, sum) in sums.iter_mut().enumerate() {
+                    let numbers = N::unpack_two(simd, words, line, register + index);
+                    for (number, x) in numbers.into_iter().zip(query) {
+                        *sum = simd.mul_add_e_f32s(simd.splat_f32s(*x), number, *sum);
+                    }
+                }
+            }
+        }
+        for (scores, sums) in scores.chunks_exact_mut(KEY_LANES).zip(&sums) {
+            store(simd, sums, &mut scores[register * S::F32_LANES..][..REGISTERS * S::F32_LANES]);
+        }
+    }
+}
+
 /// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet. The
 /// weights of later keys are 0. Returns the sum.
 #[inline(always)]
@@ -404,22 +449,22 @@ fn unnormalised_softmax<S: Simd>(simd: S, scores: &mut [f32], position: usize) -
     simd.reduce_sum_f32s(sum)
 }
 
-/// The sums of the values of the first `seen` keys, weighted by `scores` `[count, keys]`, for [`VALUE_REGISTERS`]
-/// registers of each value, from its number `first` on.
+/// The sums of the values of the first `seen` keys, weighted by `scores` `[count, keys]`, for `VALUES` registers
+/// of each value, from its number `first` on.
 #[inline(always)]
-fn weighted_values<S: Simd, N: Format, const COUNT: usize>(
+fn weighted_values<S: Simd, N: Format, const COUNT: usize, const VALUES: usize>(
     simd: S,
     head_blocks: &[HeadBlock<'_>],
     scores: &[f32],
     stride: usize,
     first: usize,
     seen: usize,
-) -> [[S::f32s; VALUE_REGISTERS]; COUNT] {
-    let mut sums = [[simd.splat_f32s(0.0); VALUE_REGISTERS]; COUNT];
+) -> [[S::f32s; VALUES]; COUNT] {
+    let mut sums = [[simd.splat_f32s(0.0); VALUES]; COUNT];
     let keys = seen.next_multiple_of(KEY_LANES);
     let count = scores.len() / keys;
     let (line, from) = (stride / S::F32_LANES, first / S::F32_LANES);
-    let width = VALUE_REGISTERS.min(line - from);
+    let width = VALUES.min(line - from);
     for (head_block, first) in head_blocks.iter().zip((0..seen).step_by(BLOCK)) {
         let values = S::as_simd_u32s(head_block.values).0.chunks_exact(N::words(2) * line);
         for (key, words) in (first..seen.min(first + BLOCK)).step_by(2).zip(values) {

@@ -52,8 +52,8 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether rows may be quantized before they are multiplied ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI, and
-/// the vector units that were set allow it.
+/// Whether rows may be converted to whole numbers of 8 bits before they are multiplied with a quantised matrix
+/// ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI, and the vector units that were set allow it.
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn may_use_vnni() -> bool {
@@ -74,6 +74,24 @@ pub fn may_use_bf16() -> bool {
     #[cfg(not(target_arch = "x86_64"))]
     let can = false;
     can
+}
+
+/// Whether rows may be converted to whole numbers of 16 bits before they are multiplied with a quantised matrix
+/// ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI or AVX2. With AVX-512 but without VNNI, f32 is as fast.
+///
+/// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
+pub fn may_use_int16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let can = may_use_vnni() || matches!(ARCH.get_or_init(Arch::new), Arch::V3(_));
+    #[cfg(not(target_arch = "x86_64"))]
+    let can = false;
+    can
+}
+
+/// Whether this CPU has AVX2 and fused multiply-add.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
 /// Whether this CPU has AVX512-BF16, and the other AVX-512 instructions that the kernel uses.

@@ -47,9 +47,9 @@ impl KvShape {
         self.words(BLOCK * self.width)
     }
 
-    /// Words of 32 bits for the keys and values of one layer and head of a block.
-    fn head_words(&self) -> usize {
-        self.key_words() + self.words(BLOCK * self.stride())
+    /// Words of 32 bits for the values of one layer and head of a block.
+    fn value_words(&self) -> usize {
+        self.words(BLOCK * self.stride())
     }
 
     /// Words of 32 bits for this many numbers.
@@ -62,13 +62,17 @@ impl KvShape {
 
     /// Bytes of a block.
     pub fn block_bytes(&self) -> usize {
-        self.layers * self.heads * self.head_words() * 4
+        self.layers * self.heads * (self.key_words() + self.value_words()) * 4
     }
 }
 
-/// The blocks of memory for keys and values.
+/// The blocks of memory for keys and values: `[groups, layers, heads]`, and for each of them first the keys of all blocks
+/// of the group, then their values. So the keys of a long sequence follow each other in memory if its blocks are a
+/// group: reading them from memory is then about twice as fast.
 pub struct KvBlocks {
     shape: KvShape,
+    /// The blocks of a group. A group's blocks have consecutive numbers.
+    group_blocks: usize,
     memory: MmapMut,
 }
 
@@ -94,13 +98,29 @@ pub struct CachePosition {
 }
 
 impl KvBlocks {
-    /// Reserves address space for this many blocks. No memory is used yet.
+    /// Reserves address space for this many blocks, each a group of its own. No memory is used yet.
     ///
     /// # Errors
     /// The system has not enough address space.
     pub fn new(shape: KvShape, blocks: usize) -> io::Result<Self> {
-        let bytes = blocks.max(1).saturating_mul(shape.block_bytes());
-        Ok(Self { shape, memory: MmapMut::map_anon(bytes)? })
+        Self::with_groups(shape, blocks, 1)
+    }
+
+    /// As [`new`](Self::new), for groups of this many blocks.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_groups(shape: KvShape, groups: usize, group_blocks: usize) -> io::Result<Self> {
+        let bytes = groups.max(1).saturating_mul(group_blocks).saturating_mul(shape.block_bytes());
+        Ok(Self { shape, group_blocks, memory: MmapMut::map_anon(bytes)? })
+    }
+
+    /// Asks the system for pages of 2 MiB. Fewer of a group's addresses have to be translated then, but its first number
+    /// takes such a page of each layer and head. For groups that are always filled.
+    pub fn use_large_pages(&self) {
+        #[cfg(target_os = "linux")]
+        // Without large pages, reading is slower, and nothing else changes.
+        let _ = self.memory.advise(memmap2::Advice::HugePage);
     }
 
     /// The shape of the keys and values of one token.
@@ -108,29 +128,32 @@ impl KvBlocks {
         self.shape
     }
 
-    /// Returns a block's memory to the system.
+    /// Returns the memory of a group to the system.
     #[expect(unsafe_code, reason = "no safe interface exists for discarding the contents of pages")]
-    pub fn release(&mut self, block: u32) {
-        let bytes = self.shape.block_bytes();
+    pub fn release(&mut self, group: usize) {
+        let bytes = self.group_blocks * self.shape.block_bytes();
         // SAFETY: the map is private and anonymous, so its pages become zeros, which are valid numbers. If the call
         // fails, the process keeps the memory.
-        let _ = unsafe {
-            self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, block as usize * bytes, bytes)
-        };
+        let _ =
+            unsafe { self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, group * bytes, bytes) };
     }
 
     /// The keys and values of one layer and head of a block.
     pub fn head_block(&self, block: u32, layer: usize, head: usize) -> HeadBlock<'_> {
-        let words: &[u32] = bytemuck::cast_slice(&self.memory[self.byte_range(block, layer, head)]);
-        let (keys, values) = words.split_at(self.shape.key_words());
-        HeadBlock { keys, values }
+        let [keys, values] = self.ranges(block, layer, head);
+        let words: &[u32] = bytemuck::cast_slice(&self.memory);
+        HeadBlock { keys: &words[keys], values: &words[values] }
     }
 
-    fn byte_range(&self, block: u32, layer: usize, head: usize) -> Range<usize> {
+    /// The words of a block's keys and of its values.
+    fn ranges(&self, block: u32, layer: usize, head: usize) -> [Range<usize>; 2] {
         let KvShape { layers, heads, .. } = self.shape;
-        let bytes = self.shape.head_words() * 4;
-        let start = ((block as usize * layers + layer) * heads + head) * bytes;
-        start..start + bytes
+        let (key_words, value_words) = (self.shape.key_words(), self.shape.value_words());
+        let (group, index) = (block as usize / self.group_blocks, block as usize % self.group_blocks);
+        let start = ((group * layers + layer) * heads + head) * self.group_blocks * (key_words + value_words);
+        let keys = start + index * key_words;
+        let values = start + self.group_blocks * key_words + index * value_words;
+        [keys..keys + key_words, values..values + value_words]
     }
 
     /// Writes the key and the value of a token. The tokens of a block must be written in order, because writing one
@@ -141,9 +164,10 @@ impl KvBlocks {
         let offset = position.offset;
         let (group, lane) = (offset / KEY_LANES, offset % KEY_LANES);
         let group_words = self.shape.words(width * KEY_LANES);
-        let range = self.byte_range(position.block, layer, head);
-        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory[range]);
-        let (keys, values) = words.split_at_mut(self.shape.key_words());
+        let [keys, values] = self.ranges(position.block, layer, head);
+        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory);
+        let (before, words) = words.split_at_mut(values.start);
+        let (keys, values) = (&mut before[keys], &mut words[..values.len()]);
         let key_words = keys[group * group_words..].iter_mut().skip(lane).step_by(KEY_LANES);
         match numbers {
             KvNumbers::F32 => {
@@ -220,5 +244,36 @@ mod tests {
             blocks.release(1);
             assert!(blocks.head_block(1, 1, 2).values.iter().all(|word| *word == 0));
         }
+    }
+
+    #[test]
+    fn the_keys_of_a_group_follow_each_other_and_a_group_is_released_alone() {
+        let shape = KvShape { layers: 2, heads: 2, width: 16, numbers: KvNumbers::F32 };
+        let mut blocks = KvBlocks::with_groups(shape, 2, 3).unwrap();
+        blocks.use_large_pages();
+        let heads = (0..6).flat_map(|block| (0..4).map(move |head| (block, head / 2, head % 2)));
+        for (block, layer, head) in heads.clone() {
+            let number = (block as usize * 4 + layer * 2 + head) as f32;
+            for offset in 0..BLOCK {
+                blocks.put(CachePosition { block, offset }, layer, head, &[number; 16], &[-number; 16]);
+            }
+        }
+        let check = |blocks: &KvBlocks, kept: Range<u32>| {
+            for (block, layer, head) in heads.clone() {
+                let number = (block as usize * 4 + layer * 2 + head) as f32;
+                let expected = if kept.contains(&block) { number } else { 0.0 };
+                let HeadBlock { keys, values } = blocks.head_block(block, layer, head);
+                assert!(keys.iter().all(|word| f32::from_bits(*word) == expected), "{block} {layer} {head}");
+                assert!(
+                    values.iter().all(|word| f32::from_bits(*word) == -expected),
+                    "{block} {layer} {head}"
+                );
+            }
+        };
+        check(&blocks, 0..6);
+        let keys = |block| blocks.head_block(block, 1, 1).keys.as_ptr_range();
+        assert_eq!((keys(3).end, keys(4).end), (keys(4).start, keys(5).start));
+        blocks.release(0);
+        check(&blocks, 3..6);
     }
 }

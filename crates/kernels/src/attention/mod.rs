@@ -10,6 +10,7 @@ use std::cell::RefCell;
 use std::mem;
 use std::ops::Range;
 
+mod long;
 mod text;
 
 use crate::add_norm::Epilogue;
@@ -19,6 +20,7 @@ use crate::gemm::{
     narrow,
 };
 use crate::positions::{PositionTerms, positions_in_texts};
+use long::{LONG, PackedHead};
 use text::{Heads, Text};
 
 /// The largest number of queries of one text that one part of the parallel work computes.
@@ -130,6 +132,8 @@ struct Scratch {
     x: Panels,
     /// Keys, transposed: `[hidden, stride]`.
     keys: Vec<f32>,
+    /// The heads of each long text.
+    packed_heads: Vec<PackedHead>,
     /// The output of the heads: `[tokens, heads·d_values]`.
     context: Vec<f32>,
     /// `[tokens, hidden]`.
@@ -206,6 +210,13 @@ impl Batch<'_> {
         let Attention { qv, heads, .. } = self.weights;
         let width = heads.count * heads.d_values;
         scratch.context.resize(scratch.qv.len() / qv.width() * width, 0.0);
+        let mut starts = 0;
+        let texts = self.lengths.iter().map(|n| {
+            starts += n;
+            starts - n..starts
+        });
+        let long_texts: Vec<Range<usize>> = texts.filter(|rows| rows.len() >= LONG).collect();
+        scratch.packed_heads.resize_with(long_texts.len() * heads.count, PackedHead::default);
         let text = |rows: Range<usize>| Text {
             qv: &scratch.qv,
             qv_width: qv.width(),
@@ -215,13 +226,25 @@ impl Batch<'_> {
             heads: *heads,
             position_terms: self.position_terms,
         };
+        let heads_of_texts =
+            long_texts.iter().flat_map(|rows| (0..heads.count).map(move |head| (rows, head)));
+        in_parallel(scratch.packed_heads.iter_mut().zip(heads_of_texts), |(packed, (rows, head))| {
+            packed.pack(&text(rows.clone()), head);
+        });
+        let packed_heads = |rows: &Range<usize>| {
+            let index = long_texts.binary_search_by_key(&rows.start, |rows| rows.start).ok()?;
+            Some(&scratch.packed_heads[index * heads.count..][..heads.count])
+        };
         let mut unassigned = &mut scratch.context[..];
         let parts = parts(self.lengths).map(|(rows, queries)| {
             let (out, rest) = mem::take(&mut unassigned).split_at_mut(queries.len() * width);
             unassigned = rest;
             (rows, queries, out)
         });
-        in_parallel(parts, |(rows, queries, out)| dispatch(text(rows).attend_queries(queries, out)));
+        in_parallel(parts, |(rows, queries, out)| match packed_heads(&rows) {
+            Some(packed) => long::attend_queries(&text(rows), packed, queries, out),
+            None => dispatch(text(rows).attend_queries(queries, out)),
+        });
     }
 }
 
@@ -364,8 +387,10 @@ mod tests {
                     TestWeights::new(heads, d, 0.2).largest_error(&lengths, &PositionTerms::default());
                 assert!(error < 2e-5, "{heads} heads of {d}: {error}");
             }
-            let error = TestWeights::new(2, 32, 0.2).largest_error(&[512], &PositionTerms::default());
-            assert!(error < 1e-5, "{error}");
+            for long in [512, LONG, LONG + 33] {
+                let error = TestWeights::new(2, 32, 0.2).largest_error(&[3, long], &PositionTerms::default());
+                assert!(error < 1e-5, "{long}: {error}");
+            }
         });
     }
 
@@ -385,6 +410,9 @@ mod tests {
                 let error = TestWeights::new(4, 8, 0.3).largest_error(&[1, 2, 17, 33, 70], &position_terms);
                 assert!(error < 2e-5, "{position_terms:?}: {error}");
             }
+            let window = PositionTerms { window: Some(40), ..PositionTerms::default() };
+            let error = TestWeights::new(4, 8, 0.3).largest_error(&[5, LONG + 1], &window);
+            assert!(error < 2e-5, "{error}");
         });
     }
 
@@ -400,11 +428,14 @@ mod tests {
         on_every_cpu(|| {
             let attention = TestWeights::new(4, 8, 0.5).packed();
             let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5 };
-            let x = noise(&[30, 32], 1.0, 1);
-            let (mut together, mut alone) = (x.clone(), x[11 * 32..].to_vec());
-            attention.attend(&mut together, &[11, 19], &PositionTerms::default(), Epilogue::Norm(&norm));
-            attention.attend(&mut alone, &[19], &PositionTerms::default(), Epilogue::Norm(&norm));
-            assert_eq!(together[11 * 32..], alone);
+            for (before, length) in [(11, 19), (LONG, LONG + 5)] {
+                let x = noise(&[before + length, 32], 1.0, 1);
+                let (mut together, mut alone) = (x.clone(), x[before * 32..].to_vec());
+                let (lengths, terms) = ([before, length], PositionTerms::default());
+                attention.attend(&mut together, &lengths, &terms, Epilogue::Norm(&norm));
+                attention.attend(&mut alone, &[length], &terms, Epilogue::Norm(&norm));
+                assert_eq!(together[before * 32..], alone, "{length}");
+            }
         });
     }
 }

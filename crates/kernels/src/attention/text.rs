@@ -151,26 +151,32 @@ impl Columns<'_> {
     }
 }
 
-/// Turns each of the [`ROWS`] rows into e^(score - largest), and returns 1 / sum of each. Scores from `n` on do not
-/// belong to a key of this text, and become 0.
+/// Turns each of the [`ROWS`] rows into weights, as [`softmax_row`]. Returns 1 / sum of each.
 #[inline(always)]
 fn softmax<S: Simd>(simd: S, scores: &mut [f32], n: usize) -> [f32; ROWS] {
     let n_keys = scores.len() / ROWS;
     let mut factors = [0.0; ROWS];
     for (row, factor) in scores.chunks_exact_mut(n_keys).zip(&mut factors) {
-        row[n..].fill(f32::NEG_INFINITY);
-        let row = S::as_mut_simd_f32s(row).0;
-        let mut largest = simd.splat_f32s(f32::NEG_INFINITY);
-        for x in row.iter() {
-            largest = simd.max_f32s(largest, *x);
-        }
-        let largest = simd.splat_f32s(simd.reduce_max_f32s(largest));
-        let mut sum = simd.splat_f32s(0.0);
-        for x in row {
-            *x = exp(simd, simd.sub_f32s(*x, largest));
-            sum = simd.add_f32s(sum, *x);
-        }
-        *factor = 1.0 / simd.reduce_sum_f32s(sum);
+        *factor = softmax_row(simd, row, n);
     }
     factors
+}
+
+/// Turns the scores of a query into e^(score - largest), and returns 1 / their sum. Scores from `n` on do not belong to a
+/// key of this text, and become 0.
+#[inline(always)]
+pub fn softmax_row<S: Simd>(simd: S, row: &mut [f32], n: usize) -> f32 {
+    row[n..].fill(f32::NEG_INFINITY);
+    let row = S::as_mut_simd_f32s(row).0;
+    let mut largest = simd.splat_f32s(f32::NEG_INFINITY);
+    for x in row.iter() {
+        largest = simd.max_f32s(largest, *x);
+    }
+    let largest = simd.splat_f32s(simd.reduce_max_f32s(largest));
+    let mut sum = simd.splat_f32s(0.0);
+    for x in row {
+        *x = exp(simd, simd.sub_f32s(*x, largest));
+        sum = simd.add_f32s(sum, *x);
+    }
+    1.0 / simd.reduce_sum_f32s(sum)
 }

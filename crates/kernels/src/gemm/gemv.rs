@@ -2,6 +2,7 @@
 //! f32 in registers. Reading the weights takes most of the time, and packed weights have fewer bytes than f32.
 
 use std::cell::RefCell;
+use std::slice::ChunksExact;
 
 use pulp::{Simd, WithSimd};
 
@@ -12,6 +13,8 @@ use super::tile::store;
 
 /// The rows of the highest tile; it needs 32 registers.
 pub const MAX_TILE_ROWS: usize = 16;
+/// Words in a cache line.
+const LINE_WORDS: usize = 16;
 /// The rows of the middle tile. The others have 1 and [`MAX_TILE_ROWS`] rows.
 const MID_TILE_ROWS: usize = 4;
 
@@ -35,16 +38,22 @@ pub struct Unpack<'a> {
 }
 
 thread_local! {
-    /// A tile of rows, transposed. Reused by the next product.
-    static TILE: RefCell<Vec<f32>> = RefCell::default();
+    /// The rows, tile by tile. Reused by the next product.
+    static TILES: RefCell<Vec<f32>> = RefCell::default();
 }
 
-/// Computes the product in tiles of 16, 4 and 1 rows.
+/// Computes the product in tiles of 16, 4 and 1 rows. All tiles are multiplied by a panel before the next panel, so that
+/// the matrix is read from memory once.
 pub fn multiply_few_rows(few: FewRows<'_>) {
     let FewRows { format, depth, rows, panels, out, stride } = few;
-    let mut tile = TILE.take();
-    let mut first = 0;
     let count = rows.len() / depth;
+    if count == 0 {
+        return;
+    }
+    let mut tiles = TILES.take();
+    tiles.clear();
+    let mut heights = Vec::new();
+    let mut first = 0;
     while first < count {
         let left = count - first;
         // A tile of 16 rows takes as long as three tiles of 4 rows, so it pays from 9 rows on.
@@ -54,79 +63,161 @@ pub fn multiply_few_rows(few: FewRows<'_>) {
             _ => MID_TILE_ROWS,
         };
         let taken = left.min(height);
-        transpose(&rows[first * depth..][..taken * depth], depth, height, &mut tile);
-        let out = &mut out[first * stride..][..taken * stride];
-        dispatch(Tile { format, height, rows: &tile, panels, out, stride });
+        transpose(&rows[first * depth..][..taken * depth], depth, height, &mut tiles);
+        heights.push(height);
         first += taken;
     }
-    TILE.set(tile);
+    dispatch(Tiles { format, depth, heights: &heights, tiles: &tiles, panels, out, stride });
+    TILES.set(tiles);
 }
 
-/// `to` `[depth, height]` ← the transpose of `rows` `[count, depth]`, with zeros for missing rows.
+/// Appends the transpose `[depth, height]` of `rows` `[count, depth]`, with zeros for missing rows.
 fn transpose(rows: &[f32], depth: usize, height: usize, to: &mut Vec<f32>) {
-    to.clear();
-    to.resize(depth * height, 0.0);
+    let start = to.len();
+    to.resize(start + depth * height, 0.0);
     for (row, numbers) in rows.chunks_exact(depth).enumerate() {
-        for (to, x) in to.chunks_exact_mut(height).zip(numbers) {
+        for (to, x) in to[start..].chunks_exact_mut(height).zip(numbers) {
             to[row] = *x;
         }
     }
 }
 
-struct Tile<'a> {
+struct Tiles<'a> {
     format: NumberFormat,
-    height: usize,
-    /// `[depth, height]`.
-    rows: &'a [f32],
+    depth: usize,
+    /// The rows of each tile, including missing ones.
+    heights: &'a [usize],
+    /// `[depth, height]` for each tile.
+    tiles: &'a [f32],
     panels: &'a [u32],
     out: &'a mut [f32],
     stride: usize,
 }
 
-impl WithSimd for Tile<'_> {
+impl WithSimd for Tiles<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         match self.format {
-            NumberFormat::F32 => self.multiply_packed::<S, F32>(simd),
-            NumberFormat::Bf16 => self.multiply_packed::<S, Bf16>(simd),
-            NumberFormat::Bits4 => self.multiply_packed::<S, Bits4>(simd),
-            NumberFormat::Bits8 => self.multiply_packed::<S, Bits8<8>>(simd),
-            NumberFormat::Bits8By16 => self.multiply_packed::<S, Bits8<4>>(simd),
+            NumberFormat::F32 => self.multiply::<S, F32>(simd),
+            NumberFormat::Bf16 => self.multiply::<S, Bf16>(simd),
+            NumberFormat::Bits4 => self.multiply::<S, Bits4>(simd),
+            NumberFormat::Bits8 => self.multiply::<S, Bits8<8>>(simd),
+            NumberFormat::Bits8By16 => self.multiply::<S, Bits8<4>>(simd),
         }
     }
 }
 
-impl Tile<'_> {
-    /// Multiplies the tile by all panels, whose numbers are packed as in `C`.
+/// Registers across a tile of this height.
+const fn tile_width(height: usize, lanes: usize) -> usize {
+    match height {
+        1 if lanes == 16 => 4,
+        1 => 8,
+        MID_TILE_ROWS if lanes == 16 => 4,
+        MID_TILE_ROWS => 2,
+        _ => 1,
+    }
+}
+
+impl Tiles<'_> {
+    /// Multiplies the tiles by all panels, whose numbers are packed as in `C`.
     #[inline(always)]
-    fn multiply_packed<S: Simd, C: Packing>(self, simd: S) {
-        match self.height {
-            1 => self.multiply::<S, C, 1, 4>(simd),
-            MID_TILE_ROWS if S::F32_LANES == 16 => self.multiply::<S, C, MID_TILE_ROWS, 4>(simd),
-            MID_TILE_ROWS => self.multiply::<S, C, MID_TILE_ROWS, 2>(simd),
-            _ => self.multiply::<S, C, MAX_TILE_ROWS, 1>(simd),
+    fn multiply<S: Simd, C: Packing>(self, simd: S) {
+        let Self { depth, heights, tiles, panels, out, stride, .. } = self;
+        let panel_words = depth / (C::NUMBER_WORDS * C::PER_WORD) * C::GROUP_WORDS * PANEL;
+        let passes = |height: &usize| PANEL / (tile_width(*height, S::F32_LANES) * S::F32_LANES);
+        let all_passes: usize = heights.iter().map(passes).sum();
+        // All passes over a panel together fetch the next one.
+        let lines_per_group = (C::GROUP_WORDS * PANEL / LINE_WORDS).div_ceil(all_passes);
+        for (index, panel) in panels.chunks_exact(panel_words).enumerate() {
+            let next = panels.get((index + 1) * panel_words..).unwrap_or_default();
+            let mut next = NextPanel {
+                lines: next[..next.len().min(panel_words)].chunks_exact(LINE_WORDS),
+                count: lines_per_group,
+            };
+            let mut row = 0;
+            for height in heights {
+                let rows = &tiles[row * depth..][..height * depth];
+                let to = To { out: &mut out[row * stride..], stride, column: index * PANEL };
+                let next = &mut next;
+                match *height {
+                    1 if S::F32_LANES == 16 => {
+                        multiply_panel::<S, C, 1, { tile_width(1, 16) }>(simd, rows, panel, next, to);
+                    }
+                    1 => multiply_panel::<S, C, 1, { tile_width(1, 8) }>(simd, rows, panel, next, to),
+                    MID_TILE_ROWS if S::F32_LANES == 16 => {
+                        multiply_panel::<S, C, MID_TILE_ROWS, { tile_width(MID_TILE_ROWS, 16) }>(
+                            simd, rows, panel, next, to,
+                        );
+                    }
+                    MID_TILE_ROWS => {
+                        multiply_panel::<S, C, MID_TILE_ROWS, { tile_width(MID_TILE_ROWS, 8) }>(
+                            simd, rows, panel, next, to,
+                        );
+                    }
+                    _ => {
+                        multiply_panel::<S, C, MAX_TILE_ROWS, { tile_width(MAX_TILE_ROWS, 16) }>(
+                            simd, rows, panel, next, to,
+                        );
+                    }
+                }
+                row += height;
+            }
         }
     }
+}
 
-    /// Multiplies the tile by all panels, `WIDTH` registers of columns at a time.
+/// Where the results of a tile go: to rows of `stride` numbers, from the column `column` on. Rows that are missing in a
+/// tile are missing here, too.
+struct To<'a> {
+    out: &'a mut [f32],
+    stride: usize,
+    column: usize,
+}
+
+/// The part of the next panel that is not fetched yet.
+struct NextPanel<'a> {
+    /// Its cache lines.
+    lines: ChunksExact<'a, u32>,
+    /// How many of them are fetched for each group of a pass over this panel.
+    count: usize,
+}
+
+impl NextPanel<'_> {
+    /// Fetches some lines into the second-level cache. The CPU's own prefetcher stops at the end of a page of 4 KiB, and
+    /// waiting for memory at the beginning of each panel would take as long as multiplying it.
     #[inline(always)]
-    fn multiply<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(self, simd: S) {
-        let rows = self.rows.as_chunks::<HEIGHT>().0;
-        let panel_words = rows.len() / (C::NUMBER_WORDS * C::PER_WORD) * C::GROUP_WORDS * PANEL;
-        for (index, panel) in self.panels.chunks_exact(panel_words).enumerate() {
-            for part in 0..PANEL / (WIDTH * S::F32_LANES) {
-                let first = index * PANEL + part * WIDTH * S::F32_LANES;
-                if first >= self.stride {
-                    break;
-                }
-                let sums = sums::<S, C, HEIGHT, WIDTH>(simd, rows, S::as_simd_u32s(panel).0, part);
-                let last = (first + WIDTH * S::F32_LANES).min(self.stride);
-                for (out, sums) in self.out.chunks_exact_mut(self.stride).zip(sums) {
-                    store(simd, &sums, &mut out[first..last]);
-                }
-            }
+    #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "no safe interface has the instruction"))]
+    fn fetch(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        for line in self.lines.by_ref().take(self.count) {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            // SAFETY: prefetching has no effect but on time, at any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+        }
+    }
+}
+
+/// Multiplies a tile by a panel, `WIDTH` registers of columns at a time.
+#[inline(always)]
+fn multiply_panel<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(
+    simd: S,
+    rows: &[f32],
+    panel: &[u32],
+    next: &mut NextPanel<'_>,
+    To { out, stride, column }: To<'_>,
+) {
+    let rows = rows.as_chunks::<HEIGHT>().0;
+    for part in 0..PANEL / (WIDTH * S::F32_LANES) {
+        let first = column + part * WIDTH * S::F32_LANES;
+        if first >= stride {
+            break;
+        }
+        let sums = sums::<S, C, HEIGHT, WIDTH>(simd, rows, S::as_simd_u32s(panel).0, part, next);
+        let last = (first + WIDTH * S::F32_LANES).min(stride);
+        for (out, sums) in out.chunks_exact_mut(stride).zip(sums) {
+            store(simd, &sums, &mut out[first..last]);
         }
     }
 }
@@ -139,6 +230,7 @@ fn sums<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(
     rows: &[[f32; HEIGHT]],
     panel: &[S::u32s],
     part: usize,
+    next: &mut NextPanel<'_>,
 ) -> [[S::f32s; WIDTH]; HEIGHT] {
     let mut sums = [[simd.splat_f32s(0.0); WIDTH]; HEIGHT];
     let line = PANEL / S::F32_LANES;
@@ -150,9 +242,7 @@ fn sums<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(
     let groups =
         panel.chunks_exact(C::GROUP_WORDS * line).zip(rows.chunks_exact(C::NUMBER_WORDS * C::PER_WORD));
     for (group, rows) in groups {
-        if part == 0 {
-            fetch_ahead::<S>(group);
-        }
+        next.fetch();
         let scales = if C::GROUP_WORDS > C::NUMBER_WORDS { take(group) } else { [simd.splat_u32s(0); WIDTH] };
         let offsets = if C::GROUP_WORDS > C::NUMBER_WORDS { take(&group[line..]) } else { scales };
         let words = group[(C::GROUP_WORDS - C::NUMBER_WORDS) * line..].chunks_exact(line);
@@ -175,22 +265,6 @@ fn sums<S: Simd, C: Packing, const HEIGHT: usize, const WIDTH: usize>(
         }
     }
     sums
-}
-
-/// Prefetches the words one page after these. The CPU's own prefetcher stops at the end of a page of 4 KiB, and waiting
-/// there would take twice as long as computing.
-#[inline(always)]
-#[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "no safe interface has the instruction"))]
-fn fetch_ahead<S: Simd>(words: &[S::u32s]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in (0..size_of_val(words)).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let ahead = words.as_ptr().cast::<i8>().wrapping_add(4096 + line);
-        // SAFETY: prefetching has no effect but on time, at any address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = words;
 }
 
 impl WithSimd for Unpack<'_> {

@@ -63,16 +63,26 @@ impl Panels {
 
     /// Packs a matrix that is given by its rows, `[depth, width]`, into this buffer.
     pub fn pack_rows(&mut self, rows: &[f32], width: usize) {
-        (self.depth, self.width) = (rows.len() / width, width);
+        self.pack_slices(rows.chunks_exact(width), [rows.len() / width, width]);
+    }
+
+    /// Packs a matrix that is given by its rows, each `width` long, into this buffer. Rows that are missing at the end are
+    /// zeros.
+    pub fn pack_slices<'a>(
+        &mut self,
+        rows: impl ExactSizeIterator<Item = &'a [f32]> + Clone,
+        [depth, width]: [usize; 2],
+    ) {
+        (self.depth, self.width) = (depth, width);
         let side = Tile::of_this_cpu().columns;
-        let panel = side * self.depth.next_multiple_of(RUN);
+        let panel = side * depth.next_multiple_of(RUN);
         self.panels.set_len(width.div_ceil(side) * panel);
         for (index, to) in self.panels.chunks_exact_mut(panel).enumerate() {
             let columns = index * side..width.min((index + 1) * side);
-            if columns.len() < side || !self.depth.is_multiple_of(RUN) {
+            if columns.len() < side || rows.len() < panel / side {
                 to.fill(0.0);
             }
-            for (to, row) in to.chunks_exact_mut(side).zip(rows.chunks_exact(width)) {
+            for (to, row) in to.chunks_exact_mut(side).zip(rows.clone()) {
                 to[..columns.len()].copy_from_slice(&row[columns.clone()]);
             }
         }

@@ -23,6 +23,10 @@ use super::half_rows::HalfRows;
 use super::in_parallel;
 use super::layout::{Panels, Rows};
 use super::number_format::{NumberFormat, PANEL};
+#[cfg(target_arch = "x86_64")]
+use super::shorts::ShortRows;
+#[cfg(target_arch = "x86_64")]
+use crate::may_use_vnni;
 
 /// A group of quantised numbers: each is `q·scale + offset`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,21 +45,23 @@ pub enum RowFormat {
     /// Rows are not converted.
     #[default]
     F32,
-    /// Whole numbers of 15 bits, with a scale for each 32: nearly as exact as f32, and faster.
+    /// Whole numbers with a scale for each 32: of 15 bits with AVX512-VNNI, of 16 bits with AVX2. Nearly as exact as f32,
+    /// and faster.
     Int16,
-    /// Whole numbers of 8 bits, with a scale for each 32: the fastest.
+    /// Whole numbers of 8 bits, with a scale for each 32: the fastest. Only with AVX512-VNNI.
     Int8,
     /// bf16, for a matrix in bf16.
     Bf16,
 }
 
 impl RowFormat {
-    /// The number of 8-bit parts of a whole number; none for other numbers.
+    /// The number of 8-bit parts of a whole number; none for numbers that are not split.
+    #[cfg(target_arch = "x86_64")]
     fn parts(self) -> Option<usize> {
         match self {
-            Self::F32 | Self::Bf16 => None,
-            Self::Int16 => Some(2),
+            Self::Int16 if may_use_vnni() => Some(2),
             Self::Int8 => Some(1),
+            Self::F32 | Self::Bf16 | Self::Int16 => None,
         }
     }
 }
@@ -166,9 +172,9 @@ impl Matrix {
     }
 
     /// Sets the format to which rows are converted before they are multiplied. Whole numbers are for quantised matrices
-    /// whose depth is a multiple of 32, and require that the CPU [`may_use_vnni`](crate::may_use_vnni). bf16 is for
-    /// matrices in bf16, and requires that the CPU [`may_use_bf16`](crate::may_use_bf16). A format that is not for this
-    /// matrix has no effect.
+    /// whose depth is a multiple of 32. Those of 8 bits require that the CPU [`may_use_vnni`](crate::may_use_vnni), those
+    /// of 16 bits that it [`may_use_int16`](crate::may_use_int16). bf16 is for matrices in bf16, and requires that the CPU
+    /// [`may_use_bf16`](crate::may_use_bf16). A format that is not for this matrix has no effect.
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowFormat) -> Self {
         let fits = match rows {
@@ -349,6 +355,8 @@ enum LeftRows<'a> {
     #[cfg(target_arch = "x86_64")]
     Bytes(ByteRows),
     #[cfg(target_arch = "x86_64")]
+    Shorts(ShortRows),
+    #[cfg(target_arch = "x86_64")]
     Halves(HalfRows),
 }
 
@@ -356,6 +364,8 @@ enum LeftRows<'a> {
 thread_local! {
     /// Reused by the next product: new memory costs a page fault every 4 KiB.
     static BYTE_ROWS: RefCell<ByteRows> = RefCell::default();
+    /// As `BYTE_ROWS`.
+    static SHORT_ROWS: RefCell<ShortRows> = RefCell::default();
     /// As `BYTE_ROWS`.
     static HALF_ROWS: RefCell<HalfRows> = RefCell::default();
 }
@@ -367,6 +377,12 @@ impl<'a> LeftRows<'a> {
             let mut packed = BYTE_ROWS.take();
             packed.pack(rows, matrix.depth, matrix.format, parts);
             return Self::Bytes(packed);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if matrix.rows == RowFormat::Int16 {
+            let mut packed = SHORT_ROWS.take();
+            packed.pack(rows, matrix.depth, matrix.format);
+            return Self::Shorts(packed);
         }
         #[cfg(target_arch = "x86_64")]
         if matrix.rows == RowFormat::Bf16 {
@@ -389,6 +405,8 @@ impl<'a> LeftRows<'a> {
             #[cfg(target_arch = "x86_64")]
             Self::Bytes(packed) => packed.multiply(panels, out, stride),
             #[cfg(target_arch = "x86_64")]
+            Self::Shorts(packed) => packed.multiply(panels, out, stride),
+            #[cfg(target_arch = "x86_64")]
             Self::Halves(packed) => packed.multiply(panels, out, stride),
         }
     }
@@ -399,6 +417,7 @@ impl<'a> LeftRows<'a> {
         match self {
             Self::Plain(_) => {}
             Self::Bytes(packed) => BYTE_ROWS.set(packed),
+            Self::Shorts(packed) => SHORT_ROWS.set(packed),
             Self::Halves(packed) => HALF_ROWS.set(packed),
         }
     }
@@ -524,15 +543,20 @@ mod tests {
         });
     }
 
-    /// Each format of quantised matrices with each format of quantised rows, and the largest number in such a row.
+    const QUANTISED: [NumberFormat; 3] = [NumberFormat::Bits4, NumberFormat::Bits8, NumberFormat::Bits8By16];
+
+    /// Each format of quantised matrices with each format of quantised rows that this CPU has, and the largest number in
+    /// such a row.
     fn quantised_formats() -> impl Iterator<Item = (NumberFormat, (RowFormat, f32))> {
-        let rows = [(RowFormat::Int8, 127.0), (RowFormat::Int16, 127.0 * 128.0)];
-        [NumberFormat::Bits4, NumberFormat::Bits8, NumberFormat::Bits8By16]
-            .into_iter()
-            .flat_map(move |it| rows.map(|kind| (it, kind)))
+        let rows = match (crate::may_use_vnni(), crate::may_use_int16()) {
+            (true, _) => vec![(RowFormat::Int8, 127.0), (RowFormat::Int16, 127.0 * 128.0)],
+            (false, true) => vec![(RowFormat::Int16, 32_767.0)],
+            (false, false) => Vec::new(),
+        };
+        QUANTISED.into_iter().flat_map(move |format| rows.clone().into_iter().map(move |kind| (format, kind)))
     }
 
-    /// A row after `ByteRows` has quantised it: whole numbers, times their scales.
+    /// A row after it has been quantised: whole numbers, times their scales.
     fn rounded(row: &[f32], largest: f32) -> Vec<f64> {
         let groups = row.chunks(32).flat_map(|group| {
             let max = group.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -545,9 +569,6 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn quantised_rows_give_the_exact_products_of_their_rounded_numbers() {
-        if !crate::may_use_vnni() {
-            return;
-        }
         for (format, (kind, largest)) in quantised_formats() {
             for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
                 let (made, expected) = matrix(format, [96, width]);
@@ -570,12 +591,53 @@ mod tests {
         }
     }
 
+    /// Calls the kernel itself, because a CPU with AVX512-VNNI multiplies rows of 16 bits with another one.
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn rows_of_16_bits_give_the_exact_products_of_their_rounded_numbers_also_at_their_largest() {
+        if !crate::cpu::has_avx2() {
+            return;
+        }
+        let product = |made: &Matrix, x: &[f32]| {
+            let mut packed = ShortRows::default();
+            packed.pack(x, made.depth, made.format);
+            let mut out = vec![f32::NAN; x.len() / made.depth * made.width];
+            packed.multiply(made.words(), &mut out, made.width);
+            out
+        };
+        for format in QUANTISED {
+            for (depth, rows, width) in
+                [(32, 1, 1), (96, 1, 70), (96, 3, 64), (64, 5, 65), (96, 8, 130), (160, 23, 71)]
+            {
+                let (made, expected) = matrix(format, [depth, width]);
+                let x = flat(&[rows, depth], 7);
+                for (at, ours) in product(&made, &x).iter().enumerate() {
+                    let row = rounded(&x[at / width * depth..][..depth], 32_767.0);
+                    let column = &expected[at % width * depth..][..depth];
+                    let products = row.iter().zip(column).map(|(a, b)| a * f64::from(*b));
+                    let size: f64 = products.clone().map(f64::abs).sum();
+                    let error = (f64::from(*ours) - products.sum::<f64>()).abs();
+                    assert!(
+                        error < 1e-6 * size.max(1.0),
+                        "{format:?}, {rows}×{depth}×{width}, {at}: {error}"
+                    );
+                }
+            }
+            // Every product of a group has the largest magnitude.
+            let q = if format == NumberFormat::Bits4 { 15 } else { 255 };
+            let made =
+                Matrix::of_groups(format, [96, 70], |_, _| Group { scale: 1.0, offset: 0.0, q: [q; 32] });
+            for x in [2.0, -2.0] {
+                let expected = 96.0 * x * f32::from(q);
+                let out = product(&made, &[x; 7 * 96]);
+                assert!(out.iter().all(|y| (y - expected).abs() < 1e-5 * expected.abs()), "{format:?} {x}");
+            }
+        }
+    }
+
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn a_quantised_row_gives_the_same_bits_in_any_batch_and_keeps_nan() {
-        if !crate::may_use_vnni() {
-            return;
-        }
         for (format, (kind, _)) in quantised_formats() {
             let (made, other) = (matrix(format, [96, 2_000]).0, matrix(format, [96, 70]).0);
             let (made, other) = (made.with_rows_as(kind), other.with_rows_as(kind));

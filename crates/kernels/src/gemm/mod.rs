@@ -14,6 +14,10 @@ mod layout;
 mod linear;
 mod matrix;
 mod number_format;
+#[cfg(target_arch = "x86_64")]
+mod quantised_rows;
+#[cfg(target_arch = "x86_64")]
+mod shorts;
 mod size;
 mod tile;
 

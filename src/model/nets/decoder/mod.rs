@@ -54,7 +54,8 @@ impl CachedDecoder {
     /// Returns a block's memory to the system. On a device the memory is kept for other sequences.
     pub fn release(&mut self, block: u32) {
         if let Self::Host(_, kv) = self {
-            kv.release(block);
+            // Each block is a group.
+            kv.release(block as usize);
         }
     }
 }

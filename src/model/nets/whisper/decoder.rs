@@ -95,8 +95,8 @@ impl Layer {
     }
 }
 
-/// Keys and values. Each slot has the blocks that the longest sequence needs. The system provides a block's memory when
-/// it is written for the first time.
+/// Keys and values. Each slot has the blocks that the longest sequence needs; they are a group. The system provides memory
+/// when it is written for the first time.
 struct Cache {
     kv: KvBlocks,
     /// The indices of each slot's blocks in `kv`.
@@ -109,7 +109,7 @@ impl Cache {
         let blocks = (0..slots).map(|slot| {
             (slot * blocks_per_slot..(slot + 1) * blocks_per_slot).map(|block| block as u32).collect()
         });
-        Ok(Self { kv: KvBlocks::new(shape, slots * blocks_per_slot)?, blocks: blocks.collect() })
+        Ok(Self { kv: KvBlocks::with_groups(shape, slots, blocks_per_slot)?, blocks: blocks.collect() })
     }
 
     /// Writes the keys and values of a token, each `[heads·width]`.
@@ -125,7 +125,7 @@ impl Cache {
 
     /// Returns a slot's memory to the system.
     fn release(&mut self, slot: usize) {
-        self.blocks[slot].iter().for_each(|block| self.kv.release(*block));
+        self.kv.release(slot);
     }
 }
 
@@ -163,6 +163,9 @@ impl Decoder {
             (layers.collect::<Result<_, _>>()?, LayerNorm::load(weights, "decoder.layer_norm", width)?);
         let caches = Cache::new(shape, slots, context)
             .and_then(|text| Ok((text, Cache::new(shape, slots, POSITIONS)?)));
+        if let Ok((_, windows)) = &caches {
+            windows.kv.use_large_pages();
+        }
         Ok(caches.map(|(text_kv, window_kv)| Self {
             config: config.clone(),
             token_embeddings,

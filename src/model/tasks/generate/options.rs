@@ -6,7 +6,7 @@ use serde::Deserialize;
 use super::FAMILY;
 use crate::model::family::{OptionDefault, OptionSpec, Takes};
 use crate::model::ops::kv::KvNumbers;
-use crate::model::ops::{RowFormat, may_use_vnni};
+use crate::model::ops::{RowFormat, may_use_int16, may_use_vnni};
 use crate::model::{LoadError, LoadSpec, OptionProblem};
 
 /// The default of `context`, in tokens. If the model's context is shorter, the default is the model's context.
@@ -113,7 +113,7 @@ enum KvNumbersName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Activations {
-    /// `Int16` on a CPU with AVX512-VNNI, else `F32`.
+    /// `Int16` on a CPU with AVX512-VNNI or AVX2, else `F32`.
     Auto,
     F32,
     Int16,
@@ -167,7 +167,7 @@ impl Options {
     ) -> Result<RowFormat, LoadError> {
         let on_host = implementation == Implementation::Host;
         let (numbers, name) = match self.activations {
-            Activations::Auto if on_host && may_use_vnni() => (RowFormat::Int16, "auto"),
+            Activations::Auto if on_host && may_use_int16() => (RowFormat::Int16, "auto"),
             Activations::Auto => (RowFormat::F32, "auto"),
             Activations::F32 => (RowFormat::F32, "f32"),
             Activations::Int16 => (RowFormat::Int16, "int16"),
@@ -176,8 +176,11 @@ impl Options {
         let expected = match numbers {
             RowFormat::F32 => return Ok(numbers),
             _ if !on_host => "\"auto\" or \"f32\": a GPU computes with the weights' dtype",
+            RowFormat::Int16 if may_use_int16() => return Ok(numbers),
             _ if may_use_vnni() => return Ok(numbers),
-            _ => "\"auto\" or \"f32\": this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it",
+            _ => {
+                "\"auto\", \"int16\" or \"f32\": this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it"
+            }
         };
         Err(spec.refused_option(OptionProblem::expected("activations", name, expected)))
     }
