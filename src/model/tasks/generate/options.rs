@@ -53,9 +53,10 @@ pub static OPTIONS: [OptionSpec; 7] = [
         takes: Takes::Choice(&["auto", "f32", "int16", "int8"]),
         default: OptionDefault::Value("\"auto\""),
         help: "the type to which the numbers between layers are converted before they are multiplied with quantised \
-               weights: `f32`; `int16` (15 bits used, one scale for each 32 numbers); `int8` (8 bits, the fastest). \
-               Perplexity of a real text against f32: `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on \
-               CPUs with AVX512-VNNI. Elsewhere it is `f32`, and `int16` and `int8` are refused",
+               weights: `f32`; `int16` (15 bits used with AVX512-VNNI and 16 with AVX2, one scale for each 32 \
+               numbers); `int8` (8 bits, the fastest; only with AVX512-VNNI). Perplexity of a real text against f32: \
+               `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI or AVX2. \
+               Elsewhere it is `f32`, and `int16` and `int8` are refused",
     },
     OptionSpec {
         name: "seed",
