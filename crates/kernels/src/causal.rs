@@ -292,19 +292,8 @@ impl Chunk<'_> {
                 }
             }
         } else {
-            for (index, first_key) in (0..keys).step_by(KEY_LANES).enumerate() {
-                let words = N::words(width * KEY_LANES);
-                let keys_in_block = head_blocks[index / (BLOCK / KEY_LANES)].keys;
-                let group = &keys_in_block[index % (BLOCK / KEY_LANES) * words..][..words];
-                for register in 0..KEY_LANES / S::F32_LANES {
-                    let sums =
-                        products::<S, N, COUNT>(simd, &queries_by_number, S::as_simd_u32s(group).0, register);
-                    let first = first_key + register * S::F32_LANES;
-                    for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
-                        store(simd, &[sum], &mut scores[first..first + S::F32_LANES]);
-                    }
-                }
-            }
+            let scores = &mut scores[..count * keys];
+            scores_of_several::<S, N, COUNT>(simd, &queries_by_number, head_blocks, scores, keys);
         }
         let mut sums = [1.0; COUNT];
         for ((scores, position), sum) in
@@ -391,6 +380,29 @@ fn products<S: Simd, N: Format, const COUNT: usize>(
         }
     }
     sums
+}
+
+/// `scores` `[count, keys]` ← the dot products of several queries with the first keys of a head.
+#[inline(always)]
+fn scores_of_several<S: Simd, N: Format, const COUNT: usize>(
+    simd: S,
+    queries: &[[f32; COUNT]],
+    head_blocks: &[HeadBlock<'_>],
+    scores: &mut [f32],
+    keys: usize,
+) {
+    let words = N::words(queries.len() * KEY_LANES);
+    for (index, first_key) in (0..keys).step_by(KEY_LANES).enumerate() {
+        let keys_in_block = head_blocks[index / (BLOCK / KEY_LANES)].keys;
+        let group = &keys_in_block[index % (BLOCK / KEY_LANES) * words..][..words];
+        for register in 0..KEY_LANES / S::F32_LANES {
+            let sums = products::<S, N, COUNT>(simd, queries, S::as_simd_u32s(group).0, register);
+            let first = first_key + register * S::F32_LANES;
+            for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums) {
+                store(simd, &[sum], &mut scores[first..first + S::F32_LANES]);
+            }
+        }
+    }
 }
 
 /// `scores` ← the dot products of one query with the first keys of a block. The sums of `REGISTERS` registers of each

@@ -77,7 +77,8 @@ pub fn may_use_bf16() -> bool {
 }
 
 /// Whether rows may be converted to whole numbers of 16 bits before they are multiplied with a quantised matrix
-/// ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI or AVX2. With AVX-512 but without VNNI, f32 is as fast.
+/// ([`Matrix::with_rows_as`]): the CPU has AVX512-VNNI, or it has AVX2 and no AVX-512. What is
+/// faster with AVX-512 and without VNNI has not been measured.
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn may_use_int16() -> bool {

@@ -111,3 +111,40 @@ impl WithSimd for Softmax<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::text::Heads;
+    use super::*;
+    use crate::positions::PositionTerms;
+    use crate::testing::{noise, on_every_cpu};
+
+    #[test]
+    fn a_query_gets_the_same_bits_as_without_packing() {
+        on_every_cpu(|| {
+            let (n, before, d) = (83, 5, 24_usize);
+            let d_values = d.next_multiple_of(columns_of_this_cpu());
+            let heads = Heads { count: 2, d, d_values };
+            let qv_width = 2 * (d + d_values);
+            let stride = before + n + columns_of_this_cpu();
+            let (qv, keys) = (noise(&[before + n, qv_width], 1.0, 1), noise(&[2 * d, stride], 1.0, 2));
+            let position_terms = &PositionTerms { window: Some(40), ..PositionTerms::default() };
+            let rows = before..before + n;
+            let text =
+                || Text { qv: &qv, qv_width, keys: &keys, stride, rows: rows.clone(), heads, position_terms };
+            let packed: Vec<PackedHead> = (0..2)
+                .map(|head| {
+                    let mut packed = PackedHead::default();
+                    packed.pack(&text(), head);
+                    packed
+                })
+                .collect();
+            let queries = before + 7..before + 71;
+            let mut out = vec![f32::NAN; queries.len() * 2 * d_values];
+            attend_queries(&text(), &packed, queries.clone(), &mut out);
+            let mut expected = vec![f32::NAN; out.len()];
+            dispatch(text().attend_queries(queries, &mut expected));
+            assert_eq!(out, expected);
+        });
+    }
+}

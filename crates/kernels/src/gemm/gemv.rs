@@ -13,10 +13,10 @@ use super::tile::store;
 
 /// The rows of the highest tile; it needs 32 registers.
 pub const MAX_TILE_ROWS: usize = 16;
-/// Words in a cache line.
-const LINE_WORDS: usize = 16;
 /// The rows of the middle tile. The others have 1 and [`MAX_TILE_ROWS`] rows.
 const MID_TILE_ROWS: usize = 4;
+/// Words in a cache line.
+const LINE_WORDS: usize = 16;
 
 /// A product of a few rows with some panels of a matrix.
 pub struct FewRows<'a> {
@@ -196,6 +196,8 @@ impl NextPanel<'_> {
             // SAFETY: prefetching has no effect but on time, at any address.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (&self.lines, self.count);
     }
 }
 

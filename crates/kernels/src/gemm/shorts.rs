@@ -229,8 +229,8 @@ fn sums<const HEIGHT: usize, const WIDTH: usize, const PER_WORD: usize, const WO
     results
 }
 
-/// Returns a sum as it is. The compiler would otherwise add the products of a group in another order, for which it keeps
-/// more registers than there are on the stack.
+/// Returns a sum as it is. Otherwise the compiler would add the products of a group in another order, which needs more
+/// registers than there are: it would write most numbers to the stack and read them again.
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "only assembly, here an empty one, fixes the order of operations")]

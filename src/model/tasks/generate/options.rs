@@ -55,8 +55,8 @@ pub static OPTIONS: [OptionSpec; 7] = [
         help: "the type to which the numbers between layers are converted before they are multiplied with quantised \
                weights: `f32`; `int16` (15 bits used with AVX512-VNNI and 16 with AVX2, one scale for each 32 \
                numbers); `int8` (8 bits, the fastest; only with AVX512-VNNI). Perplexity of a real text against f32: \
-               `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI or AVX2. \
-               Elsewhere it is `f32`, and `int16` and `int8` are refused",
+               `int16` within 0.01 %, `int8` within 0.5 %. `auto` is `int16` on CPUs with AVX512-VNNI, and on those with \
+               AVX2 and without AVX-512. Elsewhere it is `f32`, and `int16` and `int8` are refused",
     },
     OptionSpec {
         name: "seed",
@@ -114,7 +114,7 @@ enum KvNumbersName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Activations {
-    /// `Int16` on a CPU with AVX512-VNNI or AVX2, else `F32`.
+    /// `Int16` on a CPU that [`may_use_int16`], else `F32`.
     Auto,
     F32,
     Int16,
@@ -179,9 +179,10 @@ impl Options {
             _ if !on_host => "\"auto\" or \"f32\": a GPU computes with the weights' dtype",
             RowFormat::Int16 if may_use_int16() => return Ok(numbers),
             _ if may_use_vnni() => return Ok(numbers),
-            _ => {
+            RowFormat::Int8 if may_use_int16() => {
                 "\"auto\", \"int16\" or \"f32\": this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it"
             }
+            _ => "\"auto\" or \"f32\": this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it",
         };
         Err(spec.refused_option(OptionProblem::expected("activations", name, expected)))
     }
