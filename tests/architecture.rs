@@ -97,7 +97,7 @@ const EXCEPTIONS: &[(&str, &str)] =
 const KERNELS: &str = "crates/kernels";
 
 /// Crates that the kernels may name: none that knows tensors, models or settings.
-const KERNELS_NEED: &[&str] = &["memmap2", "pulp", "rayon", "serde", "thiserror"];
+const KERNELS_NEED: &[&str] = &["libc", "memmap2", "pulp", "rayon", "serde", "thiserror"];
 
 /// The same for their tests and benches.
 const KERNELS_TESTS_NEED: &[&str] = &["criterion", "half", "libm", "mimalloc"];

@@ -451,10 +451,7 @@ fn unnormalised_softmax<S: Simd>(simd: S, scores: &mut [f32], position: usize) -
     let max = simd.splat_f32s(simd.reduce_max_f32s(max));
     let mut sum = simd.splat_f32s(0.0);
     for score in seen {
-        // `exp` limits x, so its smallest result is 1e-38 instead of 0.
-        let is_seen = simd.greater_than_f32s(*score, simd.splat_f32s(f32::NEG_INFINITY));
-        let weight = exp(simd, simd.sub_f32s(*score, max));
-        *score = simd.select_f32s(is_seen, weight, simd.splat_f32s(0.0));
+        *score = exp(simd, simd.sub_f32s(*score, max));
         sum = simd.add_f32s(sum, *score);
     }
     unseen.fill(0.0);

@@ -1,5 +1,7 @@
 //! The vector units of this CPU. Decides for which vector units kernels are compiled, and on which of them kernels run.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
 
 use pulp::{Arch, WithSimd};
@@ -65,7 +67,7 @@ pub fn may_use_vnni() -> bool {
 }
 
 /// Whether rows may be rounded to bf16 before they are multiplied with a matrix in bf16 ([`Matrix::with_rows_as`]): the
-/// CPU has AVX512-BF16, and the vector units that were set allow it.
+/// CPU has AVX512-BF16, and the vector units that were set allow it. If it has AMX too, that multiplies them.
 ///
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn may_use_bf16() -> bool {
@@ -102,6 +104,30 @@ pub(crate) fn has_bf16() -> bool {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512bf16")
+}
+
+/// Whether this CPU has AMX for bf16, and this process may use it. The first call asks Linux for that, because the tile
+/// registers make the state of a thread larger by 8 KiB.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn has_amx() -> bool {
+    static HAS_AMX: OnceLock<bool> = OnceLock::new();
+    *HAS_AMX.get_or_init(|| {
+        /// Of leaf 7: AMX-BF16 and AMX-TILE in EDX.
+        const TILES_OF_BF16: u32 = 1 << 22 | 1 << 24;
+        let (leaves, features) = (__cpuid(0).eax, __cpuid_count(7, 0).edx);
+        has_bf16() && leaves >= 7 && features & TILES_OF_BF16 == TILES_OF_BF16 && request_tiles()
+    })
+}
+
+/// Asks Linux for the tile registers, for all threads of this process. Returns whether it allows them.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[expect(unsafe_code, reason = "no safe interface has the system call")]
+fn request_tiles() -> bool {
+    /// `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, and the number of the tiles' state.
+    const REQUEST: libc::c_ulong = 0x1023;
+    const TILES: libc::c_ulong = 18;
+    // SAFETY: the call takes two numbers, and changes no memory of this process.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILES) == 0 }
 }
 
 /// Whether this CPU has AVX512-VNNI, and the other AVX-512 instructions that the kernel uses.

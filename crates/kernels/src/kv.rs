@@ -8,6 +8,8 @@ use std::ops::Range;
 use memmap2::{MmapMut, UncheckedAdvice};
 use pulp::bytemuck;
 
+use super::gemm::in_parallel;
+
 /// Tokens in a block.
 pub const BLOCK: usize = 32;
 /// Keys in a group, one in each lane: the keys of this many consecutive tokens are interleaved, number by number.
@@ -159,17 +161,44 @@ impl KvBlocks {
     /// Writes the key and the value of a token. The tokens of a block must be written in order, because writing one
     /// with an even index discards the value of the one after it.
     pub fn put(&mut self, position: CachePosition, layer: usize, head: usize, key: &[f32], value: &[f32]) {
-        let KvShape { width, numbers, .. } = self.shape;
-        let stride = self.shape.stride();
-        let offset = position.offset;
-        let (group, lane) = (offset / KEY_LANES, offset % KEY_LANES);
-        let group_words = self.shape.words(width * KEY_LANES);
+        let shape = self.shape;
         let [keys, values] = self.ranges(position.block, layer, head);
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory);
         let (before, words) = words.split_at_mut(values.start);
-        let (keys, values) = (&mut before[keys], &mut words[..values.len()]);
-        let key_words = keys[group * group_words..].iter_mut().skip(lane).step_by(KEY_LANES);
-        match numbers {
+        shape.put(position.offset, (key, value), &mut before[keys], &mut words[..values.len()]);
+    }
+
+    /// Writes the keys and values of a group's first tokens for one layer, each `[tokens, heads·width]`. In parallel if
+    /// there are several threads.
+    pub fn put_group(&mut self, group: usize, layer: usize, keys: &[f32], values: &[f32]) {
+        let (shape, group_blocks) = (self.shape, self.group_blocks);
+        let KvShape { layers, heads, width, .. } = shape;
+        let (key_words, value_words) = (shape.key_words(), shape.value_words());
+        let head_words = group_blocks * (key_words + value_words);
+        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory);
+        let words = &mut words[(group * layers + layer) * heads * head_words..][..heads * head_words];
+        in_parallel(words.chunks_exact_mut(head_words).enumerate(), |(head, words)| {
+            let rows = keys.chunks_exact(heads * width).zip(values.chunks_exact(heads * width));
+            let (key_blocks, value_blocks) = words.split_at_mut(group_blocks * key_words);
+            for (token, (key, value)) in rows.enumerate() {
+                let (block, offset) = (token / BLOCK, token % BLOCK);
+                let of_head = head * width..(head + 1) * width;
+                let keys = &mut key_blocks[block * key_words..][..key_words];
+                let values = &mut value_blocks[block * value_words..][..value_words];
+                shape.put(offset, (&key[of_head.clone()], &value[of_head]), keys, values);
+            }
+        });
+    }
+}
+
+impl KvShape {
+    /// Writes the key and the value of a token to the keys and values of a block, for one layer and head.
+    fn put(&self, offset: usize, (key, value): (&[f32], &[f32]), keys: &mut [u32], values: &mut [u32]) {
+        let stride = self.stride();
+        let (group, lane) = (offset / KEY_LANES, offset % KEY_LANES);
+        let key_words =
+            keys[group * self.words(self.width * KEY_LANES)..].iter_mut().skip(lane).step_by(KEY_LANES);
+        match self.numbers {
             KvNumbers::F32 => {
                 key_words.zip(key).for_each(|(to, x)| *to = x.to_bits());
                 let values = &mut values[offset * stride..];
@@ -207,6 +236,7 @@ pub fn bf16_bits(x: f32) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::noise;
     use super::*;
 
     #[test]
@@ -243,6 +273,26 @@ mod tests {
             );
             blocks.release(1);
             assert!(blocks.head_block(1, 1, 2).values.iter().all(|word| *word == 0));
+        }
+    }
+
+    #[test]
+    fn a_group_that_is_written_at_once_has_the_same_words() {
+        for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
+            let shape = KvShape { layers: 2, heads: 3, width: 18, numbers };
+            let new = || KvBlocks::with_groups(shape, 2, 3).unwrap();
+            let (mut one_by_one, mut at_once) = (new(), new());
+            let tokens = 2 * BLOCK + 5;
+            let (keys, values) = (noise(&[tokens, 3 * 18], 1.0, 1), noise(&[tokens, 3 * 18], 1.0, 2));
+            at_once.put_group(1, 1, &keys, &values);
+            let rows = keys.chunks_exact(18).zip(values.chunks_exact(18));
+            for (index, (key, value)) in rows.enumerate() {
+                let (token, head) = (index / 3, index % 3);
+                let position =
+                    CachePosition { block: (3 + token / BLOCK) as u32, offset: token % BLOCK };
+                one_by_one.put(position, 1, head, key, value);
+            }
+            assert!(one_by_one.memory[..] == at_once.memory[..], "{numbers:?}");
         }
     }
 

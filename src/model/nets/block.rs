@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::model::ops::{FeedForward, NormParams, SelfAttention, add_norm};
+use crate::model::ops::{FeedForward, NormParams, SelfAttention, add, add_norm};
 
 /// All blocks.
 pub struct Blocks {
@@ -46,8 +46,8 @@ impl Blocks {
             match pre_norms {
                 None => x = feed_forward.forward(attend(attention, x)?)?,
                 Some(norms) => {
-                    x = (&x + attend(attention, normed(&x, norms.attention.as_ref())?)?)?;
-                    x = (&x + feed_forward.forward(normed(&x, Some(&norms.feed_forward))?)?)?;
+                    x = add(attend(attention, normed(&x, norms.attention.as_ref())?)?, &x)?;
+                    x = add(feed_forward.forward(normed(&x, Some(&norms.feed_forward))?)?, &x)?;
                 }
             }
         }
@@ -61,7 +61,7 @@ impl Blocks {
 /// `x` normed, in new memory; without a norm, a copy of `x`.
 pub(super) fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
     match norm {
-        Some(norm) => add_norm(x.copy()?, &x.zeros_like()?, norm),
+        Some(norm) => add_norm(x.zeros_like()?, x, norm),
         None => x.copy(),
     }
 }

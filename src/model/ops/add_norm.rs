@@ -1,8 +1,8 @@
 //! The last step of a sublayer of a block (attention or feed-forward), on any device: x ← LayerNorm(x + bias +
 //! residual), row by row and in place, or only the addition of the bias.
 
-use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
-use sconce_kernels::{self as kernels, Norm};
+use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor, bail};
+use sconce_kernels::{self as kernels, Norm, by_blocks};
 
 use super::{rows_of, values};
 
@@ -116,6 +116,18 @@ pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Ten
     Ok(x)
 }
 
+/// `x` + `other`, both `[rows, width]`. On a CPU in f32 in `x`'s memory, by all threads.
+///
+/// # Errors
+/// Shapes or types do not match: a bug of the caller.
+pub fn add(x: Tensor, other: &Tensor) -> Result<Tensor> {
+    if !x.device().is_cpu() || x.dtype() != DType::F32 {
+        return x + other;
+    }
+    x.inplace_op2(other, &Add)?;
+    Ok(x)
+}
+
 /// As [`add_norm`], composed of candle's operations.
 fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
     let (dtype, rows) = (x.dtype(), &params.rows);
@@ -146,6 +158,32 @@ impl InplaceOp2 for AddNorm<'_> {
     }
 }
 
+struct Add;
+
+impl InplaceOp2 for Add {
+    fn name(&self) -> &'static str {
+        "add"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &mut CpuStorage,
+        x_layout: &Layout,
+        other: &CpuStorage,
+        other_layout: &Layout,
+    ) -> Result<()> {
+        let (_, width) = x_layout.shape().dims2()?;
+        let (x, other) = (rows_of(x, x_layout, width)?, values(other, other_layout)?);
+        if x.len() != other.len() {
+            bail!("{} numbers are added to {}", other.len(), x.len());
+        }
+        by_blocks(x, width, |first, x| {
+            x.iter_mut().zip(&other[first * width..]).for_each(|(x, other)| *x += other);
+        });
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{difference, noise, norm_params};
@@ -161,5 +199,12 @@ mod tests {
             let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
             assert!(difference(&ours, &expected).unwrap() < 2e-6, "width {width}");
         }
+    }
+    #[test]
+    fn tensors_of_one_shape_are_added_and_others_are_refused() {
+        let (x, other) = (noise(&[67, 5], 3.0, 1).unwrap(), noise(&[67, 5], 2.0, 2).unwrap());
+        let expected = (&x + &other).unwrap();
+        assert_eq!(difference(&add(x.copy().unwrap(), &other).unwrap(), &expected).unwrap(), 0.0);
+        assert!(add(x, &noise(&[66, 5], 2.0, 2).unwrap()).is_err());
     }
 }

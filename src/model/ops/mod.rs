@@ -11,7 +11,7 @@ pub mod gpu;
 mod position_terms;
 mod time_convolution;
 
-pub use add_norm::{Epilogue, NormParams, add_norm};
+pub use add_norm::{Epilogue, NormParams, add, add_norm};
 pub use attention::{AttentionWeights, SelfAttention};
 pub use convolution::{Convolution, Filters, max_pool, mean_pool};
 pub use feed_forward::{FeedForward, InputWeights};
@@ -19,7 +19,7 @@ pub use position_terms::cos_sin;
 pub use sconce_kernels::convolution::{Clamp, Padding};
 pub use sconce_kernels::{
     Activation, Group, Matrix, NumberFormat, PackedWords, Panels, PositionTerms, RelativeBias, Rotary,
-    RowFormat, activate, causal, exponentials, kv, largest, layer_norm, may_use_int16, may_use_vnni,
+    RowFormat, activate, causal, exponentials, in_parallel, kv, largest, layer_norm, may_use_int16, may_use_vnni,
     multiply_rows, multiply_together, pooling, rms_norm, silu_multiply, use_features,
 };
 pub use time_convolution::TimeConvolution;

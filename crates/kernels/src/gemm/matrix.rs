@@ -15,6 +15,8 @@ use rayon::prelude::*;
 
 use super::super::dispatch;
 use super::super::kv::bf16_bits;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::amx::AmxRows;
 #[cfg(target_arch = "x86_64")]
 use super::bytes::ByteRows;
 use super::gemv::{FewRows, MAX_TILE_ROWS, Unpack, multiply_few_rows};
@@ -25,6 +27,8 @@ use super::layout::{Panels, Rows};
 use super::number_format::{NumberFormat, PANEL};
 #[cfg(target_arch = "x86_64")]
 use super::shorts::ShortRows;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use crate::cpu::has_amx;
 #[cfg(target_arch = "x86_64")]
 use crate::may_use_vnni;
 
@@ -358,6 +362,8 @@ enum LeftRows<'a> {
     Shorts(ShortRows),
     #[cfg(target_arch = "x86_64")]
     Halves(HalfRows),
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    Tiles(AmxRows),
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -368,6 +374,12 @@ thread_local! {
     static SHORT_ROWS: RefCell<ShortRows> = RefCell::default();
     /// As `BYTE_ROWS`.
     static HALF_ROWS: RefCell<HalfRows> = RefCell::default();
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+thread_local! {
+    /// As `BYTE_ROWS`.
+    static AMX_ROWS: RefCell<AmxRows> = RefCell::default();
 }
 
 impl<'a> LeftRows<'a> {
@@ -383,6 +395,12 @@ impl<'a> LeftRows<'a> {
             let mut packed = SHORT_ROWS.take();
             packed.pack(rows, matrix.depth, matrix.format);
             return Self::Shorts(packed);
+        }
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if matrix.rows == RowFormat::Bf16 && has_amx() {
+            let mut packed = AMX_ROWS.take();
+            packed.pack(rows, matrix.depth);
+            return Self::Tiles(packed);
         }
         #[cfg(target_arch = "x86_64")]
         if matrix.rows == RowFormat::Bf16 {
@@ -408,6 +426,8 @@ impl<'a> LeftRows<'a> {
             Self::Shorts(packed) => packed.multiply(panels, out, stride),
             #[cfg(target_arch = "x86_64")]
             Self::Halves(packed) => packed.multiply(panels, out, stride),
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Self::Tiles(packed) => packed.multiply(panels, out, stride),
         }
     }
 
@@ -419,6 +439,8 @@ impl<'a> LeftRows<'a> {
             Self::Bytes(packed) => BYTE_ROWS.set(packed),
             Self::Shorts(packed) => SHORT_ROWS.set(packed),
             Self::Halves(packed) => HALF_ROWS.set(packed),
+            #[cfg(target_os = "linux")]
+            Self::Tiles(packed) => AMX_ROWS.set(packed),
         }
     }
 }

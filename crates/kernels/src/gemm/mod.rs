@@ -5,6 +5,8 @@
 //! are registers for.
 
 mod aligned;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod bytes;
 mod gemv;

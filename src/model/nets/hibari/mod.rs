@@ -15,7 +15,7 @@ use super::fitness;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{
     Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms,
-    SelfAttention, TimeConvolution, add_norm,
+    SelfAttention, TimeConvolution, add, add_norm,
 };
 use crate::model::sound::synthesis::SPECTRA;
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
@@ -259,7 +259,7 @@ impl ConvolutionBlock {
     fn forward(&self, x: &Tensor, lengths: &[usize]) -> Result<Tensor> {
         let convolved = self.convolution.forward(x, lengths)?.contiguous()?;
         let normed = add_norm(convolved, &x.zeros_like()?, &self.norm)?;
-        x + self.feed_forward.forward(normed)?
+        add(self.feed_forward.forward(normed)?, x)
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Decoder {
     window_kv: Cache,
     /// The queries of the alignment heads, for each slot that keeps them: for each head `[context, head width]`.
     kept_queries: Vec<Option<Vec<f32>>>,
+    /// The slots that have a window.
+    has_window: Vec<bool>,
     /// Reused by the next step.
     buffers: Buffers,
 }
@@ -122,11 +124,6 @@ impl Cache {
             .enumerate()
             .for_each(|(head, (key, value))| self.kv.put(cache_position, layer, head, key, value));
     }
-
-    /// Returns a slot's memory to the system.
-    fn release(&mut self, slot: usize) {
-        self.kv.release(slot);
-    }
 }
 
 #[derive(Default)]
@@ -175,31 +172,35 @@ impl Decoder {
             text_kv,
             window_kv,
             kept_queries: vec![None; slots],
+            has_window: vec![false; slots],
             buffers: Buffers::default(),
         }))
     }
 
     /// Sets the window of a slot to `encoded` `[POSITIONS, width]`.
     pub fn set_window(&mut self, slot: usize, encoded: &[f32]) {
-        let width = self.config.width;
         let (mut keys, mut values) = (vec![0.0; encoded.len()], vec![0.0; encoded.len()]);
         for (index, layer) in self.layers.iter().enumerate() {
             multiply_rows(encoded, &layer.cross_k, &mut keys, |_, _| {});
             multiply_rows(encoded, &layer.cross_v, &mut values, |_, block| {
                 activate(block, &layer.cross_v_bias, Activation::Identity);
             });
-            let rows = keys.chunks_exact(width).zip(values.chunks_exact(width));
-            for (position, (key, value)) in rows.enumerate() {
-                self.window_kv.put(slot, position, index, key, value);
-            }
+            self.window_kv.kv.put_group(slot, index, &keys, &values);
         }
+        self.has_window[slot] = true;
     }
 
-    /// Returns the memory of a slot to the system.
+    /// Ends the text of a slot. Its memory is returned to the system once no slot is used: a page that is taken anew has
+    /// to be cleared first.
     pub fn release(&mut self, slot: usize) {
-        self.text_kv.release(slot);
-        self.window_kv.release(slot);
         self.kept_queries[slot] = None;
+        self.has_window[slot] = false;
+        if !self.has_window.contains(&true) {
+            for slot in 0..self.has_window.len() {
+                self.text_kv.kv.release(slot);
+                self.window_kv.kv.release(slot);
+            }
+        }
     }
 
     /// Makes a slot keep the queries that [`Decoder::alignment`] needs, from its next token on, until its release.

@@ -10,7 +10,7 @@ use crate::model::load::weights::Weights;
 use crate::model::nets::block::{Block, Blocks, PreNorms};
 use crate::model::ops::{
     Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, Panels, PositionTerms,
-    SelfAttention, activate, multiply_rows,
+    SelfAttention, activate, in_parallel, multiply_rows,
 };
 use crate::model::sound::features::FRAMES;
 
@@ -51,14 +51,17 @@ impl Encoder {
     /// # Errors
     /// An error of candle, which would be a bug of this program.
     pub fn forward(&self, windows: &[&[f32]]) -> Result<Vec<f32>> {
-        let mut x = Vec::with_capacity(windows.len() * POSITIONS * self.width);
-        for features in windows {
+        let window_len = POSITIONS * self.width;
+        let mut x = vec![0.0; windows.len() * window_len];
+        in_parallel(x.chunks_exact_mut(window_len).zip(windows), |(x, features)| {
             let mut frames = transposed(features, self.mels);
             for convolution in &self.convolutions {
                 frames = convolution.forward(&frames);
             }
-            x.extend(frames.iter().zip(&self.positions).map(|(x, position)| x + position));
-        }
+            for (x, (frame, position)) in x.iter_mut().zip(frames.iter().zip(&self.positions)) {
+                *x = frame + position;
+            }
+        });
         let x = Tensor::from_vec(x, (windows.len() * POSITIONS, self.width), &candle_core::Device::Cpu)?;
         let lengths = vec![POSITIONS; windows.len()];
         let encoded = self.blocks.forward(x, |attention, x| attention.forward(x, &lengths))?;
@@ -111,12 +114,10 @@ impl TimeConvolution {
     fn forward(&self, frames: &[f32]) -> Vec<f32> {
         let padding = vec![0.0; self.channels];
         let padded = [&padding, frames, &padding].concat();
-        let patches: Vec<f32> = padded
-            .windows(TAPS * self.channels)
-            .step_by(self.stride * self.channels)
-            .flatten()
-            .copied()
-            .collect();
+        let mut patches = Vec::with_capacity(TAPS * padded.len() / self.stride);
+        for patch in padded.windows(TAPS * self.channels).step_by(self.stride * self.channels) {
+            patches.extend_from_slice(patch);
+        }
         let mut out = vec![0.0; patches.len() / (TAPS * self.channels) * self.bias.len()];
         multiply_rows(&patches, &self.weights, &mut out, |_, block| {
             activate(block, &self.bias, Activation::Gelu);

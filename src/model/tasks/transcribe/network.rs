@@ -5,6 +5,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use rayon::prelude::*;
+
 use super::rules::{Chosen, Rules, TIMESTAMP_STEP};
 use super::segments::{WindowPlace, WindowText, compression_ratio, plain_text};
 use super::tokens::{Multilingual, SpeechTokens};
@@ -155,6 +157,16 @@ struct Chunk {
     start_index: Option<usize>,
     /// Whether a next token is chosen after this chunk.
     is_last: bool,
+}
+
+impl Chunk {
+    /// The indices in `ids` of the tokens after which logits are wanted: the start token, and the last token if a next
+    /// one is chosen.
+    fn wanted(&self) -> impl Iterator<Item = usize> + use<> {
+        let last = self.ids.len() - 1;
+        let last = (self.is_last && self.start_index != Some(last)).then_some(last);
+        self.start_index.into_iter().chain(last)
+    }
 }
 
 /// What a step computes for a row.
@@ -517,11 +529,7 @@ impl Generate for Transcriber {
         let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.chunk(*row)).collect();
         let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks.iter().flatten() {
-            let (first, last) = (ids.len(), ids.len() + chunk.ids.len() - 1);
-            wanted.extend(chunk.start_index.map(|index| first + index));
-            if chunk.is_last && chunk.start_index != Some(last - first) {
-                wanted.push(last);
-            }
+            wanted.extend(chunk.wanted().map(|index| ids.len() + index));
             ids.extend_from_slice(&chunk.ids);
             spans.push(Span { slot: chunk.slot.0, first: chunk.first_position, count: chunk.ids.len() });
         }
@@ -530,9 +538,17 @@ impl Generate for Transcriber {
         result.map_err(|error| ForwardError::from(&error))?;
         let vocab_size = buffer.len() / wanted.len().max(1);
         let mut logits = buffer.chunks_exact_mut(vocab_size.max(1));
+        let with_logits = chunks.into_iter().map(|chunk| {
+            let chunk = chunk?;
+            let wanted = chunk.wanted().count();
+            Ok((chunk, logits.by_ref().take(wanted).collect::<Vec<_>>()))
+        });
+        let with_logits: Vec<Result<_, TaskError>> = with_logits.collect();
         // All choices, which may fail, come before all advances, so that a step that fails can be computed again.
-        let computed: Vec<Result<Computed, TaskError>> =
-            chunks.into_iter().map(|chunk| self.choose(chunk?, &mut logits)).collect();
+        let computed: Vec<Result<Computed, TaskError>> = with_logits
+            .into_par_iter()
+            .map(|row| row.and_then(|(chunk, logits)| self.choose(chunk, logits.into_iter())))
+            .collect();
         let advances = computed.into_iter().map(|row| row.and_then(|row| self.advance(&row))).collect();
         self.logits = buffer;
         Ok(advances)
