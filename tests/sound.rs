@@ -196,7 +196,7 @@ fn headers_that_lie_and_forms_out_of_range_are_refused_with_their_values() {
         (unfinished, "the WAV header declares 0 bytes of sound, and 4000 bytes follow"),
         (wav(0, 1, &[0; 8]), "a sample rate of 0 Hz; rates from 1000 to 192000 Hz are taken"),
         (wav(384_000, 1, &[0; 8]), "a sample rate of 384000 Hz"),
-        (wav(RATE, 9, &[0; 18]), "has 9 channels; from 1 to 8 channels are taken"),
+        (wav(RATE, 9, &[0; 18]), "has 9 channels; from 1 to 8 channels are taken (max_seconds)"),
         (wav(RATE, 0, &[0; 8]), "cannot be read"),
         (b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0".to_vec(), "no chunk named data"),
         (b"fLaC".to_vec(), "it is cut off"),
@@ -240,7 +240,10 @@ fn declared_lengths_over_the_limits_are_refused_before_decoding() {
     let source = Sparse { head: ten_hours, at: 0, size };
     let error = Recording::open(source, limits, Channels::Mix).map(drop).unwrap_err();
     assert_eq!(error.kind, TaskErrorKind::TooLarge);
-    assert_eq!(error.message, "the recording declares 36000.0 s of sound; at most 7200 s are taken");
+    assert_eq!(
+        error.message,
+        "the recording declares 36000.0 s of sound; at most 7200 s are taken (max_seconds)"
+    );
     // An hour of eight channels at 192 kHz is as much to decode as 32 hours of stereo at 48 kHz.
     let source = Sparse { head: wav_header(192_000, 8, 1_400_000_000), at: 0, size: 1_400_000_044 };
     let limits = Limits::of_seconds(600.0);
@@ -338,7 +341,10 @@ fn a_flac_file_of_silence_that_decodes_to_weeks_is_refused_at_the_bound() {
         }
     };
     assert_eq!(error.kind, TaskErrorKind::TooLarge);
-    assert_eq!(error.message, "the recording holds at least 602.1 s of sound; at most 600 s are taken");
+    assert_eq!(
+        error.message,
+        "the recording holds at least 602.1 s of sound; at most 600 s are taken (max_seconds)"
+    );
     assert!(longest < 16_100 && samples < 600 * 16_000, "{longest}, {samples}");
     assert!(recording.next_block().unwrap().is_none());
     // A file of 8 channels costs as much time in an eighth of the seconds.
@@ -346,7 +352,7 @@ fn a_flac_file_of_silence_that_decodes_to_weeks_is_refused_at_the_bound() {
     for (channels, words) in [
         (Channels::Mix, "8 channels); at most 9600000 are taken"),
         // The seconds of each channel count.
-        (Channels::Split, "s of sound in each of 8 channels; at most 600 s are taken in all"),
+        (Channels::Split, "s of sound in each of 8 channels; at most 600 s are taken in all (max_seconds)"),
     ] {
         let eight = Recording::open(Cursor::new(constant_flac(RATE, 400, 8)), limits, channels).unwrap();
         let error = decoded(eight).unwrap_err();

@@ -419,7 +419,7 @@ fn bad_input_is_refused_with_the_field_and_the_value() {
     }
     let (kind, _, message) = refusal(&english, short(), json!({}));
     assert_eq!(kind, TaskErrorKind::TooLarge);
-    assert_eq!(message, "the recording declares 5.3 s of sound; at most 2 s are taken");
+    assert_eq!(message, "the recording declares 5.3 s of sound; at most 2 s are taken (max_seconds)");
     let (_, param, message) = refusal(&english, short(), json!({"task": "translate"}));
     assert_eq!(param, "task");
     assert!(message.contains("knows English only"), "{message}");

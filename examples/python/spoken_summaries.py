@@ -3,7 +3,8 @@
     sconce launch --config config/pools.toml
     python spoken_summaries.py models/recordings --out summaries
 
-For each recording it writes the transcript as `.txt`, a summary as `.summary.txt`, and the spoken summary as `.wav`.
+For the recording `talk.wav` it writes the transcript `talk.wav.txt`, and a summary as text, `talk.wav.summary.txt`, and
+as sound, `talk.wav.summary.wav`.
 All recordings are processed concurrently: while one is transcribed, another is summarised or spoken. If one fails,
 its name and the error are printed, and the others continue.
 """
@@ -33,6 +34,8 @@ async def main() -> None:
     if not recordings:
         sys.exit(f"{args.folder} has no files that end with {', '.join(sorted(SUFFIXES))}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.out.samefile(args.folder):
+        sys.exit(f"--out {args.out} is the folder of the recordings; the next run would take the summaries for recordings")
 
     async with AsyncClient(timeout=3600) as client:
         queues = args.transcribe, args.generate, args.speak
@@ -40,17 +43,16 @@ async def main() -> None:
 
         async def summarize(recording: Path) -> bool:
             """Processes one recording. Returns whether it succeeded."""
-            out = args.out / recording.name
             try:
                 transcript = (await transcriber.transcribe(recording)).text
-                out.with_suffix(".txt").write_text(transcript + "\n", encoding="utf-8")
+                (args.out / f"{recording.name}.txt").write_text(transcript + "\n", encoding="utf-8")
                 if not transcript:
                     print(f"{recording.name}: there is no speech in it")
                     return True
                 reply = await writer.chat(INSTRUCTION + transcript, max_tokens=80, temperature=0)
                 summary = reply.text.strip()
-                out.with_suffix(".summary.txt").write_text(summary + "\n", encoding="utf-8")
-                out.with_suffix(".wav").write_bytes(await speaker.speak(summary))
+                (args.out / f"{recording.name}.summary.txt").write_text(summary + "\n", encoding="utf-8")
+                (args.out / f"{recording.name}.summary.wav").write_bytes(await speaker.speak(summary))
             except (SconceError, ValueError) as error:
                 print(f"{recording.name}: {error}", file=sys.stderr)
                 return False

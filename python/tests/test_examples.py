@@ -131,9 +131,11 @@ def test_spoken_summaries(broker: Broker, sconce: Sconce, tmp_path: Path) -> Non
     queues = ["--transcribe", "speech", "--generate", "text", "--speak", "speak"]
     done = run("spoken_summaries", str(recordings), "--out", str(out), *queues, AMQP_URL=broker.url)
     assert done.returncode == 1 and done.stderr.startswith("broken.flac: "), done
-    assert (out / "librivox-0930.txt").read_text() == "He might even have been made amiable himself.\n"
-    for name in ("librivox-0870", "librivox-0930"):
+    assert (out / "librivox-0930.wav.txt").read_text() == "He might even have been made amiable himself.\n"
+    for name in ("librivox-0870.wav", "librivox-0930.wav"):
         assert (out / f"{name}.summary.txt").read_text().strip() in done.stdout
-        with wave.open(str(out / f"{name}.wav")) as sound:
+        with wave.open(str(out / f"{name}.summary.wav")) as sound:
             assert sound.getframerate() == 24_000 and sound.getnframes() > 24_000
-    assert not (out / "broken.wav").exists()
+    assert not (out / "broken.flac.summary.wav").exists()
+    done = run("spoken_summaries", str(recordings), "--out", str(recordings), *queues, AMQP_URL=broker.url)
+    assert done.returncode == 1 and "is the folder of the recordings" in done.stderr, done

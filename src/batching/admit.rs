@@ -723,12 +723,18 @@ impl<K: Copy + Ord> Scheduler<K> {
     /// Records that a step has the window of the sequence in this slot. This is recorded before the window may fail, so
     /// that a requester whose windows fail takes turns with the others, too.
     fn note_window(&mut self, slot: usize, now: Instant) {
-        let running = self.running.get(slot).and_then(Option::as_ref);
-        let party = running.map(|it| it.sequence.request.party());
-        if let Some(queue) = party.and_then(|party| self.queues.get_mut(&party)) {
-            queue.encoded_at = Some(now);
-            queue.window_step = Some(self.token_steps);
+        let token_steps = self.token_steps;
+        if let Some(queue) = self.note_encoded(slot, now) {
+            queue.window_step = Some(token_steps);
         }
+    }
+
+    /// Records when a window of the party in this slot was last encoded, and returns the party's queue.
+    fn note_encoded(&mut self, slot: usize, now: Instant) -> Option<&mut Queue<K>> {
+        let running = self.running.get(slot).and_then(Option::as_ref)?;
+        let queue = self.queues.get_mut(&running.sequence.request.party())?;
+        queue.encoded_at = Some(now);
+        Some(queue)
     }
 
     /// A row for each sequence that decodes. If they are too many for a step, they take turns.
@@ -744,8 +750,12 @@ impl<K: Copy + Ord> Scheduler<K> {
     }
 
     /// Records that a row was computed.
-    pub fn advance(&mut self, row: &Row<K>) {
+    pub fn advance(&mut self, row: &Row<K>, now: Instant) {
         self.rows += 1;
+        if row.feed == Feed::Encode {
+            // A requester whose window arrived while this one was encoded comes first now.
+            self.note_encoded(row.slot, now);
+        }
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
             running.last_row = self.rows;
             match row.feed {
@@ -872,7 +882,7 @@ mod tests {
             );
             self.now += Duration::from_millis(10);
             for row in &rows {
-                self.scheduler.advance(row);
+                self.scheduler.advance(row, self.now);
                 let running = self.scheduler.running[row.slot].unwrap();
                 if row.feed != Feed::Encode && running.prompt_left == 0 {
                     let generated = self.generated.entry(row.key).or_default();
@@ -1371,6 +1381,22 @@ mod tests {
         (0..100).for_each(|_| drop(run.step(None)));
         run.enqueue(1_000, Request { requester: 2, ..window(1, 1) });
         assert!(run.steps_until(1_000, 100) <= 20, "two windows, each after eight token steps");
+    }
+
+    #[test]
+    fn a_window_that_arrives_while_another_requesters_is_encoded_is_next() {
+        let mut run = Run::new(LIMITS);
+        (0..100).for_each(|key| run.enqueue(key, Request { requester: 1, ..window(1, 1) }));
+        run.scheduler.limit_windows(1);
+        run.admit(None);
+        let first = run.scheduler.rows(None, usize::MAX, run.now)[0];
+        run.now += Duration::from_millis(5);
+        run.enqueue(100, Request { requester: 2, ..window(1, 1) });
+        run.now += Duration::from_millis(5);
+        run.scheduler.advance(&first, run.now);
+        run.scheduler.remove(first.key, run.now);
+        run.admit(None);
+        assert_eq!(run.scheduler.rows(None, usize::MAX, run.now)[0].key, 100);
     }
 
     #[test]

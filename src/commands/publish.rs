@@ -80,7 +80,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
             lines.poll_recv(context).map(|line| match line? {
-                Ok(request) => Some(Ok(task(request, arguments.url.as_deref()))),
+                Ok(request) => Some(Ok(task(request, arguments.url.as_deref(), arguments.stream))),
                 Err(error) => {
                     invalid = Some(error);
                     None
@@ -149,9 +149,14 @@ async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Resul
 }
 
 /// Turns a request into a task that remembers the user's id for its reply. `url` replaces the URL of the request.
-fn task(request: requests::Request, url: Option<&str>) -> Task<Option<String>> {
+/// `stream` asks for the parts of a transcript if the body is a recording.
+fn task(request: requests::Request, url: Option<&str>, stream: bool) -> Task<Option<String>> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
-    let task = Request::new(message_id, url.or(request.url.as_deref()), request.body);
+    let is_sound = request.body.media_type.as_deref().is_some_and(|it| it.starts_with("audio/"));
+    let mut task = Request::new(message_id, url.or(request.url.as_deref()), request.body);
+    if stream && is_sound {
+        task.headers.insert("stream".to_owned(), "true".into());
+    }
     Task { meta: request.custom_id, request: Some(task) }
 }
 
@@ -279,7 +284,7 @@ fn requests_of_arguments(
             |word: &str| Path::new(word).is_file() || word.contains("://") || word.starts_with("data:");
         let request = |word: &String| match takes_texts && !is_file(word) {
             true => Ok(requests::embed(word)),
-            false => of_file(word, &file_types),
+            false => of_file(word, &file_types, *stream),
         };
         return texts.iter().map(request).collect();
     }

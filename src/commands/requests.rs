@@ -32,11 +32,15 @@ pub(super) fn embed(text: &str) -> Request {
 
 /// Makes a task from a file, a data URL, or another URL, from which the worker fetches the file. The extension of the
 /// file's name decides its media type, which must be one of `media_types`.
-pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Request> {
+pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow::Result<Request> {
     let body = if file.contains("://") {
         let is_sound = media_types.iter().any(|media_type| media_type.starts_with("audio/"));
         let field = if is_sound { "file_url" } else { "image_url" };
-        json!({ field: file }).to_string().into()
+        let mut body = json!({ field: file });
+        if stream && is_sound {
+            body["stream"] = true.into();
+        }
+        body.to_string().into()
     } else if file.starts_with("data:") {
         RequestBody::from_data_url(file).map_err(|problem| anyhow!("the argument {problem}"))?
     } else {
@@ -46,9 +50,13 @@ pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Reques
         let has_subtype =
             |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
         let media_type = media_types.iter().find(has_subtype).with_context(|| {
-            let types = media_types.join(", ");
+            // The names with a prefix are other names of the same types.
+            let subtypes = media_types.iter().filter_map(|it| it.split_once('/')).map(|(_, subtype)| subtype);
+            let endings: Vec<String> =
+                subtypes.filter(|it| !it.contains(['-', '.'])).map(|subtype| format!(".{subtype}")).collect();
             format!(
-                "this pool takes files of the types {types}, and {file:?} does not end like the name of one"
+                "this pool takes files whose names end with {}, and {file:?} does not",
+                endings.join(", ")
             )
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
@@ -152,14 +160,14 @@ mod tests {
         for (name, media_type) in
             [("cat.JPG", "image/jpeg"), ("cat.jpeg", "image/jpeg"), ("cat.png", "image/png")]
         {
-            let body = of_file(&write(name), &taken).unwrap().body;
+            let body = of_file(&write(name), &taken, false).unwrap().body;
             assert_eq!((body.media_type.as_deref(), &body.bytes[..]), (Some(media_type), &b"file"[..]));
         }
-        let refused = of_file("what is a sconce?", &taken).err().unwrap().to_string();
-        assert!(refused.contains("takes files of the types image/jpeg, image/png"), "{refused}");
-        let by_url = of_file("https://host/cat.png", &taken).unwrap().body;
+        let refused = of_file("what is a sconce?", &taken, false).err().unwrap().to_string();
+        assert!(refused.contains("names end with .jpeg, .png, and \"what is"), "{refused}");
+        let by_url = of_file("https://host/cat.png", &taken, false).unwrap().body;
         assert_eq!(&by_url.bytes[..], br#"{"image_url":"https://host/cat.png"}"#);
-        let missing = of_file("/no/such/cat.png", &taken).err().unwrap().to_string();
+        let missing = of_file("/no/such/cat.png", &taken, false).err().unwrap().to_string();
         assert!(missing.contains("/no/such/cat.png"), "{missing}");
     }
 

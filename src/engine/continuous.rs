@@ -128,12 +128,9 @@ impl<P: Processor> Queue<P> for SequenceQueue<P> {
 
     /// Assumes that the task's sequences run in rounds, each with the maximum number of sequences, and that steps have
     /// the average duration, because sequences of other tasks fill them.
-    fn estimate(&self, inputs: &[SizedInput<P::Input>]) -> Option<Duration> {
-        let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
-        let steps =
-            |input: &SizedInput<P::Input>| usize::from(input.encode_tokens > 0) + 1 + input.answer_tokens;
-        let longest = inputs.iter().map(steps).max()?;
-        let steps = u64::try_from(rounds * longest).ok()?;
+    fn estimate(&self, inputs: usize, steps: usize) -> Option<Duration> {
+        let rounds = inputs.div_ceil(self.capacity.sequences.max(1));
+        let steps = u64::try_from(rounds * steps).ok()?;
         Some(Duration::from_micros(self.average_step_us.load(Ordering::Relaxed).saturating_mul(steps)))
     }
 
@@ -659,7 +656,7 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
     fn advance(&mut self, results: Results<G>, began: Instant, pass: Pass) -> Result<(), String> {
         let time = now();
         for (row, result) in results {
-            self.scheduler.advance(&row);
+            self.scheduler.advance(&row, time);
             let Some(sequence) = self.sequences.get_mut(&row.key) else { continue };
             let (outputs, index) = (&sequence.item.outputs, sequence.item.index);
             outputs.record_pass(began, time - began, pass);

@@ -19,8 +19,8 @@ use super::{
 };
 use crate::batching::{Group, Policy};
 use crate::model::{
-    Body, Effort, FileUrl, Files, Inputs, Later, Message, Processor, Route, SizedInput, Slices, Streaming,
-    TaskError,
+    Announced, Body, Effort, FileUrl, Files, Inputs, Later, Message, Processor, Route, SizedInput, Slices,
+    Streaming, TaskError,
 };
 
 /// One input of a task, on its way through the device.
@@ -64,8 +64,8 @@ pub(super) trait Queue<P: Processor>: Send + Sync {
     fn isolate(&self, isolated: Option<Group>);
     /// Refuses inputs that this model can never compute.
     fn check(&self, inputs: &[SizedInput<P::Input>]) -> Result<(), TaskError>;
-    /// As [`Job::estimate`].
-    fn estimate(&self, _: &[SizedInput<P::Input>]) -> Option<Duration> {
+    /// As [`Job::estimate`], for a number of inputs that each take at most this many steps.
+    fn estimate(&self, _inputs: usize, _steps: usize) -> Option<Duration> {
         None
     }
     /// As [`Engine::depth`](super::Engine::depth).
@@ -183,8 +183,18 @@ impl<P: Processor> super::Engine for Handle<P> {
         let first = engine.first_slice(inputs)?;
         let streaming = engine.processor.streaming(&context);
         let are_parts_brief = streaming != Streaming::Off && engine.processor.are_parts_brief(&context);
+        let announced = engine.processor.announced(&context);
         let reply = Arc::new(Mutex::new(Reply::new(context)));
-        Ok(Box::new(Task { engine, reply, streaming, are_parts_brief, first, outputs: None, further: None }))
+        Ok(Box::new(Task {
+            engine,
+            reply,
+            streaming,
+            are_parts_brief,
+            announced,
+            first,
+            outputs: None,
+            further: None,
+        }))
     }
 
     fn file_urls(&self, message: &Message) -> Vec<FileUrl> {
@@ -235,6 +245,11 @@ enum FirstSlice<P: Processor> {
     Enqueued,
 }
 
+/// The steps of a sequence: those that encode its window, compute its prompt, and generate its tokens.
+fn steps(is_encoded: bool, answer_tokens: usize) -> usize {
+    usize::from(is_encoded) + 1 + answer_tokens
+}
+
 struct Task<P: Processor> {
     engine: Arc<EngineParts<P>>,
     /// Locked by whoever writes parts of the reply, on the worker's thread or on a reply thread, and by the job between
@@ -243,6 +258,7 @@ struct Task<P: Processor> {
     reply: Arc<Mutex<Reply<P>>>,
     streaming: Streaming,
     are_parts_brief: bool,
+    announced: Option<Announced>,
     first: FirstSlice<P>,
     /// None until the job is enqueued.
     outputs: Option<WantedOutputs<P>>,
@@ -306,7 +322,13 @@ impl<P: Processor> Job for Task<P> {
 
     fn estimate(&self) -> Option<Duration> {
         let FirstSlice::Made(first) = &self.first else { return None };
-        self.engine.queue.estimate(&first.inputs)
+        let steps = |input: &SizedInput<P::Input>| steps(input.encode_tokens > 0, input.answer_tokens);
+        let (inputs, steps) = match self.announced {
+            // Inputs that are made on demand are windows, which are encoded.
+            Some(Announced { inputs, answer_tokens }) => (inputs, self::steps(true, answer_tokens)),
+            None => (first.inputs.len(), first.inputs.iter().map(steps).max()?),
+        };
+        self.engine.queue.estimate(inputs, steps)
     }
 
     fn takes_long(&self) -> bool {

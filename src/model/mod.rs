@@ -110,6 +110,15 @@ pub enum Inputs<I> {
     Later(Later<I>),
 }
 
+/// The inputs that a task is expected to have: [`Processor::announced`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Announced {
+    /// Their number.
+    pub inputs: usize,
+    /// The tokens of each answer.
+    pub answer_tokens: usize,
+}
+
 /// What makes the inputs of [`Inputs::Later`]. It may return `Later` again, which runs at once.
 pub type Later<I> = Box<dyn FnOnce() -> Result<Inputs<I>, TaskError> + Send>;
 
@@ -238,6 +247,13 @@ pub trait Processor: Send + Sync + 'static {
     fn streaming(&self, context: &Self::Context) -> Streaming {
         let _ = context;
         Streaming::Off
+    }
+
+    /// What a task whose inputs are made on demand is expected to compute, as far as it is known in advance. By this a task
+    /// is refused that would take longer than the broker allows.
+    fn announced(&self, context: &Self::Context) -> Option<Announced> {
+        let _ = context;
+        None
     }
 
     /// Whether the parts of 32 pieces or outputs are written within about ten microseconds, whatever they hold. If so,

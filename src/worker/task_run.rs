@@ -3,6 +3,8 @@
 use std::future::{pending, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::FutureExt as _;
@@ -438,7 +440,7 @@ impl Run<'_> {
             timings.answer_us = micros(now().saturating_duration_since(first));
         }
         if has_left {
-            return Err(Outcome::RequesterLeft(task.reply_to().unwrap_or_default().to_owned()));
+            return Err(self.requester_left());
         }
         if let Some(parts) = parts {
             self.write_last_parts(&mut *job, parts).await;
@@ -544,24 +546,33 @@ impl Run<'_> {
     }
 
     /// Waits until a job that was enqueued is done, prepares more of its inputs meanwhile, and sends its parts.
-    async fn run_job(&self, job: &mut dyn Job, parts: Option<&mut Parts>) -> Result<JobEnd, TaskError> {
+    async fn run_job(&self, job: &mut dyn Job, parts: Option<&mut Parts>) -> Result<JobEnd, Outcome> {
         let (source, time_limit) = (job.source(), self.shared.settlement.queue_timeouts.pool);
         let prefetch = &self.shared.prefetch[self.source];
         let is_on_demand = source.is_some();
         if !is_on_demand {
             prefetch.prepared(job.inputs(), job.tokens());
         }
+        let has_left = AtomicBool::new(false);
         let computing = async {
             tokio::select! {
                 biased;
-                end = self.handle_events(job, parts) => Ok(end),
-                error = self.prepare_further_inputs(source) => Err(error),
+                end = self.handle_events(job, parts, &has_left) => Ok(end),
+                // Once the requester has left, the error is that the task is not wanted any more.
+                error = self.prepare_further_inputs(source) => {
+                    Err(if has_left.load(Relaxed) { self.requester_left() } else { error.into() })
+                }
             }
         };
         let Ok(end) = timeout(time_limit, computing).await else {
             let message =
                 format!("not finished within {time_limit:?}, after which the broker takes the task back");
-            return Err(TaskError::new(TaskErrorKind::Fault, message));
+            // A task that is prepared piece by piece is a long one: it would take as long again.
+            return Err(if is_on_demand {
+                TaskError::new(TaskErrorKind::TooLarge, format!("{message}: send less in a task")).into()
+            } else {
+                TaskError::new(TaskErrorKind::Fault, message).into()
+            });
         };
         if is_on_demand {
             // Only now is it known how large the task was.
@@ -663,13 +674,23 @@ impl Run<'_> {
         pending().await
     }
 
-    /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, the sequences end. Never
+    /// What becomes of the task if its requester has left.
+    fn requester_left(&self) -> Outcome {
+        Outcome::RequesterLeft(self.task.reply_to().unwrap_or_default().to_owned())
+    }
+
+    /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, `has_left` is set, and the
+    /// sequences end. Never
     /// returns if the device has failed: that is not the task's fault, so the task goes back with the session.
-    async fn handle_events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts>) -> JobEnd {
+    async fn handle_events(
+        &self,
+        job: &mut dyn Job,
+        mut parts: Option<&mut Parts>,
+        has_left: &AtomicBool,
+    ) -> JobEnd {
         // Whether the latest part was returned as unroutable. Written here, read by `requester_leaves`.
         let (unroutable, is_unroutable) = watch::channel(false);
         let mut requester_leaves = pin!(self.requester_leaves(is_unroutable));
-        let mut has_left = false;
         // The first part is held back while too many tasks stay.
         let mut is_held_back = false;
         loop {
@@ -694,15 +715,17 @@ impl Run<'_> {
                     is_held_back = false;
                     continue;
                 }
-                () = &mut requester_leaves, if !has_left && self.state.cancellation().is_none() => {
+                () = &mut requester_leaves, if !has_left.load(Relaxed) && self.state.cancellation().is_none() => {
                     tracing::info!(task.id = self.task.id, "the task's reply queue does not exist any more; the task ends");
-                    has_left = true;
+                    has_left.store(true, Relaxed);
                     self.state.cancel();
                     continue;
                 }
             };
             match (event, parts.as_deref_mut()) {
-                (JobEvent::Done(computed), _) => return JobEnd { computed, has_left },
+                (JobEvent::Done(computed), _) => {
+                    return JobEnd { computed, has_left: has_left.load(Relaxed) };
+                }
                 (JobEvent::Parts(unwritten), Some(parts)) => {
                     if self.place.is_none_or(Place::try_to_stay) {
                         parts.send(self.write_parts(unwritten).await);
@@ -750,7 +773,7 @@ impl Run<'_> {
                 let (estimate, max) = (estimate.as_secs(), max.as_secs());
                 let message = format!(
                     "the answer may take {estimate} s at this worker's pace; with broker.consumer_timeout as it \
-                     is, a task may take {max} s: ask for fewer tokens"
+                     is, a task may take {max} s: ask for fewer tokens, or send less"
                 );
                 Err(TaskError::new(TaskErrorKind::TooLarge, message))
             }

@@ -106,6 +106,15 @@ pub(crate) fn has_bf16() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
+/// As [`may_use_bf16`], and the CPU has AMX.
+pub(crate) fn may_use_amx() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    let can = may_use_bf16() && has_amx();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    let can = false;
+    can
+}
+
 /// Whether this CPU has AMX for bf16, and this process may use it. The first call asks Linux for that, because the tile
 /// registers make the state of a thread larger by 8 KiB.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

@@ -5,10 +5,10 @@ use pulp::{Simd, WithSimd};
 
 use super::dispatch;
 
-/// The largest x. Beyond it the result would be infinite.
+/// The largest x, a little below that of the largest f32 (88.7).
 const MAX: f32 = 87.0;
-/// Below this x, the result is 0 and not 1e-26 or less. Such numbers are negligible in every sum here, but their products
-/// are denormal, and an Intel CPU takes a hundred times longer for a multiplication with a denormal number.
+/// Below this x, the result is 0. e^-60 is 9e-27, which is negligible in every sum here. The product of a still smaller
+/// number and a small value can be denormal, and an Intel CPU takes a hundred times longer for such a product.
 const MIN: f32 = -60.0;
 
 /// e^x for each lane, to about 2 units in the last place; 0 if x is less than -60. x is limited to 87.

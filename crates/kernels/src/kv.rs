@@ -288,8 +288,7 @@ mod tests {
             let rows = keys.chunks_exact(18).zip(values.chunks_exact(18));
             for (index, (key, value)) in rows.enumerate() {
                 let (token, head) = (index / 3, index % 3);
-                let position =
-                    CachePosition { block: (3 + token / BLOCK) as u32, offset: token % BLOCK };
+                let position = CachePosition { block: (3 + token / BLOCK) as u32, offset: token % BLOCK };
                 one_by_one.put(position, 1, head, key, value);
             }
             assert!(one_by_one.memory[..] == at_once.memory[..], "{numbers:?}");

@@ -17,6 +17,7 @@
 //! - `content_type`: the media type of the parts and of the reply. Their bodies are then the numbers alone, not JSON.
 //! - `sequences`: a list that replaces `max_tokens`. There is one sequence for each of its numbers, with this many
 //!   tokens. The reply joins their answers, and each answer is one part.
+//! - `empty_slices`: the inputs are made on demand, after this many slices without any.
 //!
 //! Only with `faults`:
 //!
@@ -27,6 +28,7 @@
 //!   fails if it has more than `fits` windows.
 
 use std::collections::BTreeMap;
+use std::iter;
 use std::mem;
 use std::time::Duration;
 
@@ -36,9 +38,9 @@ use serde_json::json;
 use super::echo;
 use crate::model::family::{Example, Family, Sample, Serves};
 use crate::model::{
-    Advance, Advances, Body, Capacity, Device, Effort, Encoding, Feed, ForwardError, Generate, LoadError,
-    LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError,
-    TaskErrorKind, clock,
+    Advance, Advances, Announced, Body, Capacity, Device, Effort, Encoding, Feed, ForwardError, Generate,
+    Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming,
+    TaskError, TaskErrorKind, clock,
 };
 
 /// The `model` setting of a script pool.
@@ -101,6 +103,7 @@ pub struct Script {
     #[serde(default = "one")]
     max_tokens: usize,
     sequences: Vec<usize>,
+    empty_slices: usize,
     stream: bool,
     step_ms: u64,
     encode_ms: u64,
@@ -220,7 +223,20 @@ impl Processor for ScriptProcessor {
                 answer_tokens: max_tokens,
             }
         };
-        Ok((context, lengths.into_iter().map(input).collect::<Vec<_>>().into()))
+        let inputs: Vec<_> = lengths.into_iter().map(input).collect();
+        let inputs = match script.empty_slices {
+            0 => inputs.into(),
+            count => {
+                let empty = iter::repeat_with(|| Ok(Vec::new())).take(count);
+                Inputs::Slices(Box::new(empty.chain(iter::once(Ok(inputs)))))
+            }
+        };
+        Ok((context, inputs))
+    }
+
+    fn announced(&self, script: &Script) -> Option<Announced> {
+        let inputs = script.sequences.len().max(1);
+        (script.empty_slices > 0).then_some(Announced { inputs, answer_tokens: script.max_tokens })
     }
 
     fn effort(&self, message: &Message) -> Effort {

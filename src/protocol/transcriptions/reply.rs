@@ -36,7 +36,7 @@ pub struct Transcript {
     /// In the order of time.
     pub segments: Vec<Segment>,
     /// Whether word timestamps were requested.
-    pub has_words: bool,
+    pub wants_word_times: bool,
 }
 
 /// A part of the text, about a sentence long.
@@ -129,7 +129,7 @@ impl Transcript {
             duration: rounded_to_ms(self.seconds),
             text: self.text(),
             segments: self.segments.iter().enumerate().map(segment).collect(),
-            words: self.has_words.then(|| {
+            words: self.wants_word_times.then(|| {
                 let words = self.segments.iter().flat_map(|segment| &segment.words);
                 words
                     .map(|it| VerboseWord {
@@ -259,7 +259,7 @@ mod tests {
             channel: None,
         };
         Transcript {
-            has_words: false,
+            wants_word_times: false,
             task: SpeechTask::Transcribe,
             language: Some("en".to_owned()),
             seconds: 3_725.250_4,
@@ -297,7 +297,8 @@ mod tests {
         });
         assert_eq!(verbose["segments"][1], segment);
         assert!(verbose.get("words").is_none(), "they were not asked for");
-        let with_words = Transcript { has_words: true, ..transcript() }.body(Format::VerboseJson).unwrap();
+        let with_words =
+            Transcript { wants_word_times: true, ..transcript() }.body(Format::VerboseJson).unwrap();
         let verbose: serde_json::Value = serde_json::from_slice(&with_words.bytes).unwrap();
         let expected = json!([
             {"word": "One --> two.", "start": 0.0, "end": 1.5},

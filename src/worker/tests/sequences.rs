@@ -312,6 +312,17 @@ async fn a_departed_requester_without_parts_is_noticed_and_its_task_is_kept() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
+async fn a_task_is_kept_if_its_requester_leaves_while_its_inputs_are_made() {
+    let rig = Rig::start("script", |_| ());
+    rig.memory.set_reaction("left", Reaction::Answer(Published::Unroutable));
+    rig.memory.deliver([task("left", "left", &json!({"empty_slices": 1_000_000}))]);
+    assert_eq!(rig.memory.until_settled(1).await, [Settled::Acked(1)]);
+    let letters = rig.memory.published(DEAD);
+    assert_eq!(letters.len(), 1);
+    assert_eq!(letters[0].properties.headers["reason"].as_str(), Some("unroutable"));
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn a_task_too_long_for_the_consumer_timeout_is_refused_at_known_pace() {
     let model = "script?sequences=2&context=100000&tokens=200000";
     let rig = Rig::start(model, |assignment| assignment.broker.consumer_timeout = Duration::from_secs(60));
@@ -325,6 +336,13 @@ async fn a_task_too_long_for_the_consumer_timeout_is_refused_at_known_pace() {
     assert_eq!((status(&replies[0]), status(&replies[1])), (413, 200));
     let message = body(&replies[0])["error"]["message"].to_string();
     assert!(message.contains("consumer_timeout") && message.contains("a task may take 22 s"), "{message}");
+    // So is one whose inputs are not made yet, by what it announces.
+    rig.memory.deliver([task(
+        "later",
+        "mine",
+        &json!({"max_tokens": 5_000, "step_ms": 10, "empty_slices": 9}),
+    )]);
+    assert_eq!(status(&rig.memory.until_published("mine", 3).await[2]), 413);
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]

@@ -1,11 +1,12 @@
-//! The product of rows with a bf16 [`Matrix`](super::matrix::Matrix) on CPUs with AMX. The rows are rounded to bf16 too.
+//! The product of rows with a [`Matrix`](super::matrix::Matrix) in bf16 on CPUs with AMX. The rows are rounded to bf16
+//! too. So are the numbers of a quantised matrix, panel by panel.
 //! A tile register has 16 lines of 64 bytes. One instruction multiplies 16 rows by 16 columns over 32 numbers of the
 //! depth, and adds the products to 16 × 16 sums in f32.
 //!
 //! The depth is summed in the same order for each size of block, so a result is the same for one row and for a thousand.
 
 use std::arch::asm;
-use std::arch::x86_64::{__m512bh, _mm512_cvtne2ps_pbh, _mm512_loadu_ps};
+use std::arch::x86_64::{__m256bh, __m512bh, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_loadu_ps};
 use std::mem::transmute;
 use std::ptr::null;
 
@@ -67,9 +68,9 @@ impl AmxRows {
         unsafe { pack(rows, depth, &mut self.lines) }
     }
 
-    /// `out` `[count, stride]` ← these rows times some panels. Columns of the panels beyond the stride are dropped.
+    /// `out` `[count, stride]`, from a column on, ← these rows times some panels. What is beyond the stride is dropped.
     #[expect(unsafe_code, reason = "there is no safe interface to tile registers")]
-    pub fn multiply(&self, panels: &[u32], out: &mut [f32], stride: usize) {
+    pub fn multiply(&self, panels: &[u32], column: usize, out: &mut [f32], stride: usize) {
         if self.count == 0 {
             return;
         }
@@ -77,33 +78,38 @@ impl AmxRows {
         // SAFETY: the CPU has the instructions, because `pack` has asserted it. The shapes are valid. No other code uses
         // tile registers, and they are released below, before anything can depend on them.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &SHAPES, options(nostack, readonly)) };
-        self.multiply_panels(panels, out, stride);
+        self.multiply_panels(panels, column, out, stride);
         // SAFETY: as above.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 
-    /// The registers must have their shapes.
-    fn multiply_panels(&self, panels: &[u32], out: &mut [f32], stride: usize) {
+    /// Must be called between `ldtilecfg` and `tilerelease`.
+    fn multiply_panels(&self, panels: &[u32], first_column: usize, out: &mut [f32], stride: usize) {
         let steps = self.depth.div_ceil(STEP);
         let mut last = [0; STEP_WORDS];
         for (index, words) in panels.chunks_exact(self.depth / 2 * PANEL).enumerate() {
             let (steps_of_panel, rest) = words.as_chunks::<STEP_WORDS>();
             last[..rest.len()].copy_from_slice(rest);
             let panel = Panel { steps: steps_of_panel, last: (!rest.is_empty()).then_some(&last) };
-            let column = index * PANEL;
+            let column = first_column + index * PANEL;
             // The half of a panel stays in the nearest cache for all rows.
             for half in 0..PANEL / BLOCK {
                 for (pair, rows) in self.lines.chunks_exact(2 * steps * SIDE).enumerate() {
                     if column + half * BLOCK < stride {
-                        let sums = Sums { out: &mut *out, stride, row: pair * BLOCK, column: column + half * BLOCK };
-                        two_by_two(rows, panel, half, sums);
+                        let to = Destination {
+                            out: &mut *out,
+                            stride,
+                            row: pair * BLOCK,
+                            column: column + half * BLOCK,
+                        };
+                        two_by_two(rows, panel, half, to);
                     }
                 }
             }
             let odd = self.lines.chunks_exact(2 * steps * SIDE).remainder();
             if !odd.is_empty() {
                 let row = (self.count - 1) / SIDE * SIDE;
-                one_by_four(odd, panel, Sums { out: &mut *out, stride, row, column });
+                one_by_four(odd, panel, Destination { out: &mut *out, stride, row, column });
             }
         }
     }
@@ -126,46 +132,50 @@ impl Panel<'_> {
 
     /// The addresses of the steps and of the last step, from a column on. The latter is null if there is none.
     fn addresses(self, column: usize) -> (*const u32, *const u32) {
-        (self.steps.as_ptr().cast::<u32>().wrapping_add(column), self.last.map_or(null(), |last| &raw const last[column]))
+        (
+            self.steps.as_ptr().cast::<u32>().wrapping_add(column),
+            self.last.map_or(null(), |last| &raw const last[column]),
+        )
     }
 }
 
 /// Where a block of sums goes: `[count, stride]`, from a row and a column on. What is beyond the last of either is
 /// dropped.
-struct Sums<'a> {
+struct Destination<'a> {
     out: &'a mut [f32],
     stride: usize,
     row: usize,
     column: usize,
 }
 
-impl Sums<'_> {
-    /// Calls `store` with the address of a block of `height` rows and `width` columns, and the bytes between two of its
+impl Destination<'_> {
+    /// Calls `write` with the address of a block of `height` rows and `width` columns, and the bytes between two of its
     /// rows.
-    fn store(self, [height, width]: [usize; 2], store: impl FnOnce(*mut f32, usize)) {
+    fn write(self, [height, width]: [usize; 2], write: impl FnOnce(*mut f32, usize)) {
         let Self { out, stride, row, column } = self;
         let out = &mut out[row * stride..];
         let (rows, columns) = (height.min(out.len() / stride), width.min(stride - column));
         if (rows, columns) == (height, width) {
-            return store(out[column..].as_mut_ptr(), stride * size_of::<f32>());
+            return write(out[column..].as_mut_ptr(), stride * size_of::<f32>());
         }
         let mut block = [0.0_f32; BLOCK * BLOCK];
-        store(block.as_mut_ptr(), width * size_of::<f32>());
+        write(block.as_mut_ptr(), width * size_of::<f32>());
         for (out, sums) in out.chunks_exact_mut(stride).zip(block.chunks_exact(width)).take(rows) {
             out[column..][..columns].copy_from_slice(&sums[..columns]);
         }
     }
 }
 
-/// The products of two tiles of rows with a half of a panel.
+/// The products of two tiles of rows with a half of a panel. The loop takes all whole steps, and then the last one if
+/// there is one.
 #[expect(unsafe_code, reason = "there is no safe interface to tile registers")]
-fn two_by_two(rows: &[Line], panel: Panel<'_>, half: usize, sums: Sums<'_>) {
+fn two_by_two(rows: &[Line], panel: Panel<'_>, half: usize, to: Destination<'_>) {
     let (upper, lower) = rows.split_at(rows.len() / 2);
     assert!(lower.len() == SIDE * panel.len() && half < PANEL / BLOCK);
     let (steps, last) = panel.addresses(half * BLOCK);
-    sums.store([BLOCK, BLOCK], |to, line| {
-        // SAFETY: the registers have their shapes. There are as many tiles of rows as steps, as asserted above. A step of
-        // the panel is read from a column of its first line on, to the end of that half in its last line. `store` gives a
+    to.write([BLOCK, BLOCK], |to, line| {
+        // SAFETY: the registers have their shapes. There are as many tiles of rows as steps, as asserted above. Of each
+        // step of the panel, the columns of one half are read. `write` gives a
         // block of this size. The registers that change are listed.
         unsafe {
             asm!(
@@ -221,12 +231,12 @@ fn two_by_two(rows: &[Line], panel: Panel<'_>, half: usize, sums: Sums<'_>) {
     });
 }
 
-/// The products of one tile of rows with a panel.
+/// The products of one tile of rows with a panel, in a loop like that of `two_by_two`.
 #[expect(unsafe_code, reason = "there is no safe interface to tile registers")]
-fn one_by_four(rows: &[Line], panel: Panel<'_>, sums: Sums<'_>) {
+fn one_by_four(rows: &[Line], panel: Panel<'_>, to: Destination<'_>) {
     assert!(rows.len() == SIDE * panel.len());
     let (steps, last) = panel.addresses(0);
-    sums.store([SIDE, PANEL], |to, line| {
+    to.write([SIDE, PANEL], |to, line| {
         // SAFETY: as in `two_by_two`; a step of the panel is read whole.
         unsafe {
             asm!(
@@ -278,6 +288,38 @@ fn one_by_four(rows: &[Line], panel: Panel<'_>, sums: Sums<'_>) {
             );
         }
     });
+}
+
+/// `words` ← a panel in bf16, from its numbers `[depth, PANEL]`. The depth must be even. Panics if the CPU has no AMX.
+#[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
+pub fn round_panel(numbers: &[f32], words: &mut Vec<u32>) {
+    assert!(has_amx());
+    words.resize(numbers.len() / 2, 0);
+    // SAFETY: the CPU has the instructions, as asserted above.
+    unsafe { round_pairs(numbers, words) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn round_pairs(numbers: &[f32], words: &mut [u32]) {
+    for (rows, words) in numbers.as_chunks::<{ 2 * PANEL }>().0.iter().zip(words.as_chunks_mut::<PANEL>().0) {
+        let (first, second) = rows.split_at(PANEL);
+        let pairs = first.as_chunks::<SIDE>().0.iter().zip(second.as_chunks::<SIDE>().0);
+        for ((first, second), words) in pairs.zip(words.as_chunks_mut::<SIDE>().0) {
+            let [first, second] = [first, second].map(|numbers| halves(numbers));
+            for (word, (low, high)) in words.iter_mut().zip(first.into_iter().zip(second)) {
+                *word = u32::from(high) << 16 | u32::from(low);
+            }
+        }
+    }
+}
+
+/// Numbers in bf16: rounded to the nearest, ties to even.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+#[expect(unsafe_code, reason = "no safe interface has the instructions")]
+fn halves(numbers: &[f32; SIDE]) -> [u16; SIDE] {
+    // SAFETY: the array has 64 bytes, and the instruction takes any alignment; both types have 256 bits.
+    unsafe { transmute::<__m256bh, [u16; SIDE]>(_mm512_cvtneps_pbh(_mm512_loadu_ps(numbers.as_ptr()))) }
 }
 
 #[target_feature(enable = "avx512f,avx512bf16")]

@@ -18,9 +18,9 @@ use crate::kv::bf16_bits;
 const LANES: usize = 16;
 /// Registers across a panel.
 const PANEL_REGISTERS: usize = PANEL / LANES;
-/// The rows of the highest tile, which is two registers wide. Its sums and the matrix's numbers take 26 of 32 registers.
+/// The rows of the highest tile. All tiles are two registers wide. Its sums and the matrix's numbers take 26 of 32 registers.
 const MAX_HEIGHT: usize = 12;
-/// The rows of the middle tile, which is four registers wide. The others have 1 and [`MAX_HEIGHT`] rows.
+/// The rows of the middle tile. The others have 1 and [`MAX_HEIGHT`] rows.
 const MID_HEIGHT: usize = 4;
 
 /// Rows in bf16, tile by tile. If there are fewer rows than a tile is high, the missing ones are 0.
@@ -111,7 +111,11 @@ fn multiply(packed: &HalfRows, panels: &[u32], out: &mut [f32], stride: usize) {
             let (mut word, mut row) = (0, 0);
             for TileSize { height, rows } in &packed.tiles {
                 let words = &packed.words[word..][..pairs * height];
-                let to = To { out: &mut out[row * stride..][..rows * stride], stride, column: index * PANEL };
+                let to = Destination {
+                    out: &mut out[row * stride..][..rows * stride],
+                    stride,
+                    column: index * PANEL,
+                };
                 match *height {
                     1 => multiply_tile::<1, 2>(lines, words, to, half),
                     MID_HEIGHT => multiply_tile::<MID_HEIGHT, 2>(lines, words, to, half),
@@ -125,7 +129,7 @@ fn multiply(packed: &HalfRows, panels: &[u32], out: &mut [f32], stride: usize) {
 }
 
 /// Where the results of a tile go: `[rows, stride]`, from a panel's first column on.
-struct To<'a> {
+struct Destination<'a> {
     out: &'a mut [f32],
     stride: usize,
     column: usize,
@@ -137,7 +141,7 @@ struct To<'a> {
 fn multiply_tile<const HEIGHT: usize, const WIDTH: usize>(
     panel: &[[u32; LANES]],
     words: &[u32],
-    To { out, stride, column }: To<'_>,
+    Destination { out, stride, column }: Destination<'_>,
     register: usize,
 ) {
     let first = column + register * LANES;

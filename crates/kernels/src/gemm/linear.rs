@@ -4,6 +4,7 @@
 use super::matrix::{Group, Matrix, RowFormat};
 use super::number_format::NumberFormat;
 use super::{Panels, by_blocks, multiply_rows};
+use crate::cpu::may_use_amx;
 use crate::{may_use_bf16, may_use_vnni};
 
 /// The depth of a matrix is not a multiple of the group size.
@@ -67,7 +68,8 @@ impl Linear {
 }
 
 /// Packs a matrix that is given by its columns, `[width, depth]`, in this format. If the CPU can multiply numbers of the
-/// format, rows are converted too before they are multiplied: to 8 bits for a quantised matrix, to bf16 for one in bf16.
+/// format, rows are converted too before they are multiplied: to bf16 for a matrix in bf16 and, with AMX, for a quantised
+/// one; otherwise to 8 bits for a quantised matrix.
 ///
 /// # Errors
 /// `depth` is not a multiple of the group size of `format`.
@@ -87,7 +89,12 @@ pub fn narrow(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Mat
                 quantised(&columns[column * depth + index * group..][..group], format.max_quantised())
             };
             let matrix = Matrix::of_groups(format, [depth, columns.len() / depth], quantised_group);
-            if may_use_vnni() { matrix.with_rows_as(RowFormat::Int8) } else { matrix }
+            match () {
+                // With AMX, products of bf16 are so fast that unpacking the matrix for each block of rows pays.
+                () if may_use_amx() => matrix.with_rows_as(RowFormat::Bf16),
+                () if may_use_vnni() => matrix.with_rows_as(RowFormat::Int8),
+                () => matrix,
+            }
         }
     })
 }

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::super::dispatch;
 use super::super::kv::bf16_bits;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx::AmxRows;
+use super::amx::{AmxRows, round_panel};
 #[cfg(target_arch = "x86_64")]
 use super::bytes::ByteRows;
 use super::gemv::{FewRows, MAX_TILE_ROWS, Unpack, multiply_few_rows};
@@ -54,7 +54,7 @@ pub enum RowFormat {
     Int16,
     /// Whole numbers of 8 bits, with a scale for each 32: the fastest. Only with AVX512-VNNI.
     Int8,
-    /// bf16, for a matrix in bf16.
+    /// bf16, for a matrix in bf16. With AMX also for a quantised matrix, whose numbers are rounded to bf16 too.
     Bf16,
 }
 
@@ -109,6 +109,9 @@ struct Scratch {
     rows: Rows,
     panels: Panels,
     columns: Vec<f32>,
+    /// A panel in bf16.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    words: Vec<u32>,
     out: Vec<f32>,
 }
 
@@ -263,7 +266,7 @@ impl Matrix {
     /// Unpacks each panel to f32 once, and multiplies it with tiles of rows.
     fn multiply_unpacked(&self, rows: &[f32], out: &mut [f32]) {
         let mut scratch = SCRATCH.take();
-        let Scratch { rows: packed, panels, columns, out: panel_out } = &mut scratch;
+        let Scratch { rows: packed, panels, columns, out: panel_out, .. } = &mut scratch;
         packed.pack(rows, self.depth);
         for panel in 0..self.width.div_ceil(PANEL) {
             let first = panel * PANEL;
@@ -427,7 +430,21 @@ impl<'a> LeftRows<'a> {
             #[cfg(target_arch = "x86_64")]
             Self::Halves(packed) => packed.multiply(panels, out, stride),
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Self::Tiles(packed) => packed.multiply(panels, out, stride),
+            Self::Tiles(packed) if matrix.format == NumberFormat::Bf16 => {
+                packed.multiply(panels, 0, out, stride);
+            }
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Self::Tiles(packed) => {
+                let mut scratch = SCRATCH.take();
+                let Scratch { columns, words, .. } = &mut scratch;
+                let count = stride.div_ceil(PANEL);
+                for (index, panel) in panels.chunks_exact(panels.len() / count).enumerate() {
+                    dispatch(Unpack { format: matrix.format, panel, to: columns });
+                    round_panel(columns, words);
+                    packed.multiply(words, index * PANEL, out, stride);
+                }
+                SCRATCH.set(scratch);
+            }
         }
     }
 
@@ -703,7 +720,12 @@ mod tests {
             let x = flat(&[rows, depth], 7);
             let mut out = vec![f32::NAN; rows * width];
             made.multiply(&x, &mut out);
-            for (at, ours) in out.iter().enumerate() {
+            // A CPU with AMX has both kernels, of which the product above uses one.
+            let mut packed = HalfRows::default();
+            packed.pack(&x, depth);
+            let mut by_vectors = vec![f32::NAN; rows * width];
+            packed.multiply(made.words(), &mut by_vectors, width);
+            for (at, ours) in out.iter().enumerate().chain(by_vectors.iter().enumerate()) {
                 let row = &x[at / width * depth..][..depth];
                 let column = &expected[at % width * depth..][..depth];
                 let products = row.iter().zip(column).map(|(a, b)| rounded(*a) * f64::from(*b));
@@ -720,6 +742,37 @@ mod tests {
         let mut out = vec![0.0; 200];
         made.multiply(&bad, &mut out);
         assert!(out.iter().all(|y| y.is_nan()));
+    }
+
+    #[test]
+    fn a_quantised_matrix_with_rows_in_bf16_gives_the_exact_products_of_rounded_numbers() {
+        if !crate::cpu::may_use_amx() {
+            return;
+        }
+        let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
+        for format in QUANTISED {
+            for (depth, rows, width) in [(32, 1, 1), (96, 3, 70), (160, 17, 130), (64, 40, 64), (96, 65, 95)]
+            {
+                let (made, expected) = matrix(format, [depth, width]);
+                let made = made.with_rows_as(RowFormat::Bf16);
+                let x = flat(&[rows, depth], 7);
+                let mut out = vec![f32::NAN; rows * width];
+                made.multiply(&x, &mut out);
+                for (at, ours) in out.iter().enumerate() {
+                    let (row, column) = (&x[at / width * depth..], &expected[at % width * depth..][..depth]);
+                    let products = row.iter().zip(column).map(|(a, b)| rounded(*a) * rounded(*b));
+                    let size: f64 = products.clone().map(f64::abs).sum();
+                    let error = (f64::from(*ours) - products.sum::<f64>()).abs();
+                    // A number that is nearly halfway between two of bf16 may be rounded to the other one.
+                    assert!(
+                        error < 3e-4 * size.max(1.0),
+                        "{format:?}, {rows}×{depth}×{width}, {at}: {error}"
+                    );
+                }
+            }
+            let made = matrix(format, [96, 200]).0.with_rows_as(RowFormat::Bf16);
+            assert_same_bits_in_any_batch(&made, [96, 200]);
+        }
     }
 
     #[test]

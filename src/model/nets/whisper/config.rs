@@ -108,7 +108,7 @@ impl WhisperConfig {
         if heads.len() > MAX_ALIGNMENT_HEADS {
             let listed = heads.len();
             return Err(format!(
-                "alignment_heads lists {listed} heads; at most {MAX_ALIGNMENT_HEADS} are read"
+                "alignment_heads lists {listed} heads; at most {MAX_ALIGNMENT_HEADS} are allowed"
             ));
         }
         if let Some([layer, number]) =
@@ -145,7 +145,7 @@ impl WhisperConfig {
             ("max_target_positions", raw.max_target_positions, MAX_CONTEXT),
         ] {
             if !(1..=max).contains(&size) {
-                return Err(format!("{name} is {size}; from 1 to {max} is read"));
+                return Err(format!("{name} is {size}; it must be from 1 to {max}"));
             }
         }
         if raw.max_target_positions < MIN_CONTEXT {

@@ -151,7 +151,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn norm(&self, name: &str) -> std::result::Result<NormParams, LoadError> {
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[self.width]);
-        // The bias of the linear layer before the norm, which has none here.
+        // `NormParams` also adds the bias of a linear layer before the norm. There is none here.
         let no_bias = self.zeros(name)?;
         self.weights.checked(name, NormParams::new(&no_bias, &get("weight")?, &get("bias")?, EPS))
     }

@@ -119,7 +119,7 @@ impl Whisper {
         }
     }
 
-    /// Ends the text of a slot. On a CPU its memory is returned to the system.
+    /// Ends the text of a slot. On a CPU the memory of all slots is returned to the system once none has a text.
     pub fn release(&mut self, slot: usize) {
         match self {
             Self::Host(host) => host.decoder.release(slot),

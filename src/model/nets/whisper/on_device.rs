@@ -34,7 +34,7 @@ pub struct DeviceWhisper {
     dtype: DType,
     convolutions: [Convolution; 2],
     /// `[POSITIONS, width]`.
-    encoded_positions: Tensor,
+    encoder_position_embeddings: Tensor,
     blocks: Blocks,
     /// `[vocabulary, width]`; also the last layer.
     token_embeddings: Tensor,
@@ -132,7 +132,8 @@ impl DeviceWhisper {
                 reader.convolution("encoder.conv1", [mels, width], 1)?,
                 reader.convolution("encoder.conv2", [width, width], 2)?,
             ],
-            encoded_positions: weights.get("encoder.embed_positions.weight", &[POSITIONS, width])?,
+            encoder_position_embeddings: weights
+                .get("encoder.embed_positions.weight", &[POSITIONS, width])?,
             blocks: encoder::blocks(&weights, width, config.encoder)?,
             token_embeddings: weights.get("decoder.embed_tokens.weight", &[vocabulary, width])?,
             positions: reader.vector("decoder.embed_positions.weight", &[context, width])?,
@@ -166,7 +167,7 @@ impl DeviceWhisper {
         for Convolution { weights, bias, stride } in &self.convolutions {
             x = x.conv1d(weights, 1, *stride, 1, 1)?.broadcast_add(bias)?.gelu_erf()?;
         }
-        let x = x.transpose(1, 2)?.contiguous()?.broadcast_add(&self.encoded_positions)?;
+        let x = x.transpose(1, 2)?.contiguous()?.broadcast_add(&self.encoder_position_embeddings)?;
         let lengths = vec![POSITIONS; count];
         let x = x.reshape((count * POSITIONS, width))?;
         let encoded = self.blocks.forward(x, |attention, x| attention.forward(x, &lengths))?;

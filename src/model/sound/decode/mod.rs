@@ -387,7 +387,7 @@ impl LengthCheck {
                 _ => (format!(" in each of {streams} channels"), " in all"),
             };
             let text = format!(
-                "the recording {has} {seconds:.1} s of sound{each}; at most {max_seconds} s are taken{in_all}"
+                "the recording {has} {seconds:.1} s of sound{each}; at most {max_seconds} s are taken{in_all} (max_seconds)"
             );
             return Err(TaskError::new(TaskErrorKind::TooLarge, text));
         }

@@ -1,6 +1,6 @@
 //! Speech recognition by Whisper: turns recordings into windows, and the texts of windows into transcripts. Windows are
 //! independent of each other: windows of different tasks can share a batch, and the text of one does not depend on the
-//! others. Only `load` and `network` use the device.
+//! others (on a GPU only up to rounding). Only `load` and `network` use the device.
 
 mod network;
 mod options;
@@ -21,7 +21,7 @@ use self::network::{LanguageTokens, has_no_speech};
 use self::options::Options;
 use self::segments::segments;
 use self::speech::Speech;
-use self::tokens::SpeechTokens;
+use self::tokens::SpecialTokens;
 use self::windows::{DecodedLength, Windows};
 use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Serves};
@@ -34,8 +34,8 @@ use crate::model::sound::decode::{Channels, Limits};
 use crate::model::sound::features::LogMel;
 use crate::model::sound::voice::{Listener, VoiceDetector};
 use crate::model::{
-    Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
-    Route, Streaming, TaskError,
+    Announced, Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
+    Properties, Route, Streaming, TaskError,
 };
 use crate::protocol::JSON;
 use crate::protocol::transcriptions::{
@@ -105,7 +105,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
     let files = ModelFiles::locate(&spec.source)?;
     let config = WhisperConfig::read(&files, &spec.source)?;
     let options = Options::read(spec)?;
-    let tokens = SpeechTokens::read(&files, &config)?;
+    let tokens = SpecialTokens::read(&files, &config)?;
     let network = Whisper::load(spec, device, &config, options.sequences)?;
     let transcriber = Transcriber::new(network, options.capacity(config.context), &tokens);
     let processor = TranscribeProcessor {
@@ -124,7 +124,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
 /// Turns requests for transcripts into windows, and their texts into replies.
 pub struct TranscribeProcessor {
     names: ServedNames,
-    tokens: SpeechTokens,
+    tokens: SpecialTokens,
     token_texts: TokenTexts,
     log_mel: Arc<LogMel>,
     voice: Arc<VoiceDetector>,
@@ -143,7 +143,8 @@ pub struct TranscribeContext {
     format: Format,
     stream: bool,
     /// Whether the request wants the times of words.
-    has_words: bool,
+    wants_word_times: bool,
+    announced: Option<Announced>,
     /// How much of the recording was decoded.
     decoded_length: DecodedLength,
 }
@@ -171,7 +172,7 @@ impl TranscribeProcessor {
             // As in openai/whisper, a text has at most half of the context.
             max_tokens: self.max_context / 2,
             temperature: request.temperature,
-            has_words: request.words,
+            wants_word_times: request.words,
             seed: Seed { task: seed_of_task(self.options.seed, properties), sequence: 0 },
         };
         let room = self.max_context.saturating_sub(template.prompt_tokens());
@@ -245,7 +246,8 @@ impl Processor for TranscribeProcessor {
             language,
             format,
             stream,
-            has_words: words,
+            wants_word_times: words,
+            announced: windows.announced(),
             decoded_length: windows.decoded_length(),
         };
         let windows = windows.map(move |window| window.map_err(with_field));
@@ -254,6 +256,10 @@ impl Processor for TranscribeProcessor {
 
     fn bytes(&self, input: &WindowInput) -> usize {
         size_of_val(&*input.features)
+    }
+
+    fn announced(&self, context: &TranscribeContext) -> Option<Announced> {
+        context.announced
     }
 
     fn streaming(&self, context: &TranscribeContext) -> Streaming {
@@ -267,7 +273,7 @@ impl Processor for TranscribeProcessor {
     }
 
     fn finish(&self, context: TranscribeContext, outputs: Vec<WindowText>) -> Result<Body, TaskError> {
-        let TranscribeContext { task, language, format, has_words, decoded_length, .. } = context;
+        let TranscribeContext { task, language, format, wants_word_times, decoded_length, .. } = context;
         let first_language = outputs.first().and_then(|first| first.language);
         let mut segments: Vec<Segment> =
             outputs.iter().flat_map(|output| self.segments(output, task)).collect();
@@ -280,7 +286,7 @@ impl Processor for TranscribeProcessor {
             // The windows hold what voice detection kept. Silent windows are not among them.
             speech_seconds: outputs.iter().map(|output| output.place.seconds).sum(),
             segments,
-            has_words,
+            wants_word_times,
         };
         transcript.body(format)
     }

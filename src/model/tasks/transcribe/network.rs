@@ -1,6 +1,7 @@
 //! The sequences of Whisper: one for each window. Decides when a text ends, when a doubtful one is written again with a
-//! higher temperature, and where in the window the next text begins if a text ends too early. A step changes sequences
-//! only once nothing in it can fail any more, so that a failed step can be repeated (`Generate::step`).
+//! higher temperature, and where in the window the next text begins if a text ends too early. A step that
+//! fails as a whole leaves all sequences as they were, so that it can be repeated (`Generate::step`). An error of one row
+//! ends that row's task.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use rayon::prelude::*;
 
 use super::rules::{Chosen, Rules, TIMESTAMP_STEP};
 use super::segments::{WindowPlace, WindowText, compression_ratio, plain_text};
-use super::tokens::{Multilingual, SpeechTokens};
+use super::tokens::{Multilingual, SpecialTokens};
 use super::words::{TimeRange, token_times};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::whisper::config::POSITIONS;
@@ -62,7 +63,7 @@ pub struct WindowInput {
     /// The temperature. If it is 0, a doubtful text is written again with a higher one.
     pub temperature: f32,
     /// Whether the request wants the times of words.
-    pub has_words: bool,
+    pub wants_word_times: bool,
     /// The seed of the random choices.
     pub seed: Seed,
 }
@@ -156,7 +157,7 @@ struct Chunk {
     /// The index in `ids` of the start token, if it is there. The logits after it say whether there is speech.
     start_index: Option<usize>,
     /// Whether a next token is chosen after this chunk.
-    is_last: bool,
+    chooses_next: bool,
 }
 
 impl Chunk {
@@ -164,7 +165,7 @@ impl Chunk {
     /// one is chosen.
     fn wanted(&self) -> impl Iterator<Item = usize> + use<> {
         let last = self.ids.len() - 1;
-        let last = (self.is_last && self.start_index != Some(last)).then_some(last);
+        let last = (self.chooses_next && self.start_index != Some(last)).then_some(last);
         self.start_index.into_iter().chain(last)
     }
 }
@@ -178,7 +179,7 @@ struct Computed {
 
 impl Transcriber {
     /// A transcriber without sequences. It has as many slots as `capacity` has sequences.
-    pub fn new(network: Whisper, capacity: Capacity, tokens: &SpeechTokens) -> Self {
+    pub fn new(network: Whisper, capacity: Capacity, tokens: &SpecialTokens) -> Self {
         Self {
             network,
             capacity,
@@ -203,7 +204,7 @@ impl Transcriber {
         let numbers: Vec<usize> = waiting.iter().map(|slot| slot.0).collect();
         self.network.encode(&numbers, &features).map_err(|error| ForwardError::from(&error))?;
         for slot in &waiting {
-            if self.sequences.get(slot).is_some_and(|it| it.input.has_words) {
+            if self.sequences.get(slot).is_some_and(|it| it.input.wants_word_times) {
                 self.network.keep_queries(slot.0);
             }
         }
@@ -260,8 +261,8 @@ impl Transcriber {
         let start_position = sequence.input.previous.len();
         let start_index = if prompt_tokens == 0 { None } else { start_position.checked_sub(first_position) };
         let start_index = start_index.filter(|index| *index < ids.len());
-        let is_last = sequence.fed + prompt_tokens == prompt.len();
-        Ok(Chunk { slot, prompt_tokens, ids, first_position, start_index, is_last })
+        let chooses_next = sequence.fed + prompt_tokens == prompt.len();
+        Ok(Chunk { slot, prompt_tokens, ids, first_position, start_index, chooses_next })
     }
 
     /// Chooses the next token of a row, and reads the probability that there is no speech. Does not change the
@@ -277,7 +278,7 @@ impl Transcriber {
         let after_start = chunk.start_index.and_then(|_| logits.next());
         let no_speech =
             after_start.as_deref().zip(self.no_speech_token).map(|(it, id)| probability(it, id as usize));
-        if !chunk.is_last {
+        if !chunk.chooses_next {
             return Ok(Computed { chunk, no_speech, chosen: None });
         }
         // The start token may be the last one of the prompt.
@@ -288,7 +289,7 @@ impl Transcriber {
             after_last.and_then(|logits| self.rules.choose(&sequence.output, logits, sampler.as_mut()));
         let chosen = chosen.ok_or_else(|| {
             let index = sequence.output.len();
-            TaskError::internal(format!("the model gave no finite numbers for token {index} of the text"))
+            TaskError::internal(format!("the model's numbers allow no token {index} of the text"))
         })?;
         Ok(Computed { chunk, no_speech, chosen: Some(chosen) })
     }
@@ -312,7 +313,7 @@ impl Transcriber {
         let text = plain_text(&window_text.tokens, &self.rules, &self.token_texts);
         match next_temperature(&sequence.input, &window_text, &text) {
             None => {
-                if sequence.input.has_words {
+                if sequence.input.wants_word_times {
                     let is_whole = id == self.rules.end;
                     window_text.token_times =
                         sequence.token_times(&self.network, chunk.slot, is_whole, &self.rules)?;
@@ -544,7 +545,8 @@ impl Generate for Transcriber {
             Ok((chunk, logits.by_ref().take(wanted).collect::<Vec<_>>()))
         });
         let with_logits: Vec<Result<_, TaskError>> = with_logits.collect();
-        // All choices, which may fail, come before all advances, so that a step that fails can be computed again.
+        // Choosing takes all threads, and changes no sequence. All choices come before all advances, so that a step can be
+        // computed again if a choice panics.
         let computed: Vec<Result<Computed, TaskError>> = with_logits
             .into_par_iter()
             .map(|row| row.and_then(|(chunk, logits)| self.choose(chunk, logits.into_iter())))
@@ -579,7 +581,7 @@ mod tests {
             language_tokens: None,
             max_tokens: 1,
             temperature,
-            has_words: false,
+            wants_word_times: false,
             seed: Seed { task: 0, sequence: 0 },
         };
         let next = |window_text: &WindowText, text: &str| next_temperature(&input(0.0), window_text, text);

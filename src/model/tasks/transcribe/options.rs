@@ -25,7 +25,7 @@ pub static OPTIONS: [OptionSpec; 3] = [
         takes: Takes::Whole(1..=MAX_SEQUENCES),
         default: OptionDefault::Value("8"),
         help: "the most windows of 30 s that are transcribed at once; `batch.max_requests` bounds them too. With \
-               Whisper tiny a window takes 24 MB of memory, with large-v3 640 MB; memory is allocated when it is used",
+               Whisper tiny a window takes 24 MB of memory in f32, with large-v3 640 MB; memory is allocated when it is used",
     },
     OptionSpec {
         name: "seed",

@@ -1,6 +1,7 @@
 //! Keeps the speech of a recording, and drops the silence. Decides by the probabilities of a voice detector where
 //! speech begins and ends. Joins the parts that are kept, and records the place of each in the recording.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::segments::{Part, WindowPlace};
@@ -42,7 +43,7 @@ struct Detection {
     /// Samples that are no whole chunk yet.
     incomplete: Vec<f32>,
     /// The last samples, while there is no speech. When speech begins, the last `pad` of them are kept before it.
-    dropped: Vec<f32>,
+    dropped: VecDeque<f32>,
     is_speech: bool,
     /// The length in samples of the current silence within speech; 0 if there is none. Silence begins below the
     /// threshold less [`HYSTERESIS`].
@@ -64,7 +65,7 @@ impl Speech {
             min_silence: samples(settings.min_silence_ms),
             pad: samples(settings.speech_pad_ms),
             incomplete: Vec::new(),
-            dropped: Vec::new(),
+            dropped: VecDeque::new(),
             is_speech: false,
             silence: 0,
         };
@@ -118,18 +119,14 @@ impl Speech {
         let Some(detection) = &mut self.detection else { return };
         let has_speech = probability >= detection.threshold;
         if !detection.is_speech && !has_speech {
-            detection.dropped.extend_from_slice(chunk);
-            // Shortened only when it is twice as long as needed, because that moves the samples that are left.
-            if detection.dropped.len() > 2 * detection.pad + CHUNK {
-                detection.dropped.drain(..detection.dropped.len() - detection.pad);
-            }
+            detection.dropped.extend(chunk);
+            detection.dropped.drain(..detection.dropped.len().saturating_sub(detection.pad));
             self.position += chunk.len() as u64;
             return;
         }
         if !detection.is_speech {
             detection.is_speech = true;
-            let mut lead_in = std::mem::take(&mut detection.dropped);
-            lead_in.drain(..lead_in.len().saturating_sub(detection.pad));
+            let lead_in = Vec::from(std::mem::take(&mut detection.dropped));
             // These samples were counted as dropped, and are kept after all.
             self.position -= lead_in.len() as u64;
             self.keep(&lead_in);
@@ -167,7 +164,7 @@ impl Speech {
         // `kept` may be shorter than the silence: a window may have taken some of the silence already.
         let excess = detection.silence.saturating_sub(detection.pad).min(self.kept.len());
         let dropped = self.kept.split_off(self.kept.len() - excess);
-        detection.dropped.extend_from_slice(&dropped[dropped.len().saturating_sub(detection.pad)..]);
+        detection.dropped.extend(&dropped[dropped.len().saturating_sub(detection.pad)..]);
         (detection.is_speech, detection.silence) = (false, 0);
         let end = self.kept.len();
         self.parts.retain(|part| part.in_kept < end);

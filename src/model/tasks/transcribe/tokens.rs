@@ -27,8 +27,8 @@ const NEVER: [&str; 7] =
 const START: &str = "<|startoftranscript|>";
 const PREVIOUS: &str = "<|startofprev|>";
 
-/// A model's tokens for speech.
-pub struct SpeechTokens {
+/// Whisper's special tokens, and the rules of decoding.
+pub struct SpecialTokens {
     vocabulary: Vocabulary,
     /// `<|startoftranscript|>`, which precedes the tokens of the language and the task, and then the text.
     pub start: u32,
@@ -62,7 +62,7 @@ struct Settings {
     max_initial_timestamp_index: Option<u32>,
 }
 
-impl SpeechTokens {
+impl SpecialTokens {
     /// Reads `tokenizer.json` and the files beside it.
     ///
     /// # Errors
@@ -84,9 +84,14 @@ impl SpeechTokens {
         let end = required("<|endoftext|>")?;
         let first_time = required("<|notimestamps|>")? + 1;
         // Times follow all other tokens. They are not looked up by name, because older files do not list them.
-        if first_time as usize >= config.vocabulary || end >= first_time {
+        if first_time as usize >= config.vocabulary {
             let vocabulary = config.vocabulary;
             return Err(invalid(format!("its times begin at {first_time}, and vocab_size is {vocabulary}")));
+        }
+        if end >= first_time {
+            return Err(invalid(format!(
+                "<|endoftext|> is {end}; it must be less than {first_time}, the first time"
+            )));
         }
         let known_ids = |ids: Option<Vec<i64>>| -> Vec<u32> {
             let ids = ids.unwrap_or_default().into_iter();

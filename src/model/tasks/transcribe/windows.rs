@@ -1,7 +1,7 @@
 //! Makes the windows of a recording on demand: decodes its sound block by block, drops what is no speech, cuts it into
 //! pieces of at most 30 s, and computes their features. Decides where a recording is cut: near the end of a window,
-//! where silence was dropped, or else at the quietest place, so that few words are divided. A silent window is left
-//! out, because Whisper invents a word for it. Holds about one window of sound for each stream.
+//! where silence was dropped, or else at the quietest place, so that few words are divided. A silent or very
+//! short window is left out, because Whisper invents a word for it. Holds about one window of sound for each stream.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::model::random::Seed;
 use crate::model::sound::RATE;
 use crate::model::sound::decode::{Channels, Limits, Recording};
 use crate::model::sound::features::{LogMel, WINDOW};
-use crate::model::{SizedInput, TaskError};
+use crate::model::{Announced, SizedInput, TaskError};
 
 /// Blocks of half a second that are decoded in one call of `next`, summed over the streams: about ten milliseconds of
 /// work.
@@ -32,6 +32,12 @@ const SYLLABLE: usize = RATE as usize / 10;
 /// A window is silent if the mean power of its loudest syllable is below this: -60 dB of full scale. Quiet speech is 20
 /// dB louder.
 const SILENCE: f32 = 1e-6;
+/// Samples of the shortest window that can hold a word: 100 ms. A shorter one is left out.
+const SHORTEST: usize = SYLLABLE;
+/// How many seconds of dense speech a window holds on average: it is cut within its last 8 s.
+const SPEECH_PER_WINDOW: f64 = 26.0;
+/// The tokens of a window of dense speech, times included.
+const TOKENS_PER_WINDOW: usize = 100;
 
 /// The number of samples decoded so far of each stream. A stream is the mix of all channels, or one channel. Written by
 /// the thread that makes windows, and read when the reply is written.
@@ -99,6 +105,13 @@ impl Windows {
         self.decoded_length.clone()
     }
 
+    /// What the recording will need if all of it is speech. None if the file does not declare its length.
+    pub fn announced(&self) -> Option<Announced> {
+        let seconds = self.recording.declared_seconds()? * self.speech.len() as f64;
+        let inputs = (seconds / SPEECH_PER_WINDOW).ceil() as usize;
+        Some(Announced { inputs, answer_tokens: TOKENS_PER_WINDOW.min(self.template.max_tokens) })
+    }
+
     /// Decodes a few blocks.
     fn decode(&mut self) -> Result<(), TaskError> {
         let blocks = BLOCKS_PER_CALL / self.speech.len().max(1);
@@ -141,7 +154,7 @@ impl Windows {
         let place = WindowPlace { channel: self.is_split.then_some(stream), ..place };
         let seed = Seed { sequence: self.count, ..self.template.seed };
         self.count += 1;
-        if is_silent(&sound) {
+        if sound.len() < SHORTEST || is_silent(&sound) {
             return None;
         }
         let features = self.log_mel.features(&sound).into();

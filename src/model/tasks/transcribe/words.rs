@@ -133,11 +133,11 @@ const EXCHANGES: [(usize, usize); 16] = [
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Step {
     /// From the row before, at the key before.
-    Both,
+    Diagonal,
     /// From the row before, at the same key.
-    Row,
+    Up,
     /// From the key before, in the same row.
-    Key,
+    Left,
 }
 
 /// Finds the monotonic path through `gains` `[rows, keys]`, from the first cell to the last, whose sum is the largest.
@@ -147,7 +147,7 @@ fn path(gains: &[f32], keys: usize) -> Vec<usize> {
     if rows == 0 {
         return Vec::new();
     }
-    let mut steps = vec![Step::Key; gains.len()];
+    let mut steps = vec![Step::Left; gains.len()];
     // The sums of the row before, with a border before the first key.
     let mut above = vec![f64::NEG_INFINITY; keys + 1];
     above[0] = 0.0;
@@ -158,11 +158,11 @@ fn path(gains: &[f32], keys: usize) -> Vec<usize> {
         for (key, (gain, step)) in gains.iter().zip(steps).enumerate() {
             let up = above[key + 1];
             let (best, from) = if diagonal > up && diagonal > left {
-                (diagonal, Step::Both)
+                (diagonal, Step::Diagonal)
             } else if up > diagonal && up > left {
-                (up, Step::Row)
+                (up, Step::Up)
             } else {
-                (left, Step::Key)
+                (left, Step::Left)
             };
             *step = from;
             diagonal = up;
@@ -175,9 +175,9 @@ fn path(gains: &[f32], keys: usize) -> Vec<usize> {
     loop {
         first[row] = key;
         match steps[row * keys + key] {
-            Step::Both if row > 0 && key > 0 => (row, key) = (row - 1, key - 1),
-            Step::Row if row > 0 => row -= 1,
-            Step::Key if key > 0 => key -= 1,
+            Step::Diagonal if row > 0 && key > 0 => (row, key) = (row - 1, key - 1),
+            Step::Up if row > 0 => row -= 1,
+            Step::Left if key > 0 => key -= 1,
             _ if row > 0 => row -= 1,
             _ if key > 0 => key -= 1,
             _ => return first,
@@ -208,7 +208,7 @@ pub fn timed_words(
             _ => words.push(unit),
         }
     }
-    shorten_pauses(&mut words);
+    shorten_words_at_pauses(&mut words);
     join_punctuation(words)
 }
 
@@ -254,9 +254,9 @@ fn whole_characters<'a>(
     units
 }
 
-/// Shortens words that the path spreads over the pause after a sentence: the mark that ends it, or the word after that
-/// mark. Such a word gets at most twice the median duration.
-fn shorten_pauses(words: &mut [TimedWord]) {
+/// Shortens what the path spreads over the pause after a sentence: the mark that ends the sentence, which is an item of its
+/// own here, or the word after that mark. Either gets at most twice the median duration.
+fn shorten_words_at_pauses(words: &mut [TimedWord]) {
     let mut durations: Vec<f64> =
         words.iter().map(|it| it.time.end - it.time.start).filter(|it| *it > 0.0).collect();
     durations.sort_by(f64::total_cmp);
@@ -407,7 +407,7 @@ mod tests {
             word(" d", 9.5, 15.0),
             word(" e", 15.0, 15.5),
         ];
-        shorten_pauses(&mut words);
+        shorten_words_at_pauses(&mut words);
         let times = words.map(|it| (it.time.start, it.time.end));
         // Twice 0.7 s at most; only beside the end of a sentence.
         assert_eq!(times, [(0.0, 0.5), (0.5, 1.9), (7.6, 9.0), (9.0, 9.5), (9.5, 15.0), (15.0, 15.5)]);
