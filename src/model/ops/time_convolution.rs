@@ -17,8 +17,8 @@ pub struct TimeConvolution {
 enum Weights {
     /// On a CPU, in f32.
     Packed(time_convolution::TimeConvolution),
-    /// For candle's operations: as published, and the bias `[1, out, 1]`.
-    Plain { weights: Tensor, bias: Tensor, groups: usize },
+    /// For candle's operations.
+    Plain(Taps),
 }
 
 impl TimeConvolution {
@@ -47,18 +47,14 @@ impl TimeConvolution {
         is_depthwise: bool,
         format: NumberFormat,
     ) -> Result<Self> {
-        let (width, _, taps) = weights.dims3()?;
+        let taps = weights.dim(2)?;
         let weights = match (host_values(weights)?, host_values(bias)?) {
             (Some(numbers), Some(bias)) => {
                 let filters = TimeFilters { weights: &numbers, bias, taps, dilation, is_depthwise, format };
                 let packed = time_convolution::TimeConvolution::new(filters);
                 Weights::Packed(packed.map_err(candle_core::Error::wrap)?)
             }
-            _ => Weights::Plain {
-                weights: weights.clone(),
-                bias: bias.reshape((1, width, 1))?,
-                groups: if is_depthwise { width } else { 1 },
-            },
+            _ => Weights::Plain(Taps::new(weights, bias, is_depthwise)?),
         };
         Ok(Self { weights, dilation })
     }
@@ -70,19 +66,50 @@ impl TimeConvolution {
     pub fn forward(&self, x: &Tensor, lengths: &[usize]) -> Result<Tensor> {
         match &self.weights {
             Weights::Packed(packed) => x.contiguous()?.apply_op1_no_bwd(&Convolve { packed, lengths }),
-            Weights::Plain { weights, bias, groups } => {
-                let padding = weights.dim(2)? / 2 * self.dilation;
-                let mut start = 0;
-                let mut convolved = |length: &usize| {
-                    let sequence = x.narrow(0, start, *length)?.t()?.unsqueeze(0)?.contiguous()?;
-                    start += length;
-                    let out = sequence.conv1d(weights, padding, 1, self.dilation, *groups)?;
-                    out.broadcast_add(bias)?.squeeze(0)?.t()
-                };
-                let sequences = lengths.iter().map(&mut convolved).collect::<Result<Vec<_>>>()?;
-                Tensor::cat(&sequences, 0)
-            }
+            Weights::Plain(taps) => taps.convolve(x, lengths, self.dilation),
         }
+    }
+}
+
+/// The weights for candle's operations, which convolve tap by tap. (Candle's own convolution computes each group by itself:
+/// on a GPU a depthwise one of 512 channels would launch thousands of kernels.)
+struct Taps {
+    /// For each tap `[in, out]`, or `[1, channels]` if each channel is convolved by itself.
+    taps: Vec<Tensor>,
+    /// `[1, out]`.
+    bias: Tensor,
+    is_depthwise: bool,
+}
+
+impl Taps {
+    fn new(weights: &Tensor, bias: &Tensor, is_depthwise: bool) -> Result<Self> {
+        let taps = (0..weights.dim(2)?).map(|tap| weights.narrow(2, tap, 1)?.squeeze(2)?.t()?.contiguous());
+        Ok(Self { taps: taps.collect::<Result<_>>()?, bias: bias.unsqueeze(0)?, is_depthwise })
+    }
+
+    fn convolve(&self, x: &Tensor, lengths: &[usize], dilation: usize) -> Result<Tensor> {
+        let padding = self.taps.len() / 2 * dilation;
+        // Zeros between two sequences are the end of one and the beginning of the other. Index 0 is a frame of zeros.
+        let (mut padded, mut kept, mut frames) = (vec![0; padding], Vec::new(), 1..);
+        for length in lengths {
+            kept.extend((padded.len() - padding..).take(*length).map(|row| row as u32));
+            padded.extend(frames.by_ref().take(*length));
+            padded.resize(padded.len() + padding, 0);
+        }
+        let rows = padded.len().saturating_sub(2 * padding);
+        let zeros = Tensor::zeros((1, x.dim(1)?), x.dtype(), x.device())?;
+        let padded = Tensor::cat(&[&zeros, x], 0)?.index_select(&Tensor::new(padded, x.device())?, 0)?;
+        let mut sum: Option<Tensor> = None;
+        for (index, weights) in self.taps.iter().enumerate() {
+            let part = padded.narrow(0, index * dilation, rows)?;
+            let part = if self.is_depthwise { part.broadcast_mul(weights)? } else { part.matmul(weights)? };
+            sum = Some(match sum {
+                Some(sum) => (sum + part)?,
+                None => part,
+            });
+        }
+        let Some(sum) = sum else { bail!("a convolution without taps") };
+        sum.index_select(&Tensor::new(kept, x.device())?, 0)?.broadcast_add(&self.bias)
     }
 }
 
@@ -117,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_equals_candles_convolution() {
+    fn the_kernel_and_the_taps_equal_candles_convolution() {
         for (channels, taps, dilation, is_depthwise) in
             [(3, 1, 1, false), (12, 7, 1, false), (20, 7, 8, true), (16, 5, 2, true), (9, 3, 1, false)]
         {
@@ -127,18 +154,23 @@ mod tests {
             let x = noise(&[48, channels], 1.0, 3).unwrap();
             let kernel = TimeConvolution::new(&weights, &bias, dilation, is_depthwise).unwrap();
             let plain = TimeConvolution {
-                weights: Weights::Plain {
-                    weights: weights.clone(),
-                    bias: bias.reshape((1, out, 1)).unwrap(),
-                    groups: if is_depthwise { channels } else { 1 },
-                },
+                weights: Weights::Plain(Taps::new(&weights, &bias, is_depthwise).unwrap()),
                 dilation,
             };
             let lengths = [1, 40, 7];
-            let (ours, candles) =
-                (kernel.forward(&x, &lengths).unwrap(), plain.forward(&x, &lengths).unwrap());
-            let off = difference(&ours, &candles).unwrap();
-            assert!(off < 5e-5, "{channels} channels, {taps} taps, depthwise: {is_depthwise}: {off}");
+            let groups = if is_depthwise { channels } else { 1 };
+            let mut start = 0;
+            let candles = lengths.map(|length| {
+                let sequence = x.narrow(0, start, length).unwrap().t().unwrap().unsqueeze(0).unwrap();
+                start += length;
+                let out = sequence.conv1d(&weights, taps / 2 * dilation, 1, dilation, groups).unwrap();
+                out.squeeze(0).unwrap().t().unwrap()
+            });
+            let candles = Tensor::cat(&candles, 0).unwrap().broadcast_add(&bias).unwrap();
+            for ours in [kernel, plain].map(|it| it.forward(&x, &lengths).unwrap()) {
+                let off = difference(&ours, &candles).unwrap();
+                assert!(off < 5e-5, "{channels} channels, {taps} taps, depthwise: {is_depthwise}: {off}");
+            }
         }
     }
 }

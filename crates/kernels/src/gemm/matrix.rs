@@ -29,6 +29,7 @@ use super::number_format::{NumberFormat, PANEL};
 use super::shorts::ShortRows;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use crate::cpu::has_amx;
+use crate::cpu::may_use_amx;
 #[cfg(target_arch = "x86_64")]
 use crate::may_use_vnni;
 
@@ -181,12 +182,15 @@ impl Matrix {
     /// Sets the format to which rows are converted before they are multiplied. Whole numbers are for quantised matrices
     /// whose depth is a multiple of 32. Those of 8 bits require that the CPU [`may_use_vnni`](crate::may_use_vnni), those
     /// of 16 bits that it [`may_use_int16`](crate::may_use_int16). bf16 is for matrices in bf16, and requires that the CPU
-    /// [`may_use_bf16`](crate::may_use_bf16). A format that is not for this matrix has no effect.
+    /// [`may_use_bf16`](crate::may_use_bf16); with AMX it is for quantised matrices too. A format that is not for this matrix has no effect.
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowFormat) -> Self {
         let fits = match rows {
             RowFormat::F32 => true,
-            RowFormat::Bf16 => self.format == NumberFormat::Bf16,
+            RowFormat::Bf16 => match self.format {
+                NumberFormat::Bf16 => true,
+                format => format.is_scaled() && may_use_amx() && self.depth.is_multiple_of(2),
+            },
             RowFormat::Int16 | RowFormat::Int8 => self.format.is_scaled() && self.depth.is_multiple_of(32),
         };
         if fits {
@@ -658,7 +662,7 @@ mod tests {
                     let error = (f64::from(*ours) - products.sum::<f64>()).abs();
                     assert!(
                         error < 1e-6 * size.max(1.0),
-                        "{format:?}, {rows}×{depth}×{width}, {at}: {error}"
+                        "{format:?}, {rows}×{depth}×{width}, {at}: {error} of {size}"
                     );
                 }
             }
@@ -766,7 +770,7 @@ mod tests {
                     // A number that is nearly halfway between two of bf16 may be rounded to the other one.
                     assert!(
                         error < 3e-4 * size.max(1.0),
-                        "{format:?}, {rows}×{depth}×{width}, {at}: {error}"
+                        "{format:?}, {rows}×{depth}×{width}, {at}: {error} of {size}"
                     );
                 }
             }

@@ -6,6 +6,7 @@ pub mod config;
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
+use candle_transformers::models::clip::text_model::ClipTextTransformer;
 use candle_transformers::models::{clip, siglip};
 
 use self::config::{NetworkConfig, TextImageConfig};
@@ -51,8 +52,35 @@ pub struct TextImageNetwork {
 }
 
 enum Network {
-    Clip(clip::ClipModel),
+    Clip(Clip),
     Siglip(siglip::Model),
+}
+
+/// CLIP. The vector of a text is that of its first end token. `ClipModel` looks for that token by `argmax`, which on a GPU
+/// may find a later one if the text contains several. So the network for texts is called without `ClipModel`.
+struct Clip {
+    images: clip::ClipModel,
+    texts: ClipTextTransformer,
+    /// `[width of the network, width of the vectors]`.
+    projection: Tensor,
+}
+
+impl Clip {
+    fn load(builder: &VarBuilder<'_>, sizes: &clip::ClipConfig) -> CandleResult<Self> {
+        let text = &sizes.text_config;
+        let projection = builder.get((text.projection_dim, text.embed_dim), "text_projection.weight")?.t()?;
+        Ok(Self {
+            images: clip::ClipModel::new(builder.clone(), sizes)?,
+            texts: ClipTextTransformer::new(builder.pp("text_model"), text)?,
+            projection,
+        })
+    }
+
+    /// The vectors of texts. `ids` are `[texts, len]`, and `ends` the index of each text's end token among all ids.
+    fn texts(&self, ids: &Tensor, ends: &Tensor) -> CandleResult<Tensor> {
+        let rows = self.texts.forward_with_mask(ids, usize::MAX)?.flatten_to(1)?;
+        rows.index_select(ends, 0)?.matmul(&self.projection)
+    }
 }
 
 impl TextImageNetwork {
@@ -106,7 +134,7 @@ impl TextImageNetwork {
             weights.get("vision_model.embeddings.class_embedding", &[sizes.vision_config.embed_dim])?;
         }
         let (network, has_bias) = match &config.network {
-            NetworkConfig::Clip(sizes) => (clip::ClipModel::new(builder, sizes).map(Network::Clip), false),
+            NetworkConfig::Clip(sizes) => (Clip::load(&builder, sizes).map(Network::Clip), false),
             NetworkConfig::Siglip(sizes) => (siglip::Model::new(sizes, builder).map(Network::Siglip), true),
         };
         let network = weights.checked("the network", network)?;
@@ -145,7 +173,16 @@ impl TextImageNetwork {
         }
         let ids = Tensor::from_vec(ids, (texts.len(), len), &self.device)?;
         match &self.network {
-            Network::Clip(model) => model.get_text_features(&ids),
+            Network::Clip(clip) => {
+                // The end token has the largest id.
+                let end = |(row, text): (usize, &&Tokens)| {
+                    let largest = text.ids.iter().max();
+                    let index = text.ids.iter().position(|id| Some(id) == largest).unwrap_or(0);
+                    (row * len + index) as u32
+                };
+                let ends: Vec<u32> = texts.iter().enumerate().map(end).collect();
+                clip.texts(&ids, &Tensor::new(ends, &self.device)?)
+            }
             Network::Siglip(model) => model.get_text_features(&ids),
         }
     }
@@ -153,11 +190,12 @@ impl TextImageNetwork {
     /// The vectors of images, `[images, width]`.
     fn images(&self, images: &[&Pixels]) -> CandleResult<Tensor> {
         let Sides { height, width } = self.sides;
-        let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
-        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &Device::Cpu)?;
-        let x = x.permute((0, 3, 1, 2))?.contiguous()?.to_device(&self.device)?.to_dtype(self.dtype)?;
+        let numbers = images.iter().map(|Pixels(numbers)| &numbers[..]).collect::<Vec<_>>().concat();
+        // Permuted on the device: for a GPU's batch, that would take a CPU longer than the network takes the GPU.
+        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &self.device)?;
+        let x = x.to_dtype(self.dtype)?.permute((0, 3, 1, 2))?.contiguous()?;
         match &self.network {
-            Network::Clip(model) => model.get_image_features(&x),
+            Network::Clip(clip) => clip.images.get_image_features(&x),
             Network::Siglip(model) => model.get_image_features(&x),
         }
     }

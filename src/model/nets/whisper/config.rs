@@ -227,7 +227,7 @@ mod tests {
                 json!(64),
                 "decoder_attention_heads is 64, which does not divide d_model 64",
             ),
-            ("d_model", json!(u64::MAX), "d_model is 18446744073709551615; from 1 to 65536 is read"),
+            ("d_model", json!(u64::MAX), "d_model is 18446744073709551615; it must be from 1 to 65536"),
             ("num_mel_bins", json!(0), "num_mel_bins is 0"),
             ("max_target_positions", json!(9), "max_target_positions is 9; at least 16 are needed"),
             ("vocab_size", json!(1_u64 << 40), "vocab_size is 1099511627776"),
