@@ -90,7 +90,7 @@ impl Taps {
     fn convolve(&self, x: &Tensor, lengths: &[usize], dilation: usize) -> Result<Tensor> {
         let padding = self.taps.len() / 2 * dilation;
         // Zeros between two sequences are the end of one and the beginning of the other. Index 0 is a frame of zeros.
-        let (mut padded, mut kept, mut frames) = (vec![0; padding], Vec::new(), 1..);
+        let (mut padded, mut kept, mut frames) = (vec![0_u32; padding], Vec::<u32>::new(), 1_u32..);
         for length in lengths {
             kept.extend((padded.len() - padding..).take(*length).map(|row| row as u32));
             padded.extend(frames.by_ref().take(*length));
