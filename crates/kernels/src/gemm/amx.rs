@@ -1,5 +1,6 @@
 //! The product of rows with a [`Matrix`](super::matrix::Matrix) in bf16 on CPUs with AMX. The rows are rounded to bf16
 //! too. So are the numbers of a quantised matrix, panel by panel.
+//!
 //! A tile register has 16 lines of 64 bytes. One instruction multiplies 16 rows by 16 columns over 32 numbers of the
 //! depth, and adds the products to 16 × 16 sums in f32.
 //!
@@ -8,7 +9,6 @@
 use std::arch::asm;
 use std::arch::x86_64::{__m256bh, __m512bh, _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_loadu_ps};
 use std::mem::transmute;
-use std::ptr::null;
 
 use super::number_format::PANEL;
 use crate::cpu::has_amx;
@@ -86,11 +86,17 @@ impl AmxRows {
     /// Must be called between `ldtilecfg` and `tilerelease`.
     fn multiply_panels(&self, panels: &[u32], first_column: usize, out: &mut [f32], stride: usize) {
         let steps = self.depth.div_ceil(STEP);
-        let mut last = [0; STEP_WORDS];
-        for (index, words) in panels.chunks_exact(self.depth / 2 * PANEL).enumerate() {
-            let (steps_of_panel, rest) = words.as_chunks::<STEP_WORDS>();
-            last[..rest.len()].copy_from_slice(rest);
-            let panel = Panel { steps: steps_of_panel, last: (!rest.is_empty()).then_some(&last) };
+        let mut padded = Vec::new();
+        for (index, panel) in panels.chunks_exact(self.depth / 2 * PANEL).enumerate() {
+            let panel = if panel.len() == steps * STEP_WORDS {
+                panel
+            } else {
+                // Few networks have such a depth. Zeros follow it, because a step is read whole.
+                padded.clear();
+                padded.extend_from_slice(panel);
+                padded.resize(steps * STEP_WORDS, 0);
+                &padded
+            };
             let column = first_column + index * PANEL;
             // The half of a panel stays in the nearest cache for all rows.
             for half in 0..PANEL / BLOCK {
@@ -112,30 +118,6 @@ impl AmxRows {
                 one_by_four(odd, panel, Destination { out: &mut *out, stride, row, column });
             }
         }
-    }
-}
-
-/// A panel of a matrix.
-#[derive(Clone, Copy)]
-struct Panel<'a> {
-    /// `[steps, SIDE, PANEL]`.
-    steps: &'a [[u32; STEP_WORDS]],
-    /// The rest of the depth, and zeros after it.
-    last: Option<&'a [u32; STEP_WORDS]>,
-}
-
-impl Panel<'_> {
-    /// The number of steps, including the last.
-    fn len(self) -> usize {
-        self.steps.len() + usize::from(self.last.is_some())
-    }
-
-    /// The addresses of the steps and of the last step, from a column on. The latter is null if there is none.
-    fn addresses(self, column: usize) -> (*const u32, *const u32) {
-        (
-            self.steps.as_ptr().cast::<u32>().wrapping_add(column),
-            self.last.map_or(null(), |last| &raw const last[column]),
-        )
     }
 }
 
@@ -166,25 +148,22 @@ impl Destination<'_> {
     }
 }
 
-/// The products of two tiles of rows with a half of a panel. The loop takes all whole steps, and then the last one if
-/// there is one.
+/// The products of two tiles of rows with a half of a panel `[steps, SIDE, PANEL]`.
 #[expect(unsafe_code, reason = "there is no safe interface to tile registers")]
-fn two_by_two(rows: &[Line], panel: Panel<'_>, half: usize, to: Destination<'_>) {
+fn two_by_two(rows: &[Line], panel: &[u32], half: usize, to: Destination<'_>) {
     let (upper, lower) = rows.split_at(rows.len() / 2);
-    assert!(lower.len() == SIDE * panel.len() && half < PANEL / BLOCK);
-    let (steps, last) = panel.addresses(half * BLOCK);
+    let steps = panel.len() / STEP_WORDS;
+    assert!(steps > 0 && lower.len() == SIDE * steps && half < PANEL / BLOCK);
     to.write([BLOCK, BLOCK], |to, line| {
         // SAFETY: the registers have their shapes. There are as many tiles of rows as steps, as asserted above. Of each
-        // step of the panel, the columns of one half are read. `write` gives a
-        // block of this size. The registers that change are listed.
+        // step of the panel, the columns of one half are read. `write` gives a block of this size. The registers that
+        // change are listed.
         unsafe {
             asm!(
                 "tilezero tmm0",
                 "tilezero tmm1",
                 "tilezero tmm2",
                 "tilezero tmm3",
-                "test {count}, {count}",
-                "jz 3f",
                 "2:",
                 "tileloadd tmm4, [{upper} + {row_line}*1]",
                 "tileloadd tmm5, [{lower} + {row_line}*1]",
@@ -199,23 +178,14 @@ fn two_by_two(rows: &[Line], panel: Panel<'_>, half: usize, to: Destination<'_>)
                 "add {panel}, {step}",
                 "dec {count}",
                 "jnz 2b",
-                "3:",
-                "test {last}, {last}",
-                "jz 4f",
-                "mov {panel}, {last}",
-                "xor {last:e}, {last:e}",
-                "mov {count:e}, 1",
-                "jmp 2b",
-                "4:",
                 "tilestored [{to} + {line}*1], tmm0",
                 "tilestored [{to} + {line}*1 + 64], tmm1",
                 "tilestored [{below} + {line}*1], tmm2",
                 "tilestored [{below} + {line}*1 + 64], tmm3",
-                count = inout(reg) panel.steps.len() => _,
+                count = inout(reg) steps => _,
                 upper = inout(reg) upper.as_ptr() => _,
                 lower = inout(reg) lower.as_ptr() => _,
-                panel = inout(reg) steps => _,
-                last = inout(reg) last => _,
+                panel = inout(reg) panel[half * BLOCK..].as_ptr() => _,
                 to = in(reg) to,
                 below = in(reg) to.wrapping_byte_add(SIDE * line),
                 line = in(reg) line,
@@ -231,11 +201,11 @@ fn two_by_two(rows: &[Line], panel: Panel<'_>, half: usize, to: Destination<'_>)
     });
 }
 
-/// The products of one tile of rows with a panel, in a loop like that of `two_by_two`.
+/// The products of one tile of rows with a panel `[steps, SIDE, PANEL]`.
 #[expect(unsafe_code, reason = "there is no safe interface to tile registers")]
-fn one_by_four(rows: &[Line], panel: Panel<'_>, to: Destination<'_>) {
-    assert!(rows.len() == SIDE * panel.len());
-    let (steps, last) = panel.addresses(0);
+fn one_by_four(rows: &[Line], panel: &[u32], to: Destination<'_>) {
+    let steps = panel.len() / STEP_WORDS;
+    assert!(steps > 0 && rows.len() == SIDE * steps);
     to.write([SIDE, PANEL], |to, line| {
         // SAFETY: as in `two_by_two`; a step of the panel is read whole.
         unsafe {
@@ -244,8 +214,6 @@ fn one_by_four(rows: &[Line], panel: Panel<'_>, to: Destination<'_>) {
                 "tilezero tmm1",
                 "tilezero tmm2",
                 "tilezero tmm3",
-                "test {count}, {count}",
-                "jz 3f",
                 "2:",
                 "tileloadd tmm4, [{rows} + {row_line}*1]",
                 "tileloadd tmm5, [{panel} + {panel_line}*1]",
@@ -260,22 +228,13 @@ fn one_by_four(rows: &[Line], panel: Panel<'_>, to: Destination<'_>) {
                 "add {panel}, {step}",
                 "dec {count}",
                 "jnz 2b",
-                "3:",
-                "test {last}, {last}",
-                "jz 4f",
-                "mov {panel}, {last}",
-                "xor {last:e}, {last:e}",
-                "mov {count:e}, 1",
-                "jmp 2b",
-                "4:",
                 "tilestored [{to} + {line}*1], tmm0",
                 "tilestored [{to} + {line}*1 + 64], tmm1",
                 "tilestored [{to} + {line}*1 + 128], tmm2",
                 "tilestored [{to} + {line}*1 + 192], tmm3",
-                count = inout(reg) panel.steps.len() => _,
+                count = inout(reg) steps => _,
                 rows = inout(reg) rows.as_ptr() => _,
-                panel = inout(reg) steps => _,
-                last = inout(reg) last => _,
+                panel = inout(reg) panel.as_ptr() => _,
                 to = in(reg) to,
                 line = in(reg) line,
                 row_line = in(reg) size_of::<Line>(),
