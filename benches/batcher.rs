@@ -4,9 +4,10 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::batching::{Batcher, DeviceState, Policy};
+use sconce::batching::{Batcher, DeviceState, Owner, Policy};
 
 const INPUTS: usize = 10_000;
+const OWNER: Owner = Owner { requester: 1, background: false };
 
 /// All at once, as after a restart with a full prefetch; or one by one with a look after each, as they
 /// come in.
@@ -21,7 +22,7 @@ fn batches(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("all_at_once", max_tokens), |bencher| {
             bencher.iter(|| {
                 let mut batcher = Batcher::new(policy, size);
-                inputs.iter().for_each(|input| batcher.push(vec![*input], false, now));
+                inputs.iter().for_each(|input| batcher.push(vec![*input], OWNER, now));
                 while let Some(batch) = batcher.take(now, DeviceState::Idle, false) {
                     black_box(batch);
                 }
@@ -31,7 +32,7 @@ fn batches(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let mut batcher = Batcher::new(policy, size);
                 for input in &inputs {
-                    batcher.push(vec![*input], false, now);
+                    batcher.push(vec![*input], OWNER, now);
                     black_box(batcher.take(now, DeviceState::Busy, true));
                 }
             });

@@ -76,6 +76,7 @@ const FENCES: &[(&str, &str)] = &[
     ("rustls_platform_verifier", "src/fetch"),
     ("realfft", "src/model/sound"),
     ("flacenc", "src/protocol"),
+    ("png", "src/protocol"),
     ("sconce_phonemes", "src/model/tasks/speak"),
     ("axum", "src/admin"),
     ("prometheus_client", "src/admin"),

@@ -19,32 +19,41 @@ from pathlib import Path
 
 from sconce_client import AsyncClient, Reply, SconceError
 
-RATE = 24_000  # samples per second of hibari
 PAUSE = 0.35  # seconds between two lines
-SPEEDS = (1.0, 1.15, 0.88, 1.3, 0.78)  # the first for the first name of each voice, and so on
+SPEEDS = (1.0, 1.15, 0.88, 1.3, 0.78)
+"""The speed of the first speaker who gets a voice, of the second one, and so on."""
 
 
 @dataclass(frozen=True)
 class Line:
+    number: int
+    """In its file, from 1."""
     text: str
     voice: str
     speed: float
 
 
 def read_dialogue(path: Path, voices: list[str]) -> list[Line]:
-    """Reads the lines, and gives each name a voice. After the last voice they are used again, at another speed."""
-    names: list[str] = []
+    """Reads the lines, and gives each speaker a voice. If there are more speakers than voices, they share the voices at
+    different speeds."""
+    speakers: list[str] = []
     lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        written = path.read_text(encoding="utf-8")
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}")
+    for number, line in enumerate(written.splitlines(), 1):
         if not line.strip():
             continue
-        name, colon, text = line.partition(":")
+        speaker, colon, text = line.partition(":")
         if not colon or not text.strip():
             sys.exit(f"{path}:{number}: {line!r} is not `Name: what is said`")
-        if name not in names:
-            names.append(name)
-        reuse, voice = divmod(names.index(name), len(voices))
-        lines.append(Line(text.strip(), voices[voice], SPEEDS[reuse % len(SPEEDS)]))
+        if speaker not in speakers:
+            speakers.append(speaker)
+        reuse, voice = divmod(speakers.index(speaker), len(voices))
+        lines.append(Line(number, text.strip(), voices[voice], SPEEDS[reuse % len(SPEEDS)]))
+    if not lines:
+        sys.exit(f"{path} has no line of the form `Name: what is said`")
     return lines
 
 
@@ -54,28 +63,42 @@ async def main() -> None:
     parser.add_argument("--queue", default="sconce.tasks", help="the task queue of a pool that speaks")
     parser.add_argument("--out", type=Path, default=Path("conversation.wav"))
     args = parser.parse_args()
+    if not args.out.absolute().parent.is_dir():
+        sys.exit(f"{args.out.parent} is no folder, so {args.out} cannot be written")
 
     async with AsyncClient(queue=args.queue) as client:
-        listed = await client.request({}, url="/v1/audio/voices")
-        lines = read_dialogue(args.dialogue, [voice["id"] for voice in listed.json()["voices"]])
+        try:
+            voices = await client.voices()
+        except SconceError as error:
+            sys.exit(f"the voices of the queue {args.queue}: {error}")
+        lines = read_dialogue(args.dialogue, voices)
+        speakers = len({(line.voice, line.speed) for line in lines})
+        if speakers > len(voices):
+            print(f"{speakers} speakers share {len(voices)} voices, at different speeds", file=sys.stderr)
 
-        async def speak(number: int, line: Line) -> Reply:
-            body = {"input": line.text, "voice": line.voice, "speed": line.speed, "seed": number}
-            try:
-                reply = await client.request({**body, "response_format": "pcm"}, url="/v1/audio/speech")
-            except SconceError as error:
-                sys.exit(f"{args.dialogue}, line {number + 1} ({line.text!r}): {error}")
-            print(f"line {number + 1} by {reply.headers['worker']}", file=sys.stderr, flush=True)
+        async def speak(line: Line) -> Reply:
+            body = {"input": line.text, "voice": line.voice, "speed": line.speed, "seed": line.number}
+            reply = await client.request({**body, "response_format": "pcm"}, url="/v1/audio/speech")
+            print(f"line {line.number} by {reply.headers['worker']}", file=sys.stderr, flush=True)
             return reply
 
-        replies = await asyncio.gather(*(speak(number, line) for number, line in enumerate(lines)))
+        answers = await asyncio.gather(*(speak(line) for line in lines), return_exceptions=True)
+
+    replies = []
+    for line, answer in zip(lines, answers):
+        if isinstance(answer, SconceError):
+            sys.exit(f"{args.dialogue}:{line.number}: {line.text!r}: {answer}")
+        if isinstance(answer, BaseException):
+            raise answer
+        replies.append(answer)
+    rate = int(replies[0].headers["sample_rate"])  # samples per second
 
     with wave.open(str(args.out), "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)
-        out.setframerate(RATE)
+        out.setframerate(rate)
         for reply in replies:
-            out.writeframes(reply.body + bytes(2 * int(PAUSE * RATE)))
+            out.writeframes(reply.body + bytes(2 * int(PAUSE * rate)))
     workers = len({reply.headers["worker"] for reply in replies})
     print(f"{args.out}: {len(lines)} lines, spoken by {workers} workers")
 

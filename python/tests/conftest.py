@@ -32,6 +32,7 @@ POOLS = {
     "speak": ROOT / "models/hibari",
     "images": ROOT / "models/efficientnet-lite0",
     "text-image": ROOT / "tests/fixtures/tiny-clip",
+    "image-generation": ROOT / "tests/fixtures/tiny-diffusion",
     "caption": ROOT / "tests/fixtures/tiny-blip",
     "rerank": ROOT / "tests/fixtures/score-bert",
     "classify": ROOT / "tests/fixtures/score-roberta",

@@ -218,8 +218,25 @@ def test_captions(client: Any) -> None:
         captions.caption(photo, promt="a")
 
 
+def test_generated_images(client: Any) -> None:
+    images = client.with_options(queue="image-generation")
+    two = images.generate_images("a cat", n=2, size="64x48", steps=2, seed=7)
+    assert [image[:8] for image in two] == [b"\x89PNG\r\n\x1a\n"] * 2
+    assert [int.from_bytes(two[0][at : at + 4], "big") for at in (16, 20)] == [64, 48]
+    assert images.generate_images("a cat", size="64x48", steps=2, seed=8) == two[1:]
+    with pytest.raises(BadRequest, match="steps is 5000"):
+        images.generate_images("a cat", steps=5_000)
+    with pytest.raises(TypeError, match="response_format"):
+        images.generate_images("a cat", response_format="png")
+
+
 def test_speak(client: Any) -> None:
     speak = client.with_options(queue="speak")
+    assert "heart" in speak.voices()
+    with pytest.raises(TypeError, match="not PosixPath"):
+        speak.speak(Path("hello.txt"))
+    with pytest.raises(TypeError, match="input is the text"):
+        speak.speak("a", input="b")
     sound = speak.speak("The train leaves at half past nine.", voice="heart", seed=1)
     assert sound.startswith(b"RIFF") and sound == speak.speak("The train leaves at half past nine.", seed=1)
     found = client.with_options(queue="speech").transcribe(sound)

@@ -1,7 +1,12 @@
-//! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes: first one input of each waiting
-//! task in turn, then inputs of background tasks. Owns the waiting inputs.
+//! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes. Owns the waiting inputs.
+//!
+//! - **Requesters take turns**, one input each. So a requester with many tasks delays an input of another by at most one of
+//!   its own.
+//! - **Tasks of a requester take turns**, one input each, so that a small task does not wait for all inputs of a large one.
+//!   By turns alone, a task of several inputs would pass through the whole queue once for each. So the requester's oldest
+//!   task goes first with up to a quarter of the requester's tokens.
+//! - **Background tasks** fill what is left, in the same way.
 
-use std::collections::VecDeque;
 use std::mem;
 use std::time::{Duration, Instant};
 use std::vec::IntoIter;
@@ -14,6 +19,10 @@ const BACKGROUND_WAIT: Duration = Duration::from_secs(60);
 /// the median latency at a third of the pool's maximum rate rose from 12 to 318 ms; docs/performance.md has the figures
 /// with 1/4.)
 const BACKGROUND_DIVISOR: usize = 4;
+
+/// For each 3 tokens that a requester's tasks take in turn, its oldest task may take one ahead of its turn: a quarter of
+/// all.
+const TURNS_PER_AHEAD: usize = 3;
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +65,38 @@ pub struct Batch<T> {
     pub tokens: usize,
 }
 
+/// Whose inputs they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// The requester.
+    pub requester: u64,
+    /// Whether the task only fills what others leave of batches.
+    pub background: bool,
+}
+
 /// The waiting inputs of one task, at least one.
 struct Task<T> {
     inputs: IntoIter<T>,
     since: Instant,
+}
+
+/// The waiting tasks of one requester, at least one.
+struct Requester<T> {
+    id: u64,
+    /// In the order of their arrival.
+    tasks: Vec<Task<T>>,
+    /// The index of the task whose turn is next.
+    turn: usize,
+    /// The tokens that the oldest task may take ahead of its turn; at most those of a batch.
+    credit: usize,
+}
+
+/// Requesters that take turns.
+struct Line<T> {
+    /// In the order of their arrival.
+    requesters: Vec<Requester<T>>,
+    /// The index of the requester whose turn is next.
+    turn: usize,
 }
 
 /// The inputs that wait for a batch.
@@ -67,10 +104,8 @@ pub struct Batcher<T> {
     policy: Policy,
     /// The number of tokens of an input.
     size: fn(&T) -> usize,
-    /// In the order of their turns: a batch takes one input of each task, then a second one of each.
-    waiting: VecDeque<Task<T>>,
-    /// The same for background tasks.
-    background: VecDeque<Task<T>>,
+    waiting: Line<T>,
+    background: Line<T>,
     /// Inputs and tokens of all waiting tasks.
     inputs: usize,
     tokens: usize,
@@ -79,8 +114,7 @@ pub struct Batcher<T> {
 impl<T> Batcher<T> {
     /// A batcher without inputs. `size` gives the tokens of an input.
     pub fn new(policy: Policy, size: fn(&T) -> usize) -> Self {
-        let (waiting, background) = (VecDeque::new(), VecDeque::new());
-        Self { policy, size, waiting, background, inputs: 0, tokens: 0 }
+        Self { policy, size, waiting: Line::new(), background: Line::new(), inputs: 0, tokens: 0 }
     }
 
     /// Limits further batches to `max_tokens`.
@@ -103,25 +137,28 @@ impl<T> Batcher<T> {
         self.waiting.is_empty() && self.background.is_empty()
     }
 
-    /// Adds the inputs of a task. Its turn comes after those of the waiting tasks of its kind, ordinary or background.
-    pub fn push(&mut self, inputs: Vec<T>, background: bool, now: Instant) {
+    /// Adds the inputs of a task. Its turn comes after those of its requester's waiting tasks of the same kind, ordinary
+    /// or background.
+    pub fn push(&mut self, inputs: Vec<T>, owner: Owner, now: Instant) {
         if inputs.is_empty() {
             return;
         }
         self.inputs += inputs.len();
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
-        let queue = if background { &mut self.background } else { &mut self.waiting };
-        queue.push_back(Task { inputs: inputs.into_iter(), since: now });
+        let line = if owner.background { &mut self.background } else { &mut self.waiting };
+        line.push(owner.requester, Task { inputs: inputs.into_iter(), since: now });
     }
 
     /// Adds further inputs of a task behind its waiting ones; `is_same` says whether an input belongs to this task. If
     /// no input of the task waits, this is the same as [`Batcher::push`].
-    pub fn extend(&mut self, inputs: Vec<T>, background: bool, now: Instant, is_same: impl Fn(&T) -> bool) {
-        // A background task may have aged into the other queue.
-        let mut waiting = self.waiting.iter_mut().chain(&mut self.background);
-        let Some(task) = waiting.find(|task| task.inputs.as_slice().first().is_some_and(&is_same)) else {
-            return self.push(inputs, background, now);
+    pub fn extend(&mut self, inputs: Vec<T>, owner: Owner, now: Instant, is_same: impl Fn(&T) -> bool) {
+        let is_same = |task: &Task<T>| task.inputs.as_slice().first().is_some_and(&is_same);
+        // A background task may have aged into the other line.
+        let lines = [&mut self.waiting, &mut self.background];
+        let Some(line) = lines.into_iter().find(|line| line.tasks().any(is_same)) else {
+            return self.push(inputs, owner, now);
         };
+        let Some(task) = line.tasks_mut().find(|task| is_same(task)) else { return };
         self.inputs += inputs.len();
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
         task.inputs = mem::take(&mut task.inputs).chain(inputs).collect::<Vec<_>>().into_iter();
@@ -145,8 +182,8 @@ impl<T> Batcher<T> {
     /// When the task that has waited longest will have waited for `max_delay`.
     pub fn due(&self) -> Option<Instant> {
         self.waiting
-            .iter()
-            .chain(&self.background)
+            .tasks()
+            .chain(self.background.tasks())
             .map(|task| task.since)
             .min()
             .map(|oldest| oldest + self.policy.max_delay)
@@ -159,29 +196,14 @@ impl<T> Batcher<T> {
     }
 
     fn form_batch(&mut self, now: Instant) -> Batch<T> {
-        let is_old = |task: &Task<T>| task.since + BACKGROUND_WAIT <= now;
-        // The queue is in the order of turns, not of age: an old task may be anywhere in it.
-        if self.background.iter().any(is_old) {
-            let (old, young): (VecDeque<_>, _) =
-                mem::take(&mut self.background).into_iter().partition(is_old);
-            self.waiting.extend(old);
-            self.background = young;
+        for (requester, task) in self.background.remove_old(now) {
+            self.waiting.push(requester, task);
         }
         let max_tokens = self.policy.max_tokens;
         let mut batch = Batch { inputs: Vec::new(), tokens: 0 };
-        for (queue, max_tokens) in
-            [(&mut self.waiting, max_tokens), (&mut self.background, background_tokens(max_tokens))]
-        {
-            let limits = Policy { max_tokens, ..self.policy };
-            let Shares { inputs_per_task, batch_tokens, next_turn } =
-                shares(queue, self.size, &batch, limits);
-            for (task, share) in queue.iter_mut().zip(inputs_per_task) {
-                batch.inputs.extend(task.inputs.by_ref().take(share));
-            }
-            batch.tokens = batch_tokens;
-            queue.rotate_left(next_turn);
-            queue.retain(|task| !task.inputs.as_slice().is_empty());
-        }
+        self.waiting.add_to(&mut batch, self.size, self.policy);
+        let limits = Policy { max_tokens: background_tokens(max_tokens), ..self.policy };
+        self.background.add_to(&mut batch, self.size, limits);
         self.inputs -= batch.inputs.len();
         self.tokens -= batch.tokens;
         batch
@@ -193,43 +215,145 @@ fn background_tokens(max_tokens: usize) -> usize {
     max_tokens.div_ceil(BACKGROUND_DIVISOR)
 }
 
-/// How many inputs of each task are added to `batch`: one input of each task in turn, until one does not fit
-/// (`nobody-waits-for-a-giant`). The first input of a batch is taken whatever its size.
-fn shares<T>(tasks: &VecDeque<Task<T>>, size: fn(&T) -> usize, batch: &Batch<T>, policy: Policy) -> Shares {
-    let Policy { max_tokens, max_requests, .. } = policy;
-    let mut shares = Shares { inputs_per_task: Vec::new(), batch_tokens: batch.tokens, next_turn: 0 };
-    let mut inputs = batch.inputs.len();
-    for round in 0.. {
-        let before = inputs;
-        for (index, task) in tasks.iter().enumerate() {
-            let Some(input) = task.inputs.as_slice().get(round) else { continue };
-            let size = size(input);
-            if inputs > 0 && (inputs >= max_requests || shares.batch_tokens + size > max_tokens) {
-                shares.next_turn = index;
-                return shares;
+impl<T> Line<T> {
+    fn new() -> Self {
+        Self { requesters: Vec::new(), turn: 0 }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.requesters.is_empty()
+    }
+
+    fn tasks(&self) -> impl Iterator<Item = &Task<T>> {
+        self.requesters.iter().flat_map(|requester| &requester.tasks)
+    }
+
+    fn tasks_mut(&mut self) -> impl Iterator<Item = &mut Task<T>> {
+        self.requesters.iter_mut().flat_map(|requester| &mut requester.tasks)
+    }
+
+    fn push(&mut self, requester: u64, task: Task<T>) {
+        match self.requesters.iter_mut().find(|known| known.id == requester) {
+            Some(known) => known.tasks.push(task),
+            None => {
+                self.requesters.push(Requester { id: requester, tasks: vec![task], turn: 0, credit: 0 });
             }
-            inputs += 1;
-            shares.batch_tokens += size;
-            match shares.inputs_per_task.get_mut(index) {
-                Some(share) => *share += 1,
-                None => shares.inputs_per_task.push(1),
-            }
-        }
-        if inputs == before {
-            break;
         }
     }
-    shares
+
+    /// Removes the tasks that have waited for [`BACKGROUND_WAIT`], and returns them with their requesters.
+    fn remove_old(&mut self, now: Instant) -> Vec<(u64, Task<T>)> {
+        let is_old = |task: &Task<T>| task.since + BACKGROUND_WAIT <= now;
+        if !self.tasks().any(is_old) {
+            return Vec::new();
+        }
+        let mut old = Vec::new();
+        for requester in &mut self.requesters {
+            let (removed, young): (Vec<_>, _) = mem::take(&mut requester.tasks).into_iter().partition(is_old);
+            old.extend(removed.into_iter().map(|task| (requester.id, task)));
+            (requester.tasks, requester.turn) = (young, 0);
+        }
+        self.remove_empty();
+        old
+    }
+
+    /// Adds inputs to `batch`: one of each requester in turn, until one does not fit (`nobody-waits-for-a-giant`). The
+    /// first input of a batch is taken whatever its size.
+    fn add_to(&mut self, batch: &mut Batch<T>, size: fn(&T) -> usize, policy: Policy) {
+        let Policy { max_tokens, max_requests, .. } = policy;
+        let mut inputs = batch.inputs.len();
+        let mut choices: Vec<Choice> = self.requesters.iter().map(Choice::new).collect();
+        let mut left = self.requesters.len();
+        while left > 0 {
+            let (requester, choice) = (&mut self.requesters[self.turn], &mut choices[self.turn]);
+            if let Some(next) = choice.next(requester, size) {
+                if inputs > 0 && (inputs >= max_requests || batch.tokens + next.tokens > max_tokens) {
+                    break;
+                }
+                inputs += 1;
+                batch.tokens += next.tokens;
+                choice.take(requester, next, max_tokens);
+                left = self.requesters.len();
+            } else {
+                left -= 1;
+            }
+            self.turn = (self.turn + 1) % self.requesters.len();
+        }
+        for (requester, choice) in self.requesters.iter_mut().zip(choices) {
+            for (task, count) in requester.tasks.iter_mut().zip(&choice.taken) {
+                batch.inputs.extend(task.inputs.by_ref().take(*count));
+            }
+            requester.remove_finished();
+        }
+        self.remove_empty();
+    }
+
+    fn remove_empty(&mut self) {
+        let turn = remove(&mut self.requesters, self.turn, |requester| requester.tasks.is_empty());
+        self.turn = turn;
+    }
 }
 
-/// What a batch takes from a queue of tasks.
-struct Shares {
-    /// Inputs of each task, for the first tasks in the order of their turns.
-    inputs_per_task: Vec<usize>,
-    /// Tokens of the batch with these inputs.
-    batch_tokens: usize,
-    /// The index of the task whose turn is next.
-    next_turn: usize,
+impl<T> Requester<T> {
+    fn remove_finished(&mut self) {
+        self.turn = remove(&mut self.tasks, self.turn, |task| task.inputs.as_slice().is_empty());
+    }
+}
+
+/// Removes items. Returns the index of the item whose turn is next, if it was that at `turn` before.
+fn remove<T>(items: &mut Vec<T>, turn: usize, is_removed: impl Fn(&T) -> bool) -> usize {
+    let before = items.iter().take(turn).filter(|item| is_removed(item)).count();
+    items.retain(|item| !is_removed(item));
+    if turn - before < items.len() { turn - before } else { 0 }
+}
+
+/// Which inputs of a requester a batch takes.
+struct Choice {
+    /// How many of each task.
+    taken: Vec<usize>,
+    /// No task before this index has further inputs.
+    oldest: usize,
+}
+
+/// The input that a requester's turn is for.
+#[derive(Clone, Copy)]
+struct NextInput {
+    /// The index of its task.
+    task: usize,
+    tokens: usize,
+    /// Whether it is that of the oldest task, ahead of its turn.
+    is_ahead: bool,
+}
+
+impl Choice {
+    fn new<T>(requester: &Requester<T>) -> Self {
+        Self { taken: vec![0; requester.tasks.len()], oldest: 0 }
+    }
+
+    /// The next input; None if all inputs are taken.
+    fn next<T>(&mut self, requester: &Requester<T>, size: fn(&T) -> usize) -> Option<NextInput> {
+        let tokens_of = |task: usize| requester.tasks[task].inputs.as_slice().get(self.taken[task]).map(size);
+        let count = requester.tasks.len();
+        self.oldest = (self.oldest..count).find(|task| tokens_of(*task).is_some())?;
+        let oldest = tokens_of(self.oldest)?;
+        if oldest <= requester.credit {
+            return Some(NextInput { task: self.oldest, tokens: oldest, is_ahead: true });
+        }
+        let in_turn = (requester.turn..count).chain(0..requester.turn);
+        let mut in_turn = in_turn.filter_map(|task| Some((task, tokens_of(task)?)));
+        in_turn.next().map(|(task, tokens)| NextInput { task, tokens, is_ahead: false })
+    }
+
+    fn take<T>(&mut self, requester: &mut Requester<T>, next: NextInput, max_tokens: usize) {
+        let NextInput { task, tokens, is_ahead } = next;
+        self.taken[task] += 1;
+        if is_ahead {
+            requester.credit -= tokens;
+        } else {
+            requester.turn = (task + 1) % requester.tasks.len();
+            requester.credit = max_tokens.min(requester.credit + tokens / TURNS_PER_AHEAD);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -239,6 +363,8 @@ mod tests {
     use super::*;
 
     const DELAY: Duration = Duration::from_millis(2);
+    const OWNER: Owner = Owner { requester: 1, background: false };
+    const BACKGROUND: Owner = Owner { requester: 1, background: true };
 
     /// An input: its number, and its tokens.
     type Input = (usize, usize);
@@ -258,7 +384,7 @@ mod tests {
     #[test]
     fn a_new_token_limit_applies_to_waiting_inputs() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        (0..6).for_each(|input| batcher.push(vec![(input, 10)], false, now));
+        (0..6).for_each(|input| batcher.push(vec![(input, 10)], OWNER, now));
         batcher.limit_tokens(20);
         let batches = take_all(&mut batcher, now);
         assert!(batches.len() == 3 && batches.iter().all(|batch| batch.tokens == 20), "{batches:?}");
@@ -267,7 +393,7 @@ mod tests {
     #[test]
     fn an_idle_device_takes_a_lone_input_at_once_when_nothing_is_on_its_way() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        batcher.push(vec![(1, 10)], false, now);
+        batcher.push(vec![(1, 10)], OWNER, now);
         assert_eq!(
             batcher.take(now, DeviceState::Idle, false),
             Some(Batch { inputs: vec![(1, 10)], tokens: 10 })
@@ -278,9 +404,9 @@ mod tests {
     #[test]
     fn an_idle_device_waits_for_inputs_on_their_way_but_not_beyond_max_delay() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        batcher.push(vec![(1, 10)], false, now);
+        batcher.push(vec![(1, 10)], OWNER, now);
         assert_eq!(batcher.take(now, DeviceState::Idle, true), None);
-        batcher.push(vec![(2, 10)], false, now + DELAY / 2);
+        batcher.push(vec![(2, 10)], OWNER, now + DELAY / 2);
         assert_eq!(batcher.due(), Some(now + DELAY), "the delay counts from the first input");
         assert_eq!(numbers(&batcher.take(now + DELAY, DeviceState::Idle, true).unwrap()), [1, 2]);
     }
@@ -288,9 +414,9 @@ mod tests {
     #[test]
     fn a_busy_device_is_given_full_batches_only() {
         let (mut batcher, now) = (batcher(100, 2), Instant::now());
-        batcher.push(vec![(1, 10)], false, now);
+        batcher.push(vec![(1, 10)], OWNER, now);
         assert_eq!(batcher.take(now + DELAY * 9, DeviceState::Busy, false), None);
-        batcher.push(vec![(2, 10)], false, now);
+        batcher.push(vec![(2, 10)], OWNER, now);
         assert_eq!(numbers(&batcher.take(now, DeviceState::Busy, false).unwrap()), [1, 2]);
     }
 
@@ -298,7 +424,7 @@ mod tests {
     fn an_input_over_the_token_limit_goes_alone_and_the_next_proceeds() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         for (input, tokens) in [(1, 50), (2, 500), (3, 50)] {
-            batcher.push(vec![(input, tokens)], false, now);
+            batcher.push(vec![(input, tokens)], OWNER, now);
         }
         assert_eq!(take_all(&mut batcher, now).iter().map(numbers).collect::<Vec<_>>(), [[1], [2], [3]]);
     }
@@ -306,8 +432,8 @@ mod tests {
     #[test]
     fn with_max_requests_of_one_each_input_has_a_batch_of_its_own() {
         let (mut batcher, now) = (batcher(100, 1), Instant::now());
-        batcher.push(vec![(1, 1)], false, now);
-        batcher.push(vec![(2, 1)], false, now);
+        batcher.push(vec![(1, 1)], OWNER, now);
+        batcher.push(vec![(2, 1)], OWNER, now);
         assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()), [1]);
         assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()), [2]);
     }
@@ -315,12 +441,12 @@ mod tests {
     #[test]
     fn a_task_of_many_inputs_shares_each_batch_with_the_others() {
         let (mut batcher, now) = (batcher(1_000, 4), Instant::now());
-        batcher.push((0..10).map(|input| (input, 1)).collect(), false, now);
+        batcher.push((0..10).map(|input| (input, 1)).collect(), OWNER, now);
         for small in [100, 200] {
-            batcher.push(vec![(small, 1)], false, now);
+            batcher.push(vec![(small, 1)], OWNER, now);
         }
         assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, false).unwrap()), [0, 1, 100, 200]);
-        batcher.push((300..303).map(|input| (input, 1)).collect(), false, now);
+        batcher.push((300..303).map(|input| (input, 1)).collect(), OWNER, now);
         let rest: Vec<_> = take_all(&mut batcher, now).iter().map(numbers).collect();
         assert_eq!(rest, [vec![2, 3, 300, 301], vec![4, 5, 6, 302], vec![7, 8, 9]]);
     }
@@ -330,8 +456,8 @@ mod tests {
         let (mut batcher, now) = (batcher(1_000, 4), Instant::now());
         let is_same = |input: &Input| input.0 < 100;
         for first in [0, 2, 4] {
-            batcher.extend(vec![(first, 1), (first + 1, 1)], false, now, is_same);
-            batcher.push(vec![(100 + first, 1)], false, now);
+            batcher.extend(vec![(first, 1), (first + 1, 1)], OWNER, now, is_same);
+            batcher.push(vec![(100 + first, 1)], OWNER, now);
         }
         let order: Vec<_> = take_all(&mut batcher, now).iter().map(numbers).collect();
         assert_eq!(order, [vec![0, 100, 102, 104], vec![1, 2, 3, 4], vec![5]]);
@@ -340,10 +466,10 @@ mod tests {
     #[test]
     fn background_inputs_fill_a_batch_to_a_quarter_behind_the_others() {
         let (mut batcher, now) = (batcher(40, 9), Instant::now());
-        (20..24).for_each(|input| batcher.push(vec![(input, 4)], true, now));
-        batcher.push(vec![(0, 4)], false, now);
+        (20..24).for_each(|input| batcher.push(vec![(input, 4)], BACKGROUND, now));
+        batcher.push(vec![(0, 4)], OWNER, now);
         assert_eq!(numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()), [0, 20]);
-        (1..13).for_each(|input| batcher.push(vec![(input, 4)], false, now));
+        (1..13).for_each(|input| batcher.push(vec![(input, 4)], OWNER, now));
         assert_eq!(
             numbers(&batcher.take(now, DeviceState::Idle, true).unwrap()),
             [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -357,7 +483,7 @@ mod tests {
     #[test]
     fn background_inputs_alone_form_smaller_batches() {
         let (mut batcher, now) = (batcher(40, 9), Instant::now());
-        (0..3).for_each(|input| batcher.push(vec![(input, 5)], true, now));
+        (0..3).for_each(|input| batcher.push(vec![(input, 5)], BACKGROUND, now));
         assert_eq!(numbers(&batcher.take(now, DeviceState::Busy, true).unwrap()), [0, 1]);
         assert_eq!(
             batcher.take(now, DeviceState::Busy, true),
@@ -370,15 +496,57 @@ mod tests {
     #[test]
     fn after_a_minute_background_inputs_take_turns_with_the_others() {
         let (mut batcher, now) = (batcher(20, 9), Instant::now());
-        batcher.push(vec![(10, 10), (11, 10)], true, now);
+        batcher.push(vec![(10, 10), (11, 10)], BACKGROUND, now);
         let later = now + BACKGROUND_WAIT;
-        (0..4).for_each(|input| batcher.push(vec![(input, 10)], false, later));
+        (0..4).for_each(|input| batcher.push(vec![(input, 10)], OWNER, later));
         let order: Vec<_> = take_all(&mut batcher, later).iter().map(numbers).collect();
         assert_eq!(
             order,
             [[0, 1], [2, 3], [10, 11]],
             "its turn is behind those that arrived before its minute was over"
         );
+    }
+
+    /// For each batch of 80 tokens, the tokens of a first task with these inputs. Behind it, 80 tasks of the same requester
+    /// wait, each with one input of 10 tokens.
+    fn tokens_of_first(inputs: Vec<Input>) -> Vec<usize> {
+        let (mut batcher, now) = (batcher(80, 99), Instant::now());
+        batcher.push(inputs, OWNER, now);
+        (0..80).for_each(|input| batcher.push(vec![(100 + input, 10)], OWNER, now + DELAY));
+        let of_first = |batch: &Batch<Input>| {
+            batch.inputs.iter().filter(|(number, _)| *number < 100).map(|(_, tokens)| tokens).sum()
+        };
+        let is_contended = |batch: &Batch<Input>| batch.inputs.iter().any(|(number, _)| *number >= 100);
+        take_all(&mut batcher, now).iter().filter(|batch| is_contended(batch)).map(of_first).collect()
+    }
+
+    #[test]
+    fn the_oldest_task_ends_before_tasks_that_came_after_it() {
+        // Of each batch, a quarter is for the first task. In turn, its second input would come after all other tasks.
+        let tokens = tokens_of_first((0..8).map(|input| (input, 10)).collect());
+        assert_eq!(tokens[..5].iter().sum::<usize>(), 80, "{tokens:?}");
+    }
+
+    #[test]
+    fn the_oldest_task_takes_at_most_a_quarter_ahead_of_its_turn() {
+        let tokens = tokens_of_first((0..50).map(|input| (input, 40)).collect());
+        let (of_first, all) = (tokens.iter().sum::<usize>(), tokens.len() * 80);
+        // It takes its turn once, and may have had a turn more by the end.
+        assert!(of_first * 4 <= all + 2 * 4 * 40, "{of_first} of {all}");
+    }
+
+    #[test]
+    fn requesters_take_turns_however_many_tasks_they_have() {
+        let (mut batcher, now) = (batcher(100, 1), Instant::now());
+        for task in 0..30 {
+            batcher.push((0..7).map(|input| (100 * task + input, 100)).collect(), OWNER, now);
+        }
+        let innocent = Owner { requester: 2, ..OWNER };
+        batcher.push((0..5).map(|input| (10_000 + input, 100)).collect(), innocent, now + DELAY);
+        let batches = take_all(&mut batcher, now + DELAY);
+        let of_innocent: Vec<usize> =
+            (0..batches.len()).filter(|batch| numbers(&batches[*batch])[0] >= 10_000).collect();
+        assert_eq!(of_innocent, [1, 3, 5, 7, 9]);
     }
 
     proptest! {
@@ -390,7 +558,8 @@ mod tests {
         ) {
             let (mut batcher, now) = (batcher(max_tokens, max_requests), Instant::now());
             for (task, sizes) in tasks.iter().enumerate() {
-                batcher.push(sizes.iter().enumerate().map(|(n, size)| (task * 100 + n, *size)).collect(), false, now);
+                let now = now + Duration::from_micros(task as u64);
+                batcher.push(sizes.iter().enumerate().map(|(n, size)| (task * 100 + n, *size)).collect(), OWNER, now);
             }
             let mut taken = vec![0; tasks.len()];
             while let Some(batch) = batcher.take(now, DeviceState::Idle, false) {
@@ -402,10 +571,14 @@ mod tests {
                     prop_assert_eq!((index, size), (taken[task], tasks[task][index]), "each task's inputs in order");
                     taken[task] += 1;
                 }
-                // No task is more than one input ahead of one that still waits.
-                let waiting = (0..tasks.len()).filter(|task| taken[*task] < tasks[*task].len());
-                let least = waiting.map(|task| taken[task]).min().unwrap_or(usize::MAX);
-                prop_assert!(taken.iter().all(|taken| *taken <= least.saturating_add(1)));
+                // No task is more than one input ahead of an older one that still waits.
+                let mut least = usize::MAX;
+                for task in 0..tasks.len() {
+                    prop_assert!(taken[task] <= least.saturating_add(1));
+                    if taken[task] < tasks[task].len() {
+                        least = least.min(taken[task]);
+                    }
+                }
             }
             prop_assert!(taken.iter().zip(&tasks).all(|(taken, task)| *taken == task.len()));
         }

@@ -14,5 +14,5 @@ mod prompts;
 mod windows;
 
 pub use admit::Group;
-pub use fill::{Batch, Batcher, DeviceState, Policy};
+pub use fill::{Batch, Batcher, DeviceState, Owner, Policy};
 pub use windows::Encoding;

@@ -180,8 +180,8 @@ pub struct Publish {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Texts, one task each: to embed, to classify, a chat, whatever the pool answers. For a pool of images
-    /// or of speech: files, or URLs of files. For a pool that reranks: a query, then its documents
+    /// Texts, one task each: to embed, to classify, to speak, a chat, whatever the pool answers. For a pool that reads
+    /// images or recordings: files, or URLs of files. For a pool that reranks: a query, then its documents
     #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
     pub texts: Vec<String>,
     /// A file of tasks, one JSON value per line; `-` is stdin
@@ -196,6 +196,10 @@ pub struct Publish {
     /// Wait for the replies, and print their texts while they are generated, in the order of the tasks
     #[arg(long)]
     pub stream: bool,
+    /// Wait for the replies, and write their bodies to files instead of printing them: to PATH if one text is given, else
+    /// into the folder PATH, named by `custom_id` or by their number from 0
+    #[arg(long, short, value_name = "PATH", conflicts_with = "stream")]
+    pub output: Option<PathBuf>,
     /// Longest wait for the next reply
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
     pub timeout: Duration,

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
     let mut loaded = load(&arguments.settings, &[])?;
     registry.resolve_folders(&mut loaded);
     let settings = loaded.settings;
-    let waits = arguments.wait || arguments.stream;
+    let waits = arguments.wait || arguments.stream || arguments.output.is_some();
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let (requests, total): (Requests, _) = match &arguments.input {
@@ -55,6 +55,16 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             let total = if path == Path::new("-") { None } else { Some(count_tasks(path)?) };
             (requests_in(path).exits_with(Exit::Usage)?, total)
         }
+    };
+    let files = match &arguments.output {
+        Some(path) if total == Some(1) && !path.is_dir() => Some(Files::One(path.clone())),
+        Some(folder) => {
+            std::fs::create_dir_all(folder)
+                .with_context(|| folder.display().to_string())
+                .exits_with(Exit::Usage)?;
+            Some(Files::In(folder.clone()))
+        }
+        None => None,
     };
     let mut lines = read_ahead(requests)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -75,7 +85,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
-        let mut output = Output { bar, show, done: 0, errors: 0 };
+        let mut output = Output { bar, show, files, done: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
@@ -165,6 +175,8 @@ struct Output {
     bar: ProgressBar,
     /// With `--stream`: prints the texts of replies while they are generated, instead of the replies.
     show: Option<Show<io::Stdout>>,
+    /// With `--output`: where the bodies of replies are written.
+    files: Option<Files>,
     /// The number of tasks answered or, if no replies are awaited, published.
     done: u64,
     /// The number of replies that are errors.
@@ -199,20 +211,56 @@ impl Sink<Option<String>, anyhow::Error> for Output {
             self.errors += u64::from(is_error);
             if let Some(show) = &mut self.show {
                 show.answered(number, &reply)?;
-                if !is_error {
-                    self.bar.inc(1);
-                    return Ok(());
-                }
             }
-            let mut line = reply_line(number, custom_id, &reply)?;
-            line.push(b'\n');
-            match self.show {
-                Some(_) => io::stderr().write_all(&line)?,
-                None => self.bar.suspend(|| io::stdout().write_all(&line))?,
+            if let (Some(files), false) = (&self.files, is_error) {
+                let path = files.path(number, custom_id.as_deref(), &reply);
+                std::fs::write(&path, &reply.body).with_context(|| path.display().to_string())?;
+            }
+            let is_written = self.show.is_some() || self.files.is_some();
+            if !is_written || is_error {
+                let mut line = reply_line(number, custom_id, &reply)?;
+                line.push(b'\n');
+                self.bar.suspend(|| match is_written {
+                    true => io::stderr().write_all(&line),
+                    false => io::stdout().write_all(&line),
+                })?;
             }
         }
         self.bar.inc(1);
         Ok(())
+    }
+}
+
+/// Where `--output` writes the bodies of replies.
+enum Files {
+    /// The only one, to this file.
+    One(PathBuf),
+    /// Into this folder.
+    In(PathBuf),
+}
+
+impl Files {
+    fn path(&self, number: u64, custom_id: Option<&str>, reply: &Message) -> PathBuf {
+        match self {
+            Self::One(file) => file.clone(),
+            Self::In(folder) => {
+                // An id with a slash could name a file elsewhere.
+                let named = custom_id
+                    .filter(|id| !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\']));
+                let stem = named.map_or_else(|| number.to_string(), str::to_owned);
+                folder.join(format!("{stem}.{}", ending(&reply.media_type().unwrap_or_default())))
+            }
+        }
+    }
+}
+
+/// The ending of a file of this media type.
+fn ending(media_type: &str) -> &str {
+    match media_type {
+        "" | JSON => "json",
+        "text/plain" => "txt",
+        "text/vtt" => "vtt",
+        other => other.rsplit('/').next().unwrap_or("bin"),
     }
 }
 

@@ -50,7 +50,8 @@ impl<W: Write> Show<W> {
     pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
         self.write_arrived()?;
         if self.pending.remove(&number).is_some() {
-            let full_text = text_of(reply).or_else(|| error_of(reply)).unwrap_or_default();
+            let full_text =
+                text_of(reply).or_else(|| error_of(reply)).unwrap_or_else(|| description_of(reply));
             // Parts may be lost, but the reply has the full text. The parts of a transcript begin with a space, and the
             // reply does not. Subtitles differ from the text of their parts.
             match full_text.trim_start().strip_prefix(self.written.trim_start()) {
@@ -86,6 +87,12 @@ fn error_of(reply: &Message) -> Option<String> {
     Some(format!("error {status}: {message}"))
 }
 
+/// What is shown of a reply without text.
+fn description_of(reply: &Message) -> String {
+    let media_type = reply.media_type().unwrap_or_else(|| crate::protocol::JSON.to_owned());
+    format!("({} bytes of {media_type}, which is not shown)", reply.body.len())
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -102,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_text_replies_are_shown_and_audio_is_not() {
+    fn plain_text_replies_are_shown_and_of_audio_only_the_size() {
         let of = |content_type: &str, body: &str| {
             let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
             Message { properties, ..message(body) }
@@ -114,7 +121,10 @@ mod tests {
         show.answered(0, &of("text/plain", "one two")).unwrap();
         show.part(1, &of("audio/wav", "RIFF")).unwrap();
         show.answered(1, &of("audio/wav", "RIFFRIFF")).unwrap();
-        assert_eq!(String::from_utf8(show.out).unwrap(), "> a\none two\n\n> b\n\n\n");
+        assert_eq!(
+            String::from_utf8(show.out).unwrap(),
+            "> a\none two\n\n> b\n(8 bytes of audio/wav, which is not shown)\n\n"
+        );
     }
 
     #[test]

@@ -156,7 +156,8 @@ section! {
         /// The limit can be exceeded when messages become larger than before.
         prefetch_bytes: u64 = "64MiB", read::size(BODY_SIZE);
         /// Most bytes of inputs that are decoded but not computed yet, such as the pixels of images. Decoding pauses
-        /// while there are more. A single input is always decoded, whatever its size.
+        /// while there are more. A single input is always decoded, whatever its size. A requester with an eighth of
+        /// this or more gets nothing of the second half.
         prepared_bytes: u64 = "512MiB", read::size(1..=u64::MAX);
         /// Largest body of a task.
         max_body: u64 = "8MiB", read::size(BODY_SIZE);

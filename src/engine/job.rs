@@ -34,7 +34,7 @@ pub(super) struct Item<P: Processor> {
     pub(super) index: usize,
     pub(super) outputs: Arc<Outputs<P>>,
     /// Reserves the memory of the slice to which the input belongs.
-    _memory: Option<Arc<Reservation>>,
+    _memory: Option<Reservation>,
 }
 
 impl<P: Processor> Item<P> {
@@ -104,7 +104,7 @@ impl<P: Processor> Drop for Handle<P> {
 }
 
 impl<P: Processor> EngineParts<P> {
-    /// Checks prepared inputs, and counts their memory. `further`: the source of the inputs after these.
+    /// Checks prepared inputs. `further`: the source of the inputs after these.
     fn checked_slice(
         &self,
         inputs: Vec<SizedInput<P::Input>>,
@@ -112,7 +112,8 @@ impl<P: Processor> EngineParts<P> {
     ) -> Result<Slice<P>, TaskError> {
         self.queue.check(&inputs)?;
         let bytes = inputs.iter().map(|sized| self.processor.bytes(&sized.input)).sum();
-        Ok(Slice { inputs, memory: self.memory.reserve_slice(bytes), further })
+        self.memory.learn_slice(bytes);
+        Ok(Slice { inputs, _memory: self.memory.reserve(None, bytes), further })
     }
 
     /// Makes the first inputs of a task, unless that takes long.
@@ -143,11 +144,13 @@ impl<P: Processor> EngineParts<P> {
         group: Option<Group>,
     ) -> Option<Slices<P::Input>> {
         let sizes = slice.sizes();
-        let Slice { inputs, memory, further } = slice;
+        let Slice { inputs, _memory, further } = slice;
         let first_index = outputs.grow(sizes, further.is_some());
         let item = |(index, sized): (usize, SizedInput<P::Input>)| {
             let SizedInput { input, encode_tokens, tokens, answer_tokens } = sized;
-            let (outputs, _memory) = (outputs.clone(), memory.clone());
+            let bytes = self.processor.bytes(&input);
+            let _memory = self.memory.reserve(Some(outputs.task.requester), bytes);
+            let outputs = outputs.clone();
             Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _memory }
         };
         if !inputs.is_empty() {
@@ -160,7 +163,8 @@ impl<P: Processor> EngineParts<P> {
 /// Inputs of a task that were made together.
 struct Slice<P: Processor> {
     inputs: Vec<SizedInput<P::Input>>,
-    memory: Option<Arc<Reservation>>,
+    /// Until the inputs are enqueued, each with a reservation of its own.
+    _memory: Option<Reservation>,
     /// The source of the inputs after these, if there are any.
     further: Option<Slices<P::Input>>,
 }

@@ -2,6 +2,7 @@
 //! it. If the device computes asynchronously, the next batch is submitted before the last is waited for. Owns the
 //! waiting inputs and the network; `batch` decides what a failure means. A device fault ends the loop.
 
+use std::mem;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
@@ -12,7 +13,7 @@ use super::job::{Item, Lookahead, Queue};
 use super::run_loop::{Idle, Loop, Next, Waker};
 use super::sizing::{Sizing, Unit};
 use super::{EndedPass, Expect, Notice, Pass, TaskState, now};
-use crate::batching::{Batch, Batcher, DeviceState, Group, Policy};
+use crate::batching::{Batch, Batcher, DeviceState, Group, Owner, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
 /// The queue of inputs that wait for a batch.
@@ -151,6 +152,12 @@ impl<P: Processor> State<P> {
     }
 }
 
+/// Whose an input is.
+fn owner_of<P: Processor>(item: &Item<P>) -> Owner {
+    let TaskState { requester, background, .. } = **item.task();
+    Owner { requester, background }
+}
+
 impl<P: Processor> Queue<P> for WaitingInputs<P> {
     fn enqueue(&self, items: Vec<Item<P>>, group: Option<Group>) {
         let now = now();
@@ -159,13 +166,13 @@ impl<P: Processor> Queue<P> for WaitingInputs<P> {
             let is_isolated = group.is_some() && group == state.isolated_group;
             let batcher = if is_isolated { &mut state.isolated } else { &mut state.ordinary };
             let Some(first) = items.first() else { return };
-            let background = first.task().background;
+            let owner = owner_of(first);
             if first.index == 0 {
-                return batcher.push(items, background, now);
+                return batcher.push(items, owner, now);
             }
             // A further slice joins the waiting inputs of its task, so that the task has one place in the queue.
             let outputs = first.outputs.clone();
-            batcher.extend(items, background, now, |item| Arc::ptr_eq(&item.outputs, &outputs));
+            batcher.extend(items, owner, now, |item| Arc::ptr_eq(&item.outputs, &outputs));
         });
     }
 
@@ -192,9 +199,9 @@ impl<P: Processor> Queue<P> for WaitingInputs<P> {
         let now = now();
         self.change(|state| {
             // Inputs of the previous group that are not computed yet join the ordinary ones.
-            while let Some(Batch { inputs, .. }) = state.isolated.take(now, DeviceState::Idle, false) {
-                let background = inputs.first().is_some_and(|first| first.task().background);
-                state.ordinary.push(inputs, background, now);
+            while let Some(Batch { mut inputs, .. }) = state.isolated.take(now, DeviceState::Idle, false) {
+                let owner = inputs.first().map(owner_of);
+                owner.into_iter().for_each(|owner| state.ordinary.push(mem::take(&mut inputs), owner, now));
             }
             state.isolated_group = isolated;
         });

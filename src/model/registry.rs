@@ -6,7 +6,7 @@ use std::fmt;
 use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
-use super::tasks::{caption, text_image};
+use super::tasks::{caption, image_generation, text_image};
 use super::tasks::{embed, generate, image, labels, pairs, speak, transcribe};
 use super::testing::{echo, script};
 use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
@@ -42,6 +42,8 @@ pub fn register(families: &mut impl Register) {
     families.sequences(&transcribe::FAMILY, transcribe::load);
     #[cfg(feature = "candle-transformers")]
     families.sequences(&caption::FAMILY, caption::load);
+    #[cfg(feature = "candle-transformers")]
+    families.sequences(&image_generation::FAMILY, image_generation::load);
     families.one_pass(&echo::FAMILY, echo::load);
     families.sequences(&script::FAMILY, script::load);
 }
@@ -164,8 +166,11 @@ fn unserved(architecture: &str, format: Format) -> String {
             format!("nothing serves the architecture {name:?} in GGUF; served are {}", known(Format::Gguf))
         }
         Format::Pipeline => {
-            let known = known(Format::Config);
-            format!("nothing serves the pipeline {name:?} of model_index.json; served are networks: {known}")
+            let (pipelines, networks) = (known(Format::Pipeline), known(Format::Config));
+            format!(
+                "nothing serves the pipeline {name:?} of model_index.json; served are pipelines: {pipelines}; and networks: \
+                 {networks}"
+            )
         }
     }
 }

@@ -63,9 +63,9 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     assert!(error.contains("\"(none)\""), "{error}");
     let error = family(r#"{"model_type":"bert"}"#, Some("generate")).unwrap_err();
     assert!(error.contains("\"generate\", but for embed"), "{error}");
-    let pipeline = r#"{"_class_name":"StableDiffusionPipeline"}"#;
+    let pipeline = r#"{"_class_name":"StableDiffusionXLPipeline"}"#;
     let error = served_with_file("model_index.json", pipeline, None).err().unwrap();
-    assert!(error.contains("the pipeline \"StableDiffusionPipeline\""), "{error}");
+    assert!(error.contains("the pipeline \"StableDiffusionXLPipeline\""), "{error}");
     let error = served_with_file("README.md", "", None).err().unwrap();
     assert!(error.contains("config.json: the model has no such file"), "{error}");
 }
@@ -161,20 +161,29 @@ fn the_default_of_every_option_passes_its_check() {
     }
 }
 
+/// Makes links to the files of a folder and of the folders in it.
+fn link_files(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            link_files(&entry.path(), &target);
+        } else {
+            symlink(entry.path(), target).unwrap();
+        }
+    }
+}
+
 #[test]
 fn truncated_safetensors_fail_the_check() {
     let folder = tempfile::tempdir().unwrap();
     for (family, rules) in families_of_files() {
         let example = family.example(root());
         let copy = folder.path().join(family.example.model);
-        std::fs::create_dir_all(&copy).unwrap();
-        for file in std::fs::read_dir(&example.source).unwrap() {
-            let file = file.unwrap();
-            symlink(file.path(), copy.join(file.file_name())).unwrap();
-        }
-        // A model that speaks has a file for each voice.
-        let names = ["model.safetensors", "one.safetensors"].map(|name| copy.join(name));
-        let weights = names.into_iter().find(|path| path.exists()).unwrap();
+        link_files(Path::new(&example.source), &copy);
+        // A model that speaks has a file for each voice. A pipeline has a folder for each network.
+        let names = ["model.safetensors", "one.safetensors", "vae/diffusion_pytorch_model.safetensors"];
+        let weights = names.map(|name| copy.join(name)).into_iter().find(|path| path.exists()).unwrap();
         let bytes = std::fs::read(&weights).unwrap();
         std::fs::remove_file(&weights).unwrap();
         std::fs::write(&weights, &bytes[..bytes.len() - 1]).unwrap();

@@ -11,6 +11,7 @@ pub mod embeddings;
 pub mod fields;
 pub mod files;
 pub mod generate;
+pub mod image_generation;
 pub mod images;
 pub mod labels;
 pub mod message;

@@ -13,7 +13,9 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use super::{Message, embeddings, generate, images, labels, rerank, speech, transcriptions};
+use super::{
+    Message, embeddings, generate, image_generation, images, labels, rerank, speech, transcriptions,
+};
 
 /// The fields that hold the inputs of requests.
 const INPUTS: [&[&str]; 6] =
@@ -45,7 +47,7 @@ pub fn count_inputs(body: &[u8]) -> usize {
 pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<String> {
     let body = |text: &String| match url {
         generate::CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
-        generate::COMPLETIONS_URL => json!({ "prompt": text }),
+        generate::COMPLETIONS_URL | image_generation::URL => json!({ "prompt": text }),
         _ => json!({ "input": text }),
     };
     let mut bodies: Vec<Value> = match (url, texts) {

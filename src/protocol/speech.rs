@@ -104,7 +104,7 @@ impl SpeechRequest {
         let fields = Fields::parse(body, &KEYS)?;
         let input = match (fields.get("input"), fields.get("phonemes")) {
             (Some(_), Some(_)) => {
-                let message = "phonemes are spoken in the place of input: send one of them";
+                let message = "send either input or phonemes, not both";
                 return Err(TaskError::bad_input("phonemes", message));
             }
             (None, Some(raw)) => Spoken::Phonemes(texts(raw, "phonemes", max_sentences)?),
@@ -148,8 +148,7 @@ fn format(fields: &Fields<'_>) -> Result<SoundFormat, TaskError> {
         return Ok(format);
     }
     if SoundFormat::OTHERS.contains(&name.as_str()) {
-        let message =
-            format!("{KEY} is {name:?}, which is not written here; send \"wav\", \"pcm\" or \"flac\"");
+        let message = format!("{KEY} is {name:?}, which is not supported; send \"wav\", \"pcm\" or \"flac\"");
         return Err(TaskError::bad_input(KEY, message));
     }
     Err(invalid(KEY, "one of \"wav\", \"pcm\", \"flac\"", raw.get()))
@@ -242,7 +241,8 @@ fn flac(samples: &[i16], sample_rate: u32) -> Result<Vec<u8>, TaskError> {
     let source = MemSource::from_samples(&samples, 1, BITS, sample_rate as usize);
     let mut stream = flacenc::encode_with_fixed_block_size(&config, source, config.block_size)
         .map_err(|error| failed(format!("{error:?}")))?;
-    // The encoder counts the shorter last block as the smallest, by which decoders take all sizes to differ.
+    // The encoder writes the length of the shorter last block as the minimum block size, from which decoders conclude that
+    // the sizes vary. The format leaves the last block out of that field.
     let sizes = stream.stream_info_mut().set_block_sizes(config.block_size, config.block_size);
     sizes.map_err(|error| failed(error.to_string()))?;
     let mut file = ByteSink::new();
@@ -286,7 +286,7 @@ mod tests {
     fn a_wrong_field_is_named_with_its_value() {
         for (body, field, message) in [
             ("{}", "input", "input is missing"),
-            (r#"{"input":"a","phonemes":"b"}"#, "phonemes", "send one of them"),
+            (r#"{"input":"a","phonemes":"b"}"#, "phonemes", "send either input or phonemes"),
             (r#"{"input":7}"#, "input", "7"),
             (r#"{"input":"a","speed":0}"#, "speed", "a number from 0.25 to 4, got 0"),
             (r#"{"input":"a","speed":100}"#, "speed", "got 100"),
@@ -294,7 +294,7 @@ mod tests {
             (
                 r#"{"input":"a","response_format":"mp3"}"#,
                 "response_format",
-                "\"mp3\", which is not written here",
+                "\"mp3\", which is not supported",
             ),
             (r#"{"input":"a","response_format":"x"}"#, "response_format", "one of \"wav\""),
             (r#"{"input":"a","seed":-1}"#, "seed", "got -1"),

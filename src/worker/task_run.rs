@@ -650,7 +650,11 @@ impl Run<'_> {
         };
         // An isolated task does not wait for memory. Tasks that are computed only after it hold that memory, so
         // waiting would deadlock.
-        let _memory = if self.group().is_some() { None } else { Some(engine.memory().room().await) };
+        let _memory = if self.group().is_some() {
+            None
+        } else {
+            Some(engine.memory().room(self.state.requester).await)
+        };
         self.without_groups(pool.run(brief, work)).await.map_err(internal_error)?
     }
 
@@ -780,11 +784,9 @@ impl Run<'_> {
         }
     }
 
-    /// Returns once the requester has left. This is checked only for models of sequences, because only their tasks take
-    /// long.
+    /// Returns once the requester has left.
     async fn requester_leaves(&self, unroutable: watch::Receiver<bool>) {
-        let queue = self.task.reply_to().filter(|_| self.shared.engine.sequences().is_some());
-        let Some(queue) = queue else { return pending().await };
+        let Some(queue) = self.task.reply_to() else { return pending().await };
         requester::wait_until_gone(&*self.shared.settlement.publisher, queue, unroutable).await;
     }
 

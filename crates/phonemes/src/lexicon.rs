@@ -18,7 +18,7 @@ use crate::{Accent, Error};
 #[serde(untagged)]
 enum Entry {
     One(Box<str>),
-    /// By part of speech; none: the word is spelled.
+    /// By part of speech. A null value says that the word is spelled. The key `None`, a text, is for words before a pause.
     ByTag(HashMap<Box<str>, Option<Box<str>>>),
 }
 

@@ -15,10 +15,10 @@
 //! | `stress` | stress marks |
 //! | `characters` | classes of characters |
 //!
-//! Texts come from strangers, so the time of each step is proportional to the text. Text for a quadratic rule is cut
-//! first: text without white space at 256 characters, pieces without white space between them at 64. The network reads
-//! the first 24 letters of a word, and at most 8,192 letters of a sentence. A sentence is read from its end; further
-//! unknown words before those are skipped. A number of more than 36 digits is read digit by digit. A character is
+//! Texts come from strangers, so the work for each character is bounded. Two rules take quadratic time, and get short
+//! texts only: text without white space is cut at 256 characters, pieces without white space between them at 64. The
+//! network reads the first 24 letters of a word, and at most 8,192 letters of a sentence. Words are read from the last one
+//! of a sentence to the first, so a sentence with more unknown letters loses unknown words at its beginning. A number of more than 36 digits is read digit by digit. A character is
 //! skipped if no table, rule or network knows it: most characters of scripts other than Latin, Greek and Cyrillic,
 //! control characters, emoji, and marks that are not part of a letter.
 //!
@@ -67,10 +67,10 @@ pub enum Error {
     #[error("{0}: {1}")]
     Table(PathBuf, #[source] serde_json::Error),
     /// A table has words from which no pattern can be made.
-    #[error("a pattern made from the tables: {0}")]
+    #[error("the tables give an invalid pattern: {0}")]
     Pattern(#[from] regex::Error),
     /// `normalize.json` lacks this entry.
-    #[error("normalize.json lacks {0}")]
+    #[error("normalize.json has no entry {0}")]
     Lacks(&'static str),
     /// The network's weights do not fit.
     #[error("the network for unknown words: {0}")]

@@ -111,6 +111,8 @@ class Part(_Content):
     """Counts from 0 in a run. Numbers may be missing: a part can be lost, and the final reply has all the text."""
     restarted: bool
     """The first part of a second or later run: drop the text of the parts before it."""
+    headers: Mapping[str, Any]
+    """The message's headers, such as `sample_rate` of a spoken sentence."""
 
     @property
     def chunk(self) -> dict[str, Any]:

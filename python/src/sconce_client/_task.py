@@ -320,6 +320,21 @@ def caption(client: Defaults, image: File, content_type: str | None, more: Mappi
     return Call([task], gather)
 
 
+def generate_images(client: Defaults, prompt: str, more: Mapping[str, Any]) -> Call[list[bytes]]:
+    """One task; the reply is JSON with PNG files in base64."""
+    for name in ("stream", "response_format"):
+        if more.get(name):
+            raise TypeError(f"generate_images returns PNG files: for {name} there is request or stream")
+    task = client._task({"prompt": prompt, **fields(more)}, url="/v1/images/generations")
+
+    def gather(replies: Sequence[Answer]) -> list[bytes]:
+        [reply] = replies
+        assert isinstance(reply, Reply)
+        return [base64.b64decode(image["b64_json"]) for image in reply.json()["data"]]
+
+    return Call([task], gather)
+
+
 def transcribe(
     client: Defaults, sound: File, content_type: str | None, translate: bool, words: bool, more: Mapping[str, Any]
 ) -> Call[Transcript]:
@@ -351,6 +366,10 @@ def speak(client: Defaults, text: str, more: Mapping[str, Any]) -> Call[bytes]:
     """One task; the reply's body is a sound file."""
     if more.get("stream"):
         raise TypeError("speak returns the whole sound; for a part of each sentence there is stream")
+    if not isinstance(text, str):
+        raise TypeError(f"speak takes a text, not {type(text).__name__}")
+    if "input" in more:
+        raise TypeError("input is the text itself: give it first")
     spoken = {} if "phonemes" in more else {"input": text}
     task = client._task({**spoken, **fields(more)}, url="/v1/audio/speech")
 
@@ -360,6 +379,17 @@ def speak(client: Defaults, text: str, more: Mapping[str, Any]) -> Call[bytes]:
         return reply.body
 
     return Call([task], gather)
+
+
+def voices(client: Defaults) -> Call[list[str]]:
+    """One task without parameters."""
+
+    def gather(replies: Sequence[Answer]) -> list[str]:
+        [reply] = replies
+        assert isinstance(reply, Reply)
+        return [voice["id"] for voice in reply.json()["voices"]]
+
+    return Call([client._task({}, url="/v1/audio/voices")], gather)
 
 
 def complete(client: Defaults, prompt: Prompt, more: Mapping[str, Any]) -> Task:

@@ -40,7 +40,8 @@ class Runs:
         if seq <= self._seq:
             return None
         self._seq = seq
-        return Part(body, content_type or JSON, stream_id, seq, restarted)
+        plain = {name: _plain(value) for name, value in headers.items()}
+        return Part(body, content_type or JSON, stream_id, seq, restarted, plain)
 
 
 def reply(body: bytes, content_type: str | None, correlation_id: str, headers: Mapping[str, Any] | None) -> Reply:

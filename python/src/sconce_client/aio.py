@@ -177,6 +177,11 @@ class AsyncClient(Defaults):
         `prompt`, the beginning of the text, and `max_new_tokens`."""
         return await self._gather(_task.caption(self, image, content_type, more))
 
+    async def generate_images(self, prompt: str, **more: Any) -> list[bytes]:
+        """Images of a text, as the bytes of PNG files. `more` are the fields of such a request: `n`, `size` ("512x512"),
+        `steps`, `seed`, `negative_prompt` and `guidance_scale`. For the progress there is `stream`."""
+        return await self._gather(_task.generate_images(self, prompt, more))
+
     async def transcribe(
         self,
         sound: File,
@@ -193,6 +198,10 @@ class AsyncClient(Defaults):
         such a request, such as `language`.
         """
         return await self._gather(_task.transcribe(self, sound, content_type, translate, words, more))
+
+    async def voices(self) -> list[str]:
+        """The names of the voices that `speak` takes."""
+        return await self._gather(_task.voices(self))
 
     async def speak(self, text: str, **more: Any) -> bytes:
         """The sound of a text, as the bytes of a WAV file. `more` are the fields of such a request, such as `voice`,

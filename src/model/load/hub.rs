@@ -10,7 +10,7 @@ use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 
-use super::{INDEX, WEIGHTS, shards};
+use super::{INDEX, PIPELINE_WEIGHTS, WEIGHTS, shards};
 use crate::model::LoadError;
 
 /// The longest time without a byte from the hub, after which a download fails.
@@ -100,7 +100,10 @@ impl Hub {
     pub fn is_cached(&self) -> bool {
         let has_shards =
             |index: PathBuf| shards(&index).is_ok_and(|it| it.iter().all(|it| self.cached(it).is_some()));
-        self.cached(WEIGHTS).is_some() || self.cached(INDEX).is_some_and(has_shards)
+        let [.., last_of_pipeline] = PIPELINE_WEIGHTS;
+        self.cached(WEIGHTS).is_some()
+            || self.cached(INDEX).is_some_and(has_shards)
+            || self.cached(&format!("{last_of_pipeline}.safetensors")).is_some()
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use super::{Dtype, LoadError, LoadSpec};
 
 pub mod chat_template;
+#[cfg(feature = "candle-transformers")]
+pub mod clip_tokenizer;
 mod digest;
 mod fast_word_piece;
 pub mod gguf;
@@ -27,6 +29,9 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
     let files = ModelFiles::on_this_host(&spec.source)?;
     let paths = match files.gguf() {
         Some(path) => vec![path],
+        None if files.optional(PIPELINE).ok()?.is_some() => {
+            PIPELINE_WEIGHTS.iter().filter_map(|part| files.weights_of(part).ok()).flatten().collect()
+        }
         None => files.weights().ok()?,
     };
     let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
@@ -139,12 +144,25 @@ impl ModelFiles {
     /// # Errors
     /// As [`required`](Self::required).
     pub fn weights(&self) -> Result<Vec<PathBuf>, LoadError> {
-        if let Some(path) = self.optional(WEIGHTS)? {
+        self.weights_of("model")
+    }
+
+    /// As [`weights`](Self::weights), for files whose names begin with `stem`, which may contain a folder.
+    ///
+    /// # Errors
+    /// As [`required`](Self::required).
+    pub fn weights_of(&self, stem: &str) -> Result<Vec<PathBuf>, LoadError> {
+        let whole = format!("{stem}.safetensors");
+        if let Some(path) = self.optional(&whole)? {
             return Ok(vec![path]);
         }
-        match self.optional(INDEX)? {
-            Some(index) => shards(&index)?.iter().map(|name| self.required(name)).collect(),
-            None => self.required(WEIGHTS).map(|path| vec![path]),
+        match self.optional(&format!("{whole}.index.json"))? {
+            Some(index) => {
+                let folder = Path::new(stem).parent().unwrap_or(Path::new(""));
+                let shard = |name: &String| self.required(&folder.join(name).to_string_lossy());
+                shards(&index)?.iter().map(shard).collect()
+            }
+            None => self.required(&whole).map(|path| vec![path]),
         }
     }
 
@@ -204,6 +222,12 @@ pub fn is_gguf(source: &str) -> bool {
 const WEIGHTS: &str = "model.safetensors";
 /// The list of the weights' files, if there are several.
 const INDEX: &str = "model.safetensors.index.json";
+
+/// The description of a model of several networks.
+const PIPELINE: &str = "model_index.json";
+/// The weights of its parts, without the endings of their files, in the order in which they are requested.
+pub const PIPELINE_WEIGHTS: [&str; 3] =
+    ["text_encoder/model", "unet/diffusion_pytorch_model", "vae/diffusion_pytorch_model"];
 
 #[derive(serde::Deserialize)]
 struct Index {

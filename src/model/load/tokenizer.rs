@@ -1,7 +1,7 @@
 //! Turns texts and token ids into the ids of a forward pass. Decides where a text is cut and which special tokens are
 //! added, as sentence-transformers does.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
@@ -59,9 +59,23 @@ impl TextTokenizer {
         vocabulary: usize,
     ) -> Result<Self, LoadError> {
         let bytes = super::read(&path)?;
-        let fault = |reason: String| LoadError::File { path: path.clone(), reason };
+        Self::of_json(&path, &bytes, limits, max_tokens, vocabulary)
+    }
+
+    /// As [`read`](Self::read), from the content of a `tokenizer.json`. Errors name `path`.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn of_json(
+        path: &Path,
+        json: &[u8],
+        limits: TextLimits,
+        max_tokens: usize,
+        vocabulary: usize,
+    ) -> Result<Self, LoadError> {
+        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let library_fault = |error: tokenizers::Error| fault(error.to_string());
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(library_fault)?;
+        let mut tokenizer = Tokenizer::from_bytes(json).map_err(library_fault)?;
         if limits.lower_case {
             let mut steps = vec![NormalizerWrapper::Lowercase(Lowercase)];
             steps.extend(tokenizer.get_normalizer().cloned());

@@ -174,8 +174,9 @@ impl Blip {
     pub fn encode(&self, images: &[&Pixels]) -> CandleResult<Tensor> {
         let Sides { height, width } = self.sides;
         let numbers: Vec<f32> = images.iter().flat_map(|Pixels(numbers)| numbers).copied().collect();
-        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &Device::Cpu)?;
-        let x = x.permute((0, 3, 1, 2))?.contiguous()?.to_device(&self.device)?;
+        // Permuted on the device: for a GPU's batch, that would take a CPU longer than the network takes the GPU.
+        let x = Tensor::from_vec(numbers, (images.len(), height, width, 3), &self.device)?;
+        let x = x.permute((0, 3, 1, 2))?.contiguous()?;
         x.apply(self.network.vision_model())
     }
 

@@ -5,6 +5,8 @@ pub mod blip;
 mod block;
 mod cached_attention;
 pub mod decoder;
+#[cfg(feature = "candle-transformers")]
+pub mod diffusion;
 pub mod encoder;
 mod fitness;
 pub mod hibari;

@@ -154,7 +154,7 @@ impl Synthesizer {
     /// Divides `sound`, to which the frames of a whole sentence were added, by the sum of the squared windows. Returns the
     /// `frames`·hop samples from the centre of the first frame on.
     pub fn finish(&self, sound: &[f32], frames: usize) -> Vec<f32> {
-        // The gain of each sample of a hop. Each window that covers the hop began this number of hops earlier.
+        // The gain of each sample of a hop. `distances` says how many hops earlier each window that covers it began.
         let gains = |distances: &[usize]| -> Vec<f32> {
             let gain = |offset: usize| {
                 let squares =
@@ -167,7 +167,7 @@ impl Synthesizer {
         let usual_gains = gains(&all);
         let mut samples = Vec::with_capacity(frames * self.hop);
         for hop in HOPS / 2..HOPS / 2 + frames {
-            let is_frame = |distance: &usize| (0..frames).contains(&(hop.wrapping_sub(*distance)));
+            let is_frame = |distance: &usize| hop.checked_sub(*distance).is_some_and(|frame| frame < frames);
             let distances: Vec<usize> = all.iter().copied().filter(is_frame).collect();
             let edge_gains = if distances == all { None } else { Some(gains(&distances)) };
             let gains = edge_gains.as_ref().unwrap_or(&usual_gains);

@@ -6,6 +6,8 @@ pub mod caption;
 pub mod embed;
 pub mod generate;
 pub mod image;
+#[cfg(feature = "candle-transformers")]
+pub mod image_generation;
 pub mod labels;
 mod names;
 pub mod pairs;
@@ -85,6 +87,12 @@ fn prepare_all<T: Send, O: Send>(
     // All items are prepared before the results are checked, so that the first failing item gives the error.
     let results: Vec<_> = items.map(|(index, item)| prepare(index, item)).collect();
     results.into_iter().collect()
+}
+
+/// The time in seconds since 1970, for `created` in replies.
+fn unix_seconds() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |elapsed| elapsed.as_secs())
 }
 
 /// Makes the input of a text network from a text's tokens. Refuses a text that was cut to the model's `max_tokens`,

@@ -115,22 +115,22 @@ impl HibariConfig {
             ("decoder.inner", decoder.inner, MAX_WIDTH),
         ] {
             if !(1..=max).contains(&size) {
-                return Err(format!("{name} is {size}; from 1 to {max} is read"));
+                return Err(format!("{name} is {size}; it must be from 1 to {max}"));
             }
         }
         for (name, count) in [
             ("text.convolutions", text.convolutions),
             ("prosody.convolutions", prosody.text.convolutions),
             ("decoder.blocks", decoder.blocks),
-            ("prosody.dilations has", prosody.dilations.len()),
+            ("the number of prosody.dilations", prosody.dilations.len()),
         ] {
             if count > MAX_COUNT {
-                return Err(format!("{name} {count}; at most {MAX_COUNT} are read"));
+                return Err(format!("{name} is {count}; at most {MAX_COUNT} is supported"));
             }
         }
         if let Some(dilation) = prosody.dilations.iter().find(|dilation| !(1..=MAX_COUNT).contains(*dilation))
         {
-            return Err(format!("prosody.dilations has {dilation}; from 1 to {MAX_COUNT} is read"));
+            return Err(format!("prosody.dilations has {dilation}; each must be from 1 to {MAX_COUNT}"));
         }
         for (name, TextSizes { width, heads, .. }) in [("text", text), ("prosody", &prosody.text)] {
             if *heads == 0 || width % heads != 0 {
@@ -138,7 +138,10 @@ impl HibariConfig {
             }
         }
         if !(1..=MAX_VOICES).contains(&self.voices.len()) {
-            return Err(format!("there are {} voices; from 1 to {MAX_VOICES} are read", self.voices.len()));
+            return Err(format!(
+                "there are {} voices; from 1 to {MAX_VOICES} are supported",
+                self.voices.len()
+            ));
         }
         // The id is a file name.
         let is_name =
@@ -186,11 +189,11 @@ mod tests {
     fn a_property_that_is_not_supported_is_named_with_its_value() {
         assert_eq!(check("/hop", json!(30)), Ok(()));
         for (pointer, value, message) in [
-            ("/hop", json!(0), "hop is 0; from 1 to 4096 is read"),
+            ("/hop", json!(0), "hop is 0; it must be from 1 to 4096"),
             ("/text/width", json!(u64::MAX), "text.width is 18446744073709551615"),
             ("/prosody/heads", json!(3), "prosody.heads is 3, which does not divide prosody.width 16"),
             ("/prosody/dilations", json!([1, 0]), "prosody.dilations has 0"),
-            ("/decoder/blocks", json!(10_000), "decoder.blocks 10000; at most 256 are read"),
+            ("/decoder/blocks", json!(10_000), "decoder.blocks is 10000; at most 256 is supported"),
             ("/voices", json!([]), "there are 0 voices"),
             ("/voices/0/id", json!("../x"), "the voice \"../x\" must be a name"),
             ("/vocabulary/a", json!(40), "the symbol 'a' has the id 40, and there are 40 symbols"),

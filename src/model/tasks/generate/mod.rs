@@ -329,7 +329,7 @@ impl Processor for GenerateProcessor {
         let context = GenerateContext {
             api,
             id: new_id(api),
-            created: unix_seconds(),
+            created: super::unix_seconds(),
             seed,
             stream: request.stream,
             include_usage: request.include_usage,
@@ -594,11 +594,6 @@ fn check_listed(request: &GenerateRequest, inputs: &[SizedInput<Prompt>]) -> Res
         count + 1
     );
     Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("logprobs"))
-}
-
-fn unix_seconds() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.map_or(0, |elapsed| elapsed.as_secs())
 }
 
 impl Options {

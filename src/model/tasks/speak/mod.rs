@@ -28,8 +28,8 @@ use crate::protocol::speech::{
     write_sound, write_voices,
 };
 
-/// Average number of frames for a symbol at speed 1. A sentence's size is estimated with it, because the true number of
-/// frames is known only after the network's first part.
+/// Number of frames of 12.5 ms that is assumed for a symbol at speed 1, by which batches and memory are planned: the true
+/// number is known only after the network's first part. It is 4.6 on average; 7 leaves room for slow sentences.
 const FRAMES_PER_SYMBOL: f32 = 7.0;
 
 /// Average duration of a phoneme of English prose at speed 1, in seconds, by which `max_seconds` is checked before
@@ -38,17 +38,17 @@ const SECONDS_PER_PHONEME: f32 = 0.058;
 /// The longest sound of a task, as a multiple of `max_seconds`: the estimate may be wrong by as much.
 const DURATION_SLACK: f32 = 1.1;
 
-/// Maximum number of symbols in a sentence at speed 1 and above: about 35 s of sound, which take one core half a
-/// second. At lower speeds it is smaller in proportion, because the sound is longer. Longer sentences are cut.
+/// Maximum number of symbols in a sentence at speed 1 and above: 23 s of sound on average, 35 s at the assumed number of
+/// frames. At lower speeds it is smaller in proportion, because the sound is longer. Longer sentences are cut.
 const MAX_SYMBOLS: f32 = 400.0;
 /// Average duration of a character of English at speed 1, in seconds, for texts whose phonemes are not known yet.
 const SECONDS_PER_CHARACTER: f32 = 0.065;
-/// FLAC files of longer texts or phonemes, in characters, are written on the thread for long work: compressing a second of
-/// sound takes 0.7 ms.
-const SHORT_FLAC: usize = 200;
-/// The phonemes of texts of more bytes are found on a separate thread, where requesters take turns. A text of this size
-/// takes about 13 ms if all of its words are unknown, and usually less than 1 ms.
-const SHORT_TEXT: usize = 1 << 8;
+/// The largest number of characters at speed 1 whose FLAC file is compressed on the usual threads: 13 s of sound, about 9
+/// ms. Longer ones go to the thread for long work.
+const SHORT_FLAC_CHARACTERS: f32 = 200.0;
+/// The size of the longest text, in bytes, whose phonemes are found on the usual threads: less than 1 ms, or about 13 ms if
+/// all of its words are unknown. Longer ones go to a separate thread, where requesters take turns.
+const SHORT_TEXT_BYTES: usize = 1 << 8;
 
 /// Models that speak.
 pub static FAMILY: Family = Family {
@@ -67,8 +67,8 @@ pub static FAMILY: Family = Family {
     example: Example { model: "tiny-hibari", options: &[("max_seconds", 60)] },
 };
 
-/// A task with a sentence for each text. A sentence has as many phonemes as its text has characters, and only phonemes
-/// that every voice has.
+/// For `sconce bench`: a task with a sentence for each text, which has as many phonemes as the text has characters. The
+/// phonemes are some that every model has.
 fn sample(texts: &[String]) -> Sample {
     let phonemes = |text: &String| "həlˈo wˈʌn, ".chars().cycle().take(text.chars().count().max(1)).collect();
     Sample::of_texts(SPEECH_URL, "phonemes", &texts.iter().map(phonemes).collect::<Vec<String>>())
@@ -225,16 +225,16 @@ impl Planner {
             let (count, max) = (all_ids.len(), self.max_sentences);
             let message =
                 format!("it has {count} sentences; this pool takes at most {max} inputs (max_inputs)");
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message));
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(spoken.field()));
         }
         let symbols: usize = all_ids.iter().map(Vec::len).sum();
         let seconds = symbols as f32 * SECONDS_PER_PHONEME / parameters.speed;
         let check = self.check_seconds(seconds, &format!("{symbols} phonemes"));
         check.map_err(|error| error.with_param(spoken.field()))?;
         let sized = |(index, ids): (usize, Vec<u32>)| {
-            let tokens = self.frames(ids.len(), parameters.speed);
+            let frames = self.frames(ids.len(), parameters.speed);
             let seed = Seed { task: parameters.seed, sequence: index as u64 };
-            SizedInput::new(Sentence { voice: parameters.voice, ids, speed: parameters.speed, seed }, tokens)
+            SizedInput::new(Sentence { voice: parameters.voice, ids, speed: parameters.speed, seed }, frames)
         };
         Ok(all_ids.into_iter().enumerate().map(sized).collect())
     }
@@ -320,7 +320,7 @@ impl Processor for SpeechProcessor {
     }
 
     fn probe(&self) -> Option<Message> {
-        // Vowels and consonants, as far as they fit into one sentence.
+        // Forty letters of the phoneme alphabet are enough to run every part of the network.
         let symbols = self.planner.config.vocabulary.keys().filter(|symbol| symbol.is_alphabetic());
         let phonemes: String = symbols.take(40).collect();
         let body = serde_json::json!({ "phonemes": phonemes, "seed": 0 }).to_string();
@@ -341,8 +341,9 @@ impl Processor for SpeechProcessor {
         let parameters = SpeechParameters { voice, speed, seed };
         planner.check_length(&input, speed)?;
         let field = input.field();
-        let is_long = matches!(&input, Spoken::Text(text) if text.len() > SHORT_TEXT);
-        let is_slow = format == SoundFormat::Flac && input.characters() > SHORT_FLAC;
+        let is_long = matches!(&input, Spoken::Text(text) if text.len() > SHORT_TEXT_BYTES);
+        let usual_pace_characters = input.characters() as f32 / speed;
+        let is_slow = format == SoundFormat::Flac && usual_pace_characters > SHORT_FLAC_CHARACTERS;
         let context = SpeechContext::Sound { format, stream, field, is_slow };
         let sentences = move || planner.sentences(&input, parameters);
         let inputs = if is_long {
@@ -353,8 +354,8 @@ impl Processor for SpeechProcessor {
         Ok((context, inputs))
     }
 
-    /// The expected size of the sentence's sound. `pool.prepared_bytes` thus bounds the sound that a worker holds: it
-    /// prepares no further task while the sentences of others are still to be computed.
+    /// The expected size of the sentence's sound. While the sentences that wait have `pool.prepared_bytes` together, the
+    /// worker prepares no further task. This bounds the sound that it will hold.
     fn bytes(&self, sentence: &Sentence) -> usize {
         let frames = self.planner.frames(sentence.ids.len(), sentence.speed);
         frames * self.planner.config.hop * size_of::<i16>()

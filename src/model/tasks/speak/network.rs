@@ -60,16 +60,16 @@ impl Speaker {
         let symbols: Vec<Symbols<'_>> =
             sentences.iter().map(|sentence| Symbols { ids: &sentence.ids, speed: sentence.speed }).collect();
         let encoded = voice.encode(&symbols)?;
-        let lengths: Vec<Result<(), TaskError>> = encoded
+        let checks: Vec<Result<(), TaskError>> = encoded
             .frames()
             .zip(sentences)
             .map(|(frames, sentence)| self.check_length(frames, sentence.speed))
             .collect();
-        let wanted: Vec<bool> = lengths.iter().map(Result::is_ok).collect();
+        let wanted: Vec<bool> = checks.iter().map(Result::is_ok).collect();
         let mut decoded = voice.decode(&encoded, &wanted)?.into_iter();
         let mut sounds = Vec::with_capacity(sentences.len());
-        for (length, sentence) in lengths.into_iter().zip(sentences) {
-            sounds.push(match length {
+        for (check, sentence) in checks.into_iter().zip(sentences) {
+            sounds.push(match check {
                 Err(error) => Err(error),
                 Ok(()) => match decoded.next() {
                     Some(frames) => self.synthesize(voice, &frames, sentence.seed)?,
@@ -90,7 +90,7 @@ impl Speaker {
         Err(TaskError::new(TaskErrorKind::TooLarge, message))
     }
 
-    /// The sound of a sentence.
+    /// The sound of a sentence. The outer error fails the batch, the inner one only this sentence.
     fn synthesize(
         &self,
         voice: &Hibari,
