@@ -243,8 +243,7 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
 /// Starts the export of spans, if the settings name a collector. If that fails, the worker runs without it.
 fn start_traces(assignment: &Assignment) -> Traces {
     let Some(endpoint) = &assignment.telemetry.otlp_endpoint else { return Traces::default() };
-    // The embedded queue is the only one without a delivery time-out.
-    let is_embedded = assignment.broker.delivery_timeout().is_none();
+    let is_embedded = assignment.broker.is_embedded();
     let spec = load_spec(assignment);
     let origin = traces::SpanOrigin {
         worker: &assignment.worker,

@@ -392,8 +392,12 @@ impl Settings {
 impl Broker {
     /// [`Broker::consumer_timeout`]. None for the embedded queue, which does not take messages back.
     pub fn delivery_timeout(&self) -> Option<Duration> {
-        let embedded = self.url.iter().any(|url| url.expose().starts_with("embedded:"));
-        (!embedded).then_some(self.consumer_timeout)
+        (!self.is_embedded()).then_some(self.consumer_timeout)
+    }
+
+    /// Whether it is the queue of `run-batch` inside the launcher.
+    pub fn is_embedded(&self) -> bool {
+        self.url.iter().any(|url| url.expose().starts_with("embedded:"))
     }
 }
 

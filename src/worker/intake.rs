@@ -276,8 +276,10 @@ impl<'a> Intake<'a> {
         // The engine is told now that inputs will come, so that it batches tasks that arrive together.
         let expected = Expected::new(&self.shared.engine);
         let (shared, run_state) = (self.shared.clone(), state.clone());
-        // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue.
-        let place = (delivery_tag.source == Source::Main)
+        // Tasks of the background queue cannot be put off, because the retry queues lead to the main queue. The embedded
+        // queue has one requester, whose lines would be computed out of order for nobody's benefit.
+        let may_be_put_off = delivery_tag.source == Source::Main && !self.shared.has_one_requester;
+        let place = may_be_put_off
             .then(|| shared.places.enter(delivery_tag, state.requester, task.message.body.len()));
         let abort = self
             .runs

@@ -109,6 +109,7 @@ impl Worker {
             fetcher: self.fetcher.clone(),
             fetch_turns: Turns::new(self.assignment.first_prefetch(), pool.fetch.at_once),
             places: Places::new(self.assignment.first_prefetch()),
+            has_one_requester: self.assignment.broker.is_embedded(),
             settlement,
             isolation: self.isolation.clone(),
             reporter: self.control.reporter.clone(),

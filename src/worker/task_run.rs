@@ -52,6 +52,8 @@ pub(super) struct Shared {
     pub(super) fetch_turns: Turns,
     /// The accepted tasks of the main queue.
     pub(super) places: Places,
+    /// Whether all tasks have the same requester, so that none is put off for the sake of others.
+    pub(super) has_one_requester: bool,
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
     pub(super) reporter: Reporter,
