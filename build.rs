@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The features that `--version` names, in its order.
-const FEATURES: [&str; 4] = ["cuda", "http", "otlp", "top"];
+const FEATURES: [&str; 5] = ["candle-transformers", "cuda", "http", "otlp", "top"];
 const FOLDER: &str = "src/model/ops/gpu";
 const KERNELS: [&str; 4] = ["activation", "add_norm", "attention", "pooling"];
 
@@ -44,7 +44,9 @@ fn main() -> Result<(), String> {
 /// tests, and sconce refuses such a variable that is no setting.
 fn describe() -> Result<(), String> {
     let target = env::var("TARGET").map_err(|error| format!("TARGET: {error}"))?;
-    let is_on = |name: &&str| env::var_os(format!("CARGO_FEATURE_{}", name.to_uppercase())).is_some();
+    let is_on = |name: &&str| {
+        env::var_os(format!("CARGO_FEATURE_{}", name.to_uppercase().replace('-', "_"))).is_some()
+    };
     let features: Vec<&str> = FEATURES.into_iter().filter(is_on).collect();
     let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
     println!("cargo:rustc-env=BUILD_COMMIT={}", commit());

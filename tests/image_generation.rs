@@ -164,7 +164,6 @@ fn latents_and_images_are_those_of_diffusers() {
                 decoded.pixels.iter().zip(&expected).map(|(found, it)| found.abs_diff(*it as u8));
             let largest = differences.max().expect("pixels");
             assert!(largest <= COLOR_TOLERANCE, "{name} {}: a color is off by {largest}", case["scheduler"]);
-            println!("{name} {}: latents {worst:.1e}, colors {largest}", case["scheduler"]);
         }
     }
 }
@@ -244,11 +243,10 @@ fn a_failed_row_changes_no_image() {
     let step = |generator: &mut ImageGenerator, slot: usize, feed| {
         generator.step(&[Row { slot: Slot(slot), feed }]).expect("a step").remove(0)
     };
-    // Out of turn: before the prompt, in a closed slot, and the prompt twice.
-    assert!(step(&mut generator, 0, Feed::Tokens(1)).is_err());
+    assert!(step(&mut generator, 0, Feed::Tokens(1)).is_err(), "before its prompt");
     assert_eq!(step(&mut generator, 0, Feed::Encode), Ok(Advance::Fed));
-    assert!(step(&mut generator, 0, Feed::Encode).is_err());
-    assert!(step(&mut generator, 1, Feed::Tokens(1)).is_err());
+    assert!(step(&mut generator, 0, Feed::Encode).is_err(), "its prompt twice");
+    assert!(step(&mut generator, 1, Feed::Tokens(1)).is_err(), "a slot that was not opened");
     assert_eq!(step(&mut generator, 0, Feed::Tokens(1)), Ok(Advance::More(1)));
     assert_eq!(step(&mut generator, 0, Feed::Tokens(1)), Ok(Advance::More(2)));
     assert_eq!(step(&mut generator, 0, Feed::Tokens(1)), Ok(Advance::Done(None, expected[0].clone())));
@@ -259,21 +257,27 @@ fn refusals_name_the_field() {
     let mut model = load("tiny-diffusion", "ddim");
     for (fields, kind, param, named) in [
         (json!({"n": 4}), TaskErrorKind::TooLarge, "n", "at most 3"),
-        (json!({"steps": 9}), TaskErrorKind::BadInput, "steps", "max_steps"),
+        (json!({"steps": 9}), TaskErrorKind::TooLarge, "steps", "max_steps"),
         (json!({"steps": 0}), TaskErrorKind::BadInput, "steps", "got 0"),
         (json!({"size": "60x64"}), TaskErrorKind::BadInput, "size", "multiples of 8"),
         (json!({"size": "0x64"}), TaskErrorKind::BadInput, "size", "multiples of 8"),
         (json!({"size": "8x64"}), TaskErrorKind::BadInput, "size", "at least 16"),
-        (json!({"size": "1024x1024"}), TaskErrorKind::BadInput, "size", "max_pixels"),
+        (json!({"size": "1024x1024"}), TaskErrorKind::TooLarge, "size", "max_pixels"),
         (
             json!({"size": "9223372036854775800x9223372036854775800"}),
-            TaskErrorKind::BadInput,
+            TaskErrorKind::TooLarge,
             "size",
             "max_pixels",
         ),
+        (
+            json!({"prompt": "coffee ".repeat(90), "truncate": false}),
+            TaskErrorKind::BadInput,
+            "prompt",
+            "at most 77",
+        ),
         (json!({"model": "other"}), TaskErrorKind::UnknownModel, "model", "other"),
     ] {
-        let mut body = json!({"prompt": "a cat"});
+        let mut body = json!({"prompt": "a cat", "steps": 1});
         body.as_object_mut().expect("an object").extend(fields.as_object().expect("an object").clone());
         let error = reply(&mut model, &message(&body)).expect_err("a refusal");
         assert_eq!((error.kind, error.param.as_deref()), (kind, Some(param)), "{error}");

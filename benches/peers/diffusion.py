@@ -1,7 +1,8 @@
 """Seconds a step of image generation, beside diffusers: `python -m peers.diffusion`. Prints a table.
 
-Both compute the same pipeline of random weights in f32 with all CORES: the fixture of the tests, and one of the sizes of
-Stable Diffusion 1.5. A step with guidance calls the network for two prompts. A step's time is the difference between a long
+Both run the same denoising network of random weights and the same scheduler, in f32, with a thread for each of CORES (see
+`scene.pin`): the fixture of the tests, and one of the sizes of Stable Diffusion 1.5. A step with guidance calls the network
+for two prompts. sconce runs the whole pipeline, diffusers only the network and the scheduler. A step's time is the difference between a long
 and a short run, divided by the difference of their steps, so that loading and decoding do not count.
 """
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
-use sconce::batching::{self, Batcher, Policy};
+use sconce::batching::{self, Batcher, Owner, Policy};
 use sconce::config::{self, Assignment};
 use sconce::model::load::tokenizer::Tokens;
 use sconce::model::nets::encoder::TextNetwork;
@@ -118,7 +118,8 @@ fn embed(
         let begun = Instant::now();
         let inputs = processor.preprocess(text).and_then(|it| it.1.all());
         let inputs = inputs.map_err(|error| anyhow!("{error}"))?;
-        batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), false, begun);
+        let owner = Owner { requester: 1, background: false };
+        batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), owner, begun);
         done.preparing += begun.elapsed();
         let Some(batch) = batcher.take(begun, batching::DeviceState::Busy, true) else { continue };
         let begun = Instant::now();

@@ -191,6 +191,7 @@ impl<T> Batcher<T> {
 
     fn is_full(&self) -> bool {
         let Policy { max_tokens, max_requests, .. } = self.policy;
+        // Waiting for more than background inputs may fill would delay the ordinary ones for them.
         let max_tokens = if self.background.is_empty() { max_tokens } else { background_tokens(max_tokens) };
         self.tokens >= max_tokens || self.inputs >= max_requests
     }
@@ -263,8 +264,8 @@ impl<T> Line<T> {
         let Policy { max_tokens, max_requests, .. } = policy;
         let mut inputs = batch.inputs.len();
         let mut choices: Vec<Choice> = self.requesters.iter().map(Choice::new).collect();
-        let mut left = self.requesters.len();
-        while left > 0 {
+        let mut without_input_in_a_row = 0;
+        while without_input_in_a_row < self.requesters.len() {
             let (requester, choice) = (&mut self.requesters[self.turn], &mut choices[self.turn]);
             if let Some(next) = choice.next(requester, size) {
                 if inputs > 0 && (inputs >= max_requests || batch.tokens + next.tokens > max_tokens) {
@@ -273,9 +274,9 @@ impl<T> Line<T> {
                 inputs += 1;
                 batch.tokens += next.tokens;
                 choice.take(requester, next, max_tokens);
-                left = self.requesters.len();
+                without_input_in_a_row = 0;
             } else {
-                left -= 1;
+                without_input_in_a_row += 1;
             }
             self.turn = (self.turn + 1) % self.requesters.len();
         }

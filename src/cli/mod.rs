@@ -338,6 +338,7 @@ mod tests {
         let (_, features) = built.trim().trim_end_matches(')').split_once("features: ").expect("features");
         let named: Vec<&str> = features.split(", ").collect();
         for (name, is_built_in) in [
+            ("candle-transformers", cfg!(feature = "candle-transformers")),
             ("cuda", cfg!(feature = "cuda")),
             ("http", cfg!(feature = "http")),
             ("otlp", cfg!(feature = "otlp")),

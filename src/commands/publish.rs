@@ -25,7 +25,7 @@ use crate::config::{Broker, Pool};
 use crate::model::Route;
 use crate::protocol::batch_line::body_value;
 use crate::protocol::requests::bodies_of_texts;
-use crate::protocol::{JSON, Message, Value, embeddings};
+use crate::protocol::{JSON, Message, Value, embeddings, image_generation};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -57,7 +57,16 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         }
     };
     let files = match &arguments.output {
-        Some(path) if total == Some(1) && !path.is_dir() => Some(Files::One(path.clone())),
+        Some(path) if total == Some(1) && !path.is_dir() => {
+            // Found now, and not after the reply has been computed.
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+                let message =
+                    format!("{} is no folder, so {} cannot be written", folder.display(), path.display());
+                return Err(anyhow::anyhow!(message).exits_with(Exit::Usage));
+            }
+            Some(Files::One(path.clone()))
+        }
         Some(folder) => {
             std::fs::create_dir_all(folder)
                 .with_context(|| folder.display().to_string())
@@ -320,7 +329,7 @@ fn requests_of_arguments(
     pool: &Pool,
     registry: &Registry,
 ) -> anyhow::Result<Vec<requests::Request>> {
-    let Publish { texts, url, stream, .. } = arguments;
+    let Publish { texts, url, stream, output, .. } = arguments;
     let route = registry.route(pool);
     let media_types = route.map_or(&[][..], |route| route.media_types);
     let file_types: Vec<&str> =
@@ -328,8 +337,12 @@ fn requests_of_arguments(
     if !file_types.is_empty() {
         // A model that embeds images takes texts too.
         let takes_texts = route.is_some_and(|route| route.url == embeddings::URL);
-        let is_file =
-            |word: &str| Path::new(word).is_file() || word.contains("://") || word.starts_with("data:");
+        let is_file = |word: &str| {
+            let has_ending =
+                |ending: &str| word.len() > ending.len() && word.to_lowercase().ends_with(ending);
+            let names_image = [".jpg", ".jpeg", ".png", ".webp"].into_iter().any(has_ending);
+            Path::new(word).is_file() || names_image || word.contains("://") || word.starts_with("data:")
+        };
         let request = |word: &String| match takes_texts && !is_file(word) {
             true => Ok(requests::embed(word)),
             false => of_file(word, &file_types, *stream),
@@ -345,7 +358,11 @@ fn requests_of_arguments(
     }
     let model_url = route.map(|route| route.url).filter(|url| *url != Route::ANY);
     let url = url.as_deref().or(model_url);
-    let bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
+    let mut bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
+    if output.is_some() && url == Some(image_generation::URL) {
+        bodies =
+            texts.iter().map(|text| json!({"prompt": text, "response_format": "png"}).to_string()).collect();
+    }
     let request =
         |body: String| requests::Request { custom_id: None, url: url.map(str::to_owned), body: body.into() };
     Ok(bodies.into_iter().map(request).collect())

@@ -17,7 +17,7 @@ const SHARE_DIVISOR: usize = 8;
 pub struct Memory {
     /// While at least this many bytes are used, nothing more is prepared.
     limit: usize,
-    /// Locked for a few instructions, by whoever prepares or drops inputs.
+    /// Locked briefly by whoever prepares or drops inputs: at most for one pass over the tasks that wait.
     state: Mutex<State>,
 }
 
@@ -74,8 +74,8 @@ impl Memory {
         }
     }
 
-    /// Reserves the bytes of inputs that were prepared, until the returned value is dropped. They count only in all if it
-    /// is not known yet whose they are. None for 0 bytes.
+    /// Reserves the bytes of inputs that were prepared, until the returned value is dropped. Without a requester they count
+    /// towards the total only. None for 0 bytes.
     pub(super) fn reserve(self: &Arc<Self>, requester: Option<u64>, bytes: usize) -> Option<Reservation> {
         (bytes > 0).then(|| self.add(&mut self.state.lock(), requester, bytes))
     }

@@ -13,20 +13,21 @@ use super::{Body, Message, TaskError, TaskErrorKind};
 
 /// The URL of these requests.
 pub const URL: &str = "/v1/images/generations";
-/// Maximum size of a prompt, in bytes. It is written into each image.
+/// Maximum size of a prompt, in bytes. Both prompts are written into each image.
 const MAX_PROMPT_BYTES: usize = 16_384;
 /// The default number of steps, if the pool allows as many.
 pub const DEFAULT_STEPS: usize = 25;
 /// The default of `guidance_scale`, as in diffusers.
 const DEFAULT_GUIDANCE: f32 = 7.5;
-/// The largest `guidance_scale`. Above 20, images are oversaturated.
+/// The largest `guidance_scale`: far beyond what is of use. Above about 20, images are oversaturated.
 const MAX_GUIDANCE: f32 = 100.0;
 
 const KEYS: Keys = keys! {
-    "guidance_scale", "model", "n", "negative_prompt", "prompt", "response_format", "seed", "size", "steps", "stream";
-    "background" = "\"auto\"", "height" = "null", "image" = "null", "moderation" = "\"auto\"",
-    "num_inference_steps" = "null", "output_compression" = "100", "output_format" = "\"png\"", "partial_images" = "0",
-    "quality" = "\"auto\"", "style" = "\"vivid\"", "width" = "null"
+    "guidance_scale", "model", "n", "negative_prompt", "num_inference_steps", "prompt", "response_format", "seed", "size",
+    "steps", "stream", "truncate";
+    "background" = "\"auto\"", "cfg_scale" = "null", "height" = "null", "image" = "null", "moderation" = "\"auto\"",
+    "output_compression" = "100", "output_format" = "\"png\"", "partial_images" = "0", "quality" = "\"auto\"",
+    "sampler" = "null", "scheduler" = "null", "style" = "\"vivid\"", "width" = "null"
 };
 
 /// A request for images.
@@ -52,6 +53,8 @@ pub struct ImageRequest {
     pub format: ImageFormat,
     /// Whether parts of the reply report the progress.
     pub stream: bool,
+    /// Whether prompts that are too long are cut. Otherwise they are refused.
+    pub truncate: bool,
 }
 
 /// The size of an image, in pixels.
@@ -105,11 +108,12 @@ impl ImageRequest {
             model: fields.string("model")?,
             count,
             size: fields.get("size").map(size).transpose()?.flatten(),
-            steps: fields.positive("steps")?,
+            steps: fields.positive(fields.either("steps", "num_inference_steps")?)?,
             guidance: fields.get("guidance_scale").map(guidance).transpose()?.unwrap_or(DEFAULT_GUIDANCE),
             seed: fields.get("seed").map(seed).transpose()?,
             format,
             stream: fields.boolean("stream", false)?,
+            truncate: fields.boolean("truncate", true)?,
         })
     }
 }
@@ -277,6 +281,7 @@ mod tests {
             seed: None,
             format: ImageFormat::Json,
             stream: false,
+            truncate: true,
         };
         assert_eq!(parse(r#"{"prompt":"a cat"}"#).unwrap(), expected);
         let body = r#"{"prompt":"a","negative_prompt":"b","n":2,"size":"640x512","steps":9,"guidance_scale":0,
@@ -314,7 +319,8 @@ mod tests {
             (r#""seed":-1"#, "seed", "got -1"),
             (r#""response_format":"url""#, "response_format", "\"b64_json\" and \"png\""),
             (r#""width":512"#, "width", "not supported"),
-            (r#""num_inference_steps":9"#, "num_inference_steps", "not supported"),
+            (r#""steps":9,"num_inference_steps":9"#, "num_inference_steps", "means the same as steps"),
+            (r#""scheduler":"ddim""#, "scheduler", "not supported"),
             (r#""promt":"x""#, "promt", "did you mean prompt"),
         ] {
             let error = parse(&format!(r#"{{"prompt":"a",{fields}}}"#)).unwrap_err();

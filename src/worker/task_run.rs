@@ -779,7 +779,7 @@ impl Run<'_> {
                 let (estimate, max) = (estimate.as_secs(), max.as_secs());
                 let message = format!(
                     "the answer may take {estimate} s at this worker's pace; with broker.consumer_timeout as it \
-                     is, a task may take {max} s: ask for fewer tokens, or send less"
+                     is, a task may take {max} s: ask for fewer tokens or steps, or send less"
                 );
                 Err(TaskError::new(TaskErrorKind::TooLarge, message))
             }

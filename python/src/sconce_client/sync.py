@@ -174,6 +174,11 @@ class Client(Defaults):
         `prompt`, the beginning of the text, and `max_new_tokens`."""
         return self._gather(_task.caption(self, image, content_type, more))
 
+    def generate_images(self, prompt: str, **more: Any) -> list[bytes]:
+        """Images of a text, as the bytes of PNG files. `more` are the fields of such a request: `n`, `size` ("512x512"),
+        `steps`, `seed`, `negative_prompt` and `guidance_scale`. For the progress there is `stream`."""
+        return self._gather(_task.generate_images(self, prompt, more))
+
     def transcribe(
         self,
         sound: File,
@@ -190,6 +195,10 @@ class Client(Defaults):
         such a request, such as `language`.
         """
         return self._gather(_task.transcribe(self, sound, content_type, translate, words, more))
+
+    def voices(self) -> list[str]:
+        """The names of the voices that `speak` takes."""
+        return self._gather(_task.voices(self))
 
     def speak(self, text: str, **more: Any) -> bytes:
         """The sound of a text, as the bytes of a WAV file. `more` are the fields of such a request, such as `voice`,

@@ -28,7 +28,7 @@ use crate::telemetry::QUIET;
 pub(super) use self::load::{Bodies, Work};
 pub(super) use self::summary::{Sizes, Summary, Weighted};
 
-/// The number of warm-up tasks without `--warmup`. A closed loop with more tasks in flight uses their number instead.
+/// The number of warm-up tasks without `--warmup`, but no more than are measured. A closed loop with more tasks in flight uses their number instead.
 const WARMUP: usize = 200;
 /// Unacked replies that the broker may send ahead.
 const PREFETCH: u16 = 2_048;
@@ -105,7 +105,7 @@ async fn measure(
 /// Plans the numbers of tasks, so that a closed loop is full before and during the whole measurement.
 fn plan(arguments: &Bench) -> Plan {
     let in_flight = if arguments.rate.is_some() { 1 } else { arguments.in_flight };
-    let warmup = arguments.warmup.unwrap_or(WARMUP.max(in_flight));
+    let warmup = arguments.warmup.unwrap_or(WARMUP.min(arguments.tasks).max(in_flight));
     Plan { warmup, tasks: arguments.tasks, trailing: in_flight - 1 }
 }
 

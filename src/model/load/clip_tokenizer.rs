@@ -1,5 +1,5 @@
-//! CLIP's tokenizer from `vocab.json` and `merges.txt`, which pipelines of diffusers have instead of `tokenizer.json`.
-//! Decides nothing of the vocabulary; the rules around it are those of CLIP.
+//! CLIP's tokenizer from `vocab.json` and `merges.txt`, which pipelines of diffusers have instead of `tokenizer.json`. The
+//! vocabulary comes from the files; how texts are normalised and divided is fixed here.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -58,8 +58,8 @@ pub fn load(files: &ModelFiles, max_tokens: usize, vocabulary: usize) -> Result<
     };
     let pad = pad_token(files)?;
     let pad = tokenizer.id_of_token(&pad).ok_or_else(|| LoadError::File {
-        path: "tokenizer/special_tokens_map.json".into(),
-        reason: format!("its pad_token {pad:?} is not in the vocabulary"),
+        path: "tokenizer".into(),
+        reason: format!("the padding token {pad:?} is not in the vocabulary"),
     })?;
     Ok(PaddedTokenizer { tokenizer, pad })
 }

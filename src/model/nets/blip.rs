@@ -109,6 +109,18 @@ impl BlipConfig {
     }
 }
 
+/// Refuses a precision in which the network does not compute.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for any but f32.
+pub fn check_dtype(spec: &LoadSpec) -> Result<(), LoadError> {
+    if super::uniform_precision(spec)?.tensors == DType::F32 {
+        return Ok(());
+    }
+    let reason = format!("dtype is {:?}; candle-transformers computes BLIP in f32 only", spec.dtype.name());
+    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+}
+
 /// The network on one device.
 pub struct Blip {
     network: BlipForConditionalGeneration,
@@ -136,12 +148,7 @@ impl Blip {
         files: &ModelFiles,
         config: &BlipConfig,
     ) -> Result<Self, LoadError> {
-        let precision = super::uniform_precision(spec)?;
-        if precision.tensors != DType::F32 {
-            let reason =
-                format!("dtype is {:?}; candle-transformers computes BLIP in f32 only", spec.dtype.name());
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
-        }
+        check_dtype(spec)?;
         let load_on = |device: &Device| {
             let weights = Weights::read(&files.weights()?, "", "", device, Precision::F32)?;
             let mut tensors = weights.all()?;

@@ -17,7 +17,7 @@ use crate::batching::Encoding;
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Serves, Takes};
 use crate::model::load::tokenizer::{TextLimits, TextTokenizer};
 use crate::model::load::{ModelFiles, weights};
-use crate::model::nets::blip::{ARCHITECTURE, Blip, BlipConfig, TextDecoder};
+use crate::model::nets::blip::{ARCHITECTURE, Blip, BlipConfig, TextDecoder, check_dtype};
 use crate::model::nets::image::Pixels;
 use crate::model::sequences::out_of_turn;
 use crate::model::{
@@ -68,6 +68,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = BlipConfig::read(&files, spec)?;
     Options::read(spec)?;
+    check_dtype(spec)?;
     decoder(&files, spec, &config)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)

@@ -1,7 +1,7 @@
 //! Models that make images from texts (Stable Diffusion). The processor turns requests into prompts, and pixels into PNG
-//! files. The network holds the running images, each a sequence with an encoder: the prompt is encoded, then each step
-//! removes some noise, and the last step decodes the image. Noise is a function of the seed, so that a task that is computed
-//! again gives the same image.
+//! files. The network holds the running images, each a sequence with an encoder. For the scheduler of sequences, a step of
+//! denoising counts as a token of an answer, and the decoding of the image counts as the last one. Noise is a function of
+//! the seed, so that a task that is computed again gives the same image; on a GPU it may differ by rounding.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::model::random::seed_of_task;
 use crate::model::sequences::out_of_turn;
 use crate::model::{
     Advance, Advances, Body, Capacity, Device, Feed, ForwardError, Generate, Inputs, LoadError, LoadSpec,
-    Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError,
+    Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::image_generation::{
     DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, URL, png, write_images,
@@ -43,8 +43,8 @@ static OPTIONS: [OptionSpec; 6] = [
         name: "max_pixels",
         takes: Takes::Whole(4_096..=16_777_216),
         default: OptionDefault::Derived("those of the training"),
-        help: "the most pixels of an image, width × height. The memory and the time of a step grow with the square of the \
-               pixels",
+        help: "the most pixels of an image, width × height. Twice the sides take up to 16 times the memory and the time of a \
+               step",
     },
     OptionSpec {
         name: "max_steps",
@@ -62,13 +62,14 @@ static OPTIONS: [OptionSpec; 6] = [
         name: "seed",
         takes: Takes::Whole(0..=u64::MAX),
         default: OptionDefault::Value("0"),
-        help: "with a task's id, the seed of the images of a task that sets none",
+        help: "mixed with a task's id, the seed of the images of a task without `seed`",
     },
     OptionSpec {
         name: "sequences",
         takes: Takes::Whole(1..=64),
         default: OptionDefault::Value("4"),
-        help: "the most images that are made at once, in turns by steps; `batch.max_requests` bounds them too",
+        help: "the most images that are made at once, in turns by steps; `batch.max_requests` bounds them too. With 1, images \
+               are made one after the other",
     },
 ];
 
@@ -210,17 +211,18 @@ impl ImageProcessor {
         let native = self.config.native_side;
         let size = requested.unwrap_or(ImageSize { width: native, height: native });
         let ImageSize { width, height } = size;
-        let refused =
-            |reason: String| Err(TaskError::bad_input("size", format!("size is {width}x{height}; {reason}")));
+        let message = |reason: String| format!("size is {width}x{height}; {reason}");
+        let refused = |reason: String| Err(TaskError::bad_input("size", message(reason)));
         let unit = self.side_unit;
         if [width, height].iter().any(|side| *side == 0 || !side.is_multiple_of(unit)) {
             return refused(format!("width and height must be multiples of {unit}"));
         }
         let max = self.options.max_pixels.unwrap_or(native * native);
         if width.checked_mul(height).is_none_or(|pixels| pixels > max) {
-            return refused(format!("this pool makes at most {max} pixels (max_pixels)"));
+            let message = message(format!("this pool makes at most {max} pixels (max_pixels)"));
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("size"));
         }
-        // A side of one number leaves nothing for the network's coarser levels.
+        // Each level of the network but the last halves the latents.
         let coarsest = 1 << (self.config.levels() - 1);
         if [width, height].iter().any(|side| side / self.config.scale < coarsest) {
             let min = coarsest * self.config.scale;
@@ -230,9 +232,16 @@ impl ImageProcessor {
     }
 
     /// The padded tokens of a prompt, their number without padding, and whether the prompt was cut.
-    fn tokens(&self, prompt: &str, param: &str) -> Result<PaddedTokens, TaskError> {
+    fn tokens(&self, prompt: &str, param: &str, truncate: bool) -> Result<PaddedTokens, TaskError> {
         let PaddedTokenizer { tokenizer, pad } = &self.tokenizer;
         let tokens = tokenizer.text(prompt).map_err(|error| error.with_param(param))?;
+        if tokens.truncated && !truncate {
+            let max = self.config.prompt_tokens();
+            let message = format!(
+                "{param} is too long: this model takes at most {max} tokens, special ones included, and truncate is false"
+            );
+            return Err(TaskError::bad_input(param, message));
+        }
         let count = tokens.ids.len();
         let mut ids = tokens.ids;
         ids.resize(self.config.prompt_tokens(), *pad);
@@ -287,12 +296,12 @@ impl Processor for ImageProcessor {
         let steps = request.steps.unwrap_or(DEFAULT_STEPS.min(max));
         if steps > max {
             let message = format!("steps is {steps}; this pool takes at most {max} (max_steps)");
-            return Err(TaskError::bad_input("steps", message));
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("steps"));
         }
         let size = self.size(request.size)?;
-        let wanted = self.tokens(&request.prompt, "prompt")?;
+        let wanted = self.tokens(&request.prompt, "prompt", request.truncate)?;
         let unwanted = match request.guidance > 1.0 {
-            true => Some(self.tokens(&request.negative_prompt, "negative_prompt")?),
+            true => Some(self.tokens(&request.negative_prompt, "negative_prompt", request.truncate)?),
             false => None,
         };
         let prompts = [Some(&wanted), unwanted.as_ref()].into_iter().flatten();
@@ -331,7 +340,7 @@ impl Processor for ImageProcessor {
 
     fn parts(&self, context: &mut ImageContext, index: usize, pieces: Vec<usize>) -> Vec<Body> {
         let Some(step) = pieces.last().copied() else { return Vec::new() };
-        // An error is reported by `finish`.
+        // A part that cannot be written is left out; the reply does not need it.
         Progress { index, step, steps: context.steps }.part().into_iter().collect()
     }
 

@@ -59,7 +59,7 @@ pub struct DiffusionConfig {
     pub scale: usize,
     /// The side of images of the size of the training, in pixels.
     pub native_side: usize,
-    /// Latents are multiplied by this after the encoder.
+    /// The encoder of images multiplies latents by this, so their decoder divides by it.
     pub(super) scaling_factor: f64,
 }
 
@@ -72,6 +72,7 @@ struct UnetFields {
     up_block_types: Vec<String>,
     block_out_channels: Vec<usize>,
     layers_per_block: usize,
+    /// Despite its name in diffusers, for these models it is the number of heads.
     attention_head_dim: OneOrMany,
     cross_attention_dim: usize,
     #[serde(default)]
@@ -179,7 +180,7 @@ impl DiffusionConfig {
         self.text.max_position_embeddings
     }
 
-    /// The number of levels of the denoising network. Each halves the sides of the latents.
+    /// The number of levels of the denoising network. Each but the last halves the sides of the latents.
     pub fn levels(&self) -> usize {
         self.unet.blocks.len()
     }
@@ -190,7 +191,7 @@ impl DiffusionConfig {
     }
 }
 
-/// Why a file of the model is refused.
+/// The error of a file of the model.
 fn refused(spec: &LoadSpec, file: &str, reason: &str) -> LoadError {
     LoadError::Unsupported { model: spec.source.clone(), reason: format!("{file}: {reason}") }
 }
@@ -204,7 +205,9 @@ fn fields<T: DeserializeOwned>(
 ) -> Result<T, LoadError> {
     let all: Value = files.required_json(name)?;
     for (field, supported) in fixed {
-        if let Some(value) = all.get(field).filter(|value| value.to_string() != *supported) {
+        if let Some(value) = all.get(field).map(Value::to_string)
+            && value != *supported
+        {
             let reason = format!("{field} is {value}; only {supported} is supported");
             return Err(refused(spec, name, &reason));
         }

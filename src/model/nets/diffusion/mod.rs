@@ -1,6 +1,7 @@
 //! Stable Diffusion 1.5 and 2.1: a text encoder turns a prompt into vectors, a network removes noise from latents step by
 //! step, and a decoder turns the latents into an image. The last two are those of candle-transformers. Owns the loaded
-//! networks. An image does not depend on the others that are computed with it: on a CPU each is computed alone.
+//! networks. On a CPU each image is computed alone, so that it does not depend on others. On a GPU some share a call, and
+//! may differ by rounding.
 
 pub mod config;
 pub mod schedule;
@@ -94,15 +95,18 @@ impl Diffusion {
             let builder = VarBuilder::from_tensors(weights.all()?, dtype, device);
             Ok::<_, LoadError>((weights, builder))
         };
+        const COLORS: usize = 3;
+        let use_flash_attention = false;
         let [of_text, of_unet, of_vae] = PIPELINE_WEIGHTS;
         let (weights, builder) = read(of_text, dtype)?;
         let text = weights.checked("the text encoder", TextEncoder::load(&builder, &config.text))?;
         let (weights, builder) = read(of_unet, dtype)?;
         let channels = config.channels;
-        let unet = UNet2DConditionModel::new(builder, channels, channels, false, config.unet.clone());
+        let unet =
+            UNet2DConditionModel::new(builder, channels, channels, use_flash_attention, config.unet.clone());
         let unet = weights.checked("the denoising network", unet)?;
         let (weights, builder) = read(of_vae, DType::F32)?;
-        let vae = AutoEncoderKL::new(builder, 3, 3, config.vae.clone());
+        let vae = AutoEncoderKL::new(builder, COLORS, COLORS, config.vae.clone());
         Ok(Self {
             text,
             unet,
@@ -215,8 +219,8 @@ impl Diffusion {
     }
 }
 
-/// The number of images that one call of the network computes on a GPU. Attention at 512 × 512 pixels needs 3 GB of scores
-/// for each.
+/// The number of images that one call of the network computes on a GPU. At 512 × 512 pixels with guidance, attention holds
+/// about three matrices of scores for each, of 1.1 GB: 2 prompts × 8 heads × 4096² numbers of 4 bytes.
 const IMAGES_AT_ONCE: usize = 4;
 
 /// The type of numbers on the device.

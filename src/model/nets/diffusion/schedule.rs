@@ -41,11 +41,11 @@ pub enum BetaSchedule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Spacing {
-    /// In equal steps from the first.
+    /// 0, k, 2k and so on.
     Leading,
-    /// In equal steps from the first to the last.
+    /// From 0 to the last timestep, both included.
     Linspace,
-    /// In equal steps back from the last.
+    /// The last timestep, and back from it by k.
     Trailing,
 }
 
@@ -158,8 +158,8 @@ impl Level {
         Self { alpha: squared.sqrt(), sigma: (1.0 - squared).sqrt() }
     }
 
-    /// The logarithm of the ratio of signal to noise.
-    fn log_snr(self) -> f64 {
+    /// λ of the paper, half the logarithm of the ratio of signal to noise.
+    fn lambda(self) -> f64 {
         self.alpha.ln() - self.sigma.ln()
     }
 }
@@ -187,7 +187,7 @@ impl Schedule {
         };
         let step = |(index, timestep): (usize, &usize)| {
             let next = match kind {
-                // DDIM goes back by equal steps, wherever its next timestep is.
+                // As in diffusers, a step of DDIM ends k timesteps before, even if the next one begins elsewhere.
                 SchedulerKind::Ddim => timestep.checked_sub(config.num_train_timesteps / steps),
                 SchedulerKind::UniPc => timesteps.get(index + 1).copied(),
             };
@@ -241,8 +241,8 @@ impl Schedule {
     }
 
     /// The corrector improves the latents of this step by what the network has just found, then the predictor makes those
-    /// of the next one. In the notation of the paper (UniPC, 2023), this is the variant B₂(h) = eʰ - 1 that predicts the
-    /// image.
+    /// of the next one. In the notation of the paper (UniPC, 2023), this is the variant B₂ that predicts the image, so -h
+    /// stands for h.
     fn next_unipc(&self, step: usize, history: &mut History, latents: &[f32], image: Vec<f32>) -> Vec<f32> {
         let latents = match &history.latents {
             Some(earlier) => self.correct(step, history, earlier, &image),
@@ -259,27 +259,28 @@ impl Schedule {
 
     /// The latents at `step + 1`, from those at `step` and the images predicted at `step` and before it.
     fn predict(&self, step: usize, predicted: &[Vec<f32>], latents: &[f32], order: usize) -> Vec<f32> {
-        let Transition { from, to, growth, .. } = self.transition(step);
+        let Transition { from, to, phi, .. } = self.transition(step);
         let ratio = to.sigma / from.sigma;
         let difference = match (order, predicted) {
             (2, [_, before, ..]) => Some((before, 0.5 / self.earlier(step))),
             _ => None,
         };
         combine(latents, &predicted[0], difference, |latent, image, slope| {
-            ratio * latent - to.alpha * growth * image - to.alpha * growth * slope
+            ratio * latent - to.alpha * phi * image - to.alpha * phi * slope
         })
     }
 
     /// The latents at `step` again, from those at the step before it and the image that is predicted now.
     fn correct(&self, step: usize, history: &History, earlier: &[f32], image: &[f32]) -> Vec<f32> {
-        let Transition { from, to, growth, h } = self.transition(step - 1);
+        let Transition { from, to, phi, h } = self.transition(step - 1);
         let ratio = to.sigma / from.sigma;
         let last = &history.predicted[0];
-        // The weights of the slopes to the image before the last one, and to the new one.
+        // The weights of the slopes to the image before the last one, and to the new one: the solution of the paper's
+        // 2 × 2 equations. With one earlier image they are 0 and ½.
         let (before, weight_before, weight_new) = match (history.order, history.predicted.as_slice()) {
             (2, [_, before, ..]) => {
-                let first = growth / -h - 1.0;
-                let (b_1, b_2) = (first / growth, 2.0 * (first / -h - 0.5) / growth);
+                let first = phi / -h - 1.0;
+                let (b_1, b_2) = (first / phi, 2.0 * (first / -h - 0.5) / phi);
                 let distance = self.earlier(step - 1);
                 let weight = (b_1 - b_2) / (1.0 - distance);
                 (Some(before), weight / distance, b_1 - weight)
@@ -293,20 +294,20 @@ impl Schedule {
         };
         let corrected = |(index, latent): (usize, &f32)| {
             let image = f64::from(last[index]);
-            (ratio * f64::from(*latent) - to.alpha * growth * (image + slope(index))) as f32
+            (ratio * f64::from(*latent) - to.alpha * phi * (image + slope(index))) as f32
         };
         earlier.iter().enumerate().map(corrected).collect()
     }
 
     fn transition(&self, step: usize) -> Transition {
         let Step { from, to, .. } = self.steps[step];
-        let h = to.log_snr() - from.log_snr();
-        Transition { from, to, h, growth: (-h).exp_m1() }
+        let h = to.lambda() - from.lambda();
+        Transition { from, to, h, phi: (-h).exp_m1() }
     }
 
     /// The distance from a step to the one before it, in units of the distance to the next one. It is negative.
     fn earlier(&self, step: usize) -> f64 {
-        (self.steps[step - 1].from.log_snr() - self.steps[step].from.log_snr()) / self.transition(step).h
+        (self.steps[step - 1].from.lambda() - self.steps[step].from.lambda()) / self.transition(step).h
     }
 }
 
@@ -314,10 +315,10 @@ impl Schedule {
 struct Transition {
     from: Level,
     to: Level,
-    /// By how much the logarithm of the ratio of signal to noise grows.
+    /// By how much λ grows.
     h: f64,
-    /// e^-h - 1.
-    growth: f64,
+    /// e^-h - 1, which is negative.
+    phi: f64,
 }
 
 /// Combines each latent with the image's number and its slope: the difference to an earlier image times a factor.
@@ -355,16 +356,16 @@ fn alphas_squared(config: &ScheduleConfig) -> Vec<f64> {
 /// The timestep of each step, the noisiest first.
 fn timesteps(config: &ScheduleConfig, kind: SchedulerKind, steps: usize) -> Vec<usize> {
     let count = config.num_train_timesteps;
-    let (default, intervals) = match kind {
+    let (default, points) = match kind {
         SchedulerKind::Ddim => (Spacing::Leading, steps),
-        // UniPC leaves out the timestep without noise.
+        // UniPC takes one timestep more and drops the last one, 0.
         SchedulerKind::UniPc => (Spacing::Linspace, steps + 1),
     };
     let timestep = |step: usize| match config.timestep_spacing.unwrap_or(default) {
-        Spacing::Leading => (intervals - 1 - step) * (count / intervals) + config.steps_offset,
+        Spacing::Leading => (points - 1 - step) * (count / points) + config.steps_offset,
         Spacing::Linspace => {
             let last = (count - 1) as f64;
-            let share = (intervals - 1 - step) as f64 / (intervals - 1).max(1) as f64;
+            let share = (points - 1 - step) as f64 / (points - 1).max(1) as f64;
             (last * share).round_ties_even() as usize
         }
         Spacing::Trailing => {
