@@ -288,6 +288,21 @@ fn refusals_name_the_field() {
 }
 
 #[test]
+fn as_many_steps_as_the_training_had_are_made_without_a_timestep_twice() {
+    for (scheduler, most) in [("ddim", 1_000), ("unipc", 999)] {
+        let options = [("scheduler", json!(scheduler)), ("max_steps", json!(1_000))];
+        let (processor, mut generator) = try_load(&fixture("tiny-diffusion"), Dtype::F32, &options)
+            .unwrap_or_else(|error| panic!("{error}"));
+        let body =
+            |steps: usize| json!({"prompt": "a", "steps": steps, "size": "16x16", "guidance_scale": 0});
+        assert!(prepared(&processor, &message(&body(most + 1))).is_err(), "{scheduler}");
+        let (_, inputs) = prepared(&processor, &message(&body(most))).expect("a task");
+        assert_eq!(make(&mut generator, &inputs, |_| {}).len(), 1);
+        assert!(generator.capacity().tokens > inputs[0].answer_tokens + 2, "with room for the probe");
+    }
+}
+
+#[test]
 fn f16_computes_nearly_the_same() {
     // Loading compares a step with that in f32, and refuses a precision that differs by more than its tolerance.
     let loaded = try_load(&fixture("tiny-diffusion"), Dtype::F16, &[]);
@@ -306,6 +321,8 @@ fn a_setting_that_is_not_computed_as_published_is_refused_by_name() {
         ("unet/config.json", "in_channels", json!(9), "in_channels is 9"),
         ("unet/config.json", "cross_attention_dim", json!(64), "cross_attention_dim is 64"),
         ("unet/config.json", "norm_num_groups", json!(24), "24 (norm_num_groups)"),
+        ("unet/config.json", "sample_size", json!(1_u64 << 40), "sample_size is 1099511627776"),
+        ("unet/config.json", "downsample_padding", json!(1_u64 << 40), "downsample_padding is 1099511627776"),
         ("unet/config.json", "attention_head_dim", json!([8]), "1 attention_head_dim"),
         ("vae/config.json", "shift_factor", json!(0.1), "shift_factor is 0.1"),
         ("vae/config.json", "block_out_channels", json!([]), "block_out_channels"),

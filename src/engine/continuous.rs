@@ -568,7 +568,9 @@ impl<P: Processor, G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::
             reserved,
             fault,
         });
-        self.learn_step_time(took);
+        if self.network.has_even_steps() {
+            self.learn_step_time(took);
+        }
         self.scheduler.set_steps_per_window(self.pace.steps_per_window());
         if is_encoding {
             self.pace.add_encode_time(pass.size, took);

@@ -403,6 +403,12 @@ pub trait Generate: 'static {
         Encoding::default()
     }
 
+    /// Whether steps take about as long for any sequences. If so, a task is refused whose answer would take too long by
+    /// the average time of a step. Called after each step.
+    fn has_even_steps(&self) -> bool {
+        true
+    }
+
     /// Begins a sequence in a free slot, without feeding it.
     ///
     /// # Errors

@@ -115,7 +115,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(CaptionProcessor, Capti
     let network = CaptionNetwork {
         blip: Blip::load(spec, device, &files, &config)?,
         end: config.end,
-        capacity: Capacity { sequences, tokens: sequences * config.context, context: config.context },
+        // Tokens stand for no memory here. There are enough for all sequences and for the probe.
+        capacity: Capacity { sequences, tokens: (sequences + 1) * config.context, context: config.context },
         running: BTreeMap::new(),
     };
     Ok((processor, network))
@@ -203,7 +204,7 @@ impl CaptionProcessor {
     fn prompt(&self, prompt: &str, max_tokens: usize) -> Result<Arc<[u32]>, TaskError> {
         let mut ids = vec![self.start];
         ids.extend(self.tokenizer.pieces(prompt).map_err(|error| error.with_param("prompt"))?);
-        if ids.len() + max_tokens > self.context {
+        if ids.len().saturating_add(max_tokens) > self.context {
             let (length, context) = (ids.len(), self.context);
             let message = format!(
                 "the prompt has at least {length} tokens with the start token, and max_new_tokens is {max_tokens}; \

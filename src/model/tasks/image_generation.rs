@@ -67,9 +67,9 @@ static OPTIONS: [OptionSpec; 6] = [
     OptionSpec {
         name: "sequences",
         takes: Takes::Whole(1..=64),
-        default: OptionDefault::Value("4"),
-        help: "the most images that are made at once, in turns by steps; `batch.max_requests` bounds them too. With 1, images \
-               are made one after the other",
+        default: OptionDefault::Derived("1 on a CPU, 4 on a GPU"),
+        help: "the most images that are made at once, in turns by steps; `batch.max_requests` bounds them too. On a CPU a step \
+               computes its images one after the other, and `batch.timeout` is for all of them",
     },
 ];
 
@@ -121,7 +121,8 @@ struct Options {
     max_steps: usize,
     scheduler: SchedulerKind,
     seed: u64,
-    sequences: usize,
+    /// None: by the device.
+    sequences: Option<usize>,
 }
 
 impl Options {
@@ -141,11 +142,14 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageGe
     let options = Options::read(spec)?;
     // The last step decodes the image.
     let context = options.max_steps + 1;
+    let sequences = options.sequences.unwrap_or(if device.is_cpu() { 1 } else { 4 });
+    // Tokens stand for no memory here. There are enough for all sequences and for the probe.
+    let capacity = Capacity { sequences, tokens: (sequences + 1) * context, context };
     let generator = ImageGenerator {
         diffusion: Diffusion::load(spec, device, &files, &config)?,
         scheduler: options.scheduler,
         schedule: config.schedule.clone(),
-        capacity: Capacity { sequences: options.sequences, tokens: options.sequences * context, context },
+        capacity,
         running: BTreeMap::new(),
     };
     let processor = ImageProcessor {
@@ -153,7 +157,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageGe
         names: ServedNames::new(spec),
         model: spec.model_name().to_owned(),
         max_images: options.max_images.min(spec.max_inputs),
-        max_steps: options.max_steps.min(config.schedule.num_train_timesteps),
+        max_steps: options.max_steps.min(config.schedule.max_steps(options.scheduler)),
         side_unit: config.scale.max(SIDE_UNIT),
         config,
         options,
@@ -481,6 +485,11 @@ impl Generate for ImageGenerator {
 
     fn capacity(&self) -> Capacity {
         self.capacity
+    }
+
+    /// A step of a large image takes a thousand times as long as one of a small image.
+    fn has_even_steps(&self) -> bool {
+        false
     }
 
     fn open(&mut self, slot: Slot, input: &ImageInput) -> Result<(), TaskError> {

@@ -230,6 +230,17 @@ impl UnetFields {
                 self.in_channels, self.out_channels, vae.latent_channels
             ));
         }
+        // Latents of 1024 numbers along a side are images of 8192 pixels.
+        if !(1..=1_024).contains(&self.sample_size) || !(1..=8).contains(&self.down_block_types.len()) {
+            return Err(format!(
+                "sample_size is {} and there are {} down_block_types; from 1 to 1024 and from 1 to 8 are supported",
+                self.sample_size,
+                self.down_block_types.len()
+            ));
+        }
+        if self.downsample_padding > 1 {
+            return Err(format!("downsample_padding is {}; 0 and 1 are supported", self.downsample_padding));
+        }
         Ok(())
     }
 

@@ -91,10 +91,19 @@ impl Default for ScheduleConfig {
     }
 }
 
-/// The largest `num_train_timesteps`.
+/// The bounds of `num_train_timesteps`.
+const MIN_TRAIN_TIMESTEPS: usize = 2;
 const MAX_TRAIN_TIMESTEPS: usize = 100_000;
 
 impl ScheduleConfig {
+    /// The largest number of steps. More would need the same timestep twice.
+    pub fn max_steps(&self, kind: SchedulerKind) -> usize {
+        match kind {
+            SchedulerKind::Ddim => self.num_train_timesteps,
+            SchedulerKind::UniPc => self.num_train_timesteps - 1,
+        }
+    }
+
     /// Refuses settings that are not computed as published.
     ///
     /// # Errors
@@ -107,10 +116,10 @@ impl ScheduleConfig {
                 "beta_start is {start} and beta_end is {end}; 0 < start ≤ end < 1 is expected"
             ));
         }
-        if !(1..=MAX_TRAIN_TIMESTEPS).contains(&self.num_train_timesteps) {
+        if !(MIN_TRAIN_TIMESTEPS..=MAX_TRAIN_TIMESTEPS).contains(&self.num_train_timesteps) {
             let count = self.num_train_timesteps;
             return Err(format!(
-                "num_train_timesteps is {count}; it must be from 1 to {MAX_TRAIN_TIMESTEPS}"
+                "num_train_timesteps is {count}; it must be from {MIN_TRAIN_TIMESTEPS} to {MAX_TRAIN_TIMESTEPS}"
             ));
         }
         for (name, is_set) in [

@@ -98,12 +98,14 @@ impl TextEncoder {
         let (hidden, count) = (config.hidden_size, config.max_position_embeddings);
         let embeddings = builder.pp("embeddings");
         let layer = |index: usize| Layer::load(&builder.pp("encoder.layers").pp(index), config);
+        // Found missing before memory is taken for the mask.
+        let positions = embeddings.get((count, hidden), "position_embedding.weight")?;
         let mask: Vec<f32> = (0..count)
             .flat_map(|row| (0..count).map(move |column| if column > row { f32::NEG_INFINITY } else { 0.0 }))
             .collect();
         Ok(Self {
             tokens: embedding(config.vocab_size, hidden, embeddings.pp("token_embedding"))?,
-            positions: embeddings.get((count, hidden), "position_embedding.weight")?,
+            positions,
             layers: (0..config.num_hidden_layers).map(layer).collect::<CandleResult<_>>()?,
             norm: layer_norm(hidden, config.layer_norm_eps, builder.pp("final_layer_norm"))?,
             mask: Tensor::from_vec(mask, (count, count), builder.device())?,
