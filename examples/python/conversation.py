@@ -73,8 +73,6 @@ async def main() -> None:
             sys.exit(f"the voices of the queue {args.queue}: {error}")
         lines = read_dialogue(args.dialogue, voices)
         speakers = len({(line.voice, line.speed) for line in lines})
-        if speakers > len(voices):
-            print(f"{speakers} speakers share {len(voices)} voices, at different speeds", file=sys.stderr)
 
         async def speak(line: Line) -> Reply:
             body = {"input": line.text, "voice": line.voice, "speed": line.speed, "seed": line.number}
@@ -101,6 +99,8 @@ async def main() -> None:
             out.writeframes(reply.body + bytes(2 * int(PAUSE * rate)))
     workers = len({reply.headers["worker"] for reply in replies})
     print(f"{args.out}: {len(lines)} lines, spoken by {workers} workers")
+    if speakers > len(voices):
+        print(f"{speakers} speakers share {len(voices)} voices, at different speeds", file=sys.stderr)
 
 
 asyncio.run(main())

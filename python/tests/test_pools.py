@@ -27,6 +27,7 @@ from sconce_client import (
     TaskError,
     TaskTimeout,
     TextsTruncated,
+    TooLarge,
 )
 
 WORDS = ["wax", "a candle", "sconce", "the light on the wall", "river", "a cat sat", "queues", "ten thousand tasks"]
@@ -224,7 +225,7 @@ def test_generated_images(client: Any) -> None:
     assert [image[:8] for image in two] == [b"\x89PNG\r\n\x1a\n"] * 2
     assert [int.from_bytes(two[0][at : at + 4], "big") for at in (16, 20)] == [64, 48]
     assert images.generate_images("a cat", size="64x48", steps=2, seed=8) == two[1:]
-    with pytest.raises(BadRequest, match="steps is 5000"):
+    with pytest.raises(TooLarge, match="steps is 5000"):
         images.generate_images("a cat", steps=5_000)
     with pytest.raises(TypeError, match="response_format"):
         images.generate_images("a cat", response_format="png")
