@@ -20,7 +20,7 @@ from .scene import FOLDER, SEED, pin, say
 
 FIXTURE = Path("tests/fixtures/tiny-diffusion")
 LARGE = FOLDER / "diffusion"
-CASES = (("the fixture, 64 × 64 pixels", FIXTURE, 64, (50, 550)), ("the sizes of version 1.5, 256 × 256 pixels", LARGE, 256, (1, 3)))
+CASES = (("the fixture, 64 × 64 pixels", FIXTURE, 64, (50, 550)), ("the sizes of version 1.5, 256 × 256 pixels", LARGE, 256, (1, 6)))
 
 
 def make_large():
@@ -45,7 +45,8 @@ def make_large():
 
 def ours(model, side, counts, cores):
     """Seconds a step of sconce: a worker with all cores, by `run-batch`, one image after the other."""
-    seconds = [run_batch(model, side, steps, cores) for steps in counts]
+    # The first run reads the weights from the disk, the others find them in the page cache.
+    _, *seconds = [run_batch(model, side, steps, cores) for steps in (counts[0], *counts)]
     return (seconds[1] - seconds[0]) / (counts[1] - counts[0])
 
 
@@ -56,7 +57,7 @@ def run_batch(model, side, steps, cores):
     rows.write_text(json.dumps({"custom_id": "0", "url": "/v1/images/generations", "body": body}) + "\n", encoding="utf-8")
     for old in FOLDER.glob(f"{found.name}*"):
         old.unlink()
-    settings = (f"model={model}", 'devices=["cpu"]', f"threads={len(cores)}", "options={max_steps=1000}")
+    settings = (f"model={model}", 'devices=["cpu"]', f"threads={len(cores)}", "options.max_steps=1000")
     given = [part for setting in settings for part in ("--set", f"pool[0].{setting}")]
     begun = time.perf_counter()
     command = [sconce.PROGRAM, "run-batch", *given, "--input", rows, "--output", found]

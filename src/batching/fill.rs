@@ -1,7 +1,7 @@
 //! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes. Owns the waiting inputs.
 //!
-//! - **Requesters take turns**, one input each. So a requester with many tasks delays an input of another by at most one of
-//!   its own.
+//! - **Requesters take turns**, one input each. So before an input of one requester, at most one of each other is computed,
+//!   whatever number of tasks they have.
 //! - **Tasks of a requester take turns**, one input each, so that a small task does not wait for all inputs of a large one.
 //!   By turns alone, a task of several inputs would pass through the whole queue once for each. So the requester's oldest
 //!   task goes first with up to a quarter of the requester's tokens.
@@ -104,7 +104,7 @@ pub struct Batcher<T> {
     policy: Policy,
     /// The number of tokens of an input.
     size: fn(&T) -> usize,
-    waiting: Line<T>,
+    ordinary: Line<T>,
     background: Line<T>,
     /// Inputs and tokens of all waiting tasks.
     inputs: usize,
@@ -114,7 +114,7 @@ pub struct Batcher<T> {
 impl<T> Batcher<T> {
     /// A batcher without inputs. `size` gives the tokens of an input.
     pub fn new(policy: Policy, size: fn(&T) -> usize) -> Self {
-        Self { policy, size, waiting: Line::new(), background: Line::new(), inputs: 0, tokens: 0 }
+        Self { policy, size, ordinary: Line::new(), background: Line::new(), inputs: 0, tokens: 0 }
     }
 
     /// Limits further batches to `max_tokens`.
@@ -134,7 +134,7 @@ impl<T> Batcher<T> {
 
     /// Whether no input waits.
     pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty() && self.background.is_empty()
+        self.ordinary.is_empty() && self.background.is_empty()
     }
 
     /// Adds the inputs of a task. Its turn comes after those of its requester's waiting tasks of the same kind, ordinary
@@ -145,7 +145,7 @@ impl<T> Batcher<T> {
         }
         self.inputs += inputs.len();
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
-        let line = if owner.background { &mut self.background } else { &mut self.waiting };
+        let line = if owner.background { &mut self.background } else { &mut self.ordinary };
         line.push(owner.requester, Task { inputs: inputs.into_iter(), since: now });
     }
 
@@ -154,7 +154,7 @@ impl<T> Batcher<T> {
     pub fn extend(&mut self, inputs: Vec<T>, owner: Owner, now: Instant, is_same: impl Fn(&T) -> bool) {
         let is_same = |task: &Task<T>| task.inputs.as_slice().first().is_some_and(&is_same);
         // A background task may have aged into the other line.
-        let lines = [&mut self.waiting, &mut self.background];
+        let lines = [&mut self.ordinary, &mut self.background];
         let Some(line) = lines.into_iter().find(|line| line.tasks().any(is_same)) else {
             return self.push(inputs, owner, now);
         };
@@ -181,7 +181,7 @@ impl<T> Batcher<T> {
 
     /// When the task that has waited longest will have waited for `max_delay`.
     pub fn due(&self) -> Option<Instant> {
-        self.waiting
+        self.ordinary
             .tasks()
             .chain(self.background.tasks())
             .map(|task| task.since)
@@ -198,11 +198,11 @@ impl<T> Batcher<T> {
 
     fn form_batch(&mut self, now: Instant) -> Batch<T> {
         for (requester, task) in self.background.remove_old(now) {
-            self.waiting.push(requester, task);
+            self.ordinary.push(requester, task);
         }
         let max_tokens = self.policy.max_tokens;
         let mut batch = Batch { inputs: Vec::new(), tokens: 0 };
-        self.waiting.add_to(&mut batch, self.size, self.policy);
+        self.ordinary.add_to(&mut batch, self.size, self.policy);
         let limits = Policy { max_tokens: background_tokens(max_tokens), ..self.policy };
         self.background.add_to(&mut batch, self.size, limits);
         self.inputs -= batch.inputs.len();
@@ -290,8 +290,7 @@ impl<T> Line<T> {
     }
 
     fn remove_empty(&mut self) {
-        let turn = remove(&mut self.requesters, self.turn, |requester| requester.tasks.is_empty());
-        self.turn = turn;
+        self.turn = remove(&mut self.requesters, self.turn, |requester| requester.tasks.is_empty());
     }
 }
 

@@ -340,7 +340,9 @@ fn requests_of_arguments(
         let is_file = |word: &str| {
             let has_ending =
                 |ending: &str| word.len() > ending.len() && word.to_lowercase().ends_with(ending);
-            let names_image = [".jpg", ".jpeg", ".png", ".webp"].into_iter().any(has_ending);
+            let has_image_ending = [".jpg", ".jpeg", ".png", ".webp"].into_iter().any(has_ending);
+            // Of a name that is mistyped, nobody would notice that its letters were embedded.
+            let names_image = has_image_ending && !word.contains(' ');
             Path::new(word).is_file() || names_image || word.contains("://") || word.starts_with("data:")
         };
         let request = |word: &String| match takes_texts && !is_file(word) {

@@ -3,6 +3,7 @@
 //! clients of OpenAI send some. Values are scanned in place, and copied only when they are read.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -139,6 +140,30 @@ impl<'a> Fields<'a> {
             Some("false") => Ok(false),
             Some(other) => Err(invalid(key, "true or false", other)),
         }
+    }
+
+    /// A number within the range.
+    ///
+    /// # Errors
+    /// `BadInput` if it is anything else.
+    pub fn number_within(&self, key: &str, range: RangeInclusive<f32>) -> Result<Option<f32>, TaskError> {
+        let number = |raw: &RawValue| match serde_json::from_str(raw.get()) {
+            Ok(number) if range.contains(&number) => Ok(number),
+            _ => Err(invalid(key, &format!("a number from {} to {}", range.start(), range.end()), raw.get())),
+        };
+        self.get(key).map(number).transpose()
+    }
+
+    /// A whole number of 64 bits.
+    ///
+    /// # Errors
+    /// `BadInput` if it is anything else.
+    pub fn unsigned(&self, key: &str) -> Result<Option<u64>, TaskError> {
+        let number = |raw: &RawValue| {
+            serde_json::from_str(raw.get())
+                .map_err(|_| invalid(key, "a whole number from 0 to 2^64 - 1", raw.get()))
+        };
+        self.get(key).map(number).transpose()
     }
 
     /// A whole number, at least 1.

@@ -109,8 +109,8 @@ impl ImageRequest {
             count,
             size: fields.get("size").map(size).transpose()?.flatten(),
             steps: fields.positive(fields.either("steps", "num_inference_steps")?)?,
-            guidance: fields.get("guidance_scale").map(guidance).transpose()?.unwrap_or(DEFAULT_GUIDANCE),
-            seed: fields.get("seed").map(seed).transpose()?,
+            guidance: fields.number_within("guidance_scale", 0.0..=MAX_GUIDANCE)?.unwrap_or(DEFAULT_GUIDANCE),
+            seed: fields.unsigned("seed")?,
             format,
             stream: fields.boolean("stream", false)?,
             truncate: fields.boolean("truncate", true)?,
@@ -144,18 +144,6 @@ fn size(raw: &RawValue) -> Result<Option<ImageSize>, TaskError> {
     sides
         .map(Some)
         .ok_or_else(|| invalid("size", "width and height in pixels, such as \"512x512\"", raw.get()))
-}
-
-fn guidance(raw: &RawValue) -> Result<f32, TaskError> {
-    match serde_json::from_str::<f32>(raw.get()) {
-        Ok(number) if (0.0..=MAX_GUIDANCE).contains(&number) => Ok(number),
-        _ => Err(invalid("guidance_scale", &format!("a number from 0 to {MAX_GUIDANCE}"), raw.get())),
-    }
-}
-
-fn seed(raw: &RawValue) -> Result<u64, TaskError> {
-    serde_json::from_str(raw.get())
-        .map_err(|_| invalid("seed", "a whole number from 0 to 2^64 - 1", raw.get()))
 }
 
 /// An image of a reply.

@@ -114,30 +114,12 @@ impl SpeechRequest {
             input,
             model: fields.string("model")?,
             voice: fields.bounded_string("voice", VOICE_BYTES)?,
-            speed: speed(&fields)?,
+            speed: fields.number_within("speed", SPEEDS)?.unwrap_or(1.0),
             format: format(&fields)?,
             stream: fields.boolean("stream", false)?,
-            seed: seed(&fields)?,
+            seed: fields.unsigned("seed")?,
         })
     }
-}
-
-fn speed(fields: &Fields<'_>) -> Result<f32, TaskError> {
-    let Some(raw) = fields.get("speed") else { return Ok(1.0) };
-    match serde_json::from_str::<f32>(raw.get()) {
-        Ok(speed) if SPEEDS.contains(&speed) => Ok(speed),
-        _ => {
-            Err(invalid("speed", &format!("a number from {} to {}", SPEEDS.start(), SPEEDS.end()), raw.get()))
-        }
-    }
-}
-
-fn seed(fields: &Fields<'_>) -> Result<Option<u64>, TaskError> {
-    let number = |raw: &serde_json::value::RawValue| {
-        serde_json::from_str(raw.get())
-            .map_err(|_| invalid("seed", "a whole number from 0 to 2^64 - 1", raw.get()))
-    };
-    fields.get("seed").map(number).transpose()
 }
 
 fn format(fields: &Fields<'_>) -> Result<SoundFormat, TaskError> {

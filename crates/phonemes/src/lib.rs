@@ -18,9 +18,10 @@
 //! Texts come from strangers, so the work for each character is bounded. Two rules take quadratic time, and get short
 //! texts only: text without white space is cut at 256 characters, pieces without white space between them at 64. The
 //! network reads the first 24 letters of a word, and at most 8,192 letters of a sentence. Words are read from the last one
-//! of a sentence to the first, so a sentence with more unknown letters loses unknown words at its beginning. A number of more than 36 digits is read digit by digit. A character is
-//! skipped if no table, rule or network knows it: most characters of scripts other than Latin, Greek and Cyrillic,
-//! control characters, emoji, and marks that are not part of a letter.
+//! of a sentence to the first, so a sentence with more unknown letters loses unknown words at its beginning. A number of
+//! more than 36 digits is read digit by digit. A character is skipped if no table, rule or network knows it: most
+//! characters of scripts other than Latin, Greek and Cyrillic, control characters, emoji, and marks that are not part of a
+//! letter.
 //!
 //! `[text](/phonemes/)` is read as these phonemes. They come from the text, and are not checked here.
 

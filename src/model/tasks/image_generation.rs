@@ -261,10 +261,12 @@ impl ImageProcessor {
         };
         let (scheduler, GeneratedImage { size, seed, .. }) = (self.options.scheduler.name(), image);
         let (width, height, model) = (size.width, size.height, &self.model);
-        format!(
+        let text = format!(
             "{prompt}\n{negative}Steps: {steps}, Sampler: {scheduler}, CFG scale: {guidance}, Seed: {seed}, Size: \
              {width}x{height}, Model: {model}"
-        )
+        );
+        // PNG allows no zeros in a text.
+        text.replace('\0', " ")
     }
 }
 

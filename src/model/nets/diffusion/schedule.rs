@@ -269,14 +269,17 @@ impl Schedule {
     /// The latents at `step + 1`, from those at `step` and the images predicted at `step` and before it.
     fn predict(&self, step: usize, predicted: &[Vec<f32>], latents: &[f32], order: usize) -> Vec<f32> {
         let Transition { from, to, phi, .. } = self.transition(step);
-        let ratio = to.sigma / from.sigma;
-        let difference = match (order, predicted) {
-            (2, [_, before, ..]) => Some((before, 0.5 / self.earlier(step))),
-            _ => None,
+        let (ratio, last) = (to.sigma / from.sigma, &predicted[0]);
+        let (before, weight) = match (order, predicted) {
+            (2, [_, before, ..]) => (Some(before), 0.5 / self.earlier(step)),
+            _ => (None, 0.0),
         };
-        combine(latents, &predicted[0], difference, |latent, image, slope| {
-            ratio * latent - to.alpha * phi * image - to.alpha * phi * slope
-        })
+        let predicted = |(index, latent): (usize, &f32)| {
+            let image = f64::from(last[index]);
+            let slope = before.map_or(0.0, |before| weight * (f64::from(before[index]) - image));
+            (ratio * f64::from(*latent) - to.alpha * phi * (image + slope)) as f32
+        };
+        latents.iter().enumerate().map(predicted).collect()
     }
 
     /// The latents at `step` again, from those at the step before it and the image that is predicted now.
@@ -330,26 +333,10 @@ struct Transition {
     phi: f64,
 }
 
-/// Combines each latent with the image's number and its slope: the difference to an earlier image times a factor.
-fn combine(
-    latents: &[f32],
-    image: &[f32],
-    difference: Option<(&Vec<f32>, f64)>,
-    number: impl Fn(f64, f64, f64) -> f64,
-) -> Vec<f32> {
-    let combined = |(index, (latent, image)): (usize, (&f32, &f32))| {
-        let (latent, image) = (f64::from(*latent), f64::from(*image));
-        let slope = difference.map_or(0.0, |(before, factor)| factor * (f64::from(before[index]) - image));
-        number(latent, image, slope) as f32
-    };
-    latents.iter().zip(image).enumerate().map(combined).collect()
-}
-
 /// The square of alpha at each of the training's timesteps.
 fn alphas_squared(config: &ScheduleConfig) -> Vec<f64> {
     let (start, end, count) = (config.beta_start, config.beta_end, config.num_train_timesteps);
-    let between =
-        |from: f64, to: f64, index: usize| from + (to - from) * index as f64 / (count - 1).max(1) as f64;
+    let between = |from: f64, to: f64, index: usize| from + (to - from) * index as f64 / (count - 1) as f64;
     let beta = |index: usize| match config.beta_schedule {
         BetaSchedule::Linear => between(start, end, index),
         BetaSchedule::ScaledLinear => between(start.sqrt(), end.sqrt(), index).powi(2),
