@@ -263,7 +263,11 @@ fn what_cannot_be_spoken_is_refused_by_name_and_value() {
         (json!({"phonemes": " "}), "phonemes", "nothing that can be spoken"),
         (json!({"phonemes": ["həlˈO", "日"]}), "phonemes[1]", "'日', which is no phoneme"),
         (json!({"input": "a", "voice": "nobody"}), "voice", "this model has the voices heart"),
-        (json!({"input": "a".repeat(100_000)}), "input", "its 100000 characters would take about 6500 s"),
+        (
+            json!({"input": "a".repeat(100_000)}),
+            "input",
+            "the task's 100000 characters would take about 6500 s",
+        ),
         (json!({"input": "a", "speed": 0}), "speed", "0.25 to 4"),
     ] {
         let error = answer(&mut model, &body).err().unwrap_or_else(|| panic!("{field} is taken"));
@@ -273,6 +277,10 @@ fn what_cannot_be_spoken_is_refused_by_name_and_value() {
     let long = json!({"phonemes": "ˈæ ".repeat(5_000)});
     let error = answer(&mut model, &long).expect_err("it is too long");
     assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    // Each sentence is longer than its one symbol: together they last 722 s.
+    let short_sentences = json!({"phonemes": vec!["ˈæ"; 1_724]});
+    let error = answer(&mut model, &short_sentences).expect_err("its sentences are too many");
+    assert!(error.message.contains("in 1724 sentences would take about 724 s"), "{}", error.message);
     assert!(error.message.contains("300 s are allowed (max_seconds)"), "{}", error.message);
     let word = answer(&mut model, &json!({"input": "a".repeat(4_000)})).unwrap();
     assert!(!word.1.bytes.is_empty(), "a word of 4,000 letters is spoken");

@@ -17,7 +17,7 @@ import wave
 from dataclasses import dataclass
 from pathlib import Path
 
-from sconce_client import AsyncClient, Reply, SconceError
+from sconce_client import AsyncClient, Reply, SconceError, TaskTimeout
 
 PAUSE = 0.35  # seconds between two lines
 SPEEDS = (1.0, 1.15, 0.88, 1.3, 0.78)
@@ -57,6 +57,19 @@ def read_dialogue(path: Path, voices: list[str]) -> list[Line]:
     return lines
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+async def find_voices(client: AsyncClient) -> list[str]:
+    """The pool's voices. Says so if it has to wait for them."""
+    try:
+        return await client.with_options(timeout=2).voices()
+    except TaskTimeout as error:
+        print(f"{error}; waiting for workers", file=sys.stderr, flush=True)
+    return await client.voices()
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description="Synthesizes a dialogue on all workers of a pool.")
     parser.add_argument("dialogue", nargs="?", type=Path, default=Path(__file__).with_name("dialogue.txt"))
@@ -68,7 +81,7 @@ async def main() -> None:
 
     async with AsyncClient(queue=args.queue) as client:
         try:
-            voices = await client.voices()
+            voices = await find_voices(client)
         except SconceError as error:
             sys.exit(f"the voices of the queue {args.queue}: {error}")
         lines = read_dialogue(args.dialogue, voices)
@@ -98,9 +111,9 @@ async def main() -> None:
         for reply in replies:
             out.writeframes(reply.body + bytes(2 * int(PAUSE * rate)))
     workers = len({reply.headers["worker"] for reply in replies})
-    print(f"{args.out}: {len(lines)} lines, spoken by {workers} workers")
+    print(f"{args.out}: {count(len(lines), 'line')}, spoken by {count(workers, 'worker')}")
     if speakers > len(voices):
-        print(f"{speakers} speakers share {len(voices)} voices, at different speeds", file=sys.stderr)
+        print(f"{speakers} speakers share {count(len(voices), 'voice')}, at different speeds", file=sys.stderr)
 
 
 asyncio.run(main())

@@ -6,7 +6,8 @@
 For the recording `talk.wav` it writes the transcript `talk.wav.txt`, and a summary as text, `talk.wav.summary.txt`, and
 as sound, `talk.wav.summary.wav`.
 All recordings are processed concurrently: while one is transcribed, another is summarised or spoken. If one fails,
-its name and the error are printed, and the others continue.
+its name and the error are printed, and the others continue. SmolLM2-135M is a small model: of a recording of a few words
+it may invent what nobody said.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ async def main() -> None:
     parser.add_argument("--generate", default="sconce.text", metavar="QUEUE")
     parser.add_argument("--speak", default="sconce.speak", metavar="QUEUE")
     args = parser.parse_args()
-    recordings = sorted(path for path in args.folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    try:
+        recordings = sorted(path for path in args.folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    except OSError as error:
+        sys.exit(f"{args.folder}: {error.strerror}")
     if not recordings:
         sys.exit(f"{args.folder} has no files that end with {', '.join(sorted(SUFFIXES))}")
     args.out.mkdir(parents=True, exist_ok=True)

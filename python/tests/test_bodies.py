@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import base64
+import json
 import pickle
+import re
 import struct
 import sys
 from graphlib import TopologicalSorter
@@ -59,6 +61,72 @@ def test_what_is_no_text_is_refused_before_it_is_published() -> None:
             list(_task.token_packs(inputs, 8))  # type: ignore[arg-type]
     mixed: list[Any] = [[1, 2], (3,), numpy.array([4])]
     assert list(_task.token_packs(mixed, 2)) == [[[1, 2], [3]], [[4]]]
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_is_no_image_is_refused_before_it_is_published(tmp_path: Path) -> None:
+    text, missing = tmp_path / "a.txt", tmp_path / "missing.png"
+    text.write_bytes(b"hello")
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (b"hello", ValueError, r"images\[1\] is no JPEG, PNG or WebP: it begins with b'hello'"),
+        (b"", ValueError, r"images\[1\] is no JPEG, PNG or WebP: it is empty"),
+        (text, ValueError, "/a.txt is no JPEG"),
+        (str(missing), FileNotFoundError, "/missing.png"),
+    ]
+    for image, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            list(_task.image_packs([PNG, image], 8, False))
+        [[good, bad]] = _task.image_packs([PNG, image], 8, True)
+        assert isinstance(bad, InputError) and not isinstance(good, InputError)
+        assert (bad.index, bad.param, bad.code) == (1, "input[1]", "invalid_value") and re.search(message, str(bad))
+    for each in (False, True):
+        with pytest.raises(TypeError, match=r"images\[0\] is a path, bytes or a URL, not int"):
+            list(_task.image_packs([7], 8, each))  # type: ignore[list-item]
+
+
+def test_one_file_is_named_in_its_error(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"hello")
+    client = _task.Defaults()
+    client._queue, client._timeout = "q", 1.0
+
+    def transcribe(client: Any, sound: Any, content_type: None, more: Any) -> Any:
+        return _task.transcribe(client, sound, content_type, False, False, more)
+
+    methods: list[tuple[Callable[..., Any], str]] = [
+        (_task.classify_image, "image"),
+        (_task.caption, "image"),
+        (transcribe, "sound"),
+    ]
+    for method, argument in methods:
+        with pytest.raises(TypeError, match=f"^{argument} is a path, bytes or a URL, not list"):
+            method(client, [text], None, {})
+        with pytest.raises(ValueError, match=f"^{argument} is no .* it begins with b'hello'"):
+            method(client, b"hello", None, {})
+        with pytest.raises(ValueError, match="/a.txt is no .* it begins with b'hello'"):
+            method(client, text, None, {})
+
+
+def test_errors_keep_their_places_beside_inputs_that_are_not_sent() -> None:
+    client = _task.Defaults()
+    client._queue, client._timeout = "q", 1.0
+    images = [PNG, b"bad", PNG, PNG, PNG, b"bad", b"bad", PNG]
+    call = _task.embed(client, _task.image_packs(images, 3, True), False, {"errors": "each"})
+    tasks = [json.loads(task.body) for task in call.tasks]
+    assert [len(task["input"]) for task in tasks] == [1, 1, 2, 1]
+
+    refused = Reply(b'{"error": {"message": "input[0] no", "param": "input[0]"}}', "", "c", "rejected", 400, {})
+    vectors = [{"index": index, "embedding": RAW} for index in range(2)]
+    vectors[1] = {"index": 1, "error": {"message": "input[1] no", "param": "input[1]", "code": "c"}}
+    one, two = (json.dumps({"data": data}).encode() for data in (vectors[:1], vectors))
+    answers: list[Reply | TaskError] = [reply(body, None) for body in (one, one, two, one)]
+    answers[1] = call.failed(1, BadRequest(refused))
+    found = call.result(answers)
+    places = [one.index if isinstance(one, InputError) else None for one in found]
+    assert places == [None, 1, 2, None, 4, 5, 6, None]
+    assert (str(found[2]), str(found[4]), found[6].param) == ("input[2] no", "input[4] no", "input[6]")
 
 
 def test_headers_are_pythons_own_integers() -> None:
@@ -146,8 +214,8 @@ def reply(body: bytes, content_type: str | None) -> Reply:
 
 @pytest.mark.parametrize("read", [part, reply])
 def test_bodies_of_all_media_types(read: Callable[[bytes, str | None], Part | Reply]) -> None:
-    for json in (None, "application/json", "Application/JSON; charset=utf-8", "application/problem+json"):
-        it = read(b'{"object": "x"}', json)
+    for media in (None, "application/json", "Application/JSON; charset=utf-8", "application/problem+json"):
+        it = read(b'{"object": "x"}', media)
         assert it.content == it.json() == {"object": "x"} and it.body == b'{"object": "x"}'
     for text, body in (
         ("text/plain", "ü".encode()),

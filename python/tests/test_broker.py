@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -158,6 +159,29 @@ def test_a_time_out_takes_the_task_from_its_queue(connect: Callable[..., Any], h
     with pytest.raises(TaskTimeout, match=f"no reply from the queue '{queue}' within 0.5 s"):
         connect(queue=queue, timeout=0.5).request({})
     until("the broker has dropped the task", lambda: hand.waiting(queue) == 0)
+
+
+def test_a_time_out_says_that_nobody_consumes(connect: Callable[..., Any], hand: Hand) -> None:
+    queue = f"idle-{uuid.uuid4().hex}"
+    hand.channel.queue_declare(queue, durable=True)
+    client = connect(queue=queue, timeout=0.5)
+    try:
+        futures = [client.submit({}) for _ in range(3)]
+        for future in futures:
+            with pytest.raises(TaskTimeout, match=f"'{queue}' within 0.5 s; nobody consumes from it now$"):
+                future.result(30)
+        hand.channel.basic_consume(queue, lambda *_: None)
+        with pytest.raises(TaskTimeout, match=f"'{queue}' within 0.5 s$"):
+            client.request({})
+    finally:
+        hand.channel.queue_delete(queue)
+    # The same connection goes on, also after the broker has refused to tell of another's exclusive queue.
+    exclusive = hand.queue()
+    for _ in range(2):
+        with pytest.raises(TaskTimeout, match=f"'{exclusive}' within 0.5 s$"):
+            client.request({}, queue=exclusive)
+    answering = hand.answers(1, lambda channel, task, body: reply(channel, task, body))
+    assert client.request({}, queue=answering, timeout=30).status_code == 200
 
 
 def test_so_many_are_on_their_way(connect: Callable[..., Any], hand: Hand) -> None:

@@ -11,6 +11,7 @@ import wave
 from pathlib import Path
 
 import kombu
+import pika
 import pytest
 from celery import Celery
 from conftest import PATIENCE, ROOT, Broker, Kept, Sconce, until
@@ -104,11 +105,12 @@ def test_a_conversation_loses_nothing_when_workers_are_killed(
                 command, cwd=FOLDER, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             ) as running:
                 assert running.stderr is not None and running.stdout is not None
-                for count, _ in enumerate(running.stderr, 1):
+                for count, told in enumerate(running.stderr, 1):
                     if count in kill_after:
                         os.kill(workers_of(launcher)[count % 2], signal.SIGKILL)
                 said = running.stdout.read()
             assert running.returncode == 0 and "20 lines, spoken by " in said, said
+            assert "speakers share 1 voice, at different speeds" in told
             return out.read_bytes()
 
         undisturbed = spoken("undisturbed.wav", ())
@@ -120,6 +122,32 @@ def test_a_conversation_loses_nothing_when_workers_are_killed(
             assert sound.getnframes() > 40 * sound.getframerate()
     finally:
         launcher.end()
+
+
+def test_a_conversation_of_one_line(broker: Broker, sconce: Sconce, tmp_path: Path) -> None:
+    dialogue, out = tmp_path / "dialogue.txt", tmp_path / "out.wav"
+    dialogue.write_text("Ann: Yes.\n")
+    done = run("conversation", "--queue", "speak", "--out", str(out), str(dialogue), AMQP_URL=broker.url)
+    assert (done.returncode, done.stdout) == (0, f"{out}: 1 line, spoken by 1 worker\n"), done
+
+
+def test_a_conversation_says_that_it_waits(broker: Broker) -> None:
+    command = [sys.executable, "conversation.py", "--queue", "idle.talk"]
+    environment = {**os.environ, "AMQP_URL": broker.url}
+    with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+        channel = connection.channel()
+        channel.queue_declare("idle.talk", durable=True)
+        with subprocess.Popen(command, cwd=FOLDER, env=environment, stderr=subprocess.PIPE, text=True) as running:
+            assert running.stderr is not None
+            told = running.stderr.readline()
+            running.kill()
+        channel.queue_delete("idle.talk")
+    assert told.endswith("nobody consumes from it now; waiting for workers\n"), told
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    done = run("spoken_summaries", str(tmp_path / "none"))
+    assert (done.returncode, done.stderr) == (1, f"{tmp_path / 'none'}: No such file or directory\n"), done
 
 
 def test_spoken_summaries(broker: Broker, sconce: Sconce, tmp_path: Path) -> None:

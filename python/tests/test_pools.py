@@ -206,6 +206,11 @@ def test_texts_and_images(client: Any) -> None:
     good, bad = photos[0], photos[1].read_bytes()[:300]
     mixed = both.embed_images([good, bad, good], errors="each")
     assert [isinstance(one, list) for one in mixed] == [True, False, True]
+    mixed = both.embed_images([b"hello", good, "missing.png", bad, good], rows_per_task=4, errors="each")
+    assert [isinstance(one, InputError) for one in mixed] == [True, False, True, True, False]
+    assert "begins with b'hello'" in str(mixed[0]) and "missing.png" in str(mixed[2]) and mixed[3].index == 3
+    with pytest.raises(TypeError, match="image is a path, bytes or a URL, not list"):
+        both.classify_image([good], labels=["cat"])
 
 
 def test_captions(client: Any) -> None:

@@ -126,11 +126,24 @@ impl ControlledLauncher {
         } else {
             tracing::info!(key, request = request_text, "remote control");
         }
+        let before = self.reports(&target);
         let outcomes = match self.carry_out(&request, &target).await {
             Ok(outcomes) => outcomes,
             Err(message) => return Some(self.refusal(message)),
         };
-        Some(self.build_answer(&request, &target, &outcomes))
+        let mut slots = self.reports(&target);
+        if request == Request::Restart {
+            set_replaced_pids(&mut slots, &before);
+        }
+        Some(self.build_answer(&request, slots, &outcomes))
+    }
+
+    /// The current reports of the slots of `target`.
+    fn reports(&self, target: &Target) -> Vec<SlotReport> {
+        self.board.read(|status| {
+            let reports = status.slots.values().map(|entry| entry.report());
+            reports.filter(|it| target.matches(&it.pool, &it.worker)).collect()
+        })
     }
 
     /// Validates an order, sets the launcher's own log filter if the order asks for that, and has the slots carry out
@@ -164,13 +177,9 @@ impl ControlledLauncher {
     fn build_answer(
         &self,
         request: &Request,
-        target: &Target,
+        slots: Vec<SlotReport>,
         outcomes: &BTreeMap<String, Outcome>,
     ) -> Answer {
-        let slots = self.board.read(|status| {
-            let reports = status.slots.values().map(|entry| entry.report());
-            reports.filter(|it| target.matches(&it.pool, &it.worker)).collect::<Vec<_>>()
-        });
         let reports = slots.into_iter().map(|mut report| {
             if *request != Request::Stats {
                 report.stats = None;
@@ -205,5 +214,27 @@ impl ControlledLauncher {
             uptime_ms: self.board.uptime().as_millis() as u64,
             ..Answer::default()
         }
+    }
+}
+
+/// Puts the process ids of the replaced workers into the reports of restarted slots. `sconce ctl restart --wait` waits
+/// for another process id than the one in the answer, and a quick worker may be running before the answer is built.
+fn set_replaced_pids(slots: &mut [SlotReport], before: &[SlotReport]) {
+    for slot in slots {
+        slot.pid = before.iter().find(|it| it.slot == slot.slot).and_then(|it| it.pid);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_answer_to_a_restart_names_the_replaced_process_even_if_the_new_one_runs() {
+        let report = |slot: &str, pid| SlotReport { slot: slot.into(), pid, ..SlotReport::default() };
+        let before = [report("embed/0", Some(10)), report("embed/1", None)];
+        let mut slots = [report("embed/0", Some(20)), report("embed/1", Some(21))];
+        set_replaced_pids(&mut slots, &before);
+        assert_eq!(slots.map(|slot| slot.pid), [Some(10), None]);
     }
 }

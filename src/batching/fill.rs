@@ -20,9 +20,9 @@ const BACKGROUND_WAIT: Duration = Duration::from_secs(60);
 /// with 1/4.)
 const BACKGROUND_DIVISOR: usize = 4;
 
-/// For each 3 tokens that a requester's tasks take in turn, its oldest task may take one ahead of its turn: a quarter of
-/// all.
-const TURNS_PER_AHEAD: usize = 3;
+/// For each 3 tokens that a requester's tasks take in turn, its oldest task may take one token ahead of its turn: a
+/// quarter of all.
+const TURN_TOKENS_PER_AHEAD_TOKEN: usize = 3;
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// A policy with the model's defaults for windows.
+    /// A policy that leaves `encode_interval` and `encode_batch` to the model.
     pub fn new(max_tokens: usize, max_requests: usize, max_delay: Duration) -> Self {
         Self { max_tokens, max_requests, max_delay, encode_interval: None, encode_batch: None }
     }
@@ -258,8 +258,8 @@ impl<T> Line<T> {
         old
     }
 
-    /// Adds inputs to `batch`: one of each requester in turn, until one does not fit (`nobody-waits-for-a-giant`). The
-    /// first input of a batch is taken whatever its size.
+    /// Adds inputs to `batch`: one of each requester in turn, until one does not fit. Smaller inputs behind it do not
+    /// overtake it. The first input of a batch is taken whatever its size.
     fn add_to(&mut self, batch: &mut Batch<T>, size: fn(&T) -> usize, policy: Policy) {
         let Policy { max_tokens, max_requests, .. } = policy;
         let mut inputs = batch.inputs.len();
@@ -351,7 +351,7 @@ impl Choice {
             requester.credit -= tokens;
         } else {
             requester.turn = (task + 1) % requester.tasks.len();
-            requester.credit = max_tokens.min(requester.credit + tokens / TURNS_PER_AHEAD);
+            requester.credit = max_tokens.min(requester.credit + tokens / TURN_TOKENS_PER_AHEAD_TOKEN);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! `sconce publish`: publishes tasks, and with `--wait` prints their replies, in the order of the tasks.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -25,6 +26,7 @@ use crate::config::{Broker, Pool};
 use crate::model::Route;
 use crate::protocol::batch_line::body_value;
 use crate::protocol::requests::bodies_of_texts;
+use crate::protocol::speech::SPEECH_URL;
 use crate::protocol::{JSON, Message, Value, embeddings, image_generation};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -364,6 +366,11 @@ fn requests_of_arguments(
     if output.is_some() && url == Some(image_generation::URL) {
         bodies =
             texts.iter().map(|text| json!({"prompt": text, "response_format": "png"}).to_string()).collect();
+    }
+    // The file gets the format of its ending; one that the model does not write is refused by name.
+    let format = output.as_deref().and_then(Path::extension).and_then(OsStr::to_str);
+    if let (Some(format), Some(SPEECH_URL), [text]) = (format, url, &texts[..]) {
+        bodies = vec![json!({"input": text, "response_format": format, "stream": stream}).to_string()];
     }
     let request =
         |body: String| requests::Request { custom_id: None, url: url.map(str::to_owned), body: body.into() };

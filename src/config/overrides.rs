@@ -75,7 +75,9 @@ pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mu
         let origin = format!("flag --set {shown}");
         match SettingPath::from_flag(written).map(|path| locate(path, tree)) {
             Some(Ok(path)) => {
-                values.insert(path, Value::new(Some(&origin), text.as_str()));
+                // A model's option may need its quotes: they tell a string from a number.
+                let text = if path.contains(".options.") { text } else { unquoted(text) };
+                values.insert(path, Value::new(Some(&origin), text));
             }
             Some(Err(problem)) => problems.push(problem.with_origin(origin)),
             None => problems.push(Problem::new(
@@ -85,6 +87,12 @@ pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mu
         }
     }
     Layer::new(values)
+}
+
+/// The text of a string in TOML's quotes. What is not quoted, or has more quotes or escapes, stays as it is.
+fn unquoted(text: &str) -> &str {
+    let inner = text.strip_prefix('"').and_then(|text| text.strip_suffix('"'));
+    inner.filter(|inner| !inner.contains(['"', '\\'])).unwrap_or(text)
 }
 
 /// Checks that the path leads to a single setting. Returns it in the syntax of the `config` crate.
@@ -267,6 +275,16 @@ mod tests {
         assert_eq!(layer["pool[0].model"].to_string(), "b");
         assert_eq!(layer["pool[0].model"].origin(), Some("flag --set pool.0.model"));
         assert!(problems.is_empty());
+    }
+
+    #[test]
+    fn the_quotes_of_a_string_may_be_written_and_options_keep_them() {
+        let flags = [("pool[0].model", "\"a\""), ("pool[0].options.depth", "\"3\"")];
+        let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
+        let layer = from_flags(&flags, &tree(), &mut Vec::new()).collect().expect("a layer");
+        assert_eq!(layer["pool[0].model"].to_string(), "a");
+        assert_eq!(layer["pool[0].options.depth"].to_string(), "\"3\"");
+        assert_eq!(unquoted("a \"b\""), "a \"b\"");
     }
 
     #[test]

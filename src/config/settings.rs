@@ -135,11 +135,11 @@ section! {
         threads: Option<usize> = "auto", read::unless("auto", read::whole(WORKERS_OR_THREADS));
         /// The number format of weights and products: "f32", "bf16", "f16" or "int8". In f32 results equal the
         /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply
-        /// only to the matrices of linear layers, and f16 is slow. int8 is for CPUs only, and faster on those with
-        /// AVX512-VNNI (docs/performance.md).
+        /// only to the matrices of linear layers, and f16 is slow. int8 is for CPUs only, where it is faster with
+        /// AVX2, VNNI or AMX (docs/performance.md).
         dtype: Dtype = "f32", read::choice(&Dtype::ALL);
-        /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512", "avx2" or
-        /// "none". With the same value on all hosts, other than "auto", results in f32 are bitwise equal on all of
+        /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512",
+        /// "avx2-vnni", "avx2" or "none". With the same value on all hosts, other than "auto", results in f32 are bitwise equal on all of
         /// them. It is an error if the CPU lacks the chosen units.
         cpu_features: CpuFeatures = "auto", read::choice(&CpuFeatures::ALL);
         /// A GPU gets no work if its f32 products reach less than this share of the speed that its
@@ -149,7 +149,8 @@ section! {
         min_speed: f64 = 0.2, read::share;
         /// Unacknowledged messages that a worker holds, 1 to 2000. "auto": enough for two batches, judged by the
         /// tokens and inputs of recent messages: one computes, one waits. On a GPU, enough for four: another one is
-        /// queued on the device, and another one is being preprocessed or answered.
+        /// queued on the device, and another one is being preprocessed or answered. If these take less than 2.5 s, up
+        /// to 64 messages are held for that time, so that a worker sees who waits behind a flood of slow tasks.
         prefetch: Option<u16> = "auto", read::unless("auto", read::whole(PREFETCH));
         /// With prefetch = "auto": most bytes of task bodies that a worker holds, estimated from the size of
         /// recent messages. A worker begins with as many messages as fit if all have the largest size (max_body).

@@ -182,7 +182,7 @@ pub struct SlotReport {
     pub state: State,
     /// Milliseconds since this state began.
     pub state_ms: u64,
-    /// The worker's process id.
+    /// The process id of its worker; in the answer to a restart, that of the worker that is replaced.
     pub pid: Option<u32>,
     /// When its worker became ready, in milliseconds since 1970.
     pub ready_at_ms: Option<u64>,

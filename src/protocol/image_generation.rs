@@ -88,7 +88,8 @@ impl ImageRequest {
         let prompt = bounded_string(fields.required("prompt")?.get(), "prompt", MAX_PROMPT_BYTES)?;
         let count = fields.positive("n")?.unwrap_or(1);
         if count > max_images {
-            let message = format!("n is {count}; this pool takes at most {max_images} images in a task");
+            let message =
+                format!("n is {count}; this pool takes at most {max_images} images in a task (max_images)");
             return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("n"));
         }
         let format = match fields.get(FORMAT) {

@@ -279,6 +279,7 @@ fn assemble(
     WorkerContext { control, counters, pools }: WorkerContext<'_>,
 ) -> session::Worker {
     let mut assignment = assignment.clone();
+    let adapts_prefetch = assignment.pool.prefetch.is_none();
     if let Some(sequences) = engine.sequences() {
         // Streams may hold three quarters of the messages (see `places`). With `all_streaming` messages, all
         // sequences may stream.
@@ -287,6 +288,7 @@ fn assemble(
         assignment.pool.prefetch.get_or_insert(prefetch as u16);
     }
     session::Worker {
+        adapts_prefetch,
         policy: policy(&assignment),
         worker_info: WorkerInfo {
             worker: assignment.worker.clone(),

@@ -1,6 +1,7 @@
 //! Decides the prefetch, the number of messages that a worker holds ahead, unless the user has set it. It is large
-//! enough for the batches that may be submitted, given the average message, and small enough to leave messages for
-//! other workers and to bound the bytes of the bodies. `Prefetch` does the arithmetic; `SharedPrefetch` adds a lock and
+//! enough for the batches that may be submitted, given the average message, and for some seconds of work, so that the
+//! worker sees who else waits behind a flood of slow tasks (`places`). It is small enough to leave messages for other
+//! workers and to bound the bytes of the bodies. `Prefetch` does the arithmetic; `SharedPrefetch` adds a lock and
 //! the clock.
 //!
 //! A fixed prefetch does not suffice: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and the
@@ -17,11 +18,20 @@ use parking_lot::{Mutex, MutexGuard};
 const MAX_PREFETCH: f64 = 2_000.0;
 /// The number of the latest messages over which tokens and inputs are averaged.
 const WINDOW: f64 = 256.0;
-/// The number of the latest messages over which bytes are averaged. It is smaller, because bodies that are too large
-/// must be noticed soon.
-const BYTES_WINDOW: f64 = 32.0;
-/// The number of messages that must arrive between two changes.
+/// The number of the latest messages over which bytes and intervals are averaged. It is smaller, because bodies that are
+/// too large, and tasks that take long, must be noticed soon.
+const SMALL_WINDOW: f64 = 32.0;
+/// The work that is held ahead: twice the time after which a requester counts as slow, and a reserve. With less, nobody
+/// would count as slow, however many tasks of one requester wait in the queue.
+const HELD_TIME: Duration = Duration::from_millis(2_500);
+/// The most messages that are held for their time alone.
+const MAX_HELD_FOR_TIME: f64 = 64.0;
+/// The longest interval between two messages that is averaged. Longer ones are pauses of the requesters.
+const MAX_INTERVAL: Duration = Duration::from_secs(2);
+/// The number of messages whose tokens must be known before they decide anything.
 const MIN_SAMPLES: u32 = 32;
+/// The number of messages that must arrive between two changes.
+const MESSAGES_BETWEEN_CHANGES: u32 = 8;
 /// The largest factor by which one change may increase the prefetch at the start.
 const GROWTH: f64 = 4.0;
 /// The shortest time between two changes: each creates a new consumer.
@@ -42,6 +52,8 @@ pub(super) struct Limits {
 /// The current prefetch.
 pub(super) struct Prefetch {
     limits: Limits,
+    /// The messages that the sequences need; none for tasks in batches.
+    of_sequences: Option<u16>,
     current: u16,
     /// The prefetch that suits short texts; used until the messages' tokens are known.
     usual: u16,
@@ -53,6 +65,9 @@ pub(super) struct Prefetch {
     tokens: Average,
     inputs: Average,
     bytes: Average,
+    /// Seconds between two messages. If the queue is never empty, a message arrives when another is settled.
+    interval: Average,
+    last_received_at: Option<Instant>,
 }
 
 /// A moving average.
@@ -74,16 +89,36 @@ impl Prefetch {
     /// `usual`.
     pub(super) fn new(limits: Limits, first: u16, usual: u16, now: Instant) -> Self {
         let empty = Average::default;
-        let (tokens, inputs, bytes) = (empty(), empty(), empty());
-        Self { limits, current: first, usual, total: 0, changed_at: now, received: 0, tokens, inputs, bytes }
+        Self {
+            limits,
+            of_sequences: None,
+            current: first,
+            usual,
+            total: 0,
+            changed_at: now,
+            received: 0,
+            tokens: empty(),
+            inputs: empty(),
+            bytes: empty(),
+            interval: empty(),
+            last_received_at: None,
+        }
+    }
+
+    /// Starts with this prefetch, which suits the sequences, whatever their tokens.
+    pub(super) fn of_sequences(limits: Limits, prefetch: u16, now: Instant) -> Self {
+        Self { of_sequences: Some(prefetch), ..Self::new(limits, prefetch, prefetch, now) }
     }
 
     pub(super) fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    pub(super) fn received(&mut self, bytes: usize) {
-        self.bytes.add(bytes as f64, BYTES_WINDOW);
+    pub(super) fn received(&mut self, bytes: usize, now: Instant) {
+        self.bytes.add(bytes as f64, SMALL_WINDOW);
+        if let Some(last) = self.last_received_at.replace(now) {
+            self.interval.add(now.duration_since(last).min(MAX_INTERVAL).as_secs_f64(), SMALL_WINDOW);
+        }
         self.received += 1;
         self.total = self.total.saturating_add(1);
     }
@@ -97,7 +132,7 @@ impl Prefetch {
     pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
         // At the start, the prefetch may change once as many messages have arrived as it allows, without the interval.
         let is_starting = self.total < self.usual.into() && self.current < self.usual;
-        let samples_needed = if is_starting { self.current.into() } else { MIN_SAMPLES };
+        let samples_needed = if is_starting { self.current.into() } else { MESSAGES_BETWEEN_CHANGES };
         if self.received < samples_needed || !is_starting && now < self.changed_at + CHANGE_INTERVAL {
             return None;
         }
@@ -116,9 +151,14 @@ impl Prefetch {
             .max(1.0);
         // Until enough messages are preprocessed, only the sizes of their bodies are known.
         let is_measured = self.tokens.count >= f64::from(MIN_SAMPLES);
-        let in_batches = if is_measured { self.limits.batches as f64 * batch } else { f64::from(self.usual) };
+        let (least, in_batches) = match self.of_sequences {
+            Some(prefetch) => (f64::from(prefetch), f64::from(prefetch)),
+            None if is_measured => (2.0, self.limits.batches as f64 * batch),
+            None => (2.0, f64::from(self.usual)),
+        };
+        let in_time = (HELD_TIME.as_secs_f64() / self.interval.value.max(1e-3)).min(MAX_HELD_FOR_TIME);
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
-        in_batches.min(in_bytes).clamp(2.0, MAX_PREFETCH).ceil()
+        in_batches.max(in_time).min(in_bytes).clamp(least, MAX_PREFETCH).ceil()
     }
 }
 
@@ -141,8 +181,9 @@ impl SharedPrefetch {
     /// Records a message of `bytes` bytes. Returns the new prefetch if it differs enough from the current one.
     pub(super) fn received(&self, bytes: usize) -> Option<NonZeroU16> {
         let mut prefetch = self.lock()?;
-        prefetch.received(bytes);
-        prefetch.change(Instant::now())
+        let now = Instant::now();
+        prefetch.received(bytes, now);
+        prefetch.change(now)
     }
 
     pub(super) fn prepared(&self, inputs: usize, tokens: usize) {
@@ -166,17 +207,24 @@ mod tests {
     struct Rig {
         prefetch: Prefetch,
         now: Instant,
+        /// The time between two messages.
+        interval: Duration,
     }
 
     impl Rig {
         fn new() -> Self {
             let now = Instant::now();
-            Self { prefetch: Prefetch::new(LIMITS, 128, 128, now), now: now + CHANGE_INTERVAL }
+            Self {
+                prefetch: Prefetch::new(LIMITS, 128, 128, now),
+                now: now + CHANGE_INTERVAL,
+                interval: MAX_INTERVAL,
+            }
         }
 
         fn take(&mut self, count: usize, (bytes, inputs, tokens): (usize, usize, usize)) {
             for _ in 0..count {
-                self.prefetch.received(bytes);
+                self.now += self.interval;
+                self.prefetch.received(bytes, self.now);
                 self.prefetch.prepared(inputs, tokens);
             }
         }
@@ -203,12 +251,36 @@ mod tests {
     }
 
     #[test]
+    fn it_covers_some_seconds_of_tasks_that_are_larger_than_a_batch() {
+        for (interval_ms, wanted) in
+            [(0, Some(64)), (50, Some(50)), (140, Some(18)), (1_000, Some(3)), (60_000, Some(2))]
+        {
+            let mut rig = Rig::new();
+            rig.interval = Duration::from_millis(interval_ms);
+            rig.take(64, (250, 1, 4_000));
+            assert_eq!(rig.change(), wanted, "a task every {interval_ms} ms");
+        }
+    }
+
+    #[test]
+    fn sequences_keep_their_prefetch_and_quick_ones_get_more() {
+        for (interval_ms, wanted) in [(1_000, None), (140, Some(18)), (2, Some(64))] {
+            let mut rig = Rig::new();
+            rig.prefetch = Prefetch::of_sequences(LIMITS, 5, rig.now);
+            rig.interval = Duration::from_millis(interval_ms);
+            rig.take(64, (250, 1, 20));
+            rig.now += CHANGE_INTERVAL;
+            assert_eq!(rig.change(), wanted, "a task every {interval_ms} ms");
+        }
+    }
+
+    #[test]
     fn bytes_bound_the_prefetch_even_if_no_message_is_prepared() {
         let mut rig = Rig::new();
         rig.take(64, (100_000, 1, 4));
         assert_eq!(rig.change(), Some(11));
         let mut rig = Rig::new();
-        (0..64).for_each(|_| rig.prefetch.received(100_000));
+        (0..64).for_each(|_| rig.prefetch.received(100_000, rig.now));
         assert_eq!(rig.change(), Some(11));
     }
 
@@ -240,13 +312,14 @@ mod tests {
         assert_eq!(held, [8, 32, 128], "two batches of these are 128");
         let mut rig = Rig::new();
         rig.prefetch = Prefetch::new(LIMITS, 8, 256, rig.now);
-        (0..8).for_each(|_| rig.prefetch.received(100_000));
+        (0..8).for_each(|_| rig.prefetch.received(100_000, rig.now));
         assert_eq!(rig.change(), None, "eleven are as many as the bytes allow");
     }
 
     #[test]
     fn changes_are_at_least_one_interval_apart() {
         let mut rig = Rig::new();
+        rig.interval = Duration::ZERO;
         rig.take(256, (200, 1, 32));
         assert_eq!(rig.change(), Some(64));
         rig.take(2_000, (200, 1, 4));

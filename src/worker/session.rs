@@ -32,6 +32,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The parts of a worker that outlive a broker session.
 pub(super) struct Worker {
     pub(super) assignment: Assignment,
+    /// Whether the prefetch follows the messages: the user has set none.
+    pub(super) adapts_prefetch: bool,
     pub(super) policy: Policy,
     pub(super) worker_info: WorkerInfo,
     pub(super) engine: Arc<dyn Engine>,
@@ -135,11 +137,13 @@ impl Worker {
 
     /// A prefetch that adapts to the size of messages, unless the user has set one.
     fn shared_prefetch(&self) -> SharedPrefetch {
-        let pool = &self.assignment.pool;
         let limits = self.limits()(*self.control.settings.batch().borrow());
         let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
-        let adaptive = Prefetch::new(limits, first, usual, Instant::now());
-        SharedPrefetch::new(pool.prefetch.is_none().then_some(adaptive))
+        let adaptive = match self.engine.sequences() {
+            Some(_) => Prefetch::of_sequences(limits, first, Instant::now()),
+            None => Prefetch::new(limits, first, usual, Instant::now()),
+        };
+        SharedPrefetch::new(self.adapts_prefetch.then_some(adaptive))
     }
 
     /// Returns a function from the overrides for batches to the bounds of the prefetch.

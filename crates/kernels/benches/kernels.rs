@@ -5,16 +5,14 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
-use criterion::{
-    BatchSize, BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
-};
+use criterion::{BatchSize, BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group};
 use sconce_kernels::attention::Attention;
 use sconce_kernels::causal::{CrossSpan, attend_across};
 use sconce_kernels::feed_forward::{FeedForward, FeedForwardWeights};
 use sconce_kernels::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
 use sconce_kernels::{
-    Activation, Epilogue, Group, Matrix, Norm, NumberFormat, Panels, PositionTerms, RowFormat, may_use_int16,
-    multiply_rows,
+    Activation, CpuFeatures, Epilogue, Group, Linear, Matrix, Norm, NumberFormat, Panels, PositionTerms,
+    RowFormat, may_use_int16, multiply_rows, use_features,
 };
 
 // The program uses mimalloc, too. With the system's allocator, large outputs cost page faults.
@@ -42,6 +40,14 @@ fn norm() -> Norm {
     Norm { rows, eps: 1e-12 }
 }
 
+/// Computes as another kind of CPU if `CPU_FEATURES` names one, such as "avx2".
+fn use_features_of_environment() {
+    let Ok(name) = std::env::var("CPU_FEATURES") else { return };
+    let known = CpuFeatures::ALL.iter().find(|(_, known)| *known == name);
+    let (features, _) = known.unwrap_or_else(|| panic!("CPU_FEATURES is {name:?}"));
+    use_features(*features).unwrap();
+}
+
 fn group<'a>(criterion: &'a mut Criterion, name: &str) -> BenchmarkGroup<'a, WallTime> {
     let mut group = criterion.benchmark_group(name);
     group.sample_size(20).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
@@ -58,6 +64,12 @@ fn product(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("ours", format!("{depth}x{width}")), |bencher| {
             bencher.iter(|| multiply_rows(black_box(&rows), &panels, &mut out, |_, _| {}));
         });
+        for (name, format) in [("bf16", NumberFormat::Bf16), ("int8", NumberFormat::Bits8)] {
+            let matrix = Linear::new(&noise(width * depth), depth, format).unwrap();
+            group.bench_function(BenchmarkId::new(name, format!("{depth}x{width}")), |bencher| {
+                bencher.iter(|| matrix.multiply(black_box(&rows), &mut out, |_, _| {}));
+            });
+        }
         let q = std::array::from_fn(|at| (at * 37 % 256) as u8);
         let quantised = |_, _| Group { scale: 0.01, offset: -1.28, q };
         let matrix =
@@ -203,4 +215,8 @@ criterion_group!(
     cross_attention,
     residual
 );
-criterion_main!(benches);
+
+fn main() {
+    use_features_of_environment();
+    benches();
+}

@@ -3,6 +3,7 @@
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pulp::{Arch, WithSimd};
 use serde::{Deserialize, Serialize};
@@ -16,6 +17,9 @@ pub enum CpuFeatures {
     Auto,
     /// Registers of 16 f32.
     Avx512,
+    /// Registers of 8 f32, fused multiply-add, and AVX-VNNI.
+    #[serde(rename = "avx2-vnni")]
+    Avx2Vnni,
     /// Registers of 8 f32, and fused multiply-add.
     Avx2,
     /// Scalar code, which every CPU of the architecture runs.
@@ -24,12 +28,20 @@ pub enum CpuFeatures {
 
 impl CpuFeatures {
     /// All values, with their names in settings.
-    pub const ALL: [(Self, &str); 4] =
-        [(Self::Auto, "auto"), (Self::Avx512, "avx512"), (Self::Avx2, "avx2"), (Self::None, "none")];
+    pub const ALL: [(Self, &str); 5] = [
+        (Self::Auto, "auto"),
+        (Self::Avx512, "avx512"),
+        (Self::Avx2Vnni, "avx2-vnni"),
+        (Self::Avx2, "avx2"),
+        (Self::None, "none"),
+    ];
 }
 
 /// The vector units that kernels use. Set once, before the first kernel runs; then only read.
 static ARCH: OnceLock<Arch> = OnceLock::new();
+
+/// Whether AVX-VNNI must not be used, although this CPU may have it. Set with [`ARCH`].
+static WITHOUT_AVX_VNNI: AtomicBool = AtomicBool::new(false);
 
 /// Makes all kernels of this process use these vector units. Call it before any kernel.
 ///
@@ -42,13 +54,15 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
         #[cfg(target_arch = "x86_64")]
         CpuFeatures::Avx2 => pulp::x86::V3::try_new().map(Arch::V3),
         #[cfg(target_arch = "x86_64")]
+        CpuFeatures::Avx2Vnni if has_avx_vnni() => pulp::x86::V3::try_new().map(Arch::V3),
+        #[cfg(target_arch = "x86_64")]
         CpuFeatures::Avx512 => pulp::x86::V4::try_new().map(Arch::V4),
-        #[cfg(not(target_arch = "x86_64"))]
-        CpuFeatures::Avx2 | CpuFeatures::Avx512 => None,
+        _ => None,
     };
     let name = CpuFeatures::ALL.iter().find(|(known, _)| *known == features).map_or("", |(_, name)| *name);
     let arch =
         arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU does not have these vector units"))?;
+    WITHOUT_AVX_VNNI.store(features == CpuFeatures::Avx2, Ordering::Relaxed);
     // If it is set already, it is set to the same value, because a process has one worker.
     let _ = ARCH.set(arch);
     Ok(())
@@ -85,16 +99,34 @@ pub fn may_use_bf16() -> bool {
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn may_use_int16() -> bool {
     #[cfg(target_arch = "x86_64")]
-    let can = may_use_vnni() || matches!(ARCH.get_or_init(Arch::new), Arch::V3(_));
+    let can = may_use_vnni() || may_use_avx2();
     #[cfg(not(target_arch = "x86_64"))]
     let can = false;
     can
+}
+
+/// Whether kernels are compiled for AVX2: the CPU has it and no AVX-512, or the vector units that were set are these.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn may_use_avx2() -> bool {
+    matches!(ARCH.get_or_init(Arch::new), Arch::V3(_))
+}
+
+/// Whether products of bytes may use AVX-VNNI: the CPU has it, and the vector units that were set allow it.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn may_use_avx_vnni() -> bool {
+    has_avx_vnni() && !WITHOUT_AVX_VNNI.load(Ordering::Relaxed)
 }
 
 /// Whether this CPU has AVX2 and fused multiply-add.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
+}
+
+/// Whether this CPU has AVX-VNNI, the instructions of AVX512-VNNI for registers of 8 f32.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx_vnni() -> bool {
+    is_x86_feature_detected!("avxvnni")
 }
 
 /// Whether this CPU has AVX512-BF16, and the other AVX-512 instructions that the kernel uses.

@@ -11,7 +11,7 @@ use std::cell::RefCell;
 
 use super::activation::{Activation, activate};
 use super::add_norm::Epilogue;
-use super::gemm::{Matrix, NotWholeGroups, NumberFormat, Panels, RUN, Rows, by_blocks, narrow};
+use super::gemm::{Linear, NotWholeGroups, NumberFormat, Panels, RUN, Rows, by_blocks};
 
 /// One feed-forward sublayer.
 pub struct FeedForward {
@@ -23,7 +23,7 @@ enum Weights {
     /// In f32. The bias is padded with zeros to a multiple of [`RUN`].
     F32 { up: Panels, up_bias: Vec<f32>, gate: Option<Panels>, down: Panels },
     /// In any other number format.
-    Narrow { up: Matrix, up_bias: Vec<f32>, gate: Option<Matrix>, down: Matrix },
+    Narrow { up: Linear, up_bias: Vec<f32>, gate: Option<Linear>, down: Linear },
 }
 
 /// The weights as in the model's file, with one row for each output.
@@ -54,8 +54,8 @@ impl FeedForward {
             let (up, down) = (Panels::new(up, hidden), Panels::new(down, inner));
             Weights::F32 { up, up_bias, gate, down }
         } else {
-            let gate = gate.map(|gate| narrow(gate, hidden, format)).transpose()?;
-            let (up, down) = (narrow(up, hidden, format)?, narrow(down, inner, format)?);
+            let gate = gate.map(|gate| Linear::new(gate, hidden, format)).transpose()?;
+            let (up, down) = (Linear::new(up, hidden, format)?, Linear::new(down, inner, format)?);
             Weights::Narrow { up, up_bias, gate, down }
         };
         Ok(Self { weights, activation })
@@ -126,10 +126,10 @@ impl F32Layer<'_> {
 }
 
 struct NarrowLayer<'a> {
-    up: &'a Matrix,
+    up: &'a Linear,
     up_bias: &'a [f32],
-    gate: Option<&'a Matrix>,
-    down: &'a Matrix,
+    gate: Option<&'a Linear>,
+    down: &'a Linear,
     activation: Activation,
 }
 

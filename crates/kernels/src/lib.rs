@@ -34,8 +34,8 @@ pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
 pub use cpu::{CpuFeatures, may_use_bf16, may_use_int16, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
-    Group, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat, by_blocks, in_parallel,
-    multiply_rows, multiply_together,
+    Group, Linear, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat, by_blocks,
+    in_parallel, multiply_rows, multiply_together,
 };
 pub use polar::{bounded_exp, gaussian_radii, polar_to_complex, sines, tanh};
 pub use positions::{PositionTerms, RelativeBias, Rotary, positions_in_texts};

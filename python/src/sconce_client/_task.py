@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Union
 
@@ -33,6 +33,10 @@ PART = "reply.part"
 ROWS_PER_TASK = 32
 OWN_PARAMETERS = ("as_array", "rows_per_task")
 """Of the client's methods, and not of a body. A name that is nearly one of them is taken for a mistake, and not for a field of a body."""
+NOBODY = "; nobody consumes from it now"
+"""What a time-out adds if so."""
+LOOK_WITHIN = 1.0
+"""Seconds, after a time-out, to learn from the broker whether anybody consumes."""
 PUBLISHED_AT_MOST = 5
 """So often a task is published that the broker never confirms: it may be what the broker closes the channel for."""
 
@@ -180,47 +184,58 @@ class Call(Generic[T]):
 
 
 def embed(
-    client: Defaults, inputs: Iterator[list[Input]], rows: int, as_array: bool, more: Mapping[str, Any]
+    client: Defaults, inputs: Iterator[Sequence[Input | InputError]], as_array: bool, more: Mapping[str, Any]
 ) -> Call[Any]:
-    """Packs of `rows` texts or lists of ids, each a task."""
-    each = more.get("errors") == "each"
+    """Packs of inputs, each a task. An InputError among them is not sent, and divides its pack."""
+    each = is_each(more)
     if each and as_array:
         raise ValueError('an array has no place for an error: use errors="each" without as_array')
     fixed = fields({**more, "encoding_format": "base64"})
-    sizes: list[int] = []
+    places: list[range] = []
+    """Of the inputs of each task, in the caller's list."""
+    unsent: list[InputError] = []
 
     def tasks() -> Iterator[Task]:
+        begin = 0
         for pack in inputs:
-            sizes.append(len(pack))
-            yield client._task({"input": pack, **fixed}, url="/v1/embeddings")
+            for is_unsent, group in groupby(pack, lambda one: isinstance(one, InputError)):
+                run: list[Any] = list(group)
+                if is_unsent:
+                    unsent.extend(run)
+                else:
+                    places.append(range(begin, begin + len(run)))
+                    yield client._task({"input": run, **fixed}, url="/v1/embeddings")
+                begin += len(run)
 
     def failed(number: int, error: TaskError) -> TaskError:
-        error = error.moved(number * rows)
+        error = error.moved(places[number].start)
         # A task whose inputs are all bad fails with the error of the first.
         if each and error.index is not None and isinstance(error, (BadRequest, TooLarge)):
             return error
         raise error
 
-    def items(answers: Sequence[Answer]) -> Iterator[list[float] | InputError]:
-        for number, answer in enumerate(answers):
-            offset = number * rows
+    def items(answers: Sequence[Answer]) -> list[list[float] | InputError]:
+        found: dict[int, list[float] | InputError] = {error.index: error for error in unsent}
+        for its, answer in zip(places, answers):
             if isinstance(answer, TaskError):
-                yield InputError(offset, answer.message, answer.param, answer.code)
-                words = f"refused, as all {sizes[number]} inputs of its task; of the first: {answer.message}"
-                for index in range(offset + 1, offset + sizes[number]):
-                    yield InputError(index, words, f"input[{index}]", answer.code)
+                words = f"refused, as all {len(its)} inputs of its task; of the first: {answer.message}"
+                found.update((index, InputError(index, words, f"input[{index}]", answer.code)) for index in its)
+                found[its.start] = InputError(its.start, answer.message, answer.param, answer.code)
                 continue
-            for item in _wire.in_order(answer.json()):
-                if "error" in item:
-                    yield _input_error(offset, item)
-                else:
-                    yield _wire.vector(item["embedding"])
+            for index, item in zip(its, _wire.in_order(answer.json())):
+                found[index] = _input_error(its.start, item) if "error" in item else _wire.vector(item["embedding"])
+        return [found[index] for index in sorted(found)]
 
     def array(answers: Sequence[Answer]) -> NDArray[numpy.float32]:
         replies = (answer for answer in answers if isinstance(answer, Reply))
         return _wire.matrix([item["embedding"] for reply in replies for item in _wire.in_order(reply.json())])
 
-    return Call(tasks(), array if as_array else lambda answers: list(items(answers)), failed)
+    return Call(tasks(), array if as_array else items, failed)
+
+
+def is_each(more: Mapping[str, Any]) -> bool:
+    """Whether an input that is refused has an error in its place, and does not fail the call."""
+    return more.get("errors") == "each"
 
 
 def _input_error(offset: int, item: Mapping[str, Any]) -> InputError:
@@ -292,8 +307,8 @@ def classify_image(
     if is_url(image):
         task = client._task({"image_url": image, **given}, url="/classify")
     else:
-        file = image if isinstance(image, bytes) else Path(image).read_bytes()
-        task = client._task(file, url="/classify", content_type=content_type or image_type(file), headers=headers)
+        file, name = read_file(image, "image")
+        task = client._task(file, url="/classify", content_type=content_type or image_type(file, name), headers=headers)
 
     def gather(replies: Sequence[Answer]) -> list[Label]:
         found = (item for reply in replies if isinstance(reply, Reply) for item in reply.json())
@@ -309,8 +324,9 @@ def caption(client: Defaults, image: File, content_type: str | None, more: Mappi
     if is_url(image):
         task = client._task({"image_url": image, **fields(more)}, url="/image-to-text")
     else:
-        file = image if isinstance(image, bytes) else Path(image).read_bytes()
-        task = client._task(file, url="/image-to-text", content_type=content_type or image_type(file), headers=headers)
+        file, name = read_file(image, "image")
+        content_type = content_type or image_type(file, name)
+        task = client._task(file, url="/image-to-text", content_type=content_type, headers=headers)
 
     def gather(replies: Sequence[Answer]) -> str:
         [reply] = replies
@@ -348,8 +364,8 @@ def transcribe(
     if is_url(sound):
         task = client._task({"file_url": sound, **fields(more), **asked}, url=url)
     else:
-        file = sound if isinstance(sound, bytes) else Path(sound).read_bytes()
-        task = client._task(file, url=url, content_type=content_type or sound_type(file), headers=headers)
+        file, name = read_file(sound, "sound")
+        task = client._task(file, url=url, content_type=content_type or sound_type(file, name), headers=headers)
 
     def gather(replies: Sequence[Answer]) -> Transcript:
         [reply] = replies
@@ -408,7 +424,16 @@ def is_url(file: File) -> TypeGuard[str]:
     return isinstance(file, str) and "://" in file
 
 
-def image_type(image: bytes) -> str:
+def read_file(file: File, argument: str) -> tuple[bytes, str]:
+    """A file's bytes, and its name for errors: its path, or else the argument's name."""
+    if isinstance(file, bytes):
+        return file, argument
+    if not isinstance(file, (str, os.PathLike)):
+        raise TypeError(f"{argument} is a path, bytes or a URL, not {type(file).__name__}")
+    return Path(file).read_bytes(), str(file)
+
+
+def image_type(image: bytes, name: str) -> str:
     """The content type of an image file, by its first bytes. Raises ValueError for what sconce does not read."""
     if image.startswith(b"\xff\xd8\xff"):
         return "image/jpeg"
@@ -416,10 +441,10 @@ def image_type(image: bytes) -> str:
         return "image/png"
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "image/webp"
-    raise ValueError(_unknown(image, "JPEG, PNG or WebP"))
+    raise ValueError(_unknown(image, name, "JPEG, PNG or WebP"))
 
 
-def sound_type(sound: bytes) -> str:
+def sound_type(sound: bytes, name: str) -> str:
     """The content type of a recording, by its first bytes. Raises ValueError for what sconce does not read."""
     if sound[:4] == b"RIFF" and sound[8:12] == b"WAVE":
         return "audio/wav"
@@ -429,12 +454,12 @@ def sound_type(sound: bytes) -> str:
         return "audio/ogg"
     if sound.startswith(b"ID3") or (sound[:1] == b"\xff" and sound[1:2] >= b"\xe0"):
         return "audio/mpeg"
-    raise ValueError(_unknown(sound, "WAV, FLAC, Ogg or MP3"))
+    raise ValueError(_unknown(sound, name, "WAV, FLAC, Ogg or MP3"))
 
 
-def _unknown(file: bytes, known: str) -> str:
+def _unknown(file: bytes, name: str, known: str) -> str:
     begins = f"it begins with {file[:8]!r}" if file else "it is empty"
-    return f"the file is no {known}: {begins}"
+    return f"{name} is no {known}: {begins}"
 
 
 def fields(more: Mapping[str, Any]) -> dict[str, Any]:
@@ -479,19 +504,25 @@ def token_packs(inputs: Iterable[Sequence[int]], rows: int) -> Iterator[list[Seq
     return _packs(_ids(inputs), rows)
 
 
-def image_packs(images: Iterable[File], rows: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Images as inputs among texts, `rows` at a time. A file becomes a data URL."""
+def image_packs(images: Iterable[File], rows: int, each: bool) -> Iterator[list[Mapping[str, Any] | InputError]]:
+    """Images as inputs among texts, `rows` at a time. A file becomes a data URL. With `each`, one that cannot be read, or is
+    no image, becomes an InputError."""
     if isinstance(images, (str, bytes, Path)):
         raise TypeError("images is a list of images, not one image")
-    return _packs((_image_input(image) for image in images), rows)
+    return _packs((_image_input(image, index, each) for index, image in enumerate(images)), rows)
 
 
-def _image_input(image: File) -> Mapping[str, Any]:
+def _image_input(image: File, index: int, each: bool) -> Mapping[str, Any] | InputError:
     if is_url(image):
         return {"image_url": {"url": image}}
-    file = image if isinstance(image, bytes) else Path(image).read_bytes()
-    data = base64.b64encode(file).decode()
-    return {"image_url": {"url": f"data:{image_type(file)};base64,{data}"}}
+    try:
+        file, name = read_file(image, f"images[{index}]")
+        kind = image_type(file, name)
+    except (OSError, ValueError) as error:
+        if not each:
+            raise
+        return InputError(index, str(error), f"input[{index}]", "invalid_value")
+    return {"image_url": {"url": f"data:{kind};base64,{base64.b64encode(file).decode()}"}}
 
 
 def _texts(texts: Iterable[str], name: str) -> Iterator[str]:

@@ -107,7 +107,7 @@ class AsyncClient(Defaults):
         task of `rows_per_task` texts, not for all of them.
         """
         packs = _task.text_packs(texts, rows_per_task)
-        return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+        return await self._gather(_task.embed(self, packs, as_array, more))
 
     @overload
     async def embed_tokens(
@@ -134,17 +134,18 @@ class AsyncClient(Defaults):
     ) -> Any:
         """As `embed`, for lists of token ids of the model's own tokenizer."""
         packs = _task.token_packs(inputs, rows_per_task)
-        return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+        return await self._gather(_task.embed(self, packs, as_array, more))
 
     async def embed_images(
         self, images: Iterable[File], *, as_array: bool = False, rows_per_task: int = 8, **more: Any
     ) -> Any:
         """One vector for each image, in order, by a model of texts and images: its vectors of texts, which `embed` gives,
         lie in the same space. The images are JPEG, PNG or WebP files: paths, bytes, or URLs from which a worker fetches
-        them. The result and `more` are as for `embed`.
+        them. The result and `more` are as for `embed`. With `errors="each"` a file that cannot be read, or is no image, has
+        an InputError in its place, too.
         """
-        packs = _task.image_packs(images, rows_per_task)
-        return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+        packs = _task.image_packs(images, rows_per_task, _task.is_each(more))
+        return await self._gather(_task.embed(self, packs, as_array, more))
 
     async def rerank(
         self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any
@@ -356,6 +357,8 @@ class _Link:
         self._why: BaseException | None = None
         """Why the last connection ended."""
         self._to_cancel: list[_Waiting] = []
+        self._looks: dict[str, asyncio.Task[bool]] = {}
+        """By their queue, the questions to the broker that are on their way: whether nobody consumes."""
         self._background: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -420,9 +423,22 @@ class _Link:
         except asyncio.TimeoutError as error:
             if isinstance(error, errors.SconceError):
                 raise
-            away = "" if self._live() is not None else f" (the broker is away: {_broker.cause(self._why)})"
-            message = f"no reply from the queue {task.queue!r} within {task.timeout} s{away}"
+            message = f"no reply from the queue {task.queue!r} within {task.timeout} s"
+            session = self._live()
+            if session is None:
+                message += f" (the broker is away: {_broker.cause(self._why)})"
+            elif await self._is_unconsumed(session, task.queue):
+                message += _task.NOBODY
             raise errors.TaskTimeout(message) from None
+
+    async def _is_unconsumed(self, session: _Session, queue: str) -> bool:
+        """Whether nobody consumes from a queue, as far as that can be known soon. Asks once for all that ask together."""
+        look = self._looks.get(queue)
+        if look is None:
+            look = self._looks[queue] = asyncio.ensure_future(_look(session, queue))
+            look.add_done_callback(lambda _: self._looks.pop(queue))
+        await asyncio.wait({look}, timeout=_task.LOOK_WITHIN)
+        return look.done() and not look.cancelled() and look.result()
 
     async def _exchange(self, task: Task, on_part: Callable[[Part], None] | None) -> Reply:
         async with self._slots:
@@ -567,9 +583,10 @@ class _Link:
         if session is None:
             return
         try:
-            # On a channel of its own, which the broker closes where the exchange does not exist.
+            # On a channel of its own, which the broker closes where the exchange does not exist. It is asked for first: were it
+            # closed after `close` is sent, aiormq would take the answer to that for one to the next channel.
             channel = await session.connection.channel(publisher_confirms=False)
-            control = await channel.get_exchange(exchange, ensure=False)
+            control = await channel.get_exchange(exchange)
             for waiting in these:
                 message = aio_pika.Message(
                     b"", type=_task.CANCEL, correlation_id=waiting.task.correlation_id, reply_to=waiting.reply_to
@@ -583,6 +600,18 @@ class _Link:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _look(session: _Session, queue: str) -> bool:
+    try:
+        # On a channel of its own, which the broker closes where this user may not look.
+        channel = await session.connection.channel(publisher_confirms=False)
+        declared = await channel.declare_queue(queue, passive=True)
+        await channel.close()
+        return declared.declaration_result.consumer_count == 0
+    except LOST as error:
+        LOG.debug("looking for consumers: %r", error)
+        return False
 
 
 def _end(lost: asyncio.Future[BaseException | None], error: BaseException | None) -> None:

@@ -57,7 +57,8 @@ class NotAccepted(SconceError):
 
 
 class TaskTimeout(SconceError, TimeoutError):
-    """No reply came in time. The task may have been dropped, or may still be computed."""
+    """No reply came in time. The task may have been dropped, or may still be computed. The message says if nobody consumes
+    from the queue."""
 
 
 class TextsTruncated(UserWarning):
@@ -65,7 +66,7 @@ class TextsTruncated(UserWarning):
 
 
 class InputError(SconceError):
-    """Why one input of `embed(…, errors="each")` has no vector. It stands in the vector's place."""
+    """Why one input of `embed(…, errors="each")`, or of `embed_images`, has no vector. It stands in the vector's place."""
 
     def __init__(self, index: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -106,7 +106,7 @@ class Client(Defaults):
         task of `rows_per_task` texts, not for all of them.
         """
         packs = _task.text_packs(texts, rows_per_task)
-        return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+        return self._gather(_task.embed(self, packs, as_array, more))
 
     @overload
     def embed_tokens(
@@ -133,17 +133,18 @@ class Client(Defaults):
     ) -> Any:
         """As `embed`, for lists of token ids of the model's own tokenizer."""
         packs = _task.token_packs(inputs, rows_per_task)
-        return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+        return self._gather(_task.embed(self, packs, as_array, more))
 
     def embed_images(
         self, images: Iterable[File], *, as_array: bool = False, rows_per_task: int = 8, **more: Any
     ) -> Any:
         """One vector for each image, in order, by a model of texts and images: its vectors of texts, which `embed` gives,
         lie in the same space. The images are JPEG, PNG or WebP files: paths, bytes, or URLs from which a worker fetches
-        them. The result and `more` are as for `embed`.
+        them. The result and `more` are as for `embed`. With `errors="each"` a file that cannot be read, or is no image, has
+        an InputError in its place, too.
         """
-        packs = _task.image_packs(images, rows_per_task)
-        return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+        packs = _task.image_packs(images, rows_per_task, _task.is_each(more))
+        return self._gather(_task.embed(self, packs, as_array, more))
 
     def rerank(self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any) -> list[Ranked]:
         """The documents by how well they answer the query, best first. Scores are between 0 and 1.
@@ -371,6 +372,8 @@ class _Link:
         self._session = self._attempts = self._tag = 0
         self._tags: dict[int, _Waiting] = {}
         self._to_cancel: list[_Waiting] = []
+        self._expired: dict[str, list[_Waiting]] = {}
+        """By their queue, tasks whose time is over while the broker is asked who consumes from it."""
         self._why: BaseException | None = None
         """Why the last connection ended."""
         self._channel_why: BaseException | None = None
@@ -539,10 +542,39 @@ class _Link:
 
     def _expire(self, waiting: _Waiting) -> None:
         waiting.timer = None
-        away = "" if self._channel is not None else f" (the broker is away: {_broker.cause(self._why)})"
-        task = waiting.task
-        waiting.settle(errors.TaskTimeout(f"no reply from the queue {task.queue!r} within {task.timeout} s{away}"))
         self._ask_to_cancel(waiting)
+        queue = waiting.task.queue
+        these = self._expired.setdefault(queue, [])
+        these.append(waiting)
+        if len(these) == 1:
+            self._look(queue, these)
+
+    def _look(self, queue: str, these: list[_Waiting]) -> None:
+        """Ends tasks whose time is over, once it is known whether anybody consumes from their queue."""
+
+        def end(more: str = "") -> None:
+            if self._expired.get(queue) is these:
+                del self._expired[queue]
+            for waiting in these:
+                message = f"no reply from the queue {queue!r} within {waiting.task.timeout} s{more}"
+                waiting.settle(errors.TaskTimeout(message))
+
+        def declared(channel: Channel, consumers: int) -> None:
+            end("" if consumers else _task.NOBODY)
+            channel.close()
+
+        def declare(channel: Channel) -> None:
+            channel.queue_declare(
+                queue, passive=True, callback=lambda frame: declared(channel, frame.method.consumer_count)
+            )
+
+        connection = self._connection
+        if self._channel is None or connection is None or not connection.is_open:
+            end(f" (the broker is away: {_broker.cause(self._why)})")
+            return
+        self._loop.call_later(_task.LOOK_WITHIN, end)
+        # On a channel of its own, which the broker closes where this user may not look.
+        connection.channel(on_open_callback=declare).add_on_close_callback(lambda *_: end())
 
     def _publish(self, waiting: _Waiting) -> None:
         has_reply_queue = waiting.confirmed and self._named_queue is not None

@@ -185,8 +185,11 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     }
     let (is_complete, changed) = (*done == total, output.input_changed.take());
     if !is_complete && changed.is_none() {
-        let _ =
-            writeln!(summary, "stopped at line {done} of {total}; run the same command again to continue");
+        let once = if exit == Exit::ModelFailed { "once the cause is mended, " } else { "" };
+        let _ = writeln!(
+            summary,
+            "stopped at line {done} of {total}; {once}run the same command again to continue"
+        );
     }
     // A closed stderr does not change the exit code.
     let _ = io::stderr().write_all(summary.as_bytes());

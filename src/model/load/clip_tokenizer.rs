@@ -1,5 +1,5 @@
-//! CLIP's tokenizer from `vocab.json` and `merges.txt`, which pipelines of diffusers have instead of `tokenizer.json`. The
-//! vocabulary comes from the files; how texts are normalised and divided is fixed here.
+//! The tokenizer of a pipeline of diffusers: `tokenizer.json` if there is one, otherwise CLIP's, from `vocab.json` and
+//! `merges.txt`. For those two, how texts are normalised and divided is fixed here.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};

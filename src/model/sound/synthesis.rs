@@ -75,7 +75,7 @@ impl Synthesizer {
     }
 
     /// A pulse train, `[frames·hop]`. `pitch` has a value in Hz for each frame. In a pulse all harmonics
-    /// below [`MAX_HARMONIC`] have the same amplitude. Unvoiced frames are silent.
+    /// below [`MAX_HARMONIC`] have the same amplitude. Unvoiced samples are 0.
     pub fn pulses(&self, pitch: &[f32]) -> Vec<f32> {
         let mut phase = 0.0_f64;
         let count = pitch.len() * self.hop;

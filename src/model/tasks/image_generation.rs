@@ -226,7 +226,7 @@ impl ImageProcessor {
             let message = message(format!("this pool makes at most {max} pixels (max_pixels)"));
             return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param("size"));
         }
-        // Each level of the network but the last halves the latents.
+        // Each level of the denoising network but the last halves the sides of the latents.
         let coarsest = 1 << (self.config.levels() - 1);
         if [width, height].iter().any(|side| side / self.config.scale < coarsest) {
             let min = coarsest * self.config.scale;
@@ -265,7 +265,7 @@ impl ImageProcessor {
             "{prompt}\n{negative}Steps: {steps}, Sampler: {scheduler}, CFG scale: {guidance}, Seed: {seed}, Size: \
              {width}x{height}, Model: {model}"
         );
-        // PNG allows no zeros in a text.
+        // A text chunk of PNG must not contain NUL.
         text.replace('\0', " ")
     }
 }

@@ -19,7 +19,7 @@ use crate::model::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use crate::model::load::vocabulary::TokenField;
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::text_image::config::{ARCHITECTURES, TextImageConfig};
-use crate::model::nets::text_image::{Similarity, TextImageNetwork, TextOrImage};
+use crate::model::nets::text_image::{Similarity, TextImageNetwork, TextOrImage, check_dtype};
 use crate::model::{
     Body, Device, FileUrl, Files, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     TaskError,
@@ -32,6 +32,9 @@ use crate::protocol::{JSON, Value};
 
 /// The media types of the bodies of both routes.
 const MEDIA_TYPES: &[&str] = &[JSON, "image/jpeg", "image/png", "image/webp"];
+
+/// The most products of numbers that the scores of a task take on the usual threads: about 5 ms.
+const MAX_QUICK_PRODUCTS: usize = 4_000_000;
 
 /// Models of texts and images.
 pub static FAMILY: Family = Family {
@@ -66,8 +69,12 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = TextImageConfig::read(&files, spec)?;
     PixelLimits::read(&FAMILY, spec)?;
+    check_dtype(spec)?;
     decoder(&files, spec, &config)?;
     files.required("tokenizer.json")?;
+    if config.pads_texts() {
+        files.required("tokenizer_config.json")?;
+    }
     weights::check(&files.weights()?)
 }
 
@@ -192,6 +199,8 @@ enum RequestContext {
         is_list: bool,
         /// Whether the reply has raw scores instead of probabilities.
         raw_scores: bool,
+        /// Whether the scores take longer than some milliseconds.
+        is_slow: bool,
         /// Counts the labels that were cut.
         report: Arc<SharedReport>,
     },
@@ -251,10 +260,14 @@ impl Processor for TextImageProcessor {
         }
     }
 
+    fn is_finish_slow(&self, context: &TextImageContext) -> bool {
+        matches!(context.0, RequestContext::ZeroShot { is_slow: true, .. })
+    }
+
     fn finish(&self, context: TextImageContext, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         match context.0 {
             RequestContext::Embeddings(context) => context.reply(&self.names, self.vectors, outputs),
-            RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, report } => {
+            RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, report, .. } => {
                 let (of_labels, of_images) = outputs.split_at(labels.len());
                 let scores: Vec<Vec<f32>> =
                     of_images.iter().map(|image| self.scores(image, of_labels, raw_scores)).collect();
@@ -275,12 +288,14 @@ impl TextImageProcessor {
     fn zero_shot(&self, mut request: ZeroShotRequest) -> Result<Preprocessed<Self>, TaskError> {
         self.names.check(request.model.as_deref())?;
         let images = self.maker.decoder.read_headers(std::mem::take(&mut request.images))?;
+        let products = request.labels.len() * images.len() * self.vectors.width;
         let sentences = request.labels.iter().map(|label| Item::Text(request.sentence(label)));
         let items: Vec<_> = sentences.chain(images.into_iter().map(Item::Image)).map(Ok).collect();
         let path = |index| format!("labels[{index}]");
         let (report, inputs) = self.inputs(items, OnError::FailTask, request.truncate, path)?;
         let ZeroShotRequest { labels, top_k, is_list, raw_scores, .. } = request;
-        let context = RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, report };
+        let is_slow = products > MAX_QUICK_PRODUCTS;
+        let context = RequestContext::ZeroShot { labels, top_k, is_list, raw_scores, is_slow, report };
         Ok((TextImageContext(context), inputs))
     }
 

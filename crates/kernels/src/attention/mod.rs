@@ -16,8 +16,7 @@ mod text;
 use crate::add_norm::Epilogue;
 use crate::dispatch;
 use crate::gemm::{
-    Linear, Matrix, NotWholeGroups, NumberFormat, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
-    narrow,
+    Linear, NotWholeGroups, NumberFormat, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
 };
 use crate::positions::{PositionTerms, positions_in_texts};
 use long::{LONG, PackedHead};
@@ -45,7 +44,7 @@ enum Keys {
     /// In f32, as the left matrix of the product, so that the product gives transposed keys.
     Left(Rows),
     /// With fewer bits, as the right matrix. The keys are transposed after the product.
-    Right(Matrix),
+    Right(Linear),
 }
 
 impl Attention {
@@ -82,7 +81,7 @@ impl Attention {
             q_bias: scaled(q_bias).collect(),
             k: match format {
                 NumberFormat::F32 => Keys::Left(Rows::new(&k, hidden)),
-                _ => Keys::Right(narrow(&k, hidden, format)?),
+                _ => Keys::Right(Linear::new(&k, hidden, format)?),
             },
             out: Linear::new(&padded_out, heads * d_values, format)?,
             heads: Heads { count: heads, d, d_values },
@@ -181,7 +180,7 @@ impl Batch<'_> {
             }
             Keys::Right(k) => {
                 scratch.out.resize(x.len(), 0.0);
-                k.multiply(x, &mut scratch.out);
+                k.multiply(x, &mut scratch.out, |_, _| {});
                 let keys = &scratch.out;
                 by_blocks(&mut scratch.keys, stride, |first, to| {
                     transpose(&keys[first..], *hidden, to, stride)

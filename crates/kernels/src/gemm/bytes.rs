@@ -14,6 +14,8 @@ use std::arch::x86_64::{
     _mm512_slli_epi32, _mm512_srai_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
 
+use pulp::bytemuck;
+
 use super::number_format::{NumberFormat, PANEL};
 use crate::cpu::has_vnni;
 
@@ -356,7 +358,8 @@ fn sums<
 #[target_feature(enable = "avx512f")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn load_words(words: &[u32; LANES]) -> __m512i {
+pub(super) fn load_words<T: bytemuck::Pod>(words: &[T; LANES]) -> __m512i {
+    const { assert!(size_of::<T>() == size_of::<u32>()) };
     // SAFETY: the array has 64 bytes; the instruction takes any alignment.
     unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
 }

@@ -3,9 +3,13 @@
 
 use super::matrix::{Group, Matrix, RowFormat};
 use super::number_format::NumberFormat;
-use super::{Panels, by_blocks, multiply_rows};
+#[cfg(target_arch = "x86_64")]
+use super::signed_bytes::{ByteProducts, SignedBytes};
+use super::{Panels, Rows, by_blocks, multiply_rows};
 use crate::cpu::may_use_amx;
-use crate::{may_use_bf16, may_use_vnni};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::{may_use_avx_vnni, may_use_avx2, may_use_vnni};
+use crate::may_use_bf16;
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,18 +27,42 @@ pub enum Linear {
     Panels(Panels),
     /// With fewer bits.
     Narrow(Matrix),
+    /// In signed bytes.
+    #[cfg(target_arch = "x86_64")]
+    Bytes(SignedBytes),
 }
 
 impl Linear {
-    /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers. If the CPU can
+    /// multiply numbers of the format, rows are converted too before they are multiplied: to bf16 for a matrix in bf16
+    /// and, with AMX, for a quantised one; otherwise to 8 bits for a quantised one.
     ///
     /// # Errors
     /// `depth` is not a multiple of the group size of `format`.
     pub fn new(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Self, NotWholeGroups> {
-        match format {
-            NumberFormat::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
-            _ => narrow(columns, depth, format).map(Self::Narrow),
+        if !depth.is_multiple_of(format.group()) {
+            return Err(NotWholeGroups { format, depth });
         }
+        Ok(match format {
+            NumberFormat::F32 => Self::Panels(Panels::new(columns, depth)),
+            NumberFormat::Bf16 => {
+                let matrix = Matrix::of_bf16(columns, depth);
+                Self::Narrow(if may_use_bf16() { matrix.with_rows_as(RowFormat::Bf16) } else { matrix })
+            }
+            _ => {
+                #[cfg(target_arch = "x86_64")]
+                if let Some(products) = byte_products() {
+                    return Ok(Self::Bytes(SignedBytes::new(columns, depth, products)));
+                }
+                let quantised_group = |column: usize, index: usize| {
+                    let first = column * depth + index * format.group();
+                    quantised(&columns[first..][..format.group()], format.max_quantised())
+                };
+                let matrix = Matrix::of_groups(format, [depth, columns.len() / depth], quantised_group);
+                // With AMX, products of bf16 are so fast that unpacking the matrix for each block of rows pays.
+                Self::Narrow(if may_use_amx() { matrix.with_rows_as(RowFormat::Bf16) } else { matrix })
+            }
+        })
     }
 
     /// The number of rows.
@@ -42,6 +70,8 @@ impl Linear {
         match self {
             Self::Panels(panels) => panels.depth(),
             Self::Narrow(matrix) => matrix.depth(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Bytes(matrix) => matrix.depth(),
         }
     }
 
@@ -50,53 +80,45 @@ impl Linear {
         match self {
             Self::Panels(panels) => panels.width(),
             Self::Narrow(matrix) => matrix.width(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Bytes(matrix) => matrix.width(),
         }
     }
 
     /// `out` `[count, width]` ← `rows` `[count, depth]` times this matrix, in blocks of rows. `then` gets each block
     /// while it is in the cache, with the index of its first row.
     pub fn multiply(&self, rows: &[f32], out: &mut [f32], then: impl Fn(usize, &mut [f32]) + Send + Sync) {
+        if let Self::Panels(panels) = self {
+            return multiply_rows(rows, panels, out, then);
+        }
+        let (depth, width) = (self.depth(), self.width());
+        by_blocks(out, width, |first, out| {
+            self.multiply_single_threaded(&rows[first * depth..][..out.len() / width * depth], out);
+            then(first, out);
+        });
+    }
+
+    /// As [`multiply`](Self::multiply), but on this thread alone, and in one block.
+    pub fn multiply_single_threaded(&self, rows: &[f32], out: &mut [f32]) {
         match self {
-            Self::Panels(panels) => multiply_rows(rows, panels, out, then),
-            Self::Narrow(matrix) => by_blocks(out, matrix.width(), |first, out| {
-                let (depth, count) = (matrix.depth(), out.len() / matrix.width());
-                matrix.multiply_single_threaded(&rows[first * depth..][..count * depth], out);
-                then(first, out);
-            }),
+            Self::Panels(panels) => Rows::new(rows, panels.depth()).multiply(0, panels, out, panels.width()),
+            Self::Narrow(matrix) => matrix.multiply_single_threaded(rows, out),
+            #[cfg(target_arch = "x86_64")]
+            Self::Bytes(matrix) => matrix.multiply(rows, out),
         }
     }
 }
 
-/// Packs a matrix that is given by its columns, `[width, depth]`, in this format. If the CPU can multiply numbers of the
-/// format, rows are converted too before they are multiplied: to bf16 for a matrix in bf16 and, with AMX, for a quantised
-/// one; otherwise to 8 bits for a quantised matrix.
-///
-/// # Errors
-/// `depth` is not a multiple of the group size of `format`.
-pub fn narrow(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Matrix, NotWholeGroups> {
-    let group = format.group();
-    if !depth.is_multiple_of(group) {
-        return Err(NotWholeGroups { format, depth });
+/// The fastest instructions that may multiply bytes. None if there are none, or if AMX multiplies bf16 faster.
+#[cfg(target_arch = "x86_64")]
+fn byte_products() -> Option<ByteProducts> {
+    match () {
+        () if may_use_amx() => None,
+        () if may_use_vnni() => Some(ByteProducts::Avx512Vnni),
+        () if !may_use_avx2() => None,
+        () if may_use_avx_vnni() => Some(ByteProducts::AvxVnni),
+        () => Some(ByteProducts::Avx2),
     }
-    Ok(match format {
-        NumberFormat::F32 => Matrix::of_f32(columns, depth),
-        NumberFormat::Bf16 => {
-            let matrix = Matrix::of_bf16(columns, depth);
-            if may_use_bf16() { matrix.with_rows_as(RowFormat::Bf16) } else { matrix }
-        }
-        _ => {
-            let quantised_group = |column: usize, index: usize| {
-                quantised(&columns[column * depth + index * group..][..group], format.max_quantised())
-            };
-            let matrix = Matrix::of_groups(format, [depth, columns.len() / depth], quantised_group);
-            match () {
-                // With AMX, products of bf16 are so fast that unpacking the matrix for each block of rows pays.
-                () if may_use_amx() => matrix.with_rows_as(RowFormat::Bf16),
-                () if may_use_vnni() => matrix.with_rows_as(RowFormat::Int8),
-                () => matrix,
-            }
-        }
-    })
 }
 
 /// Quantises a group of numbers to whole numbers from 0 to `max`, rounded to the nearest. The smallest and the largest
@@ -167,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_depth_that_is_not_a_multiple_of_the_group_is_refused() {
-        let error = narrow(&[0.0; 80], 40, NumberFormat::Bits8).err().unwrap().to_string();
+        let error = Linear::new(&[0.0; 80], 40, NumberFormat::Bits8).err().unwrap().to_string();
         assert!(error.contains("multiple of 32") && error.contains("40"), "{error}");
     }
 }

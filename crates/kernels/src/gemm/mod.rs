@@ -20,6 +20,8 @@ mod number_format;
 mod quantised_rows;
 #[cfg(target_arch = "x86_64")]
 mod shorts;
+#[cfg(target_arch = "x86_64")]
+mod signed_bytes;
 mod size;
 mod tile;
 
@@ -30,7 +32,7 @@ use rayon::prelude::*;
 use super::activation::Activation;
 use super::dispatch;
 pub use layout::{Panels, Rows};
-pub use linear::{Linear, NotWholeGroups, narrow};
+pub use linear::{Linear, NotWholeGroups};
 pub use matrix::{Group, Matrix, PackedWords, RowFormat, multiply_together};
 pub use number_format::NumberFormat;
 use size::Tile;

@@ -30,10 +30,10 @@ pub enum Prediction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BetaSchedule {
-    /// In equal steps.
+    /// β grows linearly.
     #[default]
     Linear,
-    /// In equal steps of the square root.
+    /// √β grows linearly.
     ScaledLinear,
 }
 
@@ -185,7 +185,7 @@ pub struct History {
 }
 
 impl Schedule {
-    /// The schedule for this number of steps, from 1 to `num_train_timesteps`.
+    /// The schedule for this number of steps, from 1 to [`ScheduleConfig::max_steps`].
     pub fn new(config: &ScheduleConfig, kind: SchedulerKind, steps: usize) -> Self {
         let alphas_squared = alphas_squared(config);
         let level = |timestep: usize| Level::of_alpha_squared(alphas_squared[timestep]);
@@ -354,7 +354,7 @@ fn timesteps(config: &ScheduleConfig, kind: SchedulerKind, steps: usize) -> Vec<
     let count = config.num_train_timesteps;
     let (default, points) = match kind {
         SchedulerKind::Ddim => (Spacing::Leading, steps),
-        // UniPC takes one timestep more and drops the last one, 0.
+        // With leading and linspace spacing, UniPC spreads one timestep more, and drops the least noisy one.
         SchedulerKind::UniPc => (Spacing::Linspace, steps + 1),
     };
     let timestep = |step: usize| match config.timestep_spacing.unwrap_or(default) {

@@ -67,7 +67,7 @@ impl Encoded {
 
 /// The decoded frames of a sentence.
 pub struct Decoded {
-    /// The pitch of each frame, in Hz. Below 40 Hz the frame is unvoiced.
+    /// The pitch of each frame, in Hz. At 40 Hz and below, it is unvoiced.
     pub pitch: Vec<f32>,
     /// `[frames, width of the decoder]`.
     vectors: Tensor,
@@ -321,12 +321,12 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn norm(&self, name: &str, width: usize) -> Loaded<NormParams> {
         let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[width]);
-        // The bias that `add_norm` adds before the norm. It is not the norm's own bias.
+        // `add_norm` adds a bias and a residual before it norms. This network has neither, so both are zero.
         let zero_bias = self.weights.checked(name, self.weights.zeros(&[width]))?;
         self.weights.checked(name, NormParams::new(&zero_bias, &get("weight")?, &get("bias")?, EPS))
     }
 
-    /// The convolution `name` from `channels` to `width` channels, over `taps` frames.
+    /// The convolution `name` from `channels` to `width` channels, over `taps` neighbouring vectors: of symbols, rows or frames.
     fn convolution(&self, name: &str, [channels, width, taps]: [usize; 3]) -> Loaded<TimeConvolution> {
         let weights = self.weights.get(&format!("{name}.weight"), &[width, channels, taps])?;
         let bias = self.weights.get(&format!("{name}.bias"), &[width])?;

@@ -83,6 +83,19 @@ impl Clip {
     }
 }
 
+/// The precision of a network for this specification.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for a `dtype` that the device does not have.
+pub fn check_dtype(spec: &LoadSpec) -> Loaded<Precision> {
+    let precision = super::uniform_precision(spec)?;
+    if spec.device == "cpu" && precision.tensors == DType::BF16 {
+        let reason = "dtype is \"bf16\"; Candle has no matrix product in bf16 on CPUs; use f32 or f16";
+        return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+    }
+    Ok(precision)
+}
+
 impl TextImageNetwork {
     /// Loads a network, and compares its results on its device with those of a CPU in f32. `pad` is the id of
     /// SigLIP's padding token.
@@ -96,11 +109,7 @@ impl TextImageNetwork {
         config: &TextImageConfig,
         pad: u32,
     ) -> Loaded<Self> {
-        let precision = super::uniform_precision(spec)?;
-        if device.is_cpu() && precision.tensors == DType::BF16 {
-            let reason = "dtype is \"bf16\"; Candle has no matrix product in bf16 on CPUs; use f32 or f16";
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
-        }
+        let precision = check_dtype(spec)?;
         let mut network = Self::load_on(device, precision, files, config, pad)?;
         if fitness::needs_comparison(device, spec.dtype) {
             let mut reference = Self::load_on(&Device::Cpu, Precision::F32, files, config, pad)?;

@@ -35,6 +35,8 @@ const FRAMES_PER_SYMBOL: f32 = 7.0;
 /// Average duration of a phoneme of English prose at speed 1, in seconds, by which `max_seconds` is checked before
 /// anything is computed. The true duration is checked in the end.
 const SECONDS_PER_PHONEME: f32 = 0.058;
+/// The shortest duration of a sentence at speed 1, in seconds: one symbol between silences.
+const MIN_SENTENCE_SECONDS: f32 = 0.42;
 /// The longest sound of a task, as a multiple of `max_seconds`: the estimate may be wrong by as much.
 const DURATION_SLACK: f32 = 1.1;
 
@@ -206,7 +208,7 @@ impl Planner {
             return Ok(());
         }
         let message = format!(
-            "its {what} would take about {seconds:.0} s to speak, and {max:.0} s are allowed (max_seconds)"
+            "the task's {what} would take about {seconds:.0} s to speak, and {max:.0} s are allowed (max_seconds)"
         );
         Err(TaskError::new(TaskErrorKind::TooLarge, message))
     }
@@ -224,12 +226,14 @@ impl Planner {
         if all_ids.len() > self.max_sentences {
             let (count, max) = (all_ids.len(), self.max_sentences);
             let message =
-                format!("it has {count} sentences; this pool takes at most {max} inputs (max_inputs)");
+                format!("the task has {count} sentences; this pool takes at most {max} inputs (max_inputs)");
             return Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(spoken.field()));
         }
         let symbols: usize = all_ids.iter().map(Vec::len).sum();
-        let seconds = symbols as f32 * SECONDS_PER_PHONEME / parameters.speed;
-        let check = self.check_seconds(seconds, &format!("{symbols} phonemes"));
+        let of_sentence = |ids: &Vec<u32>| (ids.len() as f32 * SECONDS_PER_PHONEME).max(MIN_SENTENCE_SECONDS);
+        let seconds = all_ids.iter().map(of_sentence).sum::<f32>() / parameters.speed;
+        let what = format!("{symbols} phonemes in {} sentences", all_ids.len());
+        let check = self.check_seconds(seconds, &what);
         check.map_err(|error| error.with_param(spoken.field()))?;
         let sized = |(index, ids): (usize, Vec<u32>)| {
             let frames = self.frames(ids.len(), parameters.speed);
@@ -304,7 +308,10 @@ impl Planner {
         if seconds <= max * DURATION_SLACK {
             return Ok(());
         }
-        let message = format!("its sound has {seconds:.0} s, and {max:.0} s are allowed (max_seconds)");
+        let message = format!(
+            "the task's sound lasts {seconds:.0} s, and at most {:.0} s are allowed ({DURATION_SLACK} × max_seconds)",
+            max * DURATION_SLACK
+        );
         Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(field))
     }
 }

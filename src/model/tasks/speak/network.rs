@@ -49,7 +49,7 @@ pub struct Speaker {
 type Sounds = Vec<Result<Sound, TaskError>>;
 
 impl Speaker {
-    /// Speaks with these voices.
+    /// A network with these voices, in the order of `config.voices`.
     pub fn new(voices: Vec<Hibari>, config: &HibariConfig) -> Self {
         let synthesizer = Synthesizer::new(config.hop, config.sample_rate);
         Self { voices, synthesizer, sample_rate: config.sample_rate }

@@ -33,7 +33,7 @@ impl Pronunciations {
     /// Requests every file that loading may read.
     ///
     /// # Errors
-    /// [`LoadError::File`] if one of them is missing and others are there.
+    /// [`LoadError::File`] if `g2p/normalize.json` is there and another file is missing.
     pub fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
         if files.optional(MARKER)?.is_none() {
             return Ok(());
