@@ -176,8 +176,8 @@ fn lower_precision_is_as_close_as_documented() {
     let all = [
         (Dtype::F16, 1e-3, 0.999_99),
         (Dtype::Bf16, 5e-3, 0.999_5),
-        // Where the CPU multiplies bytes, the numbers between layers are rounded too: 0.998 for a text without words.
-        (Dtype::Int8, 1e-2, 0.997),
+        // The numbers between layers are rounded too. AVX2 rounds the matrices to fewer bits than VNNI.
+        (Dtype::Int8, 2e-2, 0.997),
     ];
     for (dtype, off, cosine) in all {
         let mut model = try_load(&minilm_folder(), dtype).unwrap_or_else(|error| panic!("{error}"));

@@ -45,7 +45,7 @@ fn use_features_of_environment() {
     let Ok(name) = std::env::var("CPU_FEATURES") else { return };
     let known = CpuFeatures::ALL.iter().find(|(_, known)| *known == name);
     let (features, _) = known.unwrap_or_else(|| panic!("CPU_FEATURES is {name:?}"));
-    use_features(*features).unwrap();
+    use_features(*features).expect("the CPU has them");
 }
 
 fn group<'a>(criterion: &'a mut Criterion, name: &str) -> BenchmarkGroup<'a, WallTime> {
@@ -65,7 +65,7 @@ fn product(criterion: &mut Criterion) {
             bencher.iter(|| multiply_rows(black_box(&rows), &panels, &mut out, |_, _| {}));
         });
         for (name, format) in [("bf16", NumberFormat::Bf16), ("int8", NumberFormat::Bits8)] {
-            let matrix = Linear::new(&noise(width * depth), depth, format).unwrap();
+            let matrix = Linear::new(&noise(width * depth), depth, format).expect("whole groups");
             group.bench_function(BenchmarkId::new(name, format!("{depth}x{width}")), |bencher| {
                 bencher.iter(|| matrix.multiply(black_box(&rows), &mut out, |_, _| {}));
             });
