@@ -26,7 +26,10 @@ const SMALL_WINDOW: f64 = 32.0;
 const HELD_TIME: Duration = Duration::from_millis(2_500);
 /// The most messages that are held for their time alone.
 const MAX_HELD_FOR_TIME: f64 = 64.0;
-/// The longest interval between two messages that is averaged. Longer ones are pauses of the requesters.
+/// If so many messages take less than this, quick tasks are held as in batches: nobody would count as slow.
+const MIN_HELD_TIME: Duration = Duration::from_secs(1);
+/// Longer intervals between two messages are not averaged: they are pauses of the requesters, or tasks so slow that two of
+/// them are enough.
 const MAX_INTERVAL: Duration = Duration::from_secs(2);
 /// The number of messages whose tokens must be known before they decide anything.
 const MIN_SAMPLES: u32 = 32;
@@ -116,8 +119,9 @@ impl Prefetch {
 
     pub(super) fn received(&mut self, bytes: usize, now: Instant) {
         self.bytes.add(bytes as f64, SMALL_WINDOW);
-        if let Some(last) = self.last_received_at.replace(now) {
-            self.interval.add(now.duration_since(last).min(MAX_INTERVAL).as_secs_f64(), SMALL_WINDOW);
+        let interval = self.last_received_at.replace(now).map(|last| now.duration_since(last));
+        if let Some(interval) = interval.filter(|interval| *interval <= MAX_INTERVAL) {
+            self.interval.add(interval.as_secs_f64(), SMALL_WINDOW);
         }
         self.received += 1;
         self.total = self.total.saturating_add(1);
@@ -156,7 +160,12 @@ impl Prefetch {
             None if is_measured => (2.0, self.limits.batches as f64 * batch),
             None => (2.0, f64::from(self.usual)),
         };
-        let in_time = (HELD_TIME.as_secs_f64() / self.interval.value.max(1e-3)).min(MAX_HELD_FOR_TIME);
+        let interval = self.interval.value;
+        let in_time = if interval * MAX_HELD_FOR_TIME < MIN_HELD_TIME.as_secs_f64() {
+            0.0
+        } else {
+            (HELD_TIME.as_secs_f64() / interval).min(MAX_HELD_FOR_TIME)
+        };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
         in_batches.max(in_time).min(in_bytes).clamp(least, MAX_PREFETCH).ceil()
     }
@@ -252,9 +261,15 @@ mod tests {
 
     #[test]
     fn it_covers_some_seconds_of_tasks_that_are_larger_than_a_batch() {
-        for (interval_ms, wanted) in
-            [(0, Some(64)), (50, Some(50)), (140, Some(18)), (1_000, Some(3)), (60_000, Some(2))]
-        {
+        for (interval_ms, wanted) in [
+            (0, Some(2)),
+            (10, Some(2)),
+            (20, Some(64)),
+            (50, Some(50)),
+            (140, Some(18)),
+            (1_000, Some(3)),
+            (60_000, Some(2)),
+        ] {
             let mut rig = Rig::new();
             rig.interval = Duration::from_millis(interval_ms);
             rig.take(64, (250, 1, 4_000));
@@ -264,7 +279,7 @@ mod tests {
 
     #[test]
     fn sequences_keep_their_prefetch_and_quick_ones_get_more() {
-        for (interval_ms, wanted) in [(1_000, None), (140, Some(18)), (2, Some(64))] {
+        for (interval_ms, wanted) in [(1_000, None), (140, Some(18)), (20, Some(64)), (2, None)] {
             let mut rig = Rig::new();
             rig.prefetch = Prefetch::of_sequences(LIMITS, 5, rig.now);
             rig.interval = Duration::from_millis(interval_ms);

@@ -46,6 +46,13 @@ const MAX_ROW: f32 = 255.0;
 /// The largest magnitude of a number of the matrix.
 const MAX_MAGNITUDE: f32 = 127.0;
 
+/// The rows of a tile. Its sums, a word of each of its columns and a word of a row take 27 of 32 registers.
+const HEIGHT_512: usize = 12;
+/// As `HEIGHT_512`: these take 15 of 16 registers.
+const HEIGHT_VNNI: usize = 6;
+/// As `HEIGHT_512`: with the second words of columns and row, a product and a constant, these take all 16 registers.
+const HEIGHT_AVX2: usize = 4;
+
 /// The instructions that multiply bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByteProducts {
@@ -67,13 +74,12 @@ impl ByteProducts {
         }
     }
 
-    /// The rows of a tile. With its sums, a word of each of its columns and a word of a row, it fills the registers;
-    /// for AVX2 also with the second words of columns and row, a product and a constant.
+    /// The rows of a tile.
     fn height(self) -> usize {
         match self {
-            Self::Avx512Vnni => 12,
-            Self::AvxVnni => 6,
-            Self::Avx2 => 4,
+            Self::Avx512Vnni => HEIGHT_512,
+            Self::AvxVnni => HEIGHT_VNNI,
+            Self::Avx2 => HEIGHT_AVX2,
         }
     }
 
@@ -154,8 +160,8 @@ impl SignedBytes {
             packed.pack(rows, self);
             match self.products {
                 ByteProducts::Avx512Vnni => multiply_512(self, &packed, out),
-                ByteProducts::AvxVnni => multiply_256::<6, true>(self, &packed, out),
-                ByteProducts::Avx2 => multiply_256::<4, false>(self, &packed, out),
+                ByteProducts::AvxVnni => multiply_256::<HEIGHT_VNNI, true>(self, &packed, out),
+                ByteProducts::Avx2 => multiply_256::<HEIGHT_AVX2, false>(self, &packed, out),
             }
         }
         ROWS.set(packed);
@@ -348,17 +354,17 @@ fn multiply_512(matrix: &SignedBytes, rows: &UnsignedRows, out: &mut [f32]) {
     }
 }
 
-/// The products of a tile of 12 rows with a panel of two lines. A group of the panel has `WORDS` words of numbers.
+/// The products of a tile of rows with a panel of two lines. A group of the panel has `WORDS` words of numbers.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 #[inline]
-fn sums_512<const WORDS: usize>(panel: &[Line], tile: Tile<'_>) -> [[__m512; 2]; 12] {
-    let mut results = [[_mm512_setzero_ps(); 2]; 12];
+fn sums_512<const WORDS: usize>(panel: &[Line], tile: Tile<'_>) -> [[__m512; 2]; HEIGHT_512] {
+    let mut results = [[_mm512_setzero_ps(); 2]; HEIGHT_512];
     let groups = panel.as_chunks::<2>().0.chunks_exact(HEADER + WORDS);
-    let groups = groups.zip(tile.words.as_chunks::<12>().0.chunks_exact(WORDS));
-    let scales = tile.scales.as_chunks::<12>().0.iter().zip(tile.offsets.as_chunks::<12>().0);
+    let groups = groups.zip(tile.words.as_chunks::<HEIGHT_512>().0.chunks_exact(WORDS));
+    let scales = tile.scales.as_chunks::<HEIGHT_512>().0.iter().zip(tile.offsets.as_chunks::<HEIGHT_512>().0);
     for ((lines, words), (scales, offsets)) in groups.zip(scales) {
         let (header, columns) = lines.split_at(HEADER);
-        let mut whole = [[_mm512_setzero_si512(); 2]; 12];
+        let mut whole = [[_mm512_setzero_si512(); 2]; HEIGHT_512];
         for (columns, words) in columns.iter().zip(words) {
             let columns = [bytes::load_words(&columns[0].0), bytes::load_words(&columns[1].0)];
             for (whole, word) in whole.iter_mut().zip(words) {
@@ -371,7 +377,7 @@ fn sums_512<const WORDS: usize>(panel: &[Line], tile: Tile<'_>) -> [[__m512; 2];
         for line in 0..2 {
             let [scale, sum] =
                 [0, 1].map(|index| _mm512_castsi512_ps(bytes::load_words(&header[index][line].0)));
-            for row in 0..12 {
+            for row in 0..HEIGHT_512 {
                 let result = &mut results[row][line];
                 let factor = _mm512_mul_ps(scale, _mm512_set1_ps(scales[row]));
                 *result = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[row][line]), factor, *result);
