@@ -54,6 +54,18 @@ fn an_option_the_model_does_not_take_is_refused_before_anything_starts() {
     assert!(said.contains("llama for generate (/v1/chat/completions, /v1/completions)"), "{said}");
 }
 
+#[test]
+fn a_dtype_that_the_device_of_the_pool_does_not_have_is_refused_before_anything_starts() {
+    for dtype in ["bf16", "int8"] {
+        for command in ["check-config", "launch"] {
+            // A string may be quoted as in a file.
+            let (exit, said) = sconce(command, &fixture("tiny-clip"), &format!("pool[0].dtype=\"{dtype}\""));
+            assert_eq!(exit, 82, "{command} {dtype}: {said}");
+            assert!(said.contains(&format!("dtype is \"{dtype}\"")), "{command} {dtype}: {said}");
+        }
+    }
+}
+
 /// Runs `sconce check-config` in a folder, with a settings file.
 fn check_in(folder: &Path, file: &str) -> (i32, String) {
     let mut process = Command::new(env!("CARGO_BIN_EXE_sconce"));

@@ -30,10 +30,10 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             .with_context(|| format!("broker.tls: {}", file.display()))
             .exits_with(Exit::Config)?;
     }
-    plan(&loaded.settings, &Host::here())?;
+    let slots = plan(&loaded.settings, &Host::here())?;
     for pool in &loaded.settings.pools {
         let description = registry
-            .check(pool)
+            .check(pool, &slots)
             .with_context(|| format!("pool {:?}", pool.name))
             .exits_with(Exit::ModelFailed)?;
         let description = description.unwrap_or_else(|| match &pool.missing_folder {

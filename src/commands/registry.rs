@@ -217,16 +217,17 @@ impl Registry {
     }
 
     /// As [`describe`](Self::describe), but also checks the model's files, as far as that is possible without loading
-    /// them.
+    /// them. `slots` are those of this host; the first of the pool decides for which device is checked.
     ///
     /// # Errors
     /// No code serves the model, or a file is missing, invalid or truncated.
-    pub(super) fn check(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+    pub(super) fn check(&self, pool: &Pool, slots: &[Assignment]) -> Result<Option<String>, LoadError> {
         if self.named(&pool.model).is_none() && ModelFiles::is_path(&pool.model) {
             ModelFiles::locate(&pool.model)?;
         }
         if let Some(rules) = self.family(pool).and_then(Family::files) {
-            (rules.check)(&pool_spec(pool, ""))?;
+            let device = slots.iter().find(|slot| slot.pool.name == pool.name).map(|slot| &*slot.device);
+            (rules.check)(&pool_spec(pool, device.unwrap_or_default()))?;
         }
         self.describe(pool)
     }
@@ -247,7 +248,7 @@ impl Registry {
         let slots = plan(settings, host)?;
         for pool in &settings.pools {
             // Other problems of the model's files may be temporary; the worker reports them.
-            if let Err(error @ LoadError::Unsupported { .. }) = self.check(pool) {
+            if let Err(error @ LoadError::Unsupported { .. }) = self.check(pool, &slots) {
                 return Err(error)
                     .with_context(|| format!("pool {:?}", pool.name))
                     .exits_with(Exit::ModelFailed);

@@ -27,8 +27,8 @@ use crate::protocol::image_generation::{
     DEFAULT_STEPS, GeneratedImage, ImageRequest, ImageSize, Progress, SeededFile, URL, png, write_images,
 };
 
-/// The sides of images are multiples of this, in pixels.
-const SIDE_UNIT: usize = 8;
+/// The sides of images are multiples of at least this many pixels, also if the decoder enlarges latents by less.
+const MIN_SIDE_UNIT: usize = 8;
 /// A seed that follows from the task's id has this many bits, so that JavaScript reads it exactly.
 const SEED_BITS: u32 = 53;
 
@@ -158,7 +158,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageGe
         model: spec.model_name().to_owned(),
         max_images: options.max_images.min(spec.max_inputs),
         max_steps: options.max_steps.min(config.schedule.max_steps(options.scheduler)),
-        side_unit: config.scale.max(SIDE_UNIT),
+        side_unit: config.scale.max(MIN_SIDE_UNIT),
         config,
         options,
     };

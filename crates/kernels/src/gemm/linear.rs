@@ -51,7 +51,9 @@ impl Linear {
             }
             _ => {
                 #[cfg(target_arch = "x86_64")]
-                if let Some(products) = byte_products() {
+                if format == NumberFormat::Bits8
+                    && let Some(products) = byte_products()
+                {
                     return Ok(Self::Bytes(SignedBytes::new(columns, depth, products)));
                 }
                 let quantised_group = |column: usize, index: usize| {

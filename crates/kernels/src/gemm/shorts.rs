@@ -234,7 +234,7 @@ fn sums<const HEIGHT: usize, const WIDTH: usize, const PER_WORD: usize, const WO
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "only assembly, here an empty one, fixes the order of operations")]
-fn in_register(mut sum: __m256i) -> __m256i {
+pub(super) fn in_register(mut sum: __m256i) -> __m256i {
     // SAFETY: no instruction is executed.
     unsafe { asm!("/* {0} */", inout(ymm_reg) sum, options(nomem, nostack, preserves_flags)) }
     sum
@@ -265,7 +265,7 @@ fn load_words(words: &[u32; LANES]) -> __m256i {
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn load_f32(numbers: &[f32; LANES]) -> __m256 {
+pub(super) fn load_f32(numbers: &[f32; LANES]) -> __m256 {
     // SAFETY: the array has 32 bytes; the instruction takes any alignment.
     unsafe { _mm256_loadu_ps(numbers.as_ptr()) }
 }
@@ -273,7 +273,7 @@ fn load_f32(numbers: &[f32; LANES]) -> __m256 {
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn store_f32(numbers: __m256) -> [f32; LANES] {
+pub(super) fn store_f32(numbers: __m256) -> [f32; LANES] {
     let mut to = [0.0; LANES];
     // SAFETY: the array has 32 bytes; the instruction takes any alignment.
     unsafe { _mm256_storeu_ps(to.as_mut_ptr(), numbers) }
@@ -283,7 +283,7 @@ fn store_f32(numbers: __m256) -> [f32; LANES] {
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn store_words(words: __m256i) -> [i32; LANES] {
+pub(super) fn store_words(words: __m256i) -> [i32; LANES] {
     let mut to = [0; LANES];
     // SAFETY: the array has 32 bytes; the instruction takes any alignment.
     unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), words) }

@@ -11,16 +11,17 @@
 use std::arch::asm;
 use std::arch::x86_64::{
     __m256, __m256i, __m512, _mm256_add_epi16, _mm256_add_epi32, _mm256_castsi256_ps, _mm256_cvtepi32_ps,
-    _mm256_cvtps_epi32, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16,
-    _mm256_maddubs_epi16, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_packs_epi32,
-    _mm256_packus_epi16, _mm256_permutevar8x32_epi32, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_setr_epi32, _mm256_setzero_ps, _mm256_setzero_si256, _mm256_storeu_ps, _mm256_storeu_si256,
-    _mm256_sub_ps, _mm512_castsi512_ps, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps,
-    _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_setzero_si512,
+    _mm256_cvtps_epi32, _mm256_fmadd_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_maddubs_epi16,
+    _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_packs_epi32, _mm256_packus_epi16,
+    _mm256_permutevar8x32_epi32, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32,
+    _mm256_setzero_ps, _mm256_setzero_si256, _mm256_sub_ps, _mm512_castsi512_ps, _mm512_cvtepi32_ps,
+    _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_setzero_si512,
 };
 use std::cell::RefCell;
 
 use super::bytes;
+use super::shorts::{in_register, load_f32, store_f32, store_words};
 use crate::cpu::{has_avx_vnni, has_avx2, has_vnni};
 
 /// Numbers of f32, or words, in a register of 256 bits.
@@ -284,9 +285,9 @@ impl Range {
             (low, high) = (_mm256_min_ps(low, numbers), _mm256_max_ps(high, numbers));
             zero = _mm256_fmadd_ps(numbers, _mm256_setzero_ps(), zero);
         }
-        let low = store(low).into_iter().fold(f32::INFINITY, f32::min);
-        let high = store(high).into_iter().fold(f32::NEG_INFINITY, f32::max);
-        Self { low, scale: (high - low) / MAX_ROW + store(zero).into_iter().sum::<f32>() }
+        let low = store_f32(low).into_iter().fold(f32::INFINITY, f32::min);
+        let high = store_f32(high).into_iter().fold(f32::NEG_INFINITY, f32::max);
+        Self { low, scale: (high - low) / MAX_ROW + store_f32(zero).into_iter().sum::<f32>() }
     }
 
     /// The numbers in bytes, rounded to the nearest, ties to even.
@@ -401,7 +402,7 @@ fn multiply_256<const HEIGHT: usize, const VNNI: bool>(
         } else {
             sums_256::<HEIGHT, VNNI, { SHORT_GROUP / PER_WORD }>(panel, tile)
         };
-        to.write(&sums.map(|[first, second]| [store(first), store(second)]), out, matrix.width);
+        to.write(&sums.map(|[first, second]| [store_f32(first), store_f32(second)]), out, matrix.width);
     }
 }
 
@@ -473,50 +474,12 @@ fn with_dot(mut sum: __m256i, row: __m256i, columns: __m256i) -> __m256i {
     sum
 }
 
-/// Returns a sum as it is, for the reason given at `shorts::in_register`.
-#[target_feature(enable = "avx2")]
-#[inline]
-#[expect(unsafe_code, reason = "only assembly, here an empty one, fixes the order of operations")]
-fn in_register(mut sum: __m256i) -> __m256i {
-    // SAFETY: no instruction is executed.
-    unsafe { asm!("/* {0} */", inout(ymm_reg) sum, options(nomem, nostack, preserves_flags)) }
-    sum
-}
-
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
 fn halves(Line(words): &Line) -> [__m256i; HALVES] {
     // SAFETY: each half of the array has 32 bytes; the instruction takes any alignment.
     [0, LANES].map(|first| unsafe { _mm256_loadu_si256(words[first..].as_ptr().cast()) })
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-#[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn load_f32(numbers: &[f32; LANES]) -> __m256 {
-    // SAFETY: the array has 32 bytes; the instruction takes any alignment.
-    unsafe { _mm256_loadu_ps(numbers.as_ptr()) }
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-#[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn store_words(words: __m256i) -> [i32; LANES] {
-    let mut to = [0; LANES];
-    // SAFETY: the array has 32 bytes; the instruction takes any alignment.
-    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), words) }
-    to
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-#[expect(unsafe_code, reason = "no safe interface has the instruction")]
-fn store(numbers: __m256) -> [f32; LANES] {
-    let mut to = [0.0; LANES];
-    // SAFETY: the array has 32 bytes; the instruction takes any alignment.
-    unsafe { _mm256_storeu_ps(to.as_mut_ptr(), numbers) }
-    to
 }
 
 #[cfg(test)]
@@ -613,7 +576,7 @@ mod tests {
             // Powers make a few magnitudes large, and most of them small.
             noise(&[128], 1.0, seed).iter().map(|x| x.powi(1 + seed as i32 % 7)).collect()
         }));
-        // The bytes of a row are 0 and 255: all high, all high but for one, and high where the column is negative.
+        // The bytes of a row are 255 where the column is positive, or where it is negative, and 0 elsewhere.
         for columns in matrices {
             for group in columns.chunks(LONG_GROUP) {
                 let magnitudes: Vec<f32> =
