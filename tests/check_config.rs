@@ -8,12 +8,19 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use sconce::model::{CpuFeatures, LoadSpec};
+
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
 /// Runs a command with a model and one more setting.
 fn sconce(command: &str, model: &Path, set: &str) -> (i32, String) {
+    sconce_with(command, model, &[set.to_owned()])
+}
+
+/// Runs a command with a model and further settings.
+fn sconce_with(command: &str, model: &Path, set: &[String]) -> (i32, String) {
     let mut process = Command::new(env!("CARGO_BIN_EXE_sconce"));
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
@@ -25,7 +32,7 @@ fn sconce(command: &str, model: &Path, set: &str) -> (i32, String) {
     let devices = "pool[0].devices=cpu";
     // Nobody listens there: what `launch` does not refuse would be tried for a millisecond.
     let broker = ["broker.url=amqp://127.0.0.1:9", "broker.give_up_after=1ms"];
-    let set = [&model, devices, set].into_iter().chain(broker);
+    let set = [&model, devices].into_iter().chain(set.iter().map(|set| &**set)).chain(broker);
     let output: Output = process.arg(command).args(set.flat_map(|set| ["--set", set])).output().unwrap();
     let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
     (output.status.code().unwrap(), format!("{out}\n{err}"))
@@ -63,6 +70,26 @@ fn a_dtype_that_the_device_of_the_pool_does_not_have_is_refused_before_anything_
             assert_eq!(exit, 82, "{command} {dtype}: {said}");
             assert!(said.contains(&format!("dtype is \"{dtype}\"")), "{command} {dtype}: {said}");
         }
+    }
+}
+
+#[test]
+fn the_dtype_that_a_worker_will_try_first_is_shown() {
+    let first = |cpu_features| {
+        let spec = LoadSpec { is_dtype_chosen: true, cpu_features, ..LoadSpec::new("a") };
+        spec.candidates()[0].dtype.name()
+    };
+    let (best, none) = (first(CpuFeatures::Auto), first(CpuFeatures::None));
+    assert_eq!(none, "f32");
+    let mut expected = vec![("tiny-clip", "auto", "f32"), ("tiny-resnet", "auto", "f32")];
+    let with_linear_layers = ["tiny-bert-cls", "tiny-vit", "generate-llama", "whisper-random"];
+    expected.extend(with_linear_layers.map(|model| (model, "auto", best)));
+    expected.push(("tiny-vit", "none", none));
+    for (model, features, dtype) in expected {
+        let settings = ["pool[0].dtype=auto".to_owned(), format!("pool[0].cpu_features={features}")];
+        let (exit, said) = sconce_with("check-config", &fixture(model), &settings);
+        assert_eq!(exit, 0, "{model}: {said}");
+        assert!(said.contains(&format!(", in {dtype} (dtype = \"auto\")")), "{model} {features}: {said}");
     }
 }
 

@@ -194,6 +194,20 @@ fn lower_precision_is_as_close_as_documented() {
     }
 }
 
+/// Every number format that a worker may choose passes its check with a published model.
+#[test]
+fn a_chosen_precision_passes_its_check() {
+    for dtype in [Dtype::Int8, Dtype::Bf16] {
+        let source = minilm_folder();
+        let spec = LoadSpec {
+            dtype,
+            is_dtype_chosen: true,
+            ..LoadSpec::new(source.to_str().expect("a path in UTF-8"))
+        };
+        embed::load(&spec, &Device::Cpu).map(drop).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
 #[test]
 fn a_result_does_not_depend_on_its_batch_mates() {
     // On a CPU only f16 rounds the numbers between layers to 16 bits.

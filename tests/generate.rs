@@ -11,7 +11,7 @@ use sconce::model::nets::decoder::config::DecoderConfig;
 use sconce::model::nets::decoder::{Decoder, DecoderWeights};
 use sconce::model::ops::causal::Span;
 use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
-use sconce::model::ops::{RowFormat, may_use_int16, may_use_vnni};
+use sconce::model::ops::{NumberFormat, RowFormat, may_use_int16, may_use_vnni};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
     Advance, Device, Dtype, Effort, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
@@ -146,6 +146,11 @@ fn reply((processor, generator): &mut (GenerateProcessor, TextGenerator), url: &
 
 /// The numbers of the next token after all of `ids`, fed in chunks.
 fn logits(path: &Path, ids: &[u32], chunk: usize) -> Vec<f32> {
+    logits_in(NumberFormat::F32, path, ids, chunk)
+}
+
+/// As [`logits`], with the matrices of safetensors files in this format.
+fn logits_in(format: NumberFormat, path: &Path, ids: &[u32], chunk: usize) -> Vec<f32> {
     let (config, weights) = if path.is_file() {
         let gguf = Gguf::read(path).expect("a GGUF file");
         let config = DecoderConfig::from_gguf(&gguf).expect("metadata");
@@ -154,8 +159,8 @@ fn logits(path: &Path, ids: &[u32], chunk: usize) -> Vec<f32> {
     } else {
         let files = ModelFiles::locate(path.to_str().expect("UTF-8")).expect("a folder");
         let config = DecoderConfig::read(&files, "it").unwrap_or_else(|error| panic!("{error}"));
-        let weights =
-            DecoderWeights::from_safetensors(&files, &config).unwrap_or_else(|error| panic!("{error}"));
+        let weights = DecoderWeights::from_safetensors(&files, &config, format)
+            .unwrap_or_else(|error| panic!("{error}"));
         (config, weights)
     };
     let mut decoder =
@@ -192,6 +197,35 @@ fn tokens_are_those_of_the_reference_library() {
             assert_eq!(ours, numbers(&chat["ids"]), "{name}: {}", chat["rendered"]);
         }
     }
+}
+
+#[test]
+fn safetensors_weights_with_fewer_bits_give_nearly_the_same_logits_however_the_prompt_is_cut() {
+    for name in TINY {
+        let path = fixture(name);
+        for (format, dtype, most) in
+            [(NumberFormat::Bf16, Dtype::Bf16, 0.05), (NumberFormat::Bits8, Dtype::Int8, 0.05)]
+        {
+            // What a worker checks when it chooses the number format.
+            let spec = LoadSpec { dtype, is_dtype_chosen: true, ..spec(&path, json!({})) };
+            generate::load(&spec, &Device::Cpu).map(drop).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let expected = expected(name);
+            let prompts = expected["prompts"].as_array().expect("a list");
+            for ids in prompts.iter().map(|prompt| numbers(&prompt["ids"])) {
+                let (exact, found) = (logits(&path, &ids, ids.len()), logits_in(format, &path, &ids, ids.len()));
+                let error: f32 = exact.iter().zip(&found).map(|(a, b)| (a - b).powi(2)).sum();
+                let off = (error / exact.iter().map(|x| x * x).sum::<f32>()).sqrt();
+                assert!(off > 0.0 && off < most, "{name} {dtype:?}: {off}");
+                assert_eq!(logits_in(format, &path, &ids, 3), found, "{name} {dtype:?}");
+            }
+        }
+        let in_f16 = LoadSpec { dtype: Dtype::F16, ..spec(&path, json!({})) };
+        let refused = generate::load(&in_f16, &Device::Cpu).err().expect("a refusal").to_string();
+        assert!(refused.contains("dtype is \"f16\"; on a CPU text is generated in f32, bf16 or int8"), "{refused}");
+    }
+    let int8 = LoadSpec { dtype: Dtype::Int8, ..spec(&smollm2(), json!({})) };
+    let refused = generate::load(&int8, &Device::Cpu).err().expect("a refusal").to_string();
+    assert!(refused.contains("the weights of a GGUF file are kept as in the file"), "{refused}");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, CpuFeatures, Devices, Drain, Dtype, Fetch, Launcher, Loaded, Pool, Replace, Retry,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, Loaded, Pool, Replace, Retry,
     S3, Secret, Settings, Telemetry, Tls, load, redact_url,
 };
 
@@ -54,7 +54,7 @@ fn default_pool() -> Pool {
         devices: Devices::Auto,
         workers_per_device: 1,
         threads: None,
-        dtype: Dtype::F32,
+        dtype: DtypeSetting::F32,
         cpu_features: CpuFeatures::Auto,
         min_speed: 0.2,
         prefetch: None,

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use sconce::model::sound::RATE;
 use sconce::model::sound::decode::{Channels, Limits, Recording};
 use sconce::model::tasks::transcribe::{self, TranscribeProcessor, Transcriber, WindowInput, WindowText};
-use sconce::model::{Advance, Device, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError};
+use sconce::model::{Advance, Device, Dtype, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError};
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -239,6 +239,23 @@ fn real_recordings_have_transformers_transcripts_alone_and_together() {
         let no_speech = case["no_speech_prob"].as_f64().expect("a number") as f32;
         assert!((text.no_speech - no_speech).abs() < TOLERANCE, "{sound}: {} {no_speech}", text.no_speech);
         assert_eq!(run(&mut network, &[window], 1, 0), [text], "{sound} alone, to the bit");
+    }
+}
+
+#[test]
+fn weights_with_fewer_bits_write_nearly_the_same_words() {
+    let expected = expected_json(TINY_EN);
+    for dtype in [Dtype::Bf16, Dtype::Int8] {
+        let spec = LoadSpec { dtype, is_dtype_chosen: true, ..spec(TINY_EN, &[("sequences", 16.into())]) };
+        let mut model = transcribe::load(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        let (mut all, mut wrong) = (0, 0);
+        for (sound, right) in &expected {
+            let right = words(right["cases"][0]["text"].as_str().expect("a text"));
+            let found = reply(&mut model, &message(bytes(sound), &json!({})));
+            all += right.len();
+            wrong += edits(&right, &words(found["text"].as_str().expect("a text")));
+        }
+        assert!(all > 100 && wrong * 50 < all, "{dtype:?}: {wrong} of {all} words differ");
     }
 }
 

@@ -18,7 +18,8 @@ def _said(*command):
     return done.stdout.strip()
 
 
-def _processor():
+def processor():
+    """The name of this machine's processor."""
     fields = dict(re.findall(r"^([^:]+):\s+(.*)$", _said("lscpu"), re.MULTILINE))
     flags = fields.get("Flags", "").split()
     vectors = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), "")
@@ -45,7 +46,7 @@ def conditions(scene, rounds):
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return [
         f"- {when} UTC, commit `{commit}`, `{command}`",
-        f"- {_processor()}; Linux {platform.release()}; {place}; {quiet}",
+        f"- {processor()}; Linux {platform.release()}; {place}; {quiet}",
         f"- RabbitMQ {rabbit}; {rust}; Python {python}, {peers}",
         f"- {scene.count:,} texts of {tokens}, all-MiniLM-L6-v2 in f32",
     ]

@@ -236,7 +236,8 @@ fn slot_line(slot: &SlotReport, command: &CtlCommand) -> String {
             // The failure of a slot that works again is shown only with `--json`.
             let failure = slot.last_failure.as_ref().filter(|_| !slot.state.is_serving());
             let failure = failure.map(|failure| format!("  last failure: {failure}")).unwrap_or_default();
-            format!("{head}  {}  {}{failure}", slot.device, slot.model)
+            let dtype = slot.dtype.as_ref().map(|dtype| format!(" in {dtype}")).unwrap_or_default();
+            format!("{head}  {}  {}{dtype}{failure}", slot.device, slot.model)
         }
         _ => {
             let outcome = slot.refused.as_ref().map(|reason| format!("refused: {reason}"));
@@ -256,10 +257,10 @@ fn active_tasks(slot: &SlotReport) -> String {
 /// below.
 fn write_stats_table(text: &mut String, slots: &[SlotReport]) {
     let head =
-        ["slot", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
-    let row = |cells: [String; 10]| {
+        ["slot", "dtype", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
+    let row = |cells: [String; 11]| {
         let [slot, rest @ ..] = cells;
-        let widths = [9, 8, 8, 6, 12, 9, 8, 8, 11];
+        let widths = [7, 9, 8, 8, 6, 12, 9, 8, 8, 11];
         let rest: Vec<String> =
             rest.iter().zip(widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
         format!("  {slot:<17}{}\n", rest.join(""))
@@ -277,6 +278,7 @@ fn write_stats_table(text: &mut String, slots: &[SlotReport]) {
         };
         text.push_str(&row([
             slot.slot.clone(),
+            slot.dtype.clone().unwrap_or_else(|| "-".to_owned()),
             succeeded.to_string(),
             (stats.tasks() - succeeded).to_string(),
             stats.retried.to_string(),

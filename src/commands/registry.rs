@@ -225,11 +225,30 @@ impl Registry {
         if self.named(&pool.model).is_none() && ModelFiles::is_path(&pool.model) {
             ModelFiles::locate(&pool.model)?;
         }
+        let mut chosen = None;
         if let Some(rules) = self.family(pool).and_then(Family::files) {
             let device = slots.iter().find(|slot| slot.pool.name == pool.name).map(|slot| &*slot.device);
-            (rules.check)(&pool_spec(pool, device.unwrap_or_default()))?;
+            let candidates = pool_spec(pool, device.unwrap_or_default()).candidates();
+            let count = candidates.len();
+            for (index, candidate) in candidates.into_iter().enumerate() {
+                match (rules.check)(&candidate) {
+                    Err(LoadError::Unsupported { .. }) if index + 1 < count => {}
+                    Err(error) => return Err(error),
+                    Ok(()) => {
+                        chosen = candidate.is_dtype_chosen.then_some(candidate.dtype.name());
+                        break;
+                    }
+                }
+            }
         }
-        self.describe(pool)
+        let description = self.describe(pool)?;
+        Ok(description.map(|description| match chosen {
+            None => description,
+            Some("f32") => format!("{description}, in f32 (dtype = \"auto\")"),
+            Some(dtype) => {
+                format!("{description}, in {dtype} (dtype = \"auto\") if its results are close to those in f32")
+            }
+        }))
     }
 
     /// Whether a pool answers `url`; true for a registered model, because only its code knows its URLs.

@@ -133,11 +133,12 @@ section! {
         /// Compute threads of a CPU worker. For a GPU worker: the number of preprocess threads, and also of threads
         /// that write replies, at most 8 of each. "auto": the cores divided among the workers.
         threads: Option<usize> = "auto", read::unless("auto", read::whole(WORKERS_OR_THREADS));
-        /// The number format of weights and products: "f32", "bf16", "f16" or "int8". In f32 results equal the
-        /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply
-        /// only to the matrices of linear layers, and f16 is slow. int8 is for CPUs only, where it is faster with
-        /// AVX2, VNNI or AMX (docs/performance.md).
-        dtype: Dtype = "f32", read::choice(&Dtype::ALL);
+        /// The number format of weights and products: "f32", "bf16", "f16", "int8", or "auto", which is the fastest
+        /// whose results stay close to those in f32 on the worker's device. In f32 results equal the published
+        /// model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs, bf16 and int8 apply only to the
+        /// matrices of linear layers, and f16 is slow. int8 is for CPUs only, where it is faster with AVX2, VNNI or
+        /// AMX (docs/performance.md).
+        dtype: DtypeSetting = "f32", read::choice(&DtypeSetting::ALL);
         /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512",
         /// "avx2-vnni", "avx2" or "none". With the same value on all hosts, other than "auto", results in f32 are bitwise equal on all of
         /// them. It is an error if the CPU lacks the chosen units.
@@ -402,6 +403,19 @@ impl Broker {
     }
 }
 
+impl DtypeSetting {
+    /// The number format. None if the worker chooses it.
+    pub fn fixed(self) -> Option<Dtype> {
+        match self {
+            Self::Auto => None,
+            Self::F32 => Some(Dtype::F32),
+            Self::Bf16 => Some(Dtype::Bf16),
+            Self::F16 => Some(Dtype::F16),
+            Self::Int8 => Some(Dtype::Int8),
+        }
+    }
+}
+
 impl Retry {
     /// The backoff between attempts.
     pub fn backoff(&self) -> Backoff {
@@ -429,12 +443,27 @@ impl Retry {
 }
 
 named! {
-    /// The `dtype` setting: the number format in which weights are stored and multiplied.
+    /// The `dtype` setting.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
+    pub enum DtypeSetting as name {
+        /// Each worker chooses the fastest number format whose results are close enough to those in f32.
+        Auto => "auto",
+        /// [`Dtype::F32`].
+        #[default]
+        F32 => "f32",
+        /// [`Dtype::Bf16`].
+        Bf16 => "bf16",
+        /// [`Dtype::F16`].
+        F16 => "f16",
+        /// [`Dtype::Int8`].
+        Int8 => "int8",
+    }
+
+    /// The number format in which weights are stored and multiplied.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Dtype as name {
         /// 32 bits: results equal to the published model's to 1e-5.
-        #[default]
         F32 => "f32",
         /// 16 bits with the range of f32 and 8 bits of precision.
         Bf16 => "bf16",

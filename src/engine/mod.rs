@@ -41,7 +41,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
 
 use crate::batching::{Group, Policy};
-use crate::model::{Body, Effort, FileUrl, Files, LoadError, LoadSpec, Message, Processor, Route, TaskError};
+use crate::model::{Body, Dtype, Effort, FileUrl, Files, LoadError, LoadSpec, Message, Processor, Route, TaskError};
 use crate::protocol::control::TaskName;
 
 use job::Item;
@@ -280,6 +280,8 @@ pub struct Loaded {
     pub notices: mpsc::Receiver<Notice>,
     /// The device that was opened: `cpu`, or the GPU's UUID.
     pub device: String,
+    /// The number format of its weights.
+    pub dtype: Dtype,
 }
 
 /// Resolves once the model is loaded, or could not be.

@@ -14,7 +14,7 @@ use super::oneshot::{OneShot, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
 use super::{Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
-use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
+use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, Unfit, device};
 
 /// Starts engines of one type of model.
 #[derive(Clone)]
@@ -34,15 +34,15 @@ where
 {
     Starter(Arc::new(move |setup, waker| {
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
-        let (device, name, _proven) = open_device(&spec, min_speed)?;
-        let (processor, network) = load(&spec, &device)?;
+        let Opened { model: (processor, network), dtype, name, _proven } = open(&spec, min_speed, &load)?;
+        let spec = LoadSpec { dtype, ..spec };
         let (notices, receiver) = Notices::new();
         let mut network = Network::new(network, observer, notices);
         network.try_probe(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
         let model_loop = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
-        Ok((Loaded { engine, notices: receiver, device: name }, Box::new(model_loop)))
+        Ok((Loaded { engine, notices: receiver, device: name, dtype }, Box::new(model_loop)))
     }))
 }
 
@@ -56,8 +56,8 @@ where
 {
     Starter(Arc::new(move |setup, waker| {
         let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
-        let (device, name, _proven) = open_device(&spec, min_speed)?;
-        let (processor, network) = load(&spec, &device)?;
+        let Opened { model: (processor, network), dtype, name, _proven } = open(&spec, min_speed, &load)?;
+        let spec = LoadSpec { dtype, ..spec };
         let (notices, receiver) = Notices::new();
         let probe = Probe::of(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let capacity = network.capacity();
@@ -68,7 +68,7 @@ where
             model_loop.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
         }
         let engine = Arc::new(Handle::new(processor, queue, Memory::new(prepared_bytes)));
-        Ok((Loaded { engine, notices: receiver, device: name }, Box::new(model_loop)))
+        Ok((Loaded { engine, notices: receiver, device: name, dtype }, Box::new(model_loop)))
     }))
 }
 
@@ -78,15 +78,49 @@ pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + 
     Starter(Arc::new(move |setup, waker| choose(&setup.spec)?.0(setup, waker)))
 }
 
-/// Checks the device and opens it. Returns it with its name. While `Proven` exists, opening the device again is cheap.
-fn open_device(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
+/// A model on its device.
+struct Opened<M> {
+    model: M,
+    /// The number format that the model was loaded in.
+    dtype: Dtype,
+    /// The device's name.
+    name: String,
+    /// While it exists, opening the device again is cheap.
+    _proven: device::Proven,
+}
+
+/// Checks the device, opens it, and loads a model onto it. If the number format is chosen, it is the first candidate that
+/// the model takes and that passes the checks.
+fn open<M>(
+    spec: &LoadSpec,
+    min_speed: f64,
+    load: impl Fn(&LoadSpec, &Device) -> Result<M, LoadError>,
+) -> Result<Opened<M>, LoadError> {
     if spec.device == "cpu" {
         use_features(spec.cpu_features)
             .map_err(|reason| LoadError::Device { device: spec.device.clone(), reason })?;
     }
-    let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
-    let (device, name) = device::open(&spec.device)?;
-    Ok((device, name, proven))
+    let load_as = |spec: &LoadSpec| {
+        let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
+        let (device, name) = device::open(&spec.device)?;
+        Ok(Opened { model: load(spec, &device)?, dtype: spec.dtype, name, _proven: proven })
+    };
+    let mut candidates = spec.candidates();
+    let last = candidates.pop().unwrap_or_else(|| spec.clone());
+    for candidate in candidates {
+        let dtype = candidate.dtype.name();
+        match load_as(&candidate) {
+            // If the model's files are at fault, loading fails in f32 too.
+            Err(error @ (LoadError::Unsupported { .. } | LoadError::File { .. })) => {
+                tracing::debug!(dtype, %error, "the model cannot have this number format; trying the next");
+            }
+            Err(LoadError::Unfit { why: Unfit::WrongResult, reason, .. }) => {
+                tracing::warn!(dtype, reason, "results in this number format differ too much; trying the next");
+            }
+            result => return result,
+        }
+    }
+    load_as(&last)
 }
 
 impl Starter {

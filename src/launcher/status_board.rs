@@ -158,16 +158,17 @@ impl Entry {
     pub(super) fn clear_worker(&mut self) {
         (self.computing_since, self.stuck_since) = (None, None);
         let report = &mut self.report;
-        (report.pid, report.ready_at_ms, report.in_flight) = (None, None, 0);
+        (report.pid, report.dtype, report.ready_at_ms, report.in_flight) = (None, None, None, 0);
         report.active.clear();
         if let Some(stats) = &mut report.stats {
             stats.now = WorkerState::default();
         }
     }
 
-    /// Records that its worker is ready.
-    pub(super) fn mark_ready(&mut self) {
+    /// Records that its worker is ready, with the model in this number format.
+    pub(super) fn mark_ready(&mut self, dtype: &str) {
         self.was_ready = true;
+        self.report.dtype = Some(dtype.to_owned());
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.report.ready_at_ms = Some(since_epoch.as_millis() as u64);
     }

@@ -250,7 +250,9 @@ impl WorkerHandle {
 fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
-        Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
+        Ok(Event::Ready { device, dtype, load_ms }) => {
+            tracing::info!(slot, device, dtype, load_ms, "worker ready");
+        }
         Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks } | Event::Preprocessing { tasks }) => {
             tracing::trace!(
                 slot,

@@ -51,6 +51,8 @@ impl SuspectTasks {
 pub(super) struct WorkerMonitor {
     /// When it reported `ready`.
     pub(super) ready_at: Option<Instant>,
+    /// The number format of its weights, once it is ready.
+    pub(super) dtype: String,
     death: Death,
     found_poison: bool,
     /// The tasks that may be to blame for a failure of the device: those of the previous worker until this one is
@@ -107,6 +109,7 @@ impl WorkerMonitor {
         };
         Self {
             ready_at: None,
+            dtype: String::new(),
             death,
             found_poison: false,
             suspects,
@@ -146,7 +149,7 @@ impl WorkerMonitor {
         self.last_event = Instant::now();
         let slot = &assignment.slot;
         match &event {
-            Event::Ready { device, .. } => {
+            Event::Ready { device, dtype, .. } => {
                 let own = &assignment.device;
                 if device != own {
                     tracing::error!(slot, device, own, "the worker reports another device; killing it");
@@ -155,6 +158,7 @@ impl WorkerMonitor {
                 }
                 self.death.was_ready = true;
                 self.ready_at = Some(Instant::now());
+                self.dtype.clone_from(dtype);
                 // The device works, so a task that was on it when it failed is to blame.
                 self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, context, slot));
             }
@@ -379,8 +383,8 @@ fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
     }
     match event {
         Event::Loading => entry.set_state(State::Loading),
-        Event::Ready { .. } => {
-            entry.mark_ready();
+        Event::Ready { dtype, .. } => {
+            entry.mark_ready(&dtype);
             entry.set_state(State::Ready);
         }
         Event::Serving => entry.set_state(State::Ready),

@@ -442,8 +442,13 @@ pub struct LoadSpec {
     pub device: String,
     /// The largest number of inputs in one task.
     pub max_inputs: usize,
-    /// The type of the weights and of their products.
+    /// The type of the weights and of their products. If it is chosen, loading is tried with one type after another,
+    /// until the model neither refuses it ([`LoadError::Unsupported`]) nor computes something else than in f32
+    /// ([`LoadError::Unfit`]).
     pub dtype: Dtype,
+    /// Whether the type is chosen for this device: the pool's `dtype` is "auto". Results may then differ less from those
+    /// in f32 than where the operator chose the type.
+    pub is_dtype_chosen: bool,
     /// The vector units that a CPU computes with: the pool's `cpu_features` setting.
     pub cpu_features: CpuFeatures,
     /// The pool's `[pool.options]`: settings that only this model knows.
@@ -454,6 +459,22 @@ impl LoadSpec {
     /// The model's name in replies: the source, a folder's last component, or a GGUF file's name without its extension.
     pub fn model_name(&self) -> &str {
         model_name(&self.source)
+    }
+
+    /// The specifications with which loading is tried, in this order: one for each number format that is faster than
+    /// f32 on this device, the fastest first, and then f32. Only this one unless the type is chosen.
+    pub fn candidates(&self) -> Vec<Self> {
+        if !self.is_dtype_chosen {
+            return vec![self.clone()];
+        }
+        let faster = if self.device == "cpu" {
+            let formats = ops::fast_formats(self.cpu_features).iter();
+            formats.map(|format| if *format == ops::NumberFormat::Bits8 { Dtype::Int8 } else { Dtype::Bf16 }).collect()
+        } else {
+            vec![Dtype::Bf16, Dtype::F16]
+        };
+        let dtypes = faster.into_iter().chain([Dtype::F32]);
+        dtypes.map(|dtype| Self { dtype, ..self.clone() }).collect()
     }
 
     /// Whether the source is a folder rather than a hub id or a registered name.
@@ -469,6 +490,7 @@ impl LoadSpec {
             device: "cpu".to_owned(),
             max_inputs: 2_048,
             dtype: Dtype::F32,
+            is_dtype_chosen: false,
             cpu_features: CpuFeatures::Auto,
             options: BTreeMap::new(),
         }

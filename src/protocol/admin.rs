@@ -176,6 +176,8 @@ pub struct SlotReport {
     pub queue: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
+    /// The number format of the model's weights, as the `dtype` setting names it; none until the worker is ready.
+    pub dtype: Option<String>,
     /// The model, as the settings name it.
     pub model: String,
     /// What it is doing.

@@ -175,6 +175,9 @@ pub enum Event {
     Ready {
         /// The opened device: `cpu`, or a UUID.
         device: String,
+        /// The number format of the weights, as the `dtype` setting names it.
+        #[serde(default)]
+        dtype: String,
         /// Milliseconds from the process's start.
         load_ms: u64,
     },
@@ -334,7 +337,7 @@ mod tests {
     fn events_survive_encoding_and_decoding() {
         let events = [
             Event::Loading,
-            Event::Ready { device: "cpu".into(), load_ms: 3 },
+            Event::Ready { device: "cpu".into(), dtype: "f32".into(), load_ms: 3 },
             Event::Stats(Box::new(Stats { tokens: 7, ..Stats::default() })),
             Event::Paused,
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },

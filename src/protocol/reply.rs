@@ -26,6 +26,8 @@ pub struct WorkerInfo {
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
+    /// The number format of the model's weights.
+    pub dtype: &'static str,
     /// The model's name.
     pub model: String,
 }
@@ -177,6 +179,7 @@ pub fn reply(
         ("task_id".into(), task.id.as_str().into()),
         ("worker".into(), worker_info.worker.as_str().into()),
         ("device".into(), worker_info.device.as_str().into()),
+        ("dtype".into(), worker_info.dtype.into()),
         ("model".into(), worker_info.model.as_str().into()),
         ("attempt".into(), attempt.into()),
         ("queue_us".into(), timings.queue_us.into()),
@@ -290,7 +293,7 @@ mod tests {
     }
 
     fn worker_info() -> WorkerInfo {
-        WorkerInfo { worker: "host/embed/0".into(), device: "cpu".into(), model: "m".into() }
+        WorkerInfo { worker: "host/embed/0".into(), device: "cpu".into(), dtype: "f32", model: "m".into() }
     }
 
     #[test]

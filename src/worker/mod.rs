@@ -45,7 +45,7 @@ use crate::broker::{BrokerError, BrokerSession};
 use crate::config::{Assignment, Pool};
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
 use crate::fetch::Fetcher;
-use crate::model::{LoadError, LoadSpec};
+use crate::model::{Dtype, LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
 use crate::protocol::control::{BatchChange, Cancellation, Event};
 use crate::shutdown::{Exit, Phase, Stop};
@@ -176,8 +176,9 @@ pub async fn run(
     }
     let loaded = loaded.map_err(|error| error.without_folder(assignment.pool.missing_folder.as_deref()))?;
     let load_ms = loading_since.elapsed().as_millis() as u64;
-    tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
-    control.reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;
+    let (device, dtype) = (loaded.device.clone(), loaded.dtype.name().to_owned());
+    tracing::debug!(device, dtype, model = assignment.pool.model, load_ms, "model loaded");
+    control.reporter.send(&Event::Ready { device, dtype, load_ms }).await;
     let pools = Pools::start(assignment.preprocess_threads())?;
     serve(assignment, loaded, open, stop, WorkerContext { control, counters, pools }).await
 }
@@ -199,8 +200,8 @@ async fn serve(
 ) -> Result<Ended, WorkerError> {
     let (control, counters) = (context.control, context.counters.clone());
     let reporter = &control.reporter;
-    let Loaded { engine, notices, device } = loaded;
-    let worker = assemble(assignment, engine, device, context);
+    let Loaded { engine, notices, device, dtype } = loaded;
+    let worker = assemble(assignment, engine, (device, dtype), context);
     let (fault_sender, mut faults) = mpsc::channel(1);
     let policy = worker.policy;
     let helpers = [
@@ -251,7 +252,8 @@ pub fn pool_spec(pool: &Pool, device: &str) -> LoadSpec {
         served_names: pool.served_names.clone(),
         device: device.to_owned(),
         max_inputs: pool.max_inputs,
-        dtype: pool.dtype,
+        dtype: pool.dtype.fixed().unwrap_or(Dtype::F32),
+        is_dtype_chosen: pool.dtype.fixed().is_none(),
         cpu_features: pool.cpu_features,
         options: pool.options.clone(),
     }
@@ -275,7 +277,7 @@ pub fn policy(assignment: &Assignment) -> Policy {
 fn assemble(
     assignment: &Assignment,
     engine: Arc<dyn Engine>,
-    device: String,
+    (device, dtype): (String, Dtype),
     WorkerContext { control, counters, pools }: WorkerContext<'_>,
 ) -> session::Worker {
     let mut assignment = assignment.clone();
@@ -293,6 +295,7 @@ fn assemble(
         worker_info: WorkerInfo {
             worker: assignment.worker.clone(),
             device,
+            dtype: dtype.name(),
             model: load_spec(&assignment).model_name().to_owned(),
         },
         pools,

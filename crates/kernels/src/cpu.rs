@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use pulp::{Arch, WithSimd};
 use serde::{Deserialize, Serialize};
 
+use crate::gemm::NumberFormat;
+
 /// The vector units of a CPU, as the `cpu_features` setting names them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -66,6 +68,28 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     // If it is set already, it is set to the same value, because a process has one worker.
     let _ = ARCH.set(arch);
     Ok(())
+}
+
+/// The number formats in which this CPU multiplies matrices faster than in f32, the fastest first, if it uses these
+/// vector units. Measured: docs/performance.md, "Lower precision". What is faster with AVX-512 alone has not been
+/// measured.
+pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let uses_avx512 = matches!(features, CpuFeatures::Auto | CpuFeatures::Avx512) && matches!(Arch::new(), Arch::V4(_));
+        match () {
+            () if features == CpuFeatures::None || !has_avx2() => &[],
+            () if !uses_avx512 || has_vnni() && !has_bf16() => &[NumberFormat::Bits8],
+            () if has_vnni() => &[NumberFormat::Bits8, NumberFormat::Bf16],
+            () if has_bf16() => &[NumberFormat::Bf16],
+            () => &[],
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = features;
+        &[]
+    }
 }
 
 /// Whether rows may be converted to whole numbers of 8 bits before they are multiplied with a quantised matrix

@@ -31,7 +31,7 @@ pub mod time_convolution;
 
 pub use activation::{Activation, activate, silu_multiply};
 pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
-pub use cpu::{CpuFeatures, may_use_bf16, may_use_int16, may_use_vnni, use_features};
+pub use cpu::{CpuFeatures, fast_formats, may_use_bf16, may_use_int16, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
     Group, Linear, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat, by_blocks,

@@ -30,6 +30,7 @@ pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
         pool: pool.into(),
         queue: format!("{pool}.tasks"),
         device: device.into(),
+        dtype: Some("int8".into()),
         model: "sentence-transformers/all-MiniLM-L6-v2".into(),
         state: State::Busy,
         state_ms: 4_000,

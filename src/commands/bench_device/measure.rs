@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::commands::bench::Work;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::Assignment;
+use crate::config::{Assignment, Dtype};
 use crate::engine::{
     EndedPass, Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Setup, Starter, TaskState,
 };
@@ -24,6 +24,8 @@ const WARMUP_DIVISOR: u32 = 4;
 
 pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
+    /// The number format of the weights.
+    pub(super) dtype: Dtype,
     /// Inputs and tokens of all tasks, counted after they were preprocessed once.
     pub(super) inputs: usize,
     pub(super) tokens: usize,
@@ -105,7 +107,8 @@ pub(super) fn measure(
         jobs = preprocess_all(&loaded, tasks)?;
         computing += compute(&mut loaded, jobs)?;
     }
-    Ok(Measured { loading, inputs, tokens, preprocessing, passes: passes.take(), computing })
+    let dtype = loaded.dtype;
+    Ok(Measured { loading, dtype, inputs, tokens, preprocessing, passes: passes.take(), computing })
 }
 
 /// Preprocesses all tasks, one after the other.

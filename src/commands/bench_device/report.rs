@@ -57,7 +57,7 @@ impl Rate {
 impl Report {
     /// The report of the measurement of `tasks` tasks on a slot's device.
     pub(super) fn new(slot: &Assignment, tasks: usize, measured: Measured) -> Self {
-        let Measured { loading, inputs, tokens, preprocessing, passes, computing } = measured;
+        let Measured { loading, dtype, inputs, tokens, preprocessing, passes, computing } = measured;
         let sizes = |count: fn(&Pass) -> usize| {
             Sizes::of(passes.iter().map(|pass| Weighted { size: count(pass) as f64, share: 1.0 }).collect())
         };
@@ -65,7 +65,7 @@ impl Report {
         let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
         Self {
             model: load_spec(slot).model_name().to_owned(),
-            dtype: slot.pool.dtype.name(),
+            dtype: dtype.name(),
             device: slot.device.clone(),
             threads: slot.threads,
             load_ms: rounded(ms(loading)),

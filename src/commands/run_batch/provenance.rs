@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::client::batch_file::{InputDigest, read_record, record_path, write_record};
-use crate::config::{Dtype, Options, Pool};
+use crate::config::{DtypeSetting, Options, Pool};
 use crate::model::model_name;
 
 /// The version of the record's format; other versions are refused.
@@ -37,7 +37,7 @@ struct PoolProvenance {
 /// often a failed one is tried again. The device is left out, because it changes only the last digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ReplySettings {
-    dtype: Dtype,
+    dtype: DtypeSetting,
     max_inputs: usize,
     max_body: u64,
     /// Sorted, because the order has no meaning.
@@ -197,7 +197,7 @@ mod tests {
     fn run() -> Provenance {
         let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
         let settings = ReplySettings {
-            dtype: Dtype::F32,
+            dtype: DtypeSetting::F32,
             max_inputs: 8,
             max_body: 1_024,
             served_names: vec![],
@@ -252,7 +252,7 @@ mod tests {
                 "an input of 3 lines (90 bytes, sha256 0123456789ab)",
                 "an input of 3 lines (90 bytes, sha256 ffffffffffff)",
             ),
-            (|it| it.pools[0].settings.dtype = Dtype::Bf16, "dtype f32", "dtype bf16"),
+            (|it| it.pools[0].settings.dtype = DtypeSetting::Bf16, "dtype f32", "dtype bf16"),
             (|it| it.pools[0].settings.max_inputs = 9, "max_inputs 8", "max_inputs 9"),
             (|it| it.pools[0].settings.max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
             (

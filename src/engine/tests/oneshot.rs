@@ -9,7 +9,7 @@ use super::super::oneshot::{OneShot, WaitingInputs};
 use super::super::run_loop::{Loop as _, Next};
 use super::*;
 use crate::batching::Group;
-use crate::model::{Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind};
+use crate::model::{Dtype, Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind, Unfit};
 
 /// A network whose inputs decide what happens to the batch: 0 fails, 1 breaks the device, 2 runs out of memory unless
 /// it is alone, and 3 panics. Every other input is its own output. Calls are recorded in `log`.
@@ -382,4 +382,41 @@ fn a_model_that_has_worked_is_never_dropped() {
     drop(loaded.engine);
     thread.join().unwrap();
     assert!(!DROPPED.load(Ordering::SeqCst));
+}
+
+/// The number formats in which a model is loaded, and the one that it has in the end. It refuses the first, and computes
+/// something else than in f32 in the second.
+fn tried(spec: LoadSpec) -> (Vec<Dtype>, Result<Dtype, LoadError>) {
+    let tried: Arc<Mutex<Vec<Dtype>>> = Arc::default();
+    let record = tried.clone();
+    let starter = crate::engine::oneshot(move |spec, _| {
+        let mut tried = record.lock();
+        tried.push(spec.dtype);
+        let (reason, device, model) = ("no".to_owned(), spec.device.clone(), spec.source.clone());
+        match tried.len() {
+            1 => Err(LoadError::Unsupported { model, reason }),
+            2 => Err(LoadError::Unfit { device, why: Unfit::WrongResult, reason }),
+            _ => Ok((Numbers, Dropped(&DROPPED))),
+        }
+    });
+    let setup = Setup { spec, ..setup("own", 4, &Log::default()) };
+    let (thread, loading) = starter.start_joined(setup);
+    let loaded = loading.blocking_recv().unwrap().map(|loaded| loaded.dtype);
+    thread.join().unwrap();
+    (std::mem::take(&mut *tried.lock()), loaded)
+}
+
+#[test]
+fn the_first_number_format_is_chosen_that_a_model_can_have_and_computes_well_enough() {
+    let chosen = LoadSpec { is_dtype_chosen: true, ..LoadSpec::new("own") };
+    let candidates: Vec<Dtype> = chosen.candidates().iter().map(|spec| spec.dtype).collect();
+    let (all, loaded) = tried(chosen);
+    assert_eq!(all, candidates[..3.min(candidates.len())]);
+    match candidates.get(2) {
+        Some(third) => assert_eq!(loaded.unwrap(), *third),
+        // This CPU has fewer that are worth trying.
+        None => assert!(loaded.is_err()),
+    }
+    let (all, loaded) = tried(LoadSpec { dtype: Dtype::Bf16, ..LoadSpec::new("own") });
+    assert!(all == [Dtype::Bf16] && matches!(loaded, Err(LoadError::Unsupported { .. })), "{all:?}");
 }

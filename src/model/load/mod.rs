@@ -35,6 +35,9 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
         None => files.weights().ok()?,
     };
     let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
+    if spec.is_dtype_chosen {
+        return Some(bytes / 2);
+    }
     Some(match spec.dtype {
         Dtype::F32 => bytes,
         Dtype::Bf16 | Dtype::F16 => bytes / 2,

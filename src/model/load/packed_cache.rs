@@ -15,6 +15,7 @@ use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
 
 use super::weights::map_file;
+use crate::model::Dtype;
 use crate::model::ops::{Matrix, NumberFormat, PackedWords};
 
 /// The version of the layout. It is raised when the layout of matrices changes.
@@ -40,11 +41,13 @@ struct Entry {
     bytes: usize,
 }
 
-/// The path of the file for the model with this digest. None if this user has no cache folder.
-pub fn path(digest: &str) -> Option<PathBuf> {
+/// The path of the file for the model with this digest, with its matrices in `dtype` (f32: as in the model's files). None
+/// if this user has no cache folder.
+pub fn path(digest: &str, dtype: Dtype) -> Option<PathBuf> {
     let configured = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let folder = configured.or_else(|| Some(std::env::home_dir()?.join(".cache")))?;
-    Some(folder.join("sconce").join(format!("{digest}-{VERSION}.matrices")))
+    let format = if dtype == Dtype::F32 { String::new() } else { format!("-{}", dtype.name()) };
+    Some(folder.join("sconce").join(format!("{digest}{format}-{VERSION}.matrices")))
 }
 
 /// Writes a file atomically.

@@ -86,7 +86,8 @@ impl Weights {
         self.checked(name, values)
     }
 
-    /// The matrix `[depth, width]` of a linear layer: in bf16 if the file has bf16, otherwise in f32.
+    /// The matrix `[depth, width]` of a linear layer, for steps of sequences. In place of f32 it is in bf16 if the file has
+    /// bf16.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -102,7 +103,11 @@ impl Weights {
         let columns = self.values(name, &[width, depth])?;
         let (_, info) = self.info_by_full_name(name.to_owned(), &[width, depth])?;
         let is_half = info.dtype == safetensors::Dtype::BF16 && depth % 2 == 0;
-        Ok(if is_half { Matrix::of_bf16(&columns, depth) } else { Matrix::of_f32(&columns, depth) })
+        if is_half && self.matrix_format == NumberFormat::F32 {
+            return Ok(Matrix::of_bf16(&columns, depth));
+        }
+        let matrix = Matrix::for_steps(&columns, depth, self.matrix_format);
+        matrix.map_err(|error| self.fault(format!("{name}: {error}")))
     }
 
     /// All tensors, by their full names. Whole numbers, which some files have beside the weights, are converted too.

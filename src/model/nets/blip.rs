@@ -169,7 +169,7 @@ impl Blip {
                 vectors.flatten_all().and_then(|vectors| vectors.to_vec1::<f32>()).map_err(failed)
             };
             let (found, expected) = (vectors(&network)?, vectors(&load_on(&Device::Cpu)?)?);
-            fitness::compare(spec, "image", Some(&found), Some(&expected))?;
+            fitness::compare(spec, "image", found, expected)?;
         }
         Ok(network)
     }

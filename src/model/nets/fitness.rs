@@ -24,29 +24,73 @@ pub fn tolerance(dtype: Dtype) -> f64 {
     }
 }
 
-/// Compares `found`, the vector of a known input, with `expected`, which a CPU computes in f32. A vector is None if any
-/// of its numbers is not finite. `what` names the input.
+/// The largest accepted error of a vector if the precision is chosen for the device. Its cosine is at least 0.985 then.
+const CHOSEN_TOLERANCE: f64 = 0.172;
+/// The largest accepted root mean square of all vectors' errors. The mean of their cosines is at least 0.997 then.
+const CHOSEN_MEAN_TOLERANCE: f64 = 0.077;
+
+/// A known input, and its vectors as the network computes it and as a CPU computes it in f32. A vector is None if any of
+/// its numbers is not finite.
+pub struct Compared {
+    /// Names the input.
+    pub what: String,
+    /// The network's vector.
+    pub found: Option<Vec<f32>>,
+    /// The CPU's vector in f32.
+    pub expected: Option<Vec<f32>>,
+}
+
+/// Compares the vector of one known input. `what` names the input.
 ///
 /// # Errors
-/// [`LoadError::Unfit`] if they differ.
-pub fn compare(
-    LoadSpec { device, dtype, .. }: &LoadSpec,
-    what: &str,
-    found: Option<&[f32]>,
-    expected: Option<&[f32]>,
-) -> Result<(), LoadError> {
-    // If the result is not finite even on a CPU, the weights are at fault. That is reported later.
-    let Some(expected) = expected else { return Ok(()) };
-    let error = found.map_or(f64::NAN, |found| distance(found, expected));
-    let tolerance = tolerance(*dtype);
+/// [`LoadError::Unfit`] if the vectors differ.
+pub fn compare(spec: &LoadSpec, what: &str, found: Vec<f32>, expected: Vec<f32>) -> Result<(), LoadError> {
+    let finite = |vector: Vec<f32>| vector.iter().all(|x| x.is_finite()).then_some(vector);
+    compare_all(spec, &[Compared { what: what.to_owned(), found: finite(found), expected: finite(expected) }])
+}
+
+/// Compares the vectors of known inputs.
+///
+/// # Errors
+/// [`LoadError::Unfit`] with the first input whose vectors differ.
+pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError> {
+    let mut errors = Vec::new();
+    for Compared { what, found, expected } in inputs {
+        // If the result is not finite even on a CPU, the weights are at fault. That is reported later.
+        let Some(expected) = expected else { continue };
+        let error = found.as_ref().map_or(f64::NAN, |found| distance(found, expected));
+        check(spec, what, error)?;
+        errors.push(error);
+    }
+    let mean = (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
+    if !spec.is_dtype_chosen || mean <= CHOSEN_MEAN_TOLERANCE {
+        return Ok(());
+    }
+    let reason = format!(
+        "the vectors of known inputs in {} are off by {mean:.2e} of their length from those in f32 (root mean square), \
+         and {CHOSEN_MEAN_TOLERANCE} is allowed",
+        spec.dtype.name()
+    );
+    Err(LoadError::Unfit { device: spec.device.clone(), why: Unfit::WrongResult, reason })
+}
+
+/// Checks the error of one vector.
+fn check(LoadSpec { device, dtype, is_dtype_chosen, .. }: &LoadSpec, what: &str, error: f64) -> Result<(), LoadError> {
+    let tolerance = if *is_dtype_chosen { tolerance(*dtype).min(CHOSEN_TOLERANCE) } else { tolerance(*dtype) };
     if error <= tolerance {
         return Ok(());
     }
+    // If the precision is chosen, another one is tried next.
+    let advice = if *is_dtype_chosen && *dtype != Dtype::F32 {
+        ""
+    } else {
+        "; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out of `devices`; if all cards fail, \
+         the model is unfit for this precision (pool.dtype)"
+    };
     let dtype = dtype.name();
     let reason = format!(
         "it computes wrongly: of a known {what} the vector in {dtype} is off by {error:.2e} of its length from what \
-         a CPU computes in f32, and {tolerance} is allowed; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and \
-         take it out of `devices`; if all cards fail, the model is unfit for this precision (pool.dtype)"
+         a CPU computes in f32, and {tolerance} is allowed{advice}"
     );
     Err(LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason })
 }
@@ -62,4 +106,36 @@ pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
     let (error, norm) =
         pairs.fold((0.0, 0.0), |(error, norm), (a, b)| (error + (a - b).powi(2), norm + b * b));
     (error / f64::max(norm, f64::MIN_POSITIVE)).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Compares vectors, each of which has its angle to the expected one in degrees.
+    fn compared(spec: &LoadSpec, degrees: &[f32]) -> Result<(), String> {
+        let input = |degrees: &f32| {
+            let (sine, cosine) = degrees.to_radians().sin_cos();
+            let (found, expected) = (Some(vec![3.0 * cosine, 3.0 * sine]), Some(vec![3.0, 0.0]));
+            Compared { what: format!("text at {degrees}"), found, expected }
+        };
+        let inputs: Vec<_> = degrees.iter().map(input).collect();
+        compare_all(spec, &inputs).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_chosen_precision_keeps_cosines_above_the_documented_ones() {
+        let operators = LoadSpec { dtype: Dtype::Int8, ..LoadSpec::new("a") };
+        let chosen = LoadSpec { is_dtype_chosen: true, ..operators.clone() };
+        // cos 10° = 0.9848, cos 4.5° = 0.9969.
+        assert_eq!(compared(&chosen, &[9.8, 1.0, 1.0, 1.0, 1.0, 1.0]), Ok(()));
+        let error = compared(&chosen, &[1.0, 10.0, 1.0, 1.0, 1.0, 1.0]).unwrap_err();
+        assert!(error.contains("text at 10") && error.contains("0.172 is allowed"), "{error}");
+        let error = compared(&chosen, &[4.5; 6]).unwrap_err();
+        assert!(error.contains("root mean square") && error.contains("int8"), "{error}");
+        assert_eq!(compared(&operators, &[10.0; 6]), Ok(()), "what the operator set");
+        assert!(compared(&operators, &[12.0]).unwrap_err().contains("look at the card"));
+        let nan = Compared { what: "text".into(), found: None, expected: Some(vec![1.0]) };
+        assert!(compare_all(&chosen, &[nan]).is_err());
+    }
 }

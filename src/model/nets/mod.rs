@@ -15,7 +15,7 @@ pub mod image;
 pub mod text_image;
 pub mod whisper;
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 
 use self::fitness::needs_comparison;
 use super::load::weights::Precision;
@@ -33,16 +33,17 @@ const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str
     names
 }
 
-/// The precision in which a network of linear layers computes on a device. On a CPU, bf16 and int8 are only for the
+/// The precision in which a network of linear layers computes on its device. On a CPU, bf16 and int8 are only for the
 /// matrices, and all other numbers are f32.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that the device does not have.
-fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
+pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     let with_matrices = |matrices| Precision { matrices, ..Precision::F32 };
+    let on_cpu = spec.device == "cpu";
     match spec.dtype {
-        Dtype::Bf16 if device.is_cpu() => Ok(with_matrices(NumberFormat::Bf16)),
-        Dtype::Int8 if device.is_cpu() => Ok(with_matrices(NumberFormat::Bits8)),
+        Dtype::Bf16 if on_cpu => Ok(with_matrices(NumberFormat::Bf16)),
+        Dtype::Int8 if on_cpu => Ok(with_matrices(NumberFormat::Bits8)),
         _ => uniform_precision(spec),
     }
 }
@@ -51,14 +52,18 @@ fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have.
-fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
+pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
+    if spec.is_dtype_chosen && spec.device == "cpu" && spec.dtype != Dtype::F32 {
+        let reason = "a CPU computes this network faster in f32".to_owned();
+        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+    }
     let tensors = match spec.dtype {
         Dtype::F32 => DType::F32,
         Dtype::Bf16 => DType::BF16,
         Dtype::F16 => DType::F16,
         Dtype::Int8 => {
             let reason =
-                "dtype is \"int8\", which is for linear layers on a CPU: of texts, ViT and speech synthesis";
+                "dtype is \"int8\", which is for linear layers on a CPU: of texts, ViT, speech recognition and speech synthesis";
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
     };

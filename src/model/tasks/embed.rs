@@ -65,7 +65,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let settings = SentenceSettings::read(&files, &spec.source)?;
     Options::prompts(spec, settings.prompts)?;
-    check_text_files(&files, &spec.source)
+    check_text_files(&files, spec)
 }
 
 /// Loads a model for embeddings.

@@ -135,7 +135,7 @@ pub static FAMILY: Family = Family {
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
             Labels::read(&files, &spec.source)?;
-            check_text_files(&files, &spec.source)
+            check_text_files(&files, spec)
         },
     }),
     options: &[],

@@ -29,6 +29,7 @@ use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
 use super::nets::encoder::config::NetworkConfig;
 use super::nets::encoder::{Output, TextNetwork};
+use super::nets::precision;
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
 use crate::protocol::Body;
 
@@ -52,8 +53,9 @@ fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
 }
 
 /// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
-fn check_text_files(files: &ModelFiles, source: &str) -> Result<(), LoadError> {
-    NetworkConfig::read(files, source)?;
+fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
+    NetworkConfig::read(files, &spec.source)?;
+    precision(spec)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }

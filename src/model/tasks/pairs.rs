@@ -34,7 +34,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |model| label_count(model) == Some(1),
         request_files: request_text_files,
-        check: |spec| check_text_files(&ModelFiles::locate(&spec.source)?, &spec.source),
+        check: |spec| check_text_files(&ModelFiles::locate(&spec.source)?, spec),
     }),
     options: &[],
     sample: |texts| {

@@ -9,7 +9,7 @@ use super::{Panels, Rows, by_blocks, multiply_rows};
 use crate::cpu::may_use_amx;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{may_use_avx_vnni, may_use_avx2, may_use_vnni};
-use crate::may_use_bf16;
+use crate::{may_use_bf16, may_use_int16};
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -56,11 +56,7 @@ impl Linear {
                 {
                     return Ok(Self::Bytes(SignedBytes::new(columns, depth, products)));
                 }
-                let quantised_group = |column: usize, index: usize| {
-                    let first = column * depth + index * format.group();
-                    quantised(&columns[first..][..format.group()], format.max_quantised())
-                };
-                let matrix = Matrix::of_groups(format, [depth, columns.len() / depth], quantised_group);
+                let matrix = quantised_matrix(columns, depth, format);
                 // With AMX, products of bf16 are so fast that unpacking the matrix for each block of rows pays.
                 Self::Narrow(if may_use_amx() { matrix.with_rows_as(RowFormat::Bf16) } else { matrix })
             }
@@ -121,6 +117,35 @@ fn byte_products() -> Option<ByteProducts> {
         () if may_use_avx_vnni() => Some(ByteProducts::AvxVnni),
         () => Some(ByteProducts::Avx2),
     }
+}
+
+impl Matrix {
+    /// Packs a matrix that is given by its columns, `[width, depth]`, for products with few rows, as the steps of sequences
+    /// are. Rows are converted too if the CPU can multiply them so: to bf16 for a matrix in bf16, to 16 bits for a
+    /// quantised one.
+    ///
+    /// # Errors
+    /// `depth` is not a multiple of the group size of `format`.
+    pub fn for_steps(columns: &[f32], depth: usize, format: NumberFormat) -> Result<Self, NotWholeGroups> {
+        if !depth.is_multiple_of(format.group()) {
+            return Err(NotWholeGroups { format, depth });
+        }
+        let (matrix, rows) = match format {
+            NumberFormat::F32 => return Ok(Self::of_f32(columns, depth)),
+            NumberFormat::Bf16 => (Self::of_bf16(columns, depth), may_use_bf16().then_some(RowFormat::Bf16)),
+            _ => (quantised_matrix(columns, depth, format), may_use_int16().then_some(RowFormat::Int16)),
+        };
+        Ok(matrix.with_rows_as(rows.unwrap_or(RowFormat::F32)))
+    }
+}
+
+/// Quantises a matrix that is given by its columns, `[width, depth]`.
+fn quantised_matrix(columns: &[f32], depth: usize, format: NumberFormat) -> Matrix {
+    let group = |column: usize, index: usize| {
+        let first = column * depth + index * format.group();
+        quantised(&columns[first..][..format.group()], format.max_quantised())
+    };
+    Matrix::of_groups(format, [depth, columns.len() / depth], group)
 }
 
 /// Quantises a group of numbers to whole numbers from 0 to `max`, rounded to the nearest. The smallest and the largest

@@ -4,10 +4,12 @@
 
 use super::DecoderWeights;
 use super::config::DecoderConfig;
-use crate::model::LoadError;
+use super::{COMPARED_LAYERS, KNOWN_TOKENS, known_ids};
+use crate::model::nets::fitness;
 use crate::model::ops::causal::{Span, attend};
-use crate::model::ops::kv::KvBlocks;
+use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use crate::model::ops::{Matrix, Rotary, multiply_together, rms_norm, silu_multiply};
+use crate::model::{LoadError, LoadSpec};
 
 /// A decoder in the host's memory: its weights, and the buffers of a step.
 pub struct Decoder {
@@ -85,6 +87,32 @@ struct Buffers {
     product: Vec<f32>,
     gate: Vec<f32>,
     up: Vec<f32>,
+}
+
+/// Compares the logits of the first layers, after a known prompt, with those of the same layers with other weights.
+///
+/// # Errors
+/// [`LoadError::Unfit`] if they differ, [`LoadError::File`] as for [`Decoder::load`].
+pub fn compare(
+    spec: &LoadSpec,
+    weights: &DecoderWeights,
+    reference: &DecoderWeights,
+    config: &DecoderConfig,
+) -> Result<(), LoadError> {
+    let config = DecoderConfig { layers: config.layers.min(COMPARED_LAYERS), ..config.clone() };
+    let logits = |weights| {
+        let mut decoder = Decoder::load(weights, &config, KNOWN_TOKENS)?;
+        let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;
+        let blocks: Vec<u32> = (0..KNOWN_TOKENS.div_ceil(BLOCK) as u32).collect();
+        let kv = KvBlocks::new(KvShape { layers, heads, width, numbers: KvNumbers::F32 }, blocks.len());
+        let mut kv = kv.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
+        let mut logits = Vec::new();
+        let span = Span { blocks: &blocks, first: 0, count: KNOWN_TOKENS };
+        decoder.forward(&mut kv, &known_ids(config.vocabulary), &[span], &[KNOWN_TOKENS - 1], &mut logits);
+        Ok::<_, LoadError>(logits)
+    };
+    let (found, expected) = (logits(weights)?, logits(reference)?);
+    fitness::compare(spec, &format!("prompt of {KNOWN_TOKENS} tokens"), found, expected)
 }
 
 impl Decoder {

@@ -5,7 +5,7 @@ pub mod config;
 mod host;
 mod on_device;
 
-pub use host::Decoder;
+pub use host::{Decoder, compare};
 pub use on_device::{DeviceDecoder, KvSizes};
 
 use std::path::PathBuf;
@@ -20,7 +20,18 @@ use crate::model::load::packed_cache::PackedCache;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::KvBlocks;
-use crate::model::ops::{Matrix, RowFormat};
+use crate::model::ops::{Matrix, NumberFormat, RowFormat};
+
+/// Tokens of the known prompt by which a device or a number format is compared with a CPU in f32.
+const KNOWN_TOKENS: usize = 40;
+/// The number of layers that are compared.
+const COMPARED_LAYERS: usize = 2;
+
+/// The known prompt.
+fn known_ids(vocabulary: usize) -> Vec<u32> {
+    // 7,919 is a prime, so that the tokens differ.
+    (1..=KNOWN_TOKENS).map(|n| (n * 7_919 % vocabulary) as u32).collect()
+}
 
 /// A decoder with the keys and values of its sequences.
 pub enum CachedDecoder {
@@ -128,14 +139,19 @@ const GGUF: TensorNames = TensorNames {
 };
 
 impl DecoderWeights {
-    /// The tensors of safetensors files.
+    /// The tensors of safetensors files. `format` is the number format of the matrices.
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that is missing or broken.
-    pub fn from_safetensors(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
+    pub fn from_safetensors(
+        files: &ModelFiles,
+        config: &DecoderConfig,
+        format: NumberFormat,
+    ) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
         let (base, marker) = ("model", "embed_tokens.weight");
-        let tensors = Weights::read(&paths, base, marker, &Device::Cpu, Precision::F32)?;
+        let precision = Precision { matrices: format, ..Precision::F32 };
+        let tensors = Weights::read(&paths, base, marker, &Device::Cpu, precision)?;
         Ok(Self {
             files: Files::Safetensors(tensors),
             family: config.family,

@@ -78,7 +78,7 @@ impl Diffusion {
                 diffusion.known_step(config).map_err(failed)
             };
             let on_cpu = Self::load_as(&Device::Cpu, DType::F32, files, config)?;
-            fitness::compare(spec, "prompt", Some(&known(&diffusion)?), Some(&known(&on_cpu)?))?;
+            fitness::compare(spec, "prompt", known(&diffusion)?, known(&on_cpu)?)?;
         }
         Ok(diffusion)
     }

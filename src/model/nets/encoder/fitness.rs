@@ -2,11 +2,26 @@
 
 use super::TextNetwork;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::fitness;
+use crate::model::nets::fitness::{self, Compared};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec};
 
 /// Tokens of the known texts, without special tokens: the shortest text, a sentence, a paragraph.
 const LENGTHS: [usize; 3] = [1, 20, 150];
+/// Further texts, which are compared if the precision is chosen. They are what people write.
+const SENTENCES: [&str; 12] = [
+    "The train to Edinburgh leaves at 7:45 from platform 3.",
+    "How do I reset the password of my account?",
+    "Rain is expected in the north; the south stays dry until Thursday evening.",
+    "fn main() { println!(\"{}\", 6 * 7); }",
+    "Order #48213: two cotton shirts, size M, EUR 39.90 each, delivered on 3 May.",
+    "The cell divides after its chromosomes have been copied.",
+    "Cheap flights",
+    "I waited for forty minutes, nobody answered the phone, and then the line was cut off.",
+    "Der Vertrag verlängert sich um ein Jahr, wenn ihn niemand kündigt.",
+    "La bibliothèque ferme à dix-huit heures le samedi.",
+    "El paciente tomó la medicina dos veces al día durante una semana.",
+    "東京の天気は明日から晴れます。",
+];
 
 /// Compares the vectors that `model` computes for the known texts with those of `reference`, the same network on a CPU
 /// in f32. Each computes all texts in one batch.
@@ -19,15 +34,19 @@ pub(super) fn compare(
     tokenizer: &TextTokenizer,
     spec: &LoadSpec,
 ) -> Result<(), LoadError> {
-    let texts = known_texts(tokenizer);
+    let mut texts = known_texts(tokenizer);
+    if spec.is_dtype_chosen {
+        texts.extend(SENTENCES.iter().filter_map(|sentence| tokenizer.text(sentence).ok()));
+    }
     let failed = |error: ForwardError| fitness::failed(spec, &error);
     let found = vectors(model, &texts).map_err(failed)?;
     let expected = vectors(&mut reference, &texts).map_err(failed)?;
-    for (text, (found, expected)) in texts.iter().zip(found.iter().zip(&expected)) {
-        let what = format!("text of {} tokens", text.ids.len());
-        fitness::compare(spec, &what, found.as_deref(), expected.as_deref())?;
-    }
-    Ok(())
+    let compared = texts.iter().zip(found.into_iter().zip(expected)).map(|(text, (found, expected))| Compared {
+        what: format!("text of {} tokens", text.ids.len()),
+        found,
+        expected,
+    });
+    fitness::compare_all(spec, &compared.collect::<Vec<_>>())
 }
 
 /// Texts of several lengths, with tokens from the whole vocabulary.

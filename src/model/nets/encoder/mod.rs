@@ -73,7 +73,7 @@ impl TextNetwork {
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
             })
         };
-        let weights = read(device, super::precision(spec, device)?)?;
+        let weights = read(device, super::precision(spec)?)?;
         let mut network = build(&weights)?;
         if super::needs_comparison(device, spec.dtype) {
             let reference = build(&read(&Device::Cpu, Precision::F32)?)?;

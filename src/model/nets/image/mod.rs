@@ -9,7 +9,7 @@ use std::f64::consts::PI;
 use candle_core::{DType, Device, Result as Candle, Tensor};
 use serde::Deserialize;
 
-use super::fitness;
+use super::fitness::{self, Compared};
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels, multiply_rows};
@@ -60,6 +60,20 @@ struct Kind {
     model_type: String,
 }
 
+/// Checks that the network can have the pool's `dtype`.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] if it cannot, [`LoadError::File`] if `config.json` cannot be read.
+pub fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Loaded<()> {
+    let Kind { model_type } = files.required_json("config.json")?;
+    precision(spec, &model_type).map(drop)
+}
+
+/// In ViT the linear layers take nearly all the time and memory; in the other networks the convolutions do.
+fn precision(spec: &LoadSpec, model_type: &str) -> Loaded<Precision> {
+    if model_type == VIT { super::precision(spec) } else { super::uniform_precision(spec) }
+}
+
 impl ImageNetwork {
     /// Loads a network for images with these sides and for this number of labels, and compares its results on its
     /// device with those of a CPU.
@@ -75,9 +89,7 @@ impl ImageNetwork {
         labels: usize,
     ) -> Loaded<Self> {
         let Kind { model_type } = files.required_json("config.json")?;
-        // In ViT the linear layers take nearly all the time and memory; in the other networks the convolutions do.
-        let precision =
-            if model_type == VIT { super::precision(spec, device)? } else { super::uniform_precision(spec)? };
+        let precision = precision(spec, &model_type)?;
         let mut network = Self::load_on(device, precision, files, spec, &model_type, sides, labels)?;
         if fitness::needs_comparison(device, spec.dtype) {
             let mut reference =
@@ -88,7 +100,7 @@ impl ImageNetwork {
                 Ok::<_, LoadError>(output.into_iter().next().and_then(Result::ok))
             };
             let (found, expected) = (numbers(&mut network)?, numbers(&mut reference)?);
-            fitness::compare(spec, "image", found.as_deref(), expected.as_deref())?;
+            fitness::compare_all(spec, &[Compared { what: "image".to_owned(), found, expected }])?;
         }
         Ok(network)
     }

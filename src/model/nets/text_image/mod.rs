@@ -10,7 +10,7 @@ use candle_transformers::models::clip::text_model::ClipTextTransformer;
 use candle_transformers::models::{clip, siglip};
 
 use self::config::{NetworkConfig, TextImageConfig};
-use super::fitness;
+use super::fitness::{self, Compared};
 use super::image::Pixels;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::Tokens;
@@ -117,14 +117,16 @@ impl TextImageNetwork {
             let text = Tokens { second: ids.len(), ids, truncated: false };
             let known =
                 [("text", TextOrImage::Text(text)), ("image", TextOrImage::Image(config.sides.known()))];
+            let mut compared = Vec::new();
             for (what, input) in &known {
                 let numbers = |network: &mut Self| {
                     let output = network.forward(&[input]).map_err(|error| fitness::failed(spec, &error))?;
                     Ok::<_, LoadError>(output.into_iter().next().and_then(Result::ok))
                 };
                 let (found, expected) = (numbers(&mut network)?, numbers(&mut reference)?);
-                fitness::compare(spec, what, found.as_deref(), expected.as_deref())?;
+                compared.push(Compared { what: (*what).to_owned(), found, expected });
             }
+            fitness::compare_all(spec, &compared)?;
         }
         Ok(network)
     }

@@ -10,7 +10,7 @@ use crate::model::LoadError;
 use crate::model::load::weights::Weights;
 use crate::model::ops::causal::{self, CrossSpan, attend, attend_across, weights_across};
 use crate::model::ops::kv::{BLOCK, CachePosition, KvBlocks, KvNumbers, KvShape};
-use crate::model::ops::{Activation, Matrix, Panels, activate, multiply_rows, multiply_together};
+use crate::model::ops::{self, Activation, Matrix, activate, multiply_together};
 
 /// Consecutive tokens of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +55,8 @@ struct Layer {
     cross_norm: LayerNorm,
     cross_q: Linear,
     /// The projections of encoded positions to keys and values. Keys have no bias.
-    cross_k: Panels,
-    cross_v: Panels,
+    cross_k: ops::Linear,
+    cross_v: ops::Linear,
     cross_v_bias: Vec<f32>,
     cross_out: Linear,
     inner_norm: LayerNorm,
@@ -73,9 +73,11 @@ impl Layer {
         let square = |name: &str| linear(name, [width, width]);
         let matrix = |name: &str| weights.matrix(&named(&format!("{name}.weight")), [width, width]);
         let bias = |name: &str| values(weights, &named(&format!("{name}.bias")), &[width]);
-        let panels = |name: &str| {
-            let columns = values(weights, &named(&format!("{name}.weight")), &[width, width])?;
-            Ok::<_, LoadError>(Panels::new(&columns, width))
+        let for_windows = |name: &str| {
+            let name = named(&format!("{name}.weight"));
+            let columns = values(weights, &name, &[width, width])?;
+            let linear = ops::Linear::new(&columns, width, weights.matrix_format());
+            weights.checked(&name, linear.map_err(candle_core::Error::wrap))
         };
         let [q, k, v] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
         Ok(Self {
@@ -86,8 +88,8 @@ impl Layer {
             out: square("self_attn.out_proj")?,
             cross_norm: norm("encoder_attn_layer_norm")?,
             cross_q: square("encoder_attn.q_proj")?,
-            cross_k: panels("encoder_attn.k_proj")?,
-            cross_v: panels("encoder_attn.v_proj")?,
+            cross_k: for_windows("encoder_attn.k_proj")?,
+            cross_v: for_windows("encoder_attn.v_proj")?,
             cross_v_bias: bias("encoder_attn.v_proj")?,
             cross_out: square("encoder_attn.out_proj")?,
             inner_norm: norm("final_layer_norm")?,
@@ -181,8 +183,8 @@ impl Decoder {
     pub fn set_window(&mut self, slot: usize, encoded: &[f32]) {
         let (mut keys, mut values) = (vec![0.0; encoded.len()], vec![0.0; encoded.len()]);
         for (index, layer) in self.layers.iter().enumerate() {
-            multiply_rows(encoded, &layer.cross_k, &mut keys, |_, _| {});
-            multiply_rows(encoded, &layer.cross_v, &mut values, |_, block| {
+            layer.cross_k.multiply(encoded, &mut keys, |_, _| {});
+            layer.cross_v.multiply(encoded, &mut values, |_, block| {
                 activate(block, &layer.cross_v_bias, Activation::Identity);
             });
             self.window_kv.kv.put_group(slot, index, &keys, &values);

@@ -1,6 +1,6 @@
 //! Whisper, OpenAI's network for speech recognition: an encoder of windows of 30 s, and a decoder that writes the text
-//! of a window. The names of tensors are those of the transformers library. `encoder` and `decoder` compute on a CPU in
-//! f32, `on_device` on any device by candle's operations. They own the weights, and the keys and values of each slot.
+//! of a window. The names of tensors are those of the transformers library. `encoder` and `decoder` compute on a CPU,
+//! `on_device` on any device by candle's operations. They own the weights, and the keys and values of each slot.
 
 pub mod config;
 mod decoder;
@@ -11,15 +11,20 @@ pub use decoder::{Decoder, Span};
 pub use encoder::Encoder;
 pub use on_device::DeviceWhisper;
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 
-use self::config::WhisperConfig;
-use super::uniform_precision;
+use self::config::{Layers, WhisperConfig};
+use super::{fitness, uniform_precision};
 use crate::model::load::ModelFiles;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{Matrix, layer_norm};
-use crate::model::{Dtype, LoadError, LoadSpec};
+use crate::model::sound::features::FRAMES;
+use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
+/// The tokens of the known text by which a precision or a device is compared with a CPU in f32.
+const KNOWN_TOKENS: usize = 8;
+/// The number of layers that are compared.
+const COMPARED_LAYERS: usize = 2;
 /// Added to the variance of each norm.
 const EPS: f32 = 1e-5;
 
@@ -53,12 +58,58 @@ impl Whisper {
         config: &WhisperConfig,
         slots: usize,
     ) -> Result<Self, LoadError> {
+        let network = Self::read(spec, device, config, slots)?;
+        Self::compare(spec, device, config)?;
+        Ok(network)
+    }
+
+    fn read(
+        spec: &LoadSpec,
+        device: &Device,
+        config: &WhisperConfig,
+        slots: usize,
+    ) -> Result<Self, LoadError> {
         if device.is_cpu() {
             return Ok(Self::Host(Box::new(HostWhisper::load(spec, config, slots)?)));
         }
-        let on_device = DeviceWhisper::load(spec, device, config, slots)?;
-        on_device.compare_with_cpu(spec, config)?;
-        Ok(Self::Device(Box::new(on_device)))
+        Ok(Self::Device(Box::new(DeviceWhisper::load(spec, device, config, slots)?)))
+    }
+
+    /// Compares the results of the first layers for a known window with those of a CPU in f32. Only the first layers are
+    /// compared, since the whole model would take as much memory on the host as on the device.
+    fn compare(spec: &LoadSpec, device: &Device, config: &WhisperConfig) -> Result<(), LoadError> {
+        if !fitness::needs_comparison(device, spec.dtype) {
+            return Ok(());
+        }
+        let first = |layers: Layers| Layers { count: layers.count.min(COMPARED_LAYERS), ..layers };
+        let config = WhisperConfig {
+            encoder: first(config.encoder),
+            decoder: first(config.decoder),
+            alignment: Vec::new(),
+            ..config.clone()
+        };
+        let in_f32 = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
+        let logits = |network: Result<Self, LoadError>| {
+            let logits = network?.known_logits(&config);
+            logits.map_err(|error| fitness::failed(spec, &ForwardError::from(&error)))
+        };
+        let found = logits(Self::read(spec, device, &config, 1))?;
+        let expected = logits(Self::read(&in_f32, &Device::Cpu, &config, 1))?;
+        fitness::compare(spec, "window of 30 s", found, expected)
+    }
+
+    /// The logits after some tokens over a window of waves.
+    fn known_logits(mut self, config: &WhisperConfig) -> candle_core::Result<Vec<f32>> {
+        let wave = |index: usize| ((index % 97) as f32 * 0.13).sin();
+        let features: Vec<f32> = (0..config.mels * FRAMES).map(wave).collect();
+        self.encode(&[0], &[&features])?;
+        // 7,919 is a prime, so that the tokens differ.
+        let ids: Vec<u32> = (1..=KNOWN_TOKENS).map(|n| (n * 7_919 % config.vocabulary) as u32).collect();
+        let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
+        let mut logits = Vec::new();
+        self.forward(first, &[Span { slot: 0, first: 0, count: first.len() }], &[], &mut logits)?;
+        self.forward(last, &[Span { slot: 0, first: first.len(), count: 1 }], &[0], &mut logits)?;
+        Ok(logits)
     }
 
     /// Encodes windows, each given by its features `[mels, FRAMES]`, and stores each in its slot, where it replaces the
@@ -134,17 +185,30 @@ impl HostWhisper {
     /// # Errors
     /// As [`Whisper::load`].
     pub fn load(spec: &LoadSpec, config: &WhisperConfig, slots: usize) -> Result<Self, LoadError> {
-        if spec.dtype != Dtype::F32 {
-            let reason = format!("dtype is {:?}; on a CPU, Whisper is computed in f32", spec.dtype.name());
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
-        }
-        let weights = weights(spec, &Device::Cpu, Precision::F32)?;
+        let weights = weights(spec, &Device::Cpu, check_dtype(spec)?)?;
         let decoder = Decoder::load(&weights, config, slots)?;
         Ok(Self {
             encoder: Encoder::load(&weights, config)?,
             decoder: decoder.map_err(|error| spec.failed(format!("keys and values: {error}")))?,
         })
     }
+}
+
+/// The precision of the pool's `dtype`.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] if the device does not have it.
+pub fn check_dtype(spec: &LoadSpec) -> Result<Precision, LoadError> {
+    if spec.device != "cpu" {
+        return uniform_precision(spec);
+    }
+    let precision = super::precision(spec)?;
+    if precision.tensors != DType::F32 {
+        let dtype = spec.dtype.name();
+        let reason = format!("dtype is {dtype:?}; on a CPU, Whisper is computed in f32, bf16 or int8");
+        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+    }
+    Ok(precision)
 }
 
 fn weights(spec: &LoadSpec, device: &Device, precision: Precision) -> Result<Weights, LoadError> {

@@ -9,20 +9,14 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::{layer_norm, softmax_last_dim};
 
 use super::config::{Head, Layers, POSITIONS, WhisperConfig};
-use super::{EPS, HostWhisper, Span, encoder, uniform_precision, values};
+use super::{EPS, Span, encoder, uniform_precision, values};
 use crate::model::load::weights::Weights;
 use crate::model::nets::block::Blocks;
 use crate::model::nets::cached_attention::{Group, MAX_ELEMENTS, Packed, indices, linear, token_slot};
-use crate::model::nets::fitness;
 use crate::model::ops::causal;
 use crate::model::ops::kv::BLOCK;
 use crate::model::sound::features::FRAMES;
-use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
-
-/// The number of tokens that are fed over a known window when a device is compared with a CPU.
-const KNOWN_TOKENS: usize = 8;
-/// The number of layers that are compared, of the encoder and of the decoder.
-const COMPARED_LAYERS: usize = 2;
+use crate::model::{LoadError, LoadSpec};
 
 type Loaded<T> = std::result::Result<T, LoadError>;
 
@@ -358,47 +352,6 @@ impl DeviceWhisper {
         }
         Ok((layer.cross_out.forward(&Tensor::cat(&attended, 0)?)?, queries))
     }
-
-    /// Compares the results of the first layers for a known window with those of a CPU in f32. On a CPU in f32 nothing
-    /// is compared. Only the first layers are compared, since the whole model would take as much memory on the host as
-    /// on the device.
-    ///
-    /// # Errors
-    /// [`LoadError::Unfit`] if they differ, [`LoadError::Device`] if the device fails.
-    pub fn compare_with_cpu(&self, spec: &LoadSpec, config: &WhisperConfig) -> Loaded<()> {
-        if !fitness::needs_comparison(&self.device, spec.dtype) {
-            return Ok(());
-        }
-        let first = |layers: Layers| Layers { count: layers.count.min(COMPARED_LAYERS), ..layers };
-        let config = WhisperConfig {
-            encoder: first(config.encoder),
-            decoder: first(config.decoder),
-            alignment: Vec::new(),
-            ..config.clone()
-        };
-        let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
-        let mut on_device = super::Whisper::Device(Box::new(Self::load(spec, &self.device, &config, 1)?));
-        let mut on_cpu = super::Whisper::Host(Box::new(HostWhisper::load(&cpu_spec, &config, 1)?));
-        let candle = |error: candle_core::Error| fitness::failed(spec, &ForwardError::from(&error));
-        let found = known_logits(&mut on_device, &config).map_err(candle)?;
-        let expected = known_logits(&mut on_cpu, &config).map_err(candle)?;
-        let expected = Some(&*expected).filter(|logits| logits.iter().all(|x| x.is_finite()));
-        fitness::compare(spec, "window of 30 s", Some(&found), expected)
-    }
-}
-
-/// The logits after some tokens over a window of waves.
-fn known_logits(network: &mut super::Whisper, config: &WhisperConfig) -> Result<Vec<f32>> {
-    let wave = |index: usize| ((index % 97) as f32 * 0.13).sin();
-    let features: Vec<f32> = (0..config.mels * FRAMES).map(wave).collect();
-    network.encode(&[0], &[&features])?;
-    // 7,919 is a prime, so that the tokens differ.
-    let ids: Vec<u32> = (1..=KNOWN_TOKENS).map(|n| (n * 7_919 % config.vocabulary) as u32).collect();
-    let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
-    let mut logits = Vec::new();
-    network.forward(first, &[Span { slot: 0, first: 0, count: first.len() }], &[], &mut logits)?;
-    network.forward(last, &[Span { slot: 0, first: first.len(), count: 1 }], &[0], &mut logits)?;
-    Ok(logits)
 }
 
 /// The factor of the products of queries and keys.

@@ -21,8 +21,10 @@ use crate::model::load::vocabulary::{TokenLimit, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
 use crate::model::nets::decoder::{
-    CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes,
+    CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare,
 };
+use crate::model::nets::precision;
+use crate::model::ops::NumberFormat;
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::sequences::blocks::Owner;
@@ -75,6 +77,7 @@ pub static FAMILY: Family = Family {
 
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
+    check_dtype(spec, &files)?;
     let Some(path) = files.gguf() else {
         let config = DecoderConfig::read(&files, &spec.source)?;
         Options::read(spec, config.context)?;
@@ -93,28 +96,46 @@ fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
     Ok((gguf, config))
 }
 
+/// Checks that the device can compute in the pool's `dtype`, and returns the number format of matrices on a CPU.
+fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, LoadError> {
+    let precision = precision(spec)?;
+    let refusal = match spec.dtype {
+        _ if spec.device != "cpu" => None,
+        Dtype::F32 => None,
+        Dtype::F16 => Some("on a CPU text is generated in f32, bf16 or int8"),
+        Dtype::Bf16 | Dtype::Int8 => {
+            files.gguf().map(|_| "on a CPU the weights of a GGUF file are kept as in the file; set \"f32\"")
+        }
+    };
+    match refusal {
+        None => Ok(precision.matrices),
+        Some(refusal) => {
+            let reason = format!("dtype is {:?}; {refusal}", spec.dtype.name());
+            Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+        }
+    }
+}
+
 /// Loads a model that generates text. On a CPU its weights are kept as in the file. For a GPU this calls [`load_onto`].
 ///
 /// # Errors
 /// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
 /// supported.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
+    let format = check_dtype(spec, &ModelFiles::locate(&spec.source)?)?;
     if !device.is_cpu() {
         return load_onto(spec, device);
     }
-    if spec.dtype != Dtype::F32 {
-        let name = spec.dtype.name();
-        return Err(LoadError::Unsupported {
-            model: spec.source.clone(),
-            reason: format!(
-                "dtype is {name:?}; on a CPU weights are kept as in the file and computed in f32"
-            ),
-        });
-    }
-    let mut model = Model::read(spec)?;
+    let mut model = Model::read(spec, format)?;
     let options = Options::read(spec, model.config.context)?;
-    model.weights.multiply_rows_as(options.activation_type(spec, Implementation::Host)?);
-    let decoder = load_decoder(&model.files, model.weights, &model.config, options.context)?;
+    let row_format = options.activation_type(spec, Implementation::Host)?;
+    model.weights.multiply_rows_as(row_format);
+    if spec.dtype != Dtype::F32 {
+        let reference = Model::read(spec, NumberFormat::F32)?.weights;
+        compare(spec, &model.weights, &reference, &model.config)?;
+    }
+    let sizes = (spec.dtype, options.context);
+    let decoder = load_decoder(&model.files, model.weights, &model.config, sizes)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
     let kv = KvBlocks::new(shape, TextGenerator::blocks(options.capacity()));
@@ -129,7 +150,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
 /// Those of [`load`], [`LoadError::Device`] if the device has not enough memory for the weights or for the keys and
 /// values, and [`LoadError::Unfit`] if it computes wrongly.
 pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
-    let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
+    let Model { config, vocabulary, weights, .. } = Model::read(spec, NumberFormat::F32)?;
     let options = Options::read(spec, config.context)?;
     options.activation_type(spec, Implementation::Candle)?;
     let kv_sizes = KvSizes {
@@ -151,7 +172,8 @@ struct Model {
 }
 
 impl Model {
-    fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
+    /// Reads the files. `format` is the number format of the matrices of safetensors files.
+    fn read(spec: &LoadSpec, format: NumberFormat) -> Result<Self, LoadError> {
         let files = ModelFiles::locate(&spec.source)?;
         if let Some(path) = files.gguf() {
             let (gguf, config) = read_gguf(&path)?;
@@ -161,7 +183,7 @@ impl Model {
         }
         let config = DecoderConfig::read(&files, &spec.source)?;
         let vocabulary = Vocabulary::from_files(&files, config.vocabulary)?;
-        let weights = DecoderWeights::from_safetensors(&files, &config)?;
+        let weights = DecoderWeights::from_safetensors(&files, &config, format)?;
         Ok(Self { files, config, vocabulary, weights })
     }
 }
@@ -193,9 +215,9 @@ fn load_decoder(
     files: &ModelFiles,
     mut weights: DecoderWeights,
     config: &DecoderConfig,
-    context: usize,
+    (dtype, context): (Dtype, usize),
 ) -> Result<Decoder, LoadError> {
-    let path = packed_cache::path(&files.digest()?);
+    let path = packed_cache::path(&files.digest()?, dtype);
     let open_cache = |path: &Option<PathBuf>| path.as_deref().and_then(PackedCache::open);
     if let Some(cache) = open_cache(&path) {
         weights.use_cache(cache);

@@ -20,7 +20,7 @@ use super::names::ServedNames;
 use super::prepare_all;
 use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Serves, Takes};
 use crate::model::load::{self, ModelFiles, weights};
-use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels};
+use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels, check_dtype};
 use crate::model::{
     Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
@@ -95,6 +95,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     Labels::read(&files, &spec.source)?;
     PixelLimits::read(&FAMILY, spec)?;
     read_preprocessing(&files, spec)?;
+    check_dtype(spec, &files)?;
     weights::check(&files.weights()?)
 }
 

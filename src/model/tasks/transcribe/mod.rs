@@ -27,7 +27,7 @@ use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Serves};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::load::{ModelFiles, weights};
-use crate::model::nets::whisper::Whisper;
+use crate::model::nets::whisper::{Whisper, check_dtype};
 use crate::model::nets::whisper::config::{MODEL_TYPE, WhisperConfig};
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::sound::decode::{Channels, Limits};
@@ -92,6 +92,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     WhisperConfig::read(&files, &spec.source)?;
     Options::read(spec)?;
+    check_dtype(spec)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }
