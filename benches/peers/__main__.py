@@ -2,7 +2,9 @@
 
 ROUNDS (3): how often each system is measured, in turn. TEXTS (1000): how many texts each embeds. CORES:
 the cores that everything runs on, such as `0,1`; by default the first two that this process may use.
-BROKER_CORES: others for RabbitMQ and the clients, as if they were on another host.
+BROKER_CORES: others for RabbitMQ and the clients, as if they were on another host. CPU_FEATURES: the `cpu_features` of
+sconce's workers, such as avx2. PyTorch then needs ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and
+MKL_ENABLE_INSTRUCTIONS=AVX2 to compute as on the same CPU; ONNX Runtime cannot be told.
 """
 
 import os

@@ -112,7 +112,12 @@ class Kind:
     def __init__(self, place, broker, name, model, file):
         self.name, self.file, self.place = name, str(file), place
         cores = sorted(os.sched_getaffinity(0))
-        self.pool = sconce.Pool(place, (broker, cores), str(model.resolve()), f"bench.{name}")
+
+        def pool(dtype):
+            own = [f"pool[0].dtype={dtype}"]
+            return sconce.Pool(place, (broker, cores), str(model.resolve()), f"bench.{name}", own)
+
+        self.pool = pool
         own = {"BROKER_URL": broker, "MODEL": model.resolve(), "TEXTS_FILE": Path(file).resolve()}
         own |= {"THREADS": place.workers, "ONNX_FILE": (FOLDER / "lite0.onnx").resolve()}
         own |= {"KIND": name, "QUEUE": f"celery.{name}"}
@@ -135,15 +140,16 @@ class Kind:
         finally:
             end(worker)
 
-    def ours(self, count, in_flight):
+    def ours(self, count, in_flight, dtype="f32"):
         """The rate of sconce over RabbitMQ, with a worker for each core.
 
         Batches take inputs of all tasks in turn, so that tasks under way end together: far more are measured than
         are under way.
         """
-        with sconce.Workers(self.pool, self.place.workers):
+        pool = self.pool(dtype)
+        with sconce.Workers(pool, self.place.workers):
             many = ("--in-flight", in_flight, "--warmup", in_flight, "--tasks", count)
-            return self.pool.bench("--input", self.file, *many)["tasks_per_second"]
+            return pool.bench("--input", self.file, *many)["tasks_per_second"]
 
 
 def main():
@@ -172,6 +178,7 @@ def main():
             say(f"kinds, round {number + 1} of {rounds}")
             for name, measure in (
                 ("pairs: sconce over RabbitMQ", lambda: rerank.ours(3 * REQUESTS, 16) * DOCUMENTS),
+                ("pairs: sconce int8 over RabbitMQ", lambda: rerank.ours(3 * REQUESTS, 16, "int8") * DOCUMENTS),
                 ("pairs: CrossEncoder in process", lambda: rerank.ask("cross_encoder_client") * DOCUMENTS),
                 ("pairs: Celery + CrossEncoder", lambda: rerank.celery() * DOCUMENTS),
                 ("images: sconce over RabbitMQ", lambda: images.ours(2 * PHOTOS, 32)),

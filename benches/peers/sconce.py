@@ -24,6 +24,8 @@ class Pool:
         self.scene = scene
         url, self.client_cores = broker
         pairs = [f"pool[0].model={model}", f"pool[0].task_queue={queue}", "pool[0].threads=1", *settings]
+        if features := os.environ.get("CPU_FEATURES"):
+            pairs.append(f"pool[0].cpu_features={features}")
         self.settings = [word for pair in pairs for word in ("--set", pair)]
         self.environment = {"SCONCE_BROKER__URL": url, "SCONCE_LOG_FORMAT": "json"}
 

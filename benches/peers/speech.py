@@ -32,6 +32,7 @@ LONG = FOLDER / "long.wav"
 MINUTES = 12
 PAUSE = 0.5
 """Seconds between two sentences."""
+OURS = ("f32", "bf16", "int8")
 TASKS = 2
 """Long recordings at a time, where there are several."""
 SHORT = 10
@@ -100,7 +101,12 @@ class Speech:
         self.short = sorted(RECORDINGS.glob("librivox-*.wav")) + sorted(RECORDINGS.glob("cards-*.wav"))
         folders = ", ".join(f'"file://{folder.resolve()}/"' for folder in (FOLDER, RECORDINGS))
         settings = [f"pool[0].threads={len(cores)}", f"pool[0].allowed_sources=[{folders}]"]
-        self.pool = sconce.Pool(place, (broker, cores), str(MODEL.resolve()), "bench.speech", settings)
+
+        def pool(dtype):
+            own = [*settings, f"pool[0].dtype={dtype}"]
+            return sconce.Pool(place, (broker, cores), str(MODEL.resolve()), "bench.speech", own)
+
+        self.pools = {dtype: pool(dtype) for dtype in OURS}
         with wave.open(str(self.short[0])) as sound:
             self.short_seconds = sound.getnframes() / sound.getframerate()
 
@@ -114,30 +120,31 @@ class Speech:
                 out.write(json.dumps(line) + "\n")
         return path
 
-    def answers(self, name, files):
+    def answers(self, pool, name, files):
         """The replies to the recordings, all published at once, and the seconds until the last has come."""
-        command = [sconce.PROGRAM, "publish", *self.pool.settings, "--input", self.lines(name, files), "--wait"]
-        environment = {**os.environ, **self.pool.environment}
+        command = [sconce.PROGRAM, "publish", *pool.settings, "--input", self.lines(name, files), "--wait"]
+        environment = {**os.environ, **pool.environment}
         start = time.perf_counter()
         with open(self.place.log("publish"), "ab") as log:
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=log, check=True)
         seconds = time.perf_counter() - start
         return [json.loads(line) for line in done.stdout.splitlines()], seconds
 
-    def ours(self):
+    def ours(self, dtype):
         """Seconds of sound a second: several long recordings, one long, one short; over RabbitMQ."""
-        with sconce.Workers(self.pool, 1):
-            self.answers("warm-up", self.short[:2])
-            _, many = self.answers("many", [LONG] * TASKS)
-            _, one = self.answers("one", [LONG])
+        pool = self.pools[dtype]
+        with sconce.Workers(pool, 1):
+            self.answers(pool, "warm-up", self.short[:2])
+            _, many = self.answers(pool, "many", [LONG] * TASKS)
+            _, one = self.answers(pool, "one", [LONG])
             short = self.lines("short", [self.short[0]])
-            report = self.pool.bench("--input", short, "--in-flight", 1, "--warmup", 2, "--tasks", SHORT)
+            report = pool.bench("--input", short, "--in-flight", 1, "--warmup", 2, "--tasks", SHORT)
         return TASKS * self.seconds / many, self.seconds / one, self.short_seconds * report["tasks_per_second"]
 
-    def texts(self):
+    def texts(self, dtype):
         """Our texts of the short recordings."""
-        with sconce.Workers(self.pool, 1):
-            replies, _ = self.answers("texts", self.short)
+        with sconce.Workers(self.pools[dtype], 1):
+            replies, _ = self.answers(self.pools[dtype], "texts", self.short)
         return {file.stem: reply["body"]["text"] for file, reply in zip(self.short, replies, strict=True)}
 
     def environment(self, compute_type):
@@ -179,10 +186,11 @@ def round_of(speech):
         found[f"faster-whisper {kind}, one window after the other"] = speech.seconds / long["seconds"]
         found[f"faster-whisper {kind}, one short recording"] = speech.short_seconds / short["seconds"]
     found["Celery + faster-whisper float32, a process for each core"] = speech.celery()
-    many, one, short = speech.ours()
-    found[f"sconce over RabbitMQ, {TASKS} long recordings"] = many
-    found["sconce over RabbitMQ, one long recording"] = one
-    found["sconce over RabbitMQ, one short recording"] = short
+    for dtype in OURS:
+        many, one, short = speech.ours(dtype)
+        found[f"sconce {dtype} over RabbitMQ, {TASKS} long recordings"] = many
+        found[f"sconce {dtype} over RabbitMQ, one long recording"] = one
+        found[f"sconce {dtype} over RabbitMQ, one short recording"] = short
     for name, value in found.items():
         say(f"{name}: {value:.1f} × real time")
     return found
@@ -196,27 +204,34 @@ def main():
     with ExitStack() as stack:
         speech = Speech(Place(cores), stack.enter_context(Rabbit(cores)).url, cores)
         found = rounds_of("speech", lambda: round_of(speech))
-        ours = error_rates(speech.texts())
-        theirs = error_rates(speech.peer("faster_whisper_client", "float32", "texts")[0]["texts"])
-    write(found, (ours, theirs), speech, cores)
+        rates = {f"sconce {dtype}": error_rates(speech.texts(dtype)) for dtype in OURS}
+        for kind in ("float32", "int8"):
+            texts = speech.peer("faster_whisper_client", kind, "texts")[0]["texts"]
+            rates[f"faster-whisper {kind}"] = error_rates(texts)
+    write(found, rates, speech, cores)
 
 
 def write(found, rates, speech, cores):
-    """The table: medians, and how many times a peer's rate ours is (the median of the rounds' ratios)."""
-    lines = ["| system | × real time | ours, × |", "|---|---|---|"]
+    """The table: medians, and how many times a row's rate ours is (the median of the rounds' ratios)."""
+    lines = [f"| system | × real time | {' | '.join(f'sconce {dtype}, ×' for dtype in OURS)} |"]
+    lines += ["|---|---|" + "---|" * len(OURS)]
     for name in found[0]:
         kind = "one short" if "short" in name else f"{TASKS} long"
-        ours = next(key for key in found[0] if key.startswith(f"sconce over RabbitMQ, {kind}"))
-        ratio = statistics.median(of_round[ours] / of_round[name] for of_round in found)
-        lines.append(f"| {name} | {statistics.median(it[name] for it in found):.1f} | {ratio:.2f} |")
+
+        def ratio(dtype, name=name, kind=kind):
+            ours = next(key for key in found[0] if key.startswith(f"sconce {dtype} over RabbitMQ, {kind}"))
+            return f"{statistics.median(of_round[ours] / of_round[name] for of_round in found):.2f}"
+
+        cells = [name, f"{statistics.median(it[name] for it in found):.1f}", *map(ratio, OURS)]
+        lines.append(f"| {' | '.join(cells)} |")
     named = ",".join(map(str, cores))
     lines += ["", f"The rates are medians of {len(found)} rounds in turns, on the cores {named}, which RabbitMQ shares. The model is"]
-    lines += [f"Whisper tiny.en in f32 unless the row says otherwise. A long recording has {speech.seconds / 60:.0f} minutes of sentences,"]
-    lines += [f"the short one {speech.short_seconds:.1f} s. sconce has one worker with all cores. The last column divides the rate of"]
+    lines += [f"Whisper tiny.en. A long recording has {speech.seconds / 60:.0f} minutes of sentences,"]
+    lines += [f"the short one {speech.short_seconds:.1f} s. sconce has one worker with all cores. The last columns divide the rates of"]
     lines += ["sconce by that of the row. Rows about one short recording are compared with sconce's rate for one short recording,"]
     lines += [f"all others with its rate for {TASKS} long ones.", ""]
     lines += ["| word error rate | LibriVox, 5 sentences | card games, 5 phrases |", "|---|---|---|"]
-    for name, of in zip(("sconce", "faster-whisper float32"), rates, strict=True):
+    for name, of in rates.items():
         lines.append(f"| {name} | {of['librivox']:.1f} % | {of['cards']:.1f} % |")
     replace(page.PAGE, (BEGIN, END), "\n".join(lines))
     print("\n".join(lines))

@@ -446,8 +446,8 @@ pub struct LoadSpec {
     /// until the model neither refuses it ([`LoadError::Unsupported`]) nor computes something else than in f32
     /// ([`LoadError::Unfit`]).
     pub dtype: Dtype,
-    /// Whether the type is chosen for this device: the pool's `dtype` is "auto". Results may then differ less from those
-    /// in f32 than where the operator chose the type.
+    /// Whether the type is chosen for this device: the pool's `dtype` is "auto". The accepted difference from f32 is then
+    /// smaller than for a type that the operator set. In the specification of a pool `dtype` means nothing then.
     pub is_dtype_chosen: bool,
     /// The vector units that a CPU computes with: the pool's `cpu_features` setting.
     pub cpu_features: CpuFeatures,
@@ -461,8 +461,8 @@ impl LoadSpec {
         model_name(&self.source)
     }
 
-    /// The specifications with which loading is tried, in this order: one for each number format that is faster than
-    /// f32 on this device, the fastest first, and then f32. Only this one unless the type is chosen.
+    /// The specifications with which loading is tried, in this order. If the type is chosen: on a CPU one for each of its
+    /// fast number formats, on a GPU bf16 and f16, and then f32. Otherwise only this one.
     pub fn candidates(&self) -> Vec<Self> {
         if !self.is_dtype_chosen {
             return vec![self.clone()];

@@ -70,9 +70,9 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     Ok(())
 }
 
-/// The number formats in which this CPU multiplies matrices faster than in f32, the fastest first, if it uses these
-/// vector units. Measured: docs/performance.md, "Lower precision". What is faster with AVX-512 alone has not been
-/// measured.
+/// The number formats in which this CPU multiplies matrices faster than in f32 with these vector units, the fastest first.
+/// Measured for AVX2, AVX-VNNI, AVX512-VNNI with AVX512-BF16, and AMX (docs/performance.md, "Lower precision"); assumed for
+/// AVX512-VNNI or AVX512-BF16 alone. AVX-512 with neither has not been measured, and has none.
 pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
     #[cfg(target_arch = "x86_64")]
     {

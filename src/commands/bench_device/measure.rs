@@ -22,6 +22,9 @@ use crate::worker::{WorkerError, load_spec, policy};
 /// The warm-up lasts for the measured time divided by this number.
 const WARMUP_DIVISOR: u32 = 4;
 
+/// The measurement ends after this many times the asked time, however little of it the device has computed.
+const MAX_TIMES: u32 = 3;
+
 pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
     /// The number format of the weights.
@@ -97,13 +100,16 @@ pub(super) fn measure(
     let tokens = jobs.iter().map(|job| job.tokens()).sum();
 
     let mut computing = compute(&mut loaded, jobs)?;
-    while computing < time / WARMUP_DIVISOR {
+    let start = Instant::now();
+    while computing < time / WARMUP_DIVISOR && start.elapsed() < time {
         jobs = preprocess_all(&loaded, tasks)?;
         computing += compute(&mut loaded, jobs)?;
     }
     passes.take();
     computing = Duration::ZERO;
-    while computing < time {
+    let start = Instant::now();
+    // A small model of large images computes for a small part of the time.
+    while computing < time && start.elapsed() < MAX_TIMES * time {
         jobs = preprocess_all(&loaded, tasks)?;
         computing += compute(&mut loaded, jobs)?;
     }

@@ -19,12 +19,12 @@ pub fn tolerance(dtype: Dtype) -> f64 {
         Dtype::F16 => 0.025,
         // bf16 has three bits of precision fewer than f16.
         Dtype::Bf16 => 0.2,
-        // 8 bits, with a scale for each 32 numbers.
+        // With AVX2 the matrices have 5 bits at worst.
         Dtype::Int8 => 0.2,
     }
 }
 
-/// The largest accepted error of a vector if the precision is chosen for the device. Its cosine is at least 0.985 then.
+/// A further bound of each vector's error if the precision is chosen for the device. Its cosine is at least 0.985 then.
 const CHOSEN_TOLERANCE: f64 = 0.172;
 /// The largest accepted root mean square of all vectors' errors. The mean of their cosines is at least 0.997 then.
 const CHOSEN_MEAN_TOLERANCE: f64 = 0.077;
@@ -40,6 +40,12 @@ pub struct Compared {
     pub expected: Option<Vec<f32>>,
 }
 
+/// The number of layers that are compared, of `layers`: usually the first two, since the whole network in f32 may take more
+/// memory than the worker has. All of them if a CPU's precision is chosen, because errors grow from layer to layer.
+pub fn compared_layers(spec: &LoadSpec, layers: usize) -> usize {
+    if spec.is_dtype_chosen && spec.device == "cpu" { layers } else { layers.min(2) }
+}
+
 /// Compares the vector of one known input. `what` names the input.
 ///
 /// # Errors
@@ -52,7 +58,8 @@ pub fn compare(spec: &LoadSpec, what: &str, found: Vec<f32>, expected: Vec<f32>)
 /// Compares the vectors of known inputs.
 ///
 /// # Errors
-/// [`LoadError::Unfit`] with the first input whose vectors differ.
+/// [`LoadError::Unfit`] with the first input whose vectors differ too much or, if the precision is chosen, with the root mean
+/// square of all errors.
 pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError> {
     let mut errors = Vec::new();
     for Compared { what, found, expected } in inputs {
@@ -62,13 +69,13 @@ pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError
         check(spec, what, error)?;
         errors.push(error);
     }
-    let mean = (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
-    if !spec.is_dtype_chosen || mean <= CHOSEN_MEAN_TOLERANCE {
+    let root_mean_square = (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
+    if !spec.is_dtype_chosen || root_mean_square <= CHOSEN_MEAN_TOLERANCE {
         return Ok(());
     }
     let reason = format!(
-        "the vectors of known inputs in {} are off by {mean:.2e} of their length from those in f32 (root mean square), \
-         and {CHOSEN_MEAN_TOLERANCE} is allowed",
+        "the vectors of known inputs in {} differ from those in f32 by {root_mean_square:.2e} of their length (root mean \
+         square); at most {CHOSEN_MEAN_TOLERANCE} is allowed",
         spec.dtype.name()
     );
     Err(LoadError::Unfit { device: spec.device.clone(), why: Unfit::WrongResult, reason })
@@ -80,17 +87,19 @@ fn check(LoadSpec { device, dtype, is_dtype_chosen, .. }: &LoadSpec, what: &str,
     if error <= tolerance {
         return Ok(());
     }
-    // If the precision is chosen, another one is tried next.
-    let advice = if *is_dtype_chosen && *dtype != Dtype::F32 {
-        ""
-    } else {
-        "; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out of `devices`; if all cards fail, \
-         the model is unfit for this precision (pool.dtype)"
+    let advice = match dtype {
+        // Another one is tried next.
+        Dtype::Bf16 | Dtype::F16 | Dtype::Int8 if *is_dtype_chosen => "",
+        _ if device == "cpu" => "; this model is unfit for this precision (pool.dtype)",
+        _ => {
+            "; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out of `devices`; if all cards fail, \
+             the model is unfit for this precision (pool.dtype)"
+        }
     };
     let dtype = dtype.name();
     let reason = format!(
-        "it computes wrongly: of a known {what} the vector in {dtype} is off by {error:.2e} of its length from what \
-         a CPU computes in f32, and {tolerance} is allowed{advice}"
+        "the vector of a known {what} in {dtype} differs from that of a CPU in f32 by {error:.2e} of its length; at most \
+         {tolerance} is allowed{advice}"
     );
     Err(LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason })
 }
@@ -134,7 +143,7 @@ mod tests {
         let error = compared(&chosen, &[4.5; 6]).unwrap_err();
         assert!(error.contains("root mean square") && error.contains("int8"), "{error}");
         assert_eq!(compared(&operators, &[10.0; 6]), Ok(()), "what the operator set");
-        assert!(compared(&operators, &[12.0]).unwrap_err().contains("look at the card"));
+        assert!(compared(&operators, &[12.0]).unwrap_err().contains("unfit for this precision"));
         let nan = Compared { what: "text".into(), found: None, expected: Some(vec![1.0]) };
         assert!(compare_all(&chosen, &[nan]).is_err());
     }

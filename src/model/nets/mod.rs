@@ -51,10 +51,11 @@ pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
 /// The precision of a network whose numbers all have one type.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have.
+/// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have, and for a chosen one on a CPU
+/// that would be slower than f32.
 pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     if spec.is_dtype_chosen && spec.device == "cpu" && spec.dtype != Dtype::F32 {
-        let reason = "a CPU computes this network faster in f32".to_owned();
+        let reason = "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there".to_owned();
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
     }
     let tensors = match spec.dtype {
@@ -63,7 +64,7 @@ pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
         Dtype::F16 => DType::F16,
         Dtype::Int8 => {
             let reason =
-                "dtype is \"int8\", which is for linear layers on a CPU: of texts, ViT, speech recognition and speech synthesis";
+                "dtype is \"int8\", which is only for texts, ViT, speech recognition and speech synthesis on a CPU";
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
     };

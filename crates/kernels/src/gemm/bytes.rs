@@ -1,7 +1,7 @@
 //! The product of rows with a quantised [`Matrix`](super::matrix::Matrix), where the rows are quantised too, with a
 //! scale for each 32 numbers: to 8 bits, or to 15 bits in two parts of 8. For CPUs with AVX512-VNNI, which multiply and
-//! add four pairs of bytes in each lane at once. The sum of a group is exact except for the rounding of the rows; the
-//! sums of groups are added in f32.
+//! add four pairs of bytes in each lane at once. Products of a group are added exactly, in 32-bit integers; the sums of
+//! groups are added in f32.
 //!
 //! The groups of the depth are added in order, so a result is the same for one row and for a thousand.
 
@@ -17,14 +17,13 @@ use std::arch::x86_64::{
 use pulp::bytemuck;
 
 use super::number_format::{NumberFormat, PANEL};
+use super::quantised_rows::{GROUP, MAX_WORDS, QuantisedGroup, QuantisedRows, Tile};
 use crate::cpu::has_vnni;
 
 /// Numbers in a register.
 const LANES: usize = 16;
 /// Registers across a panel.
 const PANEL_REGISTERS: usize = PANEL / LANES;
-/// Numbers of a row that share a scale.
-const GROUP: usize = 32;
 /// Words of four numbers in a group.
 const STEPS: usize = GROUP / 4;
 /// The largest number in a part.
@@ -36,26 +35,13 @@ const MAX_HEIGHT: usize = 8;
 /// The rows of the middle tile. The others have 1 and [`MAX_HEIGHT`] rows.
 const MID_HEIGHT: usize = 4;
 
-/// Quantised rows, tile by tile. If there are fewer rows than a tile is high, the missing ones are 0.
+/// Rows in one or two parts of 8 bits.
 #[derive(Default)]
 pub struct ByteRows {
-    depth: usize,
-    /// The format of the matrices that these rows can be multiplied with, and the parts of each number of the rows.
-    packed_for: Option<(NumberFormat, usize)>,
-    tiles: Vec<TileSize>,
-    /// `[groups of the depth, STEPS, parts, height]` for each tile: words of four numbers.
-    numbers: Vec<i32>,
-    /// `[groups, height]` for each tile.
-    scales: Vec<f32>,
-    /// `[groups of the matrix, height]` for each tile: the sum of a group's numbers, times their scale.
-    sums: Vec<f32>,
-}
-
-struct TileSize {
-    /// The rows of the tile, including missing ones.
-    height: usize,
-    /// The rows that exist.
-    rows: usize,
+    rows: QuantisedRows,
+    /// The numbers of a row, the format of the matrices that these rows can be multiplied with, and the parts of each
+    /// number of the rows.
+    packed_for: Option<(usize, NumberFormat, usize)>,
 }
 
 impl ByteRows {
@@ -63,13 +49,13 @@ impl ByteRows {
     /// of 32.
     #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
     pub fn pack(&mut self, rows: &[f32], depth: usize, format: NumberFormat, parts: usize) {
-        assert!(has_vnni() && format.is_scaled() && depth.is_multiple_of(GROUP));
-        (self.depth, self.packed_for) = (depth, Some((format, parts)));
+        assert!(has_vnni());
+        self.packed_for = Some((depth, format, parts));
         // SAFETY: the CPU has the instructions, as asserted above.
         unsafe {
             match parts {
-                1 => pack::<1>(rows, depth, format, self),
-                _ => pack::<2>(rows, depth, format, self),
+                1 => pack::<1>(&mut self.rows, rows, (depth, format)),
+                _ => pack::<2>(&mut self.rows, rows, (depth, format)),
             }
         }
     }
@@ -77,16 +63,19 @@ impl ByteRows {
     /// `out` `[count, stride]` ← these rows times some panels. Columns of the panels beyond the stride are dropped.
     #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
     pub fn multiply(&self, panels: &[u32], out: &mut [f32], stride: usize) {
-        let Some((format, parts)) = self.packed_for else { return };
+        let Some((depth, format, parts)) = self.packed_for else { return };
+        let panel_words = depth / format.group() * format.words() * PANEL;
+        let panels = panels.chunks_exact(panel_words).zip((0..stride).step_by(PANEL));
+        let rows = &self.rows;
         // SAFETY: the CPU has the instructions, because `pack` has asserted it.
         unsafe {
             match (format, parts) {
-                (NumberFormat::Bits4, 1) => multiply::<true, 4, 1>(self, format, panels, out, stride),
-                (NumberFormat::Bits4, _) => multiply::<true, 4, 2>(self, format, panels, out, stride),
-                (NumberFormat::Bits8By16, 1) => multiply::<false, 4, 1>(self, format, panels, out, stride),
-                (NumberFormat::Bits8By16, _) => multiply::<false, 4, 2>(self, format, panels, out, stride),
-                (_, 1) => multiply::<false, 8, 1>(self, format, panels, out, stride),
-                _ => multiply::<false, 8, 2>(self, format, panels, out, stride),
+                (NumberFormat::Bits4, 1) => multiply::<true, 4, 1>(rows, panels, out, stride),
+                (NumberFormat::Bits4, _) => multiply::<true, 4, 2>(rows, panels, out, stride),
+                (NumberFormat::Bits8By16, 1) => multiply::<false, 4, 1>(rows, panels, out, stride),
+                (NumberFormat::Bits8By16, _) => multiply::<false, 4, 2>(rows, panels, out, stride),
+                (_, 1) => multiply::<false, 8, 1>(rows, panels, out, stride),
+                _ => multiply::<false, 8, 2>(rows, panels, out, stride),
             }
         }
     }
@@ -102,58 +91,23 @@ fn tile_height(left: usize) -> usize {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn pack<const PARTS: usize>(rows: &[f32], depth: usize, format: NumberFormat, packed: &mut ByteRows) {
-    let (groups, matrix_group) = (depth / GROUP, format.group());
-    let mut rows = rows.chunks_exact(depth);
-    packed.tiles.clear();
-    packed.numbers.clear();
-    packed.scales.clear();
-    packed.sums.clear();
-    while rows.len() > 0 {
-        let height = tile_height(rows.len());
-        let taken = rows.len().min(height);
-        packed.tiles.push(TileSize { height, rows: taken });
-        let (first, scale, sum) = (packed.numbers.len(), packed.scales.len(), packed.sums.len());
-        packed.numbers.resize(first + groups * STEPS * PARTS * height, 0);
-        packed.scales.resize(scale + groups * height, 0.0);
-        packed.sums.resize(sum + depth / matrix_group * height, 0.0);
-        for (index, row) in rows.by_ref().take(taken).enumerate() {
-            let group_numbers = packed.numbers[first..].chunks_exact_mut(STEPS * PARTS * height);
-            let scales = packed.scales[scale..].chunks_exact_mut(height);
-            let sums = packed.sums[sum..].chunks_exact_mut(GROUP / matrix_group * height);
-            for (((group, steps), scale), sums) in
-                row.as_chunks::<GROUP>().0.iter().zip(group_numbers).zip(scales).zip(sums)
-            {
-                let quantised = quantise_group::<PARTS>(group, format == NumberFormat::Bits4);
-                let QuantisedGroup { words, scale: factor, totals: [a, b] } = quantised;
-                for (word, step) in words.as_flattened().iter().zip(steps.chunks_exact_mut(height)) {
-                    step[index] = *word;
-                }
-                scale[index] = factor;
-                if matrix_group == GROUP {
-                    sums[index] = (a + b) as f32 * factor;
-                } else {
-                    (sums[index], sums[height + index]) = (a as f32 * factor, b as f32 * factor);
-                }
-            }
-        }
-    }
+fn pack<const PARTS: usize>(
+    packed: &mut QuantisedRows,
+    rows: &[f32],
+    (depth, format): (usize, NumberFormat),
+) {
+    let is_bits4 = format == NumberFormat::Bits4;
+    packed.fill(rows, (depth, format, STEPS * PARTS), tile_height, |group| {
+        quantise_group::<PARTS>(group, is_bits4)
+    });
 }
 
-/// A quantised group of a row.
-struct QuantisedGroup<const PARTS: usize> {
-    /// Four numbers in each word, in the order of the matrix's numbers that they are multiplied with. For a matrix of 4
-    /// bits, which has eight numbers in a word, the even ones of each eight come first.
-    words: [[i32; PARTS]; STEPS],
-    /// The factor of the whole numbers. NaN if a number of the group is not finite.
-    scale: f32,
-    /// The sum of the whole numbers in each half of the group.
-    totals: [i32; 2],
-}
-
+/// Rounds a group. Each word has four numbers, in the order of the matrix's numbers that they are multiplied with; the
+/// parts of four numbers follow each other. For a matrix of 4 bits, which has eight numbers in a word, the even ones of
+/// each eight come first.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-fn quantise_group<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> QuantisedGroup<PARTS> {
+fn quantise_group<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) -> QuantisedGroup {
     /// A shuffle: of each 8 bytes the even ones, then the odd ones.
     const EVEN_FIRST: [i64; 2] = [0x0705_0301_0604_0200, 0x0f0d_0b09_0e0c_0a08];
     /// The classes of numbers that are not finite: both infinities, quiet and signalling NaN.
@@ -170,8 +124,8 @@ fn quantise_group<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) ->
     let whole = [_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), _mm512_cvtps_epi32(_mm512_mul_ps(b, factor))];
     let totals = whole.map(|half| _mm512_reduce_add_epi32(half));
     let even_first = _mm_set_epi64x(EVEN_FIRST[1], EVEN_FIRST[0]);
-    let mut words = [[0; PARTS]; STEPS];
-    for (words, half) in words.as_chunks_mut::<4>().0.iter_mut().zip(whole) {
+    let mut words = [0; MAX_WORDS];
+    for (words, half) in words.chunks_exact_mut(4 * PARTS).zip(whole) {
         let mut pieces = [half; PARTS];
         if let [first, second] = &mut pieces[..] {
             // The first part is rounded, so that the remainder fits into 7 bits with its sign.
@@ -182,68 +136,37 @@ fn quantise_group<const PARTS: usize>(numbers: &[f32; GROUP], is_bits4: bool) ->
         for (part, q) in pieces.into_iter().enumerate() {
             let bytes = _mm512_cvtsepi32_epi8(q);
             let bytes = if is_bits4 { _mm_shuffle_epi8(bytes, even_first) } else { bytes };
-            words[0][part] = _mm_extract_epi32::<0>(bytes);
-            words[1][part] = _mm_extract_epi32::<1>(bytes);
-            words[2][part] = _mm_extract_epi32::<2>(bytes);
-            words[3][part] = _mm_extract_epi32::<3>(bytes);
+            words[part] = _mm_extract_epi32::<0>(bytes);
+            words[PARTS + part] = _mm_extract_epi32::<1>(bytes);
+            words[2 * PARTS + part] = _mm_extract_epi32::<2>(bytes);
+            words[3 * PARTS + part] = _mm_extract_epi32::<3>(bytes);
         }
     }
     QuantisedGroup { words, scale: if is_finite { max / largest } else { f32::NAN }, totals }
 }
 
-/// Multiplies all tiles by some panels. A group of the matrix has `WORDS` words of numbers. A number has 4 bits if
-/// `BITS4`, and 8 bits otherwise.
+/// Multiplies all tiles by panels, each with its first column. A group of the matrix has `WORDS` words of numbers. A
+/// number has 4 bits if `BITS4`, and 8 bits otherwise.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
-    packed: &ByteRows,
-    format: NumberFormat,
-    panels: &[u32],
+fn multiply<'a, const BITS4: bool, const WORDS: usize, const PARTS: usize>(
+    rows: &QuantisedRows,
+    panels: impl Iterator<Item = (&'a [u32], usize)>,
     out: &mut [f32],
     stride: usize,
 ) {
-    let depth = packed.depth;
-    let panel_words = depth / format.group() * (WORDS + 2) * PANEL;
-    for (index, panel) in panels.chunks_exact(panel_words).enumerate() {
+    for (panel, column) in panels {
         let lines = panel.as_chunks::<LANES>().0;
-        let (mut number, mut scale, mut sum, mut row) = (0, 0, 0, 0);
-        for TileSize { height, rows } in &packed.tiles {
-            let tile = Tile {
-                numbers: &packed.numbers[number..],
-                scales: &packed.scales[scale..],
-                sums: &packed.sums[sum..],
-            };
-            let out = &mut out[row * stride..][..rows * stride];
-            match *height {
-                1 => multiply_tile::<1, 4, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
-                MID_HEIGHT => multiply_tile::<MID_HEIGHT, 2, BITS4, WORDS, PARTS>(
-                    lines,
-                    tile,
-                    out,
-                    stride,
-                    index * PANEL,
-                ),
-                _ => multiply_tile::<MAX_HEIGHT, 1, BITS4, WORDS, PARTS>(
-                    lines,
-                    tile,
-                    out,
-                    stride,
-                    index * PANEL,
-                ),
+        for tile in rows.tiles() {
+            let out = &mut out[tile.first * stride..][..tile.rows * stride];
+            match tile.height {
+                1 => multiply_tile::<1, 4, BITS4, WORDS, PARTS>(lines, tile, out, stride, column),
+                MID_HEIGHT => {
+                    multiply_tile::<MID_HEIGHT, 2, BITS4, WORDS, PARTS>(lines, tile, out, stride, column);
+                }
+                _ => multiply_tile::<MAX_HEIGHT, 1, BITS4, WORDS, PARTS>(lines, tile, out, stride, column),
             }
-            number += depth / 4 * PARTS * height;
-            scale += depth / GROUP * height;
-            sum += depth / format.group() * height;
-            row += rows;
         }
     }
-}
-
-/// The quantised rows from a tile on.
-#[derive(Clone, Copy)]
-struct Tile<'a> {
-    numbers: &'a [i32],
-    scales: &'a [f32],
-    sums: &'a [f32],
 }
 
 /// Multiplies a tile of rows by a panel, `WIDTH` registers at a time. Writes the results to `out` `[rows, stride]` from
@@ -300,7 +223,7 @@ fn sums<
     let steps = if BITS4 { 2 * WORDS } else { WORDS };
     // Two groups of 16 numbers of the matrix share one scale of the rows.
     let groups_per_scale = STEPS / steps;
-    let row_groups = tile.numbers.chunks_exact(steps * PARTS * HEIGHT);
+    let row_groups = tile.words.chunks_exact(steps * PARTS * HEIGHT);
     let groups = panel.chunks_exact((WORDS + 2) * PANEL_REGISTERS).zip(row_groups);
     let groups = groups.zip(tile.sums.as_chunks::<HEIGHT>().0).enumerate();
     for (index, ((group, numbers), row_sums)) in groups {

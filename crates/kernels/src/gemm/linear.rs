@@ -8,8 +8,8 @@ use super::signed_bytes::{ByteProducts, SignedBytes};
 use super::{Panels, Rows, by_blocks, multiply_rows};
 use crate::cpu::may_use_amx;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::{may_use_avx_vnni, may_use_avx2, may_use_vnni};
-use crate::{may_use_bf16, may_use_int16};
+use crate::cpu::{may_use_avx_vnni, may_use_avx2};
+use crate::{may_use_bf16, may_use_int16, may_use_vnni};
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,7 +25,7 @@ pub struct NotWholeGroups {
 pub enum Linear {
     /// In f32.
     Panels(Panels),
-    /// With fewer bits.
+    /// In bf16, or quantised with an offset.
     Narrow(Matrix),
     /// In signed bytes.
     #[cfg(target_arch = "x86_64")]
@@ -33,9 +33,9 @@ pub enum Linear {
 }
 
 impl Linear {
-    /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers. If the CPU can
-    /// multiply numbers of the format, rows are converted too before they are multiplied: to bf16 for a matrix in bf16
-    /// and, with AMX, for a quantised one; otherwise to 8 bits for a quantised one.
+    /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers. `Bits8` becomes
+    /// [`SignedBytes`], whose rows are rounded to 8 bits, where the CPU multiplies bytes. Rows are converted to bf16 for
+    /// a matrix in bf16 where the CPU multiplies such numbers, and with AMX for a quantised one.
     ///
     /// # Errors
     /// `depth` is not a multiple of the group size of `format`.
@@ -120,8 +120,8 @@ fn byte_products() -> Option<ByteProducts> {
 }
 
 impl Matrix {
-    /// Packs a matrix that is given by its columns, `[width, depth]`, for products with few rows, as the steps of sequences
-    /// are. Rows are converted too if the CPU can multiply them so: to bf16 for a matrix in bf16, to 16 bits for a
+    /// Packs a matrix that is given by its columns, `[width, depth]`, for products with few rows, such as those of a step of
+    /// some sequences. Rows are converted too if the CPU can multiply them so: to bf16 for a matrix in bf16, to 8 or 16 bits for a
     /// quantised one.
     ///
     /// # Errors
@@ -133,7 +133,13 @@ impl Matrix {
         let (matrix, rows) = match format {
             NumberFormat::F32 => return Ok(Self::of_f32(columns, depth)),
             NumberFormat::Bf16 => (Self::of_bf16(columns, depth), may_use_bf16().then_some(RowFormat::Bf16)),
-            _ => (quantised_matrix(columns, depth, format), may_use_int16().then_some(RowFormat::Int16)),
+            _ => {
+                let rows = match () {
+                    () if may_use_vnni() => Some(RowFormat::Int8),
+                    () => may_use_int16().then_some(RowFormat::Int16),
+                };
+                (quantised_matrix(columns, depth, format), rows)
+            }
         };
         Ok(matrix.with_rows_as(rows.unwrap_or(RowFormat::F32)))
     }
@@ -157,7 +163,8 @@ fn quantised(numbers: &[f32], max: u8) -> Group {
     let mut q = [0; 32];
     if scale > 0.0 {
         for (q, number) in q.iter_mut().zip(numbers) {
-            *q = ((number - low) / scale).round() as u8;
+            // The conversion truncates. `round` would be a call of a function for each number.
+            *q = ((number - low) / scale + 0.5) as u8;
         }
     }
     // A group with a number that is not finite becomes NaN, which the check of the outputs finds.

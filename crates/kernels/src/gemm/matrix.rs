@@ -113,7 +113,6 @@ struct Scratch {
     /// A panel in bf16.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     words: Vec<u32>,
-    out: Vec<f32>,
 }
 
 impl Matrix {
@@ -270,18 +269,14 @@ impl Matrix {
     /// Unpacks each panel to f32 once, and multiplies it with tiles of rows.
     fn multiply_unpacked(&self, rows: &[f32], out: &mut [f32]) {
         let mut scratch = SCRATCH.take();
-        let Scratch { rows: packed, panels, columns, out: panel_out, .. } = &mut scratch;
+        let Scratch { rows: packed, panels, columns, .. } = &mut scratch;
         packed.pack(rows, self.depth);
         for panel in 0..self.width.div_ceil(PANEL) {
             let first = panel * PANEL;
             let width = PANEL.min(self.width - first);
             dispatch(Unpack { format: self.format, panel: self.panels(panel..panel + 1), to: columns });
             panels.pack_rows(columns, PANEL);
-            panel_out.resize(rows.len() / self.depth * PANEL, 0.0);
-            packed.multiply(0, panels, panel_out, PANEL);
-            for (out, row) in out.chunks_exact_mut(self.width).zip(panel_out.chunks_exact(PANEL)) {
-                out[first..first + width].copy_from_slice(&row[..width]);
-            }
+            packed.multiply_columns(panels, out, self.width, first..first + width);
         }
         SCRATCH.set(scratch);
     }

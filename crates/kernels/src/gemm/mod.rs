@@ -26,6 +26,7 @@ mod size;
 mod tile;
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -112,7 +113,13 @@ impl Rows {
         let tiles = &self.tiles[first * row_len..];
         let wanted = (out.len() / stride).next_multiple_of(Tile::of_this_cpu().rows) * row_len;
         let tiles = &tiles[..wanted.min(tiles.len())];
-        dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
+        dispatch(Multiply { tiles, right, to: RowByRow { out, stride, first: 0, width: right.width } });
+    }
+
+    /// These `columns` of `out` `[count, stride]` ← all these rows times the first columns of `right`.
+    fn multiply_columns(&self, right: &Panels, out: &mut [f32], stride: usize, columns: Range<usize>) {
+        let to = RowByRow { out, stride, first: columns.start, width: columns.len() };
+        dispatch(Multiply { tiles: &self.tiles, right, to });
     }
 
     /// `to` ← activation(these rows times `right` + `bias`), packed for the next product. `bias` is padded with zeros

@@ -16,7 +16,7 @@ use std::arch::x86_64::{
 };
 
 use super::number_format::{NumberFormat, PANEL};
-use super::quantised_rows::{GROUP, PAIRS, QuantisedGroup, QuantisedRows, Tile};
+use super::quantised_rows::{GROUP, MAX_WORDS as PAIRS, QuantisedGroup, QuantisedRows, Tile};
 use crate::cpu::has_avx2;
 
 /// Numbers in a register.
@@ -76,10 +76,10 @@ impl ShortRows {
 fn pack<const PER_WORD: usize>(
     packed: &mut QuantisedRows,
     rows: &[f32],
-    depth_and_format: (usize, NumberFormat),
+    (depth, format): (usize, NumberFormat),
 ) {
     let height = |left| if left == 1 { 1 } else { MAX_HEIGHT };
-    packed.fill(rows, depth_and_format, height, |group| quantise_group::<PER_WORD>(group));
+    packed.fill(rows, (depth, format, PAIRS), height, |group| quantise_group::<PER_WORD>(group));
 }
 
 /// Rounds a group to the nearest whole numbers, ties to even. Of each `PER_WORD` numbers, a pair has one of the first

@@ -87,10 +87,11 @@ fn sums<S: Simd, const ROWS: usize>(
     sums
 }
 
-/// Stores the results in the first `width` columns of `out` `[count, stride]`.
+/// Stores the results in `width` columns of `out` `[count, stride]`, from the column `first` on.
 pub struct RowByRow<'a> {
     pub out: &'a mut [f32],
     pub stride: usize,
+    pub first: usize,
     pub width: usize,
 }
 
@@ -103,9 +104,12 @@ impl Target for RowByRow<'_> {
         sums: [[S::f32s; COLUMNS]; ROWS],
     ) {
         let columns = position.column..self.width.min(position.column + COLUMNS * S::F32_LANES);
+        if columns.is_empty() {
+            return;
+        }
         let start = self.out.len().min(position.tile * ROWS * self.stride);
         for (row, sums) in self.out[start..].chunks_exact_mut(self.stride).zip(sums) {
-            store(simd, &sums, &mut row[columns.clone()]);
+            store(simd, &sums, &mut row[self.first..][columns.clone()]);
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use super::DecoderWeights;
 use super::config::DecoderConfig;
-use super::{COMPARED_LAYERS, KNOWN_TOKENS, known_ids};
+use super::{KNOWN_TOKENS, known_ids};
 use crate::model::nets::fitness;
 use crate::model::ops::causal::{Span, attend};
 use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
@@ -89,17 +89,19 @@ struct Buffers {
     up: Vec<f32>,
 }
 
-/// Compares the logits of the first layers, after a known prompt, with those of the same layers with other weights.
+/// Compares the logits of some layers after a known prompt, in the format of `weights`, with those of `reference`, the same
+/// weights in f32.
 ///
 /// # Errors
-/// [`LoadError::Unfit`] if they differ, [`LoadError::File`] as for [`Decoder::load`].
+/// [`LoadError::Unfit`] if they differ, [`LoadError::File`] as for [`Decoder::load`], [`LoadError::Device`] if there is no
+/// memory for keys and values.
 pub fn compare(
     spec: &LoadSpec,
     weights: &DecoderWeights,
     reference: &DecoderWeights,
     config: &DecoderConfig,
 ) -> Result<(), LoadError> {
-    let config = DecoderConfig { layers: config.layers.min(COMPARED_LAYERS), ..config.clone() };
+    let config = DecoderConfig { layers: fitness::compared_layers(spec, config.layers), ..config.clone() };
     let logits = |weights| {
         let mut decoder = Decoder::load(weights, &config, KNOWN_TOKENS)?;
         let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;

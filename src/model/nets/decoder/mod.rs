@@ -24,8 +24,6 @@ use crate::model::ops::{Matrix, NumberFormat, RowFormat};
 
 /// Tokens of the known prompt by which a device or a number format is compared with a CPU in f32.
 const KNOWN_TOKENS: usize = 40;
-/// The number of layers that are compared.
-const COMPARED_LAYERS: usize = 2;
 
 /// The known prompt.
 fn known_ids(vocabulary: usize) -> Vec<u32> {

@@ -13,7 +13,7 @@ use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope;
 
 use super::config::DecoderConfig;
-use super::{COMPARED_LAYERS, DecoderWeights, KNOWN_TOKENS, host, known_ids};
+use super::{DecoderWeights, KNOWN_TOKENS, host, known_ids};
 use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_precision};
 use crate::model::ops::causal::Span;
@@ -157,20 +157,20 @@ impl DeviceDecoder {
         if !fitness::needs_comparison(&self.device, spec.dtype) {
             return Ok(());
         }
-        let config = DecoderConfig { layers: self.layers.len().min(COMPARED_LAYERS), ..self.config.clone() };
+        let config = DecoderConfig { layers: fitness::compared_layers(spec, self.layers.len()), ..self.config.clone() };
         let kv_sizes = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
         let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
         let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, kv_sizes)?;
         let (found, expected) =
-            (self.known_logits().map_err(candle)?, reference.known_logits().map_err(candle)?);
+            (self.known_logits(config.layers).map_err(candle)?, reference.known_logits(config.layers).map_err(candle)?);
         fitness::compare(spec, &format!("prompt of {KNOWN_TOKENS} tokens"), found, expected)
     }
 
     /// The logits of the first layers after a known prompt, whose last token is fed in a separate step.
-    fn known_logits(&self) -> Result<Vec<f32>> {
+    fn known_logits(&self, layers: usize) -> Result<Vec<f32>> {
         let ids = known_ids(self.config.vocabulary);
         let blocks: Vec<u32> = (0..KNOWN_TOKENS.div_ceil(BLOCK) as u32).collect();
-        let layers = &self.layers[..self.layers.len().min(COMPARED_LAYERS)];
+        let layers = &self.layers[..layers];
         let (first, last) = ids.split_at(KNOWN_TOKENS - 1);
         let span = |first, count| Span { blocks: &blocks, first, count };
         self.logits_of(first, &[span(0, KNOWN_TOKENS - 1)], &[], layers)?;

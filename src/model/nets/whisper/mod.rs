@@ -23,16 +23,14 @@ use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 /// The tokens of the known text by which a precision or a device is compared with a CPU in f32.
 const KNOWN_TOKENS: usize = 8;
-/// The number of layers that are compared.
-const COMPARED_LAYERS: usize = 2;
 /// Added to the variance of each norm.
 const EPS: f32 = 1e-5;
 
 /// Both networks. A slot is the place of one window and its text.
 pub enum Whisper {
-    /// On a CPU in f32. Results are equal to the bit, whatever else is in the batch.
+    /// On a CPU. Results are equal to the bit, whatever else is in the batch.
     Host(Box<HostWhisper>),
-    /// On any device.
+    /// On a GPU.
     Device(Box<DeviceWhisper>),
 }
 
@@ -45,13 +43,13 @@ pub struct HostWhisper {
 }
 
 impl Whisper {
-    /// Reads the weights. There are `slots` places for windows with their texts. On a device, its results are compared
-    /// with those of a CPU.
+    /// Reads the weights. There are `slots` places for windows with their texts. Except for a CPU in f32, results are
+    /// compared with those of a CPU in f32.
     ///
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape, [`LoadError::Unsupported`] for a
     /// precision that is not supported, [`LoadError::Device`] if the memory for keys and values is missing,
-    /// [`LoadError::Unfit`] for a device whose results differ from a CPU's.
+    /// [`LoadError::Unfit`] for results that differ.
     pub fn load(
         spec: &LoadSpec,
         device: &Device,
@@ -75,13 +73,12 @@ impl Whisper {
         Ok(Self::Device(Box::new(DeviceWhisper::load(spec, device, config, slots)?)))
     }
 
-    /// Compares the results of the first layers for a known window with those of a CPU in f32. Only the first layers are
-    /// compared, since the whole model would take as much memory on the host as on the device.
+    /// Compares the results of some layers for a known window with those of a CPU in f32.
     fn compare(spec: &LoadSpec, device: &Device, config: &WhisperConfig) -> Result<(), LoadError> {
         if !fitness::needs_comparison(device, spec.dtype) {
             return Ok(());
         }
-        let first = |layers: Layers| Layers { count: layers.count.min(COMPARED_LAYERS), ..layers };
+        let first = |layers: Layers| Layers { count: fitness::compared_layers(spec, layers.count), ..layers };
         let config = WhisperConfig {
             encoder: first(config.encoder),
             decoder: first(config.decoder),
@@ -98,7 +95,7 @@ impl Whisper {
         fitness::compare(spec, "window of 30 s", found, expected)
     }
 
-    /// The logits after some tokens over a window of waves.
+    /// The logits after some tokens for a window of synthetic features.
     fn known_logits(mut self, config: &WhisperConfig) -> candle_core::Result<Vec<f32>> {
         let wave = |index: usize| ((index % 97) as f32 * 0.13).sin();
         let features: Vec<f32> = (0..config.mels * FRAMES).map(wave).collect();
@@ -197,7 +194,7 @@ impl HostWhisper {
 /// The precision of the pool's `dtype`.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] if the device does not have it.
+/// [`LoadError::Unsupported`] if Whisper cannot have it on this device.
 pub fn check_dtype(spec: &LoadSpec) -> Result<Precision, LoadError> {
     if spec.device != "cpu" {
         return uniform_precision(spec);

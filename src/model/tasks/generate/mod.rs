@@ -104,7 +104,7 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
         Dtype::F32 => None,
         Dtype::F16 => Some("on a CPU text is generated in f32, bf16 or int8"),
         Dtype::Bf16 | Dtype::Int8 => {
-            files.gguf().map(|_| "on a CPU the weights of a GGUF file are kept as in the file; set \"f32\"")
+            files.gguf().map(|_| "on a CPU the weights of a GGUF file are kept as in the file; set \"f32\" or \"auto\"")
         }
     };
     match refusal {
@@ -116,7 +116,8 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
     }
 }
 
-/// Loads a model that generates text. On a CPU its weights are kept as in the file. For a GPU this calls [`load_onto`].
+/// Loads a model that generates text. On a CPU, the weights of a GGUF file, and all weights in f32, are kept as in the file;
+/// other matrices are converted to `dtype`, and compared with f32. For a GPU this calls [`load_onto`].
 ///
 /// # Errors
 /// [`LoadError`] for a file that is missing or invalid, an unknown option, and a device or precision that is not
@@ -134,8 +135,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         let reference = Model::read(spec, NumberFormat::F32)?.weights;
         compare(spec, &model.weights, &reference, &model.config)?;
     }
-    let sizes = (spec.dtype, options.context);
-    let decoder = load_decoder(&model.files, model.weights, &model.config, sizes)?;
+    let decoder = load_decoder(&model.files, model.weights, &model.config, spec.dtype, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
     let kv = KvBlocks::new(shape, TextGenerator::blocks(options.capacity()));
@@ -215,7 +215,8 @@ fn load_decoder(
     files: &ModelFiles,
     mut weights: DecoderWeights,
     config: &DecoderConfig,
-    (dtype, context): (Dtype, usize),
+    dtype: Dtype,
+    context: usize,
 ) -> Result<Decoder, LoadError> {
     let path = packed_cache::path(&files.digest()?, dtype);
     let open_cache = |path: &Option<PathBuf>| path.as_deref().and_then(PackedCache::open);
