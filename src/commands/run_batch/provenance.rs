@@ -8,8 +8,9 @@ use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::client::batch_file::{InputDigest, read_record, record_path, write_record};
-use crate::config::{DtypeSetting, Options, Pool};
+use crate::config::{Options, Pool};
 use crate::model::model_name;
+use crate::worker::pool_spec;
 
 /// The version of the record's format; other versions are refused.
 const FORMAT: u32 = 2;
@@ -37,7 +38,8 @@ struct PoolProvenance {
 /// often a failed one is tried again. The device is left out, because it changes only the last digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ReplySettings {
-    dtype: DtypeSetting,
+    /// As the settings name it; for "auto" with what the table of this CPU takes first.
+    dtype: String,
     max_inputs: usize,
     max_body: u64,
     /// Sorted, because the order has no meaning.
@@ -129,12 +131,22 @@ impl Provenance {
     }
 }
 
+/// A pool's `dtype`. "auto" means other types on other CPUs, whose results must not be mixed in one file.
+fn recorded_dtype(pool: &Pool) -> String {
+    let name = pool.dtype.name();
+    match pool_spec(pool, "cpu").candidates().first() {
+        Some(first) if first.is_dtype_chosen => format!("{name}, on this CPU {} first", first.dtype.name()),
+        _ => name.to_owned(),
+    }
+}
+
 impl PoolProvenance {
     fn new(pool: &Pool, weights: Option<String>) -> Self {
         let mut served_names = pool.served_names.clone();
         served_names.sort_unstable();
         served_names.dedup();
-        let Pool { dtype, max_inputs, max_body, .. } = *pool;
+        let Pool { max_inputs, max_body, .. } = *pool;
+        let dtype = recorded_dtype(pool);
         let mut options = pool.options.clone();
         options.retain(|name, _| !CAPACITY_OPTIONS.contains(&name.as_str()));
         let model = Some(ModelSettings { task: pool.task.clone(), options });
@@ -152,7 +164,7 @@ impl PoolProvenance {
             },
             Criterion {
                 is_equal: old.dtype == new.dtype,
-                show: |pool| format!("dtype {}", pool.settings.dtype.name()),
+                show: |pool| format!("dtype {}", pool.settings.dtype),
             },
             Criterion {
                 is_equal: old.max_inputs == new.max_inputs,
@@ -197,7 +209,7 @@ mod tests {
     fn run() -> Provenance {
         let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
         let settings = ReplySettings {
-            dtype: DtypeSetting::F32,
+            dtype: "f32".to_owned(),
             max_inputs: 8,
             max_body: 1_024,
             served_names: vec![],
@@ -252,7 +264,7 @@ mod tests {
                 "an input of 3 lines (90 bytes, sha256 0123456789ab)",
                 "an input of 3 lines (90 bytes, sha256 ffffffffffff)",
             ),
-            (|it| it.pools[0].settings.dtype = DtypeSetting::Bf16, "dtype f32", "dtype bf16"),
+            (|it| it.pools[0].settings.dtype = "bf16".to_owned(), "dtype f32", "dtype bf16"),
             (|it| it.pools[0].settings.max_inputs = 9, "max_inputs 8", "max_inputs 9"),
             (|it| it.pools[0].settings.max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
             (

@@ -40,11 +40,8 @@ pub struct Compared {
     pub expected: Option<Vec<f32>>,
 }
 
-/// The number of layers that are compared, of `layers`: usually the first two, since the whole network in f32 may take more
-/// memory than the worker has. All of them if a CPU's precision is chosen, because errors grow from layer to layer.
-pub fn compared_layers(spec: &LoadSpec, layers: usize) -> usize {
-    if spec.is_dtype_chosen && spec.device == "cpu" { layers } else { layers.min(2) }
-}
+/// The number of layers that are compared where the whole network in f32 may take more memory than the worker has.
+pub const COMPARED_LAYERS: usize = 2;
 
 /// Compares the vector of one known input. `what` names the input.
 ///

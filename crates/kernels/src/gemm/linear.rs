@@ -8,8 +8,8 @@ use super::signed_bytes::{ByteProducts, SignedBytes};
 use super::{Panels, Rows, by_blocks, multiply_rows};
 use crate::cpu::may_use_amx;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::{may_use_avx_vnni, may_use_avx2};
-use crate::{may_use_bf16, may_use_int16, may_use_vnni};
+use crate::cpu::{may_use_avx_vnni, may_use_avx2, may_use_vnni};
+use crate::{may_use_bf16, may_use_int16};
 
 /// The depth of a matrix is not a multiple of the group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -121,7 +121,7 @@ fn byte_products() -> Option<ByteProducts> {
 
 impl Matrix {
     /// Packs a matrix that is given by its columns, `[width, depth]`, for products with few rows, such as those of a step of
-    /// some sequences. Rows are converted too if the CPU can multiply them so: to bf16 for a matrix in bf16, to 8 or 16 bits for a
+    /// some sequences. Rows are converted too if the CPU can multiply them so: to bf16 for a matrix in bf16, to 16 bits for a
     /// quantised one.
     ///
     /// # Errors
@@ -133,13 +133,7 @@ impl Matrix {
         let (matrix, rows) = match format {
             NumberFormat::F32 => return Ok(Self::of_f32(columns, depth)),
             NumberFormat::Bf16 => (Self::of_bf16(columns, depth), may_use_bf16().then_some(RowFormat::Bf16)),
-            _ => {
-                let rows = match () {
-                    () if may_use_vnni() => Some(RowFormat::Int8),
-                    () => may_use_int16().then_some(RowFormat::Int16),
-                };
-                (quantised_matrix(columns, depth, format), rows)
-            }
+            _ => (quantised_matrix(columns, depth, format), may_use_int16().then_some(RowFormat::Int16)),
         };
         Ok(matrix.with_rows_as(rows.unwrap_or(RowFormat::F32)))
     }

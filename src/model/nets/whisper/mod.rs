@@ -78,7 +78,7 @@ impl Whisper {
         if !fitness::needs_comparison(device, spec.dtype) {
             return Ok(());
         }
-        let first = |layers: Layers| Layers { count: fitness::compared_layers(spec, layers.count), ..layers };
+        let first = |layers: Layers| Layers { count: layers.count.min(fitness::COMPARED_LAYERS), ..layers };
         let config = WhisperConfig {
             encoder: first(config.encoder),
             decoder: first(config.decoder),

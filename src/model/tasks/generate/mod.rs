@@ -102,10 +102,11 @@ fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Result<NumberFormat, Load
     let refusal = match spec.dtype {
         _ if spec.device != "cpu" => None,
         Dtype::F32 => None,
-        Dtype::F16 => Some("on a CPU text is generated in f32, bf16 or int8"),
-        Dtype::Bf16 | Dtype::Int8 => {
-            files.gguf().map(|_| "on a CPU the weights of a GGUF file are kept as in the file; set \"f32\" or \"auto\"")
+        _ if files.gguf().is_some() => {
+            Some("on a CPU the weights of a GGUF file are kept as in the file; set \"f32\" or \"auto\"")
         }
+        Dtype::F16 => Some("on a CPU text is generated in f32, bf16 or int8"),
+        Dtype::Bf16 | Dtype::Int8 => None,
     };
     match refusal {
         None => Ok(precision.matrices),
