@@ -81,8 +81,8 @@ fn the_dtype_that_a_worker_will_try_first_is_shown() {
     };
     let (best, none) = (first(CpuFeatures::Auto), first(CpuFeatures::None));
     assert_eq!(none, "f32");
-    let mut expected = vec![("tiny-clip", "auto", "f32"), ("tiny-resnet", "auto", "f32")];
-    let with_linear_layers = ["tiny-bert-cls", "tiny-vit", "generate-llama", "whisper-random"];
+    let mut expected = vec![("tiny-clip", "auto", "f32"), ("tiny-resnet/basic", "auto", "f32")];
+    let with_linear_layers = ["tiny-bert-cls", "tiny-vit", "generate-llama"];
     expected.extend(with_linear_layers.map(|model| (model, "auto", best)));
     expected.push(("tiny-vit", "none", none));
     for (model, features, dtype) in expected {

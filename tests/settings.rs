@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, Loaded, Pool, Replace, Retry,
-    S3, Secret, Settings, Telemetry, Tls, load, redact_url,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, DtypeSetting, Fetch, Launcher, Loaded, Pool, Replace,
+    Retry, S3, Secret, Settings, Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use sconce::model::sound::RATE;
 use sconce::model::sound::decode::{Channels, Limits, Recording};
 use sconce::model::tasks::transcribe::{self, TranscribeProcessor, Transcriber, WindowInput, WindowText};
-use sconce::model::{Advance, Device, Dtype, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError};
+use sconce::model::{
+    Advance, Device, Dtype, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
+};
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
 

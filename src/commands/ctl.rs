@@ -256,8 +256,19 @@ fn active_tasks(slot: &SlotReport) -> String {
 /// Writes the statistics of slots as a table with lines of about 100 characters. A slot's problem is on a separate line
 /// below.
 fn write_stats_table(text: &mut String, slots: &[SlotReport]) {
-    let head =
-        ["slot", "dtype", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
+    let head = [
+        "slot",
+        "dtype",
+        "done",
+        "errors",
+        "retried",
+        "dead",
+        "tokens",
+        "batches",
+        "p50 ms",
+        "p99 ms",
+        "queue p99",
+    ];
     let row = |cells: [String; 11]| {
         let [slot, rest @ ..] = cells;
         let widths = [7, 9, 8, 8, 6, 12, 9, 8, 8, 11];

@@ -246,7 +246,9 @@ impl Registry {
             None => description,
             Some("f32") => format!("{description}, in f32 (dtype = \"auto\")"),
             Some(dtype) => {
-                format!("{description}, in {dtype} (dtype = \"auto\") if its results are close to those in f32")
+                format!(
+                    "{description}, in {dtype} (dtype = \"auto\") if its results are close to those in f32"
+                )
             }
         }))
     }

@@ -43,8 +43,8 @@ pub use problem::{ConfigError, Problem};
 pub use read::{AllowedSource, Devices, Secret};
 pub use redact::redact_url;
 pub use settings::{
-    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Replace, Retry, S3, Sentinels,
-    Settings, Telemetry, Tls,
+    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, DtypeSetting, Fetch, Launcher, Pool, Replace, Retry, S3,
+    Sentinels, Settings, Telemetry, Tls,
 };
 
 /// Validated settings, and their origins.

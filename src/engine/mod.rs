@@ -41,7 +41,9 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
 
 use crate::batching::{Group, Policy};
-use crate::model::{Body, Dtype, Effort, FileUrl, Files, LoadError, LoadSpec, Message, Processor, Route, TaskError};
+use crate::model::{
+    Body, Dtype, Effort, FileUrl, Files, LoadError, LoadSpec, Message, Processor, Route, TaskError,
+};
 use crate::protocol::control::TaskName;
 
 use job::Item;

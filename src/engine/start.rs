@@ -115,7 +115,11 @@ fn open<M>(
                 tracing::debug!(dtype, %error, "the model cannot have this number format; trying the next");
             }
             Err(LoadError::Unfit { why: Unfit::WrongResult, reason, .. }) => {
-                tracing::warn!(dtype, reason, "results in this number format differ too much; trying the next");
+                tracing::warn!(
+                    dtype,
+                    reason,
+                    "results in this number format differ too much; trying the next"
+                );
             }
             result => return result,
         }

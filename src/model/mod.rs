@@ -469,7 +469,9 @@ impl LoadSpec {
         }
         let faster = if self.device == "cpu" {
             let formats = ops::fast_formats(self.cpu_features).iter();
-            formats.map(|format| if *format == ops::NumberFormat::Bits8 { Dtype::Int8 } else { Dtype::Bf16 }).collect()
+            formats
+                .map(|format| if *format == ops::NumberFormat::Bits8 { Dtype::Int8 } else { Dtype::Bf16 })
+                .collect()
         } else {
             vec![Dtype::Bf16, Dtype::F16]
         };

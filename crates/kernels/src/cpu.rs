@@ -76,7 +76,8 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
 pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
     #[cfg(target_arch = "x86_64")]
     {
-        let uses_avx512 = matches!(features, CpuFeatures::Auto | CpuFeatures::Avx512) && matches!(Arch::new(), Arch::V4(_));
+        let uses_avx512 =
+            matches!(features, CpuFeatures::Auto | CpuFeatures::Avx512) && matches!(Arch::new(), Arch::V4(_));
         match () {
             () if features == CpuFeatures::None || !has_avx2() => &[],
             () if !uses_avx512 || has_vnni() && !has_bf16() => &[NumberFormat::Bits8],

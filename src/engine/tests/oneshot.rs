@@ -9,7 +9,9 @@ use super::super::oneshot::{OneShot, WaitingInputs};
 use super::super::run_loop::{Loop as _, Next};
 use super::*;
 use crate::batching::Group;
-use crate::model::{Dtype, Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind, Unfit};
+use crate::model::{
+    Dtype, Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind, Unfit,
+};
 
 /// A network whose inputs decide what happens to the batch: 0 fails, 1 breaks the device, 2 runs out of memory unless
 /// it is alone, and 3 panics. Every other input is its own output. Calls are recorded in `log`.

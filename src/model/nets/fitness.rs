@@ -66,7 +66,8 @@ pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError
         check(spec, what, error)?;
         errors.push(error);
     }
-    let root_mean_square = (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
+    let root_mean_square =
+        (errors.iter().map(|error| error * error).sum::<f64>() / errors.len().max(1) as f64).sqrt();
     if !spec.is_dtype_chosen || root_mean_square <= CHOSEN_MEAN_TOLERANCE {
         return Ok(());
     }
@@ -79,8 +80,13 @@ pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError
 }
 
 /// Checks the error of one vector.
-fn check(LoadSpec { device, dtype, is_dtype_chosen, .. }: &LoadSpec, what: &str, error: f64) -> Result<(), LoadError> {
-    let tolerance = if *is_dtype_chosen { tolerance(*dtype).min(CHOSEN_TOLERANCE) } else { tolerance(*dtype) };
+fn check(
+    LoadSpec { device, dtype, is_dtype_chosen, .. }: &LoadSpec,
+    what: &str,
+    error: f64,
+) -> Result<(), LoadError> {
+    let tolerance =
+        if *is_dtype_chosen { tolerance(*dtype).min(CHOSEN_TOLERANCE) } else { tolerance(*dtype) };
     if error <= tolerance {
         return Ok(());
     }

@@ -55,7 +55,8 @@ pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
 /// that would be slower than f32.
 pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     if spec.is_dtype_chosen && spec.device == "cpu" && spec.dtype != Dtype::F32 {
-        let reason = "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there".to_owned();
+        let reason =
+            "for this network on a CPU, dtype = \"auto\" means f32, which is the fastest there".to_owned();
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
     }
     let tensors = match spec.dtype {
@@ -63,8 +64,7 @@ pub fn uniform_precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
         Dtype::Bf16 => DType::BF16,
         Dtype::F16 => DType::F16,
         Dtype::Int8 => {
-            let reason =
-                "dtype is \"int8\", which is only for texts, ViT, speech recognition and speech synthesis on a CPU";
+            let reason = "dtype is \"int8\", which is only for texts, ViT, speech recognition and speech synthesis on a CPU";
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
         }
     };

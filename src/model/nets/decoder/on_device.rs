@@ -157,12 +157,15 @@ impl DeviceDecoder {
         if !fitness::needs_comparison(&self.device, spec.dtype) {
             return Ok(());
         }
-        let config = DecoderConfig { layers: self.layers.len().min(fitness::COMPARED_LAYERS), ..self.config.clone() };
+        let config =
+            DecoderConfig { layers: self.layers.len().min(fitness::COMPARED_LAYERS), ..self.config.clone() };
         let kv_sizes = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
         let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
         let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, kv_sizes)?;
-        let (found, expected) =
-            (self.known_logits(config.layers).map_err(candle)?, reference.known_logits(config.layers).map_err(candle)?);
+        let (found, expected) = (
+            self.known_logits(config.layers).map_err(candle)?,
+            reference.known_logits(config.layers).map_err(candle)?,
+        );
         fitness::compare(spec, &format!("prompt of {KNOWN_TOKENS} tokens"), found, expected)
     }
 

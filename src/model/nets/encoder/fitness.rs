@@ -41,10 +41,8 @@ pub(super) fn compare(
     let failed = |error: ForwardError| fitness::failed(spec, &error);
     let found = vectors(model, &texts).map_err(failed)?;
     let expected = vectors(&mut reference, &texts).map_err(failed)?;
-    let compared = texts.iter().zip(found.into_iter().zip(expected)).map(|(text, (found, expected))| Compared {
-        what: format!("text of {} tokens", text.ids.len()),
-        found,
-        expected,
+    let compared = texts.iter().zip(found.into_iter().zip(expected)).map(|(text, (found, expected))| {
+        Compared { what: format!("text of {} tokens", text.ids.len()), found, expected }
     });
     fitness::compare_all(spec, &compared.collect::<Vec<_>>())
 }
