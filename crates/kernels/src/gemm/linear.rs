@@ -34,7 +34,7 @@ pub enum Linear {
 
 impl Linear {
     /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers. `Bits8` becomes
-    /// [`SignedBytes`], whose rows are rounded to 8 bits, where the CPU multiplies bytes. Rows are converted to bf16 for
+    /// `SignedBytes`, whose rows are rounded to 8 bits, where the CPU multiplies bytes. Rows are converted to bf16 for
     /// a matrix in bf16 where the CPU multiplies such numbers, and with AMX for a quantised one.
     ///
     /// # Errors
