@@ -236,8 +236,7 @@ fn slot_line(slot: &SlotReport, command: &CtlCommand) -> String {
             // The failure of a slot that works again is shown only with `--json`.
             let failure = slot.last_failure.as_ref().filter(|_| !slot.state.is_serving());
             let failure = failure.map(|failure| format!("  last failure: {failure}")).unwrap_or_default();
-            let dtype = slot.dtype.as_ref().map(|dtype| format!(" in {dtype}")).unwrap_or_default();
-            format!("{head}  {}  {}{dtype}{failure}", slot.device, slot.model)
+            format!("{head}  {}  {}{failure}", slot.device, slot.loaded_model())
         }
         _ => {
             let outcome = slot.refused.as_ref().map(|reason| format!("refused: {reason}"));

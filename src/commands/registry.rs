@@ -8,7 +8,7 @@ use anyhow::Context as _;
 
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, ConfigError, Loaded, OptionProblem, Pool, Settings, check_options};
+use crate::config::{Assignment, ConfigError, Dtype, Loaded, OptionProblem, Pool, Settings, check_options};
 use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Family, Sample, Serves};
@@ -228,28 +228,18 @@ impl Registry {
         let mut chosen = None;
         if let Some(rules) = self.family(pool).and_then(Family::files) {
             let device = slots.iter().find(|slot| slot.pool.name == pool.name).map(|slot| &*slot.device);
-            let candidates = pool_spec(pool, device.unwrap_or_default()).candidates();
-            let count = candidates.len();
-            for (index, candidate) in candidates.into_iter().enumerate() {
-                match (rules.check)(&candidate) {
-                    Err(LoadError::Unsupported { .. }) if index + 1 < count => {}
-                    Err(error) => return Err(error),
-                    Ok(()) => {
-                        chosen = candidate.is_dtype_chosen.then_some(candidate.dtype.name());
-                        break;
-                    }
-                }
-            }
+            let spec = pool_spec(pool, device.unwrap_or_default());
+            let ((), dtype) = spec.first_that(rules.check)?;
+            chosen = spec.is_dtype_chosen.then_some(dtype);
         }
         let description = self.describe(pool)?;
         Ok(description.map(|description| match chosen {
             None => description,
-            Some("f32") => format!("{description}, in f32 (dtype = \"auto\")"),
-            Some(dtype) => {
-                format!(
-                    "{description}, in {dtype} (dtype = \"auto\") if its results are close to those in f32"
-                )
-            }
+            Some(Dtype::F32) => format!("{description}, in f32 (dtype = \"auto\")"),
+            Some(dtype) => format!(
+                "{description}, in {} (dtype = \"auto\") if its results are close to those in f32",
+                dtype.name()
+            ),
         }))
     }
 

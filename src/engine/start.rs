@@ -14,7 +14,7 @@ use super::oneshot::{OneShot, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
 use super::{Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
-use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, Unfit, device};
+use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, device};
 
 /// Starts engines of one type of model.
 #[derive(Clone)]
@@ -100,31 +100,13 @@ fn open<M>(
         use_features(spec.cpu_features)
             .map_err(|reason| LoadError::Device { device: spec.device.clone(), reason })?;
     }
-    let load_as = |spec: &LoadSpec| {
+    let loaded = spec.first_that(|spec| {
         let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
         let (device, name) = device::open(&spec.device)?;
-        Ok(Opened { model: load(spec, &device)?, dtype: spec.dtype, name, _proven: proven })
-    };
-    let mut candidates = spec.candidates();
-    let last = candidates.pop().unwrap_or_else(|| spec.clone());
-    for candidate in candidates {
-        let dtype = candidate.dtype.name();
-        match load_as(&candidate) {
-            // If the model's files are at fault, loading fails in f32 too.
-            Err(error @ (LoadError::Unsupported { .. } | LoadError::File { .. })) => {
-                tracing::debug!(dtype, %error, "the model cannot have this number format; trying the next");
-            }
-            Err(LoadError::Unfit { why: Unfit::WrongResult, reason, .. }) => {
-                tracing::warn!(
-                    dtype,
-                    reason,
-                    "results in this number format differ too much; trying the next"
-                );
-            }
-            result => return result,
-        }
-    }
-    load_as(&last)
+        Ok((load(spec, &device)?, name, proven))
+    });
+    let ((model, name, proven), dtype) = loaded?;
+    Ok(Opened { model, dtype, name, _proven: proven })
 }
 
 impl Starter {

@@ -479,6 +479,36 @@ impl LoadSpec {
         dtypes.map(|dtype| Self { dtype, ..self.clone() }).collect()
     }
 
+    /// Tries the [candidates](Self::candidates) in turn, and returns the first result that is no error of the number format,
+    /// with that format. If the model's files are at fault, the last candidate, f32, fails too.
+    ///
+    /// # Errors
+    /// That of the last candidate, or one that no other number format would mend.
+    pub fn first_that<T>(
+        &self,
+        mut attempt: impl FnMut(&Self) -> Result<T, LoadError>,
+    ) -> Result<(T, Dtype), LoadError> {
+        let mut candidates = self.candidates();
+        let last = candidates.pop().unwrap_or_else(|| self.clone());
+        for candidate in candidates {
+            let dtype = candidate.dtype.name();
+            match attempt(&candidate) {
+                Err(error @ (LoadError::Unsupported { .. } | LoadError::File { .. })) => {
+                    tracing::debug!(dtype, %error, "the model cannot have this number format; trying the next");
+                }
+                Err(LoadError::Unfit { why: Unfit::WrongResult, reason, .. }) => {
+                    tracing::warn!(
+                        dtype,
+                        reason,
+                        "results in this number format differ too much; trying the next"
+                    );
+                }
+                result => return result.map(|value| (value, candidate.dtype)),
+            }
+        }
+        attempt(&last).map(|value| (value, last.dtype))
+    }
+
     /// Whether the source is a folder rather than a hub id or a registered name.
     pub fn is_folder(&self) -> bool {
         is_folder(&self.source)

@@ -215,6 +215,16 @@ pub struct SlotReport {
     pub refused: Option<String>,
 }
 
+impl SlotReport {
+    /// The model, and the number format that it is loaded in.
+    pub fn loaded_model(&self) -> String {
+        match &self.dtype {
+            Some(dtype) => format!("{} in {dtype}", self.model),
+            None => self.model.clone(),
+        }
+    }
+}
+
 /// A launcher's answer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]

@@ -56,14 +56,12 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
     let (reserved, capacity) = (stats.now.kv_reserved, stats.now.kv_tokens);
     let restarts: Vec<String> = report.restarts.iter().map(|(why, times)| format!("{why} {times}")).collect();
     let restarts = if restarts.is_empty() { "none".to_owned() } else { restarts.join(", ") };
-    let dtype = report.dtype.as_ref().map(|dtype| format!(" in {dtype}")).unwrap_or_default();
-    let model = format!("{}{dtype}", report.model);
     let facts = [
         ("state", Some(state)),
         ("problem", stats.now.problem.clone()),
         ("last failure", report.last_failure.clone()),
         ("active", Some(active_tasks(slot))),
-        ("model", Some(model)),
+        ("model", Some(report.loaded_model())),
         ("device", Some(report.device.clone())),
         ("worker", Some(format!("{ready}{process}{memory}"))),
         ("batches", Some(batches(slot))),

@@ -16,13 +16,15 @@ use std::arch::x86_64::{
 };
 
 use super::number_format::{NumberFormat, PANEL};
-use super::quantised_rows::{GROUP, MAX_WORDS as PAIRS, QuantisedGroup, QuantisedRows, Tile};
+use super::quantised_rows::{GROUP, MAX_WORDS, QuantisedGroup, QuantisedRows, Tile};
 use crate::cpu::has_avx2;
 
 /// Numbers in a register.
 const LANES: usize = 8;
 /// Registers across a panel.
 const PANEL_REGISTERS: usize = PANEL / LANES;
+/// Words of a group: pairs of numbers.
+const PAIRS: usize = GROUP / 2;
 /// The largest whole number.
 const LARGEST: f32 = 32_767.0;
 /// The rows of the highest tile, which is two registers wide. Its sums, the matrix's numbers, a row's pair and a product
@@ -101,13 +103,13 @@ fn quantise_group<const PER_WORD: usize>(numbers: &[f32; GROUP]) -> QuantisedGro
         max = _mm256_max_ps(max, magnitude);
     }
     if _mm256_movemask_ps(is_not_finite) != 0 {
-        return QuantisedGroup { words: [0; PAIRS], scale: f32::NAN, totals: [0; 2] };
+        return QuantisedGroup { words: [0; MAX_WORDS], scale: f32::NAN, totals: [0; 2] };
     }
     let max = store_f32(max).into_iter().fold(0.0, f32::max);
     let factor = _mm256_set1_ps(if max > MIN_LARGEST { LARGEST / max } else { 0.0 });
     let whole = numbers.map(|x| store_words(_mm256_cvtps_epi32(_mm256_mul_ps(x, factor))));
     let whole: &[i32] = whole.as_flattened();
-    let mut words = [0; PAIRS];
+    let mut words = [0; MAX_WORDS];
     for (words, numbers) in words.chunks_exact_mut(PER_WORD / 2).zip(whole.chunks_exact(PER_WORD)) {
         let (first, second) = numbers.split_at(PER_WORD / 2);
         for (word, (a, b)) in words.iter_mut().zip(first.iter().zip(second)) {

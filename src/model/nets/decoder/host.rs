@@ -95,7 +95,7 @@ struct Buffers {
 /// # Errors
 /// [`LoadError::Unfit`] if they differ, [`LoadError::File`] as for [`Decoder::load`], [`LoadError::Device`] if there is no
 /// memory for keys and values.
-pub fn compare(
+pub fn compare_with_f32(
     spec: &LoadSpec,
     weights: &DecoderWeights,
     reference: &DecoderWeights,

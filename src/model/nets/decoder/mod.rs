@@ -5,7 +5,7 @@ pub mod config;
 mod host;
 mod on_device;
 
-pub use host::{Decoder, compare};
+pub use host::{Decoder, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
 
 use std::path::PathBuf;

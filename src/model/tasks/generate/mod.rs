@@ -21,7 +21,7 @@ use crate::model::load::vocabulary::{TokenLimit, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
 use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
 use crate::model::nets::decoder::{
-    CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare,
+    CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare_with_f32,
 };
 use crate::model::nets::precision;
 use crate::model::ops::NumberFormat;
@@ -134,7 +134,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
     model.weights.multiply_rows_as(row_format);
     if spec.dtype != Dtype::F32 {
         let reference = Model::read(spec, NumberFormat::F32)?.weights;
-        compare(spec, &model.weights, &reference, &model.config)?;
+        compare_with_f32(spec, &model.weights, &reference, &model.config)?;
     }
     let decoder = load_decoder(&model.files, model.weights, &model.config, spec.dtype, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
