@@ -74,6 +74,24 @@ fn a_dtype_that_the_device_of_the_pool_does_not_have_is_refused_before_anything_
 }
 
 #[test]
+fn int8_needs_widths_that_its_groups_divide() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["model.safetensors", "tokenizer.json"] {
+        symlink(fixture("tiny-bert-cls").join(name), folder.path().join(name)).unwrap();
+    }
+    let config = fs::read_to_string(fixture("tiny-bert-cls").join("config.json")).unwrap();
+    let narrow = config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 40");
+    assert_ne!(narrow, config);
+    fs::write(folder.path().join("config.json"), narrow).unwrap();
+    let (exit, said) = sconce("check-config", folder.path(), "pool[0].dtype=int8");
+    assert_eq!(exit, 82, "{said}");
+    assert!(said.contains("multiples of 32; the inner width is 40"), "{said}");
+    let (exit, said) = sconce("check-config", folder.path(), "pool[0].dtype=auto");
+    assert_eq!(exit, 0, "{said}");
+    assert!(!said.contains("in int8"), "{said}");
+}
+
+#[test]
 fn the_dtype_that_a_worker_will_try_first_is_shown() {
     let first = |cpu_features| {
         let spec = LoadSpec { is_dtype_chosen: true, cpu_features, ..LoadSpec::new("a") };
@@ -90,6 +108,22 @@ fn the_dtype_that_a_worker_will_try_first_is_shown() {
         let (exit, said) = sconce_with("check-config", &fixture(model), &settings);
         assert_eq!(exit, 0, "{model}: {said}");
         assert!(said.contains(&format!(", in {dtype} (dtype = \"auto\")")), "{model} {features}: {said}");
+    }
+}
+
+#[test]
+fn vector_units_that_this_cpu_lacks_are_refused_before_anything_starts() {
+    for (features, name) in CpuFeatures::ALL {
+        let setting = format!("pool[0].cpu_features={name}");
+        let (exit, said) = sconce("check-config", &fixture("tiny-bert-cls"), &setting);
+        match features.check() {
+            Ok(()) => assert_eq!(exit, 0, "{name}: {said}"),
+            Err(reason) => {
+                let (launched, _) = sconce("launch", &fixture("tiny-bert-cls"), &setting);
+                assert_eq!((exit, launched), (78, 78), "{name}: {said}");
+                assert!(said.contains(&reason) && said.contains("pool"), "{name}: {said}");
+            }
+        }
     }
 }
 

@@ -286,6 +286,11 @@ fn worker_metrics(out: &mut MetricsWriter<'_, '_>, status: &SlotStatus) -> fmt::
         .values()
         .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot_labels(entry), at as f64 / 1e3)));
     out.gauge("worker_start_time_seconds", "When the worker became ready, in seconds since 1970", started)?;
+    let loaded = status
+        .slots
+        .values()
+        .filter_map(|entry| Some((slot_labels_and(entry, "dtype", entry.report.dtype.as_deref()?), 1.0)));
+    out.gauge("worker_info", "The number format of the weights that the worker has loaded", loaded)?;
     let connected = slot_values(status, |stats| f64::from(u8::from(stats.now.connected)));
     out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
     let lost = slot_values(status, |stats| stats.lost_sessions as f64);
@@ -355,6 +360,7 @@ mod tests {
             stats.count_answers("succeeded", "", 2);
             stats.observe_batch(3, 100, 0.02);
             stats.observe_stage(Stage::Compute, 0.02);
+            entry.report.dtype = Some("int8".into());
             entry.set_state(State::Busy);
         });
         render("here", board, gpus)
@@ -378,6 +384,7 @@ mod tests {
                 format!(r#"sconce_dead_lettered_total{{{slot},reason="poison"}} 0.0"#),
                 format!(r#"sconce_worker_restarts_total{{{slot},reason="stuck"}} 0.0"#),
                 format!(r#"sconce_worker_state{{{slot},state="busy"}} 1.0"#),
+                format!(r#"sconce_worker_info{{{slot},dtype="int8"}} 1.0"#),
                 format!(r#"sconce_batch_tokens_bucket{{le="128.0",{slot}}} 1"#),
                 format!(r#"sconce_batch_tokens_bucket{{le="+Inf",{slot}}} 1"#),
                 format!("sconce_device_busy_seconds_total{{{slot}}} 0.02"),

@@ -83,6 +83,14 @@ pub enum LaunchError {
         /// The devices of this host.
         here: String,
     },
+    /// The CPU of this host lacks the vector units that the settings name.
+    #[error("pool {pool:?}: {reason}")]
+    CpuFeatures {
+        /// The pool.
+        pool: String,
+        /// Names the setting and its value.
+        reason: String,
+    },
     /// The device's memory is too small for the weights of its workers.
     #[error(
         "device {device:?}: too many copies: the weights of its {workers} workers need {needed}, and {free} of \

@@ -128,13 +128,18 @@ impl Host {
 /// One assignment for each slot, in the order of the settings.
 ///
 /// # Errors
-/// [`LaunchError::Device`] for a device that this build or this host does not have.
+/// [`LaunchError::Device`] for a device that this build or this host does not have, [`LaunchError::CpuFeatures`] for vector
+/// units that this CPU does not have.
 pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
     let auto_pools = settings.pools.iter().filter(|pool| pool.devices == Devices::Auto).count();
     let cpu_workers = (host.cores / auto_pools.max(1)).clamp(1, MAX_CPU_WORKERS);
     let mut planned = Vec::new();
     for pool in &settings.pools {
         for device in devices_of(pool, host, cpu_workers)? {
+            if device == CPU {
+                let lacks = |reason| LaunchError::CpuFeatures { pool: pool.name.clone(), reason };
+                pool.cpu_features.check().map_err(lacks)?;
+            }
             for _ in 0..pool.workers_per_device {
                 planned.push((pool, device.clone()));
             }

@@ -37,6 +37,32 @@ impl CpuFeatures {
         (Self::Avx2, "avx2"),
         (Self::None, "none"),
     ];
+
+    /// Checks whether this CPU has these vector units.
+    ///
+    /// # Errors
+    /// It does not have them.
+    pub fn check(self) -> Result<(), String> {
+        self.arch().map(drop)
+    }
+
+    /// The vector units; none for those that the CPU chooses.
+    fn arch(self) -> Result<Option<Arch>, String> {
+        let arch = match self {
+            Self::Auto => return Ok(None),
+            Self::None => Some(Arch::Scalar),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => pulp::x86::V3::try_new().map(Arch::V3),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2Vnni if has_avx_vnni() => pulp::x86::V3::try_new().map(Arch::V3),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => pulp::x86::V4::try_new().map(Arch::V4),
+            _ => None,
+        };
+        let name = Self::ALL.iter().find(|(known, _)| *known == self).map_or("", |(_, name)| *name);
+        let missing = || format!("cpu_features = {name:?}: this CPU does not have these vector units");
+        arch.map(Some).ok_or_else(missing)
+    }
 }
 
 /// The vector units that kernels use. Set once, before the first kernel runs; then only read.
@@ -50,23 +76,11 @@ static WITHOUT_AVX_VNNI: AtomicBool = AtomicBool::new(false);
 /// # Errors
 /// This CPU does not have them.
 pub fn use_features(features: CpuFeatures) -> Result<(), String> {
-    let arch = match features {
-        CpuFeatures::Auto => return Ok(()),
-        CpuFeatures::None => Some(Arch::Scalar),
-        #[cfg(target_arch = "x86_64")]
-        CpuFeatures::Avx2 => pulp::x86::V3::try_new().map(Arch::V3),
-        #[cfg(target_arch = "x86_64")]
-        CpuFeatures::Avx2Vnni if has_avx_vnni() => pulp::x86::V3::try_new().map(Arch::V3),
-        #[cfg(target_arch = "x86_64")]
-        CpuFeatures::Avx512 => pulp::x86::V4::try_new().map(Arch::V4),
-        _ => None,
-    };
-    let name = CpuFeatures::ALL.iter().find(|(known, _)| *known == features).map_or("", |(_, name)| *name);
-    let arch =
-        arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU does not have these vector units"))?;
-    WITHOUT_AVX_VNNI.store(features == CpuFeatures::Avx2, Ordering::Relaxed);
-    // If it is set already, it is set to the same value, because a process has one worker.
-    let _ = ARCH.set(arch);
+    if let Some(arch) = features.arch()? {
+        WITHOUT_AVX_VNNI.store(features == CpuFeatures::Avx2, Ordering::Relaxed);
+        // If it is set already, it is set to the same value, because a process has one worker.
+        let _ = ARCH.set(arch);
+    }
     Ok(())
 }
 

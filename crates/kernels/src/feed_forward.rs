@@ -69,8 +69,14 @@ impl FeedForward {
         }
     }
 
-    /// Computes the sublayer in place on `x` `[rows, hidden]`, and ends with `epilogue`.
+    /// Computes the sublayer in place on `x` `[rows, hidden]`, and ends with `epilogue`. In parallel if there are several
+    /// threads.
     pub fn forward(&self, x: &mut [f32], epilogue: Epilogue<'_>) {
+        by_blocks(x, self.hidden(), |_, x| self.forward_block(x, epilogue));
+    }
+
+    /// As [`forward`](Self::forward), on this thread, for a block of rows that fits into a near cache.
+    pub(crate) fn forward_block(&self, x: &mut [f32], epilogue: Epilogue<'_>) {
         let activation = self.activation;
         match &self.weights {
             Weights::F32 { up, up_bias, gate, down } => {
@@ -108,20 +114,18 @@ thread_local! {
 impl F32Layer<'_> {
     fn forward(&self, x: &mut [f32], epilogue: Epilogue<'_>) {
         let hidden = self.up.depth();
-        by_blocks(x, hidden, |_, x| {
-            let mut scratch = SCRATCH.take();
-            scratch.out.resize(x.len(), 0.0);
-            scratch.rows.pack(x, hidden);
-            scratch.rows.multiply_activated(self.up, self.up_bias, self.activation, &mut scratch.inner);
-            if let Some(gate) = self.gate {
-                // A gate has no bias, so it gets U's, which is 0 if there is a gate.
-                scratch.rows.multiply_activated(gate, self.up_bias, Activation::Identity, &mut scratch.gate);
-                scratch.inner.gate(&scratch.gate);
-            }
-            scratch.inner.multiply(0, self.down, &mut scratch.out, hidden);
-            epilogue.apply(x, &scratch.out);
-            SCRATCH.set(scratch);
-        });
+        let mut scratch = SCRATCH.take();
+        scratch.out.resize(x.len(), 0.0);
+        scratch.rows.pack(x, hidden);
+        scratch.rows.multiply_activated(self.up, self.up_bias, self.activation, &mut scratch.inner);
+        if let Some(gate) = self.gate {
+            // A gate has no bias, so it gets U's, which is 0 if there is a gate.
+            scratch.rows.multiply_activated(gate, self.up_bias, Activation::Identity, &mut scratch.gate);
+            scratch.inner.gate(&scratch.gate);
+        }
+        scratch.inner.multiply(0, self.down, &mut scratch.out, hidden);
+        epilogue.apply(x, &scratch.out);
+        SCRATCH.set(scratch);
     }
 }
 
@@ -141,22 +145,20 @@ thread_local! {
 impl NarrowLayer<'_> {
     fn forward(&self, x: &mut [f32], epilogue: Epilogue<'_>) {
         let (hidden, width) = (self.up.depth(), self.up.width());
-        by_blocks(x, hidden, |_, x| {
-            let [mut inner, mut gates, mut out] = NARROW_SCRATCH.take();
-            let count = x.len() / hidden * width;
-            inner.resize(count, 0.0);
-            self.up.multiply_single_threaded(x, &mut inner);
-            activate(&mut inner, self.up_bias, self.activation);
-            if let Some(gate) = self.gate {
-                gates.resize(count, 0.0);
-                gate.multiply_single_threaded(x, &mut gates);
-                inner.iter_mut().zip(&gates).for_each(|(x, gate)| *x *= gate);
-            }
-            out.resize(x.len(), 0.0);
-            self.down.multiply_single_threaded(&inner, &mut out);
-            epilogue.apply(x, &out);
-            NARROW_SCRATCH.set([inner, gates, out]);
-        });
+        let [mut inner, mut gates, mut out] = NARROW_SCRATCH.take();
+        let count = x.len() / hidden * width;
+        inner.resize(count, 0.0);
+        self.up.multiply_single_threaded(x, &mut inner);
+        activate(&mut inner, self.up_bias, self.activation);
+        if let Some(gate) = self.gate {
+            gates.resize(count, 0.0);
+            gate.multiply_single_threaded(x, &mut gates);
+            inner.iter_mut().zip(&gates).for_each(|(x, gate)| *x *= gate);
+        }
+        out.resize(x.len(), 0.0);
+        self.down.multiply_single_threaded(&inner, &mut out);
+        epilogue.apply(x, &out);
+        NARROW_SCRATCH.set([inner, gates, out]);
     }
 }
 

@@ -11,6 +11,7 @@
 //! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
 //! | `convolution`, `time_convolution` | convolution of images; convolution of sequences over time |
+//! | `convolution_block` | a convolution of sequences with the norm and the two products after it |
 //! | `add_norm`, `activation`, `exp`, `polar` | element-wise and row-wise operations |
 //! | `pooling` | how a text's token vectors become one vector |
 
@@ -19,6 +20,7 @@ mod add_norm;
 pub mod attention;
 pub mod causal;
 pub mod convolution;
+mod convolution_block;
 mod cpu;
 mod exp;
 pub mod feed_forward;
@@ -31,6 +33,7 @@ pub mod time_convolution;
 
 pub use activation::{Activation, activate, silu_multiply};
 pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
+pub use convolution_block::ConvolutionBlock;
 pub use cpu::{CpuFeatures, fast_formats, may_use_bf16, may_use_int16, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{

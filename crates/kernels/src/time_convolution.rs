@@ -80,15 +80,26 @@ impl TimeConvolution {
         match &self.weights {
             Weights::Packed(matrix) if self.taps == 1 => self.product(x, matrix, &mut out),
             Weights::Packed(matrix) => self.product(&self.patches(x, lengths), matrix, &mut out),
-            Weights::Depthwise(taps) => {
+            Weights::Depthwise(_) => {
                 let sequences = sequences(lengths);
-                by_blocks(&mut out, channels, |first, out| {
-                    let sequences = &sequences[first..];
-                    dispatch(Depthwise { convolution: self, x, taps, sequences, first, out });
-                });
+                by_blocks(&mut out, channels, |first, out| self.depthwise_block(x, &sequences, first, out));
             }
         }
         out
+    }
+
+    /// Computes a depthwise convolution for a block of frames, `out`, whose first frame has the index `first`, on this
+    /// thread.
+    pub(crate) fn depthwise_block(
+        &self,
+        x: &[f32],
+        sequences: &[Range<usize>],
+        first: usize,
+        out: &mut [f32],
+    ) {
+        let Weights::Depthwise(taps) = &self.weights else { panic!("the convolution is not depthwise") };
+        let sequences = &sequences[first..];
+        dispatch(Depthwise { convolution: self, x, taps, sequences, first, out });
     }
 
     fn product(&self, rows: &[f32], matrix: &Linear, out: &mut [f32]) {
@@ -126,7 +137,7 @@ impl TimeConvolution {
 }
 
 /// For each frame, the frames of its sequence.
-fn sequences(lengths: &[usize]) -> Vec<Range<usize>> {
+pub(crate) fn sequences(lengths: &[usize]) -> Vec<Range<usize>> {
     let mut start = 0;
     let of_sequence = |length: &usize| {
         let sequence = start..start + length;

@@ -19,7 +19,7 @@ pub fn tolerance(dtype: Dtype) -> f64 {
         Dtype::F16 => 0.025,
         // bf16 has three bits of precision fewer than f16.
         Dtype::Bf16 => 0.2,
-        // With AVX2 the matrices have 5 bits at worst.
+        // With AVX2 the matrices have 6 bits at worst.
         Dtype::Int8 => 0.2,
     }
 }
@@ -28,6 +28,10 @@ pub fn tolerance(dtype: Dtype) -> f64 {
 const CHOSEN_TOLERANCE: f64 = 0.172;
 /// The largest accepted root mean square of all vectors' errors. The mean of their cosines is at least 0.997 then.
 const CHOSEN_MEAN_TOLERANCE: f64 = 0.077;
+
+/// The largest accepted root mean square of the errors of a head's numbers in a chosen precision, relative to their standard
+/// deviation over the known inputs. Their correlation is 0.995 then.
+const CHOSEN_SCORE_TOLERANCE: f64 = 0.1;
 
 /// A known input, and its vectors as the network computes it and as a CPU computes it in f32. A vector is None if any of
 /// its numbers is not finite.
@@ -42,6 +46,24 @@ pub struct Compared {
 
 /// The number of layers that are compared where the whole network in f32 may take more memory than the worker has.
 pub const COMPARED_LAYERS: usize = 2;
+
+/// Compares the logits after one known input, without their mean: what all logits have in common changes no probability, and
+/// must not hide a difference. `what` names the input.
+///
+/// # Errors
+/// [`LoadError::Unfit`] if they differ.
+pub fn compare_logits(
+    spec: &LoadSpec,
+    what: &str,
+    mut found: Vec<f32>,
+    mut expected: Vec<f32>,
+) -> Result<(), LoadError> {
+    for logits in [&mut found, &mut expected] {
+        let mean = logits.iter().sum::<f32>() / logits.len() as f32;
+        logits.iter_mut().for_each(|logit| *logit -= mean);
+    }
+    compare(spec, what, found, expected)
+}
 
 /// Compares the vector of one known input. `what` names the input.
 ///
@@ -74,6 +96,34 @@ pub fn compare_all(spec: &LoadSpec, inputs: &[Compared]) -> Result<(), LoadError
     let reason = format!(
         "the vectors of known inputs in {} differ from those in f32 by {root_mean_square:.2e} of their length (root mean \
          square); at most {CHOSEN_MEAN_TOLERANCE} is allowed",
+        spec.dtype.name()
+    );
+    Err(LoadError::Unfit { device: spec.device.clone(), why: Unfit::WrongResult, reason })
+}
+
+/// Compares the numbers that a head computes for each of some known inputs, one for each label, if the precision is chosen.
+/// Numbers that hardly change from input to input must be exact, because their order matters.
+///
+/// # Errors
+/// [`LoadError::Unfit`] if they differ too much for how far they are apart.
+pub fn compare_scores(spec: &LoadSpec, found: &[Vec<f32>], expected: &[Vec<f32>]) -> Result<(), LoadError> {
+    let labels = expected.first().map_or(0, Vec::len);
+    let count = expected.len() as f64;
+    let mean = |label| expected.iter().map(|scores| f64::from(scores[label])).sum::<f64>() / count;
+    let means: Vec<f64> = (0..labels).map(mean).collect();
+    let squares = |others: &mut dyn Iterator<Item = f64>| {
+        let pairs = expected.iter().flatten().zip(others);
+        pairs.map(|(score, other)| (f64::from(*score) - other).powi(2)).sum::<f64>()
+    };
+    let spread = squares(&mut means.iter().copied().cycle());
+    let error = squares(&mut found.iter().flatten().copied().map(f64::from));
+    let relative = (error / spread.max(f64::MIN_POSITIVE)).sqrt();
+    if !spec.is_dtype_chosen || relative <= CHOSEN_SCORE_TOLERANCE {
+        return Ok(());
+    }
+    let reason = format!(
+        "the scores of known inputs in {} differ from those in f32 by {relative:.2e} of their standard deviation (root mean \
+         square); at most {CHOSEN_SCORE_TOLERANCE} is allowed",
         spec.dtype.name()
     );
     Err(LoadError::Unfit { device: spec.device.clone(), why: Unfit::WrongResult, reason })
@@ -145,9 +195,27 @@ mod tests {
         assert!(error.contains("text at 10") && error.contains("0.172 is allowed"), "{error}");
         let error = compared(&chosen, &[4.5; 6]).unwrap_err();
         assert!(error.contains("root mean square") && error.contains("int8"), "{error}");
-        assert_eq!(compared(&operators, &[10.0; 6]), Ok(()), "what the operator set");
         assert!(compared(&operators, &[12.0]).unwrap_err().contains("unfit for this precision"));
+        assert_eq!(compared(&operators, &[10.0; 6]), Ok(()), "what the operator set");
         let nan = Compared { what: "text".into(), found: None, expected: Some(vec![1.0]) };
         assert!(compare_all(&chosen, &[nan]).is_err());
+    }
+    #[test]
+    fn scores_may_be_wrong_by_a_tenth_of_how_far_they_are_apart() {
+        let chosen = LoadSpec { dtype: Dtype::Int8, is_dtype_chosen: true, ..LoadSpec::new("a") };
+        // The standard deviation is 2 for both labels together, whatever they have in common.
+        let expected = [vec![102.0, -7.0], vec![98.0, -3.0], vec![102.0, -3.0], vec![98.0, -7.0]];
+        let with_error = |error: f32| {
+            let wrong = |scores: &Vec<f32>| scores.iter().map(|score| score + error).collect();
+            let found: Vec<Vec<f32>> = expected.iter().map(wrong).collect();
+            compare_scores(&chosen, &found, &expected).map_err(|error| error.to_string())
+        };
+        assert_eq!(with_error(0.19), Ok(()));
+        let error = with_error(-0.21).unwrap_err();
+        assert!(error.contains("int8") && error.contains("0.1 is allowed"), "{error}");
+        assert!(with_error(f32::NAN).is_err());
+        let operators = LoadSpec { is_dtype_chosen: false, ..chosen.clone() };
+        assert!(compare_scores(&operators, &[vec![1.0]], &[vec![2.0]]).is_ok());
+        assert!(compare_scores(&chosen, &[], &[]).is_ok());
     }
 }

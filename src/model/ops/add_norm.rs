@@ -27,6 +27,11 @@ impl NormParams {
         Ok(Self { rows, host })
     }
 
+    /// The constants on the host.
+    pub(super) fn host(&self) -> &Norm {
+        &self.host
+    }
+
     /// The constants in the form for the GPU's kernels.
     #[cfg(feature = "cuda")]
     pub fn constants(&self) -> super::gpu::cuda::Constants<'_> {

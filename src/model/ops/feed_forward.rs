@@ -69,6 +69,14 @@ impl FeedForward {
         Ok(Self { weights, activation, epilogue })
     }
 
+    /// The CPU's kernel and the bias of D, if the weights are packed and the epilogue only adds the bias.
+    pub(super) fn packed(&self) -> Option<(&feed_forward::FeedForward, &[f32])> {
+        match (&self.weights, self.epilogue.on_host()) {
+            (Weights::Packed(packed), sconce_kernels::Epilogue::Bias(bias)) => Some((packed, bias)),
+            _ => None,
+        }
+    }
+
     /// Computes the sublayer on `x` `[rows, hidden]`, in `x`'s memory.
     ///
     /// # Errors

@@ -59,6 +59,14 @@ impl TimeConvolution {
         Ok(Self { weights, dilation })
     }
 
+    /// The CPU's kernel, if the weights are packed.
+    pub(super) fn packed(&self) -> Option<&time_convolution::TimeConvolution> {
+        match &self.weights {
+            Weights::Packed(packed) => Some(packed),
+            Weights::Plain(_) => None,
+        }
+    }
+
     /// Convolves `x` `[frames, channels]`. `lengths` are the frames of each sequence; their sum is `frames`.
     ///
     /// # Errors
@@ -125,17 +133,19 @@ impl CustomOp1 for Convolve<'_> {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let frames = self.lengths.iter().sum::<usize>();
-        if layout.dims() != [frames, self.packed.channels()] {
-            let channels = self.packed.channels();
-            bail!(
-                "a convolution of {frames} frames of {channels} channels got the shape {:?}",
-                layout.dims()
-            );
-        }
+        let frames = checked_frames(layout, self.lengths, self.packed.channels())?;
         let out = self.packed.forward(values(x, layout)?, self.lengths);
         Ok((CpuStorage::F32(out), Shape::from((frames, self.packed.width()))))
     }
+}
+
+/// The number of frames of a tensor that must be `[frames, channels]`, where `frames` is the sum of the `lengths`.
+pub(super) fn checked_frames(layout: &Layout, lengths: &[usize], channels: usize) -> Result<usize> {
+    let frames = lengths.iter().sum::<usize>();
+    if layout.dims() == [frames, channels] {
+        return Ok(frames);
+    }
+    bail!("a convolution of {frames} frames of {channels} channels got the shape {:?}", layout.dims())
 }
 
 #[cfg(test)]

@@ -54,8 +54,17 @@ fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
 
 /// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
 fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
-    NetworkConfig::read(files, &spec.source)?;
-    precision(spec)?;
+    let config = NetworkConfig::read(files, &spec.source)?;
+    let group = precision(spec)?.matrices.group();
+    for (name, width) in [("hidden", config.hidden), ("inner", config.inner)] {
+        if !width.is_multiple_of(group) {
+            let dtype = spec.dtype.name();
+            let reason = format!(
+                "dtype is {dtype:?}, which needs widths that are multiples of {group}; the {name} width is {width}"
+            );
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        }
+    }
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }

@@ -3,8 +3,11 @@
 //!
 //! VNNI adds four products of bytes to 32 bits at once. AVX2 multiplies two pairs of bytes in each half of a word, and
 //! adds both products to 16 bits; a sum that is too large is cut off. So for AVX2 the scales of the matrix are chosen
-//! such that no sum can be: four numbers whose products are added in 16 bits have magnitudes that add up to 128 at most
-//! ([`MAX_SUM`]), and 255·128 is below 2¹⁵. The numbers then have 5 to 7 bits with their signs.
+//! such that no sum can be: of four numbers whose products are added in 16 bits, the positive ones add up to 148 at most
+//! ([`MAX_SUM`]), and so do the magnitudes of the negative ones. The bytes of a row are from 0 to 220, and 220·148 is below
+//! 2¹⁵. So that few numbers of the matrix lose bits to this bound, each 16 numbers of a column have a scale of their own: a
+//! whole multiple of the scale of their group. The multiplication that adds two sums of 16 bits to one of 32 multiplies
+//! them by this factor, so it costs no further instruction.
 //!
 //! The groups of the depth are added in order, so a result is the same for one row and for a thousand.
 
@@ -13,10 +16,10 @@ use std::arch::x86_64::{
     __m256, __m256i, __m512, _mm256_add_epi16, _mm256_add_epi32, _mm256_castsi256_ps, _mm256_cvtepi32_ps,
     _mm256_cvtps_epi32, _mm256_fmadd_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_maddubs_epi16,
     _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_packs_epi32, _mm256_packus_epi16,
-    _mm256_permutevar8x32_epi32, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32,
-    _mm256_setzero_ps, _mm256_setzero_si256, _mm256_sub_ps, _mm512_castsi512_ps, _mm512_cvtepi32_ps,
-    _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_setzero_ps, _mm512_setzero_si512,
+    _mm256_permutevar8x32_epi32, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_ps,
+    _mm256_setzero_si256, _mm256_sub_ps, _mm512_castsi512_ps, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32,
+    _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_setzero_si512,
 };
 use std::cell::RefCell;
 
@@ -40,10 +43,12 @@ const SHORT_GROUP: usize = 32;
 const HEADER: usize = 2;
 /// AVX2 adds the products of two words of a column in 16 bits, at these places of the numbers.
 const ADDED: [[usize; 4]; 2] = [[0, 1, 4, 5], [2, 3, 6, 7]];
-/// The largest sum of the magnitudes of numbers at [`ADDED`] places, for AVX2.
-const MAX_SUM: u8 = 128;
-/// The largest number of a row.
-const MAX_ROW: f32 = 255.0;
+/// The largest sum of the positive numbers at [`ADDED`] places, and of the magnitudes of the negative ones, for AVX2.
+const MAX_SUM: u8 = 148;
+/// For AVX2: words of a column that have a factor of their own.
+const BLOCK: usize = 4;
+/// The largest factor, before one that leaves room for rounding is taken. The sums of a group stay far below 2³¹.
+const USUAL_MAX_FACTOR: u8 = 64;
 /// The largest magnitude of a number of the matrix.
 const MAX_MAGNITUDE: f32 = 127.0;
 
@@ -75,6 +80,11 @@ impl ByteProducts {
         }
     }
 
+    /// The largest byte of a row.
+    fn max_row(self) -> f32 {
+        if self == Self::Avx2 { 220.0 } else { 255.0 }
+    }
+
     /// The rows of a tile.
     fn height(self) -> usize {
         match self {
@@ -82,6 +92,12 @@ impl ByteProducts {
             Self::AvxVnni => HEIGHT_VNNI,
             Self::Avx2 => HEIGHT_AVX2,
         }
+    }
+
+    /// The words of a group of a column, without the header.
+    fn words(self, group: usize) -> usize {
+        let words = group / PER_WORD;
+        if self == Self::Avx2 { words + words / BLOCK } else { words }
     }
 
     /// The lines across a tile and a panel.
@@ -101,7 +117,8 @@ pub struct SignedBytes {
     width: usize,
     group: usize,
     products: ByteProducts,
-    /// `[panels, groups, HEADER + words of a group, lines of a panel]`. There are zeros after the width.
+    /// `[panels, groups, HEADER + words of a group, lines of a panel]`. There are zeros after the width. For AVX2, each
+    /// [`BLOCK`] words follow their factor, which is in both halves of a word.
     lines: Vec<Line>,
 }
 
@@ -128,8 +145,7 @@ impl SignedBytes {
         assert!(depth.is_multiple_of(SHORT_GROUP) && products.are_available());
         let (width, panel_lines) = (columns.len() / depth, products.lines());
         let group = if depth.is_multiple_of(LONG_GROUP) { LONG_GROUP } else { SHORT_GROUP };
-        let group_words = HEADER + group / PER_WORD;
-        let column_words = depth / group * group_words;
+        let column_words = depth / group * (HEADER + products.words(group));
         let panels = width.div_ceil(panel_lines * LINE);
         let mut lines = vec![Line([0; LINE]); panels * column_words * panel_lines];
         for (column, numbers) in columns.chunks_exact(depth).enumerate() {
@@ -175,7 +191,7 @@ impl SignedBytes {
         let (height, panel_lines) = (self.products.height(), self.products.lines());
         let groups = self.depth / self.group;
         let (row_words, row_scales) = (self.depth / PER_WORD * height, groups * height);
-        let panel_size = groups * (HEADER + self.group / PER_WORD) * panel_lines;
+        let panel_size = groups * (HEADER + self.products.words(self.group)) * panel_lines;
         self.lines.chunks_exact(panel_size).enumerate().flat_map(move |(panel, lines)| {
             let words = rows.words.chunks_exact(row_words);
             let scales = rows.scales.chunks_exact(row_scales).zip(rows.offsets.chunks_exact(row_scales));
@@ -187,47 +203,78 @@ impl SignedBytes {
     }
 }
 
-/// The words of a group of a column: its scale, the sum of its scaled numbers, and its numbers.
-fn packed_group(numbers: &[f32], products: ByteProducts) -> impl Iterator<Item = i32> {
-    let (scale, bytes) = rounded(numbers, products == ByteProducts::Avx2);
-    let sum: i32 = bytes.iter().copied().map(i32::from).sum();
-    let header = [scale, scale * sum as f32].map(|number| number.to_bits().cast_signed());
-    let words = bytes.as_chunks::<PER_WORD>().0.iter();
-    let words: Vec<i32> = words.map(|word| i32::from_le_bytes(word.map(i8::cast_unsigned))).collect();
-    header.into_iter().chain(words)
+/// The words of a group of a column: its scale, the sum of its scaled numbers, and its numbers, for AVX2 with their factors.
+fn packed_group(numbers: &[f32], products: ByteProducts) -> Vec<i32> {
+    if products != ByteProducts::Avx2 {
+        let (scale, bytes) = rounded(numbers, largest_magnitude(numbers) / MAX_MAGNITUDE);
+        return [header(scale, sum(&bytes)).to_vec(), words(&bytes)].concat();
+    }
+    let blocks = numbers.chunks_exact(BLOCK * PER_WORD);
+    let needed = |block: &[f32]| {
+        let for_sums = sums_of_added(block).fold(0.0, f32::max) / f32::from(MAX_SUM);
+        for_sums.max(largest_magnitude(block) / MAX_MAGNITUDE)
+    };
+    let group_scale = blocks.clone().map(needed).fold(0.0, f32::max) / f32::from(USUAL_MAX_FACTOR);
+    let (mut total, mut packed) = (0, Vec::new());
+    for block in blocks {
+        let least = if group_scale > 0.0 { (needed(block) / group_scale).ceil() as u8 } else { 0 };
+        let least = least.clamp(1, USUAL_MAX_FACTOR);
+        // Rounding makes a sum of four numbers larger by 2 at most, for which the next factor leaves room.
+        let candidates = [least, least + 1];
+        let both = candidates.map(|factor| (factor, rounded(block, group_scale * f32::from(factor)).1));
+        let (factor, bytes) =
+            both.into_iter().find(|(_, bytes)| fits(bytes)).expect("the next factor leaves room");
+        let factor = i32::from(factor);
+        total += factor * sum(&bytes);
+        packed.push(factor << 16 | factor);
+        packed.extend(words(&bytes));
+    }
+    let (scale, _) = rounded(numbers, group_scale);
+    [header(scale, total).to_vec(), packed].concat()
 }
 
-/// The scale of a group of a column, and its rounded numbers. The scale is NaN if a number is not finite.
-fn rounded(numbers: &[f32], is_for_avx2: bool) -> (f32, Vec<i8>) {
+/// Whether AVX2 cannot cut off a sum of products with these numbers.
+fn fits(bytes: &[i8]) -> bool {
+    let bytes: Vec<f32> = bytes.iter().copied().map(f32::from).collect();
+    sums_of_added(&bytes).all(|sum| sum <= f32::from(MAX_SUM))
+}
+
+/// The first words of a group. `sum` is that of its numbers, each times its factor.
+fn header(scale: f32, sum: i32) -> [i32; HEADER] {
+    [scale, scale * sum as f32].map(|number| number.to_bits().cast_signed())
+}
+
+fn words(bytes: &[i8]) -> Vec<i32> {
+    let words = bytes.as_chunks::<PER_WORD>().0.iter();
+    words.map(|word| i32::from_le_bytes(word.map(i8::cast_unsigned))).collect()
+}
+
+fn sum(bytes: &[i8]) -> i32 {
+    bytes.iter().copied().map(i32::from).sum()
+}
+
+fn largest_magnitude(numbers: &[f32]) -> f32 {
+    numbers.iter().fold(0.0, |largest, number| number.abs().max(largest))
+}
+
+/// The numbers in units of `scale`, rounded, and the scale that they have. It is NaN if a number is not finite.
+fn rounded(numbers: &[f32], scale: f32) -> (f32, Vec<i8>) {
     /// A scale below this would make quotients that are not finite. It stands for a group of zeros, too.
     const MIN_SCALE: f32 = 1e-30;
     if numbers.iter().any(|number| !number.is_finite()) {
         return (f32::NAN, vec![0; numbers.len()]);
     }
-    let with_scale = |scale: f32| {
-        let scale = scale.max(MIN_SCALE);
-        (scale, numbers.iter().map(|number| (number / scale).round_ties_even() as i8).collect())
-    };
-    let magnitudes: Vec<f32> = numbers.iter().map(|number| number.abs()).collect();
-    let largest = magnitudes.iter().copied().fold(0.0, f32::max) / MAX_MAGNITUDE;
-    if !is_for_avx2 {
-        return with_scale(largest);
-    }
-    let largest_sum = sums_of_added(&magnitudes).fold(0.0, f32::max);
-    // Rounding makes a sum of four magnitudes larger by 2 at most, so the last of these scales always fits.
-    let candidates =
-        (0..=2).map(|reserve| with_scale(largest.max(largest_sum / f32::from(MAX_SUM - reserve))));
-    let fits = |(_, bytes): &(f32, Vec<i8>)| {
-        let magnitudes: Vec<f32> = bytes.iter().map(|byte| f32::from(byte.unsigned_abs())).collect();
-        sums_of_added(&magnitudes).all(|sum| sum <= f32::from(MAX_SUM))
-    };
-    candidates.into_iter().find(fits).expect("rounding adds 2 at most")
+    let scale = scale.max(MIN_SCALE);
+    (scale, numbers.iter().map(|number| (number / scale).round_ties_even() as i8).collect())
 }
 
-/// The sums of the numbers whose products are added in 16 bits.
+/// The sums of the positive numbers whose products are added in 16 bits, and of the magnitudes of the negative ones.
 fn sums_of_added(numbers: &[f32]) -> impl Iterator<Item = f32> {
+    let sum = |numbers: &[f32; 2 * PER_WORD], places: [usize; 4], sign: f32| {
+        places.into_iter().map(|place| (sign * numbers[place]).max(0.0)).sum::<f32>()
+    };
     let sums =
-        |numbers: &[f32; 2 * PER_WORD]| ADDED.map(|places| places.map(|place| numbers[place]).iter().sum());
+        move |numbers| ADDED.into_iter().flat_map(move |at| [1.0, -1.0].map(|sign| sum(numbers, at, sign)));
     numbers.as_chunks().0.iter().flat_map(sums)
 }
 
@@ -251,7 +298,7 @@ impl UnsignedRows {
                 for (((numbers, words), scale), offset) in
                     row.chunks_exact(*group).zip(words).zip(scales).zip(offsets)
                 {
-                    let range = Range::of(numbers);
+                    let range = Range::of(numbers, products.max_row());
                     (*scale, *offset) = (range.scale, range.low);
                     let packed =
                         numbers.as_chunks::<SHORT_GROUP>().0.iter().flat_map(|numbers| range.words(numbers));
@@ -264,7 +311,7 @@ impl UnsignedRows {
     }
 }
 
-/// The range of a group of a row: bytes from 0 to [`MAX_ROW`] reach from its least to its largest number.
+/// The range of a group of a row: bytes from 0 to the largest reach from its least to its largest number.
 #[derive(Clone, Copy)]
 struct Range {
     low: f32,
@@ -275,7 +322,7 @@ struct Range {
 impl Range {
     #[target_feature(enable = "avx2,fma")]
     #[inline]
-    fn of(numbers: &[f32]) -> Self {
+    fn of(numbers: &[f32], max_row: f32) -> Self {
         let infinity = _mm256_set1_ps(f32::INFINITY);
         let (mut low, mut high) = (infinity, _mm256_set1_ps(f32::NEG_INFINITY));
         // 0 times a number that is not finite is NaN.
@@ -287,7 +334,7 @@ impl Range {
         }
         let low = store_f32(low).into_iter().fold(f32::INFINITY, f32::min);
         let high = store_f32(high).into_iter().fold(f32::NEG_INFINITY, f32::max);
-        Self { low, scale: (high - low) / MAX_ROW + store_f32(zero).into_iter().sum::<f32>() }
+        Self { low, scale: (high - low) / max_row + store_f32(zero).into_iter().sum::<f32>() }
     }
 
     /// The numbers in bytes, rounded to the nearest, ties to even.
@@ -406,7 +453,7 @@ fn multiply_256<const HEIGHT: usize, const VNNI: bool>(
     }
 }
 
-/// The products of a tile of rows with a panel of one line. A group of the panel has `WORDS` words of numbers.
+/// The products of a tile of rows with a panel of one line. A group of a row has `WORDS` words.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
 fn sums_256<const HEIGHT: usize, const VNNI: bool, const WORDS: usize>(
@@ -414,20 +461,30 @@ fn sums_256<const HEIGHT: usize, const VNNI: bool, const WORDS: usize>(
     tile: Tile<'_>,
 ) -> [[__m256; HALVES]; HEIGHT] {
     let mut results = [[_mm256_setzero_ps(); HALVES]; HEIGHT];
-    let groups = panel.chunks_exact(HEADER + WORDS);
+    let factors = if VNNI { 0 } else { 1 };
+    let groups = panel.chunks_exact(HEADER + WORDS + WORDS / BLOCK * factors);
     let groups = groups.zip(tile.words.as_chunks::<HEIGHT>().0.chunks_exact(WORDS));
     let scales = tile.scales.as_chunks::<HEIGHT>().0.iter().zip(tile.offsets.as_chunks::<HEIGHT>().0);
     for ((lines, words), (scales, offsets)) in groups.zip(scales) {
-        let (header, columns) = lines.split_at(HEADER);
+        let (header, blocks) = lines.split_at(HEADER);
         let mut whole = [[_mm256_setzero_si256(); HALVES]; HEIGHT];
-        for ([first_column, second_column], [first, second]) in
-            columns.as_chunks::<2>().0.iter().zip(words.as_chunks::<2>().0)
-        {
-            let (first_column, second_column) = (halves(first_column), halves(second_column));
-            for (row, whole) in whole.iter_mut().enumerate() {
-                let rows = [first[row], second[row]].map(|word| _mm256_set1_epi32(word));
-                for (half, whole) in whole.iter_mut().enumerate() {
-                    *whole = with_products::<VNNI>(*whole, rows, [first_column[half], second_column[half]]);
+        for (block, words) in blocks.chunks_exact(factors + BLOCK).zip(words.as_chunks::<BLOCK>().0) {
+            // Not used with VNNI.
+            let factor = halves(&block[0]);
+            for ([first_column, second_column], [first, second]) in
+                block[factors..].as_chunks::<2>().0.iter().zip(words.as_chunks::<2>().0)
+            {
+                let (first_column, second_column) = (halves(first_column), halves(second_column));
+                for (row, whole) in whole.iter_mut().enumerate() {
+                    let rows = [first[row], second[row]].map(|word| _mm256_set1_epi32(word));
+                    for (half, whole) in whole.iter_mut().enumerate() {
+                        let columns = [first_column[half], second_column[half]];
+                        *whole = if VNNI {
+                            with_dot(with_dot(*whole, rows[0], columns[0]), rows[1], columns[1])
+                        } else {
+                            with_products(*whole, rows, columns, factor[half])
+                        };
+                    }
                 }
             }
         }
@@ -444,16 +501,13 @@ fn sums_256<const HEIGHT: usize, const VNNI: bool, const WORDS: usize>(
     results
 }
 
-/// `sum` plus the products of two words of a row with two words of columns.
+/// `sum` plus the products of two words of a row with two words of columns, times `factor`.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn with_products<const VNNI: bool>(sum: __m256i, rows: [__m256i; 2], columns: [__m256i; 2]) -> __m256i {
-    if VNNI {
-        return with_dot(with_dot(sum, rows[0], columns[0]), rows[1], columns[1]);
-    }
+fn with_products(sum: __m256i, rows: [__m256i; 2], columns: [__m256i; 2], factor: __m256i) -> __m256i {
     let [first, second] = [0, 1].map(|index| _mm256_maddubs_epi16(rows[index], columns[index]));
     let in_halves = _mm256_add_epi16(first, second);
-    in_register(_mm256_add_epi32(sum, _mm256_madd_epi16(in_halves, _mm256_set1_epi16(1))))
+    in_register(_mm256_add_epi32(sum, _mm256_madd_epi16(in_halves, factor)))
 }
 
 /// `sum` plus the products of the four bytes of `row` and of `columns` in each lane.
@@ -496,7 +550,7 @@ mod tests {
     /// The matrix's numbers after rounding, `[width, depth]`.
     fn kept(matrix: &SignedBytes) -> Vec<f64> {
         let SignedBytes { depth, width, group, products, lines } = matrix;
-        let (group_words, panel_lines) = (HEADER + group / PER_WORD, products.lines());
+        let (group_words, panel_lines) = (HEADER + products.words(*group), products.lines());
         let word = |column: usize, word: usize| {
             let (line, column_words) = (column / LINE, depth / group * group_words);
             let first = line / panel_lines * panel_lines * column_words + line % panel_lines;
@@ -505,22 +559,29 @@ mod tests {
         let number = |column: usize, k: usize| {
             let first = k / group * group_words;
             let scale = f32::from_bits(word(column, first).cast_unsigned());
-            let bytes = word(column, first + HEADER + k % group / PER_WORD).to_le_bytes();
-            f64::from(scale) * f64::from(bytes[k % PER_WORD].cast_signed())
+            let at = k % group / PER_WORD;
+            let (at, factor) = if *products == ByteProducts::Avx2 {
+                let block = first + HEADER + at / BLOCK * (1 + BLOCK);
+                (block + 1 + at % BLOCK, word(column, block) >> 16)
+            } else {
+                (first + HEADER + at, 1)
+            };
+            let bytes = word(column, at).to_le_bytes();
+            f64::from(scale) * f64::from(factor) * f64::from(bytes[k % PER_WORD].cast_signed())
         };
         (0..width * depth).map(|at| number(at / depth, at % depth)).collect()
     }
 
     /// A row's numbers after rounding.
-    fn rounded_row(row: &[f32], group: usize) -> Vec<f64> {
+    fn rounded_row(row: &[f32], SignedBytes { group, products, .. }: &SignedBytes) -> Vec<f64> {
         let rounded_group = |numbers: &[f32]| {
             let low = numbers.iter().copied().fold(f32::INFINITY, f32::min);
             let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let scale = f64::from(high - low) / f64::from(MAX_ROW);
+            let scale = f64::from(high - low) / f64::from(products.max_row());
             let byte = |number: &f32| ((f64::from(*number) - f64::from(low)) / scale).round();
             numbers.iter().map(|number| f64::from(low) + scale * byte(number)).collect::<Vec<_>>()
         };
-        row.chunks(group).flat_map(rounded_group).collect()
+        row.chunks(*group).flat_map(rounded_group).collect()
     }
 
     #[test]
@@ -534,7 +595,7 @@ mod tests {
                 let mut out = vec![f32::NAN; rows * width];
                 matrix.multiply(&x, &mut out);
                 for (row, out) in x.chunks(depth).zip(out.chunks(width)) {
-                    let row = rounded_row(row, matrix.group);
+                    let row = rounded_row(row, &matrix);
                     for (column, ours) in kept.chunks(depth).zip(out) {
                         let expected: f64 = row.iter().zip(column).map(|(a, b)| a * b).sum();
                         // A number that is half-way between two bytes may be rounded to either.
@@ -549,7 +610,7 @@ mod tests {
     #[test]
     fn rounding_changes_the_matrix_and_its_products_little() {
         for products in available() {
-            let bound = if products == ByteProducts::Avx2 { 0.016 } else { 0.006 };
+            let bound = if products == ByteProducts::Avx2 { 0.010 } else { 0.006 };
             let (depth, width) = (384, 64);
             let columns = noise(&[width, depth], 1.0, 2);
             let kept = kept(&SignedBytes::new(&columns, depth, products));
@@ -576,15 +637,20 @@ mod tests {
             // Powers make a few magnitudes large, and most of them small.
             noise(&[128], 1.0, seed).iter().map(|x| x.powi(1 + seed as i32 % 7)).collect()
         }));
-        // The bytes of a row are 255 where the column is positive, or where it is negative, and 0 elsewhere.
+        // The bytes of a row are the largest where the column is positive, or where it is negative, and 0 elsewhere.
         for columns in matrices {
             for group in columns.chunks(LONG_GROUP) {
-                let magnitudes: Vec<f32> =
-                    rounded(group, true).1.iter().map(|byte| f32::from(byte.unsigned_abs())).collect();
-                assert!(
-                    sums_of_added(&magnitudes).all(|sum| sum * MAX_ROW <= f32::from(i16::MAX)),
-                    "{group:?}"
-                );
+                let packed = packed_group(group, ByteProducts::Avx2);
+                for block in packed[HEADER..].chunks(1 + BLOCK) {
+                    assert!(
+                        block[0] >> 16 <= i32::from(USUAL_MAX_FACTOR) + 1
+                            && block[0] & 0xffff == block[0] >> 16
+                    );
+                    let bytes = block[1..].iter().flat_map(|word| word.to_le_bytes());
+                    let bytes: Vec<f32> = bytes.map(|byte| byte.cast_signed().into()).collect();
+                    let largest = sums_of_added(&bytes).fold(0.0, f32::max);
+                    assert!(largest * ByteProducts::Avx2.max_row() <= f32::from(i16::MAX), "{group:?}");
+                }
             }
             for products in available() {
                 let matrix = SignedBytes::new(&columns, 128, products);
@@ -593,7 +659,7 @@ mod tests {
                     let mut row: Vec<f32> =
                         columns.iter().map(|x| if (*x < 0.0) == negative { 1.0 } else { 0.0 }).collect();
                     for numbers in row.chunks_mut(matrix.group) {
-                        // Both ends of the range exist, so that the bytes are 0 and 255.
+                        // Both ends of the range exist, so that the bytes are 0 and the largest.
                         (numbers[0], numbers[1]) = (0.0, 1.0);
                     }
                     let expected: f64 = row.iter().zip(&kept).map(|(a, b)| f64::from(*a) * b).sum();
@@ -631,7 +697,7 @@ mod tests {
             assert_eq!(out, [0.0; 2]);
             let mut constant = [0.0];
             SignedBytes::new(&vec![1.0; depth], depth, products).multiply(&vec![-3.0; depth], &mut constant);
-            assert_eq!(constant, [-192.0]);
+            assert!((constant[0] + 192.0).abs() < 1e-4, "{constant:?}");
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut row = vec![1.0; 2 * depth];
                 row[3] = bad;

@@ -1,6 +1,7 @@
 //! Compares a network on its device with the same network on a CPU, over known texts. Owns no state.
 
 use super::TextNetwork;
+use super::head::Head;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::fitness::{self, Compared};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec};
@@ -24,19 +25,25 @@ const SENTENCES: [&str; 12] = [
 ];
 
 /// Compares the vectors that `model` computes for the known texts with those of `reference`, the same network on a CPU
-/// in f32. Each computes all texts in one batch.
+/// in f32. Each computes all texts in one batch. If the precision is chosen, compares what `head` computes from the vectors,
+/// too, and its texts include pairs: each sentence with the next one, and with itself.
 ///
 /// # Errors
-/// [`LoadError::Unfit`] with the first text that differs, [`LoadError::Device`] if the device fails.
+/// [`LoadError::Unfit`] with the first text that differs, or if the scores differ, [`LoadError::Device`] if the device
+/// fails.
 pub(super) fn compare(
     model: &mut TextNetwork,
     mut reference: TextNetwork,
+    head: Option<&Head>,
     tokenizer: &TextTokenizer,
     spec: &LoadSpec,
 ) -> Result<(), LoadError> {
     let mut texts = known_texts(tokenizer);
     if spec.is_dtype_chosen {
         texts.extend(SENTENCES.iter().filter_map(|sentence| tokenizer.text(sentence).ok()));
+        if head.is_some() {
+            texts.extend(known_pairs(tokenizer));
+        }
     }
     let failed = |error: ForwardError| fitness::failed(spec, &error);
     let found = vectors(model, &texts).map_err(failed)?;
@@ -44,7 +51,22 @@ pub(super) fn compare(
     let compared = texts.iter().zip(found.into_iter().zip(expected)).map(|(text, (found, expected))| {
         Compared { what: format!("text of {} tokens", text.ids.len()), found, expected }
     });
-    fitness::compare_all(spec, &compared.collect::<Vec<_>>())
+    let compared: Vec<_> = compared.collect();
+    fitness::compare_all(spec, &compared)?;
+    let Some(head) = head else { return Ok(()) };
+    let finite = compared.into_iter().filter_map(|input| Some((input.found?, input.expected?)));
+    let (found, expected): (Vec<_>, Vec<_>) = finite.unzip();
+    fitness::compare_scores(spec, &head.apply(&found), &head.apply(&expected))
+}
+
+/// Pairs of sentences that belong together, and of sentences that do not.
+fn known_pairs(tokenizer: &TextTokenizer) -> Vec<Tokens> {
+    let pieces: Vec<_> = SENTENCES.iter().filter_map(|sentence| tokenizer.pieces(sentence).ok()).collect();
+    let pairs = pieces.iter().zip(pieces.iter().cycle().skip(1));
+    pairs
+        .flat_map(|(first, next)| [(first, next), (first, first)])
+        .map(|(first, second)| tokenizer.pair(first, second))
+        .collect()
 }
 
 /// Texts of several lengths, with tokens from the whole vocabulary.
@@ -77,6 +99,7 @@ mod tests {
     use crate::config::Dtype;
     use crate::model::nets::fitness::{distance, tolerance};
     use crate::model::tasks::embed::{EmbeddingProcessor, load};
+    use crate::model::tasks::labels;
     use crate::model::{LoadSpec, Unfit};
 
     const NAME: &str = "tiny-bert-cls";
@@ -160,11 +183,30 @@ mod tests {
             let (_, mut model) = loaded(folder.path(), Dtype::F32);
             let (_, reference) = loaded(&fixture(NAME), Dtype::F32);
             let error =
-                compare(&mut model, reference, &processor.tokenizer, &spec(folder.path(), Dtype::Bf16))
+                compare(&mut model, reference, None, &processor.tokenizer, &spec(folder.path(), Dtype::Bf16))
                     .unwrap_err();
             let LoadError::Unfit { why, reason, .. } = &error else { panic!("{index}: {error}") };
             assert_eq!(*why, Unfit::WrongResult);
             assert!(reason.contains("3 tokens") && reason.contains("bf16"), "{index}: {reason}");
+        }
+    }
+
+    #[test]
+    fn the_scores_of_rerankers_in_a_chosen_precision_are_compared() {
+        for name in
+            ["score-bert", "score-roberta", "score-distilbert", "score-modernbert", "score-xlm-roberta"]
+        {
+            let chosen = LoadSpec { is_dtype_chosen: true, ..spec(&fixture(name), Dtype::Bf16) };
+            let (_, mut network) = labels::load(&chosen, &Device::Cpu).unwrap();
+            let head = network.head.take().unwrap();
+            let pairs = known_pairs(&loaded(&fixture(name), Dtype::F32).0.tokenizer);
+            assert_eq!(pairs.len(), 2 * SENTENCES.len(), "{name}");
+            let vectors: Vec<Vec<f32>> =
+                vectors(&mut network, &pairs).unwrap().into_iter().map(Option::unwrap).collect();
+            let moved: Vec<Vec<f32>> =
+                vectors.iter().map(|vector| vector.iter().map(|x| x * 1.5).collect()).collect();
+            let error = fitness::compare_scores(&chosen, &head.apply(&moved), &head.apply(&vectors));
+            assert!(error.unwrap_err().to_string().contains("scores"), "{name}");
         }
     }
 
@@ -174,7 +216,8 @@ mod tests {
         let (processor, mut model) = loaded(folder.path(), Dtype::F32);
         let (_, reference) = loaded(folder.path(), Dtype::F32);
         assert!(
-            compare(&mut model, reference, &processor.tokenizer, &spec(folder.path(), Dtype::F32)).is_ok()
+            compare(&mut model, reference, None, &processor.tokenizer, &spec(folder.path(), Dtype::F32))
+                .is_ok()
         );
     }
 }

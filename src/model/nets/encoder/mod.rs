@@ -75,12 +75,12 @@ impl TextNetwork {
         };
         let weights = read(device, super::precision(spec)?)?;
         let mut network = build(&weights)?;
+        let head = labels.map(|labels| Head::load(&weights, config, labels)).transpose()?;
         if super::needs_comparison(device, spec.dtype) {
             let reference = build(&read(&Device::Cpu, Precision::F32)?)?;
-            fitness::compare(&mut network, reference, tokenizer, spec)?;
+            fitness::compare(&mut network, reference, head.as_ref(), tokenizer, spec)?;
         }
-        let head = labels.map(|labels| Head::load(&weights, config, labels));
-        network.head = head.transpose()?;
+        network.head = head;
         Ok(network)
     }
 

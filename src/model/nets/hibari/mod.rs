@@ -14,8 +14,8 @@ use super::block::{Block, Blocks, PreNorms, normed};
 use super::fitness;
 use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{
-    Activation, AttentionWeights, Epilogue, FeedForward, InputWeights, NormParams, PositionTerms,
-    SelfAttention, TimeConvolution, add, add_norm,
+    Activation, AttentionWeights, ConvolutionBlock, Epilogue, FeedForward, InputWeights, NormParams,
+    PositionTerms, SelfAttention, TimeConvolution,
 };
 use crate::model::sound::synthesis::SPECTRA;
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
@@ -247,22 +247,6 @@ impl TextEncoder {
     }
 }
 
-/// A ConvNeXt block over time: x + γ·(feed-forward of the normed depthwise convolution of x). γ is part of the
-/// feed-forward sublayer's weights.
-struct ConvolutionBlock {
-    convolution: TimeConvolution,
-    norm: NormParams,
-    feed_forward: FeedForward,
-}
-
-impl ConvolutionBlock {
-    fn forward(&self, x: &Tensor, lengths: &[usize]) -> Result<Tensor> {
-        let convolved = self.convolution.forward(x, lengths)?.contiguous()?;
-        let normed = add_norm(convolved, &x.zeros_like()?, &self.norm)?;
-        add(self.feed_forward.forward(normed)?, x)
-    }
-}
-
 /// The network for durations and pitch.
 struct Prosody {
     text: TextEncoder,
@@ -333,6 +317,8 @@ impl Reader<'_> {
         self.weights.checked(name, TimeConvolution::new(&weights, &bias, 1, false))
     }
 
+    /// A ConvNeXt block: x + γ·(feed-forward of the normed depthwise convolution of x). γ becomes part of the feed-forward
+    /// sublayer's weights.
     fn block(
         &self,
         name: &str,

@@ -92,7 +92,7 @@ impl Whisper {
         };
         let found = logits(Self::read(spec, device, &config, 1))?;
         let expected = logits(Self::read(&in_f32, &Device::Cpu, &config, 1))?;
-        fitness::compare(spec, "window of 30 s", found, expected)
+        fitness::compare_logits(spec, "window of 30 s", found, expected)
     }
 
     /// The logits after some tokens for a window of synthetic features.
