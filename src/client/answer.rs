@@ -14,6 +14,8 @@ pub(crate) struct Answer<'a> {
     pub(crate) status_code: Option<i64>,
     pub(crate) worker: Option<&'a str>,
     pub(crate) device: &'a str,
+    /// The number format of the weights.
+    pub(crate) dtype: &'a str,
     pub(crate) model: &'a str,
     /// Durations in the order of [`STAGES`], in milliseconds; none if one is missing.
     pub(crate) stages_ms: Option<[f64; 4]>,
@@ -55,6 +57,7 @@ impl<'a> Answer<'a> {
             status_code,
             worker: text("worker"),
             device: text("device").unwrap_or_default(),
+            dtype: text("dtype").unwrap_or_default(),
             model: text("model").unwrap_or_default(),
             stages_ms,
             batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),

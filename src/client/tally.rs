@@ -19,6 +19,7 @@ pub(crate) struct Tally {
     without_reply: u64,
     replies: ReplyStats,
     devices: BTreeMap<String, u64>,
+    dtypes: BTreeMap<String, u64>,
     model: String,
     batches: Batches,
 }
@@ -40,6 +41,7 @@ impl Default for Tally {
             without_reply: 0,
             replies: ReplyStats::default(),
             devices: BTreeMap::new(),
+            dtypes: BTreeMap::new(),
             model: String::new(),
             batches: Batches::default(),
         }
@@ -67,6 +69,7 @@ impl Tally {
         self.began = Some(self.began.map_or(delivered, |earliest| earliest.min(delivered)));
         self.replies.count(inputs, at, answer);
         *self.devices.entry(answer.device.to_owned()).or_default() += lines;
+        *self.dtypes.entry(answer.dtype.to_owned()).or_default() += lines;
         if self.model.is_empty() {
             self.model = answer.model.to_owned();
         }
@@ -98,6 +101,7 @@ impl Tally {
             errors_in_output: output_errors.total(),
             commonest_errors: output_errors.commonest(),
             devices: self.devices.clone(),
+            dtypes: self.dtypes.clone(),
             inputs: replies.inputs,
             tokens: replies.tokens,
             seconds: rounded(replies.seconds()),
@@ -131,6 +135,8 @@ pub(crate) struct Report {
     commonest_errors: Vec<CommonError>,
     /// Number of lines that each device has answered, by its name in the reply.
     devices: BTreeMap<String, u64>,
+    /// Number of lines that were answered in each number format, by its name in the reply.
+    dtypes: BTreeMap<String, u64>,
     inputs: u64,
     tokens: Option<u64>,
     /// Seconds from the first line's reaching a worker to the last reply.
@@ -163,6 +169,7 @@ mod tests {
             ("status_code", Value::from(200)),
             ("worker", format!("h/p/{device}").into()),
             ("device", device.into()),
+            ("dtype", "int8".into()),
             ("model", "m".into()),
             ("queue_us", 9_000_000.into()),
             ("prepare_us", 50_000.into()),
@@ -190,6 +197,7 @@ mod tests {
             (&4.into(), &1.into(), &40.into())
         );
         assert_eq!(report["devices"], serde_json::json!({"a": 3, "b": 1}));
+        assert_eq!(report["dtypes"], serde_json::json!({"int8": 4}));
         let batch = serde_json::json!({"passes": 1, "mean_inputs": 4.0, "mean_tokens": 40.0});
         assert_eq!(report["batch"], batch);
         // The mean of the busy shares of two workers: 150 ms of 500 ms, and 50 ms of 500 ms.

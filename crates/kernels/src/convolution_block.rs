@@ -10,9 +10,9 @@ use super::time_convolution::{TimeConvolution, sequences};
 
 /// The weights of a block.
 pub struct ConvolutionBlock<'a> {
-    /// A depthwise convolution.
+    /// A depthwise convolution; another one panics.
     pub convolution: &'a TimeConvolution,
-    /// Its bias is not used.
+    /// The bias that it adds before norming is not used; it must be 0.
     pub norm: &'a Norm,
     /// The two products.
     pub feed_forward: &'a FeedForward,

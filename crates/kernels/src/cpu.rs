@@ -46,17 +46,18 @@ impl CpuFeatures {
         self.arch().map(drop)
     }
 
-    /// The vector units; none for those that the CPU chooses.
+    /// The vector units; none for `Auto`, which means the widest that the CPU has.
     fn arch(self) -> Result<Option<Arch>, String> {
         let arch = match self {
             Self::Auto => return Ok(None),
             Self::None => Some(Arch::Scalar),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => pulp::x86::V3::try_new().map(Arch::V3),
+            Self::Avx2Vnni if !has_avx_vnni() => None,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2Vnni if has_avx_vnni() => pulp::x86::V3::try_new().map(Arch::V3),
+            Self::Avx2 | Self::Avx2Vnni => pulp::x86::V3::try_new().map(Arch::V3),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => pulp::x86::V4::try_new().map(Arch::V4),
+            #[cfg(not(target_arch = "x86_64"))]
             _ => None,
         };
         let name = Self::ALL.iter().find(|(known, _)| *known == self).map_or("", |(_, name)| *name);

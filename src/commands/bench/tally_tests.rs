@@ -15,6 +15,7 @@ fn good(worker: &str) -> Answer<'_> {
         status_code: Some(200),
         worker: Some(worker),
         device: "cpu",
+        dtype: "f32",
         model: "m",
         // Queue, prepare, wait, compute.
         stages_ms: Some([1.0, 2.0, 3.0, 10.0]),
@@ -30,6 +31,7 @@ fn bad(status_code: Option<i64>) -> Answer<'static> {
         status_code,
         worker: None,
         device,
+        dtype: "f32",
         model,
         stages_ms: None,
         batch: None,

@@ -10,7 +10,7 @@ use super::{FeedForward, NormParams, TimeConvolution, add, add_norm, values};
 pub struct ConvolutionBlock {
     /// A depthwise convolution.
     pub convolution: TimeConvolution,
-    /// Its bias is 0.
+    /// The bias that it adds before norming is 0.
     pub norm: NormParams,
     /// Its epilogue only adds a bias.
     pub feed_forward: FeedForward,
@@ -67,8 +67,9 @@ mod tests {
 
     #[test]
     fn the_kernel_equals_its_steps() {
-        let (width, inner) = (24, 40);
-        for lengths in [&[1][..], &[1, 40, 7], &[200, 3]] {
+        let cases = [&[1][..], &[1, 40, 7], &[200, 3]].map(|lengths| (lengths, 24, 40, NumberFormat::F32));
+        let in_8_bits = (&[5, 90][..], 32, 64, NumberFormat::Bits8);
+        for (lengths, width, inner, format) in cases.into_iter().chain([in_8_bits]) {
             let filters = noise(&[width, 1, 7], 0.5, 1).unwrap();
             let zeros = Tensor::zeros(width, DType::F32, &Device::Cpu).unwrap();
             let vector = |seed| noise(&[width], 0.5, seed).unwrap();
@@ -76,7 +77,7 @@ mod tests {
                 matrix: noise(&[inner, width], 0.3, 3).unwrap(),
                 bias: noise(&[inner], 0.5, 4).unwrap(),
                 gate: None,
-                format: NumberFormat::F32,
+                format,
             };
             let down = noise(&[width, inner], 0.3, 5).unwrap();
             let block = ConvolutionBlock {
@@ -90,6 +91,7 @@ mod tests {
                 )
                 .unwrap(),
             };
+            assert!(block.convolution.packed().is_some() && block.feed_forward.packed().is_some());
             let x = noise(&[lengths.iter().sum(), width], 1.0, 9).unwrap();
             let (ours, expected) =
                 (block.forward(&x, lengths).unwrap(), block.composed(&x, lengths).unwrap());

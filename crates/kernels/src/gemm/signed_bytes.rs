@@ -1,13 +1,16 @@
 //! The right matrix of a product in signed whole numbers of 8 bits. The rows are rounded to unsigned whole numbers of 8
 //! bits. For CPUs with AVX512-VNNI, AVX-VNNI or AVX2. Decides the layout of both matrices. Owns the packed one.
 //!
-//! VNNI adds four products of bytes to 32 bits at once. AVX2 multiplies two pairs of bytes in each half of a word, and
-//! adds both products to 16 bits; a sum that is too large is cut off. So for AVX2 the scales of the matrix are chosen
-//! such that no sum can be: of four numbers whose products are added in 16 bits, the positive ones add up to 148 at most
-//! ([`MAX_SUM`]), and so do the magnitudes of the negative ones. The bytes of a row are from 0 to 220, and 220·148 is below
-//! 2¹⁵. So that few numbers of the matrix lose bits to this bound, each 16 numbers of a column have a scale of their own: a
-//! whole multiple of the scale of their group. The multiplication that adds two sums of 16 bits to one of 32 multiplies
-//! them by this factor, so it costs no further instruction.
+//! VNNI adds four products of bytes to 32 bits at once. AVX2 multiplies bytes and adds two products in 16 bits; a sum that
+//! is too large is cut off. Two such sums are then added in 16 bits, too, which wraps. So for AVX2, of the four numbers whose
+//! products meet in 16 bits the positive ones add up to 148 at most ([`MAX_SUM`]), and so do the magnitudes of the negative
+//! ones. The bytes of a row are from 0 to 220. So each sum, a partial one too, is between -220·148 and 220·148 = 32,560,
+//! which is below 2¹⁵. With 220 and 148 rows and matrix are rounded about as coarsely; with 255 and 128 the matrix would be
+//! rounded more coarsely.
+//!
+//! So that few numbers of the matrix lose bits to this bound, each 16 numbers of a column have a scale of their own: a whole
+//! multiple of their group's, the factor. The instruction that adds the halves of a word multiplies each by a number anyway,
+//! which is the factor. So only the loads of the factors are added.
 //!
 //! The groups of the depth are added in order, so a result is the same for one row and for a thousand.
 
@@ -45,10 +48,18 @@ const HEADER: usize = 2;
 const ADDED: [[usize; 4]; 2] = [[0, 1, 4, 5], [2, 3, 6, 7]];
 /// The largest sum of the positive numbers at [`ADDED`] places, and of the magnitudes of the negative ones, for AVX2.
 const MAX_SUM: u8 = 148;
-/// For AVX2: words of a column that have a factor of their own.
-const BLOCK: usize = 4;
-/// The largest factor, before one that leaves room for rounding is taken. The sums of a group stay far below 2³¹.
-const USUAL_MAX_FACTOR: u8 = 64;
+/// The largest byte of a row, for AVX2.
+const MAX_ROW_AVX2: u8 = 220;
+const _: () = assert!(MAX_ROW_AVX2 as i32 * MAX_SUM as i32 <= i16::MAX as i32);
+/// The words of a column that have a factor of their own, for AVX2.
+const FACTOR_WORDS: usize = 4;
+/// The largest factor of a block whose sums fit before rounding. The next factor leaves room for rounding, which adds 2 to a
+/// sum of four numbers at most: with 65 instead of 64 a sum is at most 148·64/65 + 2. The sums of a group are below
+/// 4·4·32,560·65, which is below 2²⁶.
+const MAX_LEAST_FACTOR: u8 = 64;
+const _: () = assert!(MAX_SUM / (MAX_LEAST_FACTOR + 1) >= 2);
+/// A smaller scale would lose bits of its own, or be 0. It stands for a group of zeros, too.
+const MIN_SCALE: f32 = 1e-30;
 /// The largest magnitude of a number of the matrix.
 const MAX_MAGNITUDE: f32 = 127.0;
 
@@ -56,7 +67,8 @@ const MAX_MAGNITUDE: f32 = 127.0;
 const HEIGHT_512: usize = 12;
 /// As `HEIGHT_512`: these take 15 of 16 registers.
 const HEIGHT_VNNI: usize = 6;
-/// As `HEIGHT_512`: with the second words of columns and row, a product and a constant, these take all 16 registers.
+/// As `HEIGHT_512`: with the second words of columns and row and a product, these take 15 of 16 registers. Factors come
+/// from memory.
 const HEIGHT_AVX2: usize = 4;
 
 /// The instructions that multiply bytes.
@@ -82,7 +94,7 @@ impl ByteProducts {
 
     /// The largest byte of a row.
     fn max_row(self) -> f32 {
-        if self == Self::Avx2 { 220.0 } else { 255.0 }
+        if self == Self::Avx2 { MAX_ROW_AVX2.into() } else { 255.0 }
     }
 
     /// The rows of a tile.
@@ -95,9 +107,9 @@ impl ByteProducts {
     }
 
     /// The words of a group of a column, without the header.
-    fn words(self, group: usize) -> usize {
+    fn group_words(self, group: usize) -> usize {
         let words = group / PER_WORD;
-        if self == Self::Avx2 { words + words / BLOCK } else { words }
+        if self == Self::Avx2 { words + words / FACTOR_WORDS } else { words }
     }
 
     /// The lines across a tile and a panel.
@@ -118,7 +130,7 @@ pub struct SignedBytes {
     group: usize,
     products: ByteProducts,
     /// `[panels, groups, HEADER + words of a group, lines of a panel]`. There are zeros after the width. For AVX2, each
-    /// [`BLOCK`] words follow their factor, which is in both halves of a word.
+    /// [`FACTOR_WORDS`] words follow their factor, which is in both halves of a word.
     lines: Vec<Line>,
 }
 
@@ -145,7 +157,7 @@ impl SignedBytes {
         assert!(depth.is_multiple_of(SHORT_GROUP) && products.are_available());
         let (width, panel_lines) = (columns.len() / depth, products.lines());
         let group = if depth.is_multiple_of(LONG_GROUP) { LONG_GROUP } else { SHORT_GROUP };
-        let column_words = depth / group * (HEADER + products.words(group));
+        let column_words = depth / group * (HEADER + products.group_words(group));
         let panels = width.div_ceil(panel_lines * LINE);
         let mut lines = vec![Line([0; LINE]); panels * column_words * panel_lines];
         for (column, numbers) in columns.chunks_exact(depth).enumerate() {
@@ -172,7 +184,7 @@ impl SignedBytes {
     #[expect(unsafe_code, reason = "functions that are compiled for some CPUs are unsafe to call on others")]
     pub fn multiply(&self, rows: &[f32], out: &mut [f32]) {
         let mut packed = ROWS.take();
-        // SAFETY: `new` has asserted that the CPU has the instructions. They include AVX2.
+        // SAFETY: `new` has asserted that the CPU has the instructions. They include AVX2 and FMA.
         unsafe {
             packed.pack(rows, self);
             match self.products {
@@ -191,7 +203,7 @@ impl SignedBytes {
         let (height, panel_lines) = (self.products.height(), self.products.lines());
         let groups = self.depth / self.group;
         let (row_words, row_scales) = (self.depth / PER_WORD * height, groups * height);
-        let panel_size = groups * (HEADER + self.products.words(self.group)) * panel_lines;
+        let panel_size = groups * (HEADER + self.products.group_words(self.group)) * panel_lines;
         self.lines.chunks_exact(panel_size).enumerate().flat_map(move |(panel, lines)| {
             let words = rows.words.chunks_exact(row_words);
             let scales = rows.scales.chunks_exact(row_scales).zip(rows.offsets.chunks_exact(row_scales));
@@ -205,51 +217,53 @@ impl SignedBytes {
 
 /// The words of a group of a column: its scale, the sum of its scaled numbers, and its numbers, for AVX2 with their factors.
 fn packed_group(numbers: &[f32], products: ByteProducts) -> Vec<i32> {
+    let needed_for_bytes = largest_magnitude(numbers) / MAX_MAGNITUDE;
     if products != ByteProducts::Avx2 {
-        let (scale, bytes) = rounded(numbers, largest_magnitude(numbers) / MAX_MAGNITUDE);
-        return [header(scale, sum(&bytes)).to_vec(), words(&bytes)].concat();
+        let scale = needed_for_bytes.max(MIN_SCALE);
+        let bytes = rounded(numbers, scale);
+        return [header(numbers, scale, total(&bytes)).to_vec(), to_words(&bytes)].concat();
     }
-    let blocks = numbers.chunks_exact(BLOCK * PER_WORD);
+    let blocks = numbers.chunks_exact(FACTOR_WORDS * PER_WORD);
     let needed = |block: &[f32]| {
         let for_sums = sums_of_added(block).fold(0.0, f32::max) / f32::from(MAX_SUM);
         for_sums.max(largest_magnitude(block) / MAX_MAGNITUDE)
     };
-    let group_scale = blocks.clone().map(needed).fold(0.0, f32::max) / f32::from(USUAL_MAX_FACTOR);
-    let (mut total, mut packed) = (0, Vec::new());
+    let largest = blocks.clone().map(needed).fold(0.0, f32::max);
+    let scale = (largest / f32::from(MAX_LEAST_FACTOR)).max(MIN_SCALE);
+    let (mut sum, mut words) = (0, Vec::new());
     for block in blocks {
-        let least = if group_scale > 0.0 { (needed(block) / group_scale).ceil() as u8 } else { 0 };
-        let least = least.clamp(1, USUAL_MAX_FACTOR);
-        // Rounding makes a sum of four numbers larger by 2 at most, for which the next factor leaves room.
-        let candidates = [least, least + 1];
-        let both = candidates.map(|factor| (factor, rounded(block, group_scale * f32::from(factor)).1));
-        let (factor, bytes) =
-            both.into_iter().find(|(_, bytes)| fits(bytes)).expect("the next factor leaves room");
+        let least = ((needed(block) / scale).ceil() as u8).clamp(1, MAX_LEAST_FACTOR);
+        let both = [least, least + 1].map(|factor| (factor, rounded(block, scale * f32::from(factor))));
+        let fitting = both.into_iter().find(|(_, bytes)| fits(bytes));
+        let (factor, bytes) = fitting.expect("the next factor leaves room for rounding");
         let factor = i32::from(factor);
-        total += factor * sum(&bytes);
-        packed.push(factor << 16 | factor);
-        packed.extend(words(&bytes));
+        sum += factor * total(&bytes);
+        words.push(factor << 16 | factor);
+        words.extend(to_words(&bytes));
     }
-    let (scale, _) = rounded(numbers, group_scale);
-    [header(scale, total).to_vec(), packed].concat()
+    [header(numbers, scale, sum).to_vec(), words].concat()
 }
 
-/// Whether AVX2 cannot cut off a sum of products with these numbers.
+/// Whether all sums of products with these numbers fit in 16 bits.
 fn fits(bytes: &[i8]) -> bool {
     let bytes: Vec<f32> = bytes.iter().copied().map(f32::from).collect();
     sums_of_added(&bytes).all(|sum| sum <= f32::from(MAX_SUM))
 }
 
-/// The first words of a group. `sum` is that of its numbers, each times its factor.
-fn header(scale: f32, sum: i32) -> [i32; HEADER] {
+/// The first words of a group: its scale, which is NaN if a number is not finite, and `sum` in this scale. `sum` is that of
+/// the rounded numbers, each times its factor.
+fn header(numbers: &[f32], scale: f32, sum: i32) -> [i32; HEADER] {
+    let is_finite = numbers.iter().all(|number| number.is_finite());
+    let scale = if is_finite { scale } else { f32::NAN };
     [scale, scale * sum as f32].map(|number| number.to_bits().cast_signed())
 }
 
-fn words(bytes: &[i8]) -> Vec<i32> {
+fn to_words(bytes: &[i8]) -> Vec<i32> {
     let words = bytes.as_chunks::<PER_WORD>().0.iter();
     words.map(|word| i32::from_le_bytes(word.map(i8::cast_unsigned))).collect()
 }
 
-fn sum(bytes: &[i8]) -> i32 {
+fn total(bytes: &[i8]) -> i32 {
     bytes.iter().copied().map(i32::from).sum()
 }
 
@@ -257,15 +271,9 @@ fn largest_magnitude(numbers: &[f32]) -> f32 {
     numbers.iter().fold(0.0, |largest, number| number.abs().max(largest))
 }
 
-/// The numbers in units of `scale`, rounded, and the scale that they have. It is NaN if a number is not finite.
-fn rounded(numbers: &[f32], scale: f32) -> (f32, Vec<i8>) {
-    /// A scale below this would make quotients that are not finite. It stands for a group of zeros, too.
-    const MIN_SCALE: f32 = 1e-30;
-    if numbers.iter().any(|number| !number.is_finite()) {
-        return (f32::NAN, vec![0; numbers.len()]);
-    }
-    let scale = scale.max(MIN_SCALE);
-    (scale, numbers.iter().map(|number| (number / scale).round_ties_even() as i8).collect())
+/// The numbers in units of `scale`, rounded. What is not finite becomes any byte.
+fn rounded(numbers: &[f32], scale: f32) -> Vec<i8> {
+    numbers.iter().map(|number| (number / scale).round_ties_even() as i8).collect()
 }
 
 /// The sums of the positive numbers whose products are added in 16 bits, and of the magnitudes of the negative ones.
@@ -453,22 +461,26 @@ fn multiply_256<const HEIGHT: usize, const VNNI: bool>(
     }
 }
 
-/// The products of a tile of rows with a panel of one line. A group of a row has `WORDS` words.
+/// The products of a tile of rows with a panel of one line. A group of a row has `WORDS` words. With `VNNI`, the CPU must have
+/// AVX-VNNI.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
+#[expect(unsafe_code, reason = "an instruction that not all CPUs with AVX2 have")]
 fn sums_256<const HEIGHT: usize, const VNNI: bool, const WORDS: usize>(
     panel: &[Line],
     tile: Tile<'_>,
 ) -> [[__m256; HALVES]; HEIGHT] {
     let mut results = [[_mm256_setzero_ps(); HALVES]; HEIGHT];
     let factors = if VNNI { 0 } else { 1 };
-    let groups = panel.chunks_exact(HEADER + WORDS + WORDS / BLOCK * factors);
+    let groups = panel.chunks_exact(HEADER + WORDS + WORDS / FACTOR_WORDS * factors);
     let groups = groups.zip(tile.words.as_chunks::<HEIGHT>().0.chunks_exact(WORDS));
     let scales = tile.scales.as_chunks::<HEIGHT>().0.iter().zip(tile.offsets.as_chunks::<HEIGHT>().0);
     for ((lines, words), (scales, offsets)) in groups.zip(scales) {
         let (header, blocks) = lines.split_at(HEADER);
         let mut whole = [[_mm256_setzero_si256(); HALVES]; HEIGHT];
-        for (block, words) in blocks.chunks_exact(factors + BLOCK).zip(words.as_chunks::<BLOCK>().0) {
+        for (block, words) in
+            blocks.chunks_exact(factors + FACTOR_WORDS).zip(words.as_chunks::<FACTOR_WORDS>().0)
+        {
             // Not used with VNNI.
             let factor = halves(&block[0]);
             for ([first_column, second_column], [first, second]) in
@@ -480,7 +492,9 @@ fn sums_256<const HEIGHT: usize, const VNNI: bool, const WORDS: usize>(
                     for (half, whole) in whole.iter_mut().enumerate() {
                         let columns = [first_column[half], second_column[half]];
                         *whole = if VNNI {
-                            with_dot(with_dot(*whole, rows[0], columns[0]), rows[1], columns[1])
+                            // SAFETY: the CPU has AVX-VNNI: only matrices of `ByteProducts::AvxVnni` get here, and
+                            // `SignedBytes::new` has asserted it.
+                            unsafe { with_dot(with_dot(*whole, rows[0], columns[0]), rows[1], columns[1]) }
                         } else {
                             with_products(*whole, rows, columns, factor[half])
                         };
@@ -501,7 +515,7 @@ fn sums_256<const HEIGHT: usize, const VNNI: bool, const WORDS: usize>(
     results
 }
 
-/// `sum` plus the products of two words of a row with two words of columns, times `factor`.
+/// `sum` plus `factor` times the products of two words of a row and of columns.
 #[target_feature(enable = "avx2")]
 #[inline]
 fn with_products(sum: __m256i, rows: [__m256i; 2], columns: [__m256i; 2], factor: __m256i) -> __m256i {
@@ -511,11 +525,14 @@ fn with_products(sum: __m256i, rows: [__m256i; 2], columns: [__m256i; 2], factor
 }
 
 /// `sum` plus the products of the four bytes of `row` and of `columns` in each lane.
+///
+/// # Safety
+/// The CPU has AVX-VNNI.
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(unsafe_code, reason = "the function for the instruction is not inlined where only AVX2 is enabled")]
-fn with_dot(mut sum: __m256i, row: __m256i, columns: __m256i) -> __m256i {
-    // SAFETY: the CPU has AVX-VNNI: only `multiply_256::<_, true>` gets here, and `SignedBytes::new` has asserted it.
+unsafe fn with_dot(mut sum: __m256i, row: __m256i, columns: __m256i) -> __m256i {
+    // SAFETY: the caller has made sure of the instruction.
     unsafe {
         asm!(
             "{{vex}} vpdpbusd {sum}, {row}, {columns}",
@@ -550,7 +567,7 @@ mod tests {
     /// The matrix's numbers after rounding, `[width, depth]`.
     fn kept(matrix: &SignedBytes) -> Vec<f64> {
         let SignedBytes { depth, width, group, products, lines } = matrix;
-        let (group_words, panel_lines) = (HEADER + products.words(*group), products.lines());
+        let (group_words, panel_lines) = (HEADER + products.group_words(*group), products.lines());
         let word = |column: usize, word: usize| {
             let (line, column_words) = (column / LINE, depth / group * group_words);
             let first = line / panel_lines * panel_lines * column_words + line % panel_lines;
@@ -561,8 +578,8 @@ mod tests {
             let scale = f32::from_bits(word(column, first).cast_unsigned());
             let at = k % group / PER_WORD;
             let (at, factor) = if *products == ByteProducts::Avx2 {
-                let block = first + HEADER + at / BLOCK * (1 + BLOCK);
-                (block + 1 + at % BLOCK, word(column, block) >> 16)
+                let block = first + HEADER + at / FACTOR_WORDS * (1 + FACTOR_WORDS);
+                (block + 1 + at % FACTOR_WORDS, word(column, block) >> 16)
             } else {
                 (first + HEADER + at, 1)
             };
@@ -608,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_changes_the_matrix_and_its_products_little() {
+    fn rounding_changes_the_matrix_little() {
         for products in available() {
             let bound = if products == ByteProducts::Avx2 { 0.010 } else { 0.006 };
             let (depth, width) = (384, 64);
@@ -621,7 +638,7 @@ mod tests {
         }
     }
 
-    /// The worst matrices: all magnitudes are alike, and the worst of them are where products are added in 16 bits.
+    /// Matrices whose sums are the largest for their scales: numbers that are alike, one large one, powers of noise.
     #[test]
     fn no_sum_is_cut_off_whatever_the_numbers() {
         let alike =
@@ -641,15 +658,22 @@ mod tests {
         for columns in matrices {
             for group in columns.chunks(LONG_GROUP) {
                 let packed = packed_group(group, ByteProducts::Avx2);
-                for block in packed[HEADER..].chunks(1 + BLOCK) {
+                for block in packed[HEADER..].chunks(1 + FACTOR_WORDS) {
                     assert!(
-                        block[0] >> 16 <= i32::from(USUAL_MAX_FACTOR) + 1
+                        block[0] >> 16 <= i32::from(MAX_LEAST_FACTOR) + 1
                             && block[0] & 0xffff == block[0] >> 16
                     );
                     let bytes = block[1..].iter().flat_map(|word| word.to_le_bytes());
-                    let bytes: Vec<f32> = bytes.map(|byte| byte.cast_signed().into()).collect();
-                    let largest = sums_of_added(&bytes).fold(0.0, f32::max);
-                    assert!(largest * ByteProducts::Avx2.max_row() <= f32::from(i16::MAX), "{group:?}");
+                    let bytes: Vec<i32> = bytes.map(|byte| byte.cast_signed().into()).collect();
+                    // The halves of two words meet: the bytes 0, 1, 4 and 5, and the bytes 2, 3, 6 and 7.
+                    for words in bytes.chunks(8) {
+                        for half in [[0, 1, 4, 5], [2, 3, 6, 7]] {
+                            let sum =
+                                |sign: i32| half.map(|at| (sign * words[at]).max(0)).iter().sum::<i32>();
+                            let largest = sum(1).max(sum(-1)) * i32::from(MAX_ROW_AVX2);
+                            assert!(largest <= i16::MAX.into(), "{group:?}");
+                        }
+                    }
                 }
             }
             for products in available() {
