@@ -48,6 +48,22 @@ pub fn precision(spec: &LoadSpec) -> Result<Precision, LoadError> {
     }
 }
 
+/// Checks that matrices whose rows have these widths can have the precision. Each width comes with its name.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for a width that the groups of numbers with a common scale do not divide.
+pub fn check_widths(spec: &LoadSpec, widths: &[(&str, usize)]) -> Result<(), LoadError> {
+    let group = precision(spec)?.matrices.group();
+    let Some((name, width)) = widths.iter().find(|(_, width)| !width.is_multiple_of(group)) else {
+        return Ok(());
+    };
+    let dtype = spec.dtype.name();
+    let reason = format!(
+        "dtype is {dtype:?}, which needs widths that are multiples of {group}; the {name} width is {width}"
+    );
+    Err(LoadError::Unsupported { model: spec.source.clone(), reason })
+}
+
 /// The precision of a network whose numbers all have one type.
 ///
 /// # Errors

@@ -27,9 +27,9 @@ use rayon::prelude::*;
 use self::sentence_settings::SentenceSettings;
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::load::{ModelFiles, weights};
+use super::nets::check_widths;
 use super::nets::encoder::config::NetworkConfig;
 use super::nets::encoder::{Output, TextNetwork};
-use super::nets::precision;
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
 use crate::protocol::Body;
 
@@ -55,16 +55,7 @@ fn request_text_files(files: &ModelFiles) -> Result<(), LoadError> {
 /// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
 fn check_text_files(files: &ModelFiles, spec: &LoadSpec) -> Result<(), LoadError> {
     let config = NetworkConfig::read(files, &spec.source)?;
-    let group = precision(spec)?.matrices.group();
-    for (name, width) in [("hidden", config.hidden), ("inner", config.inner)] {
-        if !width.is_multiple_of(group) {
-            let dtype = spec.dtype.name();
-            let reason = format!(
-                "dtype is {dtype:?}, which needs widths that are multiples of {group}; the {name} width is {width}"
-            );
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
-        }
-    }
+    check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner)])?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }

@@ -8,7 +8,7 @@ use crate::model::{Forward, ForwardError, LoadError, LoadSpec};
 
 /// Tokens of the known texts, without special tokens: the shortest text, a sentence, a paragraph.
 const LENGTHS: [usize; 3] = [1, 20, 150];
-/// Further texts, which are compared if the precision is chosen. They are what people write.
+/// Further texts. They are what people write.
 const SENTENCES: [&str; 12] = [
     "The train to Edinburgh leaves at 7:45 from platform 3.",
     "How do I reset the password of my account?",
@@ -39,11 +39,9 @@ pub(super) fn compare(
     spec: &LoadSpec,
 ) -> Result<(), LoadError> {
     let mut texts = known_texts(tokenizer);
-    if spec.is_dtype_chosen {
-        texts.extend(SENTENCES.iter().filter_map(|sentence| tokenizer.text(sentence).ok()));
-        if head.is_some() {
-            texts.extend(known_pairs(tokenizer));
-        }
+    texts.extend(SENTENCES.iter().filter_map(|sentence| tokenizer.text(sentence).ok()));
+    if spec.is_dtype_chosen && head.is_some() {
+        texts.extend(known_pairs(tokenizer));
     }
     let failed = |error: ForwardError| fitness::failed(spec, &error);
     let found = vectors(model, &texts).map_err(failed)?;

@@ -193,12 +193,13 @@ impl Hibari {
     }
 }
 
-/// Refuses a model whose `dtype` no device has.
+/// Refuses a `dtype` that no device has, or that a model with these sizes cannot have.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`].
-pub fn check_dtype(spec: &LoadSpec) -> Loaded<()> {
-    check_type(spec, spec.dtype != Dtype::F16)
+pub fn check_dtype(spec: &LoadSpec, DecoderSizes { width, inner, .. }: DecoderSizes) -> Loaded<()> {
+    check_type(spec, spec.dtype != Dtype::F16)?;
+    super::check_widths(spec, &[("decoder's", width), ("decoder's inner", inner)])
 }
 
 fn check_type(spec: &LoadSpec, is_supported: bool) -> Loaded<()> {
@@ -215,7 +216,10 @@ fn check_type(spec: &LoadSpec, is_supported: bool) -> Loaded<()> {
 /// The duration of a symbol in rows. The network computes ln(1 + duration) at speed 1. The result is rounded half to
 /// even, as in the Python package.
 fn duration(log_duration: f32, speed: f32) -> usize {
-    // A number that is not finite becomes 1 or the largest duration, which is refused later.
+    // The largest duration is refused later.
+    if log_duration.is_nan() {
+        return MAX_DURATION;
+    }
     (((log_duration.exp() - 1.0) / speed).round_ties_even().max(1.0) as usize).min(MAX_DURATION)
 }
 

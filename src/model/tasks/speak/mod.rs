@@ -87,7 +87,7 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = HibariConfig::read(&files, spec)?;
     Options::read(spec)?;
-    check_dtype(spec)?;
+    check_dtype(spec, config.decoder)?;
     let paths = config.voices.iter().map(|voice| files.required(&weights_file(voice)));
     weights::check(&paths.collect::<Result<Vec<_>, _>>()?)
 }
