@@ -176,7 +176,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
 
 /// Turns requests to classify texts into tokens, and the labels' logits into responses.
 pub struct LabelProcessor {
-    tokenizer: Arc<TextTokenizer>,
+    pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     labels: Labels,
     names: ServedNames,
     max_inputs: usize,

@@ -206,9 +206,9 @@ mod tests {
     fn the_scores_of_rerankers_in_a_chosen_precision_are_compared() {
         for name in ["score-bert", "score-roberta", "score-xlm-roberta"] {
             let chosen = LoadSpec { is_dtype_chosen: true, ..spec(&fixture(name), Dtype::Bf16) };
-            let (_, mut network) = labels::load(&chosen, &Device::Cpu).unwrap();
+            let (processor, mut network) = labels::load(&chosen, &Device::Cpu).unwrap();
             let head = network.head.take().unwrap();
-            let pairs = known_pairs(&loaded(&fixture(name), Dtype::F32).0.tokenizer);
+            let pairs = known_pairs(&processor.tokenizer);
             assert_eq!(pairs.len(), 2 * SENTENCES.len(), "{name}");
             let exact = vectors(&mut network, &pairs).unwrap();
             let check = |error: f32, head| {
