@@ -86,9 +86,13 @@ fn int8_needs_widths_that_its_groups_divide() {
     let (exit, said) = sconce("check-config", folder.path(), "pool[0].dtype=int8");
     assert_eq!(exit, 82, "{said}");
     assert!(said.contains("multiples of 32; the inner width is 40"), "{said}");
-    let (exit, said) = sconce("check-config", &fixture("tiny-hibari"), "pool[0].dtype=int8");
-    assert_eq!(exit, 82, "{said}");
-    assert!(said.contains("multiples of 32; the decoder's width is 24"), "{said}");
+    for (model, width) in
+        [("tiny-hibari", "the decoder's width is 24"), ("whisper-random", "the encoder's inner width is 48")]
+    {
+        let (exit, said) = sconce("check-config", &fixture(model), "pool[0].dtype=int8");
+        assert_eq!(exit, 82, "{said}");
+        assert!(said.contains("multiples of 32; ") && said.contains(width), "{said}");
+    }
     let (exit, said) = sconce("check-config", folder.path(), "pool[0].dtype=auto");
     assert_eq!(exit, 0, "{said}");
     assert!(!said.contains("in int8"), "{said}");

@@ -1,7 +1,6 @@
 //! Plans the slots (pools × devices × workers per device), and checks whether the weights of their models fit in the
-//! devices' memory. The caller passes in what the host has, except the vector
-//! units of its CPU, which are asked here. Never opens a device, and never substitutes another device
-//! for the one in the settings.
+//! devices' memory. The caller passes in what the host has, except the vector units of its CPU, which are asked here.
+//! Never opens a device, and never substitutes another device for the one in the settings.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -66,6 +66,10 @@ struct Kind {
 /// [`LoadError::Unsupported`] if it cannot, [`LoadError::File`] if `config.json` cannot be read.
 pub fn check_dtype(spec: &LoadSpec, files: &ModelFiles) -> Loaded<()> {
     let Kind { model_type } = files.required_json("config.json")?;
+    if model_type == VIT {
+        let config: vit::Config = files.required_json("config.json")?;
+        return super::check_widths(spec, &config.widths());
+    }
     precision(spec, &model_type).map(drop)
 }
 

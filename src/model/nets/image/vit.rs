@@ -28,6 +28,13 @@ pub(super) struct Config {
     qkv_bias: Option<bool>,
 }
 
+impl Config {
+    /// The widths of the rows of its matrices, with their names.
+    pub(super) fn widths(&self) -> [(&'static str, usize); 2] {
+        [("hidden", self.hidden_size), ("inner", self.intermediate_size)]
+    }
+}
+
 /// The network.
 pub(super) struct Vit {
     patches: Convolution,

@@ -182,7 +182,7 @@ impl HostWhisper {
     /// # Errors
     /// As [`Whisper::load`].
     pub fn load(spec: &LoadSpec, config: &WhisperConfig, slots: usize) -> Result<Self, LoadError> {
-        let weights = weights(spec, &Device::Cpu, check_dtype(spec)?)?;
+        let weights = weights(spec, &Device::Cpu, check_dtype(spec, config)?)?;
         let decoder = Decoder::load(&weights, config, slots)?;
         Ok(Self {
             encoder: Encoder::load(&weights, config)?,
@@ -194,8 +194,8 @@ impl HostWhisper {
 /// The precision of the pool's `dtype`.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] if Whisper cannot have it on this device.
-pub fn check_dtype(spec: &LoadSpec) -> Result<Precision, LoadError> {
+/// [`LoadError::Unsupported`] if Whisper of these sizes cannot have it on this device.
+pub fn check_dtype(spec: &LoadSpec, config: &WhisperConfig) -> Result<Precision, LoadError> {
     if spec.device != "cpu" {
         return uniform_precision(spec);
     }
@@ -205,6 +205,9 @@ pub fn check_dtype(spec: &LoadSpec) -> Result<Precision, LoadError> {
         let reason = format!("dtype is {dtype:?}; on a CPU, Whisper is computed in f32, bf16 or int8");
         return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
     }
+    let WhisperConfig { width, encoder, decoder, .. } = config;
+    let (of_encoder, of_decoder) = (("encoder's inner", encoder.inner), ("decoder's inner", decoder.inner));
+    super::check_widths(spec, &[("hidden", *width), of_encoder, of_decoder])?;
     Ok(precision)
 }
 

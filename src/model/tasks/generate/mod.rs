@@ -23,7 +23,7 @@ use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture}
 use crate::model::nets::decoder::{
     CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare_with_f32,
 };
-use crate::model::nets::precision;
+use crate::model::nets::{check_widths, precision};
 use crate::model::ops::NumberFormat;
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::random::{Seed, seed_of_task};
@@ -81,6 +81,8 @@ fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let Some(path) = files.gguf() else {
         let config = DecoderConfig::read(&files, &spec.source)?;
         Options::read(spec, config.context)?;
+        let heads = config.heads * config.head_width;
+        check_widths(spec, &[("hidden", config.hidden), ("inner", config.inner), ("heads'", heads)])?;
         files.required("tokenizer.json")?;
         return weights::check(&files.weights()?);
     };

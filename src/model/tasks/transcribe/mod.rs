@@ -90,9 +90,9 @@ fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
 
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
-    WhisperConfig::read(&files, &spec.source)?;
+    let config = WhisperConfig::read(&files, &spec.source)?;
     Options::read(spec)?;
-    check_dtype(spec)?;
+    check_dtype(spec, &config)?;
     files.required("tokenizer.json")?;
     weights::check(&files.weights()?)
 }
