@@ -19,6 +19,8 @@ import json
 import pathlib
 import shutil
 import struct
+import subprocess
+import tempfile
 import zlib
 
 import numpy as np
@@ -167,6 +169,42 @@ def make_files():
     webp(clear, "alpha.webp", quality=85, exact=True)
     webp(clear, "alpha-lossless.webp", lossless=True, exact=True)
     webp(small, "animated.webp", save_all=True, append_images=[other], duration=100, quality=85)
+    animated_alpha(clear, other)
+    unusual_jpegs(small)
+
+
+def unusual_jpegs(small):
+    """Files that cameras do not write: several scans without being progressive, colours finer than brightness, factors
+    of 3. Written by cjpeg of libjpeg-turbo."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, scans = pathlib.Path(folder) / "source.ppm", pathlib.Path(folder) / "scans"
+        small.save(source)
+        for name, factors, script, words in [
+            ("scans-of-one.jpg", "2x2", "0;\n1;\n2;\n", []),
+            ("scans-of-two.jpg", "2x2", "0;\n1 2;\n", ["-restart", "4B"]),
+            ("scans-backwards.jpg", "1x2", "1 2;\n0;\n", []),
+            ("fine-colours.jpg", "1x1,2x2,2x2", None, []),
+            ("fine-colours-progressive.jpg", "1x1,2x1,2x1", None, ["-progressive"]),
+            ("thirds.jpg", "3x1,1x1,1x1", None, []),
+        ]:
+            scans.write_text(script or "")
+            words = [*words, "-scans", scans] if script else words
+            command = ["cjpeg", "-quality", "85", "-sample", factors, *words, "-outfile", IMAGES / name, source]
+            subprocess.run(command, check=True)
+
+
+def animated_alpha(clear, other):
+    """Animations whose first picture has colours under its transparent pixels, and does not cover the canvas."""
+    options = {"save_all": True, "append_images": [other.convert("RGBA")], "duration": 100, "lossless": True, "exact": True}
+    webp(clear, "animated-alpha.webp", background=(250, 0, 0, 255), **options)
+    file = bytearray((IMAGES / "animated-alpha.webp").read_bytes())
+    canvas = file.index(b"VP8X") + 12
+    for place, side in (canvas, clear.width + 10), (canvas + 3, clear.height + 6):
+        file[place:place + 3] = (side - 1).to_bytes(3, "little")
+    # The place of the first picture, in units of two pixels.
+    place = file.index(b"ANMF") + 8
+    file[place], file[place + 3] = 3, 1
+    (IMAGES / "animated-offset.webp").write_bytes(file)
 
 
 def pixels_of(path):

@@ -9,7 +9,7 @@ lame 3.100, vorbis-tools 1.4.2, opus-tools 0.2, ffmpeg 5.1.9.
 Of tests/fixtures/sound:
 - reading.flac: five sentences of a LibriVox reading (public domain) with pauses of faint noise between, 28.7 s, 16 kHz.
 - short.*: its third sentence in every format; short.mp3 and short.ogg in stereo at 44.1 kHz, the right channel at half
-  the loudness; cut.mp3 was cut out of a stream: its first packets refer to bits that are not there.
+  the loudness; short-mono.mp3 does not say where it ends; cut.mp3 was cut out of a stream: its first packets refer to bits that are not there.
 - features.safetensors: some frames of Whisper's features of the reading, 80 and 128 mel bins, by transformers.
 - silero.json: probabilities of speech in the reading by silero-vad's ONNX network, and its own speech timestamps with
   several parameters, of the reading and of probabilities that are drawn by `drawn` below.
@@ -68,6 +68,10 @@ def short_files(samples):
         soundfile.write(FIXTURES / "short.flac", samples, RATE, subtype="PCM_16")
         run("ffmpeg", "-y", "-i", wav, "-af", "pan=stereo|c0=c0|c1=0.5*c0,aresample=44100", stereo)
         run("lame", "--quiet", "-b", "96", "--resample", "44.1", "--add-id3v2", "--tt", "short", stereo, FIXTURES / "short.mp3")
+        # Mono, without a Xing header, which would say where it ends.
+        run("ffmpeg", "-y", "-i", wav, "-ar", "44100", "-ac", "1", stereo.with_name("mono.wav"))
+        run("lame", "--quiet", "-t", "-b", "32", "--resample", "44.1", "-m", "m", stereo.with_name("mono.wav"),
+            FIXTURES / "short-mono.mp3")
         run("oggenc", "-Q", "-q", "3", "-s", "1", stereo, "-o", FIXTURES / "short.ogg")
         run("opusenc", "--quiet", "--bitrate", "12", wav, FIXTURES / "short.opus")
         # Without the Xing header and the first packets, to whose bits the others refer.

@@ -127,6 +127,124 @@ fn a_wav_file_from_a_pipe_states_no_length_and_is_decoded() {
     }
 }
 
+/// A chunk `fmt ` of samples at 16 kHz, with these bytes at its end.
+fn form(tag: u16, channels: u16, bits: u16, align: u16, extension: &[u8]) -> Vec<u8> {
+    let mut chunk = [tag, channels].map(u16::to_le_bytes).concat();
+    chunk.extend(RATE.to_le_bytes());
+    chunk.extend((RATE * u32::from(align)).to_le_bytes());
+    chunk.extend([align, bits].map(u16::to_le_bytes).concat());
+    [chunk, extension.to_vec()].concat()
+}
+
+/// The end of an extensible chunk: its length, the number of valid bits, no places of channels, and the encoding.
+fn extension(tag: u16, valid_bits: u16) -> Vec<u8> {
+    let numbers = [22, valid_bits, 0, 0, tag].map(u16::to_le_bytes).concat();
+    [&numbers[..], b"\0\0\0\0\x10\0\x80\0\0\xaa\0\x38\x9b\x71"].concat()
+}
+
+/// A WAV file whose header states the size of the file and of its samples.
+fn wav_of(form: &[u8], samples: &[u8]) -> Vec<u8> {
+    let mut file = b"RIFF\0\0\0\0WAVEfmt ".to_vec();
+    file.extend((form.len() as u32).to_le_bytes());
+    file.extend(form);
+    file.extend(b"data");
+    file.extend((samples.len() as u32).to_le_bytes());
+    file.extend(samples);
+    let riff = file.len() as u32 - 8;
+    file[4..8].copy_from_slice(&riff.to_le_bytes());
+    file
+}
+
+#[test]
+fn a_wav_file_whose_sizes_are_wrong_is_read_to_its_end() {
+    let expected = mono(fixture("short.flac")).unwrap();
+    let samples: Vec<i16> = expected.iter().map(|sample| (sample * 32_768.0) as i16).collect();
+    let good = wav(RATE, 1, &samples);
+    let data = good.len() as u32 - 44;
+    let sized = |riff: u32, data: u32| {
+        let mut file = good.clone();
+        file[4..8].copy_from_slice(&riff.to_le_bytes());
+        file[40..44].copy_from_slice(&data.to_le_bytes());
+        file
+    };
+    let is_unmarked = |file: &[u8]| open(file, Channels::Mix).unwrap().has_unmarked_end();
+    for riff in [0, 3, data, data + 28, data + 36, u32::MAX] {
+        let file = sized(riff, data);
+        assert!(!is_unmarked(&file), "{riff}");
+        assert_eq!(mono(file).unwrap(), expected, "{riff}");
+        for stated in [0, u32::MAX] {
+            let file = sized(riff, stated);
+            assert!(is_unmarked(&file), "{riff}, {stated}");
+            assert_eq!(mono(file).unwrap(), expected, "{riff}, {stated}");
+        }
+    }
+    // A tenth of a second of 16,000 samples of two bytes may be missing.
+    assert_eq!(mono(sized(data + 36, data + 3_200)).unwrap(), expected);
+    assert!(refusal(sized(data + 36, data + 3_202)).1.contains("bytes follow"));
+    // Half a sample at the end is none.
+    assert_eq!(mono([&sized(0, 0)[..], &[1]].concat()).unwrap(), expected);
+    assert!(mono(wav(RATE, 1, &[])).unwrap().is_empty());
+}
+
+#[test]
+fn wav_files_describe_the_same_samples_in_several_ways() {
+    let values: Vec<i16> = tone(RATE, 440.0, 0.5).collect();
+    let expected: Vec<f32> = values.iter().map(|value| f32::from(*value) / 32_768.0).collect();
+    let whole = values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+    // 24 bits at the top of 32, and 12 at the top of 16.
+    let wide = values.iter().flat_map(|value| (i32::from(*value) << 16).to_le_bytes()).collect::<Vec<u8>>();
+    let float = expected.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+    let double = expected.iter().flat_map(|value| f64::from(*value).to_le_bytes()).collect::<Vec<u8>>();
+    let zeros = [0; 24];
+    for (form, samples) in [
+        (form(1, 1, 16, 2, &[]), &whole),
+        (form(1, 1, 16, 2, &[0, 0]), &whole),
+        (form(1, 1, 16, 2, &[2, 0, 16, 0]), &whole),
+        (form(1, 1, 16, 0, &[]), &whole),
+        (form(1, 1, 12, 2, &[]), &whole),
+        (form(1, 1, 24, 4, &[]), &wide),
+        (form(0xfffe, 1, 16, 2, &extension(1, 16)), &whole),
+        (form(0xfffe, 1, 32, 4, &extension(1, 24)), &wide),
+        (form(3, 1, 32, 4, &[]), &float),
+        (form(3, 1, 32, 4, &[0, 0]), &float),
+        (form(3, 1, 32, 4, &[2, 0, 32, 0]), &float),
+        (form(3, 1, 32, 4, &zeros), &float),
+        (form(3, 1, 64, 8, &[]), &double),
+        (form(0xfffe, 1, 32, 4, &extension(3, 0)), &float),
+        (form(0xfffe, 1, 32, 4, &extension(3, 32)), &float),
+    ] {
+        let plain = wav_of(&form, samples);
+        assert_eq!(mono(plain.clone()).unwrap(), expected, "{form:?}");
+        let fact = 12 + 8 + form.len();
+        let with_fact = [&plain[..fact], b"fact\x0c\0\0\0", &[7; 12], &plain[fact..]].concat();
+        assert_eq!(mono(with_fact).unwrap(), expected, "{form:?}");
+    }
+    // The codes of 8 values by G.711.
+    let laws: [(u16, [u8; 8], [i16; 8]); 2] = [
+        (
+            7,
+            [0xff, 0x7f, 0x80, 0x00, 0xf0, 0x70, 0xaa, 0x2a],
+            [0, 0, 32_124, -32_124, 120, -120, 5_372, -5_372],
+        ),
+        (
+            6,
+            [0xd5, 0x55, 0xaa, 0x2a, 0xc5, 0x45, 0x80, 0x00],
+            [8, -8, 32_256, -32_256, 264, -264, 5_504, -5_504],
+        ),
+    ];
+    for (tag, codes, values) in laws {
+        let expected = values.map(|value| f32::from(value) / 32_768.0);
+        for (form, what) in [
+            (form(tag, 1, 8, 1, &[]), 16),
+            (form(tag, 1, 8, 1, &[0, 0]), 18),
+            (form(tag, 1, 8, 1, &[2, 0, 8, 0]), 20),
+            (form(0xfffe, 1, 8, 1, &extension(tag, 8)), 40),
+        ] {
+            assert_eq!(mono(wav_of(&form, &codes)).unwrap(), expected, "{tag}, {what} bytes");
+        }
+    }
+}
+
 #[test]
 fn one_packet_of_a_minute_is_given_out_in_blocks_of_half_a_second() {
     // 484 bytes: 65.5 s in each of 8 channels.
@@ -161,6 +279,158 @@ fn an_mp3_file_that_was_cut_out_of_a_stream_is_decoded() {
 }
 
 #[test]
+fn an_mp3_file_may_begin_with_something_else_and_end_with_tags() {
+    let file = fixture("short.mp3");
+    let expected = mono(file.clone()).unwrap();
+    let tag = b"ID3\x03\0\0\0\0\0\x0aTALB\0\0\0\0\0\0";
+    let after_tag = 10 + file[9] as usize + ((file[8] as usize) << 7);
+    let sound = &file[after_tag..];
+    let trails: [&[u8]; 4] = [
+        &[b"TAG", &[0xff; 125][..]].concat(),
+        &[
+            b"APETAGEX",
+            &[0xd0, 7, 0, 0, 64, 0, 0, 0][..],
+            &[0; 16],
+            &[0xff; 32],
+            b"APETAGEX\xd0\x07\0\0\x40\0\0\0\0\0\0\0\0\0\0\x80\0\0\0\0\0\0\0\0",
+        ]
+        .concat(),
+        &[&[0xff; 100][..], b"000100LYRICS200"].concat(),
+        &[b"TAG+", &[0xff; 223][..], b"TAG", &[b' '; 125]].concat(),
+    ];
+    for before in
+        [&b""[..], &tag[..], &[&tag[..], b"    "].concat(), &[0; 417], &[0; 9_000], &sound[900..1_100]]
+    {
+        for after in trails {
+            let found = mono([before, sound, after].concat()).unwrap();
+            assert_eq!(found, expected, "{} bytes before, {} after", before.len(), after.len());
+        }
+    }
+    assert!(mono(vec![0; 100_000]).is_err());
+}
+
+#[test]
+fn an_mp3_file_may_change_between_mono_and_stereo() {
+    let [one, two] = ["short-mono.mp3", "short.mp3"].map(fixture);
+    let (first, second) = (mono(one.clone()).unwrap(), mono(two.clone()).unwrap());
+    let joined = mono([&one[..], &two[..]].concat()).unwrap();
+    // The second file's delay is not taken off.
+    assert!(joined.len().abs_diff(first.len() + second.len()) < 4_000, "{}", joined.len());
+    assert!(noise(&joined[..first.len()], &first) < -60.0);
+    let offset = (first.len()..first.len() + 2_000)
+        .min_by_key(|at| (noise(&joined[*at..at + 40_000], &second[..40_000]) * 1e3) as i64)
+        .unwrap();
+    let noise = noise(&joined[offset..offset + 80_000], &second[..80_000]);
+    assert!(noise < -20.0, "{noise} dB at {offset}");
+    let error = decoded(open([&one[..], &two[..]].concat(), Channels::Split).unwrap()).unwrap_err();
+    assert!(error.message.contains("and 1 channels to 44100 Hz and 2 at 5."), "{}", error.message);
+}
+
+#[test]
+fn a_file_that_does_not_say_where_it_ends_is_decoded_and_says_so() {
+    let is_unmarked = |file: Vec<u8>| open(file, Channels::Mix).unwrap().has_unmarked_end();
+    for name in ["short.flac", "short.mp3", "short.ogg"] {
+        assert!(!is_unmarked(fixture(name)), "{name}");
+    }
+    assert!(is_unmarked(fixture("short-mono.mp3")));
+    // FLAC without the number of samples, in 36 bits.
+    let mut flac = fixture("short.flac");
+    flac[21] &= 0xf0;
+    flac[22..26].fill(0);
+    assert!(is_unmarked(flac.clone()));
+    assert_eq!(mono(flac.clone()).unwrap(), mono(fixture("short.flac")).unwrap());
+    // Cut within a frame.
+    for missing in [1, 100] {
+        let error = refusal(&flac[..flac.len() - missing]).1;
+        assert!(error.starts_with("the FLAC file is cut off or broken after 5."), "{error}");
+    }
+
+    let ogg = fixture("short.ogg");
+    let expected = mono(ogg.clone()).unwrap();
+    let starts: Vec<usize> = (0..ogg.len() - 4).filter(|at| &ogg[*at..at + 4] == b"OggS").collect();
+    let last = *starts.last().unwrap();
+    let unmarked = [&ogg[..last], &without_last_flag(&ogg[last..])].concat();
+    assert!(is_unmarked(unmarked.clone()));
+    let found = mono(unmarked.clone()).unwrap();
+    assert!(found.len().abs_diff(expected.len()) < 1_000, "{}", found.len());
+    assert!(noise(&found[..80_000], &expected[..80_000]) < -80.0);
+    // A last page that holds nothing and is marked, which some programs write.
+    let mut end =
+        [&b"OggS\0\x04"[..], &ogg[last + 6..last + 18], &[200, 0, 0, 0], &[0; 4], b"\x01\0"].concat();
+    let sum = crc32(&end);
+    end[22..26].copy_from_slice(&sum.to_le_bytes());
+    let marked = [&unmarked[..], &end].concat();
+    assert!(!is_unmarked(marked.clone()));
+    assert!(mono(marked).unwrap().len().abs_diff(expected.len()) < 1_000);
+    // Within a page.
+    assert!(
+        refusal(&unmarked[..unmarked.len() - 1]).1.starts_with("the Ogg file is cut off or broken after")
+    );
+}
+
+/// A page of an Ogg file that is not the last.
+fn without_last_flag(page: &[u8]) -> Vec<u8> {
+    let mut page = page.to_vec();
+    page[5] &= !4;
+    page[22..26].fill(0);
+    let sum = crc32(&page);
+    page[22..26].copy_from_slice(&sum.to_le_bytes());
+    page
+}
+
+#[test]
+fn flac_headers_of_old_encoders_are_read() {
+    let file = fixture("short.flac");
+    let expected = mono(file.clone()).unwrap();
+    let largest = [file[10], file[11]];
+    for least in [[0, 0], [0, 16], largest] {
+        for states_length in [true, false] {
+            let mut changed = file.clone();
+            changed[8..10].copy_from_slice(&least);
+            if !states_length {
+                changed[21] &= 0xf0;
+                changed[22..26].fill(0);
+            }
+            assert_eq!(mono(changed).unwrap(), expected, "{least:?}");
+        }
+    }
+    let tagged = [&file[..], b"TAG", &[0; 125]].concat();
+    assert_eq!(mono(tagged).unwrap(), expected);
+}
+
+#[test]
+fn a_flac_frame_that_is_not_understood_is_named_by_its_second() {
+    for states_length in [true, false] {
+        let mut file = fixture("short.flac");
+        if !states_length {
+            file[21] &= 0xf0;
+            file[22..26].fill(0);
+        }
+        let half = file.len() / 2;
+        file[half..half + 4].fill(0);
+        let (kind, message) = refusal(file);
+        assert_eq!(kind, TaskErrorKind::BadInput);
+        assert!(message.starts_with("the FLAC file is cut off or broken after 2."), "{message}");
+    }
+}
+
+#[test]
+fn channels_that_cancel_each_other_are_noticed() {
+    let left: Vec<i16> = tone(RATE, 440.0, 1.0).collect();
+    let with_right = |right: fn(i16) -> i16| {
+        let samples: Vec<i16> = left.iter().flat_map(|sample| [*sample, right(*sample)]).collect();
+        let mut recording = open(wav(RATE, 2, &samples), Channels::Mix).unwrap();
+        while recording.next_block().unwrap().is_some() {}
+        recording.has_silent_mix()
+    };
+    assert!(with_right(|left| -left));
+    assert!(with_right(|left| 1 - left));
+    assert!(!with_right(|left| left));
+    assert!(!with_right(|_| 0));
+    assert!(!with_right(|left| -left / 2));
+}
+
+#[test]
 fn what_is_no_sound_is_refused_by_name_with_what_is_supported() {
     let opus = fixture("short.opus");
     let mut tagged = b"ID3\x04\0\0\0\0\x01\x00".to_vec();
@@ -189,16 +459,22 @@ fn what_is_no_sound_is_refused_by_name_with_what_is_supported() {
 fn headers_that_lie_and_forms_out_of_range_are_refused_with_their_values() {
     let mut short = wav_header(RATE, 1, 1_000_000);
     short.resize(short.len() + 4_000, 0);
-    let mut unfinished = wav_header(RATE, 1, 0);
-    unfinished.resize(unfinished.len() + 4_000, 0);
     let cases = [
         (short, "the WAV header declares 1000000 bytes of sound, and 4000 bytes follow"),
-        (unfinished, "the WAV header declares 0 bytes of sound, and 4000 bytes follow"),
         (wav(0, 1, &[0; 8]), "a sample rate of 0 Hz; rates from 1000 to 192000 Hz are taken"),
         (wav(384_000, 1, &[0; 8]), "a sample rate of 384000 Hz"),
         (wav(RATE, 9, &[0; 18]), "has 9 channels; from 1 to 8 channels are taken"),
-        (wav(RATE, 0, &[0; 8]), "cannot be read"),
-        (b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0".to_vec(), "no chunk named data"),
+        (wav(RATE, 0, &[0; 8]), "has 0 channels; from 1 to 8 channels are taken"),
+        (wav_of(&form(2, 1, 4, 256, &[]), &[0; 512]), "holds Microsoft ADPCM (format 2)"),
+        (wav_of(&form(0xfffe, 1, 16, 2, &extension(0x55, 16)), &[0; 8]), "holds MP3 (format 85)"),
+        (
+            wav_of(&form(1, 2, 16, 3, &[]), &[0; 12]),
+            "16 bits, and 3 bytes for a sample of each of its channels (2)",
+        ),
+        (wav_of(&form(3, 1, 16, 2, &[]), &[0; 8]), "samples of 16 bits, and 2 bytes"),
+        (b"RIFF\x24\0\0\0WAVEdata\x04\0\0\0\0\0\0\0".to_vec(), "no chunk fmt before its sound"),
+        (b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0".to_vec(), "chunk fmt is too short: 0 bytes"),
+        (wav(RATE, 1, &[])[..36].to_vec(), "no chunk named data"),
         (b"fLaC".to_vec(), "it is cut off"),
         (b"OggS".to_vec(), "cut off"),
     ];

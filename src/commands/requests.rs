@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::embeddings::body_of_text;
-use crate::protocol::shorten;
+use crate::protocol::{BYTES, KOMBU_BYTES, shorten};
 
 /// A task to publish.
 pub(super) struct Request {
@@ -49,11 +49,15 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
         let subtype = if extension == "jpg" { "jpeg" } else { &*extension };
         let has_subtype =
             |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
-        let media_type = media_types.iter().find(has_subtype).with_context(|| {
+        // The types that say nothing of the file have no ending.
+        let media_types = || media_types.iter().filter(|it| !matches!(**it, BYTES | KOMBU_BYTES));
+        let media_type = media_types().find(has_subtype).with_context(|| {
             // The names with a prefix are other names of the same types.
-            let subtypes = media_types.iter().filter_map(|it| it.split_once('/')).map(|(_, subtype)| subtype);
-            let endings: Vec<String> =
-                subtypes.filter(|it| !it.contains(['-', '.'])).map(|subtype| format!(".{subtype}")).collect();
+            let subtypes = media_types().filter_map(|it| it.split_once('/')).map(|(_, subtype)| subtype);
+            let endings: Vec<String> = subtypes
+                .filter(|it| !it.contains(['-', '.', '*']))
+                .map(|subtype| format!(".{subtype}"))
+                .collect();
             format!(
                 "this pool takes files whose names end with {}, and {file:?} does not",
                 endings.join(", ")
@@ -156,7 +160,7 @@ mod tests {
             std::fs::write(&path, "file").unwrap();
             path.to_str().unwrap().to_owned()
         };
-        let taken = ["image/jpeg", "image/png"];
+        let taken = ["image/jpeg", "image/png", "image/*", BYTES, KOMBU_BYTES];
         for (name, media_type) in
             [("cat.JPG", "image/jpeg"), ("cat.jpeg", "image/jpeg"), ("cat.png", "image/png")]
         {

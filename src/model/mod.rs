@@ -57,8 +57,8 @@ pub use crate::protocol::{Body, FileUrl, Files, Message, Properties, TaskError, 
 pub struct Route {
     /// The OpenAI path, as in the header `url` and in batch lines; [`Route::ANY`] stands for all.
     pub url: &'static str,
-    /// Media types of bodies, lower case and without parameters. A message without a content type counts as the
-    /// first.
+    /// Media types of bodies, lower case and without parameters; `image/*` stands for all that begin with `image/`. A
+    /// message without a content type counts as the first.
     pub media_types: &'static [&'static str],
 }
 
@@ -69,6 +69,14 @@ impl Route {
     /// A URL whose bodies are JSON.
     pub const fn json(url: &'static str) -> Self {
         Self { url, media_types: &[crate::protocol::JSON] }
+    }
+
+    /// Whether bodies may have this media type.
+    pub fn takes(&self, media_type: &str) -> bool {
+        self.media_types.iter().any(|taken| match taken.strip_suffix('*') {
+            Some(prefix) => media_type.starts_with(prefix),
+            None => *taken == media_type,
+        })
     }
 }
 

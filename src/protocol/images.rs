@@ -2,8 +2,6 @@
 //! as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`). Pure:
 //! images are not decoded here.
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
@@ -11,7 +9,7 @@ use super::fields::{Fields, Keys, keys, list, string};
 use super::labels::best_labels;
 use super::message::{boolean_header, count_header, text_header};
 use super::reply::to_json;
-use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind};
+use super::{FileUrl, Files, JSON, Message, TaskError, TaskErrorKind, from_base64};
 
 /// The URL of these requests.
 pub const URL: &str = "/classify";
@@ -36,8 +34,6 @@ type ReadImage = fn(&RawValue, &str, &Files) -> Result<ImageFile, TaskError>;
 pub struct ImageFile {
     /// The file.
     pub bytes: Bytes,
-    /// Its media type, if the request gives it.
-    pub media_type: Option<String>,
     /// Its path in the request, for errors; none if it is the body.
     pub path: Option<String>,
 }
@@ -180,13 +176,13 @@ fn file_url(raw: &RawValue, path: &str) -> Option<FileUrl> {
 /// # Errors
 /// `BadInput` for an empty body.
 pub(super) fn raw_image(message: &Message) -> Result<Option<ImageFile>, TaskError> {
-    let Some(media_type) = message.media_type().filter(|media_type| media_type != JSON) else {
+    if message.media_type().is_none_or(|media_type| media_type == JSON) {
         return Ok(None);
-    };
+    }
     if message.body.is_empty() {
         return Err(TaskError::bad_input("body", "the body is empty; it should be an image"));
     }
-    Ok(Some(ImageFile { bytes: message.body.clone(), media_type: Some(media_type), path: None }))
+    Ok(Some(ImageFile { bytes: message.body.clone(), path: None }))
 }
 
 /// The fields of an image among other inputs, which is OpenAI's `{"type": "image_url", "image_url": {"url": …}}`.
@@ -222,8 +218,8 @@ fn url_in<'a>(raw: &'a RawValue, path: &str) -> Result<(&'a RawValue, String), T
 /// Reads the image that a URL names or holds.
 fn image_from_url(raw: &RawValue, path: &str, files: &Files) -> Result<ImageFile, TaskError> {
     let (raw, path) = url_in(raw, path)?;
-    let (media_type, bytes) = files.read_field(raw, &path)?;
-    Ok(ImageFile { media_type, bytes, path: Some(path) })
+    let bytes = files.read_field(raw, &path)?;
+    Ok(ImageFile { bytes, path: Some(path) })
 }
 
 /// Reads the image in a value that is base64 or a data URL.
@@ -235,10 +231,9 @@ fn image_from_base64(raw: &RawValue, path: &str, files: &Files) -> Result<ImageF
 }
 
 fn decode_base64(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
-    let bytes = STANDARD.decode(base64.trim_end());
     let bytes =
-        bytes.map_err(|error| TaskError::bad_input(path, format!("{path} is not base64: {error}")))?;
-    Ok(ImageFile { bytes: bytes.into(), media_type: None, path: Some(path.to_owned()) })
+        from_base64(base64).map_err(|problem| TaskError::bad_input(path, format!("{path} {problem}")))?;
+    Ok(ImageFile { bytes: bytes.into(), path: Some(path.to_owned()) })
 }
 
 /// The body of the reply: the best labels of each image, highest first. It is a list of such lists if the images came
@@ -282,20 +277,15 @@ mod tests {
     #[test]
     fn an_image_is_the_body_with_headers_or_a_part_of_json() {
         let body = raw(b"file", &[("top_k", Value::I32(2)), ("model", "m".into())]).unwrap();
-        assert_eq!(
-            (&*body.images[0].bytes, body.images[0].media_type.as_deref()),
-            (&b"file"[..], Some("image/png"))
-        );
+        assert_eq!((&*body.images[0].bytes, body.images[0].path.as_deref()), (&b"file"[..], None));
         assert_eq!((body.top_k, body.model.as_deref(), body.is_list), (2, Some("m"), false));
         let url = json(r#"{"image_url":"data:image/jpeg;base64,ZmlsZQ==","top_k":1}"#).unwrap();
-        assert_eq!(
-            (&*url.images[0].bytes, url.images[0].media_type.as_deref()),
-            (&b"file"[..], Some("image/jpeg"))
-        );
+        assert_eq!((&*url.images[0].bytes, url.images[0].path.as_deref()), (&b"file"[..], Some("image_url")));
         let object = json(r#"{"image_url":{"url":"data:image/jpeg;base64,ZmlsZQ=="},"top_k":1}"#).unwrap();
         assert_eq!((object.images[0].bytes.clone(), object.top_k), (url.images[0].bytes.clone(), 1));
-        let several = json(r#"{"inputs":["ZmlsZQ==","ZmlsZQ=="],"parameters":{"top_k":4}}"#).unwrap();
+        let several = json(r#"{"inputs":["ZmlsZQ==","Zmls\nZQ"],"parameters":{"top_k":4}}"#).unwrap();
         assert_eq!((several.images.len(), several.is_list, several.top_k), (2, true, 4));
+        assert_eq!(several.images[1].bytes, several.images[0].bytes);
         assert_eq!(several.images[1].path.as_deref(), Some("inputs[1]"));
     }
 

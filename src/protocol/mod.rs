@@ -25,7 +25,7 @@ pub mod task_error;
 pub mod transcriptions;
 pub mod zero_shot;
 
-pub use files::{FileUrl, Files, data_url};
+pub use files::{FileUrl, Files, data_url, from_base64};
 pub use message::{Headers, MAX_HEADER_BYTES, Message, Properties, Value};
 pub use reply::{Body, Timings, WorkerInfo};
 pub use task::{Incoming, Sentinels, Task, classify};
@@ -33,6 +33,10 @@ pub use task_error::{TaskError, TaskErrorKind};
 
 /// Media type of every body, unless a model says otherwise.
 pub const JSON: &str = "application/json";
+/// Media type of bytes that nothing is said about.
+pub const BYTES: &str = "application/octet-stream";
+/// Media type that kombu, the library of Celery, gives to bytes.
+pub const KOMBU_BYTES: &str = "application/data";
 
 /// Shortens `text` for an error message: a text of more than `max_bytes` bytes is cut, and its full length is appended.
 pub fn shorten(text: &str, max_bytes: usize) -> String {

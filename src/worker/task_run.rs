@@ -280,8 +280,9 @@ impl Shared {
                            task: docs/celery.md shows how";
             return Err(TaskError::new(TaskErrorKind::BadInput, message));
         }
-        let types = self.route(task)?.media_types;
-        if let Some(given) = task.message.media_type().filter(|given| !types.contains(&given.as_str())) {
+        let route = self.route(task)?;
+        if let Some(given) = task.message.media_type().filter(|given| !route.takes(given)) {
+            let types = route.media_types;
             let message = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
             return Err(TaskError::new(TaskErrorKind::Undecodable, message).with_param("content_type"));
         }

@@ -9,8 +9,8 @@ use candle_core::Tensor;
 use serde::Deserialize;
 
 use super::image::{
-    Decoder, MAX_PIXELS, MAX_TASK_PIXELS, PixelLimits, probe_message, read_preprocessing, sample_of_images,
-    slices,
+    Decoder, MAX_PIXELS, MAX_TASK_PIXELS, MEDIA_TYPES, PixelLimits, probe_message, read_preprocessing,
+    sample_of_images, slices,
 };
 use super::names::ServedNames;
 use crate::batching::Encoding;
@@ -24,8 +24,8 @@ use crate::model::{
     Advance, Advances, Body, Capacity, Device, Feed, FileUrl, Files, ForwardError, Generate, Inputs,
     LoadError, LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError,
 };
+use crate::protocol::Value;
 use crate::protocol::captions::{CaptionRequest, URL, write_captions};
-use crate::protocol::{JSON, Value};
 
 /// The largest `sequences`.
 const MAX_SEQUENCES: u64 = 256;
@@ -42,7 +42,7 @@ const SEQUENCES: OptionSpec = OptionSpec {
 /// Models that describe images.
 pub static FAMILY: Family = Family {
     name: "caption",
-    routes: &[Route { url: URL, media_types: &[JSON, "image/jpeg", "image/png", "image/webp"] }],
+    routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
     serves: Serves::Files(FileRules {
         configs: &[ARCHITECTURE],
         ggufs: &[],

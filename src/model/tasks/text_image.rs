@@ -8,8 +8,8 @@ use serde::Deserialize;
 
 use super::embed::{EmbeddingContext, Vectors};
 use super::image::{
-    Decoder, MANY_IMAGES, MAX_PIXELS, MAX_TASK_PIXELS, PixelLimits, SLICE_PIXELS, UndecodedImage,
-    probe_message, read_preprocessing,
+    Decoder, MANY_IMAGES, MAX_PIXELS, MAX_TASK_PIXELS, MEDIA_TYPES, PixelLimits, SLICE_PIXELS,
+    UndecodedImage, probe_message, read_preprocessing,
 };
 use super::labels::{sigmoid, softmax};
 use super::names::ServedNames;
@@ -24,14 +24,11 @@ use crate::model::{
     Body, Device, FileUrl, Files, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput,
     TaskError,
 };
+use crate::protocol::Value;
 use crate::protocol::embeddings::{self, EmbeddingRequest, Input};
 use crate::protocol::images::{self, write_images};
 use crate::protocol::message;
 use crate::protocol::zero_shot::ZeroShotRequest;
-use crate::protocol::{JSON, Value};
-
-/// The media types of the bodies of both routes.
-const MEDIA_TYPES: &[&str] = &[JSON, "image/jpeg", "image/png", "image/webp"];
 
 /// The most products of numbers that the scores of a task take on the usual threads: about 5 ms.
 const MAX_QUICK_PRODUCTS: usize = 4_000_000;

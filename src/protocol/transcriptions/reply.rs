@@ -37,6 +37,10 @@ pub struct Transcript {
     pub segments: Vec<Segment>,
     /// Whether word timestamps were requested.
     pub wants_word_times: bool,
+    /// Whether nothing in the recording says where it ends, so that a missing end cannot be noticed.
+    pub has_unmarked_end: bool,
+    /// Whether the channels cancelled each other, so that their mix is silent.
+    pub has_silent_mix: bool,
 }
 
 /// A part of the text, about a sentence long.
@@ -92,7 +96,16 @@ impl Transcript {
         };
         // Whole numbers, because pika truncates floats to integers.
         let ms = |seconds: f64| (seconds * 1e3).round() as i64;
-        Ok(body.header("audio_ms", ms(self.seconds)).header("speech_ms", ms(self.speech_seconds)))
+        let mut body = body.header("audio_ms", ms(self.seconds)).header("speech_ms", ms(self.speech_seconds));
+        if self.has_unmarked_end {
+            body = body.header("recording_end", "unmarked");
+        }
+        if self.has_silent_mix {
+            let warning = "the mix of the channels is silent, because they cancel each other; with channels = \"split\" \
+                           each of them is transcribed";
+            body = body.header("warning", warning);
+        }
+        Ok(body)
     }
 
     /// The whole text.
@@ -264,6 +277,8 @@ mod tests {
             language: Some("en".to_owned()),
             seconds: 3_725.250_4,
             speech_seconds: 3_000.5,
+            has_unmarked_end: false,
+            has_silent_mix: false,
             segments: vec![segment(0.0, 1.5, " One --> two."), segment(3_723.456, 3_725.25, " Three.")],
         }
     }
@@ -305,6 +320,16 @@ mod tests {
             {"word": "Three.", "start": 3_723.456, "end": 3_725.25},
         ]);
         assert_eq!(verbose["words"], expected);
+    }
+
+    #[test]
+    fn headers_say_what_cannot_be_known_and_what_was_not_heard() {
+        let plain = transcript().body(Format::Json).unwrap().headers;
+        assert!(!plain.contains_key("recording_end") && !plain.contains_key("warning"));
+        let doubtful = Transcript { has_unmarked_end: true, has_silent_mix: true, ..transcript() };
+        let headers = doubtful.body(Format::Json).unwrap().headers;
+        assert_eq!(headers["recording_end"], "unmarked".into());
+        assert!(headers["warning"].as_str().unwrap().contains("channels = \"split\""));
     }
 
     #[test]

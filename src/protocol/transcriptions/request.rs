@@ -25,13 +25,18 @@ const MAX_GRANULARITIES: usize = 2;
 
 const KEYS: Keys = keys! {
     "channels", "file_url", "keywords", "language", "model", "prompt", "response_format", "stream", "task",
-    "temperature", "timestamp_granularities", "vad";
-    "chunking_strategy" = "null", "file" = "null", "hotwords" = "null", "include" = "[]",
-    "known_speaker_names" = "[]", "known_speaker_references" = "[]", "vad_filter" = "false"
+    "temperature", "timestamp_granularities", "timestamp_granularities[]", "vad";
+    "chunking_strategy" = "null", "file" = "null", "hotwords" = "null", "include" = "[]", "include[]" = "[]",
+    "known_speaker_names" = "[]", "known_speaker_names[]" = "[]", "known_speaker_references" = "[]",
+    "known_speaker_references[]" = "[]", "vad_filter" = "false"
 };
 /// The fields whose values are not strings. If the header of such a field is a string, it is read as JSON, because some
 /// clients can send only strings as headers.
-const NON_TEXT_FIELDS: [&str; 5] = [KEYWORDS, "stream", "temperature", "timestamp_granularities", VAD];
+const NON_TEXT_FIELDS: [&str; 6] =
+    [KEYWORDS, "stream", "temperature", GRANULARITIES[0], GRANULARITIES[1], VAD];
+
+/// The names of the field that asks for the times of words. OpenAI's clients send the second.
+const GRANULARITIES: [&str; 2] = ["timestamp_granularities", "timestamp_granularities[]"];
 
 const KEYWORDS: &str = "keywords";
 /// Maximum number of keywords of a request, and the maximum length of one in bytes. A model reads the first 223 tokens
@@ -223,7 +228,7 @@ fn sound_from_url(fields: &Fields<'_>, files: &Files) -> Result<Sound, TaskError
                        content_type is audio/wav, audio/flac, audio/mpeg or audio/ogg";
         return Err(TaskError::bad_input(FILE_URL, message));
     };
-    let (_, bytes) = files.read_field(raw, FILE_URL)?;
+    let bytes = files.read_field(raw, FILE_URL)?;
     Ok(Sound { bytes, field: Some(FILE_URL) })
 }
 
@@ -296,21 +301,31 @@ fn keywords(fields: &Fields<'_>) -> Result<Vec<String>, TaskError> {
     each_item(&items, KEYWORDS, |raw, path| bounded_string(raw, path, MAX_KEYWORD_BYTES))
 }
 
-/// Whether word timestamps are requested. Segment timestamps are in every reply that has times.
+/// Whether word timestamps are requested, by a list of kinds, or by one of them. Segment timestamps are in every reply that
+/// has times.
 fn asks_for_words(fields: &Fields<'_>, format: Format) -> Result<bool, TaskError> {
-    const KEY: &str = "timestamp_granularities";
-    let Some(raw) = fields.get(KEY) else { return Ok(false) };
+    let [name, other] = GRANULARITIES;
+    let (key, raw) = match (fields.get(name), fields.get(other)) {
+        (None, None) => return Ok(false),
+        (Some(raw), None) => (name, raw),
+        (None, Some(raw)) => (other, raw),
+        (Some(_), Some(_)) => {
+            let message = format!("{name} and {other} are the same field: send one of them");
+            return Err(TaskError::bad_input(other, message));
+        }
+    };
+    let items = if raw.get().starts_with('"') { vec![raw] } else { list(raw.get(), key, MAX_GRANULARITIES)? };
     let mut wants_words = false;
-    for (index, item) in list(raw.get(), KEY, MAX_GRANULARITIES)?.into_iter().enumerate() {
+    for item in items {
         match item.get() {
             "\"segment\"" => {}
             "\"word\"" if format == Format::VerboseJson => wants_words = true,
             "\"word\"" => {
                 let message =
-                    format!("{KEY}[{index}] is \"word\", for which response_format must be \"verbose_json\"");
-                return Err(TaskError::bad_input(KEY, message));
+                    format!("{key} has \"word\", for which response_format must be \"verbose_json\"");
+                return Err(TaskError::bad_input(key, message));
             }
-            other => return Err(invalid(&format!("{KEY}[{index}]"), "\"segment\" or \"word\"", other)),
+            other => return Err(invalid(key, "\"segment\", \"word\" or a list of them", other)),
         }
     }
     Ok(wants_words)
@@ -320,6 +335,8 @@ fn asks_for_words(fields: &Fields<'_>, format: Format) -> Result<bool, TaskError
 mod tests {
     use super::*;
     use crate::protocol::{Properties, TaskErrorKind};
+
+    const SOUND: &str = r#""file_url":"data:audio/wav;base64,ZmlsZQ==""#;
 
     fn json(body: &str) -> Result<TranscriptionRequest, TaskError> {
         let message = Message { body: body.to_owned().into(), ..Message::default() };
@@ -372,6 +389,15 @@ mod tests {
                 && wants_words(r#"["word"]"#.into())
         );
         assert!(!wants_words(Value::Array(vec!["segment".into()])) && !wants_words(Value::Void));
+        assert!(wants_words("word".into()) && !wants_words("segment".into()));
+        // OpenAI's clients name the field so.
+        for value in [r#""word""#, r#"["word"]"#] {
+            let field = format!(r#""timestamp_granularities[]":{value}"#);
+            assert!(json(&format!(r#"{{{SOUND},"response_format":"verbose_json",{field}}}"#)).unwrap().words);
+            let error =
+                json(&format!(r#"{{{SOUND},{field},"timestamp_granularities":["segment"]}}"#)).unwrap_err();
+            assert!(error.message.contains("are the same field"), "{}", error.message);
+        }
     }
 
     #[test]
@@ -419,13 +445,13 @@ mod tests {
             (&long, "prompt", "prompt has 8193 bytes; at most 8192 are taken"),
             (
                 r#""timestamp_granularities":["letter"]"#,
-                "timestamp_granularities[0]",
-                "timestamp_granularities[0] must be \"segment\" or \"word\", got \"letter\"",
+                "timestamp_granularities",
+                "timestamp_granularities must be \"segment\", \"word\" or a list of them, got \"letter\"",
             ),
             (
                 r#""timestamp_granularities":["segment","word"]"#,
                 "timestamp_granularities",
-                "timestamp_granularities[1] is \"word\", for which response_format must be",
+                "timestamp_granularities has \"word\", for which response_format must be",
             ),
             (r#""keywords":"a""#, "keywords", "keywords must be"),
             (r#""keywords":["a",7]"#, "keywords[1]", "keywords[1] must be a string, got 7"),

@@ -3,10 +3,10 @@
 //! and seek tables would be sorted in quadratic time. Decodes nothing.
 
 use std::fmt;
-use std::io::{self, Read, SeekFrom};
+use std::io::{self, SeekFrom};
 
-use super::source::Source;
-use super::{refused, unreadable};
+use super::source::{End, Source, read_up_to};
+use super::{flac, mp3, pages, refused, unreadable, wav};
 use crate::model::TaskError;
 
 /// The supported formats, as errors and documents list them.
@@ -14,19 +14,8 @@ pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg Vorbis";
 
 /// The first bytes of a file, by which its format is recognized.
 const MAGIC_BYTES: usize = 64;
-/// The maximum number of ID3v2 tags before the sound of an MP3 file. Usually there is one.
+/// The maximum number of tags before the sound, and of those behind it. Usually there is one.
 const MAX_TAGS: usize = 16;
-/// The maximum number of metadata blocks before the sound of a FLAC file. Usually there are fewer than ten.
-const MAX_BLOCKS: usize = 128;
-/// The bytes of a STREAMINFO block, which describes the sound of a FLAC file.
-const STREAM_INFO_BYTES: usize = 34;
-/// The maximum number of bytes of a chunk that describes the sound of a WAV file. Usually there are 16 to 40.
-const MAX_CHUNK_BYTES: u32 = 1_024;
-/// The maximum number of chunks before the sound of a WAV file. Usually there are two or three.
-const MAX_CHUNKS: usize = 256;
-/// From this number of bytes on, a WAV header states no length: programs that write to a pipe put a very large number
-/// there (ffmpeg 2^32 - 1, sox 2^31 - 4096).
-const UNKNOWN_LENGTH: u32 = 0x7fff_0000;
 /// The last page of an Ogg file is looked for in this many bytes at the end: twice the maximum size of a page, 65,307.
 const OGG_TAIL: u64 = 2 * 65_307;
 
@@ -54,13 +43,15 @@ impl fmt::Display for Format {
     }
 }
 
-/// A file whose format is known. `head` followed by the rest of its source is a file of that format.
+/// A file whose format is known. `head`, followed by the next `bytes` bytes of its source, is a file of that format.
 pub(super) struct Opened {
     pub(super) format: Format,
     /// The parts of the header that describe the sound, if others were skipped.
     pub(super) head: Vec<u8>,
-    /// Whether the header states the recording's length. False for a WAV file that was written to a pipe.
-    pub(super) states_length: bool,
+    /// The bytes of the source up to the tags behind the sound.
+    pub(super) bytes: u64,
+    /// What WAV and Ogg files say about their end. For other formats, [`End::Unmarked`].
+    pub(super) end: End,
     /// For an Ogg file, the time at which its last page ends, in samples per channel.
     pub(super) ogg_end: Option<u64>,
 }
@@ -78,20 +69,32 @@ pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
         start += tag;
         magic = first_bytes(source, start)?;
     }
-    let format = format(&magic).ok_or_else(|| unknown(&magic, length))?;
-    let mut opened = Opened { format, head: Vec::new(), states_length: true, ogg_end: None };
+    let format = match format(&magic) {
+        Some(format) => format,
+        None => {
+            start += first_mp3_frame(source, &magic, start, length)?;
+            Format::Mp3
+        }
+    };
+    let mut opened = Opened { format, head: Vec::new(), bytes: 0, end: End::Unmarked, ogg_end: None };
+    let mut sound_end = length;
     match format {
         Format::Wav => {
-            let header = wav_header(source, start, length)?;
-            (opened.head, opened.states_length, start) = (header.head, header.states_length, header.samples);
+            let header = wav::header(source, start, length)?;
+            (opened.head, start, sound_end) = (header.head, header.start, header.end);
+            opened.end = if header.states_end { End::Stated } else { End::Unmarked };
         }
-        Format::Flac => (opened.head, start) = flac_header(source, start)?,
+        Format::Flac => {
+            (opened.head, start) = flac::header(source, start)?;
+            sound_end = end_without_tags(source, length).map_err(unreadable)?;
+        }
+        Format::Mp3 => sound_end = end_without_tags(source, length).map_err(unreadable)?,
         Format::Ogg => {
             check_ogg_codec(&magic)?;
-            opened.ogg_end = ogg_end(source, &magic, length).map_err(unreadable)?;
+            (opened.end, opened.ogg_end) = ogg_end(source, &magic, length).map_err(unreadable)?;
         }
-        Format::Mp3 => {}
     }
+    opened.bytes = sound_end.saturating_sub(start);
     source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
     Ok(opened)
 }
@@ -102,19 +105,11 @@ fn first_bytes(source: &mut dyn Source, start: u64) -> Result<Vec<u8>, TaskError
     read_up_to(source, MAGIC_BYTES as u64).map_err(unreadable)
 }
 
-fn read_up_to(source: &mut dyn Source, bytes: u64) -> io::Result<Vec<u8>> {
-    let mut read = Vec::new();
-    source.take(bytes).read_to_end(&mut read)?;
-    Ok(read)
-}
-
 /// The length in bytes of the ID3v2 tag that begins with these bytes; none if no tag does.
 fn tag_bytes(magic: &[u8]) -> Option<u64> {
     let [b'I', b'D', b'3', _, _, flags, size @ ..] = magic else { return None };
-    let size = size.first_chunk::<4>()?;
-    let size = size.iter().fold(0, |size, byte| size << 7 | u64::from(byte & 0x7f));
     let has_footer = flags & 0x10 != 0;
-    Some(10 + size + if has_footer { 10 } else { 0 })
+    Some(10 + synchsafe(*size.first_chunk()?) + if has_footer { 10 } else { 0 })
 }
 
 fn format(magic: &[u8]) -> Option<Format> {
@@ -130,10 +125,13 @@ fn format(magic: &[u8]) -> Option<Format> {
     }
 }
 
-/// The error for a file whose format is not supported. It names the format if it is a common one.
-fn unknown(magic: &[u8], length: u64) -> TaskError {
+/// The offset of the first frame of an MP3 file that begins with something else.
+///
+/// # Errors
+/// There is none: the format is not supported. The error names it if it is a common one.
+fn first_mp3_frame(source: &mut dyn Source, magic: &[u8], start: u64, length: u64) -> Result<u64, TaskError> {
     let name = match magic {
-        [] => return refused("the recording is empty"),
+        [] => return Err(refused("the recording is empty")),
         [_, _, _, _, b'f', b't', b'y', b'p', ..] => "MP4 (M4A, AAC or ALAC)",
         [0x1a, 0x45, 0xdf, 0xa3, ..] => "WebM or Matroska (often Opus)",
         [b'F', b'O', b'R', b'M', ..] => "AIFF",
@@ -145,11 +143,58 @@ fn unknown(magic: &[u8], length: u64) -> TaskError {
         [0xff, second, ..] if second & 0xe0 == 0xe0 && second & 0x06 == 0x04 => "MPEG audio, layer 2",
         [b'{', ..] => "JSON",
         _ => {
-            let text = format!("the {length} bytes are of no known sound format; supported are {SUPPORTED}");
-            return refused(text);
+            source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
+            let searched = read_up_to(source, mp3::SEARCHED_BYTES).map_err(unreadable)?;
+            return mp3::first_frame(&searched).map(|offset| offset as u64).ok_or_else(|| {
+                refused(format!("the {length} bytes are of no known sound format; supported are {SUPPORTED}"))
+            });
         }
     };
-    refused(format!("the recording is {name}, which is not supported; supported are {SUPPORTED}"))
+    Err(refused(format!("the recording is {name}, which is not supported; supported are {SUPPORTED}")))
+}
+
+/// The offset at which the tags behind the sound begin: ID3v1 with its extension, APE, Lyrics3, and ID3v2 at the end. It
+/// is the file's length if there are none.
+fn end_without_tags(source: &mut dyn Source, length: u64) -> io::Result<u64> {
+    /// The largest tag without a size: ID3v1 with its extension.
+    const TAIL: u64 = 128 + 227;
+    let mut end = length;
+    for _ in 0..MAX_TAGS {
+        let start = end.saturating_sub(TAIL);
+        source.seek(SeekFrom::Start(start))?;
+        let tail = read_up_to(source, end - start)?;
+        match tail_tag_bytes(&tail) {
+            Some(bytes) if bytes <= end => end -= bytes,
+            _ => break,
+        }
+    }
+    Ok(end)
+}
+
+/// The length in bytes of the tag that ends with these bytes; none if no tag does.
+fn tail_tag_bytes(tail: &[u8]) -> Option<u64> {
+    let last = |count: usize| tail.len().checked_sub(count).map(|start| &tail[start..]);
+    if last(128).is_some_and(|tag| tag.starts_with(b"TAG")) {
+        let is_extended = last(128 + 227).is_some_and(|tag| tag.starts_with(b"TAG+"));
+        return Some(if is_extended { 128 + 227 } else { 128 });
+    }
+    if let Some(footer) = last(32).filter(|footer| footer.starts_with(b"APETAGEX")) {
+        let number = |at: usize| footer[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+        let (size, flags) = (number(12), number(20));
+        let has_header = flags >> 31 == 1;
+        return Some(u64::from(size).max(32) + if has_header { 32 } else { 0 });
+    }
+    if let Some(footer) = last(15).filter(|footer| footer.ends_with(b"LYRICS200")) {
+        let size: u64 = std::str::from_utf8(&footer[..6]).ok()?.parse().ok()?;
+        return Some(size + 15);
+    }
+    let [b'3', b'D', b'I', _, _, _, a, b, c, d] = last(10)? else { return None };
+    Some(20 + synchsafe([*a, *b, *c, *d]))
+}
+
+/// The number in four bytes of seven bits, with which ID3v2 writes sizes.
+fn synchsafe(bytes: [u8; 4]) -> u64 {
+    bytes.iter().fold(0, |size, byte| size << 7 | u64::from(byte & 0x7f))
 }
 
 /// Refuses an Ogg file with an unsupported codec, which the error names.
@@ -165,105 +210,21 @@ fn check_ogg_codec(magic: &[u8]) -> Result<(), TaskError> {
     Err(refused(format!("the Ogg file holds {name}, which is not supported; supported are {SUPPORTED}")))
 }
 
-/// The header of a FLAC file without all metadata blocks but the first, and where its frames begin.
-///
-/// # Errors
-/// The first block is not STREAMINFO, or there are too many blocks.
-fn flac_header(source: &mut dyn Source, start: u64) -> Result<(Vec<u8>, u64), TaskError> {
-    const LAST: u8 = 0x80;
-    let mut position = start + 4;
-    let mut head = Vec::new();
-    for _ in 0..MAX_BLOCKS {
-        source.seek(SeekFrom::Start(position)).map_err(unreadable)?;
-        let header = read_up_to(source, 4).map_err(unreadable)?;
-        let [kind, a, b, c] = *header else {
-            return Err(refused("the FLAC file cannot be read: it is cut off"));
-        };
-        let bytes = u32::from_be_bytes([0, a, b, c]);
-        if head.is_empty() {
-            let info = read_up_to(source, STREAM_INFO_BYTES as u64).map_err(unreadable)?;
-            if kind & !LAST != 0 || bytes as usize != STREAM_INFO_BYTES || info.len() != STREAM_INFO_BYTES {
-                return Err(refused(
-                    "the FLAC file cannot be read: it does not begin with a STREAMINFO block",
-                ));
-            }
-            head = [b"fLaC", &[LAST, 0, 0, STREAM_INFO_BYTES as u8][..], &info].concat();
-        }
-        position += 4 + u64::from(bytes);
-        if kind & LAST != 0 {
-            return Ok((head, position));
-        }
-    }
-    Err(refused(format!("the FLAC file has more than {MAX_BLOCKS} metadata blocks")))
-}
-
-struct WavHeader {
-    /// The chunks that describe the sound, and the header of its chunk.
-    head: Vec<u8>,
-    /// Whether it states how many bytes of samples follow.
-    states_length: bool,
-    /// The offset in the file at which the samples begin.
-    samples: u64,
-}
-
-/// Reads the header of a WAV file.
-///
-/// # Errors
-/// It states more bytes than follow, or there are no samples.
-fn wav_header(source: &mut dyn Source, start: u64, length: u64) -> Result<WavHeader, TaskError> {
-    source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
-    // "RIFF", its length and "WAVE".
-    let mut head = read_up_to(source, 12).map_err(unreadable)?;
-    let mut position = start + 12;
-    for _ in 0..MAX_CHUNKS {
-        source.seek(SeekFrom::Start(position)).map_err(unreadable)?;
-        let header = read_up_to(source, 8).map_err(unreadable)?;
-        let [name @ .., a, b, c, d] = &*header else { break };
-        let stated = u32::from_le_bytes([*a, *b, *c, *d]);
-        position += 8;
-        if name == b"data" {
-            let present = length.saturating_sub(position);
-            let is_false = if stated == 0 { present > 0 } else { u64::from(stated) > present };
-            if is_false && stated < UNKNOWN_LENGTH {
-                return Err(refused(format!(
-                    "the WAV header declares {stated} bytes of sound, and {present} bytes follow"
-                )));
-            }
-            head.extend(header);
-            return Ok(WavHeader { head, states_length: stated < UNKNOWN_LENGTH, samples: position });
-        }
-        // Chunks begin at even offsets.
-        let bytes = u64::from(stated) + u64::from(stated % 2);
-        if matches!(name, b"fmt " | b"fact") {
-            if stated > MAX_CHUNK_BYTES {
-                let name = String::from_utf8_lossy(name).trim().to_owned();
-                let text = format!(
-                    "the WAV file has {stated} bytes in its chunk {name}; at most {MAX_CHUNK_BYTES} are taken"
-                );
-                return Err(refused(text));
-            }
-            head.extend(&header);
-            head.extend(read_up_to(source, bytes).map_err(unreadable)?);
-        }
-        position += bytes;
-        if position >= length {
-            break;
-        }
-    }
-    Err(refused("the WAV file has no sound in it (no chunk named data)"))
-}
-
-/// The time in samples that the last page states, if that page belongs to the same stream as the first.
-fn ogg_end(source: &mut dyn Source, magic: &[u8], length: u64) -> io::Result<Option<u64>> {
+/// What an Ogg file says about its end, and the time in samples that its last page states, if that page belongs to the
+/// same stream as the first.
+fn ogg_end(source: &mut dyn Source, magic: &[u8], length: u64) -> io::Result<(End, Option<u64>)> {
     source.seek(SeekFrom::Start(length.saturating_sub(OGG_TAIL)))?;
     let tail = read_up_to(source, OGG_TAIL)?;
-    let Some(start) = tail.windows(4).rposition(|bytes| bytes == b"OggS") else { return Ok(None) };
+    let Some(start) = tail.windows(4).rposition(|bytes| bytes == b"OggS") else {
+        return Ok((End::CutOff, None));
+    };
     let page = &tail[start..];
+    let end = pages::end(page);
     if page.get(14..18).is_none_or(|serial| magic.get(14..18) != Some(serial)) {
-        return Ok(None);
+        return Ok((end, None));
     }
     let granule =
         page.get(6..14).and_then(|bytes| bytes.first_chunk()).map(|bytes| i64::from_le_bytes(*bytes));
     // -1 means that no packet ends on the page.
-    Ok(granule.and_then(|granule| u64::try_from(granule).ok()))
+    Ok((end, granule.and_then(|granule| u64::try_from(granule).ok())))
 }

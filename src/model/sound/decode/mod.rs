@@ -3,10 +3,13 @@
 //! not know requests.
 
 mod container;
+mod flac;
+mod mp3;
 mod pages;
 mod resample;
 mod source;
 mod vorbis;
+mod wav;
 
 use std::io::{self, Read as _};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,7 +28,7 @@ pub use self::source::Source;
 
 use self::pages::Pages;
 use self::resample::Resample;
-use self::source::{Allowance, Metered};
+use self::source::{Allowance, End, Metered};
 use crate::model::sound::RATE;
 use crate::model::{TaskError, TaskErrorKind};
 
@@ -53,6 +56,10 @@ const MAX_BROKEN: usize = 50;
 /// The number of samples that an MP3 file may be shorter than it declares: 4 packets of 1,152. Some encoders count
 /// their own first packet and the padding at both ends, others do not.
 const MP3_SLACK: u64 = 4 * 1_152;
+
+/// The power of a mix, as a part of that of its channels, below which it is silent: -30 dB. Channels that are independent
+/// of each other have half of it.
+const CANCELLED: f64 = 1e-3;
 
 /// The limits of a recording.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -85,6 +92,7 @@ pub enum Channels {
 pub struct Recording {
     format: Format,
     reader: Box<dyn FormatReader>,
+    codec: AudioCodecParameters,
     decoder: Box<dyn AudioDecoder>,
     allowance: Allowance,
     track: u32,
@@ -94,6 +102,14 @@ pub struct Recording {
     limits: Limits,
     /// Samples per channel, as the header declares them, or else the last page of an Ogg file.
     declared: Option<u64>,
+    /// What the file says about its end.
+    end: End,
+    /// The bytes of a FLAC file that belong to no packet so far. Those that are left at the end are no frames.
+    flac_bytes: u64,
+    /// The number that the next packet of a FLAC file should have.
+    next_flac_number: Option<flac::Number>,
+    /// The form of the last packet of an MP3 file.
+    mp3_form: Option<mp3::Form>,
     /// Samples per channel that were decoded so far.
     frames: u64,
     /// The number of broken packets that were replaced by silence so far.
@@ -105,6 +121,9 @@ pub struct Recording {
     planes: Vec<Vec<f32>>,
     /// How many of these, for each channel, were resampled so far.
     resampled: usize,
+    /// The power of all samples so far, summed: of the mix, and of the channels, of which it is the mean.
+    mix_power: f64,
+    channel_power: f64,
     /// The last packet's samples behind the end that an MP3 file declares. They are sound if another packet follows.
     beyond_end: Vec<Vec<f32>>,
 }
@@ -125,7 +144,7 @@ impl Recording {
         // Before the first sound of other formats there is at most a packet, because `container` skips the rest.
         let header_bytes = if format == Format::Ogg { OGG_HEADER_BYTES } else { PACKET_BYTES };
         allowance.renew(header_bytes);
-        let file = io::Cursor::new(opened.head).chain(source);
+        let file = io::Cursor::new(opened.head).chain(source.take(opened.bytes));
         let source: Box<dyn io::Read + Send + Sync> = match format {
             Format::Ogg => Box::new(Pages::new(file)),
             _ => Box::new(file),
@@ -143,7 +162,7 @@ impl Recording {
             let codec = track.codec_params.as_ref()?.audio()?.clone();
             let ogg_frames =
                 opened.ogg_end.and_then(|end| end.checked_add_signed(-track.start_ts.get().max(0)));
-            let declared = track.num_frames.filter(|_| opened.states_length).or(ogg_frames);
+            let declared = track.num_frames.or(ogg_frames);
             Some((track.id, declared.filter(|frames| *frames > 0), codec))
         };
         let (track, declared, codec) = reader.tracks().iter().find_map(as_audio_track).ok_or_else(|| {
@@ -155,6 +174,8 @@ impl Recording {
         let streams = if mode == Channels::Split { channels } else { 1 };
         let length_check = LengthCheck { rate, channels, streams, limits };
         declared.map_or(Ok(()), |frames| length_check.check(frames, "declares"))?;
+        let is_stated =
+            opened.end == End::Stated || declared.is_some() && matches!(format, Format::Flac | Format::Mp3);
         let decoder = decoder(&codec).map_err(|error| match error {
             DecoderError::Codebooks(fault) => {
                 refused(format!("the {format} file's codebooks (tables in its Vorbis header) are {fault}"))
@@ -166,6 +187,7 @@ impl Recording {
         Ok(Self {
             format,
             reader,
+            codec,
             decoder,
             allowance,
             track,
@@ -174,12 +196,18 @@ impl Recording {
             mode,
             limits,
             declared,
+            end: if is_stated { End::Stated } else { opened.end },
+            flac_bytes: opened.bytes,
+            next_flac_number: None,
+            mp3_form: None,
             frames: 0,
             broken_packets: 0,
             is_over: false,
             resample,
             planes: Vec::new(),
             resampled: 0,
+            mix_power: 0.0,
+            channel_power: 0.0,
             beyond_end: Vec::new(),
         })
     }
@@ -203,6 +231,16 @@ impl Recording {
     /// The seconds that were decoded so far; at the end, the length of the recording.
     pub fn seconds(&self) -> f64 {
         self.frames as f64 / f64::from(self.rate)
+    }
+
+    /// Whether nothing in the file says where its sound ends, so that a missing end cannot be noticed.
+    pub fn has_unmarked_end(&self) -> bool {
+        self.end == End::Unmarked
+    }
+
+    /// Whether the channels cancelled each other in the mix so far, as those of a microphone with two opposite poles do.
+    pub fn has_silent_mix(&self) -> bool {
+        self.mix_power < CANCELLED * self.channel_power
     }
 
     /// Decodes the next block: samples at 16 kHz between -1 and 1, equally many for each stream. A block may be empty.
@@ -252,8 +290,9 @@ impl Recording {
         match self.reader.next_packet() {
             Ok(packet) => Ok(packet),
             Err(Error::IoError(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                // An Ogg file marks its last page. For other formats `finish` checks the declared length.
-                if self.format == Format::Ogg { Err(self.cut_off_error()) } else { Ok(None) }
+                // For other formats `finish` checks the length.
+                let is_cut_off = self.format == Format::Ogg && self.end != End::Unmarked;
+                if is_cut_off { Err(self.cut_off_error()) } else { Ok(None) }
             }
             Err(Error::ResetRequired) => Err(refused(format!(
                 "the Ogg file is a chain of several recordings, the second from {:.1} s on; only one is supported",
@@ -273,6 +312,11 @@ impl Recording {
         // The library would leave out all packets behind the declared end, which may be wrong: files that were joined
         // have the header of the first one.
         let trim = if self.format == Format::Mp3 { std::mem::take(&mut packet.trim_end).get() } else { 0 };
+        match self.format {
+            Format::Flac => self.follow_flac_numbers(&packet)?,
+            Format::Mp3 => self.follow_mp3_form(&packet)?,
+            Format::Wav | Format::Ogg => {}
+        }
         match self.decoder.decode(&packet) {
             Ok(samples) => {
                 let (rate, channels) = (samples.spec().rate(), samples.num_planes());
@@ -298,7 +342,10 @@ impl Recording {
             Err(error) => return Err(self.decoding_error(&error)),
         }
         if self.mode == Channels::Mix {
+            let power = |plane: &Vec<f32>| f64::from(plane.iter().map(|x| x * x).sum::<f32>());
+            self.channel_power += self.planes.iter().map(power).sum::<f64>() / self.planes.len() as f64;
             mix(&mut self.planes);
+            self.mix_power += power(&self.planes[0]);
         }
         let kept =
             self.planes[0].len() - usize::try_from(trim).unwrap_or(usize::MAX).min(self.planes[0].len());
@@ -317,6 +364,28 @@ impl Recording {
         Ok(())
     }
 
+    /// Refuses a FLAC file where a frame is missing: the library skips one that it does not understand.
+    fn follow_flac_numbers(&mut self, packet: &Packet) -> Result<(), TaskError> {
+        self.flac_bytes = self.flac_bytes.saturating_sub(packet.data.len() as u64);
+        let number = flac::Number::read(&packet.data);
+        if self.next_flac_number.is_some_and(|next| number != Some(next)) {
+            return Err(self.cut_off_error());
+        }
+        self.next_flac_number = number.map(|number| number.next(packet.dur.get()));
+        Ok(())
+    }
+
+    /// Takes another decoder where the frames of an MP3 file change between mono and stereo, which happens in files that
+    /// were joined: the library's decoder refuses frames of another form than that of its first.
+    fn follow_mp3_form(&mut self, packet: &Packet) -> Result<(), TaskError> {
+        let Some((form, _)) = mp3::frame(&packet.data) else { return Ok(()) };
+        if self.mp3_form.replace(form).is_some_and(|last| last != form) {
+            let decoder = MpaDecoder::try_new(&self.codec, &AudioDecoderOptions::default());
+            self.decoder = Box::new(decoder.map_err(|error| self.decoding_error(&error))?);
+        }
+        Ok(())
+    }
+
     /// Ends the recording: checks its length, and appends the resampled rest to `block`.
     fn finish(&mut self, block: &mut [Vec<f32>]) -> Result<(), TaskError> {
         self.is_over = true;
@@ -326,7 +395,10 @@ impl Recording {
             // The marked last page was found, so the file is complete.
             Format::Ogg => u64::MAX,
         };
-        if self.declared.is_some_and(|declared| self.frames < declared.saturating_sub(slack)) {
+        let is_short = self.declared.is_some_and(|declared| self.frames < declared.saturating_sub(slack));
+        // The library skips what it does not understand.
+        let is_skipped = self.format == Format::Flac && self.flac_bytes > 0;
+        if is_short || is_skipped || self.frames == 0 && self.format == Format::Mp3 {
             return Err(self.cut_off_error());
         }
         self.resample.finish(block).map_err(resampling_error)

@@ -4,6 +4,8 @@
 
 use std::io::{self, Read};
 
+use super::source::End;
+
 /// The bytes of a page's header before the lengths of its segments.
 const HEADER: usize = 27;
 /// Where the checksum of a page is.
@@ -81,6 +83,20 @@ impl<R: Read> Read for Pages<R> {
         let read = (&self.page[self.passed..]).read(buffer)?;
         self.passed += read;
         Ok(read)
+    }
+}
+
+/// What the last page of a file says about its end.
+pub(super) fn end(page: &[u8]) -> End {
+    let lengths = page.get(HEADER - 1).map_or(0, |segments| usize::from(*segments));
+    let lengths = page.get(HEADER..HEADER + lengths).unwrap_or_default();
+    let bytes = HEADER + lengths.len() + lengths.iter().map(|length| usize::from(*length)).sum::<usize>();
+    match lengths.last() {
+        Some(_) if page.len() < bytes => End::CutOff,
+        _ if page.get(5).is_some_and(|flags| flags & LAST != 0) => End::Stated,
+        // A packet goes on in the next page if its last segment has 255 bytes.
+        Some(length) if *length < 255 && page.len() == bytes => End::Unmarked,
+        _ => End::CutOff,
     }
 }
 

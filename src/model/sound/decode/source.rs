@@ -12,6 +12,24 @@ pub trait Source: Read + Seek + Send + Sync + 'static {}
 
 impl<T: Read + Seek + Send + Sync + 'static> Source for T {}
 
+/// Reads this many bytes, or those up to the end.
+pub(super) fn read_up_to(source: &mut dyn Source, bytes: u64) -> io::Result<Vec<u8>> {
+    let mut read = Vec::new();
+    source.take(bytes).read_to_end(&mut read)?;
+    Ok(read)
+}
+
+/// What a file says about where its sound ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// The header or the last page states it.
+    Stated,
+    /// Nothing states it, and the file ends where sound may end.
+    Unmarked,
+    /// The file ends within a page of an Ogg file, or within a packet.
+    CutOff,
+}
+
 /// The number of bytes that may still be read until the next [`Allowance::renew`]. `Recording` and the source, which
 /// the library's reader owns, share it; one thread at a time uses both.
 #[derive(Clone, Default)]

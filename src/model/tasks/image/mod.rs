@@ -3,6 +3,9 @@
 //! device.
 
 mod decode;
+mod format;
+mod jpeg;
+mod orientation;
 mod preprocessing;
 mod resize;
 mod sample;
@@ -12,7 +15,7 @@ use std::vec::IntoIter;
 
 use serde::Deserialize;
 
-use self::decode::{Error, Format, Header, Limits, decode, header};
+use self::decode::{Error, Header, Limits, decode, header};
 use self::preprocessing::Preprocessing;
 pub(super) use self::sample::images as sample_of_images;
 use super::labels::Labels;
@@ -26,7 +29,12 @@ use crate::model::{
     Route, SizedInput, TaskError, TaskErrorKind,
 };
 use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
-use crate::protocol::{Headers, JSON};
+use crate::protocol::{BYTES, Headers, JSON, KOMBU_BYTES};
+
+/// The media types of requests with images. What a file is, its bytes tell. Those with a subtype are found by the ending of
+/// a file's name.
+pub(super) const MEDIA_TYPES: &[&str] =
+    &[JSON, "image/jpeg", "image/png", "image/webp", "image/*", BYTES, KOMBU_BYTES];
 
 /// The default of `max_task_pixels`, as a multiple of `max_pixels`.
 const DEFAULT_TASK_IMAGES: u64 = 4;
@@ -68,7 +76,7 @@ pub(super) const MAX_TASK_PIXELS: OptionSpec = OptionSpec {
 /// Models that classify images.
 pub static FAMILY: Family = Family {
     name: "classify",
-    routes: &[Route { url: URL, media_types: &[JSON, "image/jpeg", "image/png", "image/webp"] }],
+    routes: &[Route { url: URL, media_types: MEDIA_TYPES }],
     serves: Serves::Files(FileRules {
         configs: &ARCHITECTURES,
         ggufs: &[],
@@ -234,7 +242,6 @@ impl Processor for ImageProcessor {
 /// An image whose header was read, but which was not decoded yet.
 pub(super) struct UndecodedImage {
     file: ImageFile,
-    format: Format,
     header: Header,
 }
 
@@ -324,33 +331,18 @@ impl Decoder {
     }
 
     fn read_header(&self, file: ImageFile) -> Result<UndecodedImage, TaskError> {
-        let format = format(&file)?;
         let to_task_error = |error| decoding_error(&file, &error);
-        let header = header(&file.bytes, format).map_err(to_task_error)?;
+        let header = header(&file.bytes).map_err(to_task_error)?;
         self.limits.image_limits().check(header).map_err(to_task_error)?;
-        Ok(UndecodedImage { file, format, header })
+        Ok(UndecodedImage { file, header })
     }
 
     /// Decodes an image, and turns it into the model's input.
     pub(super) fn pixels(&self, image: &UndecodedImage) -> Result<SizedInput<Pixels>, TaskError> {
-        let UndecodedImage { file, format, .. } = image;
-        let image = decode(&file.bytes, *format, self.limits.image_limits());
-        let image = image.map_err(|error| decoding_error(file, &error))?;
+        let image = decode(&image.file.bytes, self.limits.image_limits())
+            .map_err(|error| decoding_error(&image.file, &error))?;
         Ok(SizedInput::new(Pixels(self.preprocessing.apply(&image)), self.tokens))
     }
-}
-
-/// The format of a file: by the media type in the request, or else by the file's first bytes.
-fn format(file: &ImageFile) -> Result<Format, TaskError> {
-    let format = match file.media_type.as_deref() {
-        Some(media_type) => Format::from_media_type(media_type).ok_or_else(|| {
-            format!("the media type is {media_type:?}; image/jpeg, image/png and image/webp are decoded")
-        }),
-        None => {
-            Format::guess(&file.bytes).ok_or_else(|| "it is no image of type JPEG, PNG or WebP".to_owned())
-        }
-    };
-    format.map_err(|reason| image_error(file, TaskErrorKind::BadInput, &reason))
 }
 
 /// The error of an image that cannot be decoded.
@@ -359,7 +351,7 @@ fn decoding_error(file: &ImageFile, error: &Error) -> TaskError {
         Error::TooManyPixels { .. } | Error::TooLargePicture { .. } | Error::TooMuchMemory { .. } => {
             TaskErrorKind::TooLarge
         }
-        // The image is the body itself, and it is not what the message's media type says, or it is broken.
+        // The image is the body itself, and it is no image or broken.
         _ if file.path.is_none() => TaskErrorKind::Undecodable,
         _ => TaskErrorKind::BadInput,
     };
@@ -376,7 +368,7 @@ fn image_error(ImageFile { path, .. }: &ImageFile, kind: TaskErrorKind, reason: 
 
 #[cfg(test)]
 pub(crate) mod test_files {
-    use super::decode::{Format, Limits, Rgb8, decode};
+    use super::decode::{Limits, Rgb8, decode};
 
     pub(super) fn read(file: &str) -> Vec<u8> {
         let path = format!("{}/tests/fixtures/images/{file}", env!("CARGO_MANIFEST_DIR"));
@@ -415,7 +407,7 @@ pub(crate) mod test_files {
     }
 
     pub(super) fn png(file: &str) -> Rgb8 {
-        decode(&read(file), Format::Png, Limits { pixels: 1 << 24, bytes: 1 << 26 }).unwrap()
+        decode(&read(file), Limits { pixels: 1 << 24, bytes: 1 << 26 }).unwrap()
     }
 }
 
@@ -423,14 +415,14 @@ pub(crate) mod test_files {
 mod tests {
     use serde_json::{Value, json};
 
+    use super::format::Format;
     use super::*;
 
     #[test]
     fn a_slice_takes_about_ten_milliseconds_or_is_one_image() {
         let declared = |pixels: u64| UndecodedImage {
-            file: ImageFile { bytes: Vec::new().into(), media_type: None, path: None },
-            format: Format::WebP,
-            header: Header { width: 1, height: pixels as u32, pixels },
+            file: ImageFile { bytes: Vec::new().into(), path: None },
+            header: Header { format: Format::WebP, width: 1, height: pixels as u32, pixels },
         };
         let length = |pixels: &[u64], threads| {
             slice_length(&pixels.iter().map(|pixels| declared(*pixels)).collect::<Vec<_>>(), threads)

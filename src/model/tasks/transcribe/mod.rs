@@ -22,7 +22,7 @@ use self::options::Options;
 use self::segments::segments;
 use self::speech::Speech;
 use self::tokens::SpecialTokens;
-use self::windows::{DecodedLength, Windows};
+use self::windows::{Decoded, Windows};
 use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Serves};
 use crate::model::load::vocabulary::TokenTexts;
@@ -37,11 +37,11 @@ use crate::model::{
     Announced, Body, Device, FileUrl, Files, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor,
     Properties, Route, Streaming, TaskError,
 };
-use crate::protocol::JSON;
 use crate::protocol::transcriptions::{
     Format, Segment, SpeechTask, TRANSCRIPTIONS_URL, TRANSLATIONS_URL, Transcript, TranscriptionRequest,
     delta,
 };
+use crate::protocol::{BYTES, JSON, KOMBU_BYTES};
 
 /// The media types of requests. A file's format is found in the file itself.
 const MEDIA_TYPES: &[&str] = &[
@@ -56,6 +56,9 @@ const MEDIA_TYPES: &[&str] = &[
     "audio/mp3",
     "audio/ogg",
     "application/ogg",
+    "audio/*",
+    BYTES,
+    KOMBU_BYTES,
 ];
 
 /// Models that recognise speech.
@@ -146,8 +149,10 @@ pub struct TranscribeContext {
     /// Whether the request wants the times of words.
     wants_word_times: bool,
     announced: Option<Announced>,
-    /// How much of the recording was decoded.
-    decoded_length: DecodedLength,
+    /// What of the recording was decoded.
+    decoded: Arc<Decoded>,
+    /// Whether nothing in the recording says where it ends.
+    has_unmarked_end: bool,
 }
 
 impl TranscribeProcessor {
@@ -249,7 +254,8 @@ impl Processor for TranscribeProcessor {
             stream,
             wants_word_times: words,
             announced: windows.announced(),
-            decoded_length: windows.decoded_length(),
+            decoded: windows.decoded(),
+            has_unmarked_end: windows.has_unmarked_end(),
         };
         let windows = windows.map(move |window| window.map_err(with_field));
         Ok((context, Inputs::Slices(Box::new(windows))))
@@ -274,7 +280,8 @@ impl Processor for TranscribeProcessor {
     }
 
     fn finish(&self, context: TranscribeContext, outputs: Vec<WindowText>) -> Result<Body, TaskError> {
-        let TranscribeContext { task, language, format, wants_word_times, decoded_length, .. } = context;
+        let TranscribeContext { task, language, format, wants_word_times, decoded, has_unmarked_end, .. } =
+            context;
         let first_language = outputs.first().and_then(|first| first.language);
         let mut segments: Vec<Segment> =
             outputs.iter().flat_map(|output| self.segments(output, task)).collect();
@@ -283,11 +290,13 @@ impl Processor for TranscribeProcessor {
         let transcript = Transcript {
             task,
             language: language.or_else(|| self.tokens.code(first_language)),
-            seconds: decoded_length.seconds(),
+            seconds: decoded.seconds(),
             // The windows hold what voice detection kept. Silent windows are not among them.
             speech_seconds: outputs.iter().map(|output| output.place.seconds).sum(),
             segments,
             wants_word_times,
+            has_unmarked_end,
+            has_silent_mix: decoded.has_silent_mix(),
         };
         transcript.body(format)
     }

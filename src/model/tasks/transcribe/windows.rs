@@ -5,7 +5,7 @@
 
 use std::io::Cursor;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
 
@@ -39,19 +39,22 @@ const SPEECH_PER_WINDOW: f64 = 26.0;
 /// The tokens of a window of dense speech, times included.
 const TOKENS_PER_WINDOW: usize = 100;
 
-/// The number of samples decoded so far of each stream. A stream is the mix of all channels, or one channel. Written by
-/// the thread that makes windows, and read when the reply is written.
-#[derive(Clone, Debug, Default)]
-pub struct DecodedLength(Arc<AtomicU64>);
+/// What was decoded so far. Written by the thread that makes windows, and read when the reply is written.
+#[derive(Debug, Default)]
+pub struct Decoded {
+    samples: AtomicU64,
+    has_silent_mix: AtomicBool,
+}
 
-impl DecodedLength {
-    /// The same in seconds.
+impl Decoded {
+    /// The seconds of each stream, which is the mix of all channels, or one channel.
     pub fn seconds(&self) -> f64 {
-        self.0.load(Ordering::Relaxed) as f64 / f64::from(RATE)
+        self.samples.load(Ordering::Relaxed) as f64 / f64::from(RATE)
     }
 
-    fn add(&self, samples: usize) {
-        self.0.fetch_add(samples as u64, Ordering::Relaxed);
+    /// Whether the recording has ended, and its channels cancelled each other in the mix.
+    pub fn has_silent_mix(&self) -> bool {
+        self.has_silent_mix.load(Ordering::Relaxed)
     }
 }
 
@@ -65,7 +68,7 @@ pub struct Windows {
     speech: Vec<Speech>,
     /// Whether there is a stream for each channel.
     is_split: bool,
-    decoded_length: DecodedLength,
+    decoded: Arc<Decoded>,
     /// The number of windows so far, silent ones included.
     count: u64,
     /// Whether nothing more is decoded: the recording has ended, or is broken.
@@ -94,15 +97,20 @@ impl Windows {
             template,
             speech,
             is_split: channels == Channels::Split,
-            decoded_length: DecodedLength::default(),
+            decoded: Arc::default(),
             count: 0,
             has_ended: false,
         })
     }
 
-    /// The length of what was decoded. The returned value is updated as decoding continues.
-    pub fn decoded_length(&self) -> DecodedLength {
-        self.decoded_length.clone()
+    /// What was decoded. The returned value is updated as decoding continues.
+    pub fn decoded(&self) -> Arc<Decoded> {
+        self.decoded.clone()
+    }
+
+    /// Whether nothing in the file says where its sound ends.
+    pub fn has_unmarked_end(&self) -> bool {
+        self.recording.has_unmarked_end()
     }
 
     /// What the recording will need if all of it is speech. None if the file does not declare its length.
@@ -118,11 +126,13 @@ impl Windows {
         for _ in 0..blocks.max(1) {
             match self.recording.next_block()? {
                 Some(block) => {
-                    self.decoded_length.add(block.first().map_or(0, Vec::len));
+                    let samples = block.first().map_or(0, Vec::len) as u64;
+                    self.decoded.samples.fetch_add(samples, Ordering::Relaxed);
                     self.speech.iter_mut().zip(&block).for_each(|(speech, samples)| speech.push(samples));
                 }
                 None => {
                     self.has_ended = true;
+                    self.decoded.has_silent_mix.store(self.recording.has_silent_mix(), Ordering::Relaxed);
                     self.speech.iter_mut().for_each(Speech::end);
                     break;
                 }
