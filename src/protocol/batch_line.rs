@@ -3,6 +3,7 @@
 //! passed on byte for byte.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ops::Deref;
 
 use base64::Engine as _;
@@ -164,6 +165,8 @@ struct OutputLine<'a> {
 struct Response<'a> {
     status_code: u16,
     request_id: &'a str,
+    #[serde(skip_serializing_if = "Notes::is_empty")]
+    notes: &'a Notes,
     body: &'a RawValue,
 }
 
@@ -171,6 +174,19 @@ struct Response<'a> {
 struct LineError {
     code: &'static str,
     message: String,
+}
+
+/// What a reply's headers say about its result, by their names.
+pub type Notes = BTreeMap<&'static str, serde_json::Value>;
+
+/// The headers of a reply without which its result could be misunderstood.
+pub fn notes_of(reply: &Message) -> Notes {
+    let note = |name: &'static str| {
+        let value = reply.properties.headers.get(name)?;
+        let number = value.as_i64().map(Into::into);
+        Some((name, number.or_else(|| value.as_str().map(Into::into))?))
+    };
+    ["truncated", "recording_end", "warning"].into_iter().filter_map(note).collect()
 }
 
 /// Returns the body of a reply as a JSON value: JSON as it is, `text/*` as a string, and anything else as
@@ -197,12 +213,18 @@ pub fn body_value(reply: &Message) -> Cow<'_, RawValue> {
 
 /// Writes the output line of a request that was answered, with a result or an error. It ends with a newline and
 /// contains no other. Its `id` is derived from `request_id`, so that the same reply gives the same line.
-pub fn response_line(custom_id: &str, status_code: u16, request_id: &str, body: &RawValue) -> Vec<u8> {
+pub fn response_line(
+    custom_id: &str,
+    status_code: u16,
+    request_id: &str,
+    notes: &Notes,
+    body: &RawValue,
+) -> Vec<u8> {
     let unprefixed = request_id.strip_prefix("req_").unwrap_or(request_id);
     let line = OutputLine {
         id: format!("batch_req_{unprefixed}"),
         custom_id: Some(custom_id),
-        response: Some(Response { status_code, request_id, body }),
+        response: Some(Response { status_code, request_id, notes, body }),
         error: None,
     };
     write(&line)
@@ -349,7 +371,9 @@ mod tests {
     #[test]
     fn an_output_line_says_why_its_request_has_no_result() {
         let error = |line: Vec<u8>| read_output(&line).unwrap().error.map(|it| (it.code, it.message));
-        let reply = |status, body: Value| response_line("a", status, "r", &to_raw_value(&body).unwrap());
+        let reply = |status, body: Value| {
+            response_line("a", status, "r", &Notes::new(), &to_raw_value(&body).unwrap())
+        };
         assert_eq!(error(reply(200, json!({"error": {"message": "part of a result"}}))), None);
         let expected = |code: &str, message: &str| Some((code.to_owned(), message.to_owned()));
         let body = json!({"error": {"message": "no such URL", "code": "url"}});
@@ -414,6 +438,18 @@ mod tests {
     }
 
     #[test]
+    fn a_line_has_the_notes_of_its_reply() {
+        let mut reply = reply(JSON, b"{}");
+        let line = |reply: &Message| -> Value { serde_json::from_slice(&answered("a", "r", reply)).unwrap() };
+        assert_eq!(line(&reply)["response"].get("notes"), None);
+        for (name, value) in [("truncated", 2.into()), ("recording_end", "unmarked".into()), ("x", 1.into())]
+        {
+            reply.properties.headers.insert(name.to_owned(), value);
+        }
+        assert_eq!(line(&reply)["response"]["notes"], json!({"truncated": 2, "recording_end": "unmarked"}));
+    }
+
+    #[test]
     fn a_problem_is_bounded_whatever_the_line_holds() {
         let (_, problem) = problem(&GOOD.replace("POST", &"P".repeat(1 << 20)));
         assert!(problem.starts_with("method must be \"POST\", is \"PPP") && problem.len() < 600);
@@ -426,7 +462,7 @@ mod tests {
 
     /// The line of a reply with status 200.
     fn answered(custom_id: &str, request_id: &str, reply: &Message) -> Vec<u8> {
-        response_line(custom_id, 200, request_id, &body_value(reply))
+        response_line(custom_id, 200, request_id, &notes_of(reply), &body_value(reply))
     }
 
     #[test]
@@ -519,7 +555,7 @@ mod tests {
             prop_assert_eq!(&request.custom_id, &custom_id);
             prop_assert_eq!(&request.url, &url);
             prop_assert_eq!(&request.body[..], body.as_bytes());
-            let line = response_line(&custom_id, code, "r", &body_value(&reply(JSON, &request.body)));
+            let line = response_line(&custom_id, code, "r", &Notes::new(), &body_value(&reply(JSON, &request.body)));
             prop_assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
             prop_assert_eq!(read_output(&line).unwrap().custom_id, Some(custom_id));
             let line: Value = serde_json::from_slice(&line).unwrap();

@@ -182,7 +182,7 @@ mod tests {
 
     use super::super::lines::InputLines;
     use super::*;
-    use crate::protocol::batch_line::{body_value, error_line, response_line};
+    use crate::protocol::batch_line::{Notes, body_value, error_line, response_line};
     use crate::protocol::{Message, Properties};
 
     /// Five requests, one of them broken, with blank lines between.
@@ -231,7 +231,7 @@ mod tests {
         match parse(line.bytes.as_deref().unwrap()) {
             Ok(request) => {
                 let reply = reply(&request.custom_id);
-                response_line(&request.custom_id, 200, "r", &body_value(&reply))
+                response_line(&request.custom_id, 200, "r", &Notes::new(), &body_value(&reply))
             }
             Err(invalid) => error_line(line.number, &invalid),
         }

@@ -115,7 +115,8 @@ impl PackedTask {
 
 /// The output line of a row that has a task of its own, from the reply to it.
 pub(super) fn line_of(row: &Row, status: u16, reply: &Message) -> Vec<u8> {
-    batch_line::response_line(&row.custom_id, status, id_of(reply), &batch_line::body_value(reply))
+    let notes = batch_line::notes_of(reply);
+    batch_line::response_line(&row.custom_id, status, id_of(reply), &notes, &batch_line::body_value(reply))
 }
 
 /// The output lines of rows that share a task, in their order, from the reply to it. None: the reply cannot be
@@ -125,7 +126,8 @@ pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> Option
     let bodies = requests::divide_reply(reply, &inputs).ok()?;
     let line = |(index, (row, body)): (usize, (&Row, Box<_>))| {
         let id = format!("{}_{index}", id_of(reply));
-        batch_line::response_line(&row.custom_id, status, &id, &body)
+        // The notes of the task concern one row or another.
+        batch_line::response_line(&row.custom_id, status, &id, &batch_line::Notes::new(), &body)
     };
     Some(rows.iter().zip(bodies).enumerate().map(line).collect())
 }

@@ -459,7 +459,8 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
                 let status = status.unwrap_or(500) as u16;
                 let id = properties.message_id.as_deref().unwrap_or_default();
                 let body = batch_line::body_value(&reply);
-                (batch_line::response_line(&custom_id, status, id, &body), status != 200)
+                let notes = batch_line::notes_of(&reply);
+                (batch_line::response_line(&custom_id, status, id, &notes, &body), status != 200)
             }
             (Line::Invalid(line), _) => {
                 if let Some(tally) = &mut output.tally {
