@@ -2,9 +2,11 @@
 //! from those of Rust and of the crate `regex` in marks (no letters here) and in numbers such as ² and ½ (part of words
 //! here).
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
+use unicode_normalization::UnicodeNormalization as _;
 
 /// A class of the crate `regex`: what words consist of. For use between brackets.
 pub const WORD: &str = r"\p{L}\p{N}_";
@@ -69,6 +71,63 @@ pub fn to_ascii_digit(c: char) -> char {
     let before = |n: u32| char::from_u32(u32::from(c).wrapping_sub(n)).is_some_and(is_decimal);
     let place = (1..50).take_while(|n| before(*n)).count() as u32 % 10;
     char::from_digit(place, 10).unwrap_or(c)
+}
+
+/// Numbers in circles and the like that NFKC does not turn into digits: the first and last of a run, and the first
+/// number.
+const ENCLOSED: [(char, char, u32); 8] = [
+    ('⓫', '⓴', 11),
+    ('⓵', '⓾', 1),
+    ('⓿', '⓿', 0),
+    ('❶', '❿', 1),
+    ('➀', '➉', 1),
+    ('➊', '➓', 1),
+    ('🄋', '🄋', 0),
+    ('🄌', '🄌', 0),
+];
+
+/// The text with ASCII digits: for decimal digits of other scripts and lowered digits, and for numbers in circles, in
+/// brackets and with a period, which become words of their own. Raised digits, Roman numerals, and the fractions that
+/// the tables have, stay.
+pub fn with_ascii_digits(text: &str) -> Cow<'_, str> {
+    if text.is_ascii() {
+        return Cow::Borrowed(text);
+    }
+    let mut result = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '٫' => result.push('.'),
+            '٬' => result.push(','),
+            '⁄' => result.push('/'),
+            '٪' | '％' => result.push('%'),
+            '₀'..='₉' => result.extend(c.nfkc()),
+            _ if c.is_ascii() || !c.is_numeric() => result.push(c),
+            _ if is_decimal(c) => result.push(to_ascii_digit(c)),
+            _ => match enclosed(c) {
+                Some(number) => result.extend([" ", &number, " "]),
+                None => result.push(c),
+            },
+        }
+    }
+    Cow::Owned(result)
+}
+
+/// The number of a character that encloses it, or a fraction.
+fn enclosed(c: char) -> Option<String> {
+    if let Some((first, _, number)) =
+        ENCLOSED.into_iter().find(|(first, last, _)| (*first..=*last).contains(&c))
+    {
+        return Some((number + u32::from(c) - u32::from(first)).to_string());
+    }
+    if ('㉈'..='㉏').contains(&c) {
+        return Some((10 * (u32::from(c) - 0x3247)).to_string());
+    }
+    if "½¼¾⁰¹²³⁴⁵⁶⁷⁸⁹".contains(c) {
+        return None;
+    }
+    let number: String = c.nfkc().map(|c| if c == '⁄' { '/' } else { c }).collect();
+    let number = number.trim_matches(['(', ')', '.', ',']);
+    number.bytes().all(|c| c.is_ascii_digit() || c == b'/').then(|| number.to_owned())
 }
 
 /// The last `count` characters of a text, or all of a shorter one.

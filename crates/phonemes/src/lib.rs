@@ -6,7 +6,9 @@
 //! | file | decides |
 //! |---|---|
 //! | `sentences` | where a sentence ends, and where a long one is cut |
+//! | `abbreviations` | after which abbreviations a sentence goes on, and words for those before numbers |
 //! | `normalization` | how dates, units, abbreviations, symbols are written out |
+//! | `tables` | the tables of these two |
 //! | `tokens`, `pieces` | what a word is |
 //! | `tagger` | a word's part of speech |
 //! | `lexicon`, `numbers` | how known words and numbers are read |
@@ -25,6 +27,7 @@
 //!
 //! `[text](/phonemes/)` is read as these phonemes. They come from the text, and are not checked here.
 
+mod abbreviations;
 mod characters;
 mod lexicon;
 mod network;
@@ -34,10 +37,11 @@ mod pieces;
 mod reading;
 mod sentences;
 mod stress;
+mod tables;
 mod tagger;
 mod tokens;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
@@ -46,6 +50,7 @@ use flate2::read::GzDecoder;
 use regex::Regex;
 use serde::de::DeserializeOwned;
 
+use abbreviations::Abbreviations;
 use lexicon::Lexicon;
 use network::Network;
 use normalization::Normalization;
@@ -93,7 +98,7 @@ pub enum Accent {
 
 /// The tables and weights of one accent.
 pub struct Phonemes {
-    titles: HashSet<String>,
+    abbreviations: Abbreviations,
     normalization: Normalization,
     tokens: Tokens,
     tagger: Tagger,
@@ -123,7 +128,7 @@ impl Phonemes {
         let file = fs::read(&weights).map_err(|error| Error::File(weights, error))?;
         let normalization = Normalization::new(table(folder, "normalize.json")?)?;
         Ok(Self {
-            titles: normalization.tables.titles.keys().cloned().collect(),
+            abbreviations: Abbreviations::new(&normalization.tables)?,
             normalization,
             tokens: Tokens::new(table(folder, "tokenizer_exceptions.json")?)?,
             tagger: Tagger::new(table(folder, "tagger.json.gz")?),
@@ -135,7 +140,7 @@ impl Phonemes {
 
     /// The sentences of a text, found as they are asked for.
     pub fn sentences<'a>(&'a self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        Sentences::new(&self.titles, text)
+        Sentences::new(&self.abbreviations, text)
     }
 
     /// The phonemes of a sentence.

@@ -1,62 +1,27 @@
 //! Spells out what the lexicon cannot read: times, dates, units, amounts of money, abbreviations, Roman numerals,
 //! telephone numbers, fractions, ranges, symbols. It decides which of them are found, in which order, and how they are
-//! written out; the words are in `normalize.json`.
+//! written out; the words are in `normalize.json`, or else in `abbreviations`.
 //!
 //! Each rule is a pattern without look-around (the crate `regex` is linear in the text) whose first group is what must
 //! come before, and whose last group that matched is what must come after. What is between them is replaced.
 
-use std::collections::HashMap;
-use std::fmt;
-
 use regex::{Captures, Regex};
-use serde::de::{MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use unicode_normalization::UnicodeNormalization as _;
 
-use crate::Error;
-use crate::characters::{WORD, is_space, to_ascii_digit};
+use crate::characters::{WORD, is_space, to_ascii_digit, with_ascii_digits};
 use crate::numbers::{cardinal, ordinal};
+use crate::tables::{MONTHS, Tables, one_of};
+use crate::{Error, abbreviations};
 
 const NUMBER: &str = r"\d+(?:,\d{3})*(?:\.\d+)?";
 /// A Roman numeral that begins with C, L, X, V or I; or nothing.
 const ROMAN: &str = "((?:CM|CD|C{0,3})(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3}))";
 const SCALES: &str = "hundred|thousand|million|billion|trillion";
 
-/// The tables of `normalize.json`.
-#[derive(Deserialize)]
-pub struct Tables {
-    pub titles: HashMap<String, String>,
-    abbreviations: HashMap<String, String>,
-    units: HashMap<String, [String; 2]>,
-    symbols: Ordered,
-    currency: HashMap<String, [String; 2]>,
-    roman_cardinal: Vec<String>,
-    roman_ordinal: Vec<String>,
-}
-
-/// Symbols with their words, in the order of the file: it is the order in which they are replaced.
-struct Ordered(Vec<(String, String)>);
-
-impl<'de> Deserialize<'de> for Ordered {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Pairs;
-        impl<'de> Visitor<'de> for Pairs {
-            type Value = Ordered;
-
-            fn expecting(&self, to: &mut fmt::Formatter) -> fmt::Result {
-                to.write_str("symbols with words")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Ordered, A::Error> {
-                let mut pairs = Vec::new();
-                while let Some(pair) = map.next_entry()? {
-                    pairs.push(pair);
-                }
-                Ok(Ordered(pairs))
-            }
-        }
-        from.deserialize_map(Pairs)
-    }
-}
+/// Digits as superscripts.
+const RAISED: &str = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+/// The characters of Roman numerals.
+const ROMAN_CHARACTERS: &str = "Ⅰ-ↂↅ-ↈ";
 
 /// A match of a rule.
 struct Found<'a> {
@@ -119,7 +84,7 @@ impl Normalization {
     }
 
     pub fn normalize(&self, text: &str) -> String {
-        let mut text = spaced_once(text);
+        let mut text = spaced_once(&with_ascii_digits(text));
         text = text.replace('’', "'").replace('‒', "-").replace('―', "—");
         for (pattern, rewrite) in &self.rules {
             text = replaced(pattern, &text, |found| rewrite(&self.tables, found)).unwrap_or(text);
@@ -184,13 +149,6 @@ fn without_space_before_punctuation(text: &str) -> String {
     kept.trim_matches(is_space).to_owned()
 }
 
-/// A pattern that matches one of these words. Longer words are tried first.
-fn one_of<'a>(words: impl IntoIterator<Item = &'a (impl AsRef<str> + ?Sized + 'a)>) -> String {
-    let mut words: Vec<&str> = words.into_iter().map(AsRef::as_ref).collect();
-    words.sort_by_key(|word| std::cmp::Reverse(word.chars().count()));
-    words.into_iter().map(regex::escape).collect::<Vec<_>>().join("|")
-}
-
 /// All rules in the order in which they apply.
 fn rules(tables: &Tables) -> Vec<(String, Rewrite)> {
     let not_word = format!("[^{WORD}]");
@@ -206,10 +164,12 @@ fn rules(tables: &Tables) -> Vec<(String, Rewrite)> {
     let short = MONTHS.iter().map(|month| &month[..3]);
     let months = one_of(MONTHS.into_iter().chain(short).chain(["Sept"]));
     let (units, titles) = (one_of(tables.units.keys()), one_of(tables.titles.keys()));
-    let abbreviations = one_of(tables.abbreviations.keys());
+    // "no." may also be the word "no" at the end of a sentence. A rule below replaces it before numbers.
+    let abbreviations = tables.abbreviations.keys().filter(|word| !matches!(word.as_str(), "no." | "nos."));
+    let abbreviations = one_of(abbreviations);
     let (counted, ranked) = (one_of(&tables.roman_cardinal), one_of(&tables.roman_ordinal));
     let roman_end = format!(r"($|[^{WORD}.'’]|[.'’](?:$|{not_word}))");
-    vec![
+    let first: Vec<(String, Rewrite)> = vec![
         (
             format!(
                 r"{start}(\d{{1,2}}):(\d{{2}})(?::(\d{{2}}))?(?: ?([AaPp])\.?[Mm]\.?($|[^A-Za-z\d])|($|\D))"
@@ -239,6 +199,12 @@ fn rules(tables: &Tables) -> Vec<(String, Rewrite)> {
                 _ => degrees,
             })
         }),
+        // Without the period between "6 ft." and "2 in.".
+        (
+            format!(r"{apart}(-?{NUMBER}) ?({units})\.( {NUMBER} ?(?:{units}|in)(?:$|{not_word}))"),
+            |tables, found| Some(counted_in(found.group(2), &tables.units[found.group(3)])),
+        ),
+        (format!(r"((?:feet|foot) {NUMBER}) in(?:\.( \p{{Ll}})|(\.))"), |_, _| Some(" inches".to_owned())),
         (format!("{apart}(-?{NUMBER}) ?({units}){end}"), |tables, found| {
             Some(counted_in(found.group(2), &tables.units[found.group(3)]))
         }),
@@ -254,15 +220,22 @@ fn rules(tables: &Tables) -> Vec<(String, Rewrite)> {
             let (day, month) = (found.number(2), month(found.group(3))?);
             (1..=31).contains(&day).then(|| format!("the {} of {month}", ordinal(&day.to_string())))
         }),
+    ];
+    let abbreviated = abbreviations::replaced().map(|(forms, follows)| -> (String, Rewrite) {
+        (format!(r"(^|[^{WORD}.]|\.\.)({forms})\. ?#?{follows}"), abbreviation)
+    });
+    let rooms = "Apartment|Apt|Suite|Ste|Unit|Room|Rm|Building|Bldg|Floor|N[EW]|S[EW]";
+    let rest: Vec<(String, Rewrite)> = vec![
+        // Before the rest of an address, "St." is no saint, and "Dr." no doctor.
+        (format!(r"{start}(St|Dr)\.?(,? (?:(?:{rooms})(?:$|{not_word})|#|[NS]\.[EW]\.))"), |_, found| {
+            Some(if found.group(2) == "St" { "Street" } else { "Drive" }.to_owned())
+        }),
         (format!(r"{start}({titles})\.? ([A-Z])"), |tables, found| {
             Some(format!("{} ", tables.titles[found.group(2)]))
         }),
         (format!("{apart}({abbreviations}){end}"), |tables, found| {
             let period = if found.after.is_empty() && found.group(2).ends_with('.') { "." } else { "" };
             Some(format!("{}{period}", tables.abbreviations[found.group(2)]))
-        }),
-        (format!(r"{start}(No|Nos)\. ?(\d)"), |_, found| {
-            Some(if found.group(2) == "No" { "Number " } else { "Numbers " }.to_owned())
         }),
         (format!(r"(^|[^{WORD}&])#(\d)"), |_, _| Some("number ".to_owned())),
         (format!("{start}({counted}) {ROMAN}{roman_end}"), |_, found| {
@@ -280,7 +253,47 @@ fn rules(tables: &Tables) -> Vec<(String, Rewrite)> {
             Some(format!("{} to {}", found.group(2), found.group(3)))
         }),
         (format!(r"(^|[^{WORD}+])\+(\d)"), |_, _| Some("plus ".to_owned())),
+    ];
+    numerals(tables).into_iter().chain(first).chain(abbreviated).chain(rest).collect()
+}
+
+/// The rules for characters that are Roman numerals or raised digits.
+fn numerals(tables: &Tables) -> Vec<(String, Rewrite)> {
+    let ranked = one_of(&tables.roman_ordinal);
+    vec![
+        (format!("(^|[^{WORD}])({ranked}) ([{ROMAN_CHARACTERS}]+)()"), |_, found| {
+            let n = roman(&found.group(3).nfkc().collect::<String>())?;
+            Some(format!("{} the {} ", found.group(2), ordinal(&n.to_string())))
+        }),
+        (format!("(^|[^{ROMAN_CHARACTERS}])([{ROMAN_CHARACTERS}]+)()"), |_, found| {
+            roman(&found.group(2).nfkc().collect::<String>()).map(|n| format!(" {n} "))
+        }),
+        // A power follows a digit, a bracket or a single letter. Other raised numbers are notes. The symbols ² and ³
+        // have words in the tables.
+        (format!(r"((?:^|[^\p{{L}}])\p{{L}}|[\d)])([⁺⁻]?[{RAISED}]+)()"), |_, found| {
+            let minus = if found.group(2).starts_with('⁻') { "minus " } else { "" };
+            let power = || format!(" to the power of {minus}{} ", nfkc_digits(found.group(2)));
+            (!matches!(found.group(2), "²" | "³")).then(power)
+        }),
+        (format!(r"(^|[^{RAISED}])([{RAISED}]{{2,}}|[⁰¹⁴-⁹])()"), |_, found| {
+            Some(format!(" {} ", nfkc_digits(found.group(2))))
+        }),
     ]
+}
+
+/// The word of an abbreviation, and the number that follows if it is a Roman one.
+fn abbreviation(_: &Tables, found: &Found) -> Option<String> {
+    let digits = found.after.bytes().take_while(u8::is_ascii_digit).count();
+    let word = match found.group(2) {
+        "est" | "Est" if digits == 4 => "established".to_owned(),
+        abbreviation => abbreviations::word(abbreviation)?,
+    };
+    Some(format!("{word} {}", roman(found.group(3)).map_or(String::new(), |n| n.to_string())))
+}
+
+/// The digits of a text in NFKC.
+fn nfkc_digits(text: &str) -> String {
+    text.nfkc().filter(char::is_ascii_digit).collect()
 }
 
 fn time(_: &Tables, found: &Found) -> Option<String> {
@@ -314,21 +327,6 @@ fn time(_: &Tables, found: &Found) -> Option<String> {
 fn month(name: &str) -> Option<&'static str> {
     MONTHS.into_iter().find(|month| name.starts_with(&month[..3]))
 }
-
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
 
 fn date(year: &str, month: usize, day: usize) -> Option<String> {
     let month = MONTHS.get(month.checked_sub(1)?)?;
@@ -377,13 +375,18 @@ fn roman(numeral: &str) -> Option<usize> {
     let value = |c| match c {
         'I' => 1,
         'V' => 5,
+        'ↅ' => 6,
         'X' => 10,
-        'L' => 50,
+        'L' | 'ↆ' => 50,
         'C' => 100,
         'D' => 500,
+        'ↁ' => 5_000,
+        'ↂ' => 10_000,
+        'ↇ' => 50_000,
+        'ↈ' => 100_000,
         _ => 1000,
     };
-    let values: Vec<usize> = numeral.chars().map(value).collect();
+    let values: Vec<usize> = numeral.to_uppercase().chars().map(value).collect();
     let sum = |(before, after): (usize, usize), value: usize| {
         if value < after { (before.saturating_sub(value), value) } else { (before + value, value) }
     };

@@ -78,7 +78,8 @@ fn mark(text: &str, tag: &str) -> Option<String> {
     let phonemes = match tag {
         "$" if lexicon::currency(text).is_some() => String::new(),
         ":" if matches!(text, "-" | "–") => "—".to_owned(),
-        _ if text.chars().all(|c| c.is_ascii_alphabetic()) => return None,
+        // The tagger takes some words for punctuation. They are read, also with digits such as those of "wan22".
+        _ if text.chars().all(is_word) || text.chars().any(is_decimal) => return None,
         "-LRB-" => "(".to_owned(),
         "-RRB-" => ")".to_owned(),
         "``" => "“".to_owned(),

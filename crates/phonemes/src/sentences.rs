@@ -1,34 +1,33 @@
 //! Where a sentence ends. A line break always ends one. Otherwise it ends after `.`, `!`, `?` or `…`, closing quotes
 //! and brackets (which are dropped), and white space. It does not end before a lowercase letter, nor after the period
-//! of a title or an initial. Each character is inspected once.
+//! of an abbreviation that what follows belongs to. Each character is inspected a few times.
 //!
 //! This file also decides where the phonemes of a long sentence are cut: between clauses if possible.
 
-use std::collections::HashSet;
-
+use crate::abbreviations::Abbreviations;
 use crate::characters::is_space;
 
 /// The sentences of a text, found as they are asked for.
 pub struct Sentences<'a> {
-    titles: &'a HashSet<String>,
+    abbreviations: &'a Abbreviations,
     /// The rest of the current line, and of the text.
     line: &'a str,
     rest: &'a str,
 }
 
 impl<'a> Sentences<'a> {
-    pub fn new(titles: &'a HashSet<String>, text: &'a str) -> Self {
-        Self { titles, line: "", rest: text }
+    pub fn new(abbreviations: &'a Abbreviations, text: &'a str) -> Self {
+        Self { abbreviations, line: "", rest: text }
     }
 
     /// The length of the line's first sentence, and of that sentence with what separates it from the next.
     fn end(&self) -> (usize, usize) {
-        // Where the current word begins, without opening brackets and quotes. Only a space separates words here.
+        // Where the current word begins, without opening brackets and quotes. A tab separates no words here.
         let mut word = None;
         let mut track_word = |at: usize, c: char| {
-            if c == ' ' {
+            if matches!(c, ' ' | '\u{a0}' | '\u{202f}') {
                 word = None;
-            } else if word.is_none() && !matches!(c, '(' | '"' | '“' | '\'' | '‘') {
+            } else if word.is_none() && !matches!(c, '(' | '[' | '"' | '“' | '\'' | '‘') {
                 word = Some(at);
             }
             word
@@ -44,7 +43,7 @@ impl<'a> Sentences<'a> {
             let next = after.trim_start_matches(is_space);
             if next.len() < after.len()
                 && next.chars().next().is_some_and(|c| !c.is_lowercase())
-                && (c != '.' || !self.is_title_or_initial(&self.line[word.unwrap_or(at)..at]))
+                && (c != '.' || !self.goes_on(word.unwrap_or(at), at, next))
             {
                 return (end, self.line.len() - next.len());
             }
@@ -57,10 +56,14 @@ impl<'a> Sentences<'a> {
         (self.line.len(), self.line.len())
     }
 
-    /// Whether a word is a title or an initial.
-    fn is_title_or_initial(&self, word: &str) -> bool {
-        let mut chars = word.chars();
-        self.titles.contains(word) || chars.next().is_some_and(char::is_uppercase) && chars.next().is_none()
+    /// Whether the sentence goes on with `next` after the period at `at` of the word that begins at `word`.
+    fn goes_on(&self, word: usize, at: usize, next: &str) -> bool {
+        let word = &self.line[word..at];
+        // The abbreviation of "mid-Jan." and "non-U.S.", but not an initial of "USB-C.".
+        let last = word.rsplit(['-', '–', '—', '/']).next().filter(|last| last.chars().nth(1).is_some());
+        let abbreviation = last.unwrap_or(word);
+        let (before, text) = self.line.split_at(at - abbreviation.len());
+        !abbreviation.contains(is_space) && self.abbreviations.goes_on(before, text, next)
     }
 }
 

@@ -131,6 +131,149 @@ fn the_network_reads_a_bounded_part_of_a_sentence() {
     assert_eq!(read, 8192 / 16);
 }
 
+/// Asserts that a text is split after each ` | `.
+fn assert_split(text: &str) {
+    let expected: Vec<&str> = text.split(" | ").collect();
+    let whole = expected.join(" ");
+    assert_eq!(AMERICAN.sentences(&whole).collect::<Vec<_>>(), expected, "{whole:?}");
+}
+
+fn assert_same_phonemes(text: &str, as_text: &str) {
+    assert_eq!(AMERICAN.of_sentence(text), AMERICAN.of_sentence(as_text), "{text:?}, {as_text:?}");
+}
+
+#[test]
+fn a_period_after_an_abbreviation_does_not_end_the_sentence() {
+    for text in [
+        "I bought Chanel No. 5 yesterday.",
+        "See Fig. 3, figs. 4 and 5, and Fig. B for details.",
+        "It is in vol. 2, Vol. I, Ch. IV, p. 12, pp. 3 to 4, sec. 3.2 and Eq. (5).",
+        "We met on Mar. 3rd, in Sept. 2020, on Mon. Jan. 5, and on Fri. 3 Feb. again.",
+        "The U.S. Senate and the U.N. Council met J. K. Rowling, J.R.R. Tolkien and J.-P. Sartre, Ph.D. Students.",
+        "Non-U.S. Companies moved to the U.S. 20 years ago.",
+        "We meet at 9 a.m. Tuesday, 7:30 p.m. ET, 10 a.m. London time, 5 p.m. (EST), 5 p.m. 3 March.",
+        "We have a 9 a.m. Zoom call.",
+        "It costs approx. $30, est. 1,500 or max. 5 a day, e.g. Excel, i.e. Microsoft Excel, cf. Brown vs. Jones.",
+        "She moved to Apt. 4, Apt. B, Ste. 300, Rm. 12, Bldg. 7, 12 Oak St. Apt. 4, and 5th Ave. New York.",
+        "Warner Bros. Pictures and Acme Inc. Chairman Smith left Johnson & Co. & Sons.",
+        "He (b. 1950, d. 1999) is 6 ft. 2 in. tall, 7 lbs. 3 oz. heavy.",
+        "Pvt. Ryan, Brig. Gen. Lee and Det. Smith saw [Fig. 3] and No.\u{a0}5 and No. #5.",
+        "He saw cats, dogs, etc. (see below) and more.",
+    ] {
+        assert_split(text);
+    }
+}
+
+#[test]
+fn a_period_after_an_abbreviation_ends_the_sentence_where_another_begins() {
+    for text in [
+        "He lives in the U.S. | The weather is nice.",
+        "He lives in the U.S. | No one knows.",
+        "Did he come? | No. | He did not.",
+        "Did he come? | No. | I think not.",
+        "Did he come? | No. | A man came.",
+        "Did he come? | No. 5 people came.",
+        "We left at 9 a.m. | Everyone slept.",
+        "Doors open at 7 p.m. | Tickets cost $10.",
+        "We left at 5 p.m. | 20 people stayed.",
+        "Wait a sec. | I need to go.",
+        "It snowed in Jan. | Sales fell.",
+        "He joined Acme Inc. | It grew.",
+        "He lives on Oak St. | She does not.",
+        "He has a Ph.D. | In 1999 he left.",
+        "Take vitamin C. | It helps.",
+        "He likes cats, dogs, etc. | My friend likes birds.",
+        "It is 5 ft. | The other is 6 ft. | This is all.",
+        "I like art. | 5 of us do.",
+    ] {
+        assert_split(text);
+    }
+}
+
+#[test]
+fn abbreviations_are_written_out_before_numbers() {
+    for (text, as_text) in [
+        ("Chanel No. 5", "Chanel Number 5"),
+        ("Nos. 3 and 4, no. five, the no. of items", "Numbers 3 and 4, number five, the number of items"),
+        ("See Fig. 3, Figs. 3 and 4, Fig. B", "See Figure 3, Figures 3 and 4, Figure B"),
+        ("vol. 2, Vol. I, vols. 1 and 2, Ch. XIV", "volume 2, Volume 1, volumes 1 and 2, Chapter 14"),
+        ("p. 5, Sec. 3.2, Eq. 5, Pt. II, Rm. 12", "page 5, Section 3.2, Equation 5, Part 2, Room 12"),
+        ("12 Oak St. Apt. 4", "12 Oak Street Apartment 4"),
+        ("on Mar. 3rd", "on March third"),
+        ("approx. 30, ca. 1900, max. 5", "approximately 30, circa 1900, maximum 5"),
+        ("est. 1890, est. 30 people", "established 1890, estimated 30 people"),
+        ("(b. 1950, d. 1999)", "(born 1950, died 1999)"),
+        ("6 ft. 2 in. tall", "6 feet 2 inches tall"),
+        ("It takes 5 min. Or 3 sec. at most", "It takes 5 minutes. Or 3 seconds. at most"),
+        ("Pvt. Ryan", "Private Ryan"),
+    ] {
+        assert_same_phonemes(text, as_text);
+    }
+    // The package reads it as "number".
+    assert_eq!(AMERICAN.of_sentence("He said no."), "hˌi sˈɛd nˈO.");
+}
+
+#[test]
+fn decimal_digits_of_all_scripts_are_read() {
+    let class = regex::Regex::new(r"^\p{Nd}$").expect("a pattern");
+    let digits = ('\0'..=char::MAX).filter(|c| class.is_match(c.encode_utf8(&mut [0; 4])));
+    // Each script has ten of them, in order.
+    for (index, digit) in digits.enumerate() {
+        let expected = AMERICAN.of_sentence(&format!("{} wan1{0}x", index % 10));
+        assert_eq!(AMERICAN.of_sentence(&format!("{digit} wan1{digit}x")), expected, "{digit:?}");
+    }
+    assert_same_phonemes("It is ٣٫٥, ١٬٢٣٤ or ５０％.", "It is 3.5, 1,234 or 50%.");
+}
+
+#[test]
+fn numbers_in_circles_and_the_like_are_read() {
+    let runs = [
+        "①⑳",
+        "⑴⒇",
+        "⒈⒛",
+        "⓫⓴",
+        "❶❿",
+        "➀➉",
+        "➊➓",
+        "⓵⓾",
+        "㉑㉟",
+        "㊱㊿",
+        "⓪⓪",
+        "⓿⓿",
+        "🄋🄋",
+        "Ⅰ\u{216b}",
+        "ⅰ\u{217b}",
+    ];
+    for (run, first) in runs.into_iter().zip([1, 1, 1, 11, 1, 1, 1, 1, 21, 36, 0, 0, 0, 1, 1]) {
+        let (start, end) = (run.chars().next().unwrap(), run.chars().next_back().unwrap());
+        for (number, c) in (first..).zip(start..=end) {
+            assert_same_phonemes(&format!("I see {c} cats"), &format!("I see {number} cats"));
+        }
+    }
+    assert_same_phonemes("wan②② and ①②③", "wan 2 2 and 1 2 3");
+    assert_same_phonemes("Louis ⅩⅣ, Chapter Ⅳ", "Louis the fourteenth, Chapter 4");
+    assert_same_phonemes(
+        "H₂O, x⁴, 10⁻⁶, note¹²",
+        "H2O, x to the power of 4, 10 to the power of minus 6, note 12",
+    );
+    assert_same_phonemes("⅓ cup, ⅞ mile, 1⁄3", "1/3 cup, 7/8 mile, 1/3");
+}
+
+#[test]
+fn words_keep_their_digits_whatever_the_tagger_takes_them_for() {
+    let seven = AMERICAN.of_sentence("77");
+    for word in ["wan", "x", "qwen", "no", "zyx", "Win", "iphone"] {
+        for text in ["{}", "{}=wan77", "“{}”", "...{}", "{}?", "<{}>", "x: {}", "the {}, and {}"] {
+            for word in [format!("{word}77"), format!("{word}77q"), format!("77{word}")] {
+                let text = text.replace("{}", &word);
+                let phonemes = AMERICAN.of_sentence(&text);
+                let (read, written) = (phonemes.matches(&seven).count(), text.matches("77").count());
+                assert_eq!(read, written, "{text:?}: {phonemes}");
+            }
+        }
+    }
+}
+
 #[test]
 fn unknown_characters_are_skipped() {
     for text in ["😀", "\u{1}\u{2}\u{1b}", "\u{202e}", "\u{301}\u{302}", "", " \n\t "] {
@@ -205,6 +348,18 @@ fn hostile_texts() -> Vec<String> {
         "Dr.\t",
         ".\t",
         "Jan. 5 ",
+        "No. 5 ",
+        "U.S. Senate ",
+        "U.S.\t",
+        "-Dr.\t",
+        "a.m. Zoom Time ",
+        "e.g. X ",
+        "6 ft. 2 in. ",
+        "¹",
+        "x⁴",
+        "①",
+        "Ⅳ",
+        "⅓",
         "Chapter IV ",
         "555-1234 ",
         "¥1 ",
