@@ -202,6 +202,8 @@ fn wav_files_describe_the_same_samples_in_several_ways() {
         (form(1, 1, 16, 2, &[2, 0, 16, 0]), &whole),
         (form(1, 1, 16, 0, &[]), &whole),
         (form(1, 1, 12, 2, &[]), &whole),
+        (form(1, 1, 16, 4, &[]), &whole),
+        (form(1, 1, 16, 1, &[]), &whole),
         (form(1, 1, 24, 4, &[]), &wide),
         (form(0xfffe, 1, 16, 2, &extension(1, 16)), &whole),
         (form(0xfffe, 1, 32, 4, &extension(1, 24)), &wide),
@@ -298,15 +300,25 @@ fn an_mp3_file_may_begin_with_something_else_and_end_with_tags() {
         &[&[0xff; 100][..], b"000100LYRICS200"].concat(),
         &[b"TAG+", &[0xff; 223][..], b"TAG", &[b' '; 125]].concat(),
     ];
-    for before in
-        [&b""[..], &tag[..], &[&tag[..], b"    "].concat(), &[0; 417], &[0; 9_000], &sound[900..1_100]]
-    {
+    let ape_header = b"APETAGEX\xd0\x07\0\0\x40\x9c\0\0\0\0\0\0\0\0\0\xa0\0\0\0\0\0\0\0\0";
+    let ape_tag = [&ape_header[..], &[0xff; 40_000]].concat();
+    for before in [
+        &b""[..],
+        &tag[..],
+        &[&tag[..], b"    "].concat(),
+        &[0; 417],
+        &[0; 100_000],
+        &sound[900..1_100],
+        &ape_tag,
+    ] {
         for after in trails {
             let found = mono([before, sound, after].concat()).unwrap();
             assert_eq!(found, expected, "{} bytes before, {} after", before.len(), after.len());
         }
     }
-    assert!(mono(vec![0; 100_000]).is_err());
+    assert!(mono(vec![0; 2_000_000]).is_err());
+    let free = [0xff, 0xfb, 0x00, 0x40, 0, 0, 0, 0];
+    assert!(refusal(free).1.contains("MP3 with a free bit rate"));
 }
 
 #[test]
@@ -355,11 +367,9 @@ fn a_file_that_does_not_say_where_it_ends_is_decoded_and_says_so() {
     assert!(found.len().abs_diff(expected.len()) < 1_000, "{}", found.len());
     assert!(noise(&found[..80_000], &expected[..80_000]) < -80.0);
     // A last page that holds nothing and is marked, which some programs write.
-    let mut end =
-        [&b"OggS\0\x04"[..], &ogg[last + 6..last + 18], &[200, 0, 0, 0], &[0; 4], b"\x01\0"].concat();
-    let sum = crc32(&end);
-    end[22..26].copy_from_slice(&sum.to_le_bytes());
-    let marked = [&unmarked[..], &end].concat();
+    let next = (u32::from_le_bytes(ogg[last + 18..last + 22].try_into().unwrap()) + 1).to_le_bytes();
+    let end = [&b"OggS\0\x04"[..], &ogg[last + 6..last + 18], &next, &[0; 4], b"\x01\0"].concat();
+    let marked = [&unmarked[..], &with_checksum(end)].concat();
     assert!(!is_unmarked(marked.clone()));
     assert!(mono(marked).unwrap().len().abs_diff(expected.len()) < 1_000);
     // Within a page.
@@ -368,14 +378,67 @@ fn a_file_that_does_not_say_where_it_ends_is_decoded_and_says_so() {
     );
 }
 
-/// A page of an Ogg file that is not the last.
-fn without_last_flag(page: &[u8]) -> Vec<u8> {
-    let mut page = page.to_vec();
-    page[5] &= !4;
+/// The pages of an Ogg file.
+fn pages(file: &[u8]) -> Vec<Vec<u8>> {
+    let mut starts: Vec<usize> = (0..file.len() - 4).filter(|at| &file[*at..at + 4] == b"OggS").collect();
+    starts.push(file.len());
+    starts.windows(2).map(|pair| file[pair[0]..pair[1]].to_vec()).collect()
+}
+
+/// A page with its checksum corrected.
+fn with_checksum(mut page: Vec<u8>) -> Vec<u8> {
     page[22..26].fill(0);
     let sum = crc32(&page);
     page[22..26].copy_from_slice(&sum.to_le_bytes());
     page
+}
+
+#[test]
+fn an_ogg_file_without_a_page_is_refused_and_one_without_times_is_heard() {
+    let file = fixture("short.ogg");
+    let expected = mono(file.clone()).unwrap();
+    let pages = pages(&file);
+    assert!(pages.len() > 6, "{} pages", pages.len());
+    for missing in 3..pages.len() - 1 {
+        let kept = pages.iter().enumerate().filter(|(index, _)| *index != missing);
+        let error = refusal(kept.flat_map(|(_, page)| page.clone()).collect::<Vec<u8>>()).1;
+        assert!(error.ends_with("a page is missing"), "{missing}: {error}");
+    }
+    let without_times = |from: usize, to: usize| {
+        let page = |(index, page): (usize, &Vec<u8>)| {
+            let mut page = page.clone();
+            if (from..to).contains(&index) {
+                page[6..14].fill(0xff);
+            }
+            with_checksum(page)
+        };
+        mono(pages.iter().enumerate().flat_map(page).collect::<Vec<u8>>()).unwrap()
+    };
+    for (from, to) in [(3, 4), (3, pages.len() - 1)] {
+        let found = without_times(from, to);
+        assert!(found.len().abs_diff(expected.len()) < 1_000, "{from}..{to}: {} samples", found.len());
+        assert!(noise(&found[..40_000], &expected[..40_000]) < -60.0, "{from}..{to}");
+    }
+}
+
+#[test]
+fn the_end_of_another_stream_is_not_the_end_of_an_ogg_file() {
+    let file = fixture("short.ogg");
+    let pages = pages(&file);
+    let mut other = b"OggS\0\x06\0\0\0\0\0\0\0\0\x63\0\0\0\0\0\0\0\0\0\0\0\x01\x08fishead\0".to_vec();
+    other = with_checksum(other);
+    let mut joined = [&pages[0][..], &other, &pages[1..].concat()].concat();
+    let last = joined.len() - 2_000;
+    joined[last] ^= 1;
+    let error = refusal(joined).1;
+    assert!(error.contains("cut off or broken after 5.") || error.contains("checksum"), "{error}");
+}
+
+/// A page of an Ogg file that is not the last.
+fn without_last_flag(page: &[u8]) -> Vec<u8> {
+    let mut page = page.to_vec();
+    page[5] &= !4;
+    with_checksum(page)
 }
 
 #[test]
@@ -450,7 +513,7 @@ fn what_is_no_sound_is_refused_by_name_with_what_is_supported() {
         let (kind, message) = refusal(bytes);
         assert_eq!(kind, TaskErrorKind::BadInput);
         assert!(message.contains(named), "{message}");
-        assert!(message.contains("WAV, FLAC, MP3 and Ogg Vorbis"), "{message}");
+        assert!(message.contains("WAV, FLAC, MP3 and Ogg (Vorbis, FLAC)"), "{message}");
     }
     assert_eq!(refusal(b"").1, "the recording is empty");
 }
@@ -467,13 +530,9 @@ fn headers_that_lie_and_forms_out_of_range_are_refused_with_their_values() {
         (wav(RATE, 0, &[0; 8]), "has 0 channels; from 1 to 8 channels are taken"),
         (wav_of(&form(2, 1, 4, 256, &[]), &[0; 512]), "holds Microsoft ADPCM (format 2)"),
         (wav_of(&form(0xfffe, 1, 16, 2, &extension(0x55, 16)), &[0; 8]), "holds MP3 (format 85)"),
-        (
-            wav_of(&form(1, 2, 16, 3, &[]), &[0; 12]),
-            "16 bits, and 3 bytes for a sample of each of its channels (2)",
-        ),
-        (wav_of(&form(3, 1, 16, 2, &[]), &[0; 8]), "samples of 16 bits, and 2 bytes"),
-        (b"RIFF\x24\0\0\0WAVEdata\x04\0\0\0\0\0\0\0".to_vec(), "no chunk fmt before its sound"),
-        (b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0".to_vec(), "chunk fmt is too short: 0 bytes"),
+        (wav_of(&form(3, 1, 16, 2, &[]), &[0; 8]), "states samples of 16 bits"),
+        (b"RIFF\x24\0\0\0WAVEdata\x04\0\0\0\0\0\0\0".to_vec(), "no fmt chunk before its sound"),
+        (b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0".to_vec(), "fmt chunk is too short: 0 bytes"),
         (wav(RATE, 1, &[])[..36].to_vec(), "no chunk named data"),
         (b"fLaC".to_vec(), "it is cut off"),
         (b"OggS".to_vec(), "cut off"),
@@ -661,7 +720,7 @@ fn what_a_flac_or_wav_header_holds_beside_its_form_is_skipped_unread() {
     let with_texts = [&file[..12], texts, &file[12..36], texts, &file[36..]].concat();
     assert_eq!(mono(with_texts).unwrap(), mono(file.clone()).unwrap());
     let huge = [&file[..12], b"fmt \x01\x04\0\0", &[0; 1_026], &file[36..]].concat();
-    assert_eq!(refusal(huge).1, "the WAV file has 1025 bytes in its chunk fmt; at most 1024 are taken");
+    assert_eq!(refusal(huge).1, "the WAV file has 1025 bytes in its fmt chunk; at most 1024 are taken");
 }
 
 #[test]

@@ -24,7 +24,7 @@ use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Broker, Pool};
 use crate::model::Route;
-use crate::protocol::batch_line::body_value;
+use crate::protocol::batch_line::{body_value, notes_of};
 use crate::protocol::requests::bodies_of_texts;
 use crate::protocol::speech::SPEECH_URL;
 use crate::protocol::{JSON, Message, Value, embeddings, image_generation};
@@ -228,6 +228,12 @@ impl Sink<Option<String>, anyhow::Error> for Output {
                 std::fs::write(&path, &reply.body).with_context(|| path.display().to_string())?;
             }
             let is_written = self.show.is_some() || self.files.is_some();
+            // Elsewhere the headers of the reply are printed.
+            if is_written && !is_error {
+                for (name, value) in notes_of(&reply) {
+                    self.bar.suspend(|| writeln!(io::stderr(), "note on reply {number}: {name}: {value}"))?;
+                }
+            }
             if !is_written || is_error {
                 let mut line = reply_line(number, custom_id, &reply)?;
                 line.push(b'\n');

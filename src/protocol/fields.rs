@@ -62,8 +62,12 @@ impl<'a> Fields<'a> {
     /// `Undecodable` for a body that is not UTF-8 or not JSON; `BadInput` if it is not an object, or for a field
     /// that occurs twice, is refused or probably mistyped.
     pub fn parse(body: &'a [u8], keys: &Keys) -> Result<Self, TaskError> {
-        let body = std::str::from_utf8(body)
-            .map_err(|error| undecodable(format!("the body is not UTF-8: {error}")))?;
+        let body = std::str::from_utf8(body).map_err(|error| {
+            undecodable(format!(
+                "the body is not UTF-8: {error}. A message without content_type is read as JSON; a file needs one, such as \
+                 application/octet-stream"
+            ))
+        })?;
         let start = body.trim_start_matches([' ', '\t', '\r', '\n']);
         if !start.starts_with('{') {
             return Err(match serde_json::from_str::<IgnoredAny>(body) {

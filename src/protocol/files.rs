@@ -81,10 +81,10 @@ impl Files {
 /// # Errors
 /// A message that is put after the name of the field: what the value must be, or what is wrong with its base64.
 pub fn data_url(url: &str) -> Result<(String, Vec<u8>), String> {
-    let wanted =
-        "must be a data URL (data:<media type>;base64,…), because allowed_sources of this pool is empty";
-    let (head, data) =
-        url.strip_prefix("data:").and_then(|rest| rest.split_once(',')).ok_or_else(|| wanted.to_owned())?;
+    let rest = url.strip_prefix("data:").ok_or(
+        "must be a data URL (data:<media type>;base64,…), because allowed_sources of this pool is empty",
+    )?;
+    let (head, data) = rest.split_once(',').ok_or("must have a comma after data:<media type>;base64")?;
     let media_type = head.strip_suffix(";base64").ok_or("must be a data URL in base64")?;
     let media_type = media_type.split(';').next().unwrap_or_default().to_ascii_lowercase();
     let bytes = if data.contains('%') {
@@ -145,6 +145,7 @@ mod tests {
         for (url, message) in [
             ("http://host/a.png", "allowed_sources of this pool is empty"),
             ("data:image/png,abc", "in base64"),
+            ("data:image/png;base64;abc", "a comma after"),
             ("data:image/png;base64,!", "is not base64"),
             ("data:image/png;base64,a-b+", "is not base64"),
             ("data:image/png;base64,%ff", "is no text"),

@@ -168,7 +168,7 @@ pub(super) fn count_header(headers: &Headers, name: &str) -> Result<Option<usize
     number.map(Some).ok_or_else(|| TaskError::bad_input(name, message()))
 }
 
-/// A boolean in a header; `default` if the header is absent.
+/// A boolean in a header, or its name as a text; `default` if the header is absent.
 ///
 /// # Errors
 /// `BadInput` for another value.
@@ -176,7 +176,11 @@ pub(super) fn boolean_header(headers: &Headers, name: &str, default: bool) -> Re
     match headers.get(name) {
         None | Some(Value::Void) => Ok(default),
         Some(Value::Bool(value)) => Ok(*value),
-        Some(other) => Err(TaskError::bad_input(name, format!("{name} must be a boolean, got {other:?}"))),
+        Some(other) => match other.as_str() {
+            Some("true") => Ok(true),
+            Some("false") => Ok(false),
+            _ => Err(TaskError::bad_input(name, format!("{name} must be a boolean"))),
+        },
     }
 }
 

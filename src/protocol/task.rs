@@ -69,7 +69,7 @@ pub fn classify(
         let kind = kind.to_owned();
         return Incoming::UnknownControl(Task::new(message, received, make_id), kind);
     }
-    if sentinels.by_null && is_null(&message.body) {
+    if sentinels.by_null && is_null(&message) {
         return Incoming::Sentinel(message);
     }
     Incoming::Task(Task::new(message, received, make_id))
@@ -78,11 +78,16 @@ pub fn classify(
 /// Returns whether a worker with [`Sentinels::ALL`] treats the message as something other than a task.
 pub fn is_control(message: &Message) -> bool {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
-    kind.starts_with(CONTROL_PREFIX) || is_null(&message.body)
+    kind.starts_with(CONTROL_PREFIX) || is_null(message)
 }
 
-/// Whether a body is JSON `null`. White space in JSON does not include the form feed, unlike in ASCII.
-fn is_null(body: &[u8]) -> bool {
+/// Whether a body is JSON `null`, and not a file or text that happens to consist of these letters. White space in JSON does
+/// not include the form feed, unlike in ASCII.
+fn is_null(message: &Message) -> bool {
+    let body = &message.body;
+    if message.media_type().is_some_and(|it| !message.is_json() && !it.starts_with("text/")) {
+        return false;
+    }
     let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
     let start = body.iter().position(|byte| !blank(byte)).unwrap_or(body.len());
     body[start..].strip_prefix(b"null").is_some_and(|rest| rest.iter().all(blank))
@@ -338,6 +343,17 @@ mod tests {
         assert!(matches!(classified(Some("control.shutdown"), ""), Incoming::Sentinel(_)));
         assert!(matches!(classified(None, "null"), Incoming::Sentinel(_)));
         assert!(matches!(classified(Some("task"), " null\n"), Incoming::Sentinel(_)));
+        for (content_type, is_sentinel) in [
+            ("application/json; charset=utf-8", true),
+            ("text/plain", true),
+            ("application/octet-stream", false),
+            ("image/png", false),
+        ] {
+            let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
+            let message = Message { properties, body: "null".into() };
+            let incoming = classify(message, SystemTime::now(), Sentinels::ALL, || "made".into());
+            assert_eq!(matches!(incoming, Incoming::Sentinel(_)), is_sentinel, "{content_type}");
+        }
         for body in [
             r#"{"input":"STOP"}"#,
             "STOP",

@@ -20,6 +20,7 @@ use super::turns::{Crowded, Turn, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::batching::Group;
 use crate::broker::{PerSource, Source};
+use crate::config::redact_url;
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
 use crate::fetch::{Claim, Failure, Fetcher};
 use crate::model::{Effort, FileUrl, Files, Route};
@@ -516,9 +517,10 @@ impl Run<'_> {
                     Failure::TooLarge(why) => (TaskErrorKind::TooLarge, why),
                     Failure::Unavailable(why) => (TaskErrorKind::Unavailable, why),
                 };
-                // A query may be a signature, and errors are logged.
+                // A query may be a signature, a URL may hold a password, and errors are logged.
+                let shown = redact_url(&url);
                 let shown =
-                    url.split_once('?').map_or_else(|| url.clone(), |(start, _)| format!("{start}?…"));
+                    shown.split_once('?').map_or_else(|| shown.clone(), |(start, _)| format!("{start}?…"));
                 TaskError::new(kind, format!("{path}: {:?} {why}", shorten(&shown, 200)))
                     .with_param(&*path)
                     .into()

@@ -173,6 +173,8 @@ class Transcript:
     segments: list[Segment]
     words: list[Word]
     """Empty unless they were asked for by `words=True`."""
+    recording_end: str | None = None
+    """`unmarked` if nothing in the file says where its sound ends, so that a missing end cannot be noticed."""
 
 
 class Label(NamedTuple):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Un
 
 from . import _wire
 from ._reply import Classified, Label, Ranked, Reply, Segment, Transcript, Word
-from .errors import BadRequest, InputError, TaskError, TextsTruncated, TooLarge
+from .errors import BadRequest, InputError, ReplyWarning, TaskError, TextsTruncated, TooLarge
 
 if TYPE_CHECKING:
     import numpy
@@ -174,12 +174,16 @@ class Call(Generic[T]):
     """Takes the number of a task and its error. Returns the error if the call goes on with it; else raises one."""
 
     def result(self, answers: Sequence[Answer]) -> T:
-        """The result. Warns of texts that were cut, in the name of the caller of the caller's caller."""
+        """The result. Warns of texts that were cut, and of what workers warn of, in the name of the caller of the caller's
+        caller."""
         cut = sum(answer.truncated for answer in answers if isinstance(answer, Reply))
         if cut:
             texts = "1 text was" if cut == 1 else f"{cut} texts were"
             message = f"{texts} longer than the model takes, and cut. With truncate=False they are refused"
             warnings.warn(message, TextsTruncated, stacklevel=4)
+        for answer in answers:
+            if isinstance(answer, Reply) and (warning := answer.headers.get("warning")):
+                warnings.warn(str(warning), ReplyWarning, stacklevel=4)
         return self.gather(answers)
 
 
@@ -373,7 +377,8 @@ def transcribe(
         body = reply.json()
         segments = [Segment(one["start"], one["end"], one["text"], one.get("channel")) for one in body["segments"]]
         timed = [Word(one["word"], one["start"], one["end"]) for one in body.get("words", [])]
-        return Transcript(body["text"], body["language"], body["duration"], segments, timed)
+        end = reply.headers.get("recording_end")
+        return Transcript(body["text"], body["language"], body["duration"], segments, timed, end)
 
     return Call([task], gather)
 

@@ -22,6 +22,7 @@ __all__ = [
     "NotAccepted",
     "NotServed",
     "OutOfMemory",
+    "ReplyWarning",
     "SconceError",
     "TaskError",
     "TaskTimeout",
@@ -59,6 +60,10 @@ class NotAccepted(SconceError):
 class TaskTimeout(SconceError, TimeoutError):
     """No reply came in time. The task may have been dropped, or may still be computed. The message says if nobody consumes
     from the queue."""
+
+
+class ReplyWarning(UserWarning):
+    """The result of a reply may mislead. The message is that of the worker."""
 
 
 class TextsTruncated(UserWarning):

@@ -1,4 +1,4 @@
-//! Recognizes the format of a recording by its first bytes, and checks the length that its header states. Skips tags,
+//! Recognizes the format of a recording by its first bytes, and finds where its sound begins and ends. Skips tags, and
 //! pictures and seek tables before the sound: in the library they would take many times more memory than in the file,
 //! and seek tables would be sorted in quadratic time. Decodes nothing.
 
@@ -10,11 +10,11 @@ use super::{flac, mp3, pages, refused, unreadable, wav};
 use crate::model::TaskError;
 
 /// The supported formats, as errors and documents list them.
-pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg Vorbis";
+pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg (Vorbis, FLAC)";
 
 /// The first bytes of a file, by which its format is recognized.
 const MAGIC_BYTES: usize = 64;
-/// The maximum number of tags before the sound, and of those behind it. Usually there is one.
+/// The maximum number of tags before the sound, and of those after it. Usually there is one.
 const MAX_TAGS: usize = 16;
 /// The last page of an Ogg file is looked for in this many bytes at the end: twice the maximum size of a page, 65,307.
 const OGG_TAIL: u64 = 2 * 65_307;
@@ -48,7 +48,7 @@ pub(super) struct Opened {
     pub(super) format: Format,
     /// The parts of the header that describe the sound, if others were skipped.
     pub(super) head: Vec<u8>,
-    /// The bytes of the source up to the tags behind the sound.
+    /// The bytes of the source up to the tags after the sound.
     pub(super) bytes: u64,
     /// What WAV and Ogg files say about their end. For other formats, [`End::Unmarked`].
     pub(super) end: End,
@@ -56,10 +56,10 @@ pub(super) struct Opened {
     pub(super) ogg_end: Option<u64>,
 }
 
-/// Recognizes a file's format.
+/// Recognizes a file's format, and finds where its sound begins and ends.
 ///
 /// # Errors
-/// The format cannot be decoded, or a WAV header states more bytes than the file has.
+/// The format or codec is not supported, or the header of a WAV or FLAC file is refused.
 pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
     let length = source.seek(SeekFrom::End(0)).map_err(unreadable)?;
     let mut start = 0;
@@ -105,8 +105,11 @@ fn first_bytes(source: &mut dyn Source, start: u64) -> Result<Vec<u8>, TaskError
     read_up_to(source, MAGIC_BYTES as u64).map_err(unreadable)
 }
 
-/// The length in bytes of the ID3v2 tag that begins with these bytes; none if no tag does.
+/// The length in bytes of the ID3v2 or APE tag that begins with these bytes; none if no tag does.
 fn tag_bytes(magic: &[u8]) -> Option<u64> {
+    if let [b'A', b'P', b'E', b'T', b'A', b'G', b'E', b'X', _, _, _, _, a, b, c, d, ..] = magic {
+        return Some(32 + u64::from(u32::from_le_bytes([*a, *b, *c, *d])));
+    }
     let [b'I', b'D', b'3', _, _, flags, size @ ..] = magic else { return None };
     let has_footer = flags & 0x10 != 0;
     Some(10 + synchsafe(*size.first_chunk()?) + if has_footer { 10 } else { 0 })
@@ -118,11 +121,21 @@ fn format(magic: &[u8]) -> Option<Format> {
         [b'f', b'L', b'a', b'C', ..] => Some(Format::Flac),
         [b'O', b'g', b'g', b'S', ..] => Some(Format::Ogg),
         // The frame sync of MPEG audio, a version other than the reserved one, and layer 3.
-        [0xff, second, ..] if second & 0xe0 == 0xe0 && second & 0x18 != 0x08 && second & 0x06 == 0x02 => {
+        [0xff, second, third, ..]
+            if second & 0xe0 == 0xe0
+                && second & 0x18 != 0x08
+                && second & 0x06 == 0x02
+                && !is_of_free_rate(*third) =>
+        {
             Some(Format::Mp3)
         }
         _ => None,
     }
+}
+
+/// Whether the third byte of an MPEG audio frame states no bit rate.
+fn is_of_free_rate(third: u8) -> bool {
+    third & 0xf0 == 0
 }
 
 /// The offset of the first frame of an MP3 file that begins with something else.
@@ -141,6 +154,11 @@ fn first_mp3_frame(source: &mut dyn Source, magic: &[u8], start: u64, length: u6
         [0x30, 0x26, 0xb2, 0x75, ..] => "WMA",
         [0xff, second, ..] if second & 0xf6 == 0xf0 => "AAC",
         [0xff, second, ..] if second & 0xe0 == 0xe0 && second & 0x06 == 0x04 => "MPEG audio, layer 2",
+        [0xff, second, third, ..]
+            if second & 0xe0 == 0xe0 && second & 0x06 == 0x02 && is_of_free_rate(*third) =>
+        {
+            "MP3 with a free bit rate"
+        }
         [b'{', ..] => "JSON",
         _ => {
             source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
@@ -153,7 +171,7 @@ fn first_mp3_frame(source: &mut dyn Source, magic: &[u8], start: u64, length: u6
     Err(refused(format!("the recording is {name}, which is not supported; supported are {SUPPORTED}")))
 }
 
-/// The offset at which the tags behind the sound begin: ID3v1 with its extension, APE, Lyrics3, and ID3v2 at the end. It
+/// The offset at which the tags after the sound begin: ID3v1 with its extension, APE, Lyrics3, and ID3v2 at the end. It
 /// is the file's length if there are none.
 fn end_without_tags(source: &mut dyn Source, length: u64) -> io::Result<u64> {
     /// The largest tag without a size: ID3v1 with its extension.

@@ -47,8 +47,9 @@ pub(super) fn header(source: &mut dyn Source, start: u64) -> Result<(Vec<u8>, u6
     Err(refused(format!("the FLAC file has more than {MAX_BLOCKS} metadata blocks")))
 }
 
-/// Sets the least and the largest block size in the header of a FLAC file, whose first frame is given. They are equal if
-/// and only if its frames say that their sizes are fixed. Old encoders say so although sizes vary; some write 0.
+/// Sets the least and the largest block size in the header of a FLAC file, whose first frame is given. The library wants
+/// them to be equal if the frames begin with 0xfff8 (all of one size), and to differ if they begin with 0xfff9. Old
+/// encoders write 0xfff8 although sizes vary; some headers have 0 in the place of a size.
 fn fit_block_sizes(head: &mut [u8], first_frame: &[u8]) {
     let Some([a, b, c, d]) = head.get_mut(8..12) else { return };
     let [least, largest] = [[*a, *b], [*c, *d]].map(u16::from_be_bytes);
@@ -61,7 +62,7 @@ fn fit_block_sizes(head: &mut [u8], first_frame: &[u8]) {
     ([*a, *b], [*c, *d]) = (least.to_be_bytes(), largest.to_be_bytes());
 }
 
-/// Where a frame stands in the file.
+/// The number in a frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Number {
     /// The index of the frame, if all frames have the same size.
@@ -82,7 +83,7 @@ impl Number {
         Some(if frame[1] & 1 == 0 { Self::Frame(number) } else { Self::Sample(number) })
     }
 
-    /// The number of the next frame, if this one has so many samples.
+    /// The number of the next frame, if this one has `samples` samples.
     pub(super) fn next(self, samples: u64) -> Self {
         match self {
             Self::Frame(number) => Self::Frame(number + 1),

@@ -43,7 +43,8 @@ const BLOCK: usize = 8_000;
 /// A block ends after this many decoded samples of all channels. At high rates or with many channels it is then shorter
 /// than [`BLOCK`].
 const BLOCK_SAMPLES: u64 = 1 << 18;
-/// The maximum number of packets that are read for a block, since packets may hold no samples.
+/// The maximum number of steps for a block, each of which reads a packet or resamples a part of one. Packets may hold no
+/// samples.
 const BLOCK_PACKETS: usize = 256;
 
 /// The maximum number of bytes of an Ogg file before its first sound. They hold comments, which take many times more
@@ -57,8 +58,8 @@ const MAX_BROKEN: usize = 50;
 /// their own first packet and the padding at both ends, others do not.
 const MP3_SLACK: u64 = 4 * 1_152;
 
-/// The power of a mix, as a part of that of its channels, below which it is silent: -30 dB. Channels that are independent
-/// of each other have half of it.
+/// The power of a mix, divided by the mean power of its channels, below which it counts as silent: -30 dB. Two channels
+/// that are independent of each other have -3 dB.
 const CANCELLED: f64 = 1e-3;
 
 /// The limits of a recording.
@@ -124,7 +125,7 @@ pub struct Recording {
     /// The power of all samples so far, summed: of the mix, and of the channels, of which it is the mean.
     mix_power: f64,
     channel_power: f64,
-    /// The last packet's samples behind the end that an MP3 file declares. They are sound if another packet follows.
+    /// The last packet's samples after the end that an MP3 or Ogg file declares. They are sound if another packet follows.
     beyond_end: Vec<Vec<f32>>,
 }
 
@@ -238,7 +239,7 @@ impl Recording {
         self.end == End::Unmarked
     }
 
-    /// Whether the channels cancelled each other in the mix so far, as those of a microphone with two opposite poles do.
+    /// Whether the channels cancelled each other in the mix so far, as two channels of opposite polarity do.
     pub fn has_silent_mix(&self) -> bool {
         self.mix_power < CANCELLED * self.channel_power
     }
@@ -309,9 +310,10 @@ impl Recording {
 
     /// Decodes a packet into `planes`: the channels, or their mean.
     fn decode_packet(&mut self, mut packet: Packet) -> Result<(), TaskError> {
-        // The library would leave out all packets behind the declared end, which may be wrong: files that were joined
-        // have the header of the first one.
-        let trim = if self.format == Format::Mp3 { std::mem::take(&mut packet.trim_end).get() } else { 0 };
+        // The library would leave out all packets after the declared end, which may be wrong: MP3 files that were joined
+        // have the header of the first one, and pages of an Ogg file may state no time.
+        let is_trimmed = matches!(self.format, Format::Mp3 | Format::Ogg);
+        let trim = if is_trimmed { std::mem::take(&mut packet.trim_end).get() } else { 0 };
         match self.format {
             Format::Flac => self.follow_flac_numbers(&packet)?,
             Format::Mp3 => self.follow_mp3_form(&packet)?,
@@ -375,8 +377,9 @@ impl Recording {
         Ok(())
     }
 
-    /// Takes another decoder where the frames of an MP3 file change between mono and stereo, which happens in files that
-    /// were joined: the library's decoder refuses frames of another form than that of its first.
+    /// Replaces the decoder where the form of an MP3 file's frames changes, as from mono to stereo in files that were
+    /// joined: the library's decoder refuses frames of another form than that of its first. `decode_packet` refuses
+    /// another rate.
     fn follow_mp3_form(&mut self, packet: &Packet) -> Result<(), TaskError> {
         let Some((form, _)) = mp3::frame(&packet.data) else { return Ok(()) };
         if self.mp3_form.replace(form).is_some_and(|last| last != form) {
@@ -392,7 +395,7 @@ impl Recording {
         let slack = match self.format {
             Format::Wav | Format::Flac => 0,
             Format::Mp3 => MP3_SLACK,
-            // The marked last page was found, so the file is complete.
+            // `next_packet` has refused a file that is cut off.
             Format::Ogg => u64::MAX,
         };
         let is_short = self.declared.is_some_and(|declared| self.frames < declared.saturating_sub(slack));

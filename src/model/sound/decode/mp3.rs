@@ -1,11 +1,9 @@
 //! Finds the first frame of an MP3 file that does not begin with one: a recording that was cut out of a stream, or has
 //! zeros or remains of tags before it. Tells whether frames have the same form. Decodes nothing.
 
-/// The bytes among which the first frame is looked for: many times the largest frame, 1,441 bytes.
-pub(super) const SEARCHED_BYTES: u64 = 64 << 10;
-/// The bytes of a frame's header.
-const HEADER: usize = 4;
-/// The number of frames in a row that are no accident. A file may have fewer.
+/// The bytes among which the first frame is looked for. Remains of tags with pictures may stand before it.
+pub(super) const SEARCHED_BYTES: u64 = 1 << 20;
+/// The number of consecutive frame headers of one form that are taken for sound, and for no accident.
 const CHAIN: usize = 4;
 
 /// What all frames of a recording have in common.
@@ -13,14 +11,19 @@ const CHAIN: usize = 4;
 pub(super) struct Form {
     /// The two bits of the MPEG version.
     version: u8,
-    /// The two bits of the sample rate, which mean a rate for each version.
+    /// The two bits of the sample rate, whose meaning depends on the version.
     rate: u8,
     is_mono: bool,
 }
 
 /// The form of the frame that begins with these bytes, and its length in bytes. None if no frame of layer 3 does.
 pub(super) fn frame(bytes: &[u8]) -> Option<(Form, usize)> {
-    const VERSION_1: u8 = 3;
+    // Numbers in the header's bits.
+    const MPEG_1: u8 = 3;
+    const MPEG_2: u8 = 2;
+    const RESERVED_VERSION: u8 = 1;
+    const LAYER_3: u8 = 1;
+    const RESERVED_RATE: u8 = 3;
     /// Kilobits per second by the four bits of the header.
     const KILOBITS: [[usize; 14]; 2] = [
         [8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160],
@@ -29,20 +32,21 @@ pub(super) fn frame(bytes: &[u8]) -> Option<(Form, usize)> {
     let [0xff, second, third, fourth, ..] = *bytes else { return None };
     let (version, layer) = (second >> 3 & 3, second >> 1 & 3);
     let (kilobits, rate, padding) = (third >> 4, third >> 2 & 3, third >> 1 & 1);
-    // Layer 3 is 1. Version 1 is reserved; versions 2 and 2.5 are 2 and 0.
-    if second >> 5 != 7 || layer != 1 || version == 1 || rate == 3 {
+    if second >> 5 != 7 || layer != LAYER_3 || version == RESERVED_VERSION || rate == RESERVED_RATE {
         return None;
     }
-    let is_first = version == VERSION_1;
-    let kilobits = KILOBITS[usize::from(is_first)].get(usize::from(kilobits).checked_sub(1)?)?;
+    let is_mpeg_1 = version == MPEG_1;
+    let kilobits = KILOBITS[usize::from(is_mpeg_1)].get(usize::from(kilobits).checked_sub(1)?)?;
     let halvings = match version {
-        VERSION_1 => 0,
-        2 => 1,
+        MPEG_1 => 0,
+        MPEG_2 => 1,
+        // MPEG 2.5.
         _ => 2,
     };
     let hertz = [44_100, 48_000, 32_000][usize::from(rate)] >> halvings;
-    let slots = if is_first { 144 } else { 72 };
-    let length = slots * kilobits * 1_000 / hertz + usize::from(padding);
+    // A frame has 1,152 or 576 samples; a byte has 8 bits.
+    let samples = if is_mpeg_1 { 1_152 } else { 576 };
+    let length = samples / 8 * kilobits * 1_000 / hertz + usize::from(padding);
     Some((Form { version, rate, is_mono: fourth >> 6 == 3 }, length))
 }
 
@@ -61,7 +65,7 @@ fn begins_chain(mut bytes: &[u8]) -> bool {
             _ => return false,
         }
     }
-    bytes.len() >= HEADER
+    true
 }
 
 #[cfg(test)]

@@ -20,14 +20,28 @@ pub(super) struct Pages<R> {
     page: Vec<u8>,
     /// The number of bytes of `page` that were passed on.
     passed: usize,
-    /// Whether a page was the last of its stream. The bytes after it need not be a page.
+    /// The streams that have begun and not ended.
+    streams: Vec<Stream>,
+    /// Whether all streams have ended. The bytes after them need not be a page.
     may_end: bool,
 }
+
+/// A stream of an Ogg file: usually there is one.
+struct Stream {
+    serial: u32,
+    /// The number of its last page.
+    number: u32,
+    /// Whether that page is one of sound: those of the header have the time 0.
+    is_sound: bool,
+}
+
+/// The maximum number of streams at the same time.
+const MAX_STREAMS: usize = 16;
 
 impl<R: Read> Pages<R> {
     /// `source` is positioned at the first page.
     pub(super) fn new(source: R) -> Self {
-        Self { source, page: Vec::new(), passed: 0, may_end: false }
+        Self { source, page: Vec::new(), passed: 0, streams: Vec::new(), may_end: false }
     }
 
     /// Reads and checks the next page. `page` is empty at the end of the file, and after an error.
@@ -64,7 +78,30 @@ impl<R: Read> Pages<R> {
         if stated != Some(found) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a page has a wrong checksum"));
         }
-        self.may_end |= self.page[5] & LAST != 0;
+        self.follow_stream()
+    }
+
+    /// Checks that no page is missing before the current one, and notes where streams end. Pages may be missing between a
+    /// header and the sound: whoever begins to record a stream gets the header first.
+    fn follow_stream(&mut self) -> io::Result<()> {
+        let four = |at: usize| self.page[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+        let (serial, number) = (four(14), four(18));
+        let is_sound = self.page[6..14] != [0; 8];
+        let index = self.streams.iter().position(|stream| stream.serial == serial);
+        if let Some(stream) = index.map(|index| &mut self.streams[index]) {
+            if stream.is_sound && number != stream.number.wrapping_add(1) {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a page is missing"));
+            }
+            (stream.number, stream.is_sound) = (number, is_sound || stream.is_sound);
+        } else if self.streams.len() < MAX_STREAMS {
+            self.streams.push(Stream { serial, number, is_sound });
+        } else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it has too many streams"));
+        }
+        if self.page[5] & LAST != 0 {
+            self.streams.retain(|stream| stream.serial != serial);
+        }
+        self.may_end = self.streams.is_empty();
         Ok(())
     }
 

@@ -14,8 +14,8 @@ const MAX_CHUNKS: usize = 256;
 /// From this number of bytes on, a header states no length: programs that write to a pipe put a very large number there
 /// (ffmpeg 2^32 - 1, sox 2^31 - 4096).
 const UNKNOWN_LENGTH: u32 = 0x7fff_0000;
-/// The part of a second that may be missing at the end. Some phones state a little more than they have written.
-const SPARE: u64 = 10;
+/// The milliseconds that may be missing at the end. Some phones state a little more than they have written.
+const MAX_MISSING_MS: u64 = 100;
 
 /// A header that was read.
 pub(super) struct Header {
@@ -32,7 +32,7 @@ pub(super) struct Header {
 /// How samples are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Encoding {
-    Whole,
+    Integer,
     Float,
     ALaw,
     MuLaw,
@@ -42,7 +42,7 @@ impl Encoding {
     /// The encoding of this number in a header.
     fn from_tag(tag: u16) -> Result<Self, TaskError> {
         let name = match tag {
-            1 => return Ok(Self::Whole),
+            1 => return Ok(Self::Integer),
             3 => return Ok(Self::Float),
             6 => return Ok(Self::ALaw),
             7 => return Ok(Self::MuLaw),
@@ -53,13 +53,13 @@ impl Encoding {
             0x55 => "MP3",
             _ => "an unknown encoding",
         };
-        let taken = "whole and floating-point numbers, A-law and µ-law are taken";
+        let taken = "integer and floating-point samples, A-law and µ-law are taken";
         Err(refused(format!("the WAV file holds {name} (format {tag}); {taken}")))
     }
 
     fn tag(self) -> u16 {
         match self {
-            Self::Whole => 1,
+            Self::Integer => 1,
             Self::Float => 3,
             Self::ALaw => 6,
             Self::MuLaw => 7,
@@ -67,9 +67,9 @@ impl Encoding {
     }
 }
 
-/// What the chunk `fmt ` says of the samples.
+/// What the chunk `fmt ` says about the samples.
 #[derive(Debug, PartialEq, Eq)]
-struct Samples {
+struct SampleFormat {
     encoding: Encoding,
     channels: u16,
     rate: u32,
@@ -77,7 +77,7 @@ struct Samples {
     width: u16,
 }
 
-impl Samples {
+impl SampleFormat {
     /// Reads the chunk.
     ///
     /// # Errors
@@ -86,7 +86,7 @@ impl Samples {
         /// Microsoft's tag for a chunk that names the encoding in a further field.
         const EXTENSIBLE: u16 = 0xfffe;
         let number = |at: usize| chunk.get(at..at + 2).map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]]));
-        let short = || refused(format!("the WAV file's chunk fmt is too short: {} bytes", chunk.len()));
+        let short = || refused(format!("the WAV file's fmt chunk is too short: {} bytes", chunk.len()));
         let [tag, channels, low, high, align, bits] =
             [0, 2, 4, 6, 12, 14].map(|at| number(at).ok_or_else(short));
         let (channels, align, bits) = (channels?, align?, bits?);
@@ -97,19 +97,19 @@ impl Samples {
         };
         check_rate_and_channels(Format::Wav, rate, channels.into())?;
         let encoding = Encoding::from_tag(tag)?;
-        // A sample may have fewer bits than its bytes; they are the upper ones.
-        let width = if align == 0 { bits.div_ceil(8) } else { align / channels };
+        // As ffmpeg and libsndfile read it: the bytes of a sample follow from its bits. The block alignment is often wrong,
+        // and decides only where 24 bits are left-aligned in 4 bytes.
+        let width = match bits {
+            24 if align == 4 * channels => 4,
+            bits => bits.div_ceil(8),
+        };
         let widths: &[u16] = match encoding {
-            Encoding::Whole => &[1, 2, 3, 4],
+            Encoding::Integer => &[1, 2, 3, 4],
             Encoding::Float => &[4, 8],
             Encoding::ALaw | Encoding::MuLaw => &[1],
         };
-        let is_whole = align == 0 || align == width * channels;
-        if !is_whole || !widths.contains(&width) || bits > 8 * width {
-            return Err(refused(format!(
-                "the WAV file states samples of {bits} bits, and {align} bytes for a sample of each of its channels \
-                 ({channels}); these are not taken"
-            )));
+        if !widths.contains(&width) {
+            return Err(refused(format!("the WAV file states samples of {bits} bits, which are not taken")));
         }
         Ok(Self { encoding, channels, rate, width })
     }
@@ -152,17 +152,17 @@ pub(super) fn header(source: &mut dyn Source, start: u64, length: u64) -> Result
         position += 8;
         match name {
             b"data" => {
-                let samples: Samples =
-                    samples.ok_or_else(|| refused("the WAV file has no chunk fmt before its sound"))?;
+                let samples: SampleFormat =
+                    samples.ok_or_else(|| refused("the WAV file has no fmt chunk before its sound"))?;
                 return sound(&samples, stated, position, length);
             }
             b"fmt " if stated > MAX_FORMAT_BYTES => {
                 return Err(refused(format!(
-                    "the WAV file has {stated} bytes in its chunk fmt; at most {MAX_FORMAT_BYTES} are taken"
+                    "the WAV file has {stated} bytes in its fmt chunk; at most {MAX_FORMAT_BYTES} are taken"
                 )));
             }
             b"fmt " => {
-                samples = Some(Samples::read(&read_up_to(source, stated.into()).map_err(unreadable)?)?);
+                samples = Some(SampleFormat::read(&read_up_to(source, stated.into()).map_err(unreadable)?)?);
             }
             _ => {}
         }
@@ -173,11 +173,11 @@ pub(super) fn header(source: &mut dyn Source, start: u64, length: u64) -> Result
 }
 
 /// The header of a file whose samples begin at `start`, and whose header states this many bytes of them.
-fn sound(samples: &Samples, stated: u32, start: u64, length: u64) -> Result<Header, TaskError> {
+fn sound(samples: &SampleFormat, stated: u32, start: u64, length: u64) -> Result<Header, TaskError> {
     let present = length.saturating_sub(start);
     let states_end = stated < UNKNOWN_LENGTH && (stated > 0 || present == 0);
-    let spare = u64::from(samples.rate) * samples.bytes() / SPARE;
-    if states_end && u64::from(stated) > present + spare {
+    let missing = u64::from(samples.rate) * samples.bytes() * MAX_MISSING_MS / 1_000;
+    if states_end && u64::from(stated) > present + missing {
         return Err(refused(format!(
             "the WAV header declares {stated} bytes of sound, and {present} bytes follow"
         )));

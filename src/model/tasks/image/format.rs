@@ -19,7 +19,7 @@ impl Format {
     /// The format that the first bytes of a file indicate. What a request calls the file does not matter.
     ///
     /// # Errors
-    /// What the file is, if it is of no format that can be decoded.
+    /// The end of a sentence that begins with "the image is", if the format cannot be decoded.
     pub fn of_file(bytes: &[u8]) -> Result<Self, &'static str> {
         Err(match bytes {
             [0xff, 0xd8, 0xff, ..] => return Ok(Self::Jpeg),
@@ -29,14 +29,14 @@ impl Format {
             [b'G', b'I', b'F', b'8', ..] => "a GIF",
             [b'B', b'M', ..] => "a BMP",
             [b'I', b'I', b'*', 0, ..] | [b'M', b'M', 0, b'*', ..] => "a TIFF",
-            [_, _, _, _, b'f', b't', b'y', b'p', ..] => "an AVIF, a HEIC or a film",
+            [_, _, _, _, b'f', b't', b'y', b'p', ..] => "an AVIF, a HEIC or a video",
             [b'<', ..] => "an SVG or another text",
             [b'{' | b'[', ..] => "JSON",
             _ => "of an unknown format",
         })
     }
 
-    pub(super) fn library_format(self) -> ImageFormat {
+    pub(super) fn image_crate_format(self) -> ImageFormat {
         match self {
             Self::Jpeg => ImageFormat::Jpeg,
             Self::Png => ImageFormat::Png,
@@ -47,8 +47,16 @@ impl Format {
 
 impl fmt::Display for Format {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(self.library_format().to_mime_type())
+        out.write_str(self.image_crate_format().to_mime_type())
     }
+}
+
+/// The chunks of a WebP file, up to the end that its container states.
+pub(super) fn webp_chunks(bytes: &[u8]) -> &[u8] {
+    let stated =
+        bytes.get(4..8).and_then(|length| length.first_chunk()).map_or(0, |it| u32::from_le_bytes(*it));
+    let end = (stated as usize).saturating_add(8).min(bytes.len());
+    bytes.get(12..end).unwrap_or_default()
 }
 
 /// A chunk of a WebP file.

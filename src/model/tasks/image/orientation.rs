@@ -6,7 +6,8 @@ use std::io::Read as _;
 use flate2::read::ZlibDecoder;
 use image::metadata::Orientation;
 
-use super::format::{Format, split_chunk};
+use super::format::{Format, split_chunk, webp_chunks};
+use super::jpeg::{Segment, Segments};
 
 /// The prefix of EXIF data in a JPEG file. Some programs write it in other files too, where it does not belong.
 const EXIF_PREFIX: &[u8] = b"Exif\0\0";
@@ -32,38 +33,20 @@ pub(super) fn orientation(bytes: &[u8], format: Format, max_unpacked: u64) -> Or
         .unwrap_or(Orientation::NoTransforms)
 }
 
-/// The metadata in the segments before the first scan.
+/// The metadata in the segments before the first scan. As in Pillow, segments of EXIF data continue each other, and the
+/// last segment of XMP data counts.
 fn jpeg(bytes: &[u8]) -> Metadata {
     let mut metadata = Metadata::default();
-    let mut rest = bytes.get(2..).unwrap_or_default();
-    while let [0xff, marker, after @ ..] = rest {
-        rest = match marker {
-            0xff => &rest[1..],
-            0x01 | 0xd0..=0xd8 => after,
-            // The image data or the end.
-            0xd9 | 0xda => break,
-            _ => {
-                let Some(length) = after.first_chunk().map(|length| usize::from(u16::from_be_bytes(*length)))
-                else {
-                    break;
-                };
-                let data = after.get(2..length).unwrap_or_default();
-                if *marker == 0xe1 {
-                    add_segment(data, &mut metadata);
-                }
-                after.get(length..).unwrap_or_default()
-            }
-        };
+    let before_scan = |segment: &Segment<'_>| !matches!(segment.marker, 0xd9 | 0xda);
+    let applications = Segments::new(bytes).take_while(before_scan).filter(|segment| segment.marker == 0xe1);
+    for Segment { data, .. } in applications {
+        if let Some(exif) = data.strip_prefix(EXIF_PREFIX) {
+            metadata.exif.get_or_insert_default().extend(exif);
+        } else if let Some(xmp) = data.strip_prefix(b"http://ns.adobe.com/xap/1.0/\0") {
+            metadata.xmp = Some(xmp.to_vec());
+        }
     }
     metadata
-}
-
-fn add_segment(data: &[u8], metadata: &mut Metadata) {
-    if data.starts_with(EXIF_PREFIX) {
-        metadata.exif.get_or_insert_with(|| data.to_vec());
-    } else if let Some(xmp) = data.strip_prefix(b"http://ns.adobe.com/xap/1.0/\0") {
-        metadata.xmp = Some(xmp.to_vec());
-    }
 }
 
 /// The metadata in the chunks before and after the pixels. All compressed texts together are unpacked up to `room` bytes.
@@ -142,7 +125,7 @@ fn webp(bytes: &[u8]) -> Metadata {
     const EXIF: u8 = 0x08;
     const XMP: u8 = 0x04;
     let mut metadata = Metadata::default();
-    let mut rest = bytes.get(12..).unwrap_or_default();
+    let mut rest = webp_chunks(bytes);
     let mut flags = 0;
     while let Some((chunk, after)) = split_chunk(rest) {
         match chunk.name {
@@ -160,15 +143,16 @@ fn webp(bytes: &[u8]) -> Metadata {
     metadata
 }
 
-/// The orientation in the first directory of EXIF data; none if it has no such tag.
+/// The orientation in the first directory of EXIF data; none if it has no such tag, and 0 if the tag is no orientation.
 fn exif_orientation(mut data: &[u8]) -> Option<u32> {
     const TAG: u16 = 0x112;
     while let Some(rest) = data.strip_prefix(EXIF_PREFIX) {
         data = rest;
     }
+    // Pillow also takes the wrong order of the number after the letters.
     let is_little = match data.first_chunk()? {
-        b"II*\0" => true,
-        b"MM\0*" => false,
+        b"II*\0" | b"II\0*" => true,
+        b"MM\0*" | b"MM*\0" => false,
         _ => return None,
     };
     let two = |at: usize| {
@@ -182,18 +166,26 @@ fn exif_orientation(mut data: &[u8]) -> Option<u32> {
     let directory = four(4)? as usize;
     let mut entries = (0..usize::from(two(directory)?)).map(|index| directory + 2 + 12 * index);
     let entry = entries.find(|entry| two(*entry) == Some(TAG))?;
-    // The value of one number, which stands in the entry itself.
-    match two(entry + 2)? {
-        // A byte with a sign.
-        6 => data.get(entry + 8).map(|byte| u32::from(*byte)),
-        // 16 bits, without and with a sign.
-        3 | 8 => two(entry + 8).map(u32::from),
-        // 32 bits.
-        4 | 9 => four(entry + 8),
-        // Other types of TIFF are no numbers that Pillow takes.
-        1..=12 => Some(0),
-        _ => None,
-    }
+    let kind = two(entry + 2)?;
+    // A value of more than four bytes stands elsewhere.
+    let place = if matches!(kind, 5 | 10 | 12 | 16) { four(entry + 8)? as usize } else { entry + 8 };
+    let number = match kind {
+        6 => f64::from(*data.get(place)?),
+        3 | 8 => f64::from(two(place)?),
+        4 | 9 | 13 => f64::from(four(place)?),
+        // Fractions.
+        5 | 10 => f64::from(four(place)?) / f64::from(four(place + 4)?),
+        11 => f64::from(f32::from_bits(four(place)?)),
+        12 | 16 => {
+            let (first, second) = (u64::from(four(place)?), u64::from(four(place + 4)?));
+            let bits = if is_little { second << 32 | first } else { first << 32 | second };
+            if kind == 12 { f64::from_bits(bits) } else { bits as f64 }
+        }
+        // Bytes and texts are an orientation that Pillow does not take.
+        1 | 2 | 7 => 0.0,
+        _ => return None,
+    };
+    Some(if (1.0..=8.0).contains(&number) && number.fract() == 0.0 { number as u32 } else { 0 })
 }
 
 /// The orientation in XMP data, as an attribute or an element; none if it has none.
