@@ -24,6 +24,7 @@ from sconce_client import (
     InputError,
     NotServed,
     Reply,
+    ReplyWarning,
     TaskError,
     TaskTimeout,
     TextsTruncated,
@@ -288,6 +289,17 @@ def test_speech(client: Any) -> None:
     assert speech.transcribe(path.as_uri(), words=True, temperature=0) == timed
     with pytest.raises(BadRequest, match="allowed_sources"):
         speech.transcribe("https://media.example.org/a.wav")
+    assert found.recording_end is None
+    # A header of 44 bytes that states neither its size nor a length.
+    wav = bytearray(path.read_bytes())
+    wav[4:8] = wav[40:44] = b"\xff\xff\xff\xff"
+    streamed = speech.transcribe(bytes(wav))
+    assert streamed.text == found.text and streamed.recording_end == "unmarked"
+    left = numpy.frombuffer(wav[44:], dtype="<i2")
+    wav[22:24], wav[32:34] = b"\2\0", b"\4\0"
+    with pytest.warns(ReplyWarning, match="cancel each other"):
+        opposite = speech.transcribe(bytes(wav[:44]) + numpy.stack([left, -left], 1).tobytes())
+    assert opposite.text == ""
     sound = (ROOT / "tests/fixtures/sound/short.ogg").read_bytes()
     assert speech.transcribe(sound, temperature=0.00001, vad={"threshold": 0.3}).text
     with pytest.raises(BadRequest, match="vad.threshold must be a number"):

@@ -222,8 +222,9 @@ impl Task {
     }
 }
 
-/// When a message was published, if it says so.
+/// When a message was published, if it says so. A time before the year 2000 is none: clients that set no time send 0.
 pub fn published(message: &Message) -> Option<SystemTime> {
+    const YEAR_2000: Duration = Duration::from_secs(946_684_800);
     let properties = &message.properties;
     let since = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
         (Some(ms), _) if ms.as_i64().is_some() => {
@@ -232,7 +233,7 @@ pub fn published(message: &Message) -> Option<SystemTime> {
         (_, Some(seconds)) => Some(Duration::from_secs(seconds)),
         _ => None,
     };
-    SystemTime::UNIX_EPOCH.checked_add(since?)
+    SystemTime::UNIX_EPOCH.checked_add(since.filter(|since| *since >= YEAR_2000)?)
 }
 
 /// Whether the deadline of a sentinel has passed. A sentinel with an unreadable deadline stays valid.
@@ -402,6 +403,23 @@ mod tests {
         }
         message.properties.expiration = expiration.map(Into::into);
         deadline(&message, SystemTime::UNIX_EPOCH)
+    }
+
+    #[test]
+    fn a_time_of_publishing_before_2000_is_none() {
+        let published_at = |seconds: Option<u64>, ms: Option<i64>| {
+            let mut message = message(None, "{}");
+            message.properties.timestamp = seconds;
+            if let Some(ms) = ms {
+                message.properties.headers.insert("timestamp_in_ms".into(), ms.into());
+            }
+            published(&message)
+        };
+        let at = |seconds| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!([published_at(Some(0), None), published_at(None, Some(0))], [None, None]);
+        assert_eq!(published_at(Some(946_684_799), None), None);
+        assert_eq!(published_at(Some(946_684_800), None), at(946_684_800));
+        assert_eq!(published_at(Some(0), Some(1_700_000_000_000)), at(1_700_000_000));
     }
 
     #[test]

@@ -58,8 +58,12 @@ struct Component {
 pub(super) struct Scan {
     /// The ids of its components.
     components: Vec<u8>,
-    /// The first and the last coefficient, if these have their full precision after this scan.
-    coefficients: Option<[u8; 2]>,
+    /// The first and the last coefficient.
+    coefficients: [u8; 2],
+    /// Whether it is the first scan of these coefficients.
+    is_first: bool,
+    /// Whether they have their full precision after this scan.
+    is_precise: bool,
     /// The blocks, or groups of blocks, from one restart marker to the next. 0: there are no such markers.
     restart_interval: usize,
     /// The number of restart markers that it has.
@@ -160,10 +164,11 @@ impl Structure {
                 }
                 (SOS, [count, components @ .., first, last, precision]) if scans.len() <= MAX_SCANS => {
                     let ids = components.chunks_exact(2).map(|component| component[0]);
-                    let is_precise = precision & 15 == 0;
                     scans.push(Scan {
                         components: ids.take(usize::from(*count)).collect(),
-                        coefficients: is_precise.then_some([*first, *last]),
+                        coefficients: [*first, *last],
+                        is_first: precision >> 4 == 0,
+                        is_precise: precision & 15 == 0,
                         restart_interval,
                         restarts: 0,
                         is_in_order: true,
@@ -229,7 +234,7 @@ impl Structure {
             ));
         }
         if self.coding == PROGRESSIVE && !self.components.iter().all(|it| self.has_all_coefficients(it.id)) {
-            return Err("scans are missing".to_owned());
+            return Err("scans are missing, or occur twice".to_owned());
         }
         if self.width == 0 || self.height == 0 {
             return Err(format!("it states {}x{} pixels", self.width, self.height));
@@ -272,12 +277,15 @@ impl Structure {
         [0, 1].map(|side| self.components.iter().map(|component| component.factors[side]).max().unwrap_or(1))
     }
 
-    /// Whether scans of a progressive image have all coefficients of a component in full precision. A file that was cut
-    /// lacks some, which libjpeg guesses.
+    /// Whether one scan of a progressive image begins each coefficient of a component, and one gives it its full precision.
+    /// A file that was cut lacks some, which libjpeg guesses. Further scans would take time and change nothing.
     fn has_all_coefficients(&self, id: u8) -> bool {
-        let scans = self.scans.iter().filter(|scan| scan.components.contains(&id));
-        let bands: Vec<[u8; 2]> = scans.filter_map(|scan| scan.coefficients).collect();
-        (0..64).all(|index| bands.iter().any(|[first, last]| (*first..=*last).contains(&index)))
+        let scans = || self.scans.iter().filter(|scan| scan.components.contains(&id));
+        (0..64).all(|index| {
+            let of_index =
+                || scans().filter(|scan| (scan.coefficients[0]..=scan.coefficients[1]).contains(&index));
+            of_index().filter(|scan| scan.is_first).count() == 1 && of_index().any(|scan| scan.is_precise)
+        })
     }
 
     /// Whether a scan has the restart markers that its interval asks for. Where some are lost, decoders go on at a wrong
@@ -537,6 +545,7 @@ mod tests {
             (library(0xc0, &[(1, 0x01)], &[&[1]], &[]), "sampling factors of 0"),
             (library(0xc2, &plain, &many, &[]), "more than 100 scans"),
             (library(0xc2, &plain, &[&[1, 2]], &[]), "scans are missing"),
+            (library(0xc2, &plain, &[&[1, 2, 3], &[1, 2, 3]], &[]), "or occur twice"),
             (library(0xc0, &plain, &[&[1, 2, 3], &[1]], &[]), "3 components occur 4 times"),
             (library(0xc0, &plain, &[&[1, 2, 3]], &[b"\xc0\x08\0\x4b\0\x64\x01\x01\x11\0"]), "contradict"),
             (
