@@ -81,7 +81,7 @@ impl SampleFormat {
     /// Reads the chunk.
     ///
     /// # Errors
-    /// The chunk is too short, contradicts itself, or describes samples that are not decoded.
+    /// The chunk is too short, or describes samples that are not decoded.
     fn read(chunk: &[u8]) -> Result<Self, TaskError> {
         /// Microsoft's tag for a chunk that names the encoding in a further field.
         const EXTENSIBLE: u16 = 0xfffe;

@@ -172,9 +172,9 @@ fn inspect(bytes: &[u8]) -> Result<(Header, Option<Library>), Error> {
 
 /// Decodes the file `bytes`.
 ///
-/// The pixels are those of Pillow; of JPEG and lossy WebP files they differ by less than 1 of 255 on average. They are turned upright as [`orientation`] finds; alpha is dropped, not blended; gray
-/// is repeated for each colour; of an animation the first picture is decoded. 16-bit samples lose their lower 8 bits,
-/// gray ones too (Pillow clips those at 255).
+/// The pixels are those of Pillow; of JPEG and lossy WebP files they differ by less than 1 of 255 on average. They are
+/// turned upright as [`orientation`] finds; alpha is dropped, not blended; gray is repeated for each colour; of an animation
+/// the first picture is decoded. 16-bit samples lose their lower 8 bits, gray ones too (Pillow clips those at 255).
 ///
 /// # Errors
 /// What is wrong with the file, or which limit it exceeds.
@@ -274,6 +274,9 @@ fn prepared_webp(bytes: &[u8]) -> Cow<'_, [u8]> {
     const ALPHA: u8 = 0x10;
     const NO_BLENDING: u8 = 0x02;
     let chunks = webp_chunks(bytes);
+    if !chunks.starts_with(b"VP8X") {
+        return Cow::Borrowed(bytes);
+    }
     let start = 12;
     let (mut first_frame, mut has_opaque_picture, mut has_alpha) = (None, false, false);
     let mut rest = chunks;
@@ -288,9 +291,6 @@ fn prepared_webp(bytes: &[u8]) -> Cow<'_, [u8]> {
             _ => {}
         }
         rest = after;
-    }
-    if !chunks.starts_with(b"VP8X") {
-        return Cow::Borrowed(bytes);
     }
     let mut prepared = bytes.to_vec();
     if let Some(flags) = prepared.get_mut(start + 8) {

@@ -9,8 +9,7 @@ use zune_core::colorspace::ColorSpace;
 use zune_core::options::DecoderOptions;
 use zune_jpeg::JpegDecoder;
 
-/// The pixels of a file count once more for every 20 scans, each of which covers the whole image. Encoders write about a
-/// dozen.
+/// The pixels of a file count once more for every 20 scans, each of which covers the whole image.
 const SCANS_PER_COUNT: u64 = 20;
 /// The marker of the beginning of a file.
 const SOI: [u8; 2] = [0xff, 0xd8];
