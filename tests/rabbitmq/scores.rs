@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::admin::metrics;
 use super::messages::{minilm, serve};
+use super::sentinels::make_queue;
 use crate::support::client::{Client, Inbox, Received, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
@@ -71,11 +72,15 @@ async fn a_cross_encoder_answers_both_urls_and_refuses_others() {
 async fn a_task_of_500_documents_is_answered_once_and_holds_nobody_up() {
     // A batch takes eight inputs, so that the large task needs 63 batches of its own.
     let settings = settings("score-bert").set("pool[0].batch.max_requests", 8);
-    let (_sconce, client, mut inbox) = serve(&settings).await;
+    // All tasks wait in the queue before the worker starts: otherwise a fast worker could answer the large one
+    // before a slow broker has confirmed the small ones.
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    make_queue(&client, &settings).await;
     let documents: Vec<String> = (0..500).map(|n| format!("the tide carries message {n}")).collect();
     let giant = Task::new(json!({"query": "which message?", "documents": documents})).id("giant");
     let small = |n: usize| Task::new(json!({"query": "q", "documents": ["a queue"]})).id(n.to_string());
     client.publish_all(&settings.tasks, std::iter::once(giant).chain((0..20).map(small))).await;
+    let (_sconce, _, mut inbox) = serve(&settings).await;
     let order: Vec<String> = inbox.take(21).await.into_iter().map(|reply| reply.correlation_id).collect();
     assert_eq!(order.last().map(String::as_str), Some("giant"), "{order:?}");
 }

@@ -22,7 +22,7 @@ fn slow(id: usize, sleep_ms: u64) -> Task {
 }
 
 /// Makes the task queue as sconce does, before any worker runs.
-async fn make_queue(client: &Client, settings: &Settings) {
+pub async fn make_queue(client: &Client, settings: &Settings) {
     use lapin::types::AMQPValue;
     let quorum = ("x-queue-type", AMQPValue::LongString("quorum".into()));
     client.declare(&settings.tasks, &[quorum, ("x-delivery-limit", AMQPValue::LongLongInt(20))]).await;

@@ -8,6 +8,9 @@ import re
 VARIABLES = ("SCONCE_BROKER__URL", "AMQP_URL")
 """Where an address is looked for if none is given, in this order, as `sconce launch` does."""
 _NO_VHOST = "the broker has no such virtual host, or this user may not use it"
+SETTLED_AFTER = 10.0
+"""Seconds for which a connection has been ready when the delays of reconnecting begin anew. Until then they go on growing:
+what ended the connection so soon may end the next one."""
 LOCAL = "amqp://guest:guest@127.0.0.1:5672/%2f"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ._base import BadReply
+from ._base import BadReply, reading
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class _Content:
         """The body, if it is JSON; else raises BadReply."""
         if not self._is_json():
             raise BadReply(f"it is {self.content_type}, and not JSON: read its body or content")
-        return json.loads(self.body)
+        with reading("its JSON"):
+            return json.loads(self.body)
 
     def _is_json(self) -> bool:
         return self.media_type in ("", "application/json") or self.media_type.endswith("+json")
@@ -44,13 +45,10 @@ class _Content:
         return self.media_type.startswith("text/")
 
     def _decoded(self) -> str:
-        parameters = email.message.Message()
-        parameters["Content-Type"] = self.content_type
-        charset = parameters.get_content_charset("utf-8")
-        try:
-            return self.body.decode(charset)
-        except (LookupError, UnicodeDecodeError) as error:
-            raise BadReply(f"it is {self.content_type}, and cannot be decoded: {error}") from None
+        with reading(self.content_type):
+            parameters = email.message.Message()
+            parameters["Content-Type"] = self.content_type
+            return self.body.decode(parameters.get_content_charset("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -79,26 +77,28 @@ class Reply(_Content):
     @property
     def finish_reason(self) -> str | None:
         """Why generated text ends, of the first choice: `stop`, or `length` at `max_tokens`."""
-        reason: str | None = self._first_choice().get("finish_reason")
-        return reason
+        reason = self._first_choice().get("finish_reason")
+        return reason if isinstance(reason, str) else None
 
     def _first_choice(self) -> dict[str, Any]:
-        try:
-            choice: dict[str, Any] = self.json()["choices"][0]
-        except (IndexError, KeyError, TypeError):
-            raise BadReply("the reply has no choices: it is no generated text") from None
-        return choice
+        body = self.json()
+        choices = body.get("choices") if isinstance(body, dict) else None
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+            raise BadReply("the reply has no choices: it is no generated text")
+        return choices[0]
 
     @property
     def usage(self) -> dict[str, Any]:
         """Counts of tokens, such as `prompt_tokens` and `completion_tokens`; empty if the body has none."""
         body = self.json()
-        return dict(body.get("usage") or {}) if isinstance(body, dict) else {}
+        usage = body.get("usage") if isinstance(body, dict) else None
+        return usage if isinstance(usage, dict) else {}
 
     @property
     def truncated(self) -> int:
         """How many texts were longer than the model takes, and were cut."""
-        return int(self.headers.get("truncated") or 0)
+        count = self.headers.get("truncated")
+        return count if isinstance(count, int) else 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ class Part(_Content):
     @property
     def chunk(self) -> dict[str, Any]:
         """One chunk as OpenAI's, such as `{"object": "chat.completion.chunk", "choices": […]}`; else raises BadReply."""
-        chunk: dict[str, Any] = self.json()
+        chunk = self.json()
+        if not isinstance(chunk, dict):
+            raise BadReply("the part is no chunk: its JSON is no object")
         return chunk
 
     @property
@@ -126,8 +128,10 @@ class Part(_Content):
         a transcription."""
         if self._is_text():
             return self._decoded()
-        delta = self.chunk.get("delta")
-        return delta if isinstance(delta, str) else "".join(map(_text, self.chunk.get("choices", ())))
+        chunk = self.chunk
+        delta = chunk.get("delta")
+        with reading("the text of the part"):
+            return delta if isinstance(delta, str) else "".join(map(_text, chunk.get("choices", ())))
 
 
 @dataclass(frozen=True)
@@ -200,5 +204,7 @@ class Classified:
 
 def _text(choice: Mapping[str, Any]) -> str:
     """The text of a choice of any of OpenAI's bodies for text."""
-    message = choice.get("message") or choice.get("delta") or choice
-    return message.get("content") or message.get("text") or ""
+    with reading("the text of a choice"):
+        message = choice.get("message") or choice.get("delta") or choice
+        text = message.get("content") or message.get("text") or ""
+        return text if isinstance(text, str) else ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Union
 
 from . import _wire
+from ._base import BadReply, reading
 from ._reply import Classified, Label, Ranked, Reply, Segment, Transcript, Word
 from .errors import BadRequest, InputError, ReplyWarning, TaskError, TextsTruncated, TooLarge
 
@@ -175,7 +176,7 @@ class Call(Generic[T]):
 
     def result(self, answers: Sequence[Answer]) -> T:
         """The result. Warns of texts that were cut, and of what workers warn of, in the name of the caller of the caller's
-        caller."""
+        caller. Raises BadReply for answers that do not hold it."""
         cut = sum(answer.truncated for answer in answers if isinstance(answer, Reply))
         if cut:
             texts = "1 text was" if cut == 1 else f"{cut} texts were"
@@ -184,7 +185,8 @@ class Call(Generic[T]):
         for answer in answers:
             if isinstance(answer, Reply) and (warning := answer.headers.get("warning")):
                 warnings.warn(str(warning), ReplyWarning, stacklevel=4)
-        return self.gather(answers)
+        with reading("the reply"):
+            return self.gather(answers)
 
 
 def embed(
@@ -218,6 +220,12 @@ def embed(
             return error
         raise error
 
+    def vectors(its: range, reply: Reply) -> list[dict[str, Any]]:
+        data = _wire.in_order(reply.json())
+        if len(data) != len(its):
+            raise BadReply(f"the reply has {len(data)} vectors for {len(its)} inputs")
+        return data
+
     def items(answers: Sequence[Answer]) -> list[list[float] | InputError]:
         found: dict[int, list[float] | InputError] = {error.index: error for error in unsent}
         for its, answer in zip(places, answers):
@@ -226,13 +234,13 @@ def embed(
                 found.update((index, InputError(index, words, f"input[{index}]", answer.code)) for index in its)
                 found[its.start] = InputError(its.start, answer.message, answer.param, answer.code)
                 continue
-            for index, item in zip(its, _wire.in_order(answer.json())):
+            for index, item in zip(its, vectors(its, answer)):
                 found[index] = _input_error(its.start, item) if "error" in item else _wire.vector(item["embedding"])
         return [found[index] for index in sorted(found)]
 
     def array(answers: Sequence[Answer]) -> NDArray[numpy.float32]:
-        replies = (answer for answer in answers if isinstance(answer, Reply))
-        return _wire.matrix([item["embedding"] for reply in replies for item in _wire.in_order(reply.json())])
+        replies = ((its, answer) for its, answer in zip(places, answers) if isinstance(answer, Reply))
+        return _wire.matrix([item["embedding"] for its, reply in replies for item in vectors(its, reply)])
 
     return Call(tasks(), array if as_array else items, failed)
 
@@ -282,6 +290,8 @@ def rerank(client: Defaults, query: str, documents: Iterable[str], more: Mapping
         [reply] = replies
         assert isinstance(reply, Reply)
         results = reply.json()["results"]
+        if any(item["index"] < 0 for item in results):
+            raise BadReply("the reply ranks what is no document")
         return [Ranked(item["index"], item["relevance_score"], texts[item["index"]]) for item in results]
 
     return Call([task], gather)

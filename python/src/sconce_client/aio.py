@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Literal, TypeVar, overload
 
 import aio_pika
-from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
+import aiormq.connection
+import pamqp.frame
+from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage, ConnectionParameter
 from aio_pika.exceptions import AMQPError, DeliveryError, PublishError
+from aiormq.abc import DeliveredMessage
+from pamqp.commands import Basic
 from pamqp.exceptions import PAMQPException
+from pamqp.header import ContentHeader
 
-from . import _broker, _task, _wire, errors
+from . import _broker, _frames, _task, _wire, errors
 from ._reply import Classified, Label, Part, Ranked, Reply, Transcript
 from ._task import Answer, Body, Call, Defaults, File, Messages, Prompt, Task, TaskOptions, Texts
 from ._wire import Runs
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
     from typing_extensions import Self, Unpack
+    from yarl import URL
 
 LOG = logging.getLogger("sconce_client")
 LONGEST_DELAY = 30.0
@@ -315,6 +323,53 @@ class AsyncStream:
         return await asyncio.shield(self._reply)
 
 
+def _decode(frame: bytes) -> None:
+    """Raises what aiormq or aio-pika raise on receiving this frame."""
+    _, _, decoded = pamqp.frame.unmarshal(frame)
+    if isinstance(decoded, ContentHeader):
+        channel: Any = None
+        aio_pika.IncomingMessage(DeliveredMessage(Basic.Deliver(), decoded, b"", channel))
+
+
+class _Reader(asyncio.StreamReader):
+    """Reads from another reader, but only frames that can be decoded."""
+
+    def __init__(self, source: asyncio.StreamReader) -> None:
+        super().__init__()
+        self._source, self._frame = source, io.BytesIO()
+
+    def at_eof(self) -> bool:
+        return self._frame.tell() == len(self._frame.getbuffer()) and self._source.at_eof()
+
+    async def readexactly(self, n: int) -> bytes:
+        # aiormq reads a frame in pieces, and never beyond its end.
+        if self._frame.tell() == len(self._frame.getbuffer()):
+            start = await self._source.readexactly(_frames.START)
+            rest = await self._source.readexactly(_frames.frame_end(start) - len(start))
+            self._frame = io.BytesIO(_frames.decodable(start + rest, _decode))
+        return self._frame.read(n)
+
+
+class _Transport:
+    """An aiormq.connection.TransportFactory. Python 3.9 has only an aiormq without them."""
+
+    async def create(self, url: URL, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        is_encrypted = url.scheme == "amqps"
+        wire = aiormq.connection
+        reader, writer = await (wire.TLSTransportFactory if is_encrypted else wire.TCPTransportFactory)().create(
+            url, **options
+        )
+        return _Reader(reader), writer
+
+
+class _Connection(aio_pika.Connection):
+    """A connection that receives only frames that can be decoded."""
+
+    PARAMETERS = aio_pika.Connection.PARAMETERS
+    if hasattr(aiormq.connection, "TransportFactory"):
+        PARAMETERS += (ConnectionParameter("transport_factory", lambda _: _Transport(), default="", is_kwarg=True),)
+
+
 @dataclass(eq=False)
 class _Session:
     """One connection, from the time when replies can come."""
@@ -514,7 +569,7 @@ class _Link:
 
     async def _open(self, number: int) -> _Session:
         url = self._urls[number % len(self._urls)]
-        connection = await asyncio.wait_for(aio_pika.connect(url), self._connect_timeout)
+        connection = await asyncio.wait_for(aio_pika.connect(url, connection_class=_Connection), self._connect_timeout)
         try:
             channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
             name = self._named_queue
@@ -530,10 +585,13 @@ class _Link:
 
     async def _keep(self, session: _Session) -> None:
         """Connects again, whenever a connection is lost."""
+        attempts = 0
         while True:
+            ready_at = time.monotonic()
             self._why = await session.lost
             self._session = asyncio.get_running_loop().create_future()
-            attempts = 0
+            if time.monotonic() - ready_at > _broker.SETTLED_AFTER:
+                attempts = 0
             self._spawn(_hang_up(session.connection))  # still open, if only its channel was lost
             while not self._session.done():
                 delay = min(LONGEST_DELAY, 0.1 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0)
@@ -557,6 +615,7 @@ class _Link:
     def _take(self, message: AbstractIncomingMessage) -> None:
         waiting = self._waiting.get(message.correlation_id or "")
         if waiting is None or waiting.reply.done():  # a second reply, or one that came too late
+            _wire.warn_of_undecodable(message.headers, self._named_queue)
             return
         try:
             if message.type != _task.PART:
@@ -568,7 +627,7 @@ class _Link:
                 part = waiting.runs.part(message.headers, message.body, message.content_type)
                 if part is not None:
                     waiting.on_part(part)
-        except (errors.SconceError, ValueError, TypeError) as error:
+        except errors.SconceError as error:
             _fail(waiting.reply, error)
 
     def _ask_to_cancel(self, waiting: _Waiting) -> None:

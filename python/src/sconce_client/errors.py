@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from ._base import BadReply, SconceError
+from ._base import UNREADABLE, BadReply, SconceError
 from ._reply import Reply
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "TooLarge",
 ]
 
-_INDEXED = re.compile(r"(\w+)\[(\d+)\]")
+_INDEXED = re.compile(r"(\w+)\[([0-9]{1,9})\]")
 """The path of one input, such as `input[3]`."""
 
 
@@ -90,14 +90,16 @@ class TaskError(SconceError):
         """offset: how many inputs of the call stood before those of the task. `reply` counts without them."""
         try:
             error = json.loads(reply.body)["error"]
-        except (ValueError, TypeError, LookupError):
+        except UNREADABLE:
             error = {}
         if not isinstance(error, dict):
             error = {"message": error}
-        message, param = str(error.get("message") or ""), error.get("param")
+        # Of another type they say nothing.
+        said = {key: value for key, value in error.items() if isinstance(value, str)}
+        message, param = said.get("message", ""), said.get("param")
         self.index: int | None = None
         """Which input is at fault, if it is one alone: its place in the list that the call was given."""
-        if isinstance(param, str) and (found := _INDEXED.match(param)):
+        if param and (found := _INDEXED.match(param)):
             self.index = int(found[2]) + offset
             moved = f"{found[1]}[{self.index}]{param[found.end() :]}"
             message, param = message.replace(param, moved, 1), moved
@@ -105,9 +107,9 @@ class TaskError(SconceError):
         self.reply = reply
         self.status_code = reply.status_code
         self.message = message
-        self.type: str | None = error.get("type")
-        self.param: str | None = param
-        self.code: str | None = error.get("code")
+        self.type = said.get("type")
+        self.param = param
+        self.code = said.get("code")
         self._offset = offset
 
     def moved(self, offset: int) -> TaskError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue as queues
 import random
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -16,12 +18,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Literal, TypeVar, overload
 
 import pika
+import pika.frame
 import pika.spec
 from pika.adapters.select_connection import IOLoop
+from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 from pika.channel import Channel
 from pika.exceptions import AMQPError
 
-from . import _broker, _task, _wire, errors
+from . import _broker, _frames, _task, _wire, errors
 from ._reply import Classified, Label, Part, Ranked, Reply, Transcript
 from ._task import Answer, Body, Call, Defaults, File, Messages, Prompt, Task, TaskOptions, Texts
 from ._wire import Runs
@@ -30,6 +34,7 @@ from .errors import InputError, TaskError
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
+    from pika.adapters.utils.nbio_interface import AbstractIOReference, AbstractStreamProtocol
     from typing_extensions import Self, Unpack
 
 LOG = logging.getLogger("sconce_client")
@@ -345,6 +350,21 @@ class _Waiting:
             self.future.set_result(result)
 
 
+class _Services(SelectorIOServicesAdapter):
+    """What pika makes of its loop, with connections that receive only frames that pika can decode."""
+
+    def create_streaming_connection(
+        self, protocol_factory: Callable[[], AbstractStreamProtocol], *arguments: Any, **options: Any
+    ) -> AbstractIOReference:
+        def filtered() -> AbstractStreamProtocol:
+            protocol, frames = protocol_factory(), _frames.Frames(pika.frame.decode_frame)
+            receive = protocol.data_received
+            protocol.data_received = lambda data: receive(frames.feed(data))  # type: ignore[method-assign]
+            return protocol
+
+        return super().create_streaming_connection(filtered, *arguments, **options)
+
+
 class _Link:
     """The connection, and all tasks that wait. Its thread runs all methods but `submit`, `cancel` and `close`."""
 
@@ -366,10 +386,12 @@ class _Link:
         self._process = os.getpid()
 
         self._loop = IOLoop()
+        self._services = _Services(self._loop)  # type: ignore[arg-type] # as pika does; its stubs see no such loop in it
         self._connection: pika.SelectConnection | None = None
         self._channel: Channel | None = None
         self._reply_to = ""
         self._session = self._attempts = self._tag = 0
+        self._ready_at = math.inf
         self._tags: dict[int, _Waiting] = {}
         self._to_cancel: list[_Waiting] = []
         self._expired: dict[str, list[_Waiting]] = {}
@@ -476,7 +498,7 @@ class _Link:
         self._attempts += 1
         try:
             self._connection = pika.SelectConnection(
-                parameters, self._on_open, self._on_lost, self._on_lost, custom_ioloop=self._loop
+                parameters, self._on_open, self._on_lost, self._on_lost, custom_ioloop=self._services
             )
         except (AMQPError, OSError) as error:
             self._on_lost(None, error)
@@ -503,7 +525,7 @@ class _Link:
     def _on_ready(self, channel: Channel, queue: str) -> None:
         self._channel, self._reply_to = channel, queue
         self._session += 1
-        self._attempts = self._tag = 0
+        self._tag, self._ready_at = 0, time.monotonic()
         if not self._connected.done():
             self._connected.set_result(None)
         with self._room:
@@ -517,6 +539,9 @@ class _Link:
             self._connection.close()
 
     def _on_lost(self, _: pika.SelectConnection | None, reason: BaseException) -> None:
+        if time.monotonic() - self._ready_at > _broker.SETTLED_AFTER:
+            self._attempts = 0
+        self._ready_at = math.inf
         # A channel that the broker has closed says more than the connection, which was then closed here.
         self._why, self._channel_why = self._channel_why or reason, None
         self._channel, self._connection = None, None
@@ -623,9 +648,10 @@ class _Link:
         if self._named_queue:
             channel.basic_ack(method.delivery_tag)
         waiting = self._waiting.get(properties.correlation_id or "")
-        if waiting is None:  # a second reply, or one that came too late
-            return
         headers = properties.headers or {}
+        if waiting is None:  # a second reply, or one that came too late
+            _wire.warn_of_undecodable(headers, self._named_queue)
+            return
         try:
             if properties.type != _task.PART:
                 waiting.settle(_wire.reply(body, properties.content_type, waiting.task.correlation_id, headers))
@@ -633,7 +659,7 @@ class _Link:
                 part = waiting.runs.part(headers, body, properties.content_type)
                 if part is not None:
                     waiting.on_part(part)
-        except (errors.SconceError, ValueError, TypeError) as error:
+        except errors.SconceError as error:
             waiting.settle(error)
 
     # Cancelling and closing.
