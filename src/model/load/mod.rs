@@ -142,6 +142,21 @@ impl ModelFiles {
         Ok(found)
     }
 
+    /// The names of the files in a folder of the model, in order. Of a model of the hub only those in the cache.
+    ///
+    /// # Errors
+    /// As [`optional`](Self::optional).
+    pub fn names_in(&self, folder: &str) -> Result<Vec<String>, LoadError> {
+        let config = self.optional("config.json")?;
+        let folder = config.map(|config| config.with_file_name(folder));
+        let entries =
+            folder.and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
+        let mut names: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        Ok(names)
+    }
+
     /// Returns the files with the weights: one, or shards in the order of their names. They must be requested last,
     /// since a cache that has the weights counts as complete.
     ///

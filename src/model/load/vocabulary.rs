@@ -13,11 +13,14 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, DecoderWrapper, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
 use super::ModelFiles;
-use super::chat_template::ChatTemplate;
+use super::chat_template::{ChatTemplates, SpecialTokens, TemplateField};
 use super::gguf::Gguf;
 use super::long_text::{Side, TextIds, ids_of};
 use super::tokenizer::no_ids;
 use crate::model::{LoadError, TaskError};
+
+/// The files beside `tokenizer.json` that are read, if the model has them.
+const CONFIGS: [&str; 3] = ["config.json", "generation_config.json", "tokenizer_config.json"];
 
 /// A model's tokens.
 pub struct Vocabulary {
@@ -26,8 +29,8 @@ pub struct Vocabulary {
     begin: Option<u32>,
     /// Tokens that end an answer.
     pub ends: BTreeSet<u32>,
-    /// None if the model has no chat template.
-    pub chat: Option<ChatTemplate>,
+    /// None if the model has no chat templates.
+    pub chat: Option<ChatTemplates>,
     texts: TokenTexts,
 }
 
@@ -80,7 +83,9 @@ impl TokenField {
 struct TokenizerConfig {
     bos_token: Option<TokenField>,
     eos_token: Option<TokenField>,
-    chat_template: Option<String>,
+    pad_token: Option<TokenField>,
+    unk_token: Option<TokenField>,
+    chat_template: Option<TemplateField>,
 }
 
 /// One id or several.
@@ -97,6 +102,16 @@ struct Ends {
 }
 
 impl Vocabulary {
+    /// Requests the files that [`from_files`](Self::from_files) reads.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if `tokenizer.json` is missing, [`LoadError::Hub`] if the hub cannot be reached.
+    pub fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
+        files.required("tokenizer.json")?;
+        CONFIGS.iter().try_for_each(|name| files.optional(name).map(drop))?;
+        ChatTemplates::request_files(files)
+    }
+
     /// Reads `tokenizer.json` and the files beside it.
     ///
     /// # Errors
@@ -122,20 +137,12 @@ impl Vocabulary {
                 None => {}
             }
         }
-        let (begin, end) = (config.bos_token.map(TokenField::text), config.eos_token.map(TokenField::text));
+        let end = config.eos_token.map(TokenField::text);
         ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
-        let template = match config.chat_template {
-            Some(text) => Some(text),
-            // Newer versions of the transformers library save it in a separate file.
-            None => match files.optional("chat_template.jinja")? {
-                Some(path) => Some(String::from_utf8_lossy(&super::read(&path)?).into_owned()),
-                None => None,
-            },
-        };
-        let chat = template
-            .map(|text| ChatTemplate::new(text, special_tokens(begin, end)))
-            .transpose()
-            .map_err(fault)?;
+        let [begin, pad, unknown] =
+            [config.bos_token, config.pad_token, config.unk_token].map(|token| token.map(TokenField::text));
+        let special_tokens = special_tokens([begin, end, pad, unknown]);
+        let chat = ChatTemplates::from_files(files, config.chat_template, &special_tokens)?;
         let texts = TokenTexts::read(&tokenizer, vocab_size);
         // The tokenizer adds the first token itself, if the model has one.
         Ok(Self { tokenizer, begin: None, ends, chat, texts })
@@ -188,15 +195,15 @@ impl Vocabulary {
         let id = |name: &str| gguf.number(name).and_then(|id| u32::try_from(id).ok());
         let (begin, end) = (id("tokenizer.ggml.bos_token_id"), id("tokenizer.ggml.eos_token_id"));
         let text = |id: Option<u32>| tokens.get(id? as usize).cloned();
-        let chat = gguf.text("tokenizer.chat_template").map(|template| {
-            ChatTemplate::new(template.to_owned(), special_tokens(text(begin), text(end)))
-                .map_err(|reason| gguf.fault(reason))
-        });
+        let [pad, unknown] = [id("tokenizer.ggml.padding_token_id"), id("tokenizer.ggml.unknown_token_id")];
+        let special_tokens = special_tokens([begin, end, pad, unknown].map(text));
+        let chat = gguf.text("tokenizer.chat_template");
+        let chat = chat.and_then(|template| ChatTemplates::from_text(template, &special_tokens));
         let adds_begin = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
         let texts = TokenTexts::read(&tokenizer, vocab_size);
         let ends = end.into_iter().chain(id("tokenizer.ggml.eot_token_id")).collect();
         let begin = begin.filter(|_| adds_begin == Some(true));
-        Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
+        Ok(Self { tokenizer, begin, ends, chat, texts })
     }
 
     /// The tokens of a prompt. For a long text they may be incomplete (see [`ids_of`]).
@@ -242,11 +249,10 @@ impl Vocabulary {
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 
-fn special_tokens(begin: Option<String>, end: Option<String>) -> Vec<(&'static str, String)> {
-    [("bos_token", begin), ("eos_token", end)]
-        .into_iter()
-        .map(|(name, text)| (name, text.unwrap_or_default()))
-        .collect()
+/// Names those special tokens that the model has: the first, the last, the padding and the unknown one.
+fn special_tokens(texts: [Option<String>; 4]) -> SpecialTokens {
+    let named = ["bos_token", "eos_token", "pad_token", "unk_token"].into_iter().zip(texts);
+    named.filter_map(|(name, text)| Some((name, text?))).collect()
 }
 
 /// The pre-tokenizer with this name in GGUF files (`tokenizer.ggml.pre`).

@@ -53,10 +53,10 @@ macro_rules! endpoint {
 }
 const COMPLETIONS: Keys = endpoint! {
     "echo", "prompt";
-    "max_completion_tokens" = "null", "top_logprobs" = "null"
+    "chat_template_name" = "null", "max_completion_tokens" = "null", "top_logprobs" = "null"
 };
 const CHAT: Keys = endpoint! {
-    "max_completion_tokens", "messages", "top_logprobs";
+    "chat_template_name", "max_completion_tokens", "messages", "top_logprobs";
     "add_generation_prompt" = "true", "audio" = "null", "chat_template" = "null",
     "chat_template_kwargs" = "{}", "continue_final_message" = "false", "echo" = "false",
     "function_call" = "\"none\"", "functions" = "[]", "modalities" = "[\"text\"]",
@@ -202,6 +202,8 @@ pub struct GenerateRequest {
     pub model: Option<String>,
     /// The prompts to continue or answer.
     pub prompts: Prompts,
+    /// The name of the model's chat template to be used; none for its default one.
+    pub chat_template_name: Option<String>,
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// Maximum number of tokens of each answer; at least 1.
@@ -255,6 +257,7 @@ impl GenerateRequest {
             api,
             model: fields.string("model")?,
             prompts,
+            chat_template_name: fields.bounded_string("chat_template_name", MAX_NAME_BYTES)?,
             sampling: Sampling::read(&fields)?,
             max_tokens: max_tokens(&fields)?,
             ignore_eos: fields.boolean("ignore_eos", false)?,

@@ -1,96 +1,324 @@
-//! Renders a conversation to a prompt by the model's own chat template. A template is a program that comes with the
-//! model, so it may read no files, and may execute only a limited number of instructions.
+//! Renders a conversation to a prompt by the model's own chat templates. A template is a program that comes with the
+//! model, so it may read no files, and may execute only a limited number of instructions. Decides which roles and
+//! which form of messages a template takes; refuses messages that it would drop.
 
-use minijinja::syntax::SyntaxConfig;
+mod jinja;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use jiff::Zoned;
 use minijinja::value::{Serde, Value};
-use minijinja::{Environment, Error, ErrorKind};
-use serde::Serialize;
+use minijinja::{Environment, Error};
+use serde::{Deserialize, Serialize};
 
-use crate::model::{TaskError, TaskErrorKind};
+use super::ModelFiles;
+use crate::model::{LoadError, TaskError, TaskErrorKind};
+use crate::protocol::generate::ChatMessage;
 
-/// The largest number of instructions that a template may execute for one conversation.
-const FUEL: u64 = 2_000_000;
-/// The template's name in its errors.
-const NAME: &str = "chat_template";
+/// The name of the template that is used if the request names none.
+const DEFAULT: &str = "default";
+/// The folder of further templates, each in a file `NAME.jinja`.
+const FOLDER: &str = "additional_chat_templates";
+/// A text that no template has of its own. It shows whether a template keeps a message's text.
+const MARK: &str = "sconce7d1f";
 
-/// A model's chat template.
+/// Special tokens by the names that templates use: `bos_token`, `eos_token`.
+pub type SpecialTokens = Vec<(&'static str, String)>;
+/// The texts of templates by name, or why they cannot be read.
+type Sources = BTreeMap<String, Result<String, String>>;
+
+/// `chat_template` in `tokenizer_config.json`: one template, or several with names.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub enum TemplateField {
+    One(String),
+    Named(Vec<NamedTemplate>),
+    ByName(BTreeMap<String, String>),
+    Other(serde::de::IgnoredAny),
+}
+
+#[derive(Deserialize)]
+pub struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+impl TemplateField {
+    fn into_sources(self) -> Sources {
+        match self {
+            Self::One(text) => one(text),
+            Self::Named(templates) => {
+                templates.into_iter().map(|named| (named.name, Ok(named.template))).collect()
+            }
+            Self::ByName(templates) => templates.into_iter().map(|(name, text)| (name, Ok(text))).collect(),
+            Self::Other(_) => {
+                let reason =
+                    "chat_template in tokenizer_config.json is neither a text nor a list of named texts";
+                BTreeMap::from([(DEFAULT.to_owned(), Err(reason.to_owned()))])
+            }
+        }
+    }
+}
+
+fn one(text: String) -> Sources {
+    BTreeMap::from([(DEFAULT.to_owned(), Ok(text))])
+}
+
+/// A model's chat templates. One that cannot be read refuses its chats, and nothing else.
+pub struct ChatTemplates {
+    by_name: BTreeMap<String, Result<ChatTemplate, String>>,
+}
+
+impl ChatTemplates {
+    /// Requests the files that may hold templates.
+    ///
+    /// # Errors
+    /// [`LoadError::Hub`] if the hub cannot be reached.
+    pub fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
+        files.optional("chat_template.jinja")?;
+        for name in files.names_in(FOLDER)? {
+            files.optional(&format!("{FOLDER}/{name}"))?;
+        }
+        Ok(())
+    }
+
+    /// Reads the templates of a model: its `.jinja` files, and only if there are none, `configured`. None if the model
+    /// has no template.
+    ///
+    /// # Errors
+    /// [`LoadError`] for a file that cannot be read.
+    pub fn from_files(
+        files: &ModelFiles,
+        configured: Option<TemplateField>,
+        special_tokens: &SpecialTokens,
+    ) -> Result<Option<Self>, LoadError> {
+        let mut sources = Sources::new();
+        let mut add = |name: &str, file: &str| -> Result<(), LoadError> {
+            if let Some(path) = files.optional(file)? {
+                let text = String::from_utf8(super::read(&path)?);
+                sources.insert(name.to_owned(), text.map_err(|error| format!("{file}: {error}")));
+            }
+            Ok(())
+        };
+        add(DEFAULT, "chat_template.jinja")?;
+        for file in files.names_in(FOLDER)? {
+            if let Some(name) = file.strip_suffix(".jinja") {
+                add(name, &format!("{FOLDER}/{file}"))?;
+            }
+        }
+        if sources.is_empty() {
+            sources = configured.map(TemplateField::into_sources).unwrap_or_default();
+        }
+        Ok(Self::new(sources, special_tokens))
+    }
+
+    /// The template of a GGUF file.
+    pub fn from_text(text: &str, special_tokens: &SpecialTokens) -> Option<Self> {
+        Self::new(one(text.to_owned()), special_tokens)
+    }
+
+    fn new(sources: Sources, special_tokens: &SpecialTokens) -> Option<Self> {
+        let by_name: BTreeMap<_, _> = sources
+            .into_iter()
+            .map(|(name, text)| {
+                let template = text.and_then(|text| ChatTemplate::new(&text, special_tokens.clone()));
+                match &template {
+                    Err(reason) => tracing::warn!(name, reason, "chats with this chat template are refused"),
+                    Ok(template) => template.log(&name),
+                }
+                (name, template)
+            })
+            .collect();
+        (!by_name.is_empty()).then_some(Self { by_name })
+    }
+
+    /// The template with this name, or the default one.
+    ///
+    /// # Errors
+    /// `BadInput` if there is none, or if it could not be read.
+    pub fn find(&self, name: Option<&str>) -> Result<&ChatTemplate, TaskError> {
+        match self.by_name.get(name.unwrap_or(DEFAULT)) {
+            Some(Ok(template)) => Ok(template),
+            Some(Err(reason)) => Err(TaskError::bad_input("messages", format!("messages: {reason}"))),
+            None => {
+                let known: Vec<&str> = self.by_name.keys().map(String::as_str).collect();
+                let problem = match name {
+                    Some(name) => format!("chat_template_name: the model has no chat template {name:?}"),
+                    None => {
+                        "chat_template_name is missing: the model has no default chat template".to_owned()
+                    }
+                };
+                let message = format!("{problem}; it has {}", known.join(", "));
+                Err(TaskError::bad_input("chat_template_name", message))
+            }
+        }
+    }
+}
+
+/// A message as templates see it.
+#[derive(Serialize)]
+struct Shown<'a> {
+    role: &'a str,
+    content: Content<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Content<'a> {
+    Text(&'a str),
+    Parts([Part<'a>; 1]),
+}
+
+#[derive(Serialize)]
+struct Part<'a> {
+    r#type: &'static str,
+    text: &'a str,
+}
+
+/// What a template does with a message.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// Its text is in the prompt.
+    Kept,
+    /// Its text is not in the prompt.
+    Dropped,
+    /// The template fails.
+    Refused,
+}
+
+/// A chat template.
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    /// The special tokens that templates use: `bos_token`, `eos_token`.
-    special_tokens: Vec<(&'static str, String)>,
+    special_tokens: SpecialTokens,
+    /// Whether the template takes contents as lists of parts, and not as texts.
+    takes_parts: bool,
+    /// Whether `developer` messages are shown as `system` messages, because the template does not know them.
+    renames_developer: bool,
+    /// The roles whose messages the template drops, each with whether the message is the first.
+    dropped: BTreeSet<(&'static str, bool)>,
 }
 
 impl ChatTemplate {
-    /// Reads a template. `special_tokens` are the special tokens that it may use.
+    /// Reads a template, and finds out what it does with each role.
     ///
     /// # Errors
     /// The line that is not valid.
-    pub fn new(text: String, special_tokens: Vec<(&'static str, String)>) -> Result<Self, String> {
-        let mut environment = Environment::new();
-        // The same settings as in the transformers library.
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|error| error.to_string())?);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        // With the date, the same task would have another prompt tomorrow.
-        environment.add_function("strftime_now", |_: String| "");
-        let added = environment.add_template_owned(NAME, text);
-        added.map_err(|error| format!("the chat template cannot be read: {error:#}"))?;
-        Ok(Self { environment, special_tokens })
+    fn new(text: &str, special_tokens: SpecialTokens) -> Result<Self, String> {
+        let cannot_be_read = |error: Error| format!("the model's chat template cannot be read: {error:#}");
+        let mut environment = jinja::environment().map_err(cannot_be_read)?;
+        environment.add_template_owned("", jinja::adapted(text)).map_err(cannot_be_read)?;
+        let mut template = Self {
+            environment,
+            special_tokens,
+            takes_parts: false,
+            renames_developer: false,
+            dropped: BTreeSet::new(),
+        };
+        if template.fate("user", true) != Fate::Kept {
+            template.takes_parts = true;
+            template.takes_parts = template.fate("user", true) == Fate::Kept;
+        }
+        template.renames_developer = template.fate("developer", true) != Fate::Kept;
+        let roles = ["system", "developer", "user", "assistant"];
+        template.dropped = roles
+            .into_iter()
+            .flat_map(|role| [(role, true), (role, false)])
+            .filter(|(role, is_first)| template.fate(template.shown_role(role), *is_first) == Fate::Dropped)
+            .collect();
+        Ok(template)
     }
 
-    /// The prompt for the next answer in a conversation.
+    /// What the template does with a message of this role, as the first one or further behind.
+    fn fate(&self, role: &str, is_first: bool) -> Fate {
+        let message = |role, content| self.shown(role, content, None);
+        let marked = message(role, MARK);
+        let messages = match (is_first, role) {
+            (true, "user") => vec![marked],
+            (true, _) => vec![marked, message("user", "a")],
+            (false, "user") => vec![message("user", "a"), message("assistant", "b"), marked],
+            (false, "assistant") => vec![message("user", "a"), marked, message("user", "c")],
+            (false, _) => {
+                vec![message("user", "a"), message("assistant", "b"), marked, message("user", "c")]
+            }
+        };
+        match self.render_shown(&messages, &Zoned::default()) {
+            Ok(text) if text.to_lowercase().contains(MARK) => Fate::Kept,
+            Ok(_) => Fate::Dropped,
+            Err(_) => Fate::Refused,
+        }
+    }
+
+    fn shown_role<'a>(&self, role: &'a str) -> &'a str {
+        if self.renames_developer && role == "developer" { "system" } else { role }
+    }
+
+    fn shown<'a>(&self, role: &'a str, content: &'a str, name: Option<&'a str>) -> Shown<'a> {
+        let content = match self.takes_parts {
+            true => Content::Parts([Part { r#type: "text", text: content }]),
+            false => Content::Text(content),
+        };
+        Shown { role, content, name }
+    }
+
+    fn log(&self, name: &str) {
+        if !self.dropped.is_empty() {
+            let name_role = |(role, is_first): &(&str, bool)| {
+                format!("{role}{}", if *is_first { " (first)" } else { "" })
+            };
+            let roles: Vec<String> = self.dropped.iter().map(name_role).collect();
+            let roles = roles.join(", ");
+            tracing::info!(name, roles, "the chat template drops messages of these roles; they are refused");
+        }
+    }
+
+    /// The prompt for the next answer in a conversation. `now` is the time that a template sees if it asks for it.
     ///
     /// # Errors
-    /// `BadInput` with the template's reason if it refuses the conversation.
-    pub fn render(&self, messages: &impl Serialize) -> Result<String, TaskError> {
-        let refused = |error: Error| {
+    /// `BadInput` for a message that the template drops, and with the template's reason if it refuses the
+    /// conversation.
+    pub fn render(&self, messages: &[ChatMessage], now: &Zoned) -> Result<String, TaskError> {
+        for (index, message) in messages.iter().enumerate() {
+            if self.dropped.contains(&(message.role.as_str(), index == 0)) {
+                let path = format!("messages[{index}].role");
+                let place = if index == 0 { "that come first" } else { "behind the first message" };
+                let message =
+                    format!("{path}: the model's chat template drops {:?} messages {place}", message.role);
+                return Err(TaskError::bad_input(path, message));
+            }
+        }
+        let shown: Vec<Shown<'_>> = messages
+            .iter()
+            .map(|message| {
+                self.shown(self.shown_role(&message.role), &message.content, message.name.as_deref())
+            })
+            .collect();
+        self.render_shown(&shown, now).map_err(|error| {
             let reason = match error.detail() {
                 Some(reason) => reason.to_owned(),
                 None => error.to_string(),
             };
             let message = format!("the model's chat template refuses these messages: {reason}");
             TaskError::new(TaskErrorKind::BadInput, message).with_param("messages")
-        };
+        })
+    }
+
+    fn render_shown(&self, messages: &[Shown<'_>], now: &Zoned) -> Result<String, Error> {
         let special_tokens =
             self.special_tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
-        let variables =
-            [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
+        // These are the variables that the transformers library defines.
+        let variables = [
+            ("messages", Value::from(Serde(messages))),
+            ("add_generation_prompt", Value::from(true)),
+            ("tools", Value::from(())),
+            ("documents", Value::from(())),
+            ("strftime_now", jinja::strftime(now)),
+        ];
         let context = Value::from_pairs(variables.into_iter().chain(special_tokens));
-        self.environment.get_template(NAME).and_then(|template| template.render(context)).map_err(refused)
+        self.environment.get_template("")?.render(context)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn rendered(template: &str) -> Result<String, TaskError> {
-        let special_tokens = vec![("bos_token", "<s>".to_owned())];
-        let messages = json!([{"role": "user", "content": " hello "}]);
-        ChatTemplate::new(template.to_owned(), special_tokens).unwrap().render(&messages)
-    }
-
-    #[test]
-    fn a_template_sees_messages_special_tokens_and_python_methods() {
-        let template = "{{ bos_token }}{% for m in messages %}\n[{{ m['role'] | upper }}] {{ m.content.strip() }}\
-                        {% endfor %}{% if add_generation_prompt %}\n[A]{% endif %}";
-        assert_eq!(rendered(template).unwrap(), "<s>[USER] hello[A]");
-    }
-
-    #[test]
-    fn a_template_may_refuse_messages_and_cannot_loop_forever() {
-        let error = rendered("{{ raise_exception('roles must alternate') }}").unwrap_err();
-        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("messages")));
-        assert!(error.message.ends_with("roles must alternate"), "{}", error.message);
-        let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}{% endfor %}";
-        assert!(rendered(endless).is_err());
-        assert!(rendered("{% include 'file' %}").is_err());
-        assert!(ChatTemplate::new("{% if %}".to_owned(), Vec::new()).is_err());
-    }
-}
+mod tests;

@@ -12,7 +12,7 @@ use serde_json::json;
 pub use self::network::{Answer, AnswerEnd, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
 use super::names::ServedNames;
-use super::{MANY_TEXTS, prepare_all, request_text_files};
+use super::{MANY_TEXTS, prepare_all};
 use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::gguf::Gguf;
 use crate::model::load::long_text::{Side, TextIds};
@@ -37,6 +37,7 @@ use crate::protocol::generate::{
     Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
 };
 use crate::protocol::stats::{Generated, TokenCounts};
+use crate::protocol::task::published;
 
 /// The default of a completion's `max_tokens`. OpenAI has the same default.
 const COMPLETION_TOKENS: usize = 16;
@@ -64,7 +65,7 @@ pub static FAMILY: Family = Family {
         ggufs: &Architecture::NAMES,
         pipelines: &[],
         accepts: |_| true,
-        request_files: request_text_files,
+        request_files,
         check,
     }),
     options: &options::OPTIONS,
@@ -74,6 +75,12 @@ pub static FAMILY: Family = Family {
     },
     example: Example { model: "generate-llama", options: &[] },
 };
+
+fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
+    files.required("config.json")?;
+    Vocabulary::request_files(files)?;
+    files.weights().map(drop)
+}
 
 fn check(spec: &LoadSpec) -> Result<(), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
@@ -319,7 +326,7 @@ impl Processor for GenerateProcessor {
             Found::Known(constraint) => Some(constraint.clone()),
             Found::Any | Found::Unknown(_) => None,
         };
-        let prompts = self.prompts(&request)?;
+        let prompts = self.prompts(&request, message)?;
         let seed = request.seed.unwrap_or_else(|| seed_of_task(self.options.seed, &message.properties));
         let stop: Arc<[String]> = request.stop.as_slice().into();
         let owner = Owner::of(request.owner.as_deref().unwrap_or_default());
@@ -455,14 +462,16 @@ impl GenerateProcessor {
     }
 
     /// The tokens of each prompt.
-    fn prompts(&self, request: &GenerateRequest) -> Result<Vec<Vec<u32>>, TaskError> {
+    fn prompts(&self, request: &GenerateRequest, message: &Message) -> Result<Vec<Vec<u32>>, TaskError> {
         let with_path = |index: usize| move |error: TaskError| error.with_param(request.path(index));
         let prompts = match &request.prompts {
             Prompts::Messages(messages) => {
                 let chat = self.vocabulary.chat.as_ref();
                 let chat =
                     chat.ok_or_else(|| TaskError::bad_input("messages", "this model has no chat template"))?;
-                let prompt = self.vocabulary.conversation(&chat.render(messages)?, self.token_limit())?;
+                let template = chat.find(request.chat_template_name.as_deref())?;
+                let text = template.render(messages, &self.options.template_time(published(message)))?;
+                let prompt = self.vocabulary.conversation(&text, self.token_limit())?;
                 vec![self.checked_ids(prompt, request, 0)?]
             }
             Prompts::Texts { texts } => prepare_all(texts.iter().collect(), MANY_TEXTS, |index, text| {

@@ -1,6 +1,11 @@
 //! The settings of a pool that generates text: `[pool.options]`. Decides their defaults, and which values the model or
 //! its device cannot have.
 
+use std::time::SystemTime;
+
+use jiff::civil::Date;
+use jiff::tz::TimeZone;
+use jiff::{Timestamp, Zoned};
 use serde::Deserialize;
 
 use super::FAMILY;
@@ -19,7 +24,7 @@ const MAX_TOKENS: usize = 1 << 24;
 const MAX_SEQUENCES: u64 = 4_096;
 
 /// What each option takes, its default and its help.
-pub static OPTIONS: [OptionSpec; 7] = [
+pub static OPTIONS: [OptionSpec; 8] = [
     OptionSpec {
         name: "context",
         takes: Takes::Whole(2..=MAX_TOKENS as u64),
@@ -66,6 +71,14 @@ pub static OPTIONS: [OptionSpec; 7] = [
                in a worker (ids, delays, whose task is put off) change no text",
     },
     OptionSpec {
+        name: "template_date",
+        takes: Takes::Text,
+        default: OptionDefault::Derived("the day on which the prompt is made"),
+        help: "the day, as in `2026-11-28`, that a chat template gets if it asks for the date and the task has no \
+               `timestamp`. Without both it is the day on which the prompt is made, so that a task that is delivered \
+               again after midnight (UTC) has another prompt",
+    },
+    OptionSpec {
         name: "truncate_prompts",
         takes: Takes::Switch,
         default: OptionDefault::Value("false"),
@@ -88,6 +101,8 @@ pub struct Options {
     pub seed: u64,
     /// Whether the beginning of a prompt that is too long is dropped. Otherwise the prompt is refused.
     pub truncate_prompts: bool,
+    /// The day that chat templates get for tasks without a time of publishing; none for the current day.
+    template_date: Option<Date>,
     activations: Activations,
 }
 
@@ -100,6 +115,7 @@ struct WrittenOptions {
     kv_numbers: KvNumbersName,
     activations: Activations,
     seed: u64,
+    template_date: Option<String>,
     truncate_prompts: bool,
 }
 
@@ -142,6 +158,10 @@ impl Options {
             let expected = format!("at most {model_context}, which is the model's");
             return Err(spec.refused_option(OptionProblem::expected("context", context, expected)));
         }
+        let template_date = written.template_date.map(|text| {
+            let expected = |_| OptionProblem::expected("template_date", &*text, "a day, as in 2026-11-28");
+            text.parse().map_err(|error: jiff::Error| spec.refused_option(expected(error)))
+        });
         let default_kv_tokens = DEFAULT_KV_CONTEXTS.saturating_mul(context).min(MAX_TOKENS);
         Ok(Self {
             context,
@@ -153,8 +173,19 @@ impl Options {
             },
             seed: written.seed,
             truncate_prompts: written.truncate_prompts,
+            template_date: template_date.transpose()?,
             activations: written.activations,
         })
+    }
+
+    /// The time (UTC) that a chat template gets for a task that was published at this time: that time, else the
+    /// beginning of `template_date`, else the current time.
+    pub fn template_time(&self, published: Option<SystemTime>) -> Zoned {
+        let published = published.and_then(|time| Timestamp::try_from(time).ok());
+        match (published, self.template_date) {
+            (None, Some(date)) => date.to_zoned(TimeZone::UTC).unwrap_or_default(),
+            _ => published.unwrap_or_else(Timestamp::now).to_zoned(TimeZone::UTC),
+        }
     }
 
     /// The type to which the numbers between layers are converted before they are multiplied with quantised weights.
