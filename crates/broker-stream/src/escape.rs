@@ -1,11 +1,11 @@
-//! Text for bytes that need not be UTF-8. Each byte that is not UTF-8 becomes one character of U+F700..=U+F7FF, a part
-//! of Unicode's private use area, so that different bytes give different texts.
+//! Text for bytes that need not be UTF-8. Each byte that is not UTF-8 becomes one character of
+//! U+F700..=U+F7FF, a part of Unicode's private use area, so that different bytes give different texts.
 
 const FIRST: u32 = 0xF700;
 const LAST: u32 = 0xF7FF;
 
-/// The text for `bytes`. UTF-8 stays as it is, except that the characters with which bytes are escaped are escaped
-/// themselves.
+/// The text for `bytes`. UTF-8 stays as it is, except that the characters with which bytes are escaped are
+/// escaped themselves.
 pub fn escape(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     let escaped = |byte: &u8| char::from_u32(FIRST + u32::from(*byte)).unwrap_or_default();

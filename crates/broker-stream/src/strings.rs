@@ -1,12 +1,12 @@
-//! What one connection knows of short strings that are not UTF-8: the originals of those that it received, and the
-//! tokens of those that are to be sent.
+//! What one connection knows of short strings that are not UTF-8: the originals of those that it received,
+//! and the tokens of those that are to be sent.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use parking_lot::Mutex;
 
-/// Bytes that all records together may take. Messages that lapin has received and nobody has read yet have records.
+/// Bytes that all records together may take. A delivery has a record until somebody reads it.
 const MAX_RECORDED: usize = 16 << 20;
 /// What a recorded string takes beside its own bytes, roughly.
 const STRING_OVERHEAD: usize = 64;
@@ -50,8 +50,8 @@ impl RawStrings {
         self.properties.iter().find(|(known, _)| *known == property).map(|(_, raw)| &raw[..])
     }
 
-    /// The original of a header's name of which lapin has `name`. Of several such names in one table, lapin keeps the
-    /// last one's value, so this is the last one too.
+    /// The original of a header's name of which lapin has `name`. Of several such names in one table, lapin
+    /// keeps the last one's value, so this is the last one too.
     pub fn header_name(&self, name: &str) -> Option<&[u8]> {
         let replaced = |raw: &[u8]| {
             let mut bytes = raw.to_vec();
@@ -83,8 +83,8 @@ pub(crate) fn replace_invalid(bytes: &mut [u8]) {
     }
 }
 
-/// The strings of one connection. It is shared by the connection's stream and those who send and receive on it.
-#[derive(Debug)]
+/// The strings of one connection, shared by its stream and those who send and receive on it. Not `Debug`,
+/// because the secret belongs in no log.
 pub struct Strings {
     received: Mutex<Received>,
     tokens: Mutex<Tokens>,
@@ -92,15 +92,15 @@ pub struct Strings {
     secret: String,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Received {
-    /// Channel, delivery tag and strings, oldest first. Deliveries are read about in this order, so a record is found
-    /// near the front.
+    /// Channel, delivery tag and strings, oldest first. Deliveries are read about in this order, so a record
+    /// is found near the front.
     records: VecDeque<(u16, u64, RawStrings)>,
     size: usize,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Tokens {
     /// What the newest tokens stand for. The first one's number is `first`.
     raw: VecDeque<Vec<u8>>,
@@ -113,8 +113,8 @@ impl Strings {
         Self { received: Mutex::default(), tokens: Mutex::default(), secret }
     }
 
-    /// Removes and returns the record of a delivery. None if all its short strings are UTF-8, or its record has left:
-    /// the oldest records leave when all take more than 16 MiB.
+    /// Removes and returns the record of a delivery. None if all its short strings are UTF-8, or its record
+    /// has left: the oldest records leave when all take more than 16 MiB.
     pub fn take(&self, channel: u16, delivery_tag: u64) -> Option<RawStrings> {
         let mut received = self.received.lock();
         let is_wanted = |record: &(u16, u64, _)| (record.0, record.1) == (channel, delivery_tag);
@@ -124,9 +124,10 @@ impl Strings {
         Some(strings)
     }
 
-    /// Text to give lapin in the place of `bytes`, of which 255 are taken. Where the text is a property, an exchange or
-    /// a routing key of a message that is sent on this connection, the broker gets the bytes. The newest 16,384 tokens
-    /// are known; in the place of an older one the broker gets an empty string, so that no token leaves the process.
+    /// Text to give lapin in the place of `bytes`, of which 255 are taken. Where the text is a property, an
+    /// exchange or a routing key of a message that is sent on this connection, the broker gets the bytes. The
+    /// newest 16,384 tokens are known; in the place of an older one the broker gets an empty string, so that
+    /// no token leaves the process.
     pub fn token(&self, bytes: &[u8]) -> String {
         let raw = &bytes[..bytes.len().min(MAX_SHORT_STRING)];
         let mut tokens = self.tokens.lock();
