@@ -7,13 +7,14 @@ WORKDIR /build
 # The dependencies alone, over empty libraries: built again only when the lock file changes. They
 # hold C (oniguruma, ring, mimalloc), which needs this stage's compiler and nothing at run time.
 COPY Cargo.toml Cargo.lock ./
+COPY crates/broker-stream/Cargo.toml crates/broker-stream/
 COPY crates/kernels/Cargo.toml crates/kernels/
 COPY crates/phonemes/Cargo.toml crates/phonemes/
-RUN mkdir src crates/kernels/src crates/phonemes/src \
+RUN mkdir src crates/broker-stream/src crates/kernels/src crates/phonemes/src \
  && echo 'fn main() {}' > src/main.rs \
- && touch src/lib.rs crates/kernels/src/lib.rs crates/phonemes/src/lib.rs \
+ && touch src/lib.rs crates/broker-stream/src/lib.rs crates/kernels/src/lib.rs crates/phonemes/src/lib.rs \
  && cargo build --release --locked \
- && rm -r src crates/kernels/src crates/phonemes/src
+ && rm -r src crates/broker-stream/src crates/kernels/src crates/phonemes/src
 COPY build.rs ./
 COPY crates crates
 COPY src src

@@ -63,6 +63,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 /// Crates, and the only folder that may name them.
 const FENCES: &[(&str, &str)] = &[
     ("lapin", "src/broker/amqp"),
+    ("sconce_broker_stream", "src/broker/amqp"),
     ("sconce_kernels", "src/model"),
     ("candle_core", "src/model"),
     ("candle_nn", "src/model"),

@@ -1,14 +1,21 @@
 //! Writes a dead letter (the delivered message, and headers with the reason), reads one made by a worker or by RabbitMQ
 //! (`x-death`), and restores the original message. Pure; owns no state.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
 
 use super::control::CrashRecord;
-use super::message::{ORIGINAL_EXPIRATION, ORIGINAL_HEADERS, is_broker_header, without_broker_directives};
+use super::message::{
+    ORIGINAL_EXPIRATION, ORIGINAL_HEADERS, TYPE, is_broker_header, without_broker_directives,
+};
+use super::raw_text::{escape, is_escaped, unescape, visible};
 use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
-use super::{Headers, Message, Task, Value, shorten};
+use super::{Headers, Message, Properties, Task, Value, shorten};
 
 /// Longest `error` header, in bytes: all headers, including the producer's, must fit one AMQP frame.
 const MAX_ERROR_BYTES: usize = 2_000;
@@ -20,7 +27,7 @@ const MAX_KEPT_HEADER_BYTES: usize = 8_192;
 /// Header with the time of dead-lettering, ISO-8601.
 const DEAD_LETTERED_AT: &str = "dead_lettered_at";
 /// All headers that a worker writes, except `original_*`. The first four are in every dead letter of a worker.
-const WORKER_HEADERS: [&str; 9] = [
+const WORKER_HEADERS: [&str; 10] = [
     "reason",
     "error",
     "task_id",
@@ -29,8 +36,18 @@ const WORKER_HEADERS: [&str; 9] = [
     "deaths",
     "exit",
     "last_log",
-    "headers_dropped",
+    HEADERS_DROPPED,
+    RAW_STRINGS,
 ];
+/// Header with the number of the producer's headers that are not in the dead letter.
+const HEADERS_DROPPED: &str = "headers_dropped";
+/// Header with the original bytes of strings that are not UTF-8.
+const RAW_STRINGS: &str = "raw_strings";
+/// Longest text of a property, in bytes.
+const MAX_SHORT_STRING: usize = 255;
+/// Bytes in base64 of names of headers that a dead letter keeps. All that [`RAW_STRINGS`] holds must be less than
+/// [`MAX_KEPT_HEADER_BYTES`].
+const MAX_RAW_NAME_BYTES: usize = 2_048;
 
 /// The reasons that RabbitMQ gives in `x-death`.
 const BROKER_REASONS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
@@ -87,7 +104,65 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     if let Ok(at) = Timestamp::try_from(cause.at) {
         headers.insert(DEAD_LETTERED_AT.into(), format!("{at:.3}").into());
     }
+    keep_raw_strings(&mut message.properties);
     message
+}
+
+/// The original bytes of strings that are not UTF-8, in base64.
+#[derive(Default, Serialize, Deserialize)]
+struct RawStrings {
+    /// By the names of the properties.
+    #[serde(flatten)]
+    properties: BTreeMap<String, String>,
+    #[serde(default)]
+    header_names: Vec<String>,
+}
+
+/// Writes strings that are not UTF-8 with `\xNN` for each byte, because not every version and client can read them. The
+/// header [`RAW_STRINGS`] keeps their bytes. Headers with such names, from [`MAX_RAW_NAME_BYTES`] on, are dropped.
+fn keep_raw_strings(properties: &mut Properties) {
+    let mut raw = RawStrings::default();
+    for (name, value) in properties.texts_mut() {
+        if let Some(text) = value.as_mut().filter(|text| is_escaped(text)) {
+            raw.properties.insert(name.to_owned(), BASE64.encode(unescape(text)));
+            *text = shorten(&visible(text), MAX_SHORT_STRING);
+        }
+    }
+    let (mut bytes, mut dropped) = (0, 0_i64);
+    properties.headers.retain(|name, _| {
+        if !is_escaped(name) {
+            return true;
+        }
+        let name = BASE64.encode(unescape(name));
+        bytes += name.len();
+        let is_kept = bytes <= MAX_RAW_NAME_BYTES;
+        if is_kept {
+            raw.header_names.push(name)
+        } else {
+            dropped += 1
+        }
+        is_kept
+    });
+    if dropped > 0 {
+        properties.headers.insert(HEADERS_DROPPED.into(), dropped.into());
+    }
+    if !raw.properties.is_empty() || !raw.header_names.is_empty() {
+        let text = serde_json::to_string(&raw).unwrap_or_default();
+        properties.headers.insert(RAW_STRINGS.into(), text.into());
+    }
+}
+
+/// Restores the properties that [`keep_raw_strings`] wrote otherwise, except `type`, with which the task would be refused
+/// again. The names of headers stay as they are for the same reason.
+fn restore_raw_strings(properties: &mut Properties) {
+    let raw = properties.headers.get(RAW_STRINGS).and_then(Value::as_str);
+    let Some(raw) = raw.and_then(|raw| serde_json::from_str::<RawStrings>(raw).ok()) else { return };
+    for (name, value) in properties.texts_mut() {
+        let bytes = raw.properties.get(name).and_then(|bytes| BASE64.decode(bytes).ok());
+        if let (Some(bytes), true) = (bytes, name != TYPE) {
+            *value = Some(escape(&bytes));
+        }
+    }
 }
 
 /// Adds to a dead letter how many workers died with the task on their device, and how the last one died.
@@ -108,7 +183,7 @@ pub fn without_producer_headers(mut message: Message) -> Message {
     let before = headers.len();
     headers.retain(|name, value| is_worker_header(name) && is_small(value));
     let dropped = (before - headers.len()) as i64;
-    headers.insert("headers_dropped".into(), dropped.into());
+    headers.insert(HEADERS_DROPPED.into(), dropped.into());
     message
 }
 
@@ -179,7 +254,8 @@ impl<'a> DeadLetter<'a> {
 
     /// Whether `id` is the task's id or the message's `message_id`.
     pub fn has_id(&self, id: &str) -> bool {
-        self.task_id() == Some(id) || self.message.properties.message_id.as_deref() == Some(id)
+        let ids = [self.task_id(), self.message.properties.message_id.as_deref()];
+        ids.into_iter().flatten().any(|known| visible(known) == id)
     }
 
     /// The message of the error, as the worker wrote it.
@@ -253,8 +329,11 @@ pub fn restored(mut message: Message) -> Message {
     headers.retain(|name, _| name != "CC" && !is_broker_header(name));
     let was_retried = headers.remove(ATTEMPT).is_some();
     if is_from_worker {
+        restore_raw_strings(&mut message.properties);
+        let headers = &mut message.properties.headers;
         headers.retain(|name, _| !is_worker_header(name));
     }
+    let headers = &mut message.properties.headers;
     if is_from_worker || was_retried {
         if headers.contains_key(ORIGINAL_EXPIRATION) {
             headers.remove(EXPIRES);

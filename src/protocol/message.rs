@@ -218,6 +218,9 @@ pub struct Properties {
     pub cluster_id: Option<String>,
 }
 
+/// AMQP's name of the property `kind`.
+pub(super) const TYPE: &str = "type";
+
 /// Maximum encoded size of a task's headers, in bytes. All properties of a message travel in one frame of at most 128
 /// KiB, and the broker adds headers when a message is delivered again. If that makes the frame too large, the client
 /// closes the connection, and all its unacked messages are delivered again.
@@ -232,6 +235,22 @@ fn header_bytes(headers: &Headers) -> usize {
 }
 
 impl Properties {
+    /// The texts, by AMQP's names.
+    pub(super) fn texts_mut(&mut self) -> [(&'static str, &mut Option<String>); 10] {
+        [
+            ("content_type", &mut self.content_type),
+            ("content_encoding", &mut self.content_encoding),
+            ("correlation_id", &mut self.correlation_id),
+            ("reply_to", &mut self.reply_to),
+            ("expiration", &mut self.expiration),
+            ("message_id", &mut self.message_id),
+            (TYPE, &mut self.kind),
+            ("user_id", &mut self.user_id),
+            ("app_id", &mut self.app_id),
+            ("cluster_id", &mut self.cluster_id),
+        ]
+    }
+
     /// Upper bound of the encoded size of the headers, in bytes.
     pub fn header_bytes(&self) -> usize {
         header_bytes(&self.headers)

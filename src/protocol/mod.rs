@@ -15,6 +15,7 @@ pub mod image_generation;
 pub mod images;
 pub mod labels;
 pub mod message;
+pub mod raw_text;
 pub mod reply;
 pub mod requests;
 pub mod rerank;

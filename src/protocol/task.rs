@@ -9,7 +9,8 @@ use bytes::Bytes;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
 use super::message::{is_broker_header, without_broker_directives};
-use super::{Message, TaskError, TaskErrorKind, Value, shorten};
+use super::raw_text::{is_escaped, visible};
+use super::{Headers, Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
 pub const SHUTDOWN: &str = "control.shutdown";
@@ -118,11 +119,28 @@ pub enum Requester<'a> {
 
 impl Task {
     fn new(message: Message, received: SystemTime, make_id: impl FnOnce() -> String) -> Self {
-        let given = |id: &Option<String>| id.clone().filter(|id| !id.is_empty());
+        let given = |id: &Option<String>| id.as_deref().filter(|id| !id.is_empty()).map(visible);
         let id = given(&message.properties.message_id)
             .or_else(|| given(&message.properties.correlation_id))
             .unwrap_or_else(make_id);
         Self { id, message, received }
+    }
+
+    /// Refuses a task whose `type` or whose headers' names are not UTF-8: nobody can have meant them.
+    ///
+    /// # Errors
+    /// `Undecodable` with the name.
+    pub fn check_names(&self) -> Result<(), TaskError> {
+        let properties = &self.message.properties;
+        let kind = properties.kind.as_deref().filter(|kind| is_escaped(kind));
+        let (param, text) = match (kind, escaped_name(&properties.headers)) {
+            (Some(kind), _) => ("type", kind),
+            (None, Some(name)) => ("headers", name),
+            (None, None) => return Ok(()),
+        };
+        let what = if param == "type" { "the type" } else { "the header name" };
+        let message = format!("{what} \"{}\" is not UTF-8", shorten(&visible(text), 200));
+        Err(TaskError::new(TaskErrorKind::Undecodable, message).with_param(param))
     }
 
     /// A fingerprint of the task's content: the same for each of its deliveries, on every worker, even without
@@ -219,6 +237,23 @@ impl Task {
     /// `timestamp_in_ms`, or the property `timestamp` in whole seconds), else since its reception.
     pub fn time_in_queue(&self, now: SystemTime) -> Duration {
         now.duration_since(published(&self.message).unwrap_or(self.received)).unwrap_or_default()
+    }
+}
+
+/// A name, in headers or in tables within them, that is not UTF-8.
+fn escaped_name(headers: &Headers) -> Option<&str> {
+    headers.iter().find_map(
+        |(name, value)| {
+            if is_escaped(name) { Some(name.as_str()) } else { escaped_name_within(value) }
+        },
+    )
+}
+
+fn escaped_name_within(value: &Value) -> Option<&str> {
+    match value {
+        Value::Array(items) => items.iter().find_map(escaped_name_within),
+        Value::Table(table) => escaped_name(table),
+        _ => None,
     }
 }
 

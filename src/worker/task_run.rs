@@ -397,6 +397,7 @@ impl Run<'_> {
     ) -> Result<Body, Outcome> {
         let Self { shared, task, state, .. } = *self;
         let accepted_at = now();
+        task.check_names()?;
         task.deadline()?;
         shared.check(task, state)?;
         let expected = self.wait_to_begin(expected).await?;

@@ -35,6 +35,7 @@ mod pressure;
 mod processes;
 mod publish;
 mod queues;
+mod raw_strings;
 mod replies;
 mod retries;
 mod scores;

@@ -11,13 +11,10 @@
 //! | `filter` | what is replaced in a frame; does no I/O |
 //! | `strings` | which originals and tokens a connection remembers |
 //! | `stream` | how lapin is given the filtered stream |
-//! | `escape` | how bytes that are not UTF-8 are written as text |
 
-mod escape;
 mod filter;
 mod stream;
 mod strings;
 
-pub use escape::{escape, unescape, visible};
 pub use stream::{Socket, connect};
-pub use strings::{Property, RawStrings, Strings};
+pub use strings::{Property, RawStrings, Strings, replaced};

@@ -1,7 +1,7 @@
 //! What one connection knows of short strings that are not UTF-8: the originals of those that it received,
 //! and the tokens of those that are to be sent.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 
 use parking_lot::Mutex;
@@ -50,15 +50,10 @@ impl RawStrings {
         self.properties.iter().find(|(known, _)| *known == property).map(|(_, raw)| &raw[..])
     }
 
-    /// The original of a header's name of which lapin has `name`. Of several such names in one table, lapin
-    /// keeps the last one's value, so this is the last one too.
-    pub fn header_name(&self, name: &str) -> Option<&[u8]> {
-        let replaced = |raw: &[u8]| {
-            let mut bytes = raw.to_vec();
-            replace_invalid(&mut bytes);
-            bytes
-        };
-        self.header_names.iter().rev().find(|raw| replaced(raw) == name.as_bytes()).map(|raw| &raw[..])
+    /// The originals of headers' names, by the names that lapin has. Of several such names in one table, lapin keeps
+    /// the last one's value, so this is the last one too.
+    pub fn header_names(&self) -> HashMap<String, &[u8]> {
+        self.header_names.iter().map(|raw| (replaced(raw), &raw[..])).collect()
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -69,6 +64,13 @@ impl RawStrings {
         let properties = self.properties.iter().map(|(_, raw)| raw);
         properties.chain(&self.header_names).map(|raw| raw.len() + STRING_OVERHEAD).sum()
     }
+}
+
+/// The text that lapin has in the place of these bytes.
+pub fn replaced(raw: &[u8]) -> String {
+    let mut bytes = raw.to_vec();
+    replace_invalid(&mut bytes);
+    String::from_utf8(bytes).unwrap_or_default()
 }
 
 /// Makes `bytes` UTF-8 of the same length.
@@ -279,9 +281,9 @@ mod tests {
     fn a_header_s_name_is_found_by_what_lapin_has_of_it() {
         let header_names = vec![b"a\xff".to_vec(), b"b\xffc".to_vec(), b"a\xfe".to_vec()];
         let raw = RawStrings { header_names, ..RawStrings::default() };
-        assert_eq!(raw.header_name("b?c"), Some(&b"b\xffc"[..]));
-        assert_eq!(raw.header_name("a?"), Some(&b"a\xfe"[..]));
-        assert_eq!(raw.header_name("a"), None);
+        assert_eq!(raw.header_names().get("b?c"), Some(&&b"b\xffc"[..]));
+        assert_eq!(raw.header_names().get("a?"), Some(&&b"a\xfe"[..]));
+        assert_eq!(raw.header_names().get("a"), None);
     }
 
     #[test]

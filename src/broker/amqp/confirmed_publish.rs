@@ -9,10 +9,11 @@ use lapin::message::BasicReturnMessage;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::ShortString;
 use lapin::{Channel, Confirmation, Connection, Error};
+use sconce_broker_stream::Strings;
 use tokio::sync::oneshot;
 
 use super::connect::OpenConnection;
-use super::convert::{properties_to, short};
+use super::convert::{as_received, properties_to, short_or_raw};
 use super::routes::Publishable;
 use crate::broker::PublishResult;
 use crate::protocol::Message;
@@ -90,8 +91,9 @@ pub(super) fn publish_confirmed(
         };
         // The connection is closed when its owner drops it. Waiting for the confirm, which may take long, must not
         // hold this `Arc`.
+        let strings = connection.strings.clone();
         drop(connection);
-        let result = publish_and_confirm(&channel, &queue, message).await;
+        let result = publish_and_confirm(&channel, &strings, &queue, message).await;
         PublishAttempt { id, channel: Some(channel), result }
     })
 }
@@ -99,16 +101,18 @@ pub(super) fn publish_confirmed(
 #[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
 async fn publish_and_confirm(
     channel: &Channel,
+    strings: &Strings,
     queue: &str,
     message: Arc<Message>,
 ) -> Result<Confirmation, Error> {
-    let properties = properties_to(&message.properties);
+    let properties = properties_to(&message.properties, strings);
     // RabbitMQ 4.0 returns a mandatory message to a direct reply-to although it also delivers it.
     let mandatory = !queue.starts_with(DIRECT_REPLY_TO);
     let options = BasicPublishOptions { mandatory, immediate: false };
     // The first poll of this future enqueues the message behind earlier ones; the future ends once lapin's
     // thread has written it.
-    let confirm = channel.basic_publish("".into(), short(queue), options, &message.body, properties).await?;
+    let queue = short_or_raw(queue, strings);
+    let confirm = channel.basic_publish("".into(), queue, options, &message.body, properties).await?;
     // The confirm may take long; this future does not keep the message in memory meanwhile.
     drop(message);
     confirm.await
@@ -132,9 +136,9 @@ fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
     let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
     let same = |theirs: &Option<ShortString>, ours: &Option<String>| {
         theirs.as_ref().map(ShortString::as_str)
-            == ours.as_deref().map(short).as_ref().map(ShortString::as_str)
+            == ours.as_deref().map(as_received).as_ref().map(ShortString::as_str)
     };
-    returned.delivery.routing_key == short(&request.queue)
+    returned.delivery.routing_key == as_received(&request.queue)
         && same(theirs.message_id(), &ours.message_id)
         && same(theirs.correlation_id(), &ours.correlation_id)
         && returned.delivery.data == request.message.body

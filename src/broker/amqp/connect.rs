@@ -3,18 +3,16 @@
 //! the retry loop to its caller.
 
 use std::fs;
-use std::io;
-use std::net::{Shutdown, TcpStream};
 use std::ops::Deref;
-use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
-use lapin::uri::{AMQPScheme, AMQPUri};
-use lapin::{AsyncTcpStream, Connection, ConnectionProperties, Error};
-use parking_lot::Mutex;
+use lapin::uri::AMQPUri;
+use lapin::{Connection, ConnectionProperties, Error};
+use sconce_broker_stream::{Socket, Strings};
 
 use super::cause::{Cause, message};
 use crate::backoff::Backoff;
@@ -153,52 +151,10 @@ impl Connector {
         uri.query.heartbeat.get_or_insert(heartbeat);
         let tls = tls_config(&self.settings.tls).map_err(wrong_settings)?;
         let properties = ConnectionProperties::default().with_connection_name(self.name.as_str().into());
-        connect(uri, tls, properties).await.map_err(|error| Failure::of(broker.to_owned(), &error))
-    }
-}
-
-/// Connects like `Connection::connect_uri_with_config`, but a dropped attempt leaves no thread behind. Lapin connects
-/// on a thread of its own, which waits without limit for the broker's first answer and cannot be ended. So lapin
-/// gets a socket that is already connected (and encrypted), and we keep a handle to shut it down.
-async fn connect(
-    uri: AMQPUri,
-    tls: OwnedTLSConfig,
-    properties: ConnectionProperties,
-) -> Result<OpenConnection, Error> {
-    let runtime = lapin::runtime::default_runtime()?;
-    let host = uri.authority.host.clone();
-    let addresses = runtime.to_socket_addrs((host.clone(), uri.authority.port));
-    let stream = AsyncTcpStream::connect(&runtime, addresses).await?;
-    let AsyncTcpStream::Plain(socket) = &stream else {
-        return Err(io::Error::from(io::ErrorKind::Unsupported).into());
-    };
-    let socket = Socket(socket.get_ref().as_fd().try_clone_to_owned()?.into());
-    let stream = match uri.scheme {
-        AMQPScheme::AMQP => stream,
-        AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
-    };
-    // Lapin may take the stream only once. Taking it again would be a reconnection, which only our own code does.
-    let once = Mutex::new(Some(stream));
-    let connection = Connection::connector(
-        uri,
-        runtime,
-        async move |_, _| {
-            let stream = once.lock().take();
-            stream.ok_or_else(|| Error::from(io::Error::from(io::ErrorKind::NotConnected)))
-        },
-        properties,
-    )
-    .await?;
-    Ok(OpenConnection { connection, socket: Some(socket) })
-}
-
-/// A handle to a connection's socket. Dropping it shuts the socket down: lapin's thread then reads the end of
-/// the stream and exits.
-struct Socket(TcpStream);
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        let _ = self.0.shutdown(Shutdown::Both);
+        let connected = sconce_broker_stream::connect(uri, tls, properties).await;
+        let (connection, socket, strings) =
+            connected.map_err(|error| Failure::of(broker.to_owned(), &error))?;
+        Ok(OpenConnection { connection, socket: Some(socket), strings })
     }
 }
 
@@ -208,6 +164,8 @@ pub(super) struct OpenConnection {
     connection: Connection,
     /// None only during the drop.
     socket: Option<Socket>,
+    /// The short strings of its messages that are not UTF-8.
+    pub(super) strings: Arc<Strings>,
 }
 
 impl Deref for OpenConnection {
@@ -338,12 +296,6 @@ impl ReconnectPolicy {
         (self.was_connected, self.last_logged) = (true, None);
         (self.refusals, self.refused_since) = (0, None);
         self.failures = self.failures.min(MAX_FAILURES_KEPT);
-    }
-
-    /// The delay before the next attempt after a session that ended without a failure. It equals the delay after a
-    /// first failure.
-    pub(super) fn first_delay() -> Duration {
-        BACKOFF.delay(1, rand::random())
     }
 
     /// Forgets all failures, because a session has worked for a while.

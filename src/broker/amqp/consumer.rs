@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use lapin::{Error, ErrorKind};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -24,12 +23,6 @@ use crate::broker::{BrokerError, Consumer, Event};
 const MIN_EVENTS_BOUND: usize = 260;
 /// A session that ends sooner counts as a failed attempt, and the delay before the next attempt grows.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
-/// Longest delay before the next session after an unreadable message. It is short because the broker is healthy, and
-/// every other message waits until the unreadable one has reached its delivery limit.
-const MAX_UNREADABLE_DELAY: Duration = Duration::from_millis(300);
-/// Duration of a session with a prefetch of 1. It follows a session that broke on an unreadable message, so that only
-/// this message, and none delivered with it, reaches its delivery limit.
-const ONE_BY_ONE_PERIOD: Duration = Duration::from_secs(60);
 
 /// Receives the deliveries of one queue, over as many sessions as needed.
 pub struct AmqpConsumer {
@@ -128,51 +121,13 @@ struct Supervisor {
     current: CurrentSession,
 }
 
-/// Why a session ended before the consumer's owner closed it.
-struct Ended {
-    reason: String,
-    cause: EndCause,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum EndCause {
-    /// The connection, the channel or the consumer was lost.
-    Lost,
-    /// Lapin could not parse what the broker sent, most likely a message with a property that is not UTF-8. The
-    /// broker will deliver that message again.
-    Unreadable,
-    /// A session with a prefetch of 1 has lasted for [`ONE_BY_ONE_PERIOD`]. The supervisor ended it.
-    OneByOneOver,
-}
-
-impl Ended {
-    fn one_by_one_over() -> Self {
-        Self { reason: "connecting again with the full prefetch".to_owned(), cause: EndCause::OneByOneOver }
-    }
-}
-
-impl From<&Error> for Ended {
-    fn from(error: &Error) -> Self {
-        let unreadable = matches!(error.kind(), ErrorKind::ParsingError(_));
-        let cause = if unreadable { EndCause::Unreadable } else { EndCause::Lost };
-        Self { reason: message(error), cause }
-    }
-}
-
-impl From<&str> for Ended {
-    fn from(reason: &str) -> Self {
-        Self { reason: reason.to_owned(), cause: EndCause::Lost }
-    }
-}
-
 impl Supervisor {
     async fn run(mut self) {
         let mut reconnect = ReconnectPolicy::default();
-        let mut one_by_one = false;
         let source = self.subscription.source();
         let mut sessions = 0;
         loop {
-            let prefetch = if one_by_one { 1 } else { *self.prefetch.borrow_and_update() };
+            let prefetch = *self.prefetch.borrow_and_update();
             let opened = tokio::select! {
                 opened = Session::open(&self.connector, &self.subscription, prefetch) => opened,
                 // Without a session there is nothing to cancel: the supervisor ends.
@@ -183,27 +138,17 @@ impl Supervisor {
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
-                    let end = self.run_session(number, session, one_by_one).await;
-                    let Some(Ended { reason, cause }) = end else { return };
-                    match cause {
-                        EndCause::Lost | EndCause::Unreadable => {
-                            tracing::warn!(session = number, reason, "lost the broker");
-                        }
-                        EndCause::OneByOneOver => tracing::info!(session = number, "{reason}"),
-                    }
+                    let Some(reason) = self.run_session(number, session).await else { return };
+                    tracing::warn!(session = number, reason, "lost the broker");
                     if self.events.send(Ok(Event::Lost { source, session: number })).await.is_err() {
                         return;
                     }
-                    one_by_one = cause == EndCause::Unreadable;
                     if began.elapsed() >= STABLE_AFTER {
                         reconnect.reset();
                     }
                     let failure = Failure::without_answer(broker, reason);
                     self.current.fail(&failure);
-                    match cause {
-                        EndCause::Lost | EndCause::Unreadable => reconnect.failed(failure, &self.connector),
-                        EndCause::OneByOneOver => Ok(ReconnectPolicy::first_delay()),
-                    }
+                    reconnect.failed(failure, &self.connector)
                 }
                 Err(failure) => {
                     self.current.fail(&failure);
@@ -212,7 +157,7 @@ impl Supervisor {
             };
             match delay {
                 Ok(delay) => tokio::select! {
-                    () = tokio::time::sleep(if one_by_one { delay.min(MAX_UNREADABLE_DELAY) } else { delay }) => {}
+                    () = tokio::time::sleep(delay) => {}
                     () = self.cancel.cancelled() => return,
                 },
                 Err(error) => {
@@ -223,18 +168,15 @@ impl Supervisor {
         }
     }
 
-    /// Passes on the deliveries of one session until it ends. None: the consumer's owner closed it.
-    async fn run_session(&mut self, number: u64, mut session: Session, one_by_one: bool) -> Option<Ended> {
+    /// Passes on the deliveries of one session until it ends. Returns why it ended. None: the consumer's owner closed it.
+    async fn run_session(&mut self, number: u64, mut session: Session) -> Option<String> {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
         let open = OpenSession { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
         self.granted.store(session.prefetch, Ordering::Relaxed);
         self.set_ack_batch_size(&open, session.prefetch);
         self.current.set(Some(open.clone()));
-        let ended = tokio::select! {
-            ended = self.forward(&open, &mut session, one_by_one) => ended,
-            () = tokio::time::sleep(ONE_BY_ONE_PERIOD), if one_by_one => Some(Ended::one_by_one_over()),
-        };
+        let ended = self.forward(&open, &mut session).await;
         self.current.set(None);
         if ended.is_none() {
             // Waiting for the broker's answer to the close ensures that it has read every ack written before.
@@ -248,12 +190,7 @@ impl Supervisor {
     }
 
     /// Forwards the deliveries of a session until it ends, and handles cancel, close and prefetch changes meanwhile.
-    async fn forward(
-        &mut self,
-        open: &OpenSession,
-        session: &mut Session,
-        one_by_one: bool,
-    ) -> Option<Ended> {
+    async fn forward(&mut self, open: &OpenSession, session: &mut Session) -> Option<String> {
         let mut failures = session.connection.events_listener();
         let mut is_cancelled = self.cancel.is_cancelled();
         let (mut stream_ended, mut is_resizing) = (false, false);
@@ -262,7 +199,7 @@ impl Supervisor {
         }
         loop {
             let wanted_prefetch = *self.prefetch.borrow();
-            if wanted_prefetch != session.prefetch && !is_cancelled && !is_resizing && !one_by_one {
+            if wanted_prefetch != session.prefetch && !is_cancelled && !is_resizing {
                 is_resizing = cancel_to_resize(open, session).await;
             }
             tokio::select! {
@@ -271,13 +208,15 @@ impl Supervisor {
                         session.first_tag.get_or_insert(delivery.delivery_tag);
                         open.ack_tracker.lock().delivered(delivery.delivery_tag, delivery.redelivered);
                         let source = self.subscription.source();
-                        let delivery = delivery_from(delivery, source, open.session, session.with_routing_key);
+                        let raw = session.raw_strings(delivery.delivery_tag);
+                        let delivery =
+                            delivery_from(delivery, raw.as_ref(), source, open.session, session.with_routing_key);
                         let event = Event::Delivery(Box::new(delivery));
                         if self.events.send(Ok(event)).await.is_err() {
                             break None;
                         }
                     }
-                    Some(Err(error)) => break Some((&error).into()),
+                    Some(Err(error)) => break Some(message(&error)),
                     None => match self.consume_again(open, session, mem::take(&mut is_resizing)).await {
                         Ok(true) => {}
                         Ok(false) => {
@@ -291,7 +230,7 @@ impl Supervisor {
                 () = self.cancel.cancelled(), if !is_cancelled => is_cancelled = true,
                 Ok(()) = self.prefetch.changed(), if !is_cancelled && !is_resizing => {}
                 event = failures.next() => match event {
-                    Some(lapin::Event::Error(error)) => break Some((&error).into()),
+                    Some(lapin::Event::Error(error)) => break Some(message(&error)),
                     Some(_) => {}
                     None => break Some("the connection ended".into()),
                 },
@@ -307,7 +246,7 @@ impl Supervisor {
         open: &OpenSession,
         session: &mut Session,
         is_resizing: bool,
-    ) -> Result<bool, Ended> {
+    ) -> Result<bool, String> {
         // The lock is held from reading the flag until the broker has the new consumer, so that a cancel in between
         // waits for the new consumer's tag. The flag is up to date, because `cancel` sets it before it sends the
         // command.
@@ -319,7 +258,7 @@ impl Supervisor {
             return Err("the broker cancelled the consumer; was the queue deleted?".into());
         }
         let prefetch = *self.prefetch.borrow_and_update();
-        session.consume_again(prefetch, &self.connector).await.map_err(|error| Ended::from(&error))?;
+        session.consume_again(prefetch, &self.connector).await.map_err(|error| message(&error))?;
         *consumer_tag = session.consumer.tag();
         self.granted.store(prefetch, Ordering::Relaxed);
         self.set_ack_batch_size(open, prefetch);

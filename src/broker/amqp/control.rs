@@ -84,7 +84,7 @@ impl ControlClient {
         };
         let options = BasicPublishOptions { mandatory: true, immediate: false };
         let (exchange, key) = (short(&self.exchange), short(routing_key));
-        let properties = properties_to(&properties);
+        let properties = properties_to(&properties, &self.connection.strings);
         let published = async {
             let confirm = self.channel.basic_publish(exchange, key, options, body, properties).await?.await?;
             Ok(confirm.take_message().is_none())
@@ -111,7 +111,9 @@ impl ControlClient {
     /// The next answer; none if the connection is lost. Safe to cancel.
     pub async fn next(&mut self) -> Option<Message> {
         let delivery = self.answers.next().await?.ok()?;
-        Some(Message { properties: properties_from(&delivery.properties), body: delivery.data.into() })
+        let raw = self.connection.strings.take(self.channel.id(), delivery.delivery_tag);
+        let properties = properties_from(&delivery.properties, raw.as_ref());
+        Some(Message { properties, body: delivery.data.into() })
     }
 
     /// The depth of a queue; none if the queue cannot be inspected.

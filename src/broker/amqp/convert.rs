@@ -1,38 +1,48 @@
 //! Converts lapin's properties and field values to ours and back. Every AMQP field type survives the round
 //! trip, except that a short string becomes a long string.
 
+use std::collections::HashMap;
+
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, LongString, ShortString};
+use sconce_broker_stream::{Property, RawStrings, Strings, replaced};
 
+use crate::protocol::raw_text::{escape, is_escaped, unescape, visible};
 use crate::protocol::{Headers, Properties, Value};
 
-pub(super) fn properties_from(properties: &BasicProperties) -> Properties {
-    let text = |value: &Option<ShortString>| value.as_ref().map(|text| text.as_str().to_owned());
+/// `raw` holds the message's short strings that are not UTF-8. Here they are escaped (see `protocol::raw_text`).
+pub(super) fn properties_from(properties: &BasicProperties, raw: Option<&RawStrings>) -> Properties {
+    let text = |value: &Option<ShortString>, property| {
+        let text = value.as_ref()?.as_str().as_bytes();
+        Some(escape(raw.and_then(|raw| raw.property(property)).unwrap_or(text)))
+    };
+    let names = raw.map(RawStrings::header_names).unwrap_or_default();
     Properties {
-        content_type: text(properties.content_type()),
-        content_encoding: text(properties.content_encoding()),
-        headers: properties.headers().as_ref().map(headers_from).unwrap_or_default(),
+        content_type: text(properties.content_type(), Property::ContentType),
+        content_encoding: text(properties.content_encoding(), Property::ContentEncoding),
+        headers: properties.headers().as_ref().map(|table| headers_from(table, &names)).unwrap_or_default(),
         delivery_mode: *properties.delivery_mode(),
         priority: *properties.priority(),
-        correlation_id: text(properties.correlation_id()),
-        reply_to: text(properties.reply_to()),
-        expiration: text(properties.expiration()),
-        message_id: text(properties.message_id()),
+        correlation_id: text(properties.correlation_id(), Property::CorrelationId),
+        reply_to: text(properties.reply_to(), Property::ReplyTo),
+        expiration: text(properties.expiration(), Property::Expiration),
+        message_id: text(properties.message_id(), Property::MessageId),
         timestamp: *properties.timestamp(),
-        kind: text(properties.kind()),
-        user_id: text(properties.user_id()),
-        app_id: text(properties.app_id()),
-        cluster_id: text(properties.cluster_id()),
+        kind: text(properties.kind(), Property::Type),
+        user_id: text(properties.user_id(), Property::UserId),
+        app_id: text(properties.app_id(), Property::AppId),
+        cluster_id: text(properties.cluster_id(), Property::ClusterId),
     }
 }
 
 /// Converts the properties of a message to publish. Texts over AMQP's 255 bytes are cut; only producers on the embedded
-/// queue can send such texts.
-pub(super) fn properties_to(properties: &Properties) -> BasicProperties {
+/// queue can send such texts. Escaped texts become their bytes on the connection of `strings`, except in the names of
+/// headers, where each byte becomes `\\xNN`.
+pub(super) fn properties_to(properties: &Properties, strings: &Strings) -> BasicProperties {
     let mut converted = BasicProperties::default();
     let mut text = |value: &Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
         if let Some(value) = value {
-            converted = set(std::mem::take(&mut converted), short(value));
+            converted = set(std::mem::take(&mut converted), short_or_raw(value, strings));
         }
     };
     text(&properties.content_type, BasicProperties::with_content_type);
@@ -61,25 +71,48 @@ pub(super) fn properties_to(properties: &Properties) -> BasicProperties {
     }
 }
 
+/// As [`short`], for a text that may be escaped and is sent as a property or a routing key on the connection of
+/// `strings`.
+pub(super) fn short_or_raw(text: &str, strings: &Strings) -> ShortString {
+    if !is_escaped(text) {
+        return short(text);
+    }
+    let bytes = unescape(text);
+    match str::from_utf8(&bytes) {
+        Ok(text) => short(text),
+        Err(_) => short(&strings.token(&bytes)),
+    }
+}
+
+/// The text that lapin has of a message that was sent with this text and has come back.
+pub(super) fn as_received(text: &str) -> ShortString {
+    if is_escaped(text) { short(&replaced(&unescape(text))) } else { short(text) }
+}
+
 /// Converts to an AMQP short string, cut to 255 bytes at a character boundary.
 pub(super) fn short(text: &str) -> ShortString {
     let end = (0..=text.len().min(255)).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
     ShortString::try_new(&text[..end]).unwrap_or_default()
 }
 
-fn headers_from(table: &FieldTable) -> Headers {
-    table.inner().iter().map(|(name, value)| (name.as_str().to_owned(), value_from(value))).collect()
+/// The original names of headers, by the names that lapin has.
+type Names<'a> = HashMap<String, &'a [u8]>;
+
+fn headers_from(table: &FieldTable, names: &Names<'_>) -> Headers {
+    let name =
+        |name: &ShortString| escape(names.get(name.as_str()).copied().unwrap_or(name.as_str().as_bytes()));
+    table.inner().iter().map(|(key, value)| (name(key), value_from(value, names))).collect()
 }
 
 fn table_to(headers: &Headers) -> FieldTable {
     let mut table = FieldTable::default();
     for (name, value) in headers {
-        table.insert(short(name), value_to(value));
+        table.insert(short(&visible(name)), value_to(value));
     }
     table
 }
 
-fn value_from(value: &AMQPValue) -> Value {
+fn value_from(value: &AMQPValue, names: &Names<'_>) -> Value {
     match value {
         AMQPValue::Void => Value::Void,
         AMQPValue::Boolean(it) => Value::Bool(*it),
@@ -97,8 +130,10 @@ fn value_from(value: &AMQPValue) -> Value {
         AMQPValue::LongString(it) => Value::Text(it.as_bytes().to_vec()),
         AMQPValue::ByteArray(it) => Value::Bytes(it.as_slice().to_vec()),
         AMQPValue::Timestamp(it) => Value::Timestamp(*it),
-        AMQPValue::FieldArray(it) => Value::Array(it.as_slice().iter().map(value_from).collect()),
-        AMQPValue::FieldTable(it) => Value::Table(headers_from(it)),
+        AMQPValue::FieldArray(it) => {
+            Value::Array(it.as_slice().iter().map(|item| value_from(item, names)).collect())
+        }
+        AMQPValue::FieldTable(it) => Value::Table(headers_from(it, names)),
     }
 }
 

@@ -156,7 +156,8 @@ impl DeadLetterBrowser {
             read.push(delivery.map_err(to_error)?);
         }
         self.held += read.len() as u32;
-        self.buffered.extend(read.into_iter().map(delivery_of));
+        let read: Vec<Delivery> = read.into_iter().map(|delivery| self.delivery_of(delivery)).collect();
+        self.buffered.extend(read);
         self.unflushed_acks = 0;
         Ok(())
     }
@@ -169,7 +170,7 @@ impl DeadLetterBrowser {
         let got = got.map_err(|error| self.broker_error(&error))?;
         self.unflushed_acks = 0;
         self.held += u32::from(got.is_some());
-        Ok(got.map(|got| delivery_of(got.delivery)))
+        Ok(got.map(|got| self.delivery_of(got.delivery)))
     }
 
     /// Removes the message from the queue. This is certain only after [`DeadLetterBrowser::flush`].
@@ -248,14 +249,15 @@ impl DeadLetterBrowser {
         Ok(self.near_limit)
     }
 
+    /// A delivery of the browser, which has only one session and needs no routing keys.
+    fn delivery_of(&self, delivery: lapin::message::Delivery) -> Delivery {
+        let raw = self.connection.strings.take(self.channel.id(), delivery.delivery_tag);
+        delivery_from(delivery, raw.as_ref(), Source::Main, 0, false)
+    }
+
     fn broker_error(&self, error: &Error) -> BrokerError {
         broker_error(&self.broker, &self.queue, error)
     }
-}
-
-/// A delivery of the browser, which has only one session and needs no routing keys.
-fn delivery_of(delivery: lapin::message::Delivery) -> Delivery {
-    delivery_from(delivery, Source::Main, 0, false)
 }
 
 fn broker_error(broker: &str, queue: &str, error: &Error) -> BrokerError {

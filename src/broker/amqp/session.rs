@@ -10,6 +10,7 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Error, ExchangeKind};
+use sconce_broker_stream::RawStrings;
 use tokio::sync::watch;
 
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, OpenConnection};
@@ -160,6 +161,11 @@ impl Session {
         })
     }
 
+    /// The short strings of a delivery that are not UTF-8. They can be taken once.
+    pub(super) fn raw_strings(&self, delivery_tag: u64) -> Option<RawStrings> {
+        self.connection.strings.take(self.channel.id(), delivery_tag)
+    }
+
     /// Starts a new consumer with another prefetch, because RabbitMQ applies a prefetch only to later consumers. The
     /// old consumer must have been cancelled, and its stream must have ended.
     pub(super) async fn consume_again(&mut self, prefetch: u16, connector: &Connector) -> Result<(), Error> {
@@ -208,14 +214,15 @@ pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, cancel).await;
 }
 
-/// Converts a delivery of this session of this source.
+/// Converts a delivery of this session of this source. `raw` holds its short strings that are not UTF-8.
 pub(super) fn delivery_from(
     delivery: lapin::message::Delivery,
+    raw: Option<&RawStrings>,
     source: Source,
     session: u64,
     with_routing_key: bool,
 ) -> Delivery {
-    let mut properties = properties_from(&delivery.properties);
+    let mut properties = properties_from(&delivery.properties, raw);
     // The header is the broker's count for this message, or was copied with all headers of a redelivered message. So it
     // is ignored in a message that is not redelivered.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());

@@ -10,11 +10,12 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Error, ExchangeKind};
+use sconce_broker_stream::Strings;
 use tokio::time::timeout;
 
 use super::admin::connect;
 use super::cause::{Cause, refused};
-use super::connect::Connector;
+use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
 use super::topology::declare_stream;
 use crate::broker::BrokerError;
@@ -50,7 +51,7 @@ async fn declare(connection: &Connection, exchange: &str, max_age: Duration) -> 
 
 /// Declares the stream, and adds an entry with the current time to it. Returns when the broker has confirmed it.
 pub(super) async fn add(
-    connection: &Connection,
+    connection: &OpenConnection,
     channel: &Channel,
     exchange: &str,
     body: &[u8],
@@ -59,7 +60,7 @@ pub(super) async fn add(
     declare(connection, exchange, max_age).await?;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let properties = Properties { timestamp: Some(now.as_secs()), ..Properties::default() };
-    publish(channel, exchange, body, properties).await
+    publish(channel, &connection.strings, exchange, body, properties).await
 }
 
 /// Reads the entries that were published to `exchange` in the last `max_age` by this host's clock, oldest first. A few
@@ -107,7 +108,7 @@ fn is_temporary(error: &Error) -> bool {
 
 /// Returns the entries, or `None` if the consumer ended before the last of them.
 async fn read(
-    connection: &Connection,
+    connection: &OpenConnection,
     exchange: &str,
     max_age: Duration,
 ) -> Result<Option<Vec<Message>>, Error> {
@@ -125,7 +126,7 @@ async fn read(
     // entries before it are read.
     let end_mark = uuid::Uuid::new_v4().to_string();
     let properties = Properties { correlation_id: Some(end_mark.clone()), ..Properties::default() };
-    publish(&channel, exchange, b"null", properties).await?;
+    publish(&channel, &connection.strings, exchange, b"null", properties).await?;
     let mut entries = Vec::new();
     while let Some(delivery) = deliveries.next().await {
         let delivery = delivery?;
@@ -134,7 +135,8 @@ async fn read(
         if delivery.exchange.as_str() != exchange {
             continue;
         }
-        let properties = properties_from(&delivery.properties);
+        let raw = connection.strings.take(channel.id(), delivery.delivery_tag);
+        let properties = properties_from(&delivery.properties, raw.as_ref());
         if properties.correlation_id.as_ref() == Some(&end_mark) {
             return Ok(Some(entries));
         }
@@ -148,13 +150,14 @@ async fn read(
 #[expect(clippy::disallowed_methods, reason = "`AmqpPublisher` publishes to queues only, not to an exchange")]
 async fn publish(
     channel: &Channel,
+    strings: &Strings,
     exchange: &str,
     body: &[u8],
     properties: Properties,
 ) -> Result<(), Error> {
     let properties = Properties { content_type: Some(JSON.into()), delivery_mode: Some(2), ..properties };
     let options = BasicPublishOptions::default();
-    let (exchange, properties) = (short(exchange), properties_to(&properties));
+    let (exchange, properties) = (short(exchange), properties_to(&properties, strings));
     channel.basic_publish(exchange, ROUTING_KEY.into(), options, body, properties).await?.await?;
     Ok(())
 }

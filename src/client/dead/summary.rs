@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::broker::Delivery;
 use crate::protocol::dead_letter::DeadLetter;
+use crate::protocol::raw_text::visible;
 use crate::protocol::shorten;
 
 /// Longest text of a summary, in bytes. The `error` header of a worker is shorter, so it is not cut a second time.
@@ -35,11 +36,11 @@ impl DeadLetterSummary {
     /// Summarizes a dead letter. Its age is counted up to `now`.
     pub(crate) fn of(delivery: &Delivery, now: SystemTime) -> Self {
         let (message, dead_letter) = (&delivery.message, DeadLetter::new(&delivery.message));
-        let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
+        let text = |text: Option<&str>| text.map(|text| shorten(&visible(text), TEXT_BYTES));
         Self {
             task_id: text(dead_letter.task_id()),
-            message_id: message.properties.message_id.clone(),
-            correlation_id: message.properties.correlation_id.clone(),
+            message_id: text(message.properties.message_id.as_deref()),
+            correlation_id: text(message.properties.correlation_id.as_deref()),
             reason: shorten(dead_letter.reason(), TEXT_BYTES),
             dead_lettered_at: dead_letter.dead_lettered_at().and_then(iso),
             age_s: dead_letter.age(now).map(|age| age.as_secs()),

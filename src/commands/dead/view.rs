@@ -10,6 +10,7 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::broker::Delivery;
 use crate::client::dead::{DeadLetterSummary, iso};
+use crate::protocol::raw_text::visible;
 use crate::protocol::{Headers, Properties, Value, shorten};
 
 /// Maximum bytes of a text in the last column of a table.
@@ -99,11 +100,16 @@ fn properties(properties: &Properties) -> Map<String, Json> {
     if let Some(kind) = all.remove("kind") {
         all.insert("type".into(), kind);
     }
+    for value in all.values_mut() {
+        if let Json::String(text) = value {
+            *text = visible(text);
+        }
+    }
     all
 }
 
 fn headers(headers: &Headers) -> Map<String, Json> {
-    headers.iter().map(|(name, it)| (name.clone(), value_json(it))).collect()
+    headers.iter().map(|(name, it)| (visible(name), value_json(it))).collect()
 }
 
 fn value_json(value: &Value) -> Json {

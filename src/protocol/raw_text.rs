@@ -1,5 +1,6 @@
-//! Text for bytes that need not be UTF-8. Each byte that is not UTF-8 becomes one character of
-//! U+F700..=U+F7FF, a part of Unicode's private use area, so that different bytes give different texts.
+//! Text for short strings of AMQP that are not UTF-8, such as the 16 bytes of a UUID. Each byte that is not UTF-8
+//! becomes one character of U+F700..=U+F7FF, a part of Unicode's private use area, so that different bytes give
+//! different texts. Pure.
 
 const FIRST: u32 = 0xF700;
 const LAST: u32 = 0xF7FF;
@@ -45,6 +46,11 @@ pub fn visible(text: &str) -> String {
     shown
 }
 
+/// Whether a text stands for bytes that are not UTF-8, or that look escaped.
+pub fn is_escaped(text: &str) -> bool {
+    text.chars().any(|character| byte_of(character).is_some())
+}
+
 /// The byte that `character` stands for, if it stands for one.
 fn byte_of(character: char) -> Option<u8> {
     let code = u32::from(character);
@@ -78,6 +84,7 @@ mod tests {
         let text = "\u{f700}\u{f7ff}";
         assert_eq!(escape(text.as_bytes()).chars().count(), 6);
         assert_eq!(unescape(&escape(text.as_bytes())), text.as_bytes());
+        assert!(is_escaped(text) && is_escaped(&escape(b"\xff")) && !is_escaped("é"));
     }
 
     #[test]
