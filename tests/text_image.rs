@@ -215,7 +215,7 @@ fn labels_that_are_cut_are_counted() {
     let mut model = load("tiny-clip");
     let body = json!({"image_url": data_url("rocket.png"), "labels": ["cat", "cat ".repeat(60)]});
     let cut = reply(&mut model, &message("/classify", &body)).expect("a reply");
-    assert_eq!(cut.headers.get("truncated"), Some(&sconce::protocol::Value::I64(1)));
+    assert_eq!(cut.headers.get("truncated"), Some(&sconce::protocol::Value::I32(1)));
 }
 
 #[test]

@@ -382,6 +382,29 @@ mod tests {
     }
 
     #[test]
+    fn strings_that_are_not_utf_8_are_readable_in_a_dead_letter_and_restored() {
+        let id = escape(b"\x9b\xdcid");
+        let named = |n: u16| (escape(&[0xff, (n >> 8) as u8, n as u8]), Value::I32(n.into()));
+        let mut sent = with_headers((0..5_000).map(named).chain([("plain".into(), "a".into())]).collect());
+        (sent.correlation_id, sent.reply_to) = (Some(id.clone()), Some(escape(&[0x80; 255])));
+        sent.kind = Some(escape(b"\xffkind"));
+        let letter = dead(sent, Reason::Undecodable);
+        let properties = &letter.properties;
+        assert_eq!(properties.correlation_id.as_deref(), Some("\\x9b\\xdcid"));
+        assert!(properties.reply_to.as_ref().is_some_and(|text| text.len() <= 255));
+        let headers = &properties.headers;
+        assert_eq!(headers["task_id"], "\\x9b\\xdcid".into());
+        assert!(is_small(&headers[RAW_STRINGS]), "{:?}", headers[RAW_STRINGS]);
+        // A name of three bytes has four in base64.
+        assert_eq!(headers[HEADERS_DROPPED].as_i64(), Some(5_000 - MAX_RAW_NAME_BYTES as i64 / 4));
+        let restored = restored(letter).properties;
+        assert_eq!(restored.correlation_id, Some(id));
+        assert_eq!(restored.reply_to, Some(escape(&[0x80; 255])));
+        assert_eq!(restored.kind.as_deref(), Some("\\xffkind"));
+        assert!(!restored.headers.contains_key(RAW_STRINGS) && restored.headers.contains_key("plain"));
+    }
+
+    #[test]
     fn a_dead_letter_keeps_everything_but_properties_that_act() {
         let deep = Value::Table(Headers::from([("a".into(), Value::U8(1))]));
         let headers =

@@ -125,7 +125,8 @@ impl From<String> for Value {
 
 impl From<i64> for Value {
     fn from(number: i64) -> Self {
-        Value::I64(number)
+        // Some clients cannot read 64-bit integers, such as Perl's AnyEvent::RabbitMQ.
+        i32::try_from(number).map_or(Value::I64(number), Value::I32)
     }
 }
 

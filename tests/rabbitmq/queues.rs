@@ -3,6 +3,7 @@
 use lapin::types::AMQPValue;
 use serde_json::json;
 
+use super::messages::serve;
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
@@ -65,4 +66,46 @@ async fn where_nothing_is_declared_a_task_queue_made_again_is_consumed_again() {
     client.consumers_become(&settings.tasks, 1).await;
     answers(&client, &settings, "after").await;
     assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_as_the_task_queue_is_refused_at_the_start_or_at_its_first_delivery() {
+    let stream = ("x-queue-type", AMQPValue::LongString("stream".into()));
+    let age = ("x-max-age", AMQPValue::LongString("1h".into()));
+    let bytes = ("x-max-length-bytes", AMQPValue::LongLongInt(1_000_000));
+    let url = Rabbit::shared().url();
+    let client = Client::connect(&url).await;
+    // The last one's arguments do not tell a stream from other queues, and the one before may not be declared.
+    for (arguments, declare) in [
+        (vec![stream.clone()], true),
+        (vec![stream.clone(), age], true),
+        (vec![stream.clone()], false),
+        (vec![stream, bytes], true),
+    ] {
+        let mut settings = Settings::echo(url.clone());
+        if !declare {
+            assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+            client.delete(&settings.tasks).await;
+            settings = settings.set("broker.declare", false);
+        }
+        client.declare(&settings.tasks, &arguments).await;
+        let mut sconce = Sconce::launch(&settings);
+        if !declare || arguments.len() == 2 && arguments[1].0 == "x-max-length-bytes" {
+            sconce.consumes(1).await;
+            client.publish(&settings.tasks, Task::new(json!({"input": "a"}))).await;
+        }
+        assert_eq!(sconce.exit_code().await, 78, "{arguments:?}: {}", sconce.log());
+        assert!(sconce.log().contains("is a stream, which gives every worker each task"), "{}", sconce.log());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_task_that_claims_to_be_from_a_stream_is_answered_like_any_other() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    for n in 0..3 {
+        let claims = Task::new(json!({"input": n})).id(n.to_string()).header("x-stream-offset", "7");
+        client.publish(&settings.tasks, claims).await;
+        assert_eq!(inbox.next().await.status_code(), 200);
+    }
 }

@@ -95,7 +95,7 @@ fn next(held: &[u8]) -> Next {
 }
 
 /// The direction from the broker to lapin.
-pub(crate) struct Inbound {
+pub struct Inbound {
     frames: Frames,
     strings: Arc<Strings>,
     begun: Begun,
@@ -105,12 +105,13 @@ pub(crate) struct Inbound {
 type Begun = HashMap<u16, (u64, RawStrings)>;
 
 impl Inbound {
-    pub(crate) fn new(strings: Arc<Strings>) -> Self {
+    /// A direction without any bytes yet.
+    pub fn new(strings: Arc<Strings>) -> Self {
         Self { frames: Frames::default(), strings, begun: HashMap::new() }
     }
 
     /// Appends to `out` what lapin gets of the broker's `bytes` and of those that were held.
-    pub(crate) fn push(&mut self, bytes: &[u8], out: &mut BytesMut) {
+    pub fn push(&mut self, bytes: &[u8], out: &mut BytesMut) {
         self.frames.push(bytes, out, |frame| clean(frame, &mut self.begun, &self.strings));
     }
 }

@@ -16,5 +16,7 @@ mod filter;
 mod stream;
 mod strings;
 
+#[doc(hidden)] // for the fuzz target
+pub use filter::Inbound;
 pub use stream::{Socket, connect};
 pub use strings::{Property, RawStrings, Strings, replaced};

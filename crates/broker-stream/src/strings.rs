@@ -110,7 +110,9 @@ struct Tokens {
 }
 
 impl Strings {
-    pub(crate) fn new() -> Self {
+    /// The strings of a new connection.
+    #[expect(clippy::new_without_default, reason = "each has a secret of its own")]
+    pub fn new() -> Self {
         let secret = format!("{:032x}", rand::random::<u128>());
         Self { received: Mutex::default(), tokens: Mutex::default(), secret }
     }

@@ -2,10 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use lapin::options::BasicGetOptions;
 use lapin::{Connection, Error};
+use tokio::time::timeout;
 
-use super::cause::refused;
+use super::cause::{Cause, refused};
 use super::connect::{Connector, OpenConnection, Refusal};
+use super::convert::short;
 use super::topology::{Topology, declare_reply_queue, inspect};
 use crate::broker::BrokerError;
 
@@ -50,6 +53,20 @@ pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, Bro
     let state = inspect(&connection, queue).await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
     Ok(state.consumer_count())
+}
+
+/// Whether a queue is a stream: only streams refuse `basic.get` with 540. A message that another queue gives is returned
+/// at once. False if the broker does not answer.
+pub(super) async fn is_stream(connector: &Connector, queue: &str) -> bool {
+    let get = async {
+        let (connection, _) = connect(connector).await.ok()?;
+        let channel = connection.create_channel().await.ok()?;
+        let got = channel.basic_get(short(queue), BasicGetOptions::default()).await;
+        let _ = connection.close(200, "done".into()).await;
+        got.err()
+    };
+    let error = timeout(connector.settings.connect_timeout, get).await.ok().flatten();
+    error.is_some_and(|error| Cause::of(&error) == Cause::NotImplemented)
 }
 
 /// The number of ready messages of a queue.

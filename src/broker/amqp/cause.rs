@@ -31,6 +31,8 @@ pub(super) enum Cause {
     /// A frame, syntax or internal error, for example because a header holds an infinite number. The broker then closes
     /// the connection.
     BadFrame,
+    /// The queue is of a type that does not know the command.
+    NotImplemented,
     /// The broker gave another reason.
     Other,
     /// A certificate is wrong, or the answer is not TLS.
@@ -62,7 +64,8 @@ impl Cause {
             404 => Self::Missing,
             405 => Self::Exclusive,
             406 => Self::PreconditionFailed,
-            501..=505 | 540 | 541 => Self::BadFrame,
+            501..=505 | 541 => Self::BadFrame,
+            540 => Self::NotImplemented,
             530 if message.contains("is reached") || message.contains("is down") => Self::LimitReached,
             530 => Self::NotAllowed,
             _ => Self::Other,
@@ -89,6 +92,18 @@ pub(super) fn message(error: &Error) -> String {
             format!("{} {}{hint}", amqp.get_id(), amqp.get_message().as_str().trim_end_matches('.'))
         }
         _ => format!("{error}{hint}"),
+    }
+}
+
+/// Whether a refused declaration shows that the existing queue is a stream.
+pub(super) fn names_stream(error: &Error) -> bool {
+    let ErrorKind::ProtocolError(amqp) = error.kind() else { return false };
+    let message = amqp.get_message().as_str();
+    let argument = message.split_once("inequivalent arg '").and_then(|(_, rest)| rest.split_once('\''));
+    match argument {
+        Some(("x-queue-type", rest)) => rest.ends_with("but current is 'stream'"),
+        Some((argument, _)) => argument == "x-max-age" || argument.starts_with("x-stream-"),
+        None => false,
     }
 }
 

@@ -75,6 +75,7 @@ impl From<Cause> for Refusal {
             | Cause::LimitReached
             | Cause::ContentTooLarge
             | Cause::BadFrame
+            | Cause::NotImplemented
             | Cause::Other
             | Cause::Connection => Self::Temporary,
         }
@@ -146,7 +147,8 @@ impl Connector {
     async fn open(&self, url: &str, broker: &str) -> Result<OpenConnection, Failure> {
         let wrong_settings =
             |reason| Failure { broker: broker.to_owned(), reason, refusal: Refusal::Settings };
-        let mut uri: AMQPUri = url.parse().map_err(wrong_settings)?;
+        let mut uri: AMQPUri =
+            url.parse().map_err(|reason| wrong_settings(wrong_parameter(url).unwrap_or(reason)))?;
         let heartbeat = u16::try_from(self.settings.heartbeat.as_secs()).unwrap_or(u16::MAX);
         uri.query.heartbeat.get_or_insert(heartbeat);
         let tls = tls_config(&self.settings.tls).map_err(wrong_settings)?;
@@ -156,6 +158,22 @@ impl Connector {
             connected.map_err(|error| Failure::of(broker.to_owned(), &error))?;
         Ok(OpenConnection { connection, socket: Some(socket), strings })
     }
+}
+
+/// What is wrong with a parameter in an address, if one is: the parser does not name it.
+fn wrong_parameter(url: &str) -> Option<String> {
+    let url = url::Url::parse(url).ok()?;
+    url.query_pairs().find_map(|(name, value)| {
+        let largest = match &*name {
+            "heartbeat" | "channel_max" => u64::from(u16::MAX),
+            "frame_max" => u64::from(u32::MAX),
+            "connection_timeout" => u64::MAX,
+            _ => return None,
+        };
+        let is_right = value.parse::<u64>().is_ok_and(|number| number <= largest);
+        (!is_right)
+            .then(|| format!("broker.url: {name} = {value:?}: expected a whole number up to {largest}"))
+    })
 }
 
 /// A connection that leaves nothing behind when dropped. Lapin alone would close it in the background and
@@ -338,6 +356,16 @@ mod tests {
                 "{refusal:?} {refusals:?} {end:?}"
             );
         }
+    }
+
+    #[test]
+    fn a_wrong_parameter_of_an_address_is_named() {
+        let named = wrong_parameter("amqp://guest:guest@b/%2f?heartbeat=10.0");
+        assert_eq!(
+            named.as_deref(),
+            Some("broker.url: heartbeat = \"10.0\": expected a whole number up to 65535")
+        );
+        assert_eq!(wrong_parameter("amqp://b?heartbeat=10&frame_max=8192"), None);
     }
 
     #[test]

@@ -10,13 +10,16 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
+use lapin::message::Delivery;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::acker::{AmqpAcker, CurrentSession, OpenSession};
-use super::cause::message;
+use super::admin::is_stream;
+use super::cause::{message, refused};
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
+use super::topology::stream_refused;
 use crate::broker::{BrokerError, Consumer, Event};
 
 /// Smallest bound of the channel of events to the consumer's owner.
@@ -193,7 +196,7 @@ impl Supervisor {
     async fn forward(&mut self, open: &OpenSession, session: &mut Session) -> Option<String> {
         let mut failures = session.connection.events_listener();
         let mut is_cancelled = self.cancel.is_cancelled();
-        let (mut stream_ended, mut is_resizing) = (false, false);
+        let (mut stream_ended, mut is_resizing, mut is_checked) = (false, false, false);
         if is_cancelled {
             cancel(&session.channel, session.consumer.tag()).await;
         }
@@ -205,6 +208,15 @@ impl Supervisor {
             tokio::select! {
                 delivered = session.consumer.next(), if !stream_ended => match delivered {
                     Some(Ok(delivery)) => {
+                        // Anybody may write this header, so the queue itself is asked, once in a session.
+                        if names_stream_offset(&delivery) && !mem::replace(&mut is_checked, true)
+                            && let Subscription::Tasks { queue, .. } = &self.subscription
+                            && is_stream(&self.connector, queue).await
+                        {
+                            let refusal = refused(format!("queue {queue:?}"), &stream_refused(queue));
+                            let _ = self.events.send(Err(refusal)).await;
+                            break None;
+                        }
                         session.first_tag.get_or_insert(delivery.delivery_tag);
                         open.ack_tracker.lock().delivered(delivery.delivery_tag, delivery.redelivered);
                         let source = self.subscription.source();
@@ -273,6 +285,12 @@ impl Supervisor {
             open.ack_tracker.lock().set_batch_size(usize::from(prefetch) / 4);
         }
     }
+}
+
+/// Whether a delivery has the header that those of a stream have.
+fn names_stream_offset(delivery: &Delivery) -> bool {
+    let headers = delivery.properties.headers().as_ref();
+    headers.is_some_and(|headers| headers.contains_key("x-stream-offset"))
 }
 
 /// Cancels the consumer, so that a new one with another prefetch can be created. Acks are held back meanwhile. Returns

@@ -4,10 +4,11 @@
 use std::time::Duration;
 
 use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::protocol::{AMQPError, AMQPSoftError};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Connection, Error, ExchangeKind, Queue};
+use lapin::{Connection, Error, ErrorKind, ExchangeKind, Queue};
 
-use super::cause::Cause;
+use super::cause::{Cause, names_stream};
 use super::convert::short;
 use crate::protocol::control::QUEUE_MADE;
 
@@ -53,16 +54,15 @@ impl Topology {
             declare_queue(connection, queue, high_limit_arguments()).await?;
         }
         for queue in [Some(&self.task_queue), self.background_queue.as_ref()].into_iter().flatten() {
-            if exists(connection, queue).await? {
-                continue;
-            }
             let mut arguments = quorum_arguments();
             let limit = i64::from(self.delivery_limit);
             arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(limit));
-            arguments.insert(
-                "x-dead-letter-exchange".into(),
-                text(&self.declare_dead_letter_exchange(connection).await?),
-            );
+            arguments.insert("x-dead-letter-exchange".into(), text(&self.dead_letter_exchange()));
+            if exists(connection, queue).await? {
+                refuse_stream(connection, queue, arguments).await?;
+                continue;
+            }
+            self.declare_dead_letter_exchange(connection).await?;
             declare_queue(connection, queue, arguments).await?;
         }
         for ceiling in &self.retry_ceilings {
@@ -89,11 +89,16 @@ impl Topology {
         arguments
     }
 
-    /// Declares the exchange through which the broker dead-letters, and returns its name. It is a headers exchange that
-    /// passes on messages that exceeded the delivery limit, and drops those that only expired. A plain dead-letter
-    /// route would put expired tasks and old sentinels among the dead letters.
-    async fn declare_dead_letter_exchange(&self, connection: &Connection) -> Result<String, Error> {
-        let exchange = format!("{}.dlx", self.task_queue);
+    /// The name of the exchange through which the broker dead-letters.
+    fn dead_letter_exchange(&self) -> String {
+        format!("{}.dlx", self.task_queue)
+    }
+
+    /// Declares that exchange. It is a headers exchange that passes on messages that exceeded the delivery limit, and
+    /// drops those that only expired. A plain dead-letter route would put expired tasks and old sentinels among the
+    /// dead letters.
+    async fn declare_dead_letter_exchange(&self, connection: &Connection) -> Result<(), Error> {
+        let exchange = self.dead_letter_exchange();
         let channel = connection.create_channel().await?;
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let no_arguments = FieldTable::default();
@@ -114,9 +119,36 @@ impl Topology {
                 .queue_bind(queue, short(&exchange), "".into(), QueueBindOptions::default(), binding)
                 .await?;
         }
-        channel.close(200, "done".into()).await?;
-        Ok(exchange)
+        channel.close(200, "done".into()).await
     }
+}
+
+/// Refuses an existing task queue that is a stream: each worker would compute every task, and none from before its
+/// start. `arguments` are those of a queue that we make, with which the broker has nothing to say. A stream whose
+/// arguments do not show what it is, or that we may not declare, is refused at its first delivery.
+async fn refuse_stream(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
+    for arguments in [arguments, quorum_arguments()] {
+        // On a separate channel, because the broker closes the channel when the arguments differ.
+        let channel = connection.create_channel().await?;
+        let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+        let Err(error) = channel.queue_declare(short(queue), durable, arguments).await else {
+            return channel.close(200, "done".into()).await;
+        };
+        match Cause::of(&error) {
+            Cause::PreconditionFailed if names_stream(&error) => return Err(stream_refused(queue)),
+            Cause::PreconditionFailed => {}
+            Cause::AccessRefused | Cause::Unavailable => return Ok(()),
+            _ => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// The error about a task queue that is a stream.
+pub(super) fn stream_refused(queue: &str) -> Error {
+    let reason =
+        format!("queue '{queue}' is a stream, which gives every worker each task: tasks need another queue");
+    ErrorKind::ProtocolError(AMQPError::new(AMQPSoftError::PRECONDITIONFAILED.into(), short(&reason))).into()
 }
 
 fn text(text: &str) -> AMQPValue {

@@ -118,7 +118,7 @@ fn what_a_template_may_not_do_is_named() {
     for (text, reason) in [
         ("{{ messages.append(1) }}", "a template may not change a value in place (append)"),
         ("{{ '%s' % 'a' }}", "tried to use % operator on unsupported types string and string"),
-        ("{{ strftime_now('%Q') }}", "strftime_now(\"%Q\")"),
+        ("{{ strftime_now('%!') }}", "strftime_now(\"%!\")"),
         ("{{ 'a'.encode() }}", "string has no method named encode"),
     ] {
         let error = rendered(text, &conversation).unwrap_err();
