@@ -43,8 +43,6 @@ const WORKER_HEADERS: [&str; 10] = [
 const HEADERS_DROPPED: &str = "headers_dropped";
 /// Header with the original bytes of strings that are not UTF-8.
 const RAW_STRINGS: &str = "raw_strings";
-/// Longest text of a property, in bytes.
-const MAX_SHORT_STRING: usize = 255;
 /// Bytes in base64 of names of headers that a dead letter keeps. All that [`RAW_STRINGS`] holds must be less than
 /// [`MAX_KEPT_HEADER_BYTES`].
 const MAX_RAW_NAME_BYTES: usize = 2_048;
@@ -125,7 +123,7 @@ fn keep_raw_strings(properties: &mut Properties) {
     for (name, value) in properties.texts_mut() {
         if let Some(text) = value.as_mut().filter(|text| is_escaped(text)) {
             raw.properties.insert(name.to_owned(), BASE64.encode(unescape(text)));
-            *text = shorten(&visible(text), MAX_SHORT_STRING);
+            *text = visible(text);
         }
     }
     let (mut bytes, mut dropped) = (0, 0_i64);
@@ -391,7 +389,6 @@ mod tests {
         let letter = dead(sent, Reason::Undecodable);
         let properties = &letter.properties;
         assert_eq!(properties.correlation_id.as_deref(), Some("\\x9b\\xdcid"));
-        assert!(properties.reply_to.as_ref().is_some_and(|text| text.len() <= 255));
         let headers = &properties.headers;
         assert_eq!(headers["task_id"], "\\x9b\\xdcid".into());
         assert!(is_small(&headers[RAW_STRINGS]), "{:?}", headers[RAW_STRINGS]);

@@ -68,6 +68,8 @@ impl<'a> Fields<'a> {
                  application/octet-stream"
             ))
         })?;
+        // Some programs write a byte order mark, which is no part of the text.
+        let body = body.strip_prefix('\u{feff}').unwrap_or(body);
         let start = body.trim_start_matches([' ', '\t', '\r', '\n']);
         if !start.starts_with('{') {
             return Err(match serde_json::from_str::<IgnoredAny>(body) {
@@ -164,7 +166,7 @@ impl<'a> Fields<'a> {
     /// `BadInput` if it is anything else.
     pub fn unsigned(&self, key: &str) -> Result<Option<u64>, TaskError> {
         let number = |raw: &RawValue| {
-            serde_json::from_str(raw.get())
+            serde_json::from_str(whole(raw.get()))
                 .map_err(|_| invalid(key, "a whole number from 0 to 2^64 - 1", raw.get()))
         };
         self.get(key).map(number).transpose()
@@ -175,7 +177,7 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// `BadInput` if it is anything else.
     pub fn positive(&self, key: &str) -> Result<Option<usize>, TaskError> {
-        let number = |raw: &RawValue| match serde_json::from_str(raw.get()) {
+        let number = |raw: &RawValue| match serde_json::from_str(whole(raw.get())) {
             Ok(number) if number > 0 => Ok(number),
             _ => Err(invalid(key, "a positive integer", raw.get())),
         };
@@ -211,7 +213,7 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
             } else if let Some(unsupported) = self.keys.unsupported.iter().find(|it| it.key == key) {
                 let Unsupported { key: name, only_value } = *unsupported;
                 let value: &RawValue = map.next_value()?;
-                if value.get() != "null" && value.get() != only_value {
+                if value.get() != "null" && whole(value.get()) != only_value {
                     let message = format!("{name} is not supported here; leave it out, or send {only_value}");
                     self.error.get_or_insert(TaskError::bad_input(name, message));
                 }
@@ -239,6 +241,14 @@ impl Keys {
         let suggestion = names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)?;
         let message = format!("{key} is not a field of this request; did you mean {suggestion}?");
         Some(TaskError::bad_input(key, message))
+    }
+}
+
+/// A whole number without its decimals, if they are zeros: some languages write 4 as `4.0`. Any other text stays as it is.
+pub fn whole(raw: &str) -> &str {
+    match raw.split_once('.') {
+        Some((number, zeros)) if !zeros.is_empty() && zeros.bytes().all(|digit| digit == b'0') => number,
+        _ => raw,
     }
 }
 
@@ -458,8 +468,18 @@ mod tests {
         let (kind, param, message) = refusal(r#"{"query":"a","stream":true}"#);
         assert_eq!((kind, param.as_deref()), (TaskErrorKind::BadInput, Some("stream")));
         assert_eq!(message, "stream is not supported here; leave it out, or send false");
-        for body in [r#"{"stream":false}"#, r#"{"stream":null}"#, r#"{"rank_fields":[]}"#] {
+        for body in [r#"{"stream":false}"#, r#"{"stream":null}"#, r#"{"rank_fields":[]}"#, "\u{feff} {}"] {
             assert!(Fields::parse(body.as_bytes(), &KEYS).is_ok(), "{body}");
+        }
+    }
+
+    #[test]
+    fn a_whole_number_may_have_decimals_that_are_zeros() {
+        let number =
+            |raw: &str| Fields::parse(format!(r#"{{"top_n":{raw}}}"#).as_bytes(), &KEYS)?.positive("top_n");
+        assert_eq!((number("4.0").unwrap(), number("12.000").unwrap()), (Some(4), Some(12)));
+        for raw in ["4.5", "4.01", "0.0", "-4.0", "4e0"] {
+            assert!(number(raw).is_err(), "{raw}");
         }
     }
 

@@ -16,7 +16,9 @@ pub(super) const SHARING: SharingEndpoint = SharingEndpoint { url: URL, input_fi
 
 const KEYS: Keys = keys! {
     "input", "inputs", "model", "top_k", "raw_scores", "truncate";
-    "activation" = "true", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""
+    "activation" = "true", "add_special_tokens" = "true", "mm_processor_kwargs" = "null", "padding" = "null",
+    "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"",
+    "use_activation" = "true"
 };
 
 /// Texts to classify.

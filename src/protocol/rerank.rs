@@ -18,11 +18,17 @@ pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
 const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
     "truncate";
-    "max_tokens_per_doc" = "null", "rank_fields" = "null", "truncation_direction" = "\"Right\""
+    "chat_template_kwargs" = "null", "instruction" = "null", "max_chunks_per_doc" = "null",
+    "max_tokens_per_doc" = "null", "max_tokens_per_query" = "null", "mm_processor_kwargs" = "null",
+    "rank_fields" = "null", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\"",
+    "truncation_side" = "\"right\"", "use_activation" = "true"
 };
+const DOCUMENT: Keys = keys! { "text" };
 const SCORE: Keys = keys! {
     "model", "text_1", "text_2", "raw_scores", "truncate";
-    "truncate_prompt_tokens" = "null"
+    "chat_template_kwargs" = "null", "instruction" = "null", "max_tokens_per_doc" = "null",
+    "max_tokens_per_query" = "null", "mm_processor_kwargs" = "null", "truncate_prompt_tokens" = "null",
+    "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 
 /// Pairs of texts to score.
@@ -71,7 +77,7 @@ impl PairsRequest {
         let documents = list(fields.required(field)?.get(), field, max_documents)?;
         Ok(Self {
             first: vec![query],
-            second: each_item(&documents, field, string)?,
+            second: each_item(&documents, field, document)?,
             field,
             model: fields.string("model")?,
             raw_scores: fields.boolean("raw_scores", false)?,
@@ -109,6 +115,17 @@ impl PairsRequest {
             form: Form::Score,
         })
     }
+}
+
+/// A document: a text, or an object with a `text`, whose other fields are not ranked, as in Cohere's server.
+fn document(raw: &str, path: &str) -> Result<String, TaskError> {
+    if !raw.starts_with('{') {
+        return string(raw, path);
+    }
+    let path = format!("{path}.text");
+    let fields = Fields::parse(raw.as_bytes(), &DOCUMENT)?;
+    let missing = || TaskError::bad_input(path.as_str(), format!("{path} is missing"));
+    string(fields.get("text").ok_or_else(missing)?.get(), &path)
 }
 
 #[derive(Serialize)]
@@ -205,6 +222,14 @@ mod tests {
         let tei = br#"{"query":"q","texts":["a","b"],"top_n":1,"return_text":true,"raw_scores":true}"#;
         let tei = PairsRequest::rerank(tei, 9).unwrap();
         assert_eq!(PairsRequest { field: "documents", ..tei }, cohere.unwrap());
+    }
+
+    #[test]
+    fn a_document_may_be_an_object_with_a_text() {
+        let body = br#"{"query":"q","documents":["a",{"title":"t","text":"b"}],"top_n":1.0}"#;
+        assert_eq!(PairsRequest::rerank(body, 3).unwrap().second, ["a", "b"]);
+        let (_, message) = refusal(PairsRequest::rerank(br#"{"query":"q","documents":[{"title":"t"}]}"#, 3));
+        assert_eq!(message, "documents[0].text is missing");
     }
 
     #[test]

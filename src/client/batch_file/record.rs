@@ -1,8 +1,9 @@
 //! The record beside an output, `OUTPUT.run.json`: its path, and how it is read and written. Its content is defined by
 //! the caller. The caller holds the output's lock, so there is one writer.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -10,12 +11,8 @@ use serde::de::DeserializeOwned;
 
 /// The path of the record of an output.
 pub(crate) fn record_path(output: &Path) -> PathBuf {
-    with_suffix(output, ".run.json")
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
+    let mut name = output.as_os_str().to_owned();
+    name.push(".run.json");
     name.into()
 }
 
@@ -33,15 +30,43 @@ pub(crate) fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option
     }
 }
 
-/// Writes a record under another name and renames it, so that a reader finds the whole file or none.
+/// Writes a record under a random name beside it and renames it, so that a reader finds the whole file or none, and
+/// neither a link nor a leftover of an earlier run matters.
 ///
 /// # Errors
 /// The file system's.
 pub(crate) fn write_record(path: &Path, record: &impl Serialize) -> io::Result<()> {
-    let unfinished = with_suffix(path, ".new");
-    let mut file = File::create(&unfinished)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // The umask takes its part of these permissions.
+    let permissions = fs::Permissions::from_mode(0o666);
+    let mut file =
+        tempfile::Builder::new().prefix(".run.json").permissions(permissions).tempfile_in(folder)?;
     file.write_all(&serde_json::to_vec_pretty(record)?)?;
     file.write_all(b"\n")?;
-    file.sync_all()?;
-    fs::rename(&unfinished, path)
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_written_through_no_link_and_leaves_nothing_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (other, path) = (folder.path().join("other"), folder.path().join("out.run.json"));
+        fs::write(&other, "untouched").unwrap();
+        for link in [path.clone(), folder.path().join("out.run.json.new")] {
+            std::os::unix::fs::symlink(&other, link).unwrap();
+        }
+        write_record(&path, &7).unwrap();
+        assert_eq!(
+            (read_record(&path).unwrap(), fs::read_to_string(&other).unwrap()),
+            (Some(7), "untouched".into())
+        );
+        assert!(fs::symlink_metadata(&path).unwrap().is_file());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o444, 0o444);
+    }
 }

@@ -10,8 +10,10 @@ use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 const KEYS: Keys = keys! {
     "input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate";
-    "add_special_tokens" = "true", "input_type" = "null", "normalize" = "true",
-    "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\""
+    "add_special_tokens" = "true", "embed_dtype" = "\"float32\"", "endianness" = "\"native\"", "input_type" = "null",
+    "late_chunking_params" = "null", "mm_processor_kwargs" = "null", "normalize" = "true", "padding" = "null",
+    "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"",
+    "use_activation" = "null"
 };
 
 /// One input: what a vector is computed for.

@@ -1,5 +1,7 @@
 //! Writes the answers to requests for text, whole and in chunks, in OpenAI's form.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::Api;
@@ -251,7 +253,7 @@ struct TextChoice<'a> {
 /// The tokens of a completion. Each list has one entry per token.
 #[derive(Serialize)]
 struct TextLogprobs<'a> {
-    tokens: Vec<&'a str>,
+    tokens: Vec<Cow<'a, str>>,
     token_logprobs: Vec<f32>,
     top_logprobs: Vec<TopLogprobs<'a>>,
     /// Where each token begins in the answer's text, in characters.
@@ -269,12 +271,22 @@ impl<'a> TextLogprobs<'a> {
             offset = offset.saturating_add(token.characters());
         }
         Self {
-            tokens: tokens.iter().map(|token| token.text.as_str()).collect(),
+            tokens: tokens.iter().map(|token| text_or_bytes(&token.text, &token.bytes)).collect(),
             token_logprobs: tokens.iter().map(|token| finite(token.logprob)).collect(),
             top_logprobs: tokens.iter().map(TopLogprobs).collect(),
             text_offset,
         }
     }
+}
+
+/// A token's text in a completion. As in OpenAI's replies, a token with parts of characters is `bytes:\xf0\x9f`, so that
+/// such tokens differ.
+fn text_or_bytes<'a>(text: &'a str, bytes: &[u8]) -> Cow<'a, str> {
+    if str::from_utf8(bytes).is_ok() {
+        return text.into();
+    }
+    let bytes: String = bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect();
+    format!("bytes:{bytes}").into()
 }
 
 /// The most probable tokens at a position and the chosen one, as an object that maps texts to log probabilities. Of
@@ -284,9 +296,9 @@ struct TopLogprobs<'a>(&'a TokenScore);
 impl Serialize for TopLogprobs<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Self(token) = self;
-        let top = token.top.iter().map(|it| (it.text.as_str(), it.logprob));
-        let mut entries: Vec<(&str, f32)> = Vec::with_capacity(token.top.len() + 1);
-        for (text, logprob) in top.chain([(token.text.as_str(), token.logprob)]) {
+        let top = token.top.iter().map(|it| (text_or_bytes(&it.text, &it.bytes), it.logprob));
+        let mut entries: Vec<(Cow<'_, str>, f32)> = Vec::with_capacity(token.top.len() + 1);
+        for (text, logprob) in top.chain([(text_or_bytes(&token.text, &token.bytes), token.logprob)]) {
             if !entries.iter().any(|(known, _)| *known == text) {
                 entries.push((text, finite(logprob)));
             }
@@ -446,6 +458,18 @@ mod tests {
             },
         });
         assert_eq!(body, expected);
+    }
+
+    #[test]
+    fn tokens_that_are_parts_of_characters_differ_in_a_completion() {
+        let mut score = token(b"\xf0\x9f", -0.5, &[]);
+        let part = |bytes: &[u8], logprob| TopScore { text: "\u{fffd}".into(), bytes: bytes.into(), logprob };
+        score.top = vec![part(b"\xf0\x9f", -0.5), part(b"\xf0", -1.0), part(b"\x80", -2.0)];
+        let body = read(reply(Api::Completions).whole(&[choice(Some(vec![score]))], USAGE));
+        let logprobs = &body["choices"][0]["logprobs"];
+        assert_eq!(logprobs["tokens"], json!(["bytes:\\xf0\\x9f"]));
+        let expected = json!({"bytes:\\xf0\\x9f": -0.5, "bytes:\\xf0": -1.0, "bytes:\\x80": -2.0});
+        assert_eq!(logprobs["top_logprobs"], json!([expected]));
     }
 
     #[test]

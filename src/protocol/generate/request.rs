@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 
 use crate::protocol::fields::{
     Fields, FirstItems, Keys, bounded_string, deserialize, each_item, first_items, invalid, is_number, keys,
-    list, string, token_ids,
+    list, string, token_ids, whole,
 };
 use crate::protocol::{TaskError, TaskErrorKind};
 
@@ -45,7 +45,12 @@ macro_rules! endpoint {
             "guided_grammar" = "null", "guided_json" = "null", "guided_regex" = "null",
             "include_stop_str_in_output" = "false", "logit_bias" = "{}", "min_tokens" = "0",
             "prompt_logprobs" = "null", "stop_token_ids" = "[]", "structured_outputs" = "null",
-            "suffix" = "\"\"", "tool_choice" = "\"none\"", "tools" = "[]", "truncate_prompt_tokens" = "null",
+            "ec_transfer_params" = "null", "kv_transfer_params" = "null", "length_penalty" = "1",
+            "logprob_token_ids" = "null", "repetition_detection" = "null", "return_mm_kwargs" = "false",
+            "return_token_ids" = "false", "return_token_offsets" = "false", "return_tokens_as_token_ids" = "false",
+            "return_weight_versions" = "false", "skip_special_tokens" = "true",
+            "spaces_between_special_tokens" = "true", "suffix" = "\"\"", "thinking_token_budget" = "null",
+            "truncation_side" = "null", "vllm_xargs" = "null", "watermarking" = "null", "tool_choice" = "\"none\"", "tools" = "[]", "truncate_prompt_tokens" = "null",
             "use_beam_search" = "false",
             $($key = $only_value),+
         }
@@ -53,14 +58,16 @@ macro_rules! endpoint {
 }
 const COMPLETIONS: Keys = endpoint! {
     "echo", "prompt";
-    "chat_template_name" = "null", "max_completion_tokens" = "null", "top_logprobs" = "null"
+    "add_special_tokens" = "true", "chat_template_name" = "null", "max_completion_tokens" = "null",
+    "prompt_embeds" = "null", "top_logprobs" = "null"
 };
 const CHAT: Keys = endpoint! {
     "chat_template_name", "max_completion_tokens", "messages", "top_logprobs";
-    "add_generation_prompt" = "true", "audio" = "null", "chat_template" = "null",
+    "add_generation_prompt" = "true", "add_special_tokens" = "false", "audio" = "null", "chat_template" = "null",
     "chat_template_kwargs" = "{}", "continue_final_message" = "false", "echo" = "false",
-    "function_call" = "\"none\"", "functions" = "[]", "modalities" = "[\"text\"]",
-    "parallel_tool_calls" = "true", "prediction" = "null", "web_search_options" = "null"
+    "documents" = "[]", "function_call" = "\"none\"", "functions" = "[]", "media_io_kwargs" = "null",
+    "mm_processor_kwargs" = "null", "modalities" = "[\"text\"]", "parallel_tool_calls" = "true",
+    "prediction" = "null", "return_prompt_text" = "false", "web_search_options" = "null"
 };
 const MESSAGE: Keys = keys! {
     "content", "name", "role";
@@ -320,7 +327,7 @@ fn number(fields: &Fields<'_>, key: &str, default: f32, range: &NumberRange) -> 
 /// Reads an integer.
 fn integer(fields: &Fields<'_>, key: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, TaskError> {
     let Some(raw) = fields.get(key) else { return Ok(None) };
-    match serde_json::from_str(raw.get()) {
+    match serde_json::from_str(whole(raw.get())) {
         Ok(number) if range.contains(&number) => Ok(Some(number)),
         _ => {
             let wanted = format!("an integer from {} to {}", range.start(), range.end());
@@ -330,7 +337,7 @@ fn integer(fields: &Fields<'_>, key: &str, range: RangeInclusive<usize>) -> Resu
 }
 
 fn top_k(raw: &RawValue) -> Result<usize, TaskError> {
-    match serde_json::from_str::<i64>(raw.get()) {
+    match serde_json::from_str::<i64>(whole(raw.get())) {
         Ok(-1) => Ok(0),
         Ok(number) if number >= 0 => Ok(usize::try_from(number).unwrap_or(usize::MAX)),
         _ => Err(invalid("top_k", "an integer from 0, or -1 (both 0 and -1 mean all tokens)", raw.get())),

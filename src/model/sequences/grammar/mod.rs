@@ -374,13 +374,17 @@ impl Masks {
     /// Sets the logits of all tokens that may not come next to -∞.
     ///
     /// # Errors
-    /// `BadInput` if no token may come next or the mask costs too much, `Fault` if the matcher has ended.
+    /// `Internal` if no token may come next, `BadInput` if the mask costs too much, `Fault` if the matcher has ended.
     pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), TaskError> {
         if !self.is_read {
             match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
                 FrameKind::Data => self.is_read = true,
+                // The first tokens were found when the format was built. So an end comes from a part of the format that
+                // allows no text, or from a mistake of llguidance; nobody here can tell which.
                 FrameKind::Refused => {
-                    return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned()));
+                    let reason = String::from_utf8_lossy(&self.allowed);
+                    let message = format!("response_format: the text so far has no continuation ({reason})");
+                    return Err(TaskError::internal(message));
                 }
                 FrameKind::TooCostly => {
                     return Err(refused(too_costly("finding the next token", server::MASK)));
