@@ -505,13 +505,14 @@ impl Json<'_> {
 
     fn key(&mut self, key: &Value) -> Result<(), Error> {
         let text = match key.kind() {
-            ValueKind::String => return Ok(self.string(key.as_str().unwrap_or_default())),
+            ValueKind::String => key.as_str().unwrap_or_default().to_owned(),
             ValueKind::None => "null".to_owned(),
             ValueKind::Bool => key.is_true().to_string(),
             ValueKind::Number => key.to_string(),
             kind => return Err(invalid(format!("tojson: {kind} cannot be a key"))),
         };
-        Ok(self.string(&text))
+        self.string(&text);
+        Ok(())
     }
 
     fn string(&mut self, text: &str) {
