@@ -3,7 +3,6 @@
 
 use std::borrow::Cow;
 use std::fmt::Write;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -45,9 +44,9 @@ pub fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// The template as `minijinja` needs it to render what Jinja2 renders: with line breaks of one kind. `{% generation %}` blocks, which mark the
-/// model's own texts in training data, become blocks that do nothing. A line break behind `{% raw %}` is doubled,
-/// because `minijinja` drops one there.
+/// The template as `minijinja` needs it to render what Jinja2 renders. Line breaks are made the same. `{% generation %}`
+/// blocks, which mark the model's own texts in training data, become blocks that do nothing. A line break behind
+/// `{% raw %}` is doubled, because `minijinja` drops one there.
 pub fn adapted(template: &str) -> String {
     let template = template.replace("\r\n", "\n").replace('\r', "\n");
     let (mut text, mut rest, mut is_raw) = (String::with_capacity(template.len()), &*template, false);
@@ -96,7 +95,7 @@ fn end_of_tag(tag: &str, end: &str) -> Option<usize> {
             Some(open) if byte == open => quote = None,
             Some(_) => {}
             None if byte == b'"' || byte == b'\'' => quote = Some(byte),
-            None if tag[at..].starts_with(end) => return Some(at + end.len()),
+            None if tag.as_bytes()[at..].starts_with(end.as_bytes()) => return Some(at + end.len()),
             None => {}
         }
     }

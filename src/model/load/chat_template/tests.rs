@@ -113,6 +113,26 @@ fn a_template_may_refuse_messages_and_cannot_loop_forever() {
 }
 
 #[test]
+fn a_template_of_any_characters_is_read_or_refused() {
+    for text in [
+        "{{ é }}",
+        "{% é %}",
+        "{{ 'é' }",
+        "{% generation é",
+        "{# é",
+        "{é}",
+        "{{ é",
+        "{% raw %}{{ é }}{% endraw",
+    ] {
+        let _ = ChatTemplate::new(text, Vec::new());
+    }
+    assert_eq!(
+        jinja::adapted("é{{ 'é %}' }}{% generation %}\r\né{% endgeneration %}"),
+        "é{{ 'é %}' }}{% with %}\né{% endwith %}"
+    );
+}
+
+#[test]
 fn what_a_template_may_not_do_is_named() {
     let conversation = [("user", "hello")];
     for (text, reason) in [

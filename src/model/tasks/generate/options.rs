@@ -246,11 +246,22 @@ mod tests {
             (json!({"contxt": 1}), "pool.options.contxt: unknown key; did you mean `context`?"),
             (json!({"context": 9_000}), "context = 9000: expected at most 8192, which is the model's"),
             (json!({"sequences": 0}), "sequences = 0: expected a whole number from 1 to 4096"),
+            (json!({"template_date": "today"}), "template_date = \"today\": expected a day, as in 2026-11-28"),
             (json!({"kv_numbers": "f8"}), "kv_numbers = \"f8\": expected \"f32\" or \"bf16\""),
         ] {
             let error = read(options).unwrap_err();
             assert!(error.contains(message), "{error}");
         }
+    }
+
+    #[test]
+    fn a_template_sees_the_time_of_publishing_or_else_the_day_that_is_set() {
+        let set = read(json!({"template_date": "2026-11-28"})).unwrap();
+        let published = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_700_000_000);
+        assert_eq!(set.template_time(Some(published)).to_string(), "2023-11-14T22:13:20+00:00[UTC]");
+        assert_eq!(set.template_time(None).to_string(), "2026-11-28T00:00:00+00:00[UTC]");
+        let now = read(json!({})).unwrap().template_time(None);
+        assert!(now > "2026-01-01T00:00[UTC]".parse::<Zoned>().unwrap(), "{now}");
     }
 
     #[test]
