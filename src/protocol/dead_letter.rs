@@ -150,14 +150,15 @@ fn keep_raw_strings(properties: &mut Properties) {
     }
 }
 
-/// Restores the properties that [`keep_raw_strings`] wrote otherwise, except `type`, with which the task would be refused
-/// again. The names of headers stay as they are for the same reason.
+/// Restores the ids and other properties that [`keep_raw_strings`] wrote otherwise. The `type` and the names of headers
+/// stay as they are, because the task would be refused again. Anybody may write the header, so properties on which the
+/// broker acts are not restored.
 fn restore_raw_strings(properties: &mut Properties) {
     let raw = properties.headers.get(RAW_STRINGS).and_then(Value::as_str);
     let Some(raw) = raw.and_then(|raw| serde_json::from_str::<RawStrings>(raw).ok()) else { return };
     for (name, value) in properties.texts_mut() {
         let bytes = raw.properties.get(name).and_then(|bytes| BASE64.decode(bytes).ok());
-        if let (Some(bytes), true) = (bytes, name != TYPE) {
+        if let Some(bytes) = bytes.filter(|_| ![TYPE, "expiration", "user_id"].contains(&name)) {
             *value = Some(escape(&bytes));
         }
     }
@@ -394,11 +395,16 @@ mod tests {
         assert!(is_small(&headers[RAW_STRINGS]), "{:?}", headers[RAW_STRINGS]);
         // A name of three bytes has four in base64.
         assert_eq!(headers[HEADERS_DROPPED].as_i64(), Some(5_000 - MAX_RAW_NAME_BYTES as i64 / 4));
-        let restored = restored(letter).properties;
+        let restored = super::restored(letter).properties;
         assert_eq!(restored.correlation_id, Some(id));
         assert_eq!(restored.reply_to, Some(escape(&[0x80; 255])));
         assert_eq!(restored.kind.as_deref(), Some("\\xffkind"));
         assert!(!restored.headers.contains_key(RAW_STRINGS) && restored.headers.contains_key("plain"));
+        let mut forged = dead(Properties::default(), Reason::Poison);
+        let claims = r#"{"expiration":"MTAw","user_id":"cm9vdA=="}"#;
+        forged.properties.headers.insert(RAW_STRINGS.into(), claims.into());
+        let restored = super::restored(forged).properties;
+        assert_eq!((restored.expiration, restored.user_id), (None, None));
     }
 
     #[test]

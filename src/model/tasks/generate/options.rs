@@ -246,7 +246,10 @@ mod tests {
             (json!({"contxt": 1}), "pool.options.contxt: unknown key; did you mean `context`?"),
             (json!({"context": 9_000}), "context = 9000: expected at most 8192, which is the model's"),
             (json!({"sequences": 0}), "sequences = 0: expected a whole number from 1 to 4096"),
-            (json!({"template_date": "today"}), "template_date = \"today\": expected a day, as in 2026-11-28"),
+            (
+                json!({"template_date": "today"}),
+                "template_date = \"today\": expected a day, as in 2026-11-28",
+            ),
             (json!({"kv_numbers": "f8"}), "kv_numbers = \"f8\": expected \"f32\" or \"bf16\""),
         ] {
             let error = read(options).unwrap_err();
