@@ -2,8 +2,6 @@
 //! answered with the bytes that their requesters know, and what cannot be meant so becomes a dead letter that every
 //! client and version can read.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 
 use super::messages::serve;
@@ -166,6 +164,5 @@ async fn the_commands_read_dead_letters_with_any_bytes_and_requeue_them_as_they_
     assert!(!sconce.log().contains("lost the broker"), "{}", sconce.log());
     publish(&[ids(&settings.dead)]);
     dead(&settings, &["purge", "--all", "--yes"]).await;
-    tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(Raw::connect(Rabbit::shared().address()).get(settings.dead.as_bytes()), None);
 }
