@@ -1,3 +1,5 @@
+//! What templates render, and what is refused of them.
+
 use serde_json::Value as Json;
 
 use super::*;

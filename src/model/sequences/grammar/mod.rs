@@ -253,7 +253,7 @@ impl Grammars {
         let (kind, socket) = reply;
         Ok(match kind {
             FrameKind::Data => Ok(Arc::new(Builder(socket))),
-            FrameKind::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
+            FrameKind::Refused | FrameKind::DeadEnd => Err(String::from_utf8_lossy(&frame).into_owned()),
             FrameKind::TooCostly => Err(too_costly("building it", server::BUILD)),
         })
     }
@@ -374,16 +374,18 @@ impl Masks {
     /// Sets the logits of all tokens that may not come next to -∞.
     ///
     /// # Errors
-    /// `Internal` if no token may come next, `BadInput` if the mask costs too much, `Fault` if the matcher has ended.
+    /// `Internal` if no token may come next, `BadInput` if the mask cannot be computed within its limits, `Fault` if the matcher has ended.
     pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), TaskError> {
         if !self.is_read {
             match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
                 FrameKind::Data => self.is_read = true,
-                // The first tokens were found when the format was built. So an end comes from a part of the format that
-                // allows no text, or from a mistake of llguidance; nobody here can tell which.
                 FrameKind::Refused => {
-                    let reason = String::from_utf8_lossy(&self.allowed);
-                    let message = format!("response_format: the text so far has no continuation ({reason})");
+                    return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned()));
+                }
+                // The first tokens were found when the format was built. So a dead end comes from a part of the format
+                // that allows no text, or from a mistake of llguidance; nobody here can tell which.
+                FrameKind::DeadEnd => {
+                    let message = "response_format: the text so far has no continuation";
                     return Err(TaskError::internal(message));
                 }
                 FrameKind::TooCostly => {

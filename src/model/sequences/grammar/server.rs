@@ -132,7 +132,7 @@ fn run_builder(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
     let built = run_within(BUILD, &worker, || {
         let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| reason(&error))?;
         let mut matcher = Matcher::new(factory.create_parser(grammar));
-        let mask = mask(&mut matcher)?;
+        let mask = mask(&mut matcher)?.ok_or("no text fits it")?;
         Ok((matcher, mask))
     });
     let (mut matcher, first) = match built {
@@ -156,23 +156,24 @@ fn run_matcher(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::
             mask(matcher)
         });
         match next {
-            Ok(next) => write_frame(worker, FrameKind::Data, &next)?,
+            Ok(Some(next)) => write_frame(worker, FrameKind::Data, &next)?,
+            Ok(None) => return write_frame(worker, FrameKind::DeadEnd, &[]),
             Err(reason) => return refuse(worker, reason),
         }
     }
     Ok(())
 }
 
-/// The tokens that may come next: a bit for each, in little-endian words of 32 bits.
-fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
+/// The tokens that may come next: a bit for each, in little-endian words of 32 bits. None if no token may come.
+fn mask(matcher: &mut Matcher) -> Result<Option<Vec<u8>>, String> {
     // llguidance reports a dead end only by the text of its error.
     let dead_end = format!("{:?}", StopReason::NoExtensionBias);
     let allowed = match matcher.compute_mask_or_eos().map_err(|error| reason(&error)) {
         Ok(allowed) if !allowed.is_zero() => allowed,
         Err(reason) if reason != dead_end => return Err(reason),
-        _ => return Err("no text fits it".to_owned()),
+        _ => return Ok(None),
     };
-    Ok(allowed.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
+    Ok(Some(allowed.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect()))
 }
 
 /// llguidance's reason, without the position in the grammar, which the requester did not write.
@@ -202,7 +203,7 @@ mod tests {
     }
 
     fn allowed(matcher: &mut Matcher) -> Vec<&'static str> {
-        let mask = mask(matcher).unwrap();
+        let mask = mask(matcher).unwrap().unwrap();
         (0..TOKENS.len()).filter(|id| mask[id / 8] >> (id % 8) & 1 == 1).map(|id| TOKENS[id]).collect()
     }
 
@@ -226,7 +227,7 @@ mod tests {
             TopLevelGrammar::from_regex(r"[^\s\S]"),
             json_grammar(json!({"type": "nothing"})),
         ] {
-            assert!(mask(&mut matcher(grammar)).is_err());
+            assert!(!matches!(mask(&mut matcher(grammar)), Ok(Some(_))));
         }
     }
 }

@@ -16,6 +16,8 @@ pub(super) enum FrameKind {
     Refused = 1,
     /// The grammar needs more work or memory than its budget.
     TooCostly = 2,
+    /// The text so far has no continuation.
+    DeadEnd = 3,
 }
 
 /// The bytes before a payload: the frame's kind, and the payload's length as a little-endian u32.
@@ -44,6 +46,7 @@ pub(super) fn read_frame(mut stream: &UnixStream, payload: &mut Vec<u8>) -> io::
         0 => FrameKind::Data,
         1 => FrameKind::Refused,
         2 => FrameKind::TooCostly,
+        3 => FrameKind::DeadEnd,
         other => return Err(io::Error::other(format!("{other} is no kind of a frame"))),
     };
     let length = u32::from_le_bytes(length) as usize;
