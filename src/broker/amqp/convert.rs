@@ -37,7 +37,7 @@ pub(super) fn properties_from(properties: &BasicProperties, raw: Option<&RawStri
 
 /// Converts the properties of a message to publish. Texts over AMQP's 255 bytes are cut; only producers on the embedded
 /// queue can send such texts. Escaped texts become their bytes on the connection of `strings`, except in the names of
-/// headers, where each byte becomes `\\xNN`.
+/// headers, where each byte becomes `\xNN`.
 pub(super) fn properties_to(properties: &Properties, strings: &Strings) -> BasicProperties {
     let mut converted = BasicProperties::default();
     let mut text = |value: &Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
