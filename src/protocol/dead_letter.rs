@@ -13,7 +13,7 @@ use super::control::CrashRecord;
 use super::message::{
     ORIGINAL_EXPIRATION, ORIGINAL_HEADERS, TYPE, is_broker_header, without_broker_directives,
 };
-use super::raw_text::{escape, is_escaped, unescape, visible};
+use super::raw_text::{escape, is_raw, unescape, visible};
 use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
 use super::{Headers, Message, Properties, Task, Value, shorten};
 
@@ -121,14 +121,14 @@ struct RawStrings {
 fn keep_raw_strings(properties: &mut Properties) {
     let mut raw = RawStrings::default();
     for (name, value) in properties.texts_mut() {
-        if let Some(text) = value.as_mut().filter(|text| is_escaped(text)) {
+        if let Some(text) = value.as_mut().filter(|text| is_raw(text)) {
             raw.properties.insert(name.to_owned(), BASE64.encode(unescape(text)));
             *text = visible(text);
         }
     }
     let (mut bytes, mut dropped) = (0, 0_i64);
     properties.headers.retain(|name, _| {
-        if !is_escaped(name) {
+        if !is_raw(name) {
             return true;
         }
         let name = BASE64.encode(unescape(name));

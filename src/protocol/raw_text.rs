@@ -46,7 +46,12 @@ pub fn visible(text: &str) -> String {
     shown
 }
 
-/// Whether a text stands for bytes that are not UTF-8, or that look escaped.
+/// Whether a text stands for bytes that are not UTF-8.
+pub fn is_raw(text: &str) -> bool {
+    is_escaped(text) && str::from_utf8(&unescape(text)).is_err()
+}
+
+/// Whether a text has escaped bytes: those of characters that look escaped are UTF-8.
 pub fn is_escaped(text: &str) -> bool {
     text.chars().any(|character| byte_of(character).is_some())
 }
@@ -85,6 +90,7 @@ mod tests {
         assert_eq!(escape(text.as_bytes()).chars().count(), 6);
         assert_eq!(unescape(&escape(text.as_bytes())), text.as_bytes());
         assert!(is_escaped(text) && is_escaped(&escape(b"\xff")) && !is_escaped("é"));
+        assert!(is_raw(&escape(b"a\xff")) && !is_raw(&escape(text.as_bytes())) && !is_raw("é"));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
 use super::message::{is_broker_header, without_broker_directives};
-use super::raw_text::{is_escaped, visible};
+use super::raw_text::{is_raw, visible};
 use super::{Headers, Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
@@ -132,7 +132,7 @@ impl Task {
     /// `Undecodable` with the name.
     pub fn check_names(&self) -> Result<(), TaskError> {
         let properties = &self.message.properties;
-        let kind = properties.kind.as_deref().filter(|kind| is_escaped(kind));
+        let kind = properties.kind.as_deref().filter(|kind| is_raw(kind));
         let (param, text) = match (kind, escaped_name(&properties.headers)) {
             (Some(kind), _) => ("type", kind),
             (None, Some(name)) => ("headers", name),
@@ -244,7 +244,7 @@ impl Task {
 fn escaped_name(headers: &Headers) -> Option<&str> {
     headers.iter().find_map(
         |(name, value)| {
-            if is_escaped(name) { Some(name.as_str()) } else { escaped_name_within(value) }
+            if is_raw(name) { Some(name.as_str()) } else { escaped_name_within(value) }
         },
     )
 }

@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, LongString, ShortString};
 use sconce_broker_stream::{Property, RawStrings, Strings, replaced};
 
-use crate::protocol::raw_text::{escape, is_escaped, unescape, visible};
+use crate::protocol::raw_text::{escape, is_escaped, is_raw, unescape, visible};
 use crate::protocol::{Headers, Properties, Value};
 
 /// `raw` holds the message's short strings that are not UTF-8. Here they are escaped (see `protocol::raw_text`).
@@ -107,7 +107,9 @@ fn headers_from(table: &FieldTable, names: &Names<'_>) -> Headers {
 fn table_to(headers: &Headers) -> FieldTable {
     let mut table = FieldTable::default();
     for (name, value) in headers {
-        table.insert(short(&visible(name)), value_to(value));
+        let name =
+            if is_raw(name) { visible(name) } else { String::from_utf8_lossy(&unescape(name)).into_owned() };
+        table.insert(short(&name), value_to(value));
     }
     table
 }
@@ -166,6 +168,15 @@ fn value_to(value: &Value) -> AMQPValue {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_that_only_looks_escaped_is_sent_as_it_came() {
+        let mut table = FieldTable::default();
+        for name in ["\u{f7ff}", "é", "plain"] {
+            table.insert(name.into(), AMQPValue::Boolean(true));
+        }
+        assert_eq!(table_to(&headers_from(&table, &Names::new())), table);
+    }
 
     #[test]
     fn a_text_longer_than_amqp_allows_is_cut_at_a_character_boundary() {
