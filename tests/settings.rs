@@ -63,7 +63,13 @@ fn default_pool() -> Pool {
         max_body: 8 * 1024 * 1024,
         max_inputs: 2048,
         allowed_sources: Vec::new(),
-        fetch: Fetch { max_size: 256 << 20, timeout: Duration::from_secs(60), at_once: 4, memory: 1 << 30 },
+        fetch: Fetch {
+            max_size: 256 << 20,
+            timeout: Duration::from_secs(60),
+            at_once: 4,
+            memory: 1 << 30,
+            min_rate: 16 << 10,
+        },
         s3: S3 { endpoint: None, region: "us-east-1".into(), access_key_id: None, secret_access_key: None },
         batch: Batch {
             max_tokens: None,

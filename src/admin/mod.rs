@@ -8,7 +8,9 @@
 //! | `metrics` | names, units and labels of the metrics |
 //! | `devices` | when the driver is queried for the devices' values |
 //! | `remote` | what a control request does, and what its answer contains |
+//! | `cancellations` | what becomes of the cancellations that requesters send |
 
+mod cancellations;
 #[cfg(feature = "http")]
 mod devices;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the HTTP server uses it"))]
@@ -19,6 +21,7 @@ mod http;
 mod metrics;
 mod remote;
 
+pub use cancellations::cancellations;
 pub use health::{Check, LAUNCHER_HEADER};
 #[cfg(feature = "http")]
 pub use http::serve;

@@ -1,25 +1,30 @@
 //! Remote control of a launcher: takes requests from the control exchange one by one, has the launcher carry
 //! them out, and answers for the addressed slots. Decides what a request does. The routing key names the
-//! addressed slots, so that the broker's topic permissions can restrict who may control which slots. Owns the
-//! connection.
+//! addressed slots, so that the broker's topic permissions can restrict who may control which slots. Requests with the
+//! key of requesters are in `cancellations`. Owns the connection.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
-use crate::protocol::admin::{Answer, CANCEL, Request, SlotReport, Target};
+use crate::protocol::admin::{Answer, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
+use crate::telemetry::Throttle;
 
 /// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read
 /// its control lines.
-const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest wait for the broker to accept an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// The shortest time between two log lines about refused requests.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// The largest request, in bytes.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
@@ -37,6 +42,8 @@ pub struct ControlledLauncher {
     pub log_filter: fn(&str) -> Result<(), String>,
     /// One permit, held while a request is being answered.
     pub answer_permit: Semaphore,
+    /// Bounds the log lines about refused requests.
+    pub refusals: Mutex<Throttle>,
 }
 
 /// Serves requests until the broker refuses the connection or is unreachable for too long.
@@ -64,12 +71,15 @@ pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) 
 async fn handle_delivery(session: &BrokerSession, launcher: &ControlledLauncher, delivery: &Delivery) {
     let Some(answer) = launcher.serve(delivery).await else { return };
     // A requester's cancellation is not answered: its reply queue gets the cancelled task's reply, and nothing else.
-    if Request::cancellation_in(&delivery.message.properties).is_some() {
-        return;
+    if Request::cancellation_in(&delivery.message.properties).is_none() {
+        send_answer(session, delivery, &answer).await;
     }
+}
+
+pub(super) async fn send_answer(session: &BrokerSession, delivery: &Delivery, answer: &Answer) {
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
-    let message = Arc::new(build_message(&delivery.message, &answer));
+    let message = Arc::new(build_message(&delivery.message, answer));
     let published = tokio::time::timeout(ANSWER_TIMEOUT, session.publisher.publish(reply_to, message)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
         tracing::debug!(reply_to, "remote control: the answer was not delivered");
@@ -109,19 +119,14 @@ impl ControlledLauncher {
             )));
         }
         let request = match Request::cancellation_in(&delivery.message.properties) {
-            Some(cancellation) => cancellation,
-            None if target == Target::Cancel => {
-                let message = format!("the key {key:?} only takes messages of the type {CANCEL}");
-                return Some(self.refusal(message));
-            }
+            Some(cancellation) => Request::Cancel(cancellation),
             None => match serde_json::from_slice(body) {
                 Ok(request) => request,
                 Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
             },
         };
         let request_text = serde_json::to_string(&request).unwrap_or_default();
-        // Any requester may cancel, as often as it likes.
-        if request.is_query() || target == Target::Cancel {
+        if request.is_query() {
             tracing::debug!(key, request = request_text, "remote control");
         } else {
             tracing::info!(key, request = request_text, "remote control");
@@ -200,12 +205,23 @@ impl ControlledLauncher {
         Answer { slots: reports.collect(), ..self.identity() }
     }
 
+    /// The answer to a request that is refused.
     fn refusal(&self, message: String) -> Answer {
-        tracing::warn!(error = message, "remote control: refused");
+        self.log_refusal(&message);
         Answer { error: Some(message), ..self.identity() }
     }
 
-    fn identity(&self) -> Answer {
+    /// Logs that a request is refused. Returns false if the line is held back, because there were others.
+    pub(super) fn log_refusal(&self, message: &str) -> bool {
+        let unlogged = self.refusals.lock().pass(LOG_INTERVAL, Instant::now());
+        if let Some(unlogged) = unlogged {
+            tracing::warn!(error = message, unlogged, "remote control: refused");
+        }
+        unlogged.is_some()
+    }
+
+    /// An answer without slots.
+    pub(super) fn identity(&self) -> Answer {
         Answer {
             launcher: self.name.clone(),
             host: self.host.clone(),

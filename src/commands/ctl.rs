@@ -185,7 +185,8 @@ fn is_carried_out(order: &Request, before: &SlotReport, after: Option<&SlotRepor
         | Request::Active
         | Request::SetBatch(_)
         | Request::LogLevel { .. }
-        | Request::Cancel(_) => true,
+        | Request::Cancel(_)
+        | Request::CancelAll(_) => true,
     }
 }
 

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, anyhow};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, log_format, start_logging};
@@ -21,12 +22,17 @@ use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
 use crate::launcher::{Host, LaunchSpec, LauncherName, PreparedLauncher, RawLines, Withdrawals, plan};
+use crate::protocol::admin::Target;
 use crate::protocol::control::WITHDRAWN_FOR;
 use crate::shutdown::{Exit, Hangups, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::{self, Format};
 
 /// Prefetch of control requests. They are handled one at a time.
 const CONTROL_PREFETCH: u16 = 1;
+/// Prefetch of requesters' cancellations. They are handled together.
+const CANCELLATIONS_PREFETCH: u16 = 1_000;
+/// How many cancellations may wait for this launcher. The broker refuses further ones.
+const CANCELLATIONS_LENGTH: i32 = 5_000;
 /// How long the launcher may take to answer the request that shut it down.
 const FINAL_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Minimum time between two polls of the pools' queues.
@@ -101,6 +107,7 @@ async fn serve(
         handle: launching.handle(),
         log_filter: telemetry::set_filter,
         answer_permit: Semaphore::new(1),
+        refusals: Mutex::default(),
     });
     spawn_control(settings, &controlled)?;
     let handle = launching.handle();
@@ -185,9 +192,10 @@ async fn watch_queues(settings: &Settings, controlled: &ControlledLauncher) {
     }
 }
 
-/// Handles requests from the control exchange. Opens it again after it was refused or lost.
+/// Handles requests from the control exchange: those of operators, and beside them the cancellations of requesters, on a
+/// connection of their own.
 async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
-    let Some(exchange) = settings.admin.control_exchange.clone() else { return };
+    let Some(exchange) = &settings.admin.control_exchange else { return };
     if !settings.broker.declare {
         tracing::info!(
             exchange,
@@ -195,32 +203,66 @@ async fn serve_control(settings: &Settings, controlled: &ControlledLauncher) {
         );
         return;
     }
-    loop {
-        let (host, launcher) = (format!("host.{}", controlled.host), format!("launcher.{}", controlled.name));
-        let name = format!("sconce {} (control)", controlled.name);
-        // Binds the routing keys of all pools and slots, because those of this launcher may change. The launcher
-        // filters each request by its routing key.
-        let keys = ["all", "cancel", &host, &launcher, "pool.#", "slot.#"].map(str::to_owned).to_vec();
-        let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
-        let connector =
-            || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
-        let (consumer, acker) = subscribe(connector(), subscription, CONTROL_PREFETCH);
-        let publisher = Arc::new(AmqpPublisher::new(connector()));
-        let broker_session = BrokerSession {
-            consumer: Box::new(consumer),
-            background: None,
-            acker: Arc::new(acker),
-            publisher,
-        };
-        // A refusal is retried too: its cause may pass, and meanwhile the workers go on.
-        match admin::control(broker_session, controlled).await {
-            Err(error @ BrokerError::Refused { .. }) => {
-                tracing::warn!(exchange, %error, "no remote control; trying again");
+    let (host, launcher) = (format!("host.{}", controlled.host), format!("launcher.{}", controlled.name));
+    // Binds the routing keys of all pools and slots, because those of this launcher may change. The launcher filters each
+    // request by its routing key.
+    let keys = ["all", &host, &launcher, "pool.#", "slot.#"].map(str::to_owned).to_vec();
+    let operators = Listener { settings, exchange, name: "control", keys, max_length: None };
+    let keys = vec![Target::Cancel.routing_key()];
+    let max_length = Some(CANCELLATIONS_LENGTH);
+    let requesters = Listener { settings, exchange, name: "cancellations", keys, max_length };
+    tokio::join!(
+        operators.serve(controlled, CONTROL_PREFETCH, admin::control),
+        requesters.serve(controlled, CANCELLATIONS_PREFETCH, admin::cancellations),
+    );
+}
+
+/// A queue of requests to this launcher.
+struct Listener<'a> {
+    settings: &'a Settings,
+    exchange: &'a str,
+    /// Part of its connections' name.
+    name: &'a str,
+    keys: Vec<String>,
+    max_length: Option<i32>,
+}
+
+impl Listener<'_> {
+    /// Serves the queue. Opens it again after it was refused or lost.
+    async fn serve(
+        &self,
+        controlled: &ControlledLauncher,
+        prefetch: u16,
+        serve: impl AsyncFn(BrokerSession, &ControlledLauncher) -> Result<(), BrokerError>,
+    ) {
+        let Self { settings, exchange, name, keys, max_length } = self;
+        loop {
+            let subscription = Subscription::Topic {
+                exchange: (*exchange).to_owned(),
+                keys: keys.clone(),
+                max_length: *max_length,
+            };
+            let name = format!("sconce {} ({name})", controlled.name);
+            let connector =
+                || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
+            let (consumer, acker) = subscribe(connector(), subscription, prefetch);
+            let publisher = Arc::new(AmqpPublisher::new(connector()));
+            let broker_session = BrokerSession {
+                consumer: Box::new(consumer),
+                background: None,
+                acker: Arc::new(acker),
+                publisher,
+            };
+            // A refusal is retried too: its cause may pass, and meanwhile the workers go on.
+            match serve(broker_session, controlled).await {
+                Err(error @ BrokerError::Refused { .. }) => {
+                    tracing::warn!(exchange, %error, "no remote control; trying again");
+                }
+                Err(error) => tracing::warn!(exchange, %error, "remote control was lost; trying again"),
+                Ok(()) => tracing::warn!(exchange, "remote control was lost; trying again"),
             }
-            Err(error) => tracing::warn!(exchange, %error, "remote control was lost; trying again"),
-            Ok(()) => tracing::warn!(exchange, "remote control was lost; trying again"),
+            tokio::time::sleep(CONTROL_RETRY_DELAY).await;
         }
-        tokio::time::sleep(CONTROL_RETRY_DELAY).await;
     }
 }
 

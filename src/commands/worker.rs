@@ -9,7 +9,6 @@ use anyhow::{Context, anyhow, bail};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
-use tokio::sync::broadcast::error::SendError;
 
 use super::registry::Registry;
 use super::{broker_session, pool_named, reexec_with_environment, start_logging};
@@ -229,12 +228,13 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
         // cancelled tasks if the cancellation names a task by its id; here the number is 0.
         Command::Cancel(cancellation) => {
             control.withdrawn.add_cancelled(&cancellation, Instant::now());
-            if let Err(SendError(cancellation)) = control.cancellations.send(cancellation)
+            if control.cancellations.send([cancellation.clone()].into()).is_err()
                 && cancellation.task.is_some()
             {
                 control.reporter.try_send(&Event::Cancelled { cancellation, tasks: 0 });
             }
         }
+        Command::CancelAll { cancellations } => drop(control.cancellations.send(cancellations.into())),
         Command::Withdrawals { withdrawn } => control.withdrawn.add_earlier(&withdrawn, Instant::now()),
         Command::Start { .. } => tracing::warn!("a second `start` is ignored"),
     }

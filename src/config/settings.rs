@@ -29,6 +29,7 @@ const PREFETCH: RangeInclusive<u64> = 1..=2000;
 const BODY_SIZE: RangeInclusive<u64> = 1..=512 << 20;
 /// Range of the sizes of fetched files, which a worker holds in its memory: at most 1 TiB.
 const FETCHED_SIZE: RangeInclusive<u64> = 1..=1 << 40;
+const FETCH_RATE: RangeInclusive<u64> = 0..=1 << 30;
 const COUNT: RangeInclusive<u64> = 1..=1_000_000;
 const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
 const WORKERS_OR_THREADS: RangeInclusive<u64> = 1..=1024;
@@ -196,7 +197,11 @@ section! {
         /// Longest time for one file, from the start of its fetch to its last byte. A task whose file has not arrived
         /// by then is tried again later.
         timeout: Duration = "60s", read::duration(WAIT);
-        /// Most files that a worker fetches at once. At most half of them are for one requester.
+        /// Least rate of a file from a server, in bytes a second over 10 seconds, from its first byte on. A slower
+        /// fetch ends, and its task is tried again later. 0B: none.
+        min_rate: u64 = "16KiB", read::size(FETCH_RATE);
+        /// Most files that a worker fetches at once. At most half of them are for one requester, and from one host
+        /// where allowed_sources names several.
         at_once: usize = 4, read::whole(1..=64);
         /// Most bytes of fetched files that a worker holds. At most half of them are for one requester.
         memory: u64 = "1GiB", read::size(FETCHED_SIZE);

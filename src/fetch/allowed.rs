@@ -1,6 +1,7 @@
 //! Decides whether the settings admit a URL that a task names, and where its file is. Compares parsed parts of URLs,
 //! never their text. Pure: resolves no host and opens no file.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 use percent_encoding::percent_decode_str;
@@ -23,6 +24,26 @@ pub enum Location {
     Web { url: Url, private: bool },
     /// In a bucket of S3. `private` is as for [`Location::Web`].
     Bucket { bucket: String, key: String, private: bool },
+}
+
+impl Location {
+    /// The server that has the file. All local files count as one server, and all buckets of S3 as another.
+    pub(super) fn server(&self) -> &str {
+        match self {
+            Self::File { .. } => "file",
+            Self::Web { url, .. } => url.host_str().unwrap_or_default(),
+            Self::Bucket { .. } => "s3",
+        }
+    }
+}
+
+/// How many servers the settings admit, counted as by [`Location::server`].
+pub(super) fn servers(allowed: &[AllowedSource]) -> usize {
+    let server = |entry: &AllowedSource| match entry.url.scheme() {
+        scheme @ ("file" | "s3") => scheme.to_owned(),
+        _ => entry.url.host_str().unwrap_or_default().to_owned(),
+    };
+    allowed.iter().map(server).collect::<HashSet<_>>().len()
 }
 
 /// Finds out where the file of the URL `written` is.

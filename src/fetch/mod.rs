@@ -1,13 +1,13 @@
 //! Fetches the files that tasks name by a URL instead of sending them (`pool.allowed_sources`). Decides what is
-//! fetched, and bounds the size and the time of each fetch, and the memory of all fetched files. Owns the threads that
-//! fetch. Does not know what the files contain, nor who waits for them.
+//! fetched, and bounds the size and the time of each fetch, and the memory of all fetched files. Owns the connections to
+//! servers and the threads that read local files. Does not know what the files contain, nor who waits for them.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `allowed` | whether the settings admit a URL, and where its file is |
 //! | `address` | which addresses are public |
 //! | `file` | opens files below a folder |
-//! | `web` | opens files on servers |
+//! | `web` | downloads files from servers |
 //! | `budget` | how many bytes a requester may hold |
 
 mod address;
@@ -16,7 +16,9 @@ mod budget;
 mod file;
 mod web;
 
-use std::io::{self, Read};
+use std::hash::{BuildHasher as _, RandomState};
+use std::io::{self, Read as _};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
@@ -29,10 +31,10 @@ use url::Url;
 
 pub use self::allowed::Location;
 use self::budget::{Budget, Share};
+use self::web::RATE_WINDOW;
 use crate::config::{AllowedSource, Fetch, Pool, S3};
 
-/// Initial size of the buffer for a file whose size is not known, and the number of bytes between two checks of the
-/// deadline.
+/// The number of bytes of a local file between two checks of the deadline.
 const READ_STEP: usize = 64 << 10;
 /// How long a fetch waits while the worker holds too many bytes. It is short, because the fetch occupies its permit
 /// meanwhile, and bytes may be held until a recording is transcribed.
@@ -59,6 +61,7 @@ pub struct Fetcher {
     limits: Fetch,
     s3: S3,
     budget: Budget,
+    hasher: RandomState,
     /// Created by the first fetch over TLS.
     tls: OnceLock<Arc<rustls::ClientConfig>>,
 }
@@ -74,12 +77,6 @@ pub struct Claim {
     pub max_size: u64,
     /// Bytes of the task's files that were fetched before, and are held until the task ends.
     pub task_bytes: u64,
-}
-
-/// An open file, with its size if it is known.
-struct Source {
-    content: Box<dyn Read + Send>,
-    size: Option<u64>,
 }
 
 /// A fetched file. The bytes count as held until this is dropped.
@@ -100,7 +97,8 @@ impl Fetcher {
         let allowed = pool.allowed_sources.clone();
         let (limits, s3, tls) = (pool.fetch.clone(), pool.s3.clone(), OnceLock::new());
         let budget = Budget::new(limits.memory);
-        (!allowed.is_empty()).then_some(Self { allowed, limits, s3, budget, tls })
+        let hasher = RandomState::new();
+        (!allowed.is_empty()).then_some(Self { allowed, limits, s3, budget, hasher, tls })
     }
 
     /// Finds out where the file of a URL is.
@@ -111,8 +109,16 @@ impl Fetcher {
         allowed::locate(url, &self.allowed).map_err(Failure::Refused)
     }
 
-    /// Fetches a file. If this call is cancelled, the thread that reads the file ends at the deadline. Each thread of
-    /// this fetch holds `permit`, so that the caller's permits bound the number of threads.
+    /// The hash of the server's name, if the server may have only half of the places for fetches: if the settings admit
+    /// others too.
+    pub fn limited_server(&self, location: &Location) -> Option<u64> {
+        let hash = || self.hasher.hash_one(location.server());
+        (allowed::servers(&self.allowed) > 1).then(hash)
+    }
+
+    /// Fetches a file. If this call is cancelled, a connection to a server is closed at once. A thread that reads a
+    /// local file holds `permit` until it ends, at the deadline or when the file system answers, so that the caller's
+    /// permits bound the number of threads.
     ///
     /// # Errors
     /// [`Failure`].
@@ -123,14 +129,86 @@ impl Fetcher {
         permit: Arc<impl Send + Sync + 'static>,
     ) -> Result<Bytes, Failure> {
         let deadline = Instant::now() + self.limits.timeout;
+        let fetching = async {
+            let (url, private) = match location {
+                Location::File { folder, path } => {
+                    return self.read_file(folder, path, claim, deadline, &permit).await;
+                }
+                Location::Web { url, private } => (url, private),
+                Location::Bucket { bucket, key, private } => (self.signed_url(&bucket, &key)?, private),
+            };
+            self.download(&url, private, claim).await
+        };
         let timed_out = |_| Failure::Unavailable(format!("is not there within {:?}", self.limits.timeout));
-        let source =
-            timeout_at(deadline, self.open(location, deadline, &permit)).await.map_err(timed_out)??;
+        timeout_at(deadline, fetching).await.map_err(timed_out)?
+    }
+
+    async fn read_file(
+        &self,
+        folder: PathBuf,
+        path: PathBuf,
+        claim: Claim,
+        deadline: Instant,
+        permit: &Arc<impl Send + Sync + 'static>,
+    ) -> Result<Bytes, Failure> {
+        let (mut file, size) = on_thread(permit, move || file::open_below(&folder, &path)).await?;
+        let mut buffer = self.buffer(Some(size), claim).await?;
+        let read = move || {
+            // One byte more is read, to detect a file that is longer than it was.
+            let mut content = (&mut file).take(size.saturating_add(1));
+            loop {
+                let read = io::copy(&mut (&mut content).take(READ_STEP as u64), &mut buffer.bytes);
+                let read = read.map_err(|error| {
+                    Failure::Unavailable(format!("is not read to its end: {}", error.kind()))
+                })?;
+                if read == 0 {
+                    return buffer.finish();
+                }
+                if Instant::now() >= deadline {
+                    return Err(Failure::Unavailable("is not read to its end in time".to_owned()));
+                }
+            }
+        };
+        on_thread(permit, read).await
+    }
+
+    async fn download(&self, url: &Url, private: bool, claim: Claim) -> Result<Bytes, Failure> {
+        let addresses = web::resolve(url, private).await?;
+        let tls = match self.tls.get() {
+            Some(tls) => tls.clone(),
+            None => {
+                let error = |error| Failure::Unavailable(format!("no certificates can be verified: {error}"));
+                let created = web::tls().map_err(error)?;
+                self.tls.get_or_init(|| created).clone()
+            }
+        };
+        let server = web::connect(url, &addresses, tls).await?;
+        let progress = server.progress();
+        let downloading = async {
+            let mut response = server.request(url).await?;
+            let mut buffer = self.buffer(response.size(), claim).await?;
+            while let Some(bytes) = response.next().await? {
+                buffer.add(&bytes)?;
+            }
+            buffer.finish()
+        };
+        tokio::select! {
+            downloaded = downloading => downloaded,
+            () = progress.wait_until_slow(self.limits.min_rate) => {
+                let least = self.limits.min_rate;
+                let reason = format!("comes too slowly: fewer than {least} bytes a second for {RATE_WINDOW:?}");
+                Err(Failure::Unavailable(reason))
+            }
+        }
+    }
+
+    /// Reserves memory for a file of `size` bytes, or of unknown size.
+    async fn buffer(&self, size: Option<u64>, claim: Claim) -> Result<Buffer, Failure> {
         let max_bytes = self.limits.max_size.min(claim.max_size);
-        if let Some(size) = source.size.filter(|size| *size > max_bytes) {
+        if let Some(size) = size.filter(|size| *size > max_bytes) {
             return Err(Failure::TooLarge(format!("has {size} bytes; this pool takes at most {max_bytes}")));
         }
-        let expected = source.size.unwrap_or(max_bytes);
+        let expected = size.unwrap_or(max_bytes);
         let requester_limit = self.limits.memory / 2;
         if claim.task_bytes > 0 && claim.task_bytes.saturating_add(expected) > requester_limit {
             let fetched = claim.task_bytes;
@@ -145,48 +223,12 @@ impl Fetcher {
         } else {
             self.budget.exceed(claim.requester, expected)
         };
-        let reading = on_thread(&permit, move || read(source, max_bytes, deadline, share));
-        timeout_at(deadline, reading).await.map_err(timed_out)?
-    }
-
-    async fn open(
-        &self,
-        location: Location,
-        deadline: Instant,
-        permit: &Arc<impl Send + Sync + 'static>,
-    ) -> Result<Source, Failure> {
-        match location {
-            Location::File { folder, path } => {
-                on_thread(permit, move || {
-                    let (file, size) = file::open_below(&folder, &path)?;
-                    Ok(Source { content: Box::new(file), size: Some(size) })
-                })
-                .await
-            }
-            Location::Web { url, private } => self.open_url(url, private, deadline, permit).await,
-            Location::Bucket { bucket, key, private } => {
-                self.open_url(self.signed_url(&bucket, &key)?, private, deadline, permit).await
-            }
-        }
-    }
-
-    async fn open_url(
-        &self,
-        url: Url,
-        private: bool,
-        deadline: Instant,
-        permit: &Arc<impl Send + Sync + 'static>,
-    ) -> Result<Source, Failure> {
-        let addresses = web::resolve(&url, private, deadline).await?;
-        let tls = match self.tls.get() {
-            Some(tls) => tls.clone(),
-            None => {
-                let error = |error| Failure::Unavailable(format!("no certificates can be verified: {error}"));
-                let created = web::tls().map_err(error)?;
-                self.tls.get_or_init(|| created).clone()
-            }
-        };
-        on_thread(permit, move || web::open(&url, addresses, tls, deadline)).await
+        // Memory that is not written to costs nothing. A vector that grows would for a moment take three times its
+        // size.
+        let mut bytes = Vec::new();
+        let no_memory = |_| Failure::Unavailable("does not fit into the worker's memory now".to_owned());
+        bytes.try_reserve_exact(expected.saturating_add(1) as usize).map_err(no_memory)?;
+        Ok(Buffer { bytes, size, max_bytes, share })
     }
 
     /// The URL of an S3 object, signed with the credentials of the settings.
@@ -207,38 +249,47 @@ impl Fetcher {
     }
 }
 
-/// Reads a whole file.
-fn read(source: Source, max_bytes: u64, deadline: Instant, mut share: Share) -> Result<Bytes, Failure> {
-    let Source { content, size } = source;
-    let mut bytes = Vec::new();
-    // Memory that is not written to costs nothing. A vector that grows would for a moment take three times its size.
-    let capacity = size.unwrap_or(max_bytes).min(max_bytes).saturating_add(1) as usize;
-    let no_memory = |_| Failure::Unavailable("does not fit into the worker's memory now".to_owned());
-    bytes.try_reserve_exact(capacity).map_err(no_memory)?;
-    // One byte more is read, to detect a file that is longer than it should be.
-    let mut content = content.take(size.unwrap_or(max_bytes).saturating_add(1));
-    loop {
-        let read = io::copy(&mut (&mut content).take(READ_STEP as u64), &mut bytes);
-        let read =
-            read.map_err(|error| Failure::Unavailable(format!("is not read to its end: {}", error.kind())))?;
-        if read == 0 {
-            break;
-        }
-        if Instant::now() >= deadline {
-            return Err(Failure::Unavailable("is not read to its end in time".to_owned()));
-        }
+/// The content of a file while it arrives.
+struct Buffer {
+    bytes: Vec<u8>,
+    /// The file's size, if it was declared.
+    size: Option<u64>,
+    max_bytes: u64,
+    share: Share,
+}
+
+impl Buffer {
+    /// Adds the next bytes of the file.
+    ///
+    /// # Errors
+    /// The file is longer than it should be.
+    fn add(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        let room = self.size.unwrap_or(self.max_bytes).saturating_add(1) - self.bytes.len() as u64;
+        self.bytes.extend_from_slice(&bytes[..bytes.len().min(room as usize)]);
+        if bytes.len() as u64 >= room { self.check() } else { Ok(()) }
     }
-    let read = bytes.len() as u64;
-    match size {
-        Some(size) if read != size => {
-            Err(Failure::Unavailable(format!("should have {size} bytes, and {} came", received(read, size))))
-        }
-        None if read > max_bytes => {
-            Err(Failure::TooLarge(format!("has more than the {max_bytes} bytes that this pool takes")))
-        }
-        _ => {
-            share.shrink(read);
-            Ok(Bytes::from_owner(FetchedBytes { bytes, _share: share }))
+
+    /// Returns the file.
+    ///
+    /// # Errors
+    /// The file does not have its declared size, or more than `max_bytes` bytes.
+    fn finish(mut self) -> Result<Bytes, Failure> {
+        self.check()?;
+        self.share.shrink(self.bytes.len() as u64);
+        Ok(Bytes::from_owner(FetchedBytes { bytes: self.bytes, _share: self.share }))
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        let (read, max_bytes) = (self.bytes.len() as u64, self.max_bytes);
+        match self.size {
+            Some(size) if read != size => Err(Failure::Unavailable(format!(
+                "should have {size} bytes, and {} came",
+                received(read, size)
+            ))),
+            None if read > max_bytes => {
+                Err(Failure::TooLarge(format!("has more than the {max_bytes} bytes that this pool takes")))
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -1,19 +1,43 @@
-//! Opens files on servers: connects only to the addresses that were checked, follows no redirects, uses no proxy, and
-//! ends at a deadline. Credentials are part of the URL or absent. Requests files without compression. If a server sends
-//! gzip nevertheless, `ureq` decompresses it, because `hf-hub` enables that feature of the shared crate.
+//! Downloads files from servers: connects only to the addresses that were checked, follows no redirects, uses no proxy,
+//! and asks for no compression. Credentials are part of the URL or absent. All memory that a server can fill is bounded:
+//! the headers and the trailers by [`HEAD_BYTES`], the body by the caller. Dropping a download closes its connection.
+//! Bounds no time itself.
 
+use std::error::Error as StdError;
+use std::future::{pending, poll_fn};
+use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
+use bytes::Bytes;
+use hyper::body::{Body as _, Incoming};
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper::header;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
 use rustls_platform_verifier::BuilderVerifierExt as _;
-use tokio::time::{Instant, timeout_at};
-use ureq::{AgentBuilder, Error, ErrorKind};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
 use url::Url;
 
+use super::Failure;
 use super::address::is_public;
-use super::{Failure, Source};
 
-/// The TLS settings of all fetches. Servers are verified with the certificates of the system, as for the broker.
+/// The most bytes that the head of a response may have.
+const HEAD_BYTES: usize = 64 << 10;
+/// The time over which the rate of a download is measured.
+pub(super) const RATE_WINDOW: Duration = Duration::from_secs(10);
+
+/// The TLS settings of all downloads. Servers are verified with the certificates of the system, as for the broker.
 ///
 /// # Errors
 /// The system's store cannot be read.
@@ -27,20 +51,13 @@ pub(super) fn tls() -> Result<Arc<rustls::ClientConfig>, rustls::Error> {
 /// Resolves the URL's host to its addresses.
 ///
 /// # Errors
-/// The host is not found before `deadline`, or has a private address and `private`, which permits these, is false.
-pub(super) async fn resolve(url: &Url, private: bool, deadline: Instant) -> Result<Vec<SocketAddr>, Failure> {
-    let host = url.host_str().unwrap_or_default();
+/// The host is not found, or has a private address and `private`, which permits these, is false.
+pub(super) async fn resolve(url: &Url, private: bool) -> Result<Vec<SocketAddr>, Failure> {
     let port = url.port_or_known_default().unwrap_or_default();
-    let lookup = timeout_at(deadline, tokio::net::lookup_host((host.trim_matches(['[', ']']), port))).await;
-    let addresses: Vec<SocketAddr> = match lookup {
-        Ok(Ok(addresses)) => addresses.collect(),
-        Ok(Err(error)) => {
-            return Err(Failure::Unavailable(format!("cannot be fetched: its host is not found: {error}")));
-        }
-        Err(_) => {
-            return Err(Failure::Unavailable("cannot be fetched: its host is not found in time".to_owned()));
-        }
-    };
+    let lookup = tokio::net::lookup_host((host(url), port)).await;
+    let not_found =
+        |error| Failure::Unavailable(format!("cannot be fetched: its host is not found: {error}"));
+    let addresses: Vec<SocketAddr> = lookup.map_err(not_found)?.collect();
     match addresses.iter().find(|address| !private && !is_public(address.ip())) {
         Some(address) => {
             let reason = format!(
@@ -53,75 +70,217 @@ pub(super) async fn resolve(url: &Url, private: bool, deadline: Instant) -> Resu
     }
 }
 
-/// Requests the file. Blocks the thread until the headers of the response have arrived.
+/// The URL's host name or address, without the brackets of IPv6.
+fn host(url: &Url) -> &str {
+    url.host_str().unwrap_or_default().trim_matches(['[', ']'])
+}
+
+/// A connection to a server. Dropping it closes the connection.
+pub(super) struct Server {
+    sender: SendRequest<String>,
+    /// The task that reads and writes the connection.
+    connection: JoinSet<hyper::Result<()>>,
+    progress: Arc<Progress>,
+}
+
+/// Connects to the server of the URL at one of its addresses.
 ///
 /// # Errors
-/// The server does not have the file, is not trusted, sends it compressed, or cannot be reached before `deadline`.
-pub(super) fn open(
+/// No address accepts a connection, or the server is not trusted.
+pub(super) async fn connect(
     url: &Url,
-    addresses: Vec<SocketAddr>,
+    addresses: &[SocketAddr],
     tls: Arc<rustls::ClientConfig>,
-    deadline: Instant,
-) -> Result<Source, Failure> {
-    let time_left = deadline.saturating_duration_since(Instant::now());
-    let agent = AgentBuilder::new()
-        .resolver(move |_: &str| Ok(addresses.clone()))
-        .tls_config(tls)
-        .redirects(0)
-        .try_proxy_from_env(false)
-        .timeout_connect(time_left)
-        .timeout(time_left)
-        .user_agent(concat!("sconce/", env!("CARGO_PKG_VERSION")))
-        .build();
-    let response = match agent.request_url("GET", url).set("Accept-Encoding", "identity").call() {
-        Ok(response) if response.status() == 200 => response,
-        Ok(response) | Err(Error::Status(_, response)) => return Err(status_failure(response.status())),
-        // The error's own text would show the URL, which may be signed.
-        Err(Error::Transport(error)) => {
-            return Err(match (error.kind(), tls_error(&error)) {
-                (_, Some(error @ rustls::Error::InvalidCertificate(_))) => {
-                    Failure::Refused(format!("cannot be fetched, because its server is not trusted: {error}"))
-                }
-                (_, Some(error)) => Failure::Unavailable(format!("cannot be fetched by TLS: {error}")),
-                (ErrorKind::ConnectionFailed, None) => Failure::Unavailable(
-                    "cannot be fetched: its server does not accept a connection".to_owned(),
-                ),
-                _ if Instant::now() >= deadline => {
-                    Failure::Unavailable("cannot be fetched: its server has not answered in time".to_owned())
-                }
-                (kind, None) => {
-                    Failure::Unavailable(format!("cannot be fetched: its server has not answered: {kind}"))
-                }
-            });
-        }
-    };
-    if let Some(encoding) =
-        response.header("content-encoding").filter(|it| !it.eq_ignore_ascii_case("identity"))
-    {
-        let reason =
-            format!("is not taken: its server sends it in the content-encoding {:?}", shortened(encoding));
-        return Err(Failure::Refused(reason));
+) -> Result<Server, Failure> {
+    let tcp = TcpStream::connect(addresses).await.map_err(|_| {
+        Failure::Unavailable("cannot be fetched: its server does not accept a connection".to_owned())
+    })?;
+    if url.scheme() != "https" {
+        return start(tcp).await;
     }
-    let size = response.header("content-length").and_then(|size| size.parse().ok());
-    Ok(Source { content: response.into_reader(), size })
+    let name = ServerName::try_from(host(url).to_owned())
+        .map_err(|error| Failure::Refused(format!("cannot be fetched by TLS: {error}")))?;
+    match TlsConnector::from(tls).connect(name, tcp).await {
+        Ok(stream) => start(stream).await,
+        Err(error) => Err(match tls_error(&error) {
+            Some(error @ rustls::Error::InvalidCertificate(_)) => {
+                Failure::Refused(format!("cannot be fetched, because its server is not trusted: {error}"))
+            }
+            _ => Failure::Unavailable(format!("cannot be fetched by TLS: {error}")),
+        }),
+    }
+}
+
+async fn start(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Result<Server, Failure> {
+    let progress = Arc::<Progress>::default();
+    let stream = Metered { stream, progress: progress.clone() };
+    let mut builder = http1::Builder::new();
+    builder.max_buf_size(HEAD_BYTES);
+    let (sender, connecting) = builder.handshake(TokioIo::new(stream)).await.map_err(no_answer)?;
+    let mut connection = JoinSet::new();
+    connection.spawn(connecting);
+    Ok(Server { sender, connection, progress })
+}
+
+impl Server {
+    /// What the server has sent so far.
+    pub(super) fn progress(&self) -> Arc<Progress> {
+        self.progress.clone()
+    }
+
+    /// Requests the file, and waits for the head of the response.
+    ///
+    /// # Errors
+    /// The server does not answer, does not have the file, or sends it compressed.
+    pub(super) async fn request(mut self, url: &Url) -> Result<Download, Failure> {
+        let refused = |error| Failure::Refused(format!("cannot be requested: {error}"));
+        let authority = &url[url::Position::BeforeHost..url::Position::AfterPort];
+        let target = &url[url::Position::BeforePath..url::Position::AfterQuery];
+        let request = Request::get(target)
+            .header(header::HOST, authority)
+            .header(header::USER_AGENT, concat!("sconce/", env!("CARGO_PKG_VERSION")))
+            .header(header::ACCEPT, "*/*")
+            .header(header::ACCEPT_ENCODING, "identity")
+            .header(header::CONNECTION, "close")
+            .body(String::new())
+            .map_err(refused)?;
+        let response = self.sender.send_request(request).await.map_err(no_answer)?;
+        if response.status() != StatusCode::OK {
+            return Err(status_failure(response.status()));
+        }
+        let encoding = response.headers().get(header::CONTENT_ENCODING).map(|it| it.to_str().unwrap_or("?"));
+        if let Some(encoding) = encoding.filter(|it| !it.eq_ignore_ascii_case("identity")) {
+            let encoding: String = encoding.chars().take(40).collect();
+            let reason = format!("is not taken: its server sends it in the content-encoding {encoding:?}");
+            return Err(Failure::Refused(reason));
+        }
+        Ok(Download { response, _connection: self.connection })
+    }
+}
+
+/// A file that is being downloaded.
+pub(super) struct Download {
+    response: Response<Incoming>,
+    _connection: JoinSet<hyper::Result<()>>,
+}
+
+impl Download {
+    /// The file's size in bytes, if the server declares it.
+    pub(super) fn size(&self) -> Option<u64> {
+        self.response.body().size_hint().exact()
+    }
+
+    /// Waits for the next bytes of the file. Returns none after the last.
+    ///
+    /// # Errors
+    /// The connection ends before the file does.
+    pub(super) async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
+        let body = self.response.body_mut();
+        loop {
+            match poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await {
+                // A frame without data has trailers.
+                Some(Ok(frame)) => {
+                    if let Ok(bytes) = frame.into_data() {
+                        return Ok(Some(bytes));
+                    }
+                }
+                Some(Err(error)) => {
+                    return Err(Failure::Unavailable(format!("is not read to its end: {error}")));
+                }
+                None => return Ok(None),
+            }
+        }
+    }
+}
+
+/// Counts what a server sends, whatever it is. Written by the connection, read by whoever waits for the file.
+#[derive(Default)]
+pub(super) struct Progress {
+    received: AtomicU64,
+    /// Notified with each byte that comes; only the first is waited for.
+    began: Notify,
+}
+
+impl Progress {
+    pub(super) fn add(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Relaxed);
+        self.began.notify_one();
+    }
+
+    /// Returns once fewer than `min_rate` bytes a second have come over [`RATE_WINDOW`], after the first byte.
+    pub(super) async fn wait_until_slow(&self, min_rate: u64) {
+        if min_rate == 0 {
+            return pending().await;
+        }
+        self.began.notified().await;
+        let mut before = 0;
+        loop {
+            tokio::time::sleep(RATE_WINDOW).await;
+            let received = self.received.load(Relaxed);
+            if received - before < min_rate.saturating_mul(RATE_WINDOW.as_secs()) {
+                return;
+            }
+            before = received;
+        }
+    }
+}
+
+/// A stream whose received bytes are counted.
+struct Metered<S> {
+    stream: S,
+    progress: Arc<Progress>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
+        self.progress.add(buffer.filled().len() - before);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Metered<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+/// The failure of a server that sends no response. The error's text does not show the URL, which may be signed.
+fn no_answer(error: hyper::Error) -> Failure {
+    let cause = error.source().map_or_else(String::new, |cause| format!(": {cause}"));
+    Failure::Unavailable(format!("cannot be fetched: its server has not answered: {error}{cause}"))
 }
 
 /// The TLS error that caused this error; none if another kind of error did.
-fn tls_error<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
-    let io = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+fn tls_error<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a rustls::Error> {
+    let io = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
     let direct = error.downcast_ref().or_else(|| io?.downcast_ref());
     direct.or_else(|| tls_error(error.source()?))
 }
 
-fn status_failure(status: u16) -> Failure {
+fn status_failure(status: StatusCode) -> Failure {
+    let status = status.as_u16();
     let reason = format!("cannot be fetched: its server answers with the status {status}");
     match status {
         300..=399 => Failure::Refused(format!("{reason}; redirects are not followed")),
         408 | 429 | 500.. => Failure::Unavailable(reason),
         _ => Failure::Refused(reason),
     }
-}
-
-fn shortened(text: &str) -> String {
-    text.chars().take(40).collect()
 }

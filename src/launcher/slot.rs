@@ -164,6 +164,7 @@ impl Slot {
                 let _ = answer.send(Ok(Done { what: "there is no worker, so no task", cancelled }));
                 return None;
             }
+            Request::CancelAll(_) => (None, "there is no worker, so no task"),
             Request::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
             order => (None, self.record_override(&order)),
         };
@@ -198,6 +199,7 @@ impl Slot {
                 self.context.withdrawals.remember(cancellation, SystemTime::now());
                 "its worker is notified"
             }
+            Request::CancelAll(_) => "its worker is notified",
             Request::Drain | Request::Shutdown | Request::Restart => "finishing",
             Request::Ping | Request::Stats | Request::Active => "nothing to do",
         }
@@ -314,8 +316,8 @@ impl Slot {
             }
             Request::SetBatch(change) => Command::SetBatch(change),
             Request::LogLevel { filter } => Command::LogLevel { filter },
-            // Only an operator's cancellation names a task by its id. It is answered when the worker has reported the
-            // result. Requesters, who may be many, get no answer, and their cancellations wait for no worker.
+            // An operator's cancellation of a task by its id is answered when the worker has reported the result. All
+            // others wait for no worker.
             Request::Cancel(cancellation) if cancellation.task.is_some() => {
                 if let Some(next) = successor {
                     next.worker.send(&Command::Cancel(cancellation.clone())).await;
@@ -323,6 +325,7 @@ impl Slot {
                 return current.cancel(cancellation, answer).await;
             }
             Request::Cancel(cancellation) => Command::Cancel(cancellation),
+            Request::CancelAll(cancellations) => Command::CancelAll { cancellations: cancellations.to_vec() },
             Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome.into()))),
             Request::Drain | Request::Shutdown | Request::Restart => {
                 *next_action = match order {

@@ -2,6 +2,7 @@
 //! client can send them. Pure.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,9 @@ pub enum Request {
     },
     /// End these tasks, if workers hold them; each is answered with status 499.
     Cancel(Cancellation),
+    /// End the tasks of these cancellations by requesters. A launcher puts the requests of many into one.
+    #[serde(skip)]
+    CancelAll(Arc<[Cancellation]>),
 }
 
 /// The `type` of a message with which a requester cancels its own task. It has the `correlation_id` and the `reply_to`
@@ -53,11 +57,11 @@ impl Request {
 
     /// Returns the cancellation in a message of the type [`CANCEL`], with which a requester cancels its own task. None
     /// for any other message.
-    pub fn cancellation_in(properties: &Properties) -> Option<Self> {
+    pub fn cancellation_in(properties: &Properties) -> Option<Cancellation> {
         let Properties { kind, correlation_id, reply_to, .. } = properties;
         let (correlation_id, reply_to) = (correlation_id.clone(), reply_to.clone());
-        let cancel = || Self::Cancel(Cancellation { correlation_id, reply_to, ..Cancellation::default() });
-        (kind.as_deref() == Some(CANCEL)).then(cancel)
+        let cancellation = || Cancellation { correlation_id, reply_to, ..Cancellation::default() };
+        (kind.as_deref() == Some(CANCEL)).then(cancellation)
     }
 }
 

@@ -53,6 +53,11 @@ pub enum Command {
     },
     /// End these tasks, if the worker holds them.
     Cancel(Cancellation),
+    /// End the tasks of these cancellations, if the worker holds them.
+    CancelAll {
+        /// At most [`MAX_CANCELLATIONS`].
+        cancellations: Vec<Cancellation>,
+    },
     /// Take no more tasks, finish the accepted ones, exit.
     Finish,
     /// Finish the tasks on the device, requeue the rest, exit.
@@ -117,6 +122,10 @@ pub const WITHDRAWN_FOR: Duration = Duration::from_secs(60 * 60);
 /// Maximum number of withdrawals that are remembered; the oldest are forgotten first.
 pub const MAX_WITHDRAWN: usize = 1_000;
 
+/// Maximum number of cancellations in a line. Their ids are short strings of AMQP, so that the line has less than
+/// [`MAX_LINE`] bytes even if each character is escaped.
+pub const MAX_CANCELLATIONS: usize = 256;
+
 /// What is cancelled: the task with an id, the tasks with a `correlation_id` and a `reply_to`, the tasks of a job, or
 /// the sentinels of a run of `sconce stop`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -147,17 +156,19 @@ impl Cancellation {
         }
     }
 
+    /// The `correlation_id` and the `reply_to` of the tasks, if it names them by these.
+    pub fn requester_ids(&self) -> Option<(&str, &str)> {
+        let is_named_otherwise = self.task.is_some() || self.job.is_some() || self.stop.is_some();
+        self.correlation_id.as_deref().zip(self.reply_to.as_deref()).filter(|_| !is_named_otherwise)
+    }
+
     /// Whether it cancels this task.
     pub fn matches(&self, task: &Task) -> bool {
         match (&self.task, &self.job) {
             _ if self.stop.is_some() => false,
             (Some(id), _) => task.id == *id,
             (None, Some(job)) => task.reply_to() == Some(&job_queue(job)),
-            // Tasks without `correlation_id` or `reply_to` do not match, because they may belong to several requesters.
-            (None, None) => {
-                let task_ids = task.message.properties.correlation_id.as_deref().zip(task.reply_to());
-                task_ids.is_some() && task_ids == self.correlation_id.as_deref().zip(self.reply_to.as_deref())
-            }
+            (None, None) => self.requester_ids().is_some_and(|ids| task.requester_ids() == Some(ids)),
         }
     }
 }

@@ -25,9 +25,10 @@ const MAX_GUIDANCE: f32 = 100.0;
 const KEYS: Keys = keys! {
     "guidance_scale", "model", "n", "negative_prompt", "num_inference_steps", "prompt", "response_format", "seed", "size",
     "steps", "stream", "truncate";
-    "background" = "\"auto\"", "cfg_scale" = "null", "height" = "null", "image" = "null", "moderation" = "\"auto\"",
+    "background" = "\"auto\"", "cfg_scale" = "null", "complexity" = "null", "frame_count" = "null",
+    "frame_duration_ms" = "null", "height" = "null", "image" = "null", "moderation" = "\"auto\"",
     "output_compression" = "100", "output_format" = "\"png\"", "partial_images" = "0", "quality" = "\"auto\"",
-    "sampler" = "null", "scheduler" = "null", "style" = "\"vivid\"", "width" = "null"
+    "sampler" = "null", "scheduler" = "null", "style" = "\"vivid\"", "svg" = "null", "width" = "null"
 };
 
 /// A request for images.

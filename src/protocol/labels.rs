@@ -16,9 +16,11 @@ pub(super) const SHARING: SharingEndpoint = SharingEndpoint { url: URL, input_fi
 
 const KEYS: Keys = keys! {
     "input", "inputs", "model", "top_k", "raw_scores", "truncate";
-    "activation" = "true", "add_special_tokens" = "true", "mm_processor_kwargs" = "null", "padding" = "null",
-    "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"",
-    "use_activation" = "true"
+    "activation" = "true", "add_generation_prompt" = "false", "add_special_tokens" = "true",
+    "chat_template" = "null", "chat_template_kwargs" = "{}", "continue_final_message" = "false",
+    "examples" = "[]", "media_io_kwargs" = "null", "messages" = "null", "mm_processor_kwargs" = "null",
+    "padding" = "null", "preset" = "null", "truncate_prompt_tokens" = "null",
+    "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 
 /// Texts to classify.

@@ -19,15 +19,16 @@ const RERANK: Keys = keys! {
     "model", "query", "documents", "texts", "top_n", "return_documents", "return_text", "raw_scores",
     "truncate";
     "chat_template_kwargs" = "null", "instruction" = "null", "max_chunks_per_doc" = "null",
-    "max_tokens_per_doc" = "null", "max_tokens_per_query" = "null", "mm_processor_kwargs" = "null",
-    "rank_fields" = "null", "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\"",
-    "truncation_side" = "\"right\"", "use_activation" = "true"
+    "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0", "mm_processor_kwargs" = "null",
+    "padding" = "null", "rank_fields" = "null", "relevant_spans" = "null", "truncate_prompt_tokens" = "null",
+    "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 const DOCUMENT: Keys = keys! { "text" };
 const SCORE: Keys = keys! {
     "model", "text_1", "text_2", "raw_scores", "truncate";
-    "chat_template_kwargs" = "null", "instruction" = "null", "max_tokens_per_doc" = "null",
-    "max_tokens_per_query" = "null", "mm_processor_kwargs" = "null", "truncate_prompt_tokens" = "null",
+    "chat_template_kwargs" = "null", "data_1" = "null", "data_2" = "null", "documents" = "null",
+    "instruction" = "null", "items" = "null", "max_tokens_per_doc" = "0", "max_tokens_per_query" = "0",
+    "mm_processor_kwargs" = "null", "padding" = "null", "queries" = "null", "truncate_prompt_tokens" = "null",
     "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "true"
 };
 
@@ -244,7 +245,7 @@ mod tests {
             (r#"{"query":"q","documents":["a"],"raw_scores":1}"#, "raw_scores must be true or false, got 1"),
             (
                 r#"{"query":"q","documents":["a"],"max_tokens_per_doc":9}"#,
-                "max_tokens_per_doc is not supported here; leave it out, or send null",
+                "max_tokens_per_doc is not supported here; leave it out, or send 0",
             ),
         ];
         for (body, message) in cases {

@@ -212,6 +212,11 @@ impl Task {
         self.message.properties.reply_to.as_deref().filter(|queue| !queue.is_empty())
     }
 
+    /// The `correlation_id` and the `reply_to`, if the task has both. Without one of them it may belong to any requester.
+    pub fn requester_ids(&self) -> Option<(&str, &str)> {
+        self.message.properties.correlation_id.as_deref().zip(self.reply_to())
+    }
+
     /// Who requested the task. A retried task has lost its `user_id`, because RabbitMQ would refuse it from a worker's
     /// connection. The header `original_user_id` keeps it for people to read, but anybody can write that header, so the
     /// requester of a retried task is its `reply_to`.

@@ -5,6 +5,7 @@
 
 mod json_lines;
 mod span;
+mod throttle;
 #[cfg_attr(not(feature = "otlp"), path = "no_traces.rs")]
 pub mod traces;
 
@@ -18,6 +19,7 @@ use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, Registry, reload};
 
 use self::json_lines::JsonLines;
+pub use self::throttle::Throttle;
 
 /// The filter of a service without `SCONCE_LOG`: our own events and the libraries' warnings.
 const DEFAULT_FILTER: &str = "warn,sconce=info";

@@ -2,7 +2,7 @@
 //! of a session. Hands tasks back in delivery order. Ends when everything accepted has been settled. Owns the set of
 //! tasks in flight.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash};
 use std::pin::pin;
 use std::sync::Arc;
@@ -81,7 +81,7 @@ pub(super) struct Intake<'a> {
     granted: u16,
     stop: Stop,
     settings: LiveSettings,
-    cancellations: broadcast::Receiver<Cancellation>,
+    cancellations: broadcast::Receiver<Arc<[Cancellation]>>,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
     runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
@@ -115,7 +115,7 @@ impl<'a> Intake<'a> {
         consumers: Consumers<'a>,
         stop: Stop,
         settings: LiveSettings,
-        cancellations: broadcast::Receiver<Cancellation>,
+        cancellations: broadcast::Receiver<Arc<[Cancellation]>>,
     ) -> Self {
         Self {
             granted: 0,
@@ -185,7 +185,7 @@ impl<'a> Intake<'a> {
                     let closed = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(closed));
                 }
-                Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation),
+                Ok(cancellations) = self.cancellations.recv() => self.cancel_all(&cancellations),
                 _ = review.tick(),
                     if self.phase == Phase::Running && self.shared.places.may_be_crowded() =>
                 {
@@ -333,22 +333,37 @@ impl<'a> Intake<'a> {
         self.stop.advance(Phase::Finishing, cause);
     }
 
-    /// Cancels the tasks in flight that match this cancellation. If it names a task by its id, reports to the launcher
-    /// how many matched.
-    fn cancel(&self, cancellation: Cancellation) {
+    /// Cancels the tasks in flight that match these cancellations. If one names a task by its id, reports to the
+    /// launcher how many matched it.
+    fn cancel_all(&self, cancellations: &[Cancellation]) {
+        // Requesters may send any number of these, so they are compared with the tasks together.
+        let by_requesters: HashSet<_> =
+            cancellations.iter().filter_map(Cancellation::requester_ids).collect();
+        if !by_requesters.is_empty() {
+            self.cancel(|task| task.requester_ids().is_some_and(|ids| by_requesters.contains(&ids)));
+        }
+        for cancellation in cancellations.iter().filter(|it| it.requester_ids().is_none()) {
+            let tasks = self.cancel(|task| cancellation.matches(task));
+            if cancellation.task.is_some() {
+                let event = control::Event::Cancelled { cancellation: cancellation.clone(), tasks };
+                self.shared.reporter.try_send(&event);
+            }
+        }
+    }
+
+    /// Cancels the tasks in flight that match. Returns their number.
+    fn cancel(&self, matches: impl Fn(&Task) -> bool) -> u64 {
         let mut tasks = 0;
         for InFlight { task, state, .. } in self.in_flight.values() {
             if let Some(state) = state
-                && cancellation.matches(task)
+                && matches(task)
             {
                 tracing::debug!(task.id = task.id, "cancelled on request");
                 state.cancel();
                 tasks += 1;
             }
         }
-        if cancellation.task.is_some() {
-            self.shared.reporter.try_send(&control::Event::Cancelled { cancellation, tasks });
-        }
+        tasks
     }
 
     /// Stops consuming. The accepted tasks are finished.

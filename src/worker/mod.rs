@@ -124,18 +124,18 @@ pub struct Control {
     /// The settings that the launcher changes.
     pub settings: LiveSettings,
     /// Cancellations of tasks. Written by the reader of the launcher's commands, read by the intake.
-    pub cancellations: broadcast::Sender<Cancellation>,
+    pub cancellations: broadcast::Sender<Arc<[Cancellation]>>,
     /// Jobs that were withdrawn.
     pub withdrawn: Withdrawn,
     /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
 }
 
-/// Capacity of the channel of cancellations to the intake, which acts on each at once.
-const CANCELLATIONS_CAPACITY: usize = 1_024;
+/// How many lines of cancellations may wait for the intake, which acts on each at once.
+const CANCELLATIONS_CAPACITY: usize = 64;
 
 /// A channel for [`Control::cancellations`].
-pub fn cancellations() -> broadcast::Sender<Cancellation> {
+pub fn cancellations() -> broadcast::Sender<Arc<[Cancellation]>> {
     broadcast::Sender::new(CANCELLATIONS_CAPACITY)
 }
 

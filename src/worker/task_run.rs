@@ -527,7 +527,8 @@ impl Run<'_> {
                     .into()
             };
             let location = fetcher.locate(&url).map_err(to_outcome)?;
-            let turn = Arc::new(self.wait_for_turn(&shared.fetch_turns).await?);
+            let server = fetcher.limited_server(&location);
+            let turn = Arc::new(self.wait_for_turn(&shared.fetch_turns, server).await?);
             // A JSON body is decoded as a whole, on a thread that other tasks need, so its size is limited.
             let is_json_body = path == DATAREF && message.is_json();
             let claim = Claim {
@@ -593,7 +594,7 @@ impl Run<'_> {
         work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
     ) -> Result<T, Outcome> {
         let Self { shared, .. } = *self;
-        let turn = self.wait_for_turn(&shared.turns).await?;
+        let turn = self.wait_for_turn(&shared.turns, None).await?;
         let work = move || {
             // The turn ends with the work, even if the task no longer waits for it.
             let _turn = turn;
@@ -602,14 +603,14 @@ impl Run<'_> {
         Ok(self.prepare_on(&shared.pools.long, false, work).await?)
     }
 
-    /// Waits for a turn of the task's requester. None: an isolated task needs no turn.
-    async fn wait_for_turn(&self, turns: &Turns) -> Result<Option<Turn>, Outcome> {
+    /// Waits for a turn of the task's requester, at a server if one is named. None: an isolated task needs no turn.
+    async fn wait_for_turn(&self, turns: &Turns, server: Option<u64>) -> Result<Option<Turn>, Outcome> {
         let turn = async {
             // An isolated task waits for no turn: the tasks that have turns may be waiting for this one to end.
             if self.group().is_some() {
                 return Ok(None);
             }
-            turns.take(self.state.requester, self.place.is_some()).await.map(Some)
+            turns.take_at(server, self.state.requester, self.place.is_some()).await.map(Some)
         };
         let turn = tokio::select! {
             biased;

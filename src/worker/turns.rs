@@ -27,7 +27,7 @@ pub(super) struct Turns(Arc<Mutex<Lane>>);
 struct Lane {
     /// The turns that are under way. Bound: `max_turns`.
     current: Vec<Current>,
-    /// The most turns at once. A requester has at most half of them.
+    /// The most turns at once. A requester has at most half of them, and so has a server from which files are fetched.
     max_turns: usize,
     /// How long turns take, on average.
     average_turn: Duration,
@@ -45,12 +45,15 @@ struct Lane {
 
 struct Current {
     requester: u64,
+    server: Option<u64>,
     began: Instant,
 }
 
 /// A task that waits for its turn.
 struct WaitingTask {
     requester: u64,
+    /// The hash of the server's name. None: turns at this server are not limited.
+    server: Option<u64>,
     /// Whether it may be sent to wait in a retry queue.
     may_leave: bool,
     /// Written once, by whoever ends a turn or reviews the lane; read by the task.
@@ -66,6 +69,7 @@ enum Decision {
 pub(super) struct Turn {
     turns: Turns,
     requester: u64,
+    server: Option<u64>,
 }
 
 impl Drop for Turn {
@@ -73,7 +77,7 @@ impl Drop for Turn {
         let next = {
             let mut lane = self.turns.0.lock();
             let now = Instant::now();
-            lane.end(self.requester, now);
+            lane.end(self.requester, self.server, now);
             lane.next(now)
         };
         self.turns.begin(next);
@@ -105,13 +109,23 @@ impl Turns {
     /// # Errors
     /// [`Crowded`]: the task is to wait in a retry queue.
     pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
+        self.take_at(None, requester, may_leave).await
+    }
+
+    /// As [`Turns::take`], for a turn at a server from which files are fetched.
+    pub(super) async fn take_at(
+        &self,
+        server: Option<u64>,
+        requester: u64,
+        may_leave: bool,
+    ) -> Result<Turn, Crowded> {
         let (decision, mut decided) = oneshot::channel();
         self.begin({
             let mut lane = self.0.lock();
             let now = Instant::now();
             let rank = 2 * lane.turns;
             lane.ranks.entry(requester).or_insert(rank);
-            lane.waiting.push(WaitingTask { requester, may_leave, decision });
+            lane.waiting.push(WaitingTask { requester, server, may_leave, decision });
             lane.review(now);
             lane.next(now)
         });
@@ -128,16 +142,17 @@ impl Turns {
 
     /// Begins a task's turn. If the task no longer waits, its turn is dropped, which gives the next task a turn.
     fn begin(&self, next: Option<WaitingTask>) {
-        if let Some(WaitingTask { decision, requester, .. }) = next {
-            let _ = decision.send(Decision::Begin(Turn { turns: self.clone(), requester }));
+        if let Some(WaitingTask { decision, requester, server, .. }) = next {
+            let _ = decision.send(Decision::Begin(Turn { turns: self.clone(), requester, server }));
         }
     }
 }
 
 impl Lane {
-    /// Ends a turn of this requester.
-    fn end(&mut self, requester: u64, now: Instant) {
-        if let Some(index) = self.current.iter().position(|current| current.requester == requester) {
+    /// Ends a turn of this requester at this server.
+    fn end(&mut self, requester: u64, server: Option<u64>, now: Instant) {
+        let is_it = |current: &Current| current.requester == requester && current.server == server;
+        if let Some(index) = self.current.iter().position(is_it) {
             let current = self.current.remove(index);
             let duration = now.saturating_duration_since(current.began);
             self.average_turn =
@@ -153,7 +168,9 @@ impl Lane {
         }
         let may_begin = |(_, task): &(usize, &WaitingTask)| {
             let of_requester = self.current.iter().filter(|current| current.requester == task.requester);
-            of_requester.count() < self.max_turns.div_ceil(2)
+            let at_server = self.current.iter().filter(|current| current.server == task.server);
+            let half = self.max_turns.div_ceil(2);
+            of_requester.count() < half && (task.server.is_none() || at_server.count() < half)
         };
         let rank = |(_, task): &(usize, &WaitingTask)| self.ranks.get(&task.requester);
         // Of tasks with the same rank, `min_by_key` returns the first, which arrived first.
@@ -161,7 +178,7 @@ impl Lane {
         let task = self.waiting.remove(index);
         self.turns += 1;
         self.ranks.insert(task.requester, 2 * self.turns + 1);
-        self.current.push(Current { requester: task.requester, began: now });
+        self.current.push(Current { requester: task.requester, server: task.server, began: now });
         Some(task)
     }
 
@@ -300,6 +317,24 @@ mod tests {
         drop(second.await.unwrap().unwrap());
         tokio::task::yield_now().await;
         assert!(fourth.is_finished() && !first[2].is_finished(), "the first requester has its half");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_has_at_most_half_of_several_turns_whoever_asks() {
+        let turns = Turns::new(GRANTED, 4);
+        let mut slow = Vec::new();
+        for requester in 0..4 {
+            let turns = turns.clone();
+            slow.push(tokio::spawn(async move { turns.take_at(Some(7), requester, true).await }));
+            tokio::task::yield_now().await;
+        }
+        let begun: Vec<bool> = slow.iter().map(|task| task.is_finished()).collect();
+        assert_eq!(begun, [true, true, false, false]);
+        let other = turns.take_at(Some(8), 9, true).now_or_never();
+        assert!(other.is_some_and(|turn| turn.is_ok()), "the other half is for other servers");
+        drop(slow.remove(0).await.unwrap().unwrap());
+        tokio::task::yield_now().await;
+        assert!(slow[1].is_finished() && !slow[2].is_finished());
     }
 
     #[tokio::test(start_paused = true)]

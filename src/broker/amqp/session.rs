@@ -51,6 +51,8 @@ pub enum Subscription {
         exchange: String,
         /// The binding keys.
         keys: Vec<String>,
+        /// The most messages that wait in the queue. The broker refuses further ones.
+        max_length: Option<i32>,
     },
 }
 
@@ -129,15 +131,20 @@ impl Session {
                 queue.clone()
             }
             Subscription::Private(name) => {
-                let queue = declare_private_queue(&channel).await?;
+                let queue = declare_private_queue(&channel, FieldTable::default()).await?;
                 name.send_replace(Some(queue.clone()));
                 queue
             }
-            Subscription::Topic { exchange, keys } => {
+            Subscription::Topic { exchange, keys, max_length } => {
                 let durable = ExchangeDeclareOptions { durable: true, ..Default::default() };
                 let empty = FieldTable::default;
                 channel.exchange_declare(short(exchange), ExchangeKind::Topic, durable, empty()).await?;
-                let queue = declare_private_queue(&channel).await?;
+                let mut arguments = empty();
+                if let Some(max_length) = max_length {
+                    arguments.insert("x-max-length".into(), AMQPValue::LongInt(*max_length));
+                    arguments.insert("x-overflow".into(), AMQPValue::LongString("reject-publish".into()));
+                }
+                let queue = declare_private_queue(&channel, arguments).await?;
                 for key in keys {
                     let options = QueueBindOptions::default();
                     channel.queue_bind(short(&queue), short(exchange), short(key), options, empty()).await?;
@@ -182,9 +189,9 @@ impl Session {
 }
 
 /// Declares a queue that only this connection may use. Returns the name that the broker has given it.
-async fn declare_private_queue(channel: &Channel) -> Result<String, Error> {
+async fn declare_private_queue(channel: &Channel, arguments: FieldTable) -> Result<String, Error> {
     let options = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
-    let queue = channel.queue_declare("".into(), options, FieldTable::default()).await?;
+    let queue = channel.queue_declare("".into(), options, arguments).await?;
     Ok(queue.name().as_str().to_owned())
 }
 

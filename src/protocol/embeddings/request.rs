@@ -10,10 +10,13 @@ use crate::protocol::{FileUrl, Files, Message, TaskError};
 
 const KEYS: Keys = keys! {
     "input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate";
-    "add_special_tokens" = "true", "embed_dtype" = "\"float32\"", "endianness" = "\"native\"", "input_type" = "null",
-    "late_chunking_params" = "null", "mm_processor_kwargs" = "null", "normalize" = "true", "padding" = "null",
-    "truncate_prompt_tokens" = "null", "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"",
-    "use_activation" = "null"
+    "add_generation_prompt" = "false", "add_special_tokens" = "true", "chat_template" = "null",
+    "chat_template_kwargs" = "{}", "continue_final_message" = "false", "embed_dtype" = "\"float32\"",
+    "embedding_types" = "[\"float\"]", "endianness" = "\"native\"", "images" = "null", "input_type" = "null",
+    "inputs" = "null", "late_chunking_params" = "null", "max_tokens" = "null", "media_io_kwargs" = "null",
+    "messages" = "null", "mm_processor_kwargs" = "null", "normalize" = "true", "output_dimension" = "null",
+    "padding" = "null", "texts" = "null", "truncate_prompt_tokens" = "null",
+    "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "null"
 };
 
 /// One input: what a vector is computed for.

@@ -46,12 +46,14 @@ macro_rules! endpoint {
             "include_stop_str_in_output" = "false", "logit_bias" = "{}", "min_tokens" = "0",
             "prompt_logprobs" = "null", "stop_token_ids" = "[]", "structured_outputs" = "null",
             "ec_transfer_params" = "null", "kv_transfer_params" = "null", "length_penalty" = "1",
-            "logprob_token_ids" = "null", "repetition_detection" = "null", "return_mm_kwargs" = "false",
-            "return_token_ids" = "false", "return_token_offsets" = "false", "return_tokens_as_token_ids" = "false",
-            "return_weight_versions" = "false", "skip_special_tokens" = "true",
+            "logprob_token_ids" = "null", "mm_payload" = "\"tensors\"", "repetition_detection" = "null",
+            "return_mm_kwargs" = "false", "return_token_ids" = "false", "return_token_offsets" = "false",
+            "return_tokens_as_token_ids" = "false", "return_weight_versions" = "false",
+            "routed_experts_prompt_start" = "0", "skip_special_tokens" = "true",
             "spaces_between_special_tokens" = "true", "suffix" = "\"\"", "thinking_token_budget" = "null",
-            "truncation_side" = "null", "vllm_xargs" = "null", "watermarking" = "null", "tool_choice" = "\"none\"", "tools" = "[]", "truncate_prompt_tokens" = "null",
-            "use_beam_search" = "false",
+            "tool_choice" = "\"none\"", "tools" = "[]", "truncate_prompt_tokens" = "null",
+            "truncation_side" = "null", "use_beam_search" = "false", "vllm_xargs" = "null",
+            "watermarking" = "null",
             $($key = $only_value),+
         }
     };
@@ -64,10 +66,12 @@ const COMPLETIONS: Keys = endpoint! {
 const CHAT: Keys = endpoint! {
     "chat_template_name", "max_completion_tokens", "messages", "top_logprobs";
     "add_generation_prompt" = "true", "add_special_tokens" = "false", "audio" = "null", "chat_template" = "null",
-    "chat_template_kwargs" = "{}", "continue_final_message" = "false", "echo" = "false",
-    "documents" = "[]", "function_call" = "\"none\"", "functions" = "[]", "media_io_kwargs" = "null",
-    "mm_processor_kwargs" = "null", "modalities" = "[\"text\"]", "parallel_tool_calls" = "true",
-    "prediction" = "null", "return_prompt_text" = "false", "web_search_options" = "null"
+    "chat_template_kwargs" = "{}", "citation_options" = "null", "continue_final_message" = "false",
+    "documents" = "[]", "echo" = "false", "function_call" = "\"none\"", "functions" = "[]", "k" = "0",
+    "media_io_kwargs" = "null", "mm_processor_kwargs" = "null", "modalities" = "[\"text\"]",
+    "moderation" = "null", "p" = "null", "parallel_tool_calls" = "true", "prediction" = "null",
+    "return_prompt_text" = "false", "safety_mode" = "\"OFF\"", "stop_sequences" = "[]",
+    "strict_tools" = "false", "verbosity" = "\"medium\"", "web_search_options" = "null"
 };
 const MESSAGE: Keys = keys! {
     "content", "name", "role";

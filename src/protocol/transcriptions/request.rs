@@ -26,9 +26,15 @@ const MAX_GRANULARITIES: usize = 2;
 const KEYS: Keys = keys! {
     "channels", "file_url", "keywords", "language", "model", "prompt", "response_format", "stream", "task",
     "temperature", "timestamp_granularities", "timestamp_granularities[]", "vad";
-    "chunking_strategy" = "null", "file" = "null", "hotwords" = "null", "include" = "[]", "include[]" = "[]",
-    "known_speaker_names" = "[]", "known_speaker_names[]" = "[]", "known_speaker_references" = "[]",
-    "known_speaker_references[]" = "[]", "vad_filter" = "false"
+    "chunking_strategy" = "null", "file" = "null", "frequency_penalty" = "0", "hotwords" = "null",
+    "include" = "[]", "include[]" = "[]", "include_stop_str_in_output" = "false",
+    "known_speaker_names" = "[]", "known_speaker_names[]" = "[]",
+    "known_speaker_references" = "[]", "known_speaker_references[]" = "[]",
+    "languages" = "[]", "languages[]" = "[]", "length_penalty" = "1", "max_completion_tokens" = "null",
+    "min_p" = "0", "n" = "1", "presence_penalty" = "0", "repetition_penalty" = "1", "seed" = "null",
+    "stream_continuous_usage_stats" = "false", "stream_include_usage" = "false", "to_language" = "null",
+    "top_k" = "0", "top_p" = "1", "use_beam_search" = "false", "vad_filter" = "false", "vllm_xargs" = "null",
+    "watermarking" = "null"
 };
 /// The fields whose values are not strings. If the header of such a field is a string, it is read as JSON, because some
 /// clients can send only strings as headers.

@@ -6,9 +6,11 @@ mod options;
 mod pronunciations;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use sconce_phonemes::{Memory, parts};
 
+use self::network::{DURATION_SLACK, SoundLimit};
 pub use self::network::{Sentence, Sound, Speaker};
 use self::options::Options;
 use self::pronunciations::Pronunciations;
@@ -33,12 +35,10 @@ use crate::protocol::speech::{
 const FRAMES_PER_SYMBOL: f32 = 7.0;
 
 /// Average duration of a phoneme of English prose at speed 1, in seconds, by which `max_seconds` is checked before
-/// anything is computed. The true duration is checked in the end.
+/// anything is computed. The true duration is checked with each sentence.
 const SECONDS_PER_PHONEME: f32 = 0.058;
 /// The shortest duration of a sentence at speed 1, in seconds: one symbol between silences.
 const MIN_SENTENCE_SECONDS: f32 = 0.42;
-/// The longest sound of a task, as a multiple of `max_seconds`: the estimate may be wrong by as much.
-const DURATION_SLACK: f32 = 1.1;
 
 /// Maximum number of symbols in a sentence at speed 1 and above: 23 s of sound on average, 35 s at the assumed number of
 /// frames. At lower speeds it is smaller in proportion, because the sound is longer. Longer sentences are cut.
@@ -235,10 +235,16 @@ impl Planner {
         let what = format!("{symbols} phonemes in {} sentences", all_ids.len());
         let check = self.check_seconds(seconds, &what);
         check.map_err(|error| error.with_param(spoken.field()))?;
+        let limit = Arc::new(SoundLimit {
+            seconds: self.max_seconds * DURATION_SLACK,
+            field: spoken.field(),
+            samples: AtomicUsize::default(),
+        });
         let sized = |(index, ids): (usize, Vec<u32>)| {
             let frames = self.frames(ids.len(), parameters.speed);
             let seed = Seed { task: parameters.seed, sequence: index as u64 };
-            SizedInput::new(Sentence { voice: parameters.voice, ids, speed: parameters.speed, seed }, frames)
+            let SpeechParameters { voice, speed, .. } = parameters;
+            SizedInput::new(Sentence { voice, ids, speed, seed, limit: limit.clone() }, frames)
         };
         Ok(all_ids.into_iter().enumerate().map(sized).collect())
     }
@@ -300,19 +306,6 @@ impl Planner {
     /// The estimated number of frames for this many symbols.
     fn frames(&self, symbols: usize, speed: f32) -> usize {
         (symbols as f32 * FRAMES_PER_SYMBOL / speed).ceil() as usize
-    }
-
-    /// Refuses a task whose sound has turned out to be too long.
-    fn check_duration(&self, samples: usize, field: &str) -> Result<(), TaskError> {
-        let (seconds, max) = (samples as f32 / self.config.sample_rate as f32, self.max_seconds);
-        if seconds <= max * DURATION_SLACK {
-            return Ok(());
-        }
-        let message = format!(
-            "the task's sound lasts {seconds:.0} s, and at most {:.0} s are allowed ({DURATION_SLACK} × max_seconds)",
-            max * DURATION_SLACK
-        );
-        Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(field))
     }
 }
 
@@ -394,9 +387,8 @@ impl Processor for SpeechProcessor {
             SpeechContext::Sound { field, .. } if sounds.is_empty() => {
                 Err(TaskError::bad_input(field, format!("{field} has nothing that can be spoken")))
             }
-            SpeechContext::Sound { format, field, .. } => {
+            SpeechContext::Sound { format, .. } => {
                 let samples: Vec<i16> = sounds.into_iter().flat_map(|sound| sound.samples).collect();
-                self.planner.check_duration(samples.len(), field)?;
                 write_sound(&samples, *sample_rate, format)
             }
         }

@@ -2,6 +2,10 @@
 //! sentence on the threads of the worker. Decides how long a sentence may become, and how its sound ends. A sentence's
 //! sound does not depend on the others in its batch.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+
 use rayon::prelude::*;
 
 use crate::model::nets::hibari::config::HibariConfig;
@@ -12,6 +16,8 @@ use crate::model::{Forward, ForwardError, TaskError, TaskErrorKind};
 
 /// Maximum duration of one sentence at speed 1, in seconds. The network needs 0.5 MB of memory for each second.
 const MAX_SECONDS: f32 = 60.0;
+/// The longest sound of a task, as a multiple of `max_seconds`: the estimate may be wrong by as much.
+pub const DURATION_SLACK: f32 = 1.1;
 /// Number of frames whose spectra are computed at once: 3.2 s of sound, 3 MB of spectra.
 const FRAMES_AT_ONCE: usize = 256;
 /// Frames that one thread synthesizes at once.
@@ -30,6 +36,38 @@ pub struct Sentence {
     pub speed: f32,
     /// The key of its noise.
     pub seed: Seed,
+    /// The limit of the sound of its task.
+    pub limit: Arc<SoundLimit>,
+}
+
+/// The limit of the sound of a task. Shared by its sentences, so that the task ends with the sentence that exceeds it.
+#[derive(Debug)]
+pub struct SoundLimit {
+    /// The longest sound, in seconds.
+    pub seconds: f32,
+    /// The field of the request that holds what is spoken.
+    pub field: &'static str,
+    /// The number of samples so far. Written once for each sentence that was spoken.
+    pub samples: AtomicUsize,
+}
+
+impl SoundLimit {
+    /// Adds the samples of a sentence.
+    ///
+    /// # Errors
+    /// The sentences so far are longer than the limit.
+    fn add(&self, samples: usize, sample_rate: u32) -> Result<(), TaskError> {
+        let samples = self.samples.fetch_add(samples, Relaxed) + samples;
+        let (seconds, max) = (samples as f32 / sample_rate as f32, self.seconds);
+        if seconds <= max {
+            return Ok(());
+        }
+        let message = format!(
+            "the task's sound lasts {seconds:.0} s or more, and at most {max:.0} s are allowed ({DURATION_SLACK} × \
+             max_seconds)"
+        );
+        Err(TaskError::new(TaskErrorKind::TooLarge, message).with_param(self.field))
+    }
 }
 
 /// The sound of a sentence.
@@ -151,8 +189,14 @@ impl Forward for Speaker {
             let spoken = self.speak(voice, &sentences).map_err(|error| ForwardError::from(&error))?;
             indices.into_iter().zip(spoken).for_each(|(index, sound)| sounds[index] = Some(sound));
         }
-        let missing = || Err(TaskError::internal("a sentence has an unknown voice"));
-        Ok(sounds.into_iter().map(|sound| sound.unwrap_or_else(missing)).collect())
+        // Nothing fails from here on, so that no sentence is counted twice.
+        let checked = |(sound, sentence): (Option<Result<Sound, TaskError>>, &&Sentence)| {
+            let sound =
+                sound.unwrap_or_else(|| Err(TaskError::internal("a sentence has an unknown voice")))?;
+            sentence.limit.add(sound.samples.len(), self.sample_rate)?;
+            Ok(sound)
+        };
+        Ok(sounds.into_iter().zip(batch).map(checked).collect())
     }
 
     fn wait(&mut self, pending: Sounds) -> Result<Sounds, ForwardError> {

@@ -17,12 +17,12 @@ use std::sync::Arc;
 pub use self::network::{Transcriber, WindowInput};
 pub use self::segments::{Part, WindowPlace, WindowText};
 
-use self::network::{LanguageTokens, has_no_speech};
+use self::network::{LanguageTokens, WindowPace, has_no_speech};
 use self::options::Options;
 use self::segments::segments;
 use self::speech::Speech;
 use self::tokens::SpecialTokens;
-use self::windows::{Decoded, Windows};
+use self::windows::{Decoded, TOKENS_PER_WINDOW, Windows};
 use super::names::ServedNames;
 use crate::model::family::{Example, Family, FileRules, Serves};
 use crate::model::load::vocabulary::TokenTexts;
@@ -111,7 +111,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
     let options = Options::read(spec)?;
     let tokens = SpecialTokens::read(&files, &config)?;
     let network = Whisper::load(spec, device, &config, options.sequences)?;
-    let transcriber = Transcriber::new(network, options.capacity(config.context), &tokens);
+    let pace = WindowPace::new(TOKENS_PER_WINDOW as f32);
+    let transcriber = Transcriber::new(network, options.capacity(config.context), &tokens, pace.clone());
     let processor = TranscribeProcessor {
         names: ServedNames::new(spec),
         log_mel: Arc::new(LogMel::new(config.mels)),
@@ -119,6 +120,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(TranscribeProcessor, Tr
         token_texts: tokens.texts(),
         has_alignment: !config.alignment.is_empty(),
         max_context: config.context,
+        pace,
         tokens,
         options,
     };
@@ -134,6 +136,7 @@ pub struct TranscribeProcessor {
     voice: Arc<VoiceDetector>,
     /// Whether words can get times.
     has_alignment: bool,
+    pace: WindowPace,
     /// The maximum number of tokens of a prompt and its text together.
     max_context: usize,
     options: Options,
@@ -253,7 +256,7 @@ impl Processor for TranscribeProcessor {
             format,
             stream,
             wants_word_times: words,
-            announced: windows.announced(),
+            announced: windows.announced(self.pace.tokens()),
             decoded: windows.decoded(),
             has_unmarked_end: windows.has_unmarked_end(),
         };

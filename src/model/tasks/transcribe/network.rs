@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
 use rayon::prelude::*;
 
@@ -33,6 +35,11 @@ const TEMPERATURES: [f32; 6] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0];
 const MAX_COMPRESSION: f32 = 2.4;
 /// Below this mean log probability of its tokens, a text is doubtful.
 const MIN_LOGPROB: f32 = -1.0;
+/// Once so many tokens were chosen for a window, discarded ones included, its texts are not written again: four times
+/// OpenAI's longest text.
+const MAX_CHOSEN: usize = 4 * 224;
+/// The weight of the latest window in the average number of tokens that are chosen for a window.
+const LATEST_WEIGHT: f32 = 1.0 / 32.0;
 /// The maximum number of texts that are written one after the other for a window, and joined.
 const MAX_TEXTS: usize = 6;
 /// The shortest part of a window that gets a text of its own, in [`TIMESTAMP_STEP`]s: 1 s.
@@ -90,6 +97,28 @@ impl WindowInput {
     }
 }
 
+/// How many tokens are chosen for a window on average, discarded ones included. Written by the network, read to estimate
+/// how long a recording takes. Clones share the average.
+#[derive(Clone, Debug)]
+pub struct WindowPace(Arc<AtomicU32>);
+
+impl WindowPace {
+    /// Starts with an assumed number of tokens.
+    pub fn new(tokens: f32) -> Self {
+        Self(Arc::new(AtomicU32::new(tokens.to_bits())))
+    }
+
+    /// The average number of tokens.
+    pub fn tokens(&self) -> f32 {
+        f32::from_bits(self.0.load(Relaxed))
+    }
+
+    fn learn(&self, tokens: usize) {
+        let average = self.tokens() * (1.0 - LATEST_WEIGHT) + tokens as f32 * LATEST_WEIGHT;
+        self.0.store(average.to_bits(), Relaxed);
+    }
+}
+
 /// Whisper with its sequences.
 pub struct Transcriber {
     network: Whisper,
@@ -101,6 +130,7 @@ pub struct Transcriber {
     multilingual: Option<Multilingual>,
     rules: Rules,
     token_texts: TokenTexts,
+    pace: WindowPace,
     sequences: BTreeMap<Slot, Sequence>,
     /// A buffer that each step reuses.
     logits: Vec<f32>,
@@ -123,8 +153,27 @@ struct Sequence {
     temperature: f32,
     /// Where in the window this text begins, in [`TIMESTAMP_STEP`]s.
     first_step: usize,
+    /// The number of tokens that were chosen for this window, discarded ones included.
+    chosen: usize,
+    /// The best of the discarded texts that take the place of this one.
+    best: Option<Discarded>,
     /// The texts before this one.
     finished: FinishedTexts,
+}
+
+/// A doubtful text that is discarded, unless all later ones are worse.
+struct Discarded {
+    text: WindowText,
+    logprobs: f32,
+    is_repetitive: bool,
+}
+
+impl Discarded {
+    /// Whether this is the better text: it does not repeat itself, or is likelier.
+    fn is_better_than(&self, other: &Self) -> bool {
+        let key = |it: &Self| (!it.is_repetitive, it.text.avg_logprob);
+        key(self) > key(other)
+    }
 }
 
 /// Texts of a window that were written one after the other.
@@ -179,7 +228,7 @@ struct Computed {
 
 impl Transcriber {
     /// A transcriber without sequences. It has as many slots as `capacity` has sequences.
-    pub fn new(network: Whisper, capacity: Capacity, tokens: &SpecialTokens) -> Self {
+    pub fn new(network: Whisper, capacity: Capacity, tokens: &SpecialTokens, pace: WindowPace) -> Self {
         Self {
             network,
             capacity,
@@ -188,6 +237,7 @@ impl Transcriber {
             multilingual: tokens.multilingual.clone(),
             rules: tokens.rules.clone(),
             token_texts: tokens.texts(),
+            pace,
             sequences: BTreeMap::new(),
             logits: Vec::new(),
         }
@@ -303,30 +353,50 @@ impl Transcriber {
         sequence.no_speech = no_speech.unwrap_or(sequence.no_speech);
         let Some(Chosen { id, logprob }) = *chosen else { return Ok(Advance::Fed) };
         sequence.logprobs += logprob;
+        sequence.chosen += 1;
         if id != self.rules.end {
             sequence.output.push(id);
             if sequence.output.len() < sequence.input.max_tokens {
                 return Ok(Advance::More(()));
             }
         }
-        let mut window_text = sequence.window_text();
-        let text = plain_text(&window_text.tokens, &self.rules, &self.token_texts);
-        match next_temperature(&sequence.input, &window_text, &text) {
-            None => {
-                if sequence.input.wants_word_times {
-                    let is_whole = id == self.rules.end;
-                    window_text.token_times =
-                        sequence.token_times(&self.network, chunk.slot, is_whole, &self.rules)?;
-                }
-                Ok(sequence.finish_text(&window_text, &self.rules))
-            }
-            Some(temperature) => {
-                sequence.temperature = temperature;
-                sequence.logprobs = 0.0;
-                sequence.output.clear();
-                Ok(Advance::More(()))
-            }
+        let mut text = sequence.window_text();
+        if sequence.input.wants_word_times {
+            // Computed now, because the next text of the window overwrites the keys of this one.
+            let is_whole = id == self.rules.end;
+            text.token_times = sequence.token_times(&self.network, chunk.slot, is_whole, &self.rules)?;
         }
+        let words = plain_text(&text.tokens, &self.rules, &self.token_texts);
+        let next = next_temperature(&sequence.input, &text, &words);
+        let is_spent = sequence.chosen >= MAX_CHOSEN;
+        let is_repetitive = compression_ratio(&words) > MAX_COMPRESSION;
+        let candidate = Discarded { text, logprobs: sequence.logprobs, is_repetitive };
+        let Some(temperature) = next else {
+            // All temperatures may have been tried: then the last text is kept, as in openai/whisper.
+            return Ok(self.finish_text(chunk.slot, candidate));
+        };
+        let best = match sequence.best.take() {
+            Some(best) if !candidate.is_better_than(&best) => best,
+            _ => candidate,
+        };
+        if is_spent {
+            return Ok(self.finish_text(chunk.slot, best));
+        }
+        sequence.best = Some(best);
+        sequence.temperature = temperature;
+        sequence.logprobs = 0.0;
+        sequence.output.clear();
+        Ok(Advance::More(()))
+    }
+
+    fn finish_text(&mut self, slot: Slot, kept: Discarded) -> Advance<(), WindowText> {
+        let Some(sequence) = self.sequences.get_mut(&slot) else { return Advance::Fed };
+        (sequence.best, sequence.logprobs) = (None, kept.logprobs);
+        let advance = sequence.finish_text(&kept.text, &self.rules);
+        if let Advance::Done(..) = advance {
+            self.pace.learn(sequence.chosen);
+        }
+        advance
     }
 }
 
@@ -516,6 +586,8 @@ impl Generate for Transcriber {
             no_speech: 0.0,
             temperature: input.temperature,
             first_step: 0,
+            chosen: 0,
+            best: None,
             finished: FinishedTexts::default(),
             input: input.clone(),
         };

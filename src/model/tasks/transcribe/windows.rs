@@ -36,8 +36,9 @@ const SILENCE: f32 = 1e-6;
 const SHORTEST: usize = SYLLABLE;
 /// How many seconds of dense speech a window holds on average: it is cut within its last 8 s.
 const SPEECH_PER_WINDOW: f64 = 26.0;
-/// The tokens of a window of dense speech, times included.
-const TOKENS_PER_WINDOW: usize = 100;
+/// The tokens of a window of dense speech, times included. The average of the windows before may be higher, if texts are
+/// written several times.
+pub(super) const TOKENS_PER_WINDOW: usize = 100;
 
 /// What was decoded so far. Written by the thread that makes windows, and read when the reply is written.
 #[derive(Debug, Default)]
@@ -113,11 +114,14 @@ impl Windows {
         self.recording.has_unmarked_end()
     }
 
-    /// What the recording will need if all of it is speech. None if the file does not declare its length.
-    pub fn announced(&self) -> Option<Announced> {
+    /// What the recording will need if all of it is speech, with this number of tokens for a window. None if the file does
+    /// not declare its length.
+    pub fn announced(&self, tokens_per_window: f32) -> Option<Announced> {
         let seconds = self.recording.declared_seconds()? * self.speech.len() as f64;
         let inputs = (seconds / SPEECH_PER_WINDOW).ceil() as usize;
-        Some(Announced { inputs, answer_tokens: TOKENS_PER_WINDOW.min(self.template.max_tokens) })
+        let (usual, chosen) =
+            (TOKENS_PER_WINDOW.min(self.template.max_tokens), tokens_per_window.ceil() as usize);
+        Some(Announced { inputs, answer_tokens: usual.max(chosen) })
     }
 
     /// Decodes a few blocks.
