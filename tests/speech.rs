@@ -295,6 +295,25 @@ fn what_cannot_be_spoken_is_refused_by_name_and_value() {
 }
 
 #[test]
+fn a_task_ends_with_the_sentence_that_makes_its_sound_too_long() {
+    let (processor, mut network) = load("models/hibari");
+    let mut message = message(SPEECH_URL, &json!({"input": "Hello there, how are you today?"}));
+    message.properties.message_id = Some("a".into());
+    let (_, inputs) = processor.preprocess(&message).expect("a sentence");
+    let inputs = inputs.all().expect("a sentence");
+    let sentence = &inputs[0].input;
+    let mut speak = || network.forward(&[sentence]).expect("a batch").remove(0);
+    let samples = speak().expect("it is short").samples.len();
+    // 300 s at 24 kHz, and a tenth more.
+    let fitting = 330 * 24_000 / samples;
+    sentence.limit.samples.store((fitting - 1) * samples, std::sync::atomic::Ordering::Relaxed);
+    assert!(speak().is_ok());
+    let error = speak().expect_err("it is too long");
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("input")));
+    assert!(error.message.contains("at most 330 s are allowed (1.1 × max_seconds)"), "{}", error.message);
+}
+
+#[test]
 fn voices_are_listed_and_each_has_a_sound_of_its_own() {
     let mut tiny = load("tests/fixtures/tiny-hibari");
     for body in ["", "{}"] {

@@ -237,7 +237,8 @@ impl Keys {
         let names = self.supported.iter().chain(self.unsupported.iter().map(|it| &it.key));
         // A comparison takes time and memory in proportion to the product of the lengths, and a key can be as long as
         // the body. One letter has at most four bytes.
-        let is_near = |name: &&str| key.len().abs_diff(name.len()) <= 4;
+        // Any other letter is one letter away from `n`.
+        let is_near = |name: &&str| name.len() > 1 && key.len().abs_diff(name.len()) <= 4;
         let suggestion = names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)?;
         let message = format!("{key} is not a field of this request; did you mean {suggestion}?");
         Some(TaskError::bad_input(key, message))

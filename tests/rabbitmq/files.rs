@@ -167,6 +167,44 @@ async fn a_server_that_is_busy_is_tried_again_later() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_task_that_expires_while_its_file_comes_leaves_its_place_and_its_connection() {
+    let rabbit = Rabbit::shared();
+    let closed = Arc::new(AtomicUsize::new(0));
+    let count = closed.clone();
+    let dripping = plain(move |_, stream| {
+        let mut sent = write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n");
+        while sent.is_ok() {
+            thread::sleep(std::time::Duration::from_millis(50));
+            sent = stream.write_all(b"x");
+        }
+        count.fetch_add(1, Ordering::SeqCst);
+        sent
+    });
+    let good = plain(|_, stream| ok(BODY, stream));
+    let sources =
+        [dripping, good].map(|port| format!(r#"{{url = "http://127.0.0.1:{port}/", private = true}}"#));
+    let settings = Settings::echo(rabbit.url())
+        .set("pool[0].allowed_sources", format!("[{}]", sources.join(", ")))
+        .set("pool[0].fetch.at_once", 1)
+        .set("pool[0].fetch.timeout", "5m")
+        .set("pool[0].fetch.min_rate", "0B");
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    let expiring =
+        named(&format!("http://127.0.0.1:{dripping}/a")).with(|it| it.with_expiration("2000".into()));
+    client.publish(&settings.tasks, expiring).await;
+    assert_eq!(replies.next().await.status_code(), 408);
+    client.publish(&settings.tasks, named(&format!("http://127.0.0.1:{good}/a"))).await;
+    assert_eq!(input(&replies.next().await), "fetched", "the only place is free");
+    crate::wait::until("the connection is closed", || async {
+        (closed.load(Ordering::SeqCst) == 1).then_some(())
+    })
+    .await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn servers_that_never_answer_stop_no_other_requester() {
     let rabbit = Rabbit::shared();
     let asked = Arc::new(AtomicUsize::new(0));

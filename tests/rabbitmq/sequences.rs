@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use lapin::BasicProperties;
 use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Confirmation};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -284,6 +284,62 @@ async fn a_requester_ends_its_own_task_and_an_operator_any_by_its_id() {
     let cancelled = |id: &str| (id.to_owned(), 499, "cancelled".to_owned());
     assert_eq!(ended, [cancelled("a"), cancelled("b")]);
     assert_eq!(inbox.next().await.correlation_id, "c", "it goes on");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flood_of_cancellations_delays_no_order_and_fills_no_log() {
+    let settings = settings().set("pool[0].model", LONG).controlled();
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    let long = Task::new(sequence(10_000, json!({"stream": true}))).id("a").reply_to(&settings.replies);
+    client.publish(&settings.tasks, long).await;
+    inbox.next().await;
+    let cancel = |kind: &str, id: &str| {
+        BasicProperties::default()
+            .with_type(kind.into())
+            .with_correlation_id(id.into())
+            .with_reply_to(settings.replies.as_str().into())
+    };
+    let began = Instant::now();
+    let channel = client.channel().await;
+    for number in 0..40_000 {
+        let kind = if number % 2 == 0 { "control.cancel" } else { "nonsense" };
+        drop(flood(&channel, settings.control(), cancel(kind, &number.to_string())).await);
+    }
+    let order = ["ctl", "pause", "--all", "--timeout", "30s", "--expect", "1"];
+    let paused = Sconce::run(&settings, &order).exit_code().await;
+    assert_eq!(paused, 0, "the order is carried out beside the flood");
+    // The broker refuses a cancellation while too many wait.
+    let own = client.channel().await;
+    own.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+    until("the cancellation is accepted", async || {
+        let confirm = flood(&own, settings.control(), cancel("control.cancel", "a")).await;
+        confirm.await.unwrap().is_ack().then_some(())
+    })
+    .await;
+    loop {
+        let one = inbox.next().await;
+        if one.kind == "reply" {
+            assert_eq!((one.correlation_id.as_str(), one.status_code()), ("a", 499));
+            break;
+        }
+    }
+    let warnings = sconce.logged("remote control: refused") as u64;
+    assert!((1..=began.elapsed().as_secs() + 1).contains(&warnings), "{warnings} warnings");
+    assert_eq!(Sconce::run(&settings, &["ctl", "shutdown", "--all"]).exit_code().await, 0);
+    assert_eq!(sconce.exit_code().await, 0);
+}
+
+#[expect(clippy::disallowed_methods, reason = "a requester publishes as any producer does")]
+async fn flood(
+    channel: &lapin::Channel,
+    exchange: &str,
+    properties: BasicProperties,
+) -> impl Future<Output = lapin::Result<Confirmation>> + use<> {
+    let options = BasicPublishOptions::default();
+    channel
+        .basic_publish(exchange.into(), "cancel".into(), options, b"", properties)
+        .await
+        .expect("published")
 }
 
 #[expect(clippy::disallowed_methods, reason = "direct reply-to wants the channel that consumes")]

@@ -8,9 +8,10 @@ mod provenance;
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Write as _};
 use std::num::NonZeroU16;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
@@ -51,6 +52,12 @@ const WINDOW: usize = 4_096;
 const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
 /// The name of the reply queue inside this process.
 const REPLIES: &str = "replies";
+/// The name of a run's folder in the temporary directory begins with this.
+const FOLDER_PREFIX: &str = "sconce-";
+/// The socket of the queue, in that folder.
+const SOCKET: &str = "queue";
+/// A younger folder may belong to a run that begins.
+const LEFTOVER_AGE: Duration = Duration::from_secs(60);
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = settings(arguments, registry)?;
@@ -69,8 +76,9 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     }
     let input = point.open_input(std::slice::from_ref(&arguments.input))?;
 
-    let folder = std::env::temp_dir().join(format!("sconce-{}", uuid::Uuid::new_v4().simple()));
-    let socket = folder.join("queue");
+    remove_leftovers(&std::env::temp_dir());
+    let folder = std::env::temp_dir().join(format!("{FOLDER_PREFIX}{}", uuid::Uuid::new_v4().simple()));
+    let socket = folder.join(SOCKET);
     let mut assignments = registry.plan(&settings, &Host::here())?;
     for assignment in &mut assignments {
         // This run ends its workers by sentinels, whichever kind of sentinels the pool accepts otherwise.
@@ -153,6 +161,24 @@ fn run_with_feeder(
         wait_until_written(total, output, broker, exit, stop).await;
         Ok(exit)
     })
+}
+
+/// Removes the folders of runs that were killed: those whose socket nobody listens to. The folder of another user is
+/// closed to us.
+fn remove_leftovers(temporary: &Path) {
+    for folder in fs::read_dir(temporary).into_iter().flatten().flatten() {
+        let is_named = folder.file_name().to_str().is_some_and(|name| name.starts_with(FOLDER_PREFIX));
+        let age = folder.metadata().and_then(|it| it.modified()).map(|at| at.elapsed().unwrap_or_default());
+        if !is_named || age.is_ok_and(|age| age < LEFTOVER_AGE) {
+            continue;
+        }
+        let socket = folder.path().join(SOCKET);
+        let is_dead = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+        if UnixStream::connect(&socket).is_err_and(is_dead) {
+            let removed = fs::remove_file(&socket).and_then(|()| fs::remove_dir(folder.path()));
+            tracing::debug!(folder = %folder.path().display(), ?removed, "the folder of a run that was killed");
+        }
+    }
 }
 
 /// Reports an output whose lines are all answered already.
@@ -547,4 +573,35 @@ async fn wait_until_written(
         }
     };
     let _ = tokio::time::timeout(Duration::from_secs(5), written).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[test]
+    fn the_folders_of_killed_runs_are_removed_and_no_others() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = |name: &str, age: u64| {
+            let folder = temporary.path().join(name);
+            fs::create_dir(&folder).unwrap();
+            let listener = UnixListener::bind(folder.join(SOCKET)).unwrap();
+            let at = SystemTime::now() - Duration::from_secs(age);
+            File::open(&folder).unwrap().set_modified(at).unwrap();
+            listener
+        };
+        let _runs = folder("sconce-runs", 600);
+        for (name, age) in [("sconce-killed", 600), ("sconce-young", 1), ("other", 600)] {
+            drop(folder(name, age));
+        }
+        fs::create_dir(temporary.path().join("sconce-no-socket")).unwrap();
+        remove_leftovers(temporary.path());
+        let mut left: Vec<_> =
+            fs::read_dir(temporary.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["other", "sconce-no-socket", "sconce-runs", "sconce-young"]);
+    }
 }

@@ -15,8 +15,9 @@ use tokio::time::Instant;
 
 use super::STALLED_AFTER;
 
-/// The most queues that are remembered: requesters choose their names, so the number must be bounded. Tasks of a
-/// forgotten queue are computed.
+/// The most queues that are remembered while no reply waits for them: requesters choose their names, so the number must
+/// be bounded. Tasks of a forgotten queue are computed. A queue for which a reply waits is never forgotten: the worker's
+/// prefetch bounds the number of these.
 const MAX_QUEUES: usize = 1_024;
 /// How long after the last reply stopped waiting the next task is computed, as a probe.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
@@ -86,15 +87,10 @@ pub(super) struct WaitingReply<'a> {
     breakers: &'a Breakers,
     queue: &'a str,
     was_refused: bool,
-    /// Whether the table has counted it.
-    is_counted: bool,
 }
 
 impl Drop for WaitingReply<'_> {
     fn drop(&mut self) {
-        if !self.is_counted {
-            return;
-        }
         if let Some(breaker) = self.breakers.0.lock().get_mut(self.queue) {
             let count = if self.was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count = count.saturating_sub(1);
@@ -121,7 +117,7 @@ impl Breakers {
     }
 
     /// Records that a computed reply waits until the returned value is dropped. The broker has refused the reply
-    /// (`was_refused`), or has not confirmed it yet. If the table is full of queues in use, this reply is not counted.
+    /// (`was_refused`), or has not confirmed it yet.
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> WaitingReply<'a> {
         let mut all = self.0.lock();
         if !all.contains_key(queue) {
@@ -132,23 +128,15 @@ impl Breakers {
                 oldest.and_then(|name| all.remove(&name));
             }
         }
-        let is_counted = all.len() < MAX_QUEUES || all.contains_key(queue);
-        if is_counted {
-            let new = || Breaker {
-                refused: 0,
-                unanswered: 0,
-                is_probed: false,
-                accepted_at: None,
-                wait_ended: now,
-            };
-            let breaker = all.entry(queue.to_owned()).or_insert_with(new);
-            let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
-            *count += 1;
-            if *count == 1 {
-                tracing::warn!(queue, "a reply queue takes no message now; its tasks are put off");
-            }
+        let new =
+            || Breaker { refused: 0, unanswered: 0, is_probed: false, accepted_at: None, wait_ended: now };
+        let breaker = all.entry(queue.to_owned()).or_insert_with(new);
+        let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
+        *count += 1;
+        if *count == 1 {
+            tracing::warn!(queue, "a reply queue takes no message now; its tasks are put off");
         }
-        WaitingReply { breakers: self, queue, was_refused, is_counted }
+        WaitingReply { breakers: self, queue, was_refused }
     }
 
     /// Records that the queue has accepted a message, or no longer exists. Once no reply waits for it, its tasks are
@@ -178,18 +166,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_reply_that_found_no_place_in_the_table_ends_no_other_replys_wait() {
+    async fn every_queue_for_which_a_reply_waits_is_remembered() {
         let breakers = Breakers::default();
-        let names: Vec<String> = (0..MAX_QUEUES).map(|index| index.to_string()).collect();
-        let mut waiting: Vec<_> =
-            names.iter().map(|name| breakers.wait(name, true, Instant::now())).collect();
-        let uncounted = breakers.wait("late", true, Instant::now());
-        waiting.pop();
+        let names: Vec<String> = (0..2 * MAX_QUEUES).map(|index| index.to_string()).collect();
+        let waiting: Vec<_> = names.iter().map(|name| breakers.wait(name, true, Instant::now())).collect();
+        for name in &names {
+            assert!(matches!(breakers.admit(name, Instant::now()), Admission::Refused), "{name}");
+        }
+        drop(waiting);
         tokio::time::advance(REMEMBERED_FOR).await;
-        let counted = breakers.wait("late", true, Instant::now());
-        drop(uncounted);
-        assert_eq!(name(&breakers.admit("late", Instant::now())), "refused", "one reply still waits");
-        drop(counted);
+        drop(breakers.wait("late", true, Instant::now()));
+        assert_eq!(breakers.0.lock().len(), 1);
     }
 
     #[tokio::test(start_paused = true)]

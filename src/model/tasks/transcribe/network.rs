@@ -155,24 +155,45 @@ struct Sequence {
     first_step: usize,
     /// The number of tokens that were chosen for this window, discarded ones included.
     chosen: usize,
-    /// The best of the discarded texts that take the place of this one.
-    best: Option<Discarded>,
+    /// The best of the texts in the place of this one that were discarded.
+    best: Option<Attempt>,
     /// The texts before this one.
     finished: FinishedTexts,
 }
 
-/// A doubtful text that is discarded, unless all later ones are worse.
-struct Discarded {
+/// A text as it was written with one temperature.
+#[derive(Clone, Debug, PartialEq)]
+struct Attempt {
     text: WindowText,
     logprobs: f32,
     is_repetitive: bool,
 }
 
-impl Discarded {
+/// What becomes of a text that has ended.
+#[derive(Debug, PartialEq)]
+enum Verdict {
+    /// This one is kept.
+    Keep(Attempt),
+    /// It is written again. `best`: the best one so far.
+    Again { temperature: f32, best: Attempt },
+}
+
+impl Attempt {
     /// Whether this is the better text: it does not repeat itself, or is likelier.
     fn is_better_than(&self, other: &Self) -> bool {
         let key = |it: &Self| (!it.is_repetitive, it.text.avg_logprob);
         key(self) > key(other)
+    }
+
+    /// `best`: the best of the texts before. `next`: the temperature for another one; none if this one is kept, which
+    /// may be doubtful if it is the last, as in openai/whisper. `chosen`: the tokens that were chosen for the window.
+    fn judge(self, best: Option<Self>, next: Option<f32>, chosen: usize) -> Verdict {
+        let Some(temperature) = next else { return Verdict::Keep(self) };
+        let best = match best {
+            Some(best) if !self.is_better_than(&best) => best,
+            _ => self,
+        };
+        if chosen >= MAX_CHOSEN { Verdict::Keep(best) } else { Verdict::Again { temperature, best } }
     }
 }
 
@@ -368,35 +389,25 @@ impl Transcriber {
         }
         let words = plain_text(&text.tokens, &self.rules, &self.token_texts);
         let next = next_temperature(&sequence.input, &text, &words);
-        let is_spent = sequence.chosen >= MAX_CHOSEN;
         let is_repetitive = compression_ratio(&words) > MAX_COMPRESSION;
-        let candidate = Discarded { text, logprobs: sequence.logprobs, is_repetitive };
-        let Some(temperature) = next else {
-            // All temperatures may have been tried: then the last text is kept, as in openai/whisper.
-            return Ok(self.finish_text(chunk.slot, candidate));
-        };
-        let best = match sequence.best.take() {
-            Some(best) if !candidate.is_better_than(&best) => best,
-            _ => candidate,
-        };
-        if is_spent {
-            return Ok(self.finish_text(chunk.slot, best));
+        let attempt = Attempt { text, logprobs: sequence.logprobs, is_repetitive };
+        match attempt.judge(sequence.best.take(), next, sequence.chosen) {
+            Verdict::Again { temperature, best } => {
+                sequence.best = Some(best);
+                sequence.temperature = temperature;
+                sequence.logprobs = 0.0;
+                sequence.output.clear();
+                Ok(Advance::More(()))
+            }
+            Verdict::Keep(kept) => {
+                sequence.logprobs = kept.logprobs;
+                let advance = sequence.finish_text(&kept.text, &self.rules);
+                if let Advance::Done(..) = advance {
+                    self.pace.learn(sequence.chosen);
+                }
+                Ok(advance)
+            }
         }
-        sequence.best = Some(best);
-        sequence.temperature = temperature;
-        sequence.logprobs = 0.0;
-        sequence.output.clear();
-        Ok(Advance::More(()))
-    }
-
-    fn finish_text(&mut self, slot: Slot, kept: Discarded) -> Advance<(), WindowText> {
-        let Some(sequence) = self.sequences.get_mut(&slot) else { return Advance::Fed };
-        (sequence.best, sequence.logprobs) = (None, kept.logprobs);
-        let advance = sequence.finish_text(&kept.text, &self.rules);
-        if let Advance::Done(..) = advance {
-            self.pace.learn(sequence.chosen);
-        }
-        advance
     }
 }
 
@@ -664,6 +675,31 @@ mod tests {
         assert_eq!(next(&window_text(-1.1, 0.1, 1.0), speech), None, "it was written often enough");
         assert_eq!(next(&window_text(-1.1, 0.7, 0.0), speech), None, "there is no speech");
         assert_eq!(next_temperature(&input(0.2), &window_text(-1.1, 0.1, 0.2), speech), None, "as requested");
+    }
+
+    #[test]
+    fn once_a_window_has_taken_many_tokens_its_best_text_is_kept() {
+        let attempt = |avg_logprob, is_repetitive| {
+            let text = window_text(avg_logprob, 0.1, 0.0);
+            Attempt { text, logprobs: 10.0 * avg_logprob, is_repetitive }
+        };
+        let (likely, unlikely, repetitive) =
+            (attempt(-1.2, false), attempt(-3.0, false), attempt(-0.1, true));
+        let again = |best: &Attempt| Verdict::Again { temperature: 0.2, best: best.clone() };
+        assert_eq!(repetitive.clone().judge(None, Some(0.2), 224), again(&repetitive));
+        assert_eq!(unlikely.clone().judge(Some(repetitive.clone()), Some(0.2), 448), again(&unlikely));
+        assert_eq!(likely.clone().judge(Some(unlikely.clone()), Some(0.2), MAX_CHOSEN - 1), again(&likely));
+        let kept = repetitive.clone().judge(Some(likely.clone()), Some(0.2), MAX_CHOSEN);
+        assert_eq!(kept, Verdict::Keep(likely.clone()));
+        let last = unlikely.clone().judge(Some(likely), None, 20);
+        assert_eq!(last, Verdict::Keep(unlikely), "the text of the last temperature");
+    }
+
+    #[test]
+    fn the_average_of_tokens_follows_the_windows() {
+        let pace = WindowPace::new(100.0);
+        (0..200).for_each(|_| pace.learn(1_000));
+        assert!((900.0..=1_000.0).contains(&pace.tokens()), "{}", pace.tokens());
     }
 
     #[test]
