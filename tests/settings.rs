@@ -81,6 +81,7 @@ fn default_pool() -> Pool {
         },
         missing_folder: None,
         task: None,
+        strict_model: false,
         sentinels: Default::default(),
         drain: Drain::HandBack,
         options: Default::default(),

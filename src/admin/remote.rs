@@ -5,11 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use crate::launcher::order::{Handle, Outcome};

@@ -230,6 +230,12 @@ pub enum BrokerError {
         /// The broker's message, and what to check.
         reason: String,
     },
+    /// The queue of tasks is a stream, which gives every worker each task.
+    #[error("queue {queue:?} {IS_STREAM}")]
+    Stream {
+        /// The queue.
+        queue: String,
+    },
     /// No broker could be reached for longer than allowed, a connection was lost, or an answer did not come in time.
     #[error("no broker reached{}: {reason}", duration(*seconds))]
     Unreachable {
@@ -239,6 +245,9 @@ pub enum BrokerError {
         reason: String,
     },
 }
+
+/// Why a stream is refused, after the queue's name.
+pub(crate) const IS_STREAM: &str = "is a stream, from which nothing is taken away: every worker would get each task. Name a quorum or a classic queue";
 
 /// A part of an error message: how long something lasted, if that was a second or more.
 fn duration(seconds: u64) -> String {

@@ -307,6 +307,9 @@ fn write_stats_table(text: &mut String, slots: &[SlotReport]) {
         if let Some(problem) = problem.or_else(no_broker).or(failure) {
             let _ = writeln!(text, "    {problem}");
         }
+        for assumed in &slot.assumptions {
+            let _ = writeln!(text, "    assumed: {assumed}");
+        }
     }
 }
 

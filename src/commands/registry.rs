@@ -9,9 +9,9 @@ use anyhow::Context as _;
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, ConfigError, Dtype, Loaded, OptionProblem, Pool, Settings, check_options};
-use crate::engine::{Starter, chosen, continuous, oneshot};
+use crate::engine::{Starter, assuming, chosen, continuous, oneshot, strict_refusal};
 use crate::launcher::{Host, fit, plan};
-use crate::model::family::{Family, Sample, Serves};
+use crate::model::family::{Description, Family, Sample};
 use crate::model::load::{ModelFiles, weights_size};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
@@ -110,12 +110,18 @@ impl Registry {
 
     /// Adds a built-in family.
     fn add(&mut self, family: &'static Family, starter: Starter) {
-        match family.serves {
-            Serves::ItsName => {
+        match family.files() {
+            None => {
                 let named = Named { starter, family: Some(family) };
                 self.named.insert(family.name.to_owned(), named);
             }
-            Serves::Files(_) => self.by_files.push((family, starter)),
+            Some(rules) => {
+                let assumptions = |spec: &LoadSpec| {
+                    let files = ModelFiles::locate(&spec.source)?;
+                    (rules.assumptions)(&files, &Description::read(&files)?)
+                };
+                self.by_files.push((family, assuming(starter, assumptions)));
+            }
         }
     }
 
@@ -232,6 +238,10 @@ impl Registry {
             let ((), dtype) = spec.first_that(rules.check)?;
             chosen = spec.is_dtype_chosen.then_some(dtype);
         }
+        let assumptions = self.assumptions(pool)?;
+        if pool.strict_model && !assumptions.is_empty() {
+            return Err(strict_refusal(&pool.model, &assumptions));
+        }
         let description = self.describe(pool)?;
         Ok(description.map(|description| match chosen {
             None => description,
@@ -241,6 +251,18 @@ impl Registry {
                 dtype.name()
             ),
         }))
+    }
+
+    /// What a pool's model assumes because its files do not tell it. Empty for a model that is not built in, and if its
+    /// files are not on this host.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe).
+    pub(super) fn assumptions(&self, pool: &Pool) -> Result<Vec<String>, LoadError> {
+        match self.named(&pool.model) {
+            Some(_) => Ok(Vec::new()),
+            None => registry::assumptions(&pool.model, pool.task.as_deref()),
+        }
     }
 
     /// Whether a pool answers `url`; true for a registered model, because only its code knows its URLs.

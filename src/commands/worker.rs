@@ -80,7 +80,9 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         };
         // The launcher may have stopped reading, so the wait is bounded.
         let final_event = async {
-            reporter.send(&Event::Stopped { cause, exit: Some(exit_of(&ended).code().into()) }).await;
+            let is_lasting = ended.as_ref().is_err_and(WorkerError::is_lasting);
+            let exit = Some(exit_of(&ended).code().into());
+            reporter.send(&Event::Stopped { cause, exit, is_lasting }).await;
             reporter.flush().await;
         };
         let _ = tokio::time::timeout(FINAL_EVENT_TIMEOUT, final_event).await;

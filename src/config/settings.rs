@@ -124,6 +124,10 @@ section! {
         /// The kind of requests that the model answers, if its weights serve several, such as "embed" or "rerank"
         /// (docs/models.md). "auto": what the weights were published for.
         task: Option<String> = "auto", read::unless("auto", read::name);
+        /// Whether a model is refused (exit 82) if its files do not tell something that would be assumed, such as how a
+        /// text's vector is made. Otherwise the assumptions are logged, and `sconce check-config` and `sconce ctl stats`
+        /// show them. Recommended for embeddings that are stored.
+        strict_model: bool = false, read::switch;
         /// Further names that requests may call the model by.
         served_names: Vec<String> = [], read::served_names;
         /// "auto": every GPU in a build with CUDA, else one CPU worker for each core, 16 at most. Or a list:

@@ -50,7 +50,7 @@ use job::Item;
 
 pub use memory::Memory;
 pub use panics::caught;
-pub use start::{Starter, chosen, continuous, oneshot};
+pub use start::{Starter, assuming, chosen, continuous, oneshot, strict_refusal};
 pub use task_state::TaskState;
 
 /// A loaded model and its thread. Shared by all tasks of a worker.
@@ -284,6 +284,8 @@ pub struct Loaded {
     pub device: String,
     /// The number format of its weights.
     pub dtype: Dtype,
+    /// What the model assumes because its files do not tell it, one sentence each.
+    pub assumptions: Vec<String>,
 }
 
 /// Resolves once the model is loaded, or could not be.

@@ -42,7 +42,8 @@ where
         let waiting = Arc::new(WaitingInputs::new(policy, network.is_asynchronous(), waker));
         let model_loop = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
-        Ok((Loaded { engine, notices: receiver, device: name, dtype }, Box::new(model_loop)))
+        let assumptions = Vec::new();
+        Ok((Loaded { engine, notices: receiver, device: name, dtype, assumptions }, Box::new(model_loop)))
     }))
 }
 
@@ -68,7 +69,8 @@ where
             model_loop.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
         }
         let engine = Arc::new(Handle::new(processor, queue, Memory::new(prepared_bytes)));
-        Ok((Loaded { engine, notices: receiver, device: name, dtype }, Box::new(model_loop)))
+        let assumptions = Vec::new();
+        Ok((Loaded { engine, notices: receiver, device: name, dtype, assumptions }, Box::new(model_loop)))
     }))
 }
 
@@ -76,6 +78,29 @@ where
 /// model thread.
 pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + Sync + 'static) -> Starter {
     Starter(Arc::new(move |setup, waker| choose(&setup.spec)?.0(setup, waker)))
+}
+
+/// Makes a starter that also finds out what the model assumes, before it is loaded. If the pool is strict, a model that
+/// assumes something is refused.
+pub fn assuming(
+    starter: Starter,
+    assumptions: impl Fn(&LoadSpec) -> Result<Vec<String>, LoadError> + Send + Sync + 'static,
+) -> Starter {
+    Starter(Arc::new(move |setup, waker| {
+        let assumptions = assumptions(&setup.spec)?;
+        if setup.spec.is_strict && !assumptions.is_empty() {
+            return Err(strict_refusal(&setup.spec.source, &assumptions));
+        }
+        let (loaded, model_loop) = starter.0(setup, waker)?;
+        Ok((Loaded { assumptions, ..loaded }, model_loop))
+    }))
+}
+
+/// The refusal of a strict pool's model of which something must be assumed.
+pub fn strict_refusal(model: &str, assumptions: &[String]) -> LoadError {
+    let reason =
+        format!("strict_model is true, and the model's files do not tell all: {}", assumptions.join("; "));
+    LoadError::Unsupported { model: model.to_owned(), reason }
 }
 
 /// A model on its device.

@@ -111,6 +111,7 @@ mod tests {
             lived: Duration::ZERO,
             worked: true,
             broker_reached: false,
+            is_lasting: false,
             has_loaded: true,
         };
         (death, Some(ExitStatus::from_raw(code << 8)))

@@ -20,6 +20,8 @@ pub struct Death {
     pub worked: bool,
     /// Whether the broker has accepted a worker before. If so, a refusal may be temporary.
     pub broker_reached: bool,
+    /// Whether another worker would end in the same way.
+    pub is_lasting: bool,
     /// Whether a worker of the slot has loaded the model before. If so, its files may only be missing temporarily.
     pub has_loaded: bool,
 }
@@ -97,12 +99,16 @@ pub enum Verdict {
     GiveUp(Exit),
 }
 
+/// How often a model that cannot be fetched is tried: about ten minutes with the default delays.
+const MAX_FETCHES: u32 = 25;
+
 /// Decides what follows a death. `quick_failures` is the number of quick failures in a row; `jitter` is passed to
 /// `Backoff::delay`.
 pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64) -> Verdict {
     let backoff = Backoff { first: policy.restart_delay, max: policy.restart_delay_max };
     match death.exit {
         Some(Exit::StoppedOnRequest) => Verdict::StoppedOnRequest,
+        Some(exit) if death.is_lasting => Verdict::GiveUp(exit),
         // A worker that was ready and then reports wrong settings was refused by the broker.
         Some(Exit::Config) if death.was_ready && death.broker_reached => {
             Verdict::Restart(backoff.delay(quick_failures, jitter))
@@ -111,6 +117,10 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
         Some(exit @ Exit::ModelFailed) if !death.has_loaded => Verdict::GiveUp(exit),
         // Wrong settings or a wrong command line stay wrong.
         Some(exit @ (Exit::Config | Exit::Usage)) => Verdict::GiveUp(exit),
+        // The network or the hub may come back.
+        Some(Exit::ModelUnavailable) if quick_failures < MAX_FETCHES => {
+            Verdict::Restart(backoff.delay(quick_failures, jitter))
+        }
         exit if quick_failures >= policy.max_quick_failures => {
             Verdict::GiveUp(exit.filter(|exit| *exit != Exit::Done).unwrap_or(Exit::SlotGivenUp))
         }
@@ -130,7 +140,8 @@ mod tests {
 
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
         let lived = Duration::from_secs(seconds);
-        Death { exit, was_ready, lived, worked: false, broker_reached: false, has_loaded: was_ready }
+        let (worked, broker_reached, is_lasting) = (false, false, false);
+        Death { exit, was_ready, lived, worked, broker_reached, is_lasting, has_loaded: was_ready }
     }
 
     #[test]
@@ -177,11 +188,25 @@ mod tests {
     #[test]
     fn a_slot_that_fails_quickly_is_given_up_with_its_own_code() {
         let policy = policy();
-        let failed = death(Some(Exit::ModelUnavailable), false, 1);
+        let failed = death(Some(Exit::DeviceFailed), false, 1);
         assert!(failed.is_quick_failure(&policy));
         assert!(matches!(judge(&failed, 4, &policy, 1.0), Verdict::Restart(_)));
-        assert_eq!(judge(&failed, 5, &policy, 1.0), Verdict::GiveUp(Exit::ModelUnavailable));
+        assert_eq!(judge(&failed, 5, &policy, 1.0), Verdict::GiveUp(Exit::DeviceFailed));
         assert_eq!(judge(&death(None, true, 1), 5, &policy, 1.0), Verdict::GiveUp(Exit::SlotGivenUp));
+    }
+
+    #[test]
+    fn a_model_that_cannot_be_fetched_is_tried_for_ten_minutes() {
+        let (policy, failed) = (policy(), death(Some(Exit::ModelUnavailable), false, 1));
+        let mut waited = Duration::ZERO;
+        let verdict = (1..).map(|failures| judge(&failed, failures, &policy, 0.5)).find(|verdict| {
+            if let Verdict::Restart(delay) = verdict {
+                waited += *delay;
+            }
+            matches!(verdict, Verdict::GiveUp(_))
+        });
+        assert_eq!(verdict, Some(Verdict::GiveUp(Exit::ModelUnavailable)));
+        assert!((300..=900).contains(&waited.as_secs()), "{waited:?}");
     }
 
     #[test]
@@ -202,6 +227,8 @@ mod tests {
     fn a_refusal_by_a_broker_that_accepted_a_worker_before_is_an_outage() {
         let refused = Death { broker_reached: true, ..death(Some(Exit::Config), true, 100) };
         assert!(matches!(judge(&refused, 9, &policy(), 1.0), Verdict::Restart(_)));
+        let lasting = Death { is_lasting: true, ..refused };
+        assert_eq!(judge(&lasting, 0, &policy(), 1.0), Verdict::GiveUp(Exit::Config));
         let wrong = Death { was_ready: false, ..refused };
         assert_eq!(judge(&wrong, 0, &policy(), 1.0), Verdict::GiveUp(Exit::Config));
     }

@@ -95,13 +95,13 @@ impl Slot {
     pub(super) fn show_worker(&self, worker: &mut WorkerHandle) {
         worker.is_shown = true;
         let (pid, is_ready) = (worker.pid(), worker.monitor.ready_at.is_some());
-        let dtype = &worker.monitor.dtype;
+        let (dtype, assumptions) = (&worker.monitor.dtype, &worker.monitor.assumptions);
         self.context.board.change(&self.assignment.slot, |entry| {
             let old_values = entry.report.stats.as_ref().map(|stats| stats.now.clone());
             entry.clear_worker();
             entry.report.pid = pid;
             if is_ready {
-                entry.mark_ready(dtype);
+                entry.mark_ready(dtype, assumptions);
                 // The current values are kept until the new worker reports its own: the old worker works on while the
                 // new one connects.
                 if let (Some(stats), Some(old_values)) = (&mut entry.report.stats, old_values) {

@@ -160,14 +160,16 @@ impl Entry {
         let report = &mut self.report;
         (report.pid, report.dtype, report.ready_at_ms, report.in_flight) = (None, None, None, 0);
         report.active.clear();
+        report.assumptions.clear();
         if let Some(stats) = &mut report.stats {
             stats.now = WorkerState::default();
         }
     }
 
-    /// Records that its worker is ready, with the model in this number format.
-    pub(super) fn mark_ready(&mut self, dtype: &str) {
+    /// Records that its worker is ready, with the model in this number format, and with these assumptions.
+    pub(super) fn mark_ready(&mut self, dtype: &str, assumptions: &[String]) {
         self.was_ready = true;
+        self.report.assumptions = assumptions.to_vec();
         self.report.dtype = Some(dtype.to_owned());
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.report.ready_at_ms = Some(since_epoch.as_millis() as u64);

@@ -250,8 +250,12 @@ impl WorkerHandle {
 fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
-        Ok(Event::Ready { device, dtype, load_ms }) => {
-            tracing::info!(slot, device, dtype, load_ms, "worker ready");
+        Ok(Event::Ready { device, dtype, load_ms, serves, assumptions }) => {
+            let serves = serves.join(" ");
+            tracing::info!(slot, device, dtype, serves, load_ms, "worker ready");
+            for assumed in assumptions {
+                tracing::warn!(slot, assumed, "the model's files do not tell this");
+            }
         }
         Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks } | Event::Preprocessing { tasks }) => {
             tracing::trace!(
@@ -263,7 +267,7 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         // The slot's log line about what it does next also has the cause.
-        Ok(Event::Stopped { cause, exit: Some(exit) })
+        Ok(Event::Stopped { cause, exit: Some(exit), .. })
             if Exit::from_code(*exit).is_some_and(Exit::is_load_failure) =>
         {
             tracing::debug!(slot, cause, "worker stopped");

@@ -53,6 +53,8 @@ pub(super) struct WorkerMonitor {
     pub(super) ready_at: Option<Instant>,
     /// The number format of its weights, once it is ready.
     pub(super) dtype: String,
+    /// What its model assumes.
+    pub(super) assumptions: Vec<String>,
     death: Death,
     found_poison: bool,
     /// The tasks that may be to blame for a failure of the device: those of the previous worker until this one is
@@ -105,11 +107,13 @@ impl WorkerMonitor {
             lived: Duration::ZERO,
             worked: false,
             broker_reached: false,
+            is_lasting: false,
             has_loaded: false,
         };
         Self {
             ready_at: None,
             dtype: String::new(),
+            assumptions: Vec::new(),
             death,
             found_poison: false,
             suspects,
@@ -149,7 +153,7 @@ impl WorkerMonitor {
         self.last_event = Instant::now();
         let slot = &assignment.slot;
         match &event {
-            Event::Ready { device, dtype, .. } => {
+            Event::Ready { device, dtype, assumptions, .. } => {
                 let own = &assignment.device;
                 if device != own {
                     tracing::error!(slot, device, own, "the worker reports another device; killing it");
@@ -159,6 +163,7 @@ impl WorkerMonitor {
                 self.death.was_ready = true;
                 self.ready_at = Some(Instant::now());
                 self.dtype.clone_from(dtype);
+                self.assumptions.clone_from(assumptions);
                 // The device works, so a task that was on it when it failed is to blame.
                 self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, context, slot));
             }
@@ -177,7 +182,8 @@ impl WorkerMonitor {
                     context.note_broker(&assignment.broker);
                 }
             }
-            Event::Stopped { exit, cause } => {
+            Event::Stopped { exit, cause, is_lasting } => {
+                self.death.is_lasting = *is_lasting;
                 self.announced =
                     exit.and_then(Exit::from_code).map(|exit| (exit, shorten(cause, CAUSE_BYTES)));
             }
@@ -383,8 +389,8 @@ fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
     }
     match event {
         Event::Loading => entry.set_state(State::Loading),
-        Event::Ready { dtype, .. } => {
-            entry.mark_ready(&dtype);
+        Event::Ready { dtype, assumptions, .. } => {
+            entry.mark_ready(&dtype, &assumptions);
             entry.set_state(State::Ready);
         }
         Event::Serving => entry.set_state(State::Ready),

@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
@@ -13,6 +14,9 @@ use super::{LoadError, LoadSpec, Route};
 pub use crate::config::{OptionDefault, OptionProblem, OptionSpec, Takes};
 use crate::config::{check_options, with_defaults};
 use crate::protocol::batch_line::RequestBody;
+
+/// The file in which sentence-transformers lists a model's modules.
+pub const MODULES: &str = "modules.json";
 
 /// A built-in family of models.
 pub struct Family {
@@ -48,6 +52,11 @@ pub struct FileRules {
     pub pipelines: &'static [&'static str],
     /// A further condition on a model's description.
     pub accepts: fn(&Description) -> bool,
+    /// The ends of the names in `architectures` that the family serves unless `pool.task` names it: it would ignore the
+    /// weights of other heads, or lacks some. Empty: its loading finds out.
+    pub heads: &'static [&'static str],
+    /// One sentence for each property that the family assumes because the model's files do not tell it.
+    pub assumptions: fn(&ModelFiles, &Description) -> Result<Vec<String>, LoadError>,
     /// Requests every file that loading may read, the weights last. The digest of a model covers these files.
     pub request_files: fn(&ModelFiles) -> Result<(), LoadError>,
     /// Checks all that can be checked of a model without loading it: its configuration, the pool's options, the headers
@@ -108,7 +117,31 @@ pub struct Description {
     /// The fields of `config.json` or `model_index.json`. Except for the architecture's name, they may mean something
     /// else in an architecture that is not served.
     pub fields: Map<String, Value>,
+    /// The kinds of the modules that the sentence-transformers library would load, such as `Pooling`; empty if the model
+    /// is not one of that library's.
+    pub modules: Vec<String>,
 }
+
+/// A module in `modules.json`.
+#[derive(Deserialize)]
+pub struct Module {
+    /// The module's class, with its path.
+    #[serde(rename = "type")]
+    class: String,
+    /// The folder with its files; empty for that of the model.
+    #[serde(default)]
+    pub path: String,
+}
+
+impl Module {
+    /// The name of its class.
+    pub fn kind(&self) -> &str {
+        self.class.rsplit('.').next().unwrap_or_default()
+    }
+}
+
+/// The module that makes a model one for embeddings.
+pub const POOLING: &str = "Pooling";
 
 impl Description {
     /// Reads the description of the model from its `files`.
@@ -118,20 +151,35 @@ impl Description {
     pub fn read(files: &ModelFiles) -> Result<Self, LoadError> {
         if let Some(path) = files.gguf() {
             let architecture = Gguf::architecture(&path)?;
-            return Ok(Self { format: Format::Gguf, architecture, fields: Map::new() });
+            return Ok(Self { format: Format::Gguf, architecture, fields: Map::new(), modules: Vec::new() });
         }
         let describe = |format, name: &str, fields: Map<String, Value>| {
             let architecture = fields.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
-            Self { format, architecture, fields }
+            Self { format, architecture, fields, modules: Vec::new() }
         };
         // A folder that has `config.json` and `model_index.json` counts as one network, described by `config.json`.
         if let Some(fields) = files.json("config.json")? {
-            return Ok(describe(Format::Config, "model_type", fields));
+            let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
+            let modules = modules.iter().map(|module| module.kind().to_owned()).collect();
+            return Ok(Self { modules, ..describe(Format::Config, "model_type", fields) });
         }
         match files.json("model_index.json")? {
             Some(fields) => Ok(describe(Format::Pipeline, "_class_name", fields)),
             None => Ok(describe(Format::Config, "model_type", files.required_json("config.json")?)),
         }
+    }
+}
+
+impl Description {
+    /// The classes in `architectures`, of which the first describes the weights.
+    pub fn classes(&self) -> impl Iterator<Item = &str> {
+        let classes = self.fields.get("architectures").and_then(Value::as_array);
+        classes.into_iter().flatten().filter_map(Value::as_str)
+    }
+
+    /// Whether the model's own files make it one for embeddings.
+    pub fn has_pooling(&self) -> bool {
+        self.modules.iter().any(|kind| kind == POOLING)
     }
 }
 
@@ -148,6 +196,12 @@ impl FileRules {
     /// Whether the family serves a model.
     pub fn serves(&self, model: &Description) -> bool {
         self.architectures(model.format).contains(&&*model.architecture) && (self.accepts)(model)
+    }
+
+    /// Whether the family uses the head that the model's weights have.
+    pub fn uses_head(&self, model: &Description) -> bool {
+        let is_used = |class: &str| self.heads.iter().any(|head| class.ends_with(head));
+        self.heads.is_empty() || model.classes().next().is_none_or(is_used)
     }
 }
 

@@ -461,6 +461,8 @@ pub struct LoadSpec {
     pub cpu_features: CpuFeatures,
     /// The pool's `[pool.options]`: settings that only this model knows.
     pub options: BTreeMap<String, Value>,
+    /// Whether a model of which something must be assumed is refused: the pool's `strict_model` setting.
+    pub is_strict: bool,
 }
 
 impl LoadSpec {
@@ -533,6 +535,7 @@ impl LoadSpec {
             is_dtype_chosen: false,
             cpu_features: CpuFeatures::Auto,
             options: BTreeMap::new(),
+            is_strict: false,
         }
     }
 
@@ -622,6 +625,8 @@ pub enum LoadError {
         folder: PathBuf,
         /// The message of the hub or the network.
         reason: String,
+        /// Whether another attempt would fail too: the hub must not be asked, or refuses access.
+        is_lasting: bool,
     },
 }
 
@@ -630,8 +635,8 @@ impl LoadError {
     #[must_use]
     pub fn without_folder(self, folder: Option<&Path>) -> Self {
         match (self, folder) {
-            (Self::Hub { model, reason, .. }, Some(folder)) => {
-                Self::Hub { model, folder: folder.into(), reason }
+            (Self::Hub { model, reason, is_lasting, .. }, Some(folder)) => {
+                Self::Hub { model, folder: folder.into(), reason, is_lasting }
             }
             (other, _) => other,
         }

@@ -2,8 +2,9 @@
 //! its files name and by the pool's `task`. A model that no family serves is refused, with a list of what is served.
 
 use std::fmt;
+use std::ptr;
 
-use super::family::{Description, Family, FileRules, Format};
+use super::family::{Description, Family, FileRules, Format, MODULES};
 use super::load::ModelFiles;
 #[cfg(feature = "candle-transformers")]
 use super::tasks::{caption, image_generation, text_image};
@@ -99,7 +100,7 @@ impl fmt::Display for Served {
 /// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
 /// [`LoadError::File`] or [`LoadError::Hub`] if the model's files cannot be read.
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    find_family(source, Description::read(&ModelFiles::locate(source)?)?, task)
+    find_family(source, &Description::read(&ModelFiles::locate(source)?)?, task)
 }
 
 /// Finds the family as [`served`] does, but without network access. None if some of the files are not on this host.
@@ -108,7 +109,7 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
 /// As [`served`].
 pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, LoadError> {
     let files = ModelFiles::on_this_host(source);
-    files.map(|files| find_family(source, Description::read(&files)?, task)).transpose()
+    files.map(|files| find_family(source, &Description::read(&files)?, task)).transpose()
 }
 
 /// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It does not change
@@ -118,7 +119,7 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 /// As [`served`].
 pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
-    let served = find_family(source, Description::read(&files)?, task)?;
+    let served = find_family(source, &Description::read(&files)?, task)?;
     // The digest covers the files that were requested. A GGUF file is the whole model, and `locate` has already
     // requested it.
     if let (None, Some(rules)) = (files.gguf(), served.rules()) {
@@ -127,52 +128,83 @@ pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     files.digest()
 }
 
-fn find_family(source: &str, model: Description, task: Option<&str>) -> Result<Served, LoadError> {
-    let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
-    let serving: Vec<&Family> =
-        families_of_files().filter(|(_, rules)| rules.serves(&model)).map(|(family, _)| family).collect();
-    let architecture = model.architecture;
-    if serving.is_empty() {
-        return Err(refused(unserved(&architecture, model.format)));
+/// What the family that serves the model `source` assumes because the model's files do not tell it, one sentence each.
+/// Empty if some of the files are not on this host.
+///
+/// # Errors
+/// As [`served`].
+pub fn assumptions(source: &str, task: Option<&str>) -> Result<Vec<String>, LoadError> {
+    let Some(files) = ModelFiles::on_this_host(source) else { return Ok(Vec::new()) };
+    let model = Description::read(&files)?;
+    match find_family(source, &model, task)?.rules() {
+        Some(rules) => (rules.assumptions)(&files, &model),
+        None => Ok(Vec::new()),
     }
-    let family = serving.iter().find(|family| task.is_none_or(|task| family.name == task));
-    let family = family.ok_or_else(|| {
-        let known: Vec<&str> = serving.iter().map(|family| family.name).collect();
-        let (task, known) = (task.unwrap_or_default(), known.join(", "));
-        refused(format!(
-            "{architecture:?} with these weights is not served for the task {task:?}, but for {known}"
-        ))
+}
+
+/// Decides which family serves a model: the one that `task` names, else the one of the modules of sentence-transformers,
+/// else the first that uses the head of the model's weights.
+fn find_family(source: &str, model: &Description, task: Option<&str>) -> Result<Served, LoadError> {
+    let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
+    let serving: Vec<(&Family, &FileRules)> =
+        families_of_files().filter(|(_, rules)| rules.serves(model)).collect();
+    let architecture = &model.architecture;
+    if serving.is_empty() {
+        return Err(refused(unserved(architecture, model.format)));
+    }
+    let is_wanted = |(family, rules): &(&'static Family, &FileRules)| match task {
+        Some(task) => family.name == task,
+        None if model.has_pooling() => ptr::eq(*family, &embed::FAMILY),
+        None => rules.uses_head(model),
+    };
+    let family = serving.iter().copied().find(is_wanted).map(|(family, _)| family).ok_or_else(|| {
+        let names: Vec<&str> = serving.iter().map(|(family, _)| family.name).collect();
+        let (names, class) = (names.join(", "), model.classes().next().unwrap_or_default());
+        refused(match task {
+            Some(task) => format!(
+                "{architecture:?} with these weights is not served for the task {task:?}, but for {names}"
+            ),
+            None if model.has_pooling() => format!(
+                "{MODULES} makes it a model for embeddings, and these are not served for {architecture:?}; pool.task may \
+                 be {names}"
+            ),
+            None => format!(
+                "the head of {class} is not served, and its weights would be ignored; without it pool.task may be {names}"
+            ),
+        })
     })?;
-    Ok(Served { architecture, family })
+    Ok(Served { architecture: architecture.clone(), family })
 }
 
 /// Why no family serves a model.
 fn unserved(architecture: &str, format: Format) -> String {
+    // Families with the same architectures are named together.
     let known = |format| {
-        let mut known: Vec<&str> = Vec::new();
-        for name in families_of_files().flat_map(|(_, rules)| rules.architectures(format)) {
-            if !known.contains(name) {
-                known.push(name);
+        let mut known: Vec<(Vec<&str>, &[&str])> = Vec::new();
+        for (family, rules) in families_of_files() {
+            let architectures = rules.architectures(format);
+            match known.iter_mut().find(|(_, others)| *others == architectures) {
+                _ if architectures.is_empty() => {}
+                Some((names, _)) => names.push(family.name),
+                None => known.push((vec![family.name], architectures)),
             }
         }
-        known.join(", ")
+        let kinds = known.iter().map(|(names, all)| format!("for {}: {}", names.join(", "), all.join(", ")));
+        kinds.collect::<Vec<_>>().join("; ")
     };
     let name = if architecture.is_empty() { "(none)" } else { architecture };
-    match format {
-        Format::Config => {
-            format!("nothing serves the architecture {name:?}; served are {}", known(Format::Config))
-        }
-        Format::Gguf => {
-            format!("nothing serves the architecture {name:?} in GGUF; served are {}", known(Format::Gguf))
-        }
-        Format::Pipeline => {
-            let (pipelines, networks) = (known(Format::Pipeline), known(Format::Config));
-            format!(
-                "nothing serves the pipeline {name:?} of model_index.json; served are pipelines: {pipelines}; and networks: \
-                 {networks}"
-            )
-        }
-    }
+    let served = match format {
+        Format::Config => format!("the architecture {name:?}; served are {}", known(Format::Config)),
+        Format::Gguf => format!("the architecture {name:?} in GGUF; served are {}", known(Format::Gguf)),
+        Format::Pipeline => format!(
+            "the pipeline {name:?} of model_index.json; served are pipelines {}, and networks {}",
+            known(Format::Pipeline),
+            known(Format::Config)
+        ),
+    };
+    format!(
+        "nothing serves {served}. docs/models.md says more, and docs/own-models.md how to serve another one"
+    )
 }
 
 #[cfg(test)]

@@ -56,6 +56,10 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     let error = family(r#"{"model_type":"t5"}"#, None).unwrap_err();
     assert!(error.contains("\"t5\"") && error.contains("xlm-roberta, camembert"), "{error}");
     assert_eq!(error.matches("camembert").count(), 1, "{error}");
+    assert!(
+        error.contains("for rerank, classify, embed: bert") && error.contains("docs/own-models.md"),
+        "{error}"
+    );
     let error = family(r#"{"model_type":"t5","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
         .unwrap_err();
     assert!(error.contains("\"t5\""), "its type is checked before its other fields: {error}");
@@ -70,6 +74,76 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
     assert!(error.contains("config.json: the model has no such file"), "{error}");
 }
 
+/// What serves a folder with these files, and what it assumes.
+fn assumed(
+    config: &str,
+    modules: Option<&str>,
+    task: Option<&str>,
+) -> Result<(&'static str, Vec<String>), String> {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    if let Some(modules) = modules {
+        std::fs::write(folder.path().join("modules.json"), modules).unwrap();
+    }
+    let source = folder.path().to_str().unwrap();
+    let family = served(source, task).map_err(|error| error.to_string())?.family.name;
+    Ok((family, assumptions(source, task).unwrap()))
+}
+
+const POOLED: &str = r#"[{"type":"sentence_transformers.models.Transformer"},
+    {"type":"sentence_transformers.models.Pooling","path":"1_Pooling"}]"#;
+
+#[test]
+fn modules_decide_before_architectures_and_a_task_before_both() {
+    let config =
+        |kind: &str, class: &str| format!(r#"{{"model_type":"{kind}","architectures":["{class}"]}}"#);
+    let masked = config("mpnet", "MPNetForMaskedLM");
+    assert_eq!(assumed(&masked, Some(POOLED), None), Ok(("embed", Vec::new())));
+    let one =
+        r#"{"model_type":"bert","architectures":["BertForSequenceClassification"],"id2label":{"0":"x"}}"#;
+    assert_eq!(assumed(one, Some(POOLED), None), Ok(("embed", Vec::new())));
+    assert_eq!(assumed(one, Some(POOLED), Some("rerank")), Ok(("rerank", Vec::new())));
+    let alone = r#"[{"type":"sentence_transformers.models.Transformer"}]"#;
+    assert_eq!(assumed(one, Some(alone), None), Ok(("rerank", Vec::new())), "a cross-encoder");
+    let embedder = config("qwen3", "Qwen3ForCausalLM");
+    let error = assumed(&embedder, Some(POOLED), None).unwrap_err();
+    assert!(error.contains("for embeddings") && error.contains("pool.task may be generate"), "{error}");
+    assert_eq!(assumed(&embedder, Some(POOLED), Some("generate")), Ok(("generate", Vec::new())));
+}
+
+#[test]
+fn a_head_whose_weights_would_be_ignored_is_refused_unless_the_task_asks_for_it() {
+    let config =
+        |kind: &str, class: &str| format!(r#"{{"model_type":"{kind}","architectures":["{class}"]}}"#);
+    for (kind, class) in [
+        ("bert", "BertForTokenClassification"),
+        ("roberta", "RobertaForQuestionAnswering"),
+        ("qwen3", "Qwen3ForSequenceClassification"),
+        ("llama", "LlamaForTokenClassification"),
+    ] {
+        let error = assumed(&config(kind, class), None, None).unwrap_err();
+        assert!(error.contains(&format!("the head of {class} is not served")), "{error}");
+    }
+    let tokens = config("bert", "BertForTokenClassification");
+    let (family, assumptions) = assumed(&tokens, None, Some("embed")).unwrap();
+    assert!(family == "embed" && assumptions.len() == 2, "{assumptions:?}");
+}
+
+#[test]
+fn what_the_files_do_not_tell_is_said_in_a_sentence_each() {
+    let plain = r#"{"model_type":"bert","architectures":["BertModel"]}"#;
+    let (_, assumptions) = assumed(plain, None, None).unwrap();
+    assert!(
+        matches!(&assumptions[..], [pooling] if pooling.contains("mean") && pooling.contains("modules.json"))
+    );
+    let masked = r#"{"model_type":"mpnet","architectures":["MPNetForMaskedLM"]}"#;
+    let (_, assumptions) = assumed(masked, None, None).unwrap();
+    assert_eq!(assumptions[1..], ["the head of MPNetForMaskedLM is not used"]);
+    let two = r#"{"model_type":"roberta","architectures":["RobertaForSequenceClassification"]}"#;
+    let (_, assumptions) = assumed(two, None, None).unwrap();
+    assert!(assumptions[0].contains("LABEL_0"), "{assumptions:?}");
+}
+
 #[test]
 fn the_architecture_of_a_gguf_file_is_read_from_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -78,7 +152,7 @@ fn the_architecture_of_a_gguf_file_is_read_from_it() {
     let architecture = gguf_file::Value::String("bert".into());
     gguf_file::write(&mut file, &[("general.architecture", &architecture)], &[]).unwrap();
     let error = served(path.to_str().unwrap(), None).err().unwrap().to_string();
-    assert!(error.contains("\"bert\" in GGUF; served are llama, qwen2, qwen3"), "{error}");
+    assert!(error.contains("\"bert\" in GGUF; served are for generate: llama, qwen2, qwen3"), "{error}");
     std::fs::write(&path, "GGUF").unwrap();
     let error = served(path.to_str().unwrap(), None).err().unwrap().to_string();
     assert!(error.contains("model.gguf"), "{error}");

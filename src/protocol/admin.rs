@@ -184,6 +184,9 @@ pub struct SlotReport {
     pub dtype: Option<String>,
     /// The model, as the settings name it.
     pub model: String,
+    /// What the model assumes because its files do not tell it, one sentence each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub assumptions: Vec<String>,
     /// What it is doing.
     pub state: State,
     /// Milliseconds since this state began.

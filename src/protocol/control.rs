@@ -191,6 +191,12 @@ pub enum Event {
         dtype: String,
         /// Milliseconds from the process's start.
         load_ms: u64,
+        /// The URLs that the model answers.
+        #[serde(default)]
+        serves: Vec<String>,
+        /// What the model assumes because its files do not tell it, one sentence each.
+        #[serde(default)]
+        assumptions: Vec<String>,
     },
     /// From now on the worker processes only these suspect tasks (tasks that may have killed a worker). If it
     /// dies, the launcher knows which tasks were involved.
@@ -245,6 +251,9 @@ pub enum Event {
         /// The exit code that follows.
         #[serde(default)]
         exit: Option<i32>,
+        /// Whether another worker would end in the same way.
+        #[serde(default)]
+        is_lasting: bool,
     },
 }
 
@@ -348,14 +357,20 @@ mod tests {
     fn events_survive_encoding_and_decoding() {
         let events = [
             Event::Loading,
-            Event::Ready { device: "cpu".into(), dtype: "f32".into(), load_ms: 3 },
+            Event::Ready {
+                device: "cpu".into(),
+                dtype: "f32".into(),
+                load_ms: 3,
+                serves: vec!["/v1/embeddings".into()],
+                assumptions: Vec::new(),
+            },
             Event::Stats(Box::new(Stats { tokens: 7, ..Stats::default() })),
             Event::Paused,
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Preprocessing { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
             Event::Unfit { why: Unfit::TooSlow, message: "a\nb".into() },
-            Event::Stopped { cause: "x".into(), exit: Some(80) },
+            Event::Stopped { cause: "x".into(), exit: Some(80), is_lasting: false },
         ];
         for event in events {
             let line = encode(&event);
@@ -423,7 +438,7 @@ mod tests {
 
         #[test]
         fn any_cause_survives_encoding_on_one_line(cause in any::<String>()) {
-            let event = Event::Stopped { cause, exit: None };
+            let event = Event::Stopped { cause, exit: None, is_lasting: false };
             let line = encode(&event);
             prop_assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
             let text = std::str::from_utf8(&line).unwrap();

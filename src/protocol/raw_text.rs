@@ -34,12 +34,16 @@ pub fn unescape(text: &str) -> Vec<u8> {
     bytes
 }
 
-/// An escaped text for people: each escaped byte as `\xNN`.
+/// An escaped text for people: each escaped byte, and each byte of a control character, as `\xNN`.
 pub fn visible(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
+    let hex = |byte: u8| format!("\\x{byte:02x}");
     for character in text.chars() {
         match byte_of(character) {
-            Some(byte) => shown.push_str(&format!("\\x{byte:02x}")),
+            Some(byte) => shown.push_str(&hex(byte)),
+            None if character.is_control() => {
+                shown.extend(character.encode_utf8(&mut [0; 4]).bytes().map(hex));
+            }
             None => shown.push(character),
         }
     }
@@ -51,7 +55,8 @@ pub fn is_raw(text: &str) -> bool {
     is_escaped(text) && str::from_utf8(&unescape(text)).is_err()
 }
 
-/// Whether a text has escaped bytes: those of characters that look escaped are UTF-8.
+/// Whether a text has an escape. Its bytes may be UTF-8 nevertheless, since characters that look like escapes are
+/// escaped too.
 pub fn is_escaped(text: &str) -> bool {
     text.chars().any(|character| byte_of(character).is_some())
 }
@@ -73,7 +78,7 @@ mod tests {
     fn text_without_private_characters_is_its_own_escape() {
         for text in ["", "plain", "Grüße, 世界 🎉", "\0\u{7f}\u{f6ff}\u{f800}"] {
             assert_eq!(escape(text.as_bytes()), text);
-            assert_eq!(visible(text), text);
+            assert_eq!(visible(text), text.replace('\0', "\\x00").replace('\u{7f}', "\\x7f"));
         }
     }
 
@@ -98,7 +103,7 @@ mod tests {
         let mut random = StdRng::seed_from_u64(1);
         for _ in 0..20_000 {
             let length = random.random_range(0..24);
-            // The second half of the values is made of the bytes of private characters.
+            // About half of the bytes are those that occur in the UTF-8 of private characters.
             let mut byte = || match random.random::<bool>() {
                 true => random.random::<u8>(),
                 false => [0xef, 0x9c, 0x9d, 0x9e, 0x9f, 0x80, 0xbf][random.random_range(0..7)],

@@ -1,8 +1,6 @@
 //! Bounds how often a line is logged that strangers can cause. Decides which lines are logged, and counts the others.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Lets one line through in an interval.
 #[derive(Debug, Default)]

@@ -100,17 +100,25 @@ impl WorkerError {
             Self::Load(LoadError::Device { .. } | LoadError::Unfit { .. }) | Self::Device(_) => {
                 Exit::DeviceFailed
             }
-            Self::Load(LoadError::Hub { .. }) => Exit::ModelUnavailable,
+            Self::Load(LoadError::Hub { is_lasting: false, .. }) => Exit::ModelUnavailable,
             Self::Load(
                 LoadError::File { .. }
                 | LoadError::Unsupported { .. }
                 | LoadError::Option { .. }
-                | LoadError::Probe { .. },
+                | LoadError::Probe { .. }
+                | LoadError::Hub { is_lasting: true, .. },
             ) => Exit::ModelFailed,
-            Self::Broker(BrokerError::Refused { .. } | BrokerError::Missing { .. }) => Exit::Config,
+            Self::Broker(
+                BrokerError::Refused { .. } | BrokerError::Missing { .. } | BrokerError::Stream { .. },
+            ) => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
             Self::Internal(_) => Exit::Internal,
         }
+    }
+
+    /// Whether another worker would end in the same way, although the broker accepts it.
+    pub fn is_lasting(&self) -> bool {
+        matches!(self, Self::Broker(BrokerError::Stream { .. }))
     }
 }
 
@@ -178,7 +186,9 @@ pub async fn run(
     let load_ms = loading_since.elapsed().as_millis() as u64;
     let (device, dtype) = (loaded.device.clone(), loaded.dtype.name().to_owned());
     tracing::debug!(device, dtype, model = assignment.pool.model, load_ms, "model loaded");
-    control.reporter.send(&Event::Ready { device, dtype, load_ms }).await;
+    let serves = loaded.engine.routes().iter().map(|route| route.url.to_owned()).collect();
+    let assumptions = loaded.assumptions.clone();
+    control.reporter.send(&Event::Ready { device, dtype, load_ms, serves, assumptions }).await;
     let pools = Pools::start(assignment.preprocess_threads())?;
     serve(assignment, loaded, open, stop, WorkerContext { control, counters, pools }).await
 }
@@ -200,7 +210,7 @@ async fn serve(
 ) -> Result<Ended, WorkerError> {
     let (control, counters) = (context.control, context.counters.clone());
     let reporter = &control.reporter;
-    let Loaded { engine, notices, device, dtype } = loaded;
+    let Loaded { engine, notices, device, dtype, .. } = loaded;
     let worker = assemble(assignment, engine, (device, dtype), context);
     let (fault_sender, mut faults) = mpsc::channel(1);
     let policy = worker.policy;
@@ -256,6 +266,7 @@ pub fn pool_spec(pool: &Pool, device: &str) -> LoadSpec {
         is_dtype_chosen: pool.dtype.fixed().is_none(),
         cpu_features: pool.cpu_features,
         options: pool.options.clone(),
+        is_strict: pool.strict_model,
     }
 }
 

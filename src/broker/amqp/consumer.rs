@@ -16,10 +16,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::acker::{AmqpAcker, CurrentSession, OpenSession};
 use super::admin::is_stream;
-use super::cause::{message, refused};
+use super::cause::message;
 use super::connect::{CLOSE_TIMEOUT, Connector, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
-use super::topology::stream_refused;
 use crate::broker::{BrokerError, Consumer, Event};
 
 /// Smallest bound of the channel of events to the consumer's owner.
@@ -213,7 +212,7 @@ impl Supervisor {
                             && let Subscription::Tasks { queue, .. } = &self.subscription
                             && is_stream(&self.connector, queue).await
                         {
-                            let refusal = refused(format!("queue {queue:?}"), &stream_refused(queue));
+                            let refusal = BrokerError::Stream { queue: queue.clone() };
                             let _ = self.events.send(Err(refusal)).await;
                             break None;
                         }

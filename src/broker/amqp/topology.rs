@@ -10,6 +10,7 @@ use lapin::{Connection, Error, ErrorKind, ExchangeKind, Queue};
 
 use super::cause::{Cause, names_stream};
 use super::convert::short;
+use crate::broker::IS_STREAM;
 use crate::protocol::control::QUEUE_MADE;
 
 /// The queues of a pool.
@@ -41,7 +42,9 @@ pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
 impl Topology {
     /// Declares the missing queues, and what they need.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
-        if !exists(connection, &self.dead_letter_queue).await? {
+        if exists(connection, &self.dead_letter_queue).await? {
+            refuse_stream(connection, &self.dead_letter_queue, high_limit_arguments()).await?;
+        } else {
             declare_queue(connection, &self.dead_letter_queue, high_limit_arguments()).await?;
             // The bindings of the dead-letter exchange were deleted with the queue.
             self.declare_dead_letter_exchange(connection).await?;
@@ -123,8 +126,8 @@ impl Topology {
     }
 }
 
-/// Refuses an existing task queue that is a stream: each worker would compute every task, and none from before its
-/// start. `arguments` are those of a queue that we make, with which the broker has nothing to say. A stream whose
+/// Refuses an existing queue that is a stream. Of a task queue, each worker would compute every task, and none from before
+/// its start; from a queue of dead letters, none could be taken out. `arguments` are those of a queue that we make, with which the broker has nothing to say. A stream whose
 /// arguments do not show what it is, or that we may not declare, is refused at its first delivery.
 async fn refuse_stream(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
     for arguments in [arguments, quorum_arguments()] {
@@ -144,10 +147,9 @@ async fn refuse_stream(connection: &Connection, queue: &str, arguments: FieldTab
     Ok(())
 }
 
-/// The error about a task queue that is a stream.
-pub(super) fn stream_refused(queue: &str) -> Error {
-    let reason =
-        format!("queue '{queue}' is a stream, which gives every worker each task: tasks need another queue");
+/// The error about a queue that is a stream.
+fn stream_refused(queue: &str) -> Error {
+    let reason = format!("queue '{queue}' {IS_STREAM}");
     ErrorKind::ProtocolError(AMQPError::new(AMQPSoftError::PRECONDITIONFAILED.into(), short(&reason))).into()
 }
 

@@ -66,7 +66,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let with_digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights_digest(pool)?));
     let pools = settings.pools.iter().map(with_digest).collect::<anyhow::Result<Vec<_>>>();
     let pools = pools.map_err(|error| {
-        let is_unavailable = matches!(error.downcast_ref(), Some(LoadError::Hub { .. }));
+        let is_unavailable = matches!(error.downcast_ref(), Some(LoadError::Hub { is_lasting: false, .. }));
         error.exits_with(if is_unavailable { Exit::ModelUnavailable } else { Exit::ModelFailed })
     });
     let (output, point) = open_files(arguments, &pools?).exits_with(Exit::Usage)?;

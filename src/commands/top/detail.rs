@@ -62,6 +62,7 @@ fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
         ("last failure", report.last_failure.clone()),
         ("active", Some(active_tasks(slot))),
         ("model", Some(report.loaded_model())),
+        ("assumed", (!report.assumptions.is_empty()).then(|| report.assumptions.join("; "))),
         ("device", Some(report.device.clone())),
         ("worker", Some(format!("{ready}{process}{memory}"))),
         ("batches", Some(batches(slot))),

@@ -145,7 +145,10 @@ impl Hub {
 
     fn failed(&self, reason: &str) -> LoadError {
         let (model, folder) = (self.id.clone(), PathBuf::from(&self.id));
-        LoadError::Hub { model, folder, reason: reason.to_owned() }
+        // hf-hub does not export the type of its error, but its text has the status.
+        let is_refused = ["status code 401", "status code 403"].iter().any(|status| reason.contains(status));
+        let is_lasting = self.offline || is_refused;
+        LoadError::Hub { model, folder, reason: reason.to_owned(), is_lasting }
     }
 }
 

@@ -181,7 +181,17 @@ impl ModelFiles {
                 let shard = |name: &String| self.required(&folder.join(name).to_string_lossy());
                 shards(&index)?.iter().map(shard).collect()
             }
-            None => self.required(&whole).map(|path| vec![path]),
+            None => match &self.location {
+                // A model of the hub is not asked for, since its weights would be downloaded.
+                Location::Folder(folder) if folder.join(PICKLE).exists() => Err(LoadError::File {
+                    path: folder.join(PICKLE),
+                    reason:
+                        "is a pickle, which is not read; docs/models.md (Weights) shows how to convert it to \
+                             model.safetensors"
+                            .into(),
+                }),
+                _ => self.required(&whole).map(|path| vec![path]),
+            },
         }
     }
 
@@ -239,6 +249,8 @@ pub fn is_gguf(source: &str) -> bool {
 
 /// The weights of a model in one file.
 const WEIGHTS: &str = "model.safetensors";
+/// Weights as PyTorch writes them.
+const PICKLE: &str = "pytorch_model.bin";
 /// The list of the weights' files, if there are several.
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -312,6 +324,9 @@ mod tests {
         let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
         assert!(files.weights().unwrap_err().to_string().contains(WEIGHTS));
+        write(PICKLE, "");
+        let error = files.weights().unwrap_err().to_string();
+        assert!(error.contains(PICKLE) && error.contains("is a pickle"), "{error}");
         write(INDEX, r#"{"weight_map":{"a":"2.safetensors","b":"1.safetensors","c":"2.safetensors"}}"#);
         assert!(files.weights().unwrap_err().to_string().contains("1.safetensors"));
         write("1.safetensors", "");

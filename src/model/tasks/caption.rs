@@ -48,6 +48,8 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
+        heads: &[],
+        assumptions: |_, _| Ok(Vec::new()),
         request_files,
         check,
     }),

@@ -12,7 +12,10 @@ use super::{
     BRIEF_BODY, InputReport, OnError, ReportedInputs, SharedReport, TextInputs, check_text_files,
     load_text_model, request_text_files, text_input,
 };
-use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
+use crate::model::family::{
+    Description, Example, Family, FileRules, MODULES, OptionDefault, OptionSpec, POOLING, Sample, Serves,
+    Takes,
+};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::encoder::config::{Family as Architecture, NetworkConfig};
@@ -34,6 +37,8 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
+        heads: &["Model", "ForMaskedLM", "ForPreTraining"],
+        assumptions: assumptions,
         request_files: request_text_files,
         check,
     }),
@@ -47,6 +52,21 @@ pub static FAMILY: Family = Family {
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "tiny-bert-cls", options: &[] },
 };
+
+/// Pooling is assumed without `modules.json`, and a head that is not used is named.
+fn assumptions(_: &ModelFiles, model: &Description) -> Result<Vec<String>, LoadError> {
+    if model.has_pooling() {
+        return Ok(Vec::new());
+    }
+    let mut all = vec![format!(
+        "a text's vector is the mean of its tokens' vectors, not normalised, and no prompt is put before the text: the model \
+         has no {MODULES} with {POOLING}"
+    )];
+    if let Some(class) = model.classes().next().filter(|class| !class.ends_with("Model")) {
+        all.push(format!("the head of {class} is not used"));
+    }
+    Ok(all)
+}
 
 #[derive(Deserialize)]
 struct Options {

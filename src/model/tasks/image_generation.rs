@@ -82,6 +82,8 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[PIPELINE],
         accepts: |_| true,
+        heads: &[],
+        assumptions: |_, _| Ok(Vec::new()),
         request_files,
         check,
     }),

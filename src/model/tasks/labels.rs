@@ -131,6 +131,8 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |model| label_count(model).is_some(),
+        heads: &[],
+        assumptions: assumptions,
         request_files: request_text_files,
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;
@@ -142,6 +144,13 @@ pub static FAMILY: Family = Family {
     sample: |texts| Sample::of_texts(URL, "input", texts),
     example: Example { model: "score-roberta", options: &[] },
 };
+
+/// Labels are numbered if the model does not name them.
+fn assumptions(_: &ModelFiles, model: &Description) -> Result<Vec<String>, LoadError> {
+    let has_names = model.fields.contains_key("id2label");
+    let assumption = || "the labels are called LABEL_0 and so on: config.json has no id2label".to_owned();
+    Ok((!has_names).then(assumption).into_iter().collect())
+}
 
 /// The suffix in `architectures` of classes with a classification head.
 const HEAD_SUFFIX: &str = "ForSequenceClassification";

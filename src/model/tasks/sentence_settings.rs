@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+use crate::model::family::{MODULES, Module};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::TextLimits;
 use crate::model::ops::pooling::{Mode, Pooling};
@@ -82,14 +83,6 @@ impl Prompts {
     }
 }
 
-#[derive(Deserialize)]
-struct Module {
-    #[serde(rename = "type")]
-    kind: String,
-    #[serde(default)]
-    path: String,
-}
-
 #[derive(Default, Deserialize)]
 struct TransformerConfig {
     max_seq_length: Option<usize>,
@@ -147,7 +140,7 @@ impl SentenceSettings {
         let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
         let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
         let mut prompts = read_prompts(prompts).map_err(&refused)?;
-        let pooling = match files.json::<Vec<Module>>("modules.json")? {
+        let pooling = match files.json::<Vec<Module>>(MODULES)? {
             None => Pooling { modes: vec![Mode::Mean], normalize: false },
             Some(modules) => {
                 let normalize = check_modules(&modules).map_err(&refused)?;
@@ -177,7 +170,7 @@ impl SentenceSettings {
         {
             files.optional(name)?;
         }
-        let modules: Vec<Module> = files.json("modules.json")?.unwrap_or_default();
+        let modules: Vec<Module> = files.json(MODULES)?.unwrap_or_default();
         for module in modules.iter().filter(|module| !module.path.is_empty()) {
             files.optional(&format!("{}/config.json", module.path))?;
         }
@@ -205,8 +198,7 @@ impl SentenceSettings {
 
 /// Accepts Transformer, Pooling and optionally Normalize, in this order. Returns whether Normalize is present.
 fn check_modules(modules: &[Module]) -> Result<bool, String> {
-    let kinds: Vec<&str> =
-        modules.iter().map(|module| module.kind.rsplit('.').next().unwrap_or("")).collect();
+    let kinds: Vec<&str> = modules.iter().map(Module::kind).collect();
     if let Some(kind) = kinds.iter().find(|k| !["Transformer", "Pooling", "Normalize"].contains(k)) {
         return Err(format!(
             "modules.json has a {kind} module; Transformer, Pooling and Normalize are supported"

@@ -3,10 +3,9 @@
 //! since the line before. Owns these numbers, and the times of the last lines.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use crate::protocol::TaskError;
 use crate::protocol::reply::ErrorNames;

@@ -65,6 +65,8 @@ pub static FAMILY: Family = Family {
         ggufs: &Architecture::NAMES,
         pipelines: &[],
         accepts: |_| true,
+        heads: &["ForCausalLM", "LMHeadModel"],
+        assumptions: |_, _| Ok(Vec::new()),
         request_files,
         check,
     }),

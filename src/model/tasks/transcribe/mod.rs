@@ -73,6 +73,8 @@ pub static FAMILY: Family = Family {
         ggufs: &[],
         pipelines: &[],
         accepts: |_| true,
+        heads: &[],
+        assumptions: |_, _| Ok(Vec::new()),
         request_files,
         check,
     }),
