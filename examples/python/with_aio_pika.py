@@ -1,4 +1,7 @@
-"""Embeds texts with aio-pika alone: SCONCE_BROKER__URL=amqp://… python with_aio_pika.py [QUEUE]"""
+"""Embeds texts with aio-pika alone (`pip install aio-pika`):
+
+    SCONCE_BROKER__URL=amqp://… python with_aio_pika.py [QUEUE]
+"""
 
 from __future__ import annotations
 

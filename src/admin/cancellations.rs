@@ -25,12 +25,13 @@ pub async fn cancellations(
                 Event::Delivery(delivery) => {
                     match cancellation(&delivery) {
                         Ok(cancellation) => accepted.push(cancellation),
-                        Err(problem) if launcher.log_refusal(&problem) => {
-                            let answer = Answer { error: Some(problem), ..launcher.identity() };
-                            send_answer(&session, &delivery, &answer).await;
+                        // Only logged ones are answered: an answer to each of a flood would take longer than the rest.
+                        Err(problem) => {
+                            if launcher.log_refusal(&problem) {
+                                let answer = Answer { error: Some(problem), ..launcher.identity() };
+                                send_answer(&session, &delivery, &answer).await;
+                            }
                         }
-                        // An answer to each of a flood would take longer than the rest.
-                        Err(_) => {}
                     }
                     deliveries.push(delivery.delivery_tag);
                 }
@@ -44,7 +45,7 @@ pub async fn cancellations(
         tracing::debug!(count = accepted.len(), "remote control: cancellations by requesters");
         if !accepted.is_empty() {
             let order = launcher.handle.order(Target::All, Request::CancelAll(accepted.into()));
-            // A slot that does not take the order is not waited for.
+            // The wait is bounded, since a slot may not take the order. Whoever is not served may cancel again.
             let _ = tokio::time::timeout(ORDER_TIMEOUT, order).await;
         }
         // Acked last, so that further ones wait in the queue, whose length is bounded.

@@ -69,7 +69,8 @@ pub async fn control(mut session: BrokerSession, launcher: &ControlledLauncher) 
 
 async fn handle_delivery(session: &BrokerSession, launcher: &ControlledLauncher, delivery: &Delivery) {
     let Some(answer) = launcher.serve(delivery).await else { return };
-    // A requester's cancellation is not answered: its reply queue gets the cancelled task's reply, and nothing else.
+    // A cancellation of a requester's kind may come with an operator's key too. It is not answered: its reply queue gets
+    // the cancelled task's reply, and nothing else.
     if Request::cancellation_in(&delivery.message.properties).is_none() {
         send_answer(session, delivery, &answer).await;
     }

@@ -54,7 +54,8 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             (Box::new(tasks.into_iter().map(Ok)), Some(total))
         }
         Some(path) => {
-            let total = if path == Path::new("-") { None } else { Some(count_tasks(path)?) };
+            // A pipe, which `/dev/stdin` may be too, can be read only once.
+            let total = if path.is_file() { Some(count_tasks(path)?) } else { None };
             (requests_in(path).exits_with(Exit::Usage)?, total)
         }
     };

@@ -1,6 +1,7 @@
 //! Reads tasks as users write them: one JSON value per line, or texts and files as arguments. A line is read only when
 //! the iterator is advanced.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::path::Path;
@@ -54,14 +55,13 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
         let media_type = media_types().find(has_subtype).with_context(|| {
             // The names with a prefix are other names of the same types.
             let subtypes = media_types().filter_map(|it| it.split_once('/')).map(|(_, subtype)| subtype);
-            let endings: Vec<String> = subtypes
+            // Several types may have one ending.
+            let endings: BTreeSet<String> = subtypes
                 .filter(|it| !it.contains(['-', '.', '*']))
                 .map(|subtype| format!(".{subtype}"))
                 .collect();
-            format!(
-                "this pool takes files whose names end with {}, and {file:?} does not",
-                endings.join(", ")
-            )
+            let endings = endings.into_iter().collect::<Vec<_>>().join(", ");
+            format!("this pool takes files whose names end with {endings}, and {file:?} does not")
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
         RequestBody { bytes: bytes.into(), media_type: Some((*media_type).to_owned()) }

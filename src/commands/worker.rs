@@ -21,7 +21,8 @@ use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
 use crate::worker::{
-    self, Control, CrashRecords, Ended, LiveSettings, Reporter, Withdrawn, WorkerError, load_spec,
+    self, Cancellations, Control, CrashRecords, Ended, LiveSettings, Reporter, Withdrawn, WorkerError,
+    load_spec,
 };
 
 /// The variable that lists the GPUs visible to a process.
@@ -58,7 +59,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let traces = start_traces(&assignment);
-    let cancellations = worker::cancellations();
+    let cancellations = Cancellations::default();
     let control = Control {
         reporter: reporter.clone(),
         crashes,
@@ -230,13 +231,11 @@ fn execute(command: Command, stop: &Stop, control: &Control) {
         // cancelled tasks if the cancellation names a task by its id; here the number is 0.
         Command::Cancel(cancellation) => {
             control.withdrawn.add_cancelled(&cancellation, Instant::now());
-            if control.cancellations.send([cancellation.clone()].into()).is_err()
-                && cancellation.task.is_some()
-            {
+            if !control.cancellations.add(vec![cancellation.clone()]) && cancellation.task.is_some() {
                 control.reporter.try_send(&Event::Cancelled { cancellation, tasks: 0 });
             }
         }
-        Command::CancelAll { cancellations } => drop(control.cancellations.send(cancellations.into())),
+        Command::CancelAll { cancellations } => _ = control.cancellations.add(cancellations),
         Command::Withdrawals { withdrawn } => control.withdrawn.add_earlier(&withdrawn, Instant::now()),
         Command::Start { .. } => tracing::warn!("a second `start` is ignored"),
     }

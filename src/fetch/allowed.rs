@@ -86,7 +86,16 @@ pub fn locate(written: &str, allowed: &[AllowedSource]) -> Result<Location, Stri
             Ok(Location::File { path: path.to_owned(), folder })
         }
         _ => {
-            let key = percent_decode_str(url.path().trim_start_matches('/')).decode_utf8();
+            // The parser drops `.` segments, and a store has other objects without them.
+            let path = written.split(['?', '#']).next().unwrap_or_default();
+            if path.split('/').any(|part| percent_decode_str(part).eq(*b".")) {
+                return Err("has the path segment \".\"".to_owned());
+            }
+            let key = url.path().strip_prefix('/').unwrap_or_default();
+            if key.starts_with('/') {
+                return Err("has a key that begins with a slash, which is not supported".to_owned());
+            }
+            let key = percent_decode_str(key).decode_utf8();
             let key = key.map_err(|_| "is not UTF-8".to_owned())?.into_owned();
             Ok(Location::Bucket { bucket: url.host_str().unwrap_or_default().to_owned(), key, private })
         }
@@ -170,6 +179,9 @@ mod tests {
             "s3://bucket2/in/c",
             "s3://bucket/out/c",
             "s3://bucket/in/../out/c",
+            "s3://bucket//in/c",
+            "s3://bucket/in/./c",
+            "s3://bucket/in/%2e/c",
             "s3://bucket/in/c?versionId=1",
             "ftp://media.org/in/c",
             "gopher://10.0.0.5:81/c",

@@ -1,5 +1,5 @@
 //! Bounds the bytes of fetched files that a worker holds. Owns the count. A requester may hold half of the bytes, so
-//! that others can fetch meanwhile.
+//! that others can fetch meanwhile. The last eighth is only for small files of requesters that hold none.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -74,7 +74,10 @@ impl Counts {
     fn try_take(&mut self, limit: u64, requester: u64, bytes: u64) -> bool {
         let requester_bytes = self.by_requester.get(&requester).copied().unwrap_or(0);
         let fits_half = requester_bytes == 0 || requester_bytes + bytes <= limit / 2;
-        let fits = self.total == 0 || self.total + bytes <= limit && fits_half;
+        let reserve = limit / 8;
+        let is_reserved = requester_bytes > 0 || bytes > reserve;
+        let all = if is_reserved { limit - reserve } else { limit };
+        let fits = self.total == 0 || self.total + bytes <= all && fits_half;
         if fits {
             self.add(requester, bytes);
         }
@@ -124,12 +127,15 @@ mod tests {
     #[tokio::test]
     async fn a_requester_holds_at_most_half_and_all_together_the_whole() {
         let budget = Budget::new(100);
-        let one = budget.take(1, 40).await;
-        assert!(budget.take(1, 20).now_or_never().is_none(), "60 is more than half");
+        let one = budget.take(1, 28).await;
+        assert!(budget.take(1, 28).now_or_never().is_none(), "56 is more than half");
         let two = budget.take(2, 60).now_or_never().expect("its first may be larger than half");
-        assert!(budget.take(3, 1).now_or_never().is_none(), "nothing is left");
-        drop(one);
-        let mut three = budget.take(3, 40).now_or_never().expect("40 are left");
+        assert!(budget.take(3, 13).now_or_never().is_none(), "12 are left");
+        assert!(budget.take(2, 1).now_or_never().is_none(), "they are for others");
+        let small = budget.take(3, 12).now_or_never().expect("a small file of another requester");
+        assert!(budget.take(4, 1).now_or_never().is_none(), "nothing is left");
+        drop((one, small));
+        let mut three = budget.take(3, 20).now_or_never().expect("28 are left");
         three.shrink(10);
         assert_eq!(budget.lock().total, 70);
         drop((two, three));

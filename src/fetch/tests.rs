@@ -103,6 +103,19 @@ async fn a_file_that_is_too_large_or_lies_about_its_length_is_not_taken() {
     assert!(matches!(fetched(&short).await, Err(Failure::Unavailable(_))));
     let compressed = answering("HTTP/1.1 200 OK\r\nContent-Encoding: br\r\nContent-Length: 4\r\n\r\nfile");
     assert!(matches!(fetched(&compressed).await, Err(Failure::Refused(why)) if why.contains("br")));
+    for headers in
+        ["Content-Encoding: identity\r\nContent-Encoding: gzip", "Transfer-Encoding: gzip, chunked"]
+    {
+        let encoded = serve(move |_, stream| {
+            write!(stream, "HTTP/1.1 200 OK\r\n{headers}\r\n\r\n4\r\nfile\r\n0\r\n\r\n")
+        });
+        let failure = fetched(&encoded).await.unwrap_err();
+        assert!(matches!(&failure, Failure::Refused(why) if why.contains("gzip")), "{headers}: {failure:?}");
+    }
+    let plain = answering(
+        "HTTP/1.1 200 OK\r\nContent-Encoding: aws-chunked\r\nX: a\r\n b\r\nContent-Length: 4\r\n\r\nfile",
+    );
+    assert_eq!(fetched(&plain).await, Ok(b"file".to_vec()));
     let nonsense = answering("220 smtp.example.org\r\n");
     assert!(matches!(fetched(&nonsense).await, Err(Failure::Unavailable(_))));
 }
@@ -244,6 +257,8 @@ async fn heads_chunks_and_trailers_without_end_are_not_collected() {
     let parts = [
         ("", "X-Header: 0123456789\r\n"),
         ("HTTP/1.1 200 OK\r\nX: ", "0123456789"),
+        ("HTTP/1.1 103 Early Hints\r\n\r\n", "HTTP/1.1 103 Early Hints\r\n\r\n"),
+        ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "0"),
         ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "0123456789abcdef"),
         ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;", "extension"),
         ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", "X-Trailer: 0123456789\r\n"),
@@ -260,21 +275,6 @@ async fn heads_chunks_and_trailers_without_end_are_not_collected() {
         let location = fetcher.locate(url.join("a").unwrap().as_str()).unwrap();
         let failure = fetcher.fetch(location, CLAIM, Arc::new(())).await.unwrap_err();
         assert!(matches!(failure, Failure::Unavailable(_)), "{repeated}: {failure:?}");
-    }
-    // Zeros in front of a chunk's size never end it, and no library refuses them; but none is kept.
-    let zeros = serve(|_, stream| {
-        write!(stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")?;
-        for _ in 0..1_000 {
-            stream.write_all(&[b'0'; 10_000])?;
-        }
-        write!(stream, "4\r\nfile\r\n0\r\n\r\n")
-    });
-    let mut fetcher = fetcher(&zeros, true);
-    fetcher.limits.timeout = Duration::from_secs(600);
-    let location = fetcher.locate(zeros.join("a").unwrap().as_str()).unwrap();
-    match fetcher.fetch(location, CLAIM, Arc::new(())).await {
-        Ok(bytes) => assert_eq!(bytes, "file"),
-        Err(failure) => assert!(matches!(failure, Failure::Unavailable(_)), "{failure:?}"),
     }
 }
 
@@ -293,7 +293,7 @@ async fn a_download_is_slow_if_too_few_bytes_come_in_ten_seconds() {
     assert!(!slow.is_finished(), "the first byte has not come");
     // After the first byte, the rate is looked at after 10, 20 and 30 seconds.
     for (bytes, pause) in [(1_000, 15), (5_000, 10), (999, 10)] {
-        progress.add(bytes);
+        progress.add_body(bytes);
         tokio::time::sleep(Duration::from_secs(pause)).await;
     }
     assert_eq!(slow.await.unwrap(), Duration::from_secs(60));

@@ -1,7 +1,8 @@
 //! Downloads files from servers: connects only to the addresses that were checked, follows no redirects, uses no proxy,
 //! and asks for no compression. Credentials are part of the URL or absent. All memory that a server can fill is bounded:
 //! the headers and the trailers by [`HEAD_BYTES`], the body by the caller. Dropping a download closes its connection.
-//! Bounds no time itself.
+//! So is what it may send that is no part of the file. Measures the rate of a download; its caller ends slow and late
+//! ones.
 
 use std::error::Error as StdError;
 use std::future::{pending, poll_fn};
@@ -34,6 +35,9 @@ use super::address::is_public;
 
 /// The most bytes that the head of a response may have.
 const HEAD_BYTES: usize = 64 << 10;
+/// The most bytes that a server may send beyond eight for each byte of the file: its heads, chunk sizes and trailers, and
+/// what was not read yet.
+const OTHER_BYTES: u64 = 256 << 10;
 /// The time over which the rate of a download is measured.
 pub(super) const RATE_WINDOW: Duration = Duration::from_secs(10);
 
@@ -115,7 +119,7 @@ async fn start(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> 
     let progress = Arc::<Progress>::default();
     let stream = Metered { stream, progress: progress.clone() };
     let mut builder = http1::Builder::new();
-    builder.max_buf_size(HEAD_BYTES);
+    builder.max_buf_size(HEAD_BYTES).max_headers(1_000).allow_obsolete_multiline_headers_in_responses(true);
     let (sender, connecting) = builder.handshake(TokioIo::new(stream)).await.map_err(no_answer)?;
     let mut connection = JoinSet::new();
     connection.spawn(connecting);
@@ -148,19 +152,23 @@ impl Server {
         if response.status() != StatusCode::OK {
             return Err(status_failure(response.status()));
         }
-        let encoding = response.headers().get(header::CONTENT_ENCODING).map(|it| it.to_str().unwrap_or("?"));
-        if let Some(encoding) = encoding.filter(|it| !it.eq_ignore_ascii_case("identity")) {
+        let of_transfer = encodings(&response, header::TRANSFER_ENCODING);
+        let mut all = encodings(&response, header::CONTENT_ENCODING).chain(of_transfer);
+        let other = all.find(|it| !PLAIN.contains(&&**it));
+        drop(all);
+        if let Some(encoding) = other {
             let encoding: String = encoding.chars().take(40).collect();
-            let reason = format!("is not taken: its server sends it in the content-encoding {encoding:?}");
+            let reason = format!("is not taken: its server sends it in the encoding {encoding:?}");
             return Err(Failure::Refused(reason));
         }
-        Ok(Download { response, _connection: self.connection })
+        Ok(Download { response, progress: self.progress, _connection: self.connection })
     }
 }
 
 /// A file that is being downloaded.
 pub(super) struct Download {
     response: Response<Incoming>,
+    progress: Arc<Progress>,
     _connection: JoinSet<hyper::Result<()>>,
 }
 
@@ -181,11 +189,13 @@ impl Download {
                 // A frame without data has trailers.
                 Some(Ok(frame)) => {
                     if let Ok(bytes) = frame.into_data() {
+                        self.progress.add_body(bytes.len());
                         return Ok(Some(bytes));
                     }
                 }
                 Some(Err(error)) => {
-                    return Err(Failure::Unavailable(format!("is not read to its end: {error}")));
+                    let cause = error.source().map_or_else(String::new, |cause| format!(": {cause}"));
+                    return Err(Failure::Unavailable(format!("is not read to its end: {error}{cause}")));
                 }
                 None => return Ok(None),
             }
@@ -193,21 +203,39 @@ impl Download {
     }
 }
 
-/// Counts what a server sends, whatever it is. Written by the connection, read by whoever waits for the file.
+/// Counts what a server sends. Written by the connection and the download, read by whoever waits for the file.
 #[derive(Default)]
 pub(super) struct Progress {
+    /// All bytes.
     received: AtomicU64,
+    /// The bytes of the file.
+    body: AtomicU64,
     /// Notified with each byte that comes; only the first is waited for.
     began: Notify,
 }
 
 impl Progress {
-    pub(super) fn add(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Relaxed);
+    /// Counts bytes of the file.
+    pub(super) fn add_body(&self, bytes: usize) {
+        self.body.fetch_add(bytes as u64, Relaxed);
         self.began.notify_one();
     }
 
-    /// Returns once fewer than `min_rate` bytes a second have come over [`RATE_WINDOW`], after the first byte.
+    /// Counts bytes that have come.
+    ///
+    /// # Errors
+    /// The server sends too much that is no part of the file.
+    fn add(&self, bytes: usize) -> io::Result<()> {
+        let received = self.received.fetch_add(bytes as u64, Relaxed) + bytes as u64;
+        self.began.notify_one();
+        if received > OTHER_BYTES + self.body.load(Relaxed).saturating_mul(8) {
+            return Err(io::Error::other("the server sends too much that is no part of the file"));
+        }
+        Ok(())
+    }
+
+    /// Returns once fewer than `min_rate` bytes a second of the file have come over [`RATE_WINDOW`], after the first byte
+    /// of the response.
     pub(super) async fn wait_until_slow(&self, min_rate: u64) {
         if min_rate == 0 {
             return pending().await;
@@ -216,7 +244,7 @@ impl Progress {
         let mut before = 0;
         loop {
             tokio::time::sleep(RATE_WINDOW).await;
-            let received = self.received.load(Relaxed);
+            let received = self.body.load(Relaxed);
             if received - before < min_rate.saturating_mul(RATE_WINDOW.as_secs()) {
                 return;
             }
@@ -239,8 +267,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
-        self.progress.add(buffer.filled().len() - before);
-        Poll::Ready(Ok(()))
+        Poll::Ready(self.progress.add(buffer.filled().len() - before))
     }
 }
 
@@ -260,6 +287,16 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Metered<S> {
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
     }
+}
+
+/// The encodings that leave a file as it is. `aws-chunked` is one of uploads, which some stores keep.
+const PLAIN: [&str; 7] = ["", "identity", "none", "utf-8", "binary", "aws-chunked", "chunked"];
+
+/// The encodings that a header of the response names, in lower case.
+fn encodings(response: &Response<Incoming>, name: header::HeaderName) -> impl Iterator<Item = String> {
+    let values = response.headers().get_all(name);
+    let values = values.iter().flat_map(|value| value.to_str().unwrap_or("?").split(','));
+    values.map(|encoding| encoding.trim().to_ascii_lowercase())
 }
 
 /// The failure of a server that sends no response. The error's text does not show the URL, which may be signed.

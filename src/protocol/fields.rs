@@ -18,6 +18,25 @@ const EXCERPT_CHARS: usize = 40;
 const NOT_TYPOS: [&str; 8] =
     ["inputs", "text", "texts", "documents", "document", "models", "prompts", "users"];
 
+/// Fields of other servers, and ours that mean the same.
+const INSTEAD: [(&str, &str); 15] = [
+    ("guided_json", "response_format"),
+    ("guided_regex", "response_format"),
+    ("initial_prompt", "prompt"),
+    ("hotwords", "keywords"),
+    ("inputs", "input"),
+    ("json_schema", "response_format"),
+    ("max_output_tokens", "max_tokens"),
+    ("output_dimension", "dimensions"),
+    ("repeat_penalty", "repetition_penalty"),
+    ("stop_sequences", "stop"),
+    ("structured_outputs", "response_format"),
+    ("texts", "input"),
+    ("top_logprobs", "logprobs"),
+    ("vad_filter", "vad"),
+    ("word_timestamps", "timestamp_granularities"),
+];
+
 /// The fields of a kind of request.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys {
@@ -214,7 +233,13 @@ impl<'de> Visitor<'de> for &mut FieldVisitor<'_, 'de> {
                 let Unsupported { key: name, only_value } = *unsupported;
                 let value: &RawValue = map.next_value()?;
                 if value.get() != "null" && whole(value.get()) != only_value {
-                    let message = format!("{name} is not supported here; leave it out, or send {only_value}");
+                    let instead = INSTEAD
+                        .iter()
+                        .find(|(other, ours)| *other == name && self.keys.supported.contains(ours));
+                    let message = match instead {
+                        Some((_, ours)) => format!("{name} is not supported here; send {ours} in its place"),
+                        None => format!("{name} is not supported here; leave it out, or send {only_value}"),
+                    };
                     self.error.get_or_insert(TaskError::bad_input(name, message));
                 }
             } else {

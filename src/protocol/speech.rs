@@ -26,7 +26,8 @@ const VOICE_BYTES: usize = 64;
 
 const KEYS: Keys = keys! {
     "input", "model", "phonemes", "response_format", "seed", "speed", "stream", "voice";
-    "instructions" = "\"\"", "stream_format" = "\"audio\"", "lang_code" = "null"
+    "instructions" = "\"\"", "stream_format" = "\"audio\"", "lang_code" = "null", "language" = "null",
+    "return_timestamps" = "false", "sample_rate" = "null", "volume_multiplier" = "1"
 };
 const VOICES_KEYS: Keys = keys! { "model" };
 

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, timeout};
 
 use super::WorkerError;
+use super::cancellations::Waiting;
 use super::live_settings::LiveSettings;
 use super::report::Traced;
 use super::settle::Accepted;
@@ -81,7 +82,7 @@ pub(super) struct Intake<'a> {
     granted: u16,
     stop: Stop,
     settings: LiveSettings,
-    cancellations: broadcast::Receiver<Arc<[Cancellation]>>,
+    cancellations: Waiting,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
     runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
@@ -115,7 +116,7 @@ impl<'a> Intake<'a> {
         consumers: Consumers<'a>,
         stop: Stop,
         settings: LiveSettings,
-        cancellations: broadcast::Receiver<Arc<[Cancellation]>>,
+        cancellations: Waiting,
     ) -> Self {
         Self {
             granted: 0,
@@ -185,7 +186,7 @@ impl<'a> Intake<'a> {
                     let closed = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(closed));
                 }
-                Ok(cancellations) = self.cancellations.recv() => self.cancel_all(&cancellations),
+                cancellations = self.cancellations.take() => self.cancel_all(&cancellations),
                 _ = review.tick(),
                     if self.phase == Phase::Running && self.shared.places.may_be_crowded() =>
                 {

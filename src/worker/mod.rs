@@ -13,10 +13,12 @@
 //! | `places` | whose tasks are put off because they hold too many of the granted messages |
 //! | `turns` | whose task is next on the thread for long preparation, and whose files are fetched next |
 //! | `settle/` | what becomes of a task's message: publish, confirm, ack |
+//! | `cancellations` | how cancellations reach the intake |
 //! | `withdrawn` | which jobs' tasks are no longer wanted |
 //! | `live_settings` | which settings can be changed while the worker runs |
 //! | `report/` | what is reported in control lines, counters and spans |
 
+mod cancellations;
 mod cpu_pool;
 mod intake;
 mod isolation;
@@ -38,7 +40,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::BoxFuture;
-use tokio::sync::{broadcast, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 
 use crate::batching::Policy;
 use crate::broker::{BrokerError, BrokerSession};
@@ -47,7 +49,7 @@ use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
 use crate::fetch::Fetcher;
 use crate::model::{Dtype, LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
-use crate::protocol::control::{BatchChange, Cancellation, Event};
+use crate::protocol::control::{BatchChange, Event};
 use crate::shutdown::{Exit, Phase, Stop};
 use crate::telemetry::traces::Traces;
 
@@ -55,6 +57,7 @@ use cpu_pool::Pools;
 use intake::SessionEnd;
 use report::{Counters, DeviceReport};
 
+pub use cancellations::Cancellations;
 pub use intake::Ended;
 pub use isolation::CrashRecords;
 pub use live_settings::LiveSettings;
@@ -132,19 +135,11 @@ pub struct Control {
     /// The settings that the launcher changes.
     pub settings: LiveSettings,
     /// Cancellations of tasks. Written by the reader of the launcher's commands, read by the intake.
-    pub cancellations: broadcast::Sender<Arc<[Cancellation]>>,
+    pub cancellations: Cancellations,
     /// Jobs that were withdrawn.
     pub withdrawn: Withdrawn,
     /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
-}
-
-/// How many lines of cancellations may wait for the intake, which acts on each at once.
-const CANCELLATIONS_CAPACITY: usize = 64;
-
-/// A channel for [`Control::cancellations`].
-pub fn cancellations() -> broadcast::Sender<Arc<[Cancellation]>> {
-    broadcast::Sender::new(CANCELLATIONS_CAPACITY)
 }
 
 /// A function that connects to the broker of an assignment and opens a session.

@@ -61,7 +61,7 @@ impl Worker {
         let limits_updater =
             tokio::spawn(apply_limits(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
-        let cancellations = self.control.cancellations.subscribe();
+        let cancellations = self.control.cancellations.open();
         let consumers =
             PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
         let intake = Intake::new(shared, consumers, stop.clone(), settings, cancellations);

@@ -25,6 +25,7 @@ use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskSt
 use crate::fetch::{Claim, Failure, Fetcher};
 use crate::model::{Effort, FileUrl, Files, Route};
 use crate::protocol::files::DATAREF;
+use crate::protocol::raw_text::visible;
 use crate::protocol::reply::micros;
 use crate::protocol::{Body, MAX_HEADER_BYTES, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
@@ -284,14 +285,17 @@ impl Shared {
         let route = self.route(task)?;
         if let Some(given) = task.message.media_type().filter(|given| !route.takes(given)) {
             let types = route.media_types;
-            let message = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
+            let message =
+                format!("content_type is \"{}\"; this model reads {types:?}", shorten(&visible(&given), 80));
             return Err(TaskError::new(TaskErrorKind::Undecodable, message).with_param("content_type"));
         }
         match properties.content_encoding.as_deref().map(str::to_ascii_lowercase).as_deref() {
             None | Some("" | "utf-8" | "utf8" | "identity" | "binary") => Ok(()),
             Some(other) => {
-                let message =
-                    format!("content_encoding {:?} is not supported; send utf-8", shorten(other, 80));
+                let message = format!(
+                    "content_encoding \"{}\" is not supported; send utf-8",
+                    shorten(&visible(other), 80)
+                );
                 Err(TaskError::new(TaskErrorKind::Undecodable, message).with_param("content_encoding"))
             }
         }

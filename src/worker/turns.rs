@@ -74,13 +74,8 @@ pub(super) struct Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        let next = {
-            let mut lane = self.turns.0.lock();
-            let now = Instant::now();
-            lane.end(self.requester, self.server, now);
-            lane.next(now)
-        };
-        self.turns.begin(next);
+        self.turns.0.lock().end(self.requester, self.server, Instant::now());
+        self.turns.begin();
     }
 }
 
@@ -120,15 +115,14 @@ impl Turns {
         may_leave: bool,
     ) -> Result<Turn, Crowded> {
         let (decision, mut decided) = oneshot::channel();
-        self.begin({
+        {
             let mut lane = self.0.lock();
-            let now = Instant::now();
             let rank = 2 * lane.turns;
             lane.ranks.entry(requester).or_insert(rank);
             lane.waiting.push(WaitingTask { requester, server, may_leave, decision });
-            lane.review(now);
-            lane.next(now)
-        });
+            lane.review(Instant::now());
+        }
+        self.begin();
         loop {
             match timeout(REVIEW_INTERVAL, &mut decided).await {
                 Ok(Ok(Decision::Begin(turn))) => return Ok(turn),
@@ -140,9 +134,12 @@ impl Turns {
         }
     }
 
-    /// Begins a task's turn. If the task no longer waits, its turn is dropped, which gives the next task a turn.
-    fn begin(&self, next: Option<WaitingTask>) {
-        if let Some(WaitingTask { decision, requester, server, .. }) = next {
+    /// Begins the turns of all tasks that may have one: the end of one turn can make room for two, one at the server and
+    /// one of the requester. If a task no longer waits, its turn is dropped.
+    fn begin(&self) {
+        loop {
+            let next = self.0.lock().next(Instant::now());
+            let Some(WaitingTask { decision, requester, server, .. }) = next else { return };
             let _ = decision.send(Decision::Begin(Turn { turns: self.clone(), requester, server }));
         }
     }
@@ -335,6 +332,23 @@ mod tests {
         drop(slow.remove(0).await.unwrap().unwrap());
         tokio::task::yield_now().await;
         assert!(slow[1].is_finished() && !slow[2].is_finished());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_one_turn_makes_room_for_two() {
+        let turns = Turns::new(GRANTED, 4);
+        let hostile = [turns.take_at(Some(7), 1, true).await, turns.take_at(Some(7), 1, true).await];
+        let wait = |server, requester| {
+            let turns = turns.clone();
+            tokio::spawn(async move { turns.take_at(Some(server), requester, true).await })
+        };
+        let (third, innocent) = (wait(8, 1), wait(7, 2));
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert!(!third.is_finished() && !innocent.is_finished());
+        let [first, _second] = hostile;
+        drop(first);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert!(third.is_finished() && innocent.is_finished());
     }
 
     #[tokio::test(start_paused = true)]

@@ -55,6 +55,23 @@ async fn an_argument_for_a_pool_of_images_is_a_file() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn tasks_are_read_from_a_pipe() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+    let writer = std::thread::spawn({
+        let pipe = pipe.clone();
+        move || std::fs::write(pipe, "{\"input\": \"one\"}\n{\"input\": \"two\"}\n")
+    });
+    let said = printed(&settings, &["publish", "--wait", "-i", pipe.to_str().expect("UTF-8")]).await;
+    writer.join().expect("a writer").expect("the pipe is read");
+    assert!(said.contains("\"one\"") && said.contains("\"two\""), "{said}");
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn ctl_ends_soon_after_the_answers_or_gathers_for_its_timeout() {
     let settings = Settings::echo(Rabbit::shared().url()).controlled();
     let sconce = Sconce::launched(&settings).await;

@@ -45,7 +45,8 @@ impl DeadLetterSummary {
             dead_lettered_at: dead_letter.dead_lettered_at().and_then(iso),
             age_s: dead_letter.age(now).map(|age| age.as_secs()),
             worker: text(dead_letter.worker()),
-            error: text(dead_letter.error()),
+            // Not an id: it is read and not copied, and printing replaces its control characters.
+            error: dead_letter.error().map(|error| shorten(error, TEXT_BYTES)),
             size: message.body.len(),
             destination: None,
         }

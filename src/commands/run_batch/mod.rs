@@ -11,7 +11,8 @@ use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write as _};
 use std::num::NonZeroU16;
-use std::os::unix::net::UnixStream;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,6 +21,8 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect};
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -163,22 +166,33 @@ fn run_with_feeder(
     })
 }
 
-/// Removes the folders of runs that were killed: those whose socket nobody listens to. The folder of another user is
-/// closed to us.
+/// Removes the folders of this user's runs that were killed: those whose socket nobody listens to.
 fn remove_leftovers(temporary: &Path) {
+    // Its owner is that of this process.
+    let Ok(own) = fs::metadata("/proc/self").map(|it| it.uid()) else { return };
     for folder in fs::read_dir(temporary).into_iter().flatten().flatten() {
         let is_named = folder.file_name().to_str().is_some_and(|name| name.starts_with(FOLDER_PREFIX));
-        let age = folder.metadata().and_then(|it| it.modified()).map(|at| at.elapsed().unwrap_or_default());
-        if !is_named || age.is_ok_and(|age| age < LEFTOVER_AGE) {
-            continue;
-        }
+        // This is the entry itself: a link is no folder.
+        let is_old_folder = |it: &fs::Metadata| {
+            let age = it.modified().map(|at| at.elapsed().unwrap_or_default());
+            it.is_dir() && it.uid() == own && age.is_ok_and(|age| age > LEFTOVER_AGE)
+        };
         let socket = folder.path().join(SOCKET);
-        let is_dead = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-        if UnixStream::connect(&socket).is_err_and(is_dead) {
+        if is_named && folder.metadata().is_ok_and(|it| is_old_folder(&it)) && is_dead(&socket) {
             let removed = fs::remove_file(&socket).and_then(|()| fs::remove_dir(folder.path()));
             tracing::debug!(folder = %folder.path().display(), ?removed, "the folder of a run that was killed");
         }
     }
+}
+
+/// Whether nobody listens to a socket. Does not wait.
+fn is_dead(socket: &Path) -> bool {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let connected = UnixAddr::new(socket).and_then(|address| {
+        let stream = nix::sys::socket::socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+        connect(stream.as_raw_fd(), &address)
+    });
+    connected == Err(Errno::ECONNREFUSED)
 }
 
 /// Reports an output whose lines are all answered already.

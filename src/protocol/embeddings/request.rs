@@ -16,7 +16,9 @@ const KEYS: Keys = keys! {
     "inputs" = "null", "late_chunking_params" = "null", "max_tokens" = "null", "media_io_kwargs" = "null",
     "messages" = "null", "mm_processor_kwargs" = "null", "normalize" = "true", "output_dimension" = "null",
     "padding" = "null", "texts" = "null", "truncate_prompt_tokens" = "null",
-    "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "null"
+    "truncation_direction" = "\"Right\"", "truncation_side" = "\"right\"", "use_activation" = "null", "instruction" = "null",
+    "late_chunking" = "false", "output_dtype" = "\"float\"", "pooling" = "null", "precision" = "\"float32\"",
+    "prompt" = "null", "task" = "null"
 };
 
 /// One input: what a vector is computed for.

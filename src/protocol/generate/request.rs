@@ -53,7 +53,9 @@ macro_rules! endpoint {
             "spaces_between_special_tokens" = "true", "suffix" = "\"\"", "thinking_token_budget" = "null",
             "tool_choice" = "\"none\"", "tools" = "[]", "truncate_prompt_tokens" = "null",
             "truncation_side" = "null", "use_beam_search" = "false", "vllm_xargs" = "null",
-            "watermarking" = "null",
+            "watermarking" = "null", "grammar" = "null", "guided_decoding_backend" = "null",
+            "guided_whitespace_pattern" = "null", "json_schema" = "null", "repeat_penalty" = "1",
+            "template_date" = "null",
             $($key = $only_value),+
         }
     };
@@ -71,11 +73,14 @@ const CHAT: Keys = endpoint! {
     "media_io_kwargs" = "null", "mm_processor_kwargs" = "null", "modalities" = "[\"text\"]",
     "moderation" = "null", "p" = "null", "parallel_tool_calls" = "true", "prediction" = "null",
     "return_prompt_text" = "false", "safety_mode" = "\"OFF\"", "stop_sequences" = "[]",
-    "strict_tools" = "false", "verbosity" = "\"medium\"", "web_search_options" = "null"
+    "strict_tools" = "false", "verbosity" = "\"medium\"", "web_search_options" = "null",
+    "chat_history" = "[]", "instructions" = "null", "max_output_tokens" = "null", "preamble" = "null",
+    "text" = "null"
 };
 const MESSAGE: Keys = keys! {
     "content", "name", "role";
-    "audio" = "null", "function_call" = "null", "tool_calls" = "[]"
+    "audio" = "null", "function_call" = "null", "images" = "[]", "prefix" = "false", "reasoning" = "\"\"",
+    "reasoning_content" = "\"\"", "thinking" = "\"\"", "tool_calls" = "[]"
 };
 const PART: Keys = keys! { "text", "type" };
 const STREAM_OPTIONS: Keys = keys! { "include_usage"; "continuous_usage_stats" = "false" };

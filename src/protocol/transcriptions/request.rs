@@ -34,7 +34,9 @@ const KEYS: Keys = keys! {
     "min_p" = "0", "n" = "1", "presence_penalty" = "0", "repetition_penalty" = "1", "seed" = "null",
     "stream_continuous_usage_stats" = "false", "stream_include_usage" = "false", "to_language" = "null",
     "top_k" = "0", "top_p" = "1", "use_beam_search" = "false", "vad_filter" = "false", "vllm_xargs" = "null",
-    "watermarking" = "null"
+    "watermarking" = "null", "beam_size" = "null", "best_of" = "null",
+    "condition_on_previous_text" = "false", "diarize" = "false", "initial_prompt" = "null",
+    "no_speech_threshold" = "null", "without_timestamps" = "false", "word_timestamps" = "false"
 };
 /// The fields whose values are not strings. If the header of such a field is a string, it is read as JSON, because some
 /// clients can send only strings as headers.

@@ -134,7 +134,10 @@ impl Breakers {
         let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
         *count += 1;
         if *count == 1 {
-            tracing::warn!(queue, "a reply queue takes no message now; its tasks are put off");
+            tracing::warn!(
+                queue,
+                "a reply waits for its queue; while the queue takes nothing, its tasks are put off"
+            );
         }
         WaitingReply { breakers: self, queue, was_refused }
     }

@@ -81,7 +81,7 @@ impl Rig {
             reporter: Reporter::start_here(stdout.clone()),
             crashes: CrashRecords::default(),
             settings: LiveSettings::default(),
-            cancellations: cancellations(),
+            cancellations: Cancellations::default(),
             traces: Traces::default(),
         };
         let (memory, stop, counters) = (Memory::default(), Stop::default(), Arc::new(Counters::default()));

@@ -219,7 +219,7 @@ async fn no_more_inputs_are_made_of_a_task_that_is_cancelled_or_late() {
     rig.memory.deliver([windows("cancelled", 1_000), late]);
     until_made(&record, 10).await;
     let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
-    rig.control.cancellations.send([cancellation].into()).unwrap();
+    assert!(rig.control.cancellations.add(vec![cancellation]));
     let replies = rig.memory.until_published("mine", 2).await;
     assert_eq!(statuses(&replies), [("cancelled", 499), ("late", 408)]);
     let made = record.made().len();
@@ -313,7 +313,7 @@ async fn a_cancelled_or_late_streamed_task_is_answered_behind_its_last_part() {
     rig.memory.deliver([streamed("cancelled", "mine", 1_000), late]);
     rig.memory.until_published("other", 1).await;
     let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
-    rig.control.cancellations.send([cancellation].into()).unwrap();
+    assert!(rig.control.cancellations.add(vec![cancellation]));
     for (queue, answered) in [("mine", [("cancelled", 499)]), ("other", [("late", 408)])] {
         rig.memory.until_published(queue, 2).await;
         assert!(begun.elapsed() >= slow, "{queue}: {:?}", begun.elapsed());

@@ -212,7 +212,7 @@ async fn a_streamed_one_pass_task_can_be_cancelled_and_ends_at_its_deadline() {
     rig.memory.deliver([listed("cancelled", 50), late]);
     tokio::time::sleep(Duration::from_millis(500)).await;
     let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
-    rig.control.cancellations.send([cancellation].into()).unwrap();
+    assert!(rig.control.cancellations.add(vec![cancellation]));
     rig.memory.until_settled(2).await;
     let messages = rig.memory.published("mine");
     for (id, expected) in [("cancelled", 499), ("late", 408)] {

@@ -197,7 +197,7 @@ async fn cancellations_that_match_no_task_do_not_postpone_the_review_of_places()
     let begun = Instant::now();
     while broker.rig.memory.published("quick").is_empty() {
         let nobody = Cancellation { task: Some("nobody".into()), ..Cancellation::default() };
-        let _ = broker.rig.control.cancellations.send([nobody].into());
+        broker.rig.control.cancellations.add(vec![nobody]);
         broker.step().await;
     }
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());

@@ -131,7 +131,7 @@ async fn a_cancelled_task_without_a_reply_queue_leaves_no_dead_letter() {
     // For each cancellation, the launcher is told how many such tasks the worker held.
     for (task, tasks) in [("nope", 0), ("a", 1)] {
         let cancellation = Cancellation { task: Some(task.into()), ..Cancellation::default() };
-        rig.control.cancellations.send([cancellation.clone()].into()).unwrap();
+        assert!(rig.control.cancellations.add(vec![cancellation.clone()]));
         rig.wait_for_event(|event| *event == Event::Cancelled { cancellation: cancellation.clone(), tasks })
             .await;
     }
@@ -278,7 +278,7 @@ async fn a_requester_cancels_only_its_own_tasks_and_an_operator_any() {
         of("b", "elsewhere"),
         Cancellation { task: Some("c".into()), ..Cancellation::default() },
     ] {
-        rig.control.cancellations.send([cancellation].into()).unwrap();
+        assert!(rig.control.cancellations.add(vec![cancellation]));
     }
     let replies = rig.memory.until_published("mine", 3).await;
     assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());

@@ -41,6 +41,9 @@ pub fn environment() -> Result<Environment<'static>, Error> {
     });
     // In `minijinja` None is iterable, and templates ask `tools is iterable and tools | length > 0`.
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    // In Jinja2 whatever has a length and items is a sequence.
+    environment
+        .add_test("sequence", |value: &Value| value.len().is_some() && value.kind() != ValueKind::Undefined);
     Ok(environment)
 }
 

@@ -6,11 +6,11 @@
 //! |---|---|
 //! | `server` | the work of the processes |
 //! | `budget` | the limits of one of their operations |
-//! | `property_names` | which schemas are refused for the names of their properties |
+//! | `defects` | what is refused because llguidance compiles it wrongly |
 //! | `wire` | the messages between them and the worker |
 
 mod budget;
-mod property_names;
+mod defects;
 mod server;
 mod wire;
 

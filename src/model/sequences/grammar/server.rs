@@ -24,7 +24,7 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 use nix::unistd::{ForkResult, fork};
 
 use super::budget::{Budget, allocator_is_installed, run_within};
-use super::property_names;
+use super::defects;
 use super::wire::{FrameKind, read_frame, receive_socket, write_frame};
 use crate::protocol::shorten;
 
@@ -133,7 +133,7 @@ fn run_builder(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
     let built = run_within(BUILD, &worker, || {
         let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| reason(&error))?;
         let mut schemas = grammar.grammars.iter().filter_map(|part| part.json_schema.as_ref());
-        schemas.try_for_each(property_names::check)?;
+        schemas.try_for_each(defects::check)?;
         let mut matcher = Matcher::new(factory.create_parser(grammar));
         let mask = mask(&mut matcher)?.ok_or("no text fits it")?;
         Ok((matcher, mask))

@@ -73,10 +73,10 @@ pub static OPTIONS: [OptionSpec; 8] = [
     OptionSpec {
         name: "template_date",
         takes: Takes::Text,
-        default: OptionDefault::Derived("the day on which the prompt is made"),
-        help: "the day, as in `2026-11-28`, that a chat template gets if it asks for the date and the task has no \
-               `timestamp`. Without both it is the day on which the prompt is made, so that a task that is delivered \
-               again after midnight (UTC) has another prompt",
+        default: OptionDefault::Derived("that of the task"),
+        help: "the day, as in `2026-11-28`, that a chat template gets if it asks for the date. Without it that is the \
+               day of the task's `timestamp`, and without both the day on which the prompt is made, so that a task that \
+               is delivered again after midnight (UTC) has another prompt",
     },
     OptionSpec {
         name: "truncate_prompts",
@@ -178,13 +178,13 @@ impl Options {
         })
     }
 
-    /// The time (UTC) that a chat template gets for a task that was published at this time: that time, else the
-    /// beginning of `template_date`, else the current time.
+    /// The time (UTC) that a chat template gets for a task that was published at this time: the beginning of
+    /// `template_date`, else that time, else the current time.
     pub fn template_time(&self, published: Option<SystemTime>) -> Zoned {
         let published = published.and_then(|time| Timestamp::try_from(time).ok());
-        match (published, self.template_date) {
-            (None, Some(date)) => date.to_zoned(TimeZone::UTC).unwrap_or_default(),
-            _ => published.unwrap_or_else(Timestamp::now).to_zoned(TimeZone::UTC),
+        match self.template_date {
+            Some(date) => date.to_zoned(TimeZone::UTC).unwrap_or_default(),
+            None => published.unwrap_or_else(Timestamp::now).to_zoned(TimeZone::UTC),
         }
     }
 
@@ -258,11 +258,12 @@ mod tests {
     }
 
     #[test]
-    fn a_template_sees_the_time_of_publishing_or_else_the_day_that_is_set() {
+    fn a_template_sees_the_day_that_is_set_or_else_the_time_of_publishing() {
         let set = read(json!({"template_date": "2026-11-28"})).unwrap();
         let published = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_700_000_000);
-        assert_eq!(set.template_time(Some(published)).to_string(), "2023-11-14T22:13:20+00:00[UTC]");
-        assert_eq!(set.template_time(None).to_string(), "2026-11-28T00:00:00+00:00[UTC]");
+        let unset = read(json!({})).unwrap().template_time(Some(published));
+        assert_eq!(unset.to_string(), "2023-11-14T22:13:20+00:00[UTC]");
+        assert_eq!(set.template_time(Some(published)).to_string(), "2026-11-28T00:00:00+00:00[UTC]");
         let now = read(json!({})).unwrap().template_time(None);
         assert!(now > "2026-01-01T00:00[UTC]".parse::<Zoned>().unwrap(), "{now}");
     }

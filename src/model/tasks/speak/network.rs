@@ -189,7 +189,8 @@ impl Forward for Speaker {
             let spoken = self.speak(voice, &sentences).map_err(|error| ForwardError::from(&error))?;
             indices.into_iter().zip(spoken).for_each(|(index, sound)| sounds[index] = Some(sound));
         }
-        // Nothing fails from here on, so that no sentence is counted twice.
+        // From here on only single sentences fail. If the batch failed, it would be repeated, and they would be counted
+        // twice.
         let checked = |(sound, sentence): (Option<Result<Sound, TaskError>>, &&Sentence)| {
             let sound =
                 sound.unwrap_or_else(|| Err(TaskError::internal("a sentence has an unknown voice")))?;

@@ -185,8 +185,9 @@ impl Attempt {
         key(self) > key(other)
     }
 
-    /// `best`: the best of the texts before. `next`: the temperature for another one; none if this one is kept, which
-    /// may be doubtful if it is the last, as in openai/whisper. `chosen`: the tokens that were chosen for the window.
+    /// Decides whether this text is kept: if it is not doubtful or was written with the last temperature, so that there is
+    /// no `next` one, as in openai/whisper. Once many tokens were `chosen` for the window, the best text so far is kept.
+    /// `best` is the best of the texts before this one.
     fn judge(self, best: Option<Self>, next: Option<f32>, chosen: usize) -> Verdict {
         let Some(temperature) = next else { return Verdict::Keep(self) };
         let best = match best {
