@@ -12,6 +12,7 @@ pub(crate) mod job;
 pub(crate) mod replies;
 mod resend;
 pub(crate) mod tally;
+pub(crate) mod whole_file;
 
 use std::pin::pin;
 use std::sync::Arc;

@@ -20,6 +20,7 @@ use super::{Registry, broker_session, load, pool_named, progress, start_logging}
 use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
+use crate::client::whole_file::write_whole;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Broker, Pool};
@@ -226,7 +227,7 @@ impl Sink<Option<String>, anyhow::Error> for Output {
             }
             if let (Some(files), false) = (&self.files, is_error) {
                 let path = files.path(number, custom_id.as_deref(), &reply);
-                std::fs::write(&path, &reply.body).with_context(|| path.display().to_string())?;
+                write_whole(&path, &reply.body).with_context(|| path.display().to_string())?;
             }
             let is_written = self.show.is_some() || self.files.is_some();
             // Elsewhere the headers of the reply are printed.

@@ -183,13 +183,23 @@ async fn a_model_that_cannot_be_loaded_exits_with_82_and_names_the_file() {
 async fn a_load_failure_is_logged_once_for_all_slots_and_again_at_the_end() {
     let two = || settings().set("pool[0].devices", r#"["cpu", "cpu"]"#);
     let folder = two().set("pool[0].model", "/no/such/folder");
-    let hub = two()
-        .set("pool[0].model", "no-such/model")
-        .set("launcher.restart_delay", "10ms")
-        .environment("HF_HUB_OFFLINE", "1");
+    let hub = || {
+        let hub = two().set("pool[0].model", "no-such/model");
+        hub.set("launcher.restart_delay", "10ms").set("launcher.restart_delay_max", "10ms")
+    };
+    let offline = hub().environment("HF_HUB_OFFLINE", "1");
+    let empty = tempfile::tempdir().expect("a folder");
+    let unreachable = hub()
+        .environment("HF_ENDPOINT", "http://127.0.0.1:9")
+        .environment("HF_HOME", empty.path().to_str().expect("UTF-8"));
     for (settings, exit, cause) in [
         (folder, 82, "/no/such/folder: no such folder"),
-        (hub, 86, "no-such/model; from the Hugging Face hub: is not in the cache, and HF_HUB_OFFLINE is set"),
+        (
+            offline,
+            82,
+            "no-such/model; from the Hugging Face hub: is not in the cache, and HF_HUB_OFFLINE is set",
+        ),
+        (unreachable, 86, "no-such/model; from the Hugging Face hub: "),
     ] {
         let mut sconce = Sconce::launch(&settings);
         assert_eq!(sconce.exit_code().await, exit, "{}", sconce.log());

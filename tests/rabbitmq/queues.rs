@@ -95,7 +95,7 @@ async fn a_stream_as_the_task_queue_is_refused_at_the_start_or_at_its_first_deli
             client.publish(&settings.tasks, Task::new(json!({"input": "a"}))).await;
         }
         assert_eq!(sconce.exit_code().await, 78, "{arguments:?}: {}", sconce.log());
-        assert!(sconce.log().contains("is a stream, which gives every worker each task"), "{}", sconce.log());
+        assert!(sconce.log().contains("is a stream, from which nothing is taken away"), "{}", sconce.log());
     }
 }
 

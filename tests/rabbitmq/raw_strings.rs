@@ -14,7 +14,7 @@ use crate::support::wait::until;
 /// The bytes of a UUID.
 const ID: &[u8] = b"\x9b\xdc\x3f\x00\xc1\x5e\x4a\xd6\x9f\x80\xff\x41\x00\xce\x7f\xfe";
 /// As commands show it.
-const SHOWN: &str = "\\x9b\\xdc?\0\\xc1^J֟\\x80\\xffA\0\\xce\u{7f}\\xfe";
+const SHOWN: &str = "\\x9b\\xdc?\\x00\\xc1^J֟\\x80\\xffA\\x00\\xce\\x7f\\xfe";
 
 const HEADERS: u16 = 1 << 13;
 const CORRELATION_ID: u16 = 1 << 10;

@@ -2,12 +2,13 @@
 //! the caller. The caller holds the output's lock, so there is one writer.
 
 use std::fs;
-use std::io::{self, Write as _};
-use std::os::unix::fs::PermissionsExt as _;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+use crate::client::whole_file::write_whole;
 
 /// The path of the record of an output.
 pub(crate) fn record_path(output: &Path) -> PathBuf {
@@ -30,26 +31,20 @@ pub(crate) fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option
     }
 }
 
-/// Writes a record under a random name beside it and renames it, so that a reader finds the whole file or none, and
-/// neither a link nor a leftover of an earlier run matters.
+/// Writes a record.
 ///
 /// # Errors
 /// The file system's.
 pub(crate) fn write_record(path: &Path, record: &impl Serialize) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // The umask takes its part of these permissions.
-    let permissions = fs::Permissions::from_mode(0o666);
-    let mut file =
-        tempfile::Builder::new().prefix(".run.json").permissions(permissions).tempfile_in(folder)?;
-    file.write_all(&serde_json::to_vec_pretty(record)?)?;
-    file.write_all(b"\n")?;
-    file.as_file().sync_all()?;
-    file.persist(path)?;
-    Ok(())
+    let mut content = serde_json::to_vec_pretty(record)?;
+    content.push(b'\n');
+    write_whole(path, &content)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     #[test]

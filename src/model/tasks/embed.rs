@@ -38,7 +38,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |_| true,
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
-        assumptions: assumptions,
+        assumptions,
         request_files: request_text_files,
         check,
     }),

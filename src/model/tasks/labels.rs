@@ -132,7 +132,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |model| label_count(model).is_some(),
         heads: &[],
-        assumptions: assumptions,
+        assumptions,
         request_files: request_text_files,
         check: |spec| {
             let files = ModelFiles::locate(&spec.source)?;

@@ -1,0 +1,46 @@
+//! Writes whole files: a reader finds the whole file or none.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+/// Writes a file under a random name beside it and renames it, so that neither a link nor a leftover of an earlier run
+/// matters. What is no regular file, such as a device or a pipe, is written to as it is.
+///
+/// # Errors
+/// The file system's.
+pub(crate) fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
+    // `/dev/stdout` is a link to a pipe or a terminal.
+    if fs::metadata(path).is_ok_and(|it| !it.is_file() && !it.is_dir()) {
+        return fs::OpenOptions::new().write(true).open(path)?.write_all(content);
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // The umask takes its part of these permissions.
+    let permissions = fs::Permissions::from_mode(0o666);
+    let mut file = tempfile::Builder::new().prefix(".sconce").permissions(permissions).tempfile_in(folder)?;
+    file.write_all(content)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_written_through_no_link_and_leaves_nothing_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, target) = (folder.path().join("a"), folder.path().join("target"));
+        fs::write(&target, "mine").unwrap();
+        std::os::unix::fs::symlink(&target, &path).unwrap();
+        write_whole(&path, b"new").unwrap();
+        assert_eq!(
+            (fs::read(&path).unwrap(), fs::read(&target).unwrap()),
+            (b"new".to_vec(), b"mine".to_vec())
+        );
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        write_whole(Path::new("/dev/null"), b"nothing").unwrap();
+    }
+}
