@@ -220,7 +220,7 @@ impl ControlledLauncher {
         unlogged.is_some()
     }
 
-    /// An answer without slots.
+    /// An answer that names this launcher, and no slots.
     pub(super) fn identity(&self) -> Answer {
         Answer {
             launcher: self.name.clone(),

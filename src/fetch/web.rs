@@ -1,8 +1,8 @@
 //! Downloads files from servers: connects only to the addresses that were checked, follows no redirects, uses no proxy,
-//! and asks for no compression. Credentials are part of the URL or absent. All memory that a server can fill is bounded:
-//! the headers and the trailers by [`HEAD_BYTES`], the body by the caller. Dropping a download closes its connection.
-//! So is what it may send that is no part of the file. Measures the rate of a download; its caller ends slow and late
-//! ones.
+//! and asks for no compression. Credentials are part of the URL or absent. What a server can make the worker hold or read
+//! is bounded: heads and trailers by [`HEAD_BYTES`], all that is no part of the file by [`OTHER_BYTES`], and the file by
+//! the caller. Measures the rate of a download, which its caller ends if it is slow or late. Dropping a download closes
+//! its connection.
 
 use std::error::Error as StdError;
 use std::future::{pending, poll_fn};

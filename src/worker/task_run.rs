@@ -485,7 +485,15 @@ impl Run<'_> {
     async fn fetch_files(&self, expected: Expected) -> Result<(Fetched, Expected), Outcome> {
         let Self { shared, task, .. } = *self;
         let message = &task.message;
-        let dataref = message.properties.headers.get(DATAREF).filter(|_| message.body.is_empty());
+        let dataref = message.properties.headers.get(DATAREF);
+        if dataref.is_some() && shared.fetcher.is_some() && !message.body.is_empty() {
+            let message = format!(
+                "{DATAREF} names a file in the place of the body, but the body has {} bytes; send an empty one",
+                message.body.len()
+            );
+            return Err(TaskError::bad_input(DATAREF, message).into());
+        }
+        let dataref = dataref.filter(|_| message.body.is_empty());
         let mut fetched = Fetched { task: task.clone(), files: Files::default() };
         let urls = match (dataref.and_then(|url| url.as_str()), &shared.fetcher) {
             (Some(_), None) => {

@@ -94,7 +94,7 @@ async fn a_worker_that_holds_another_device_is_killed_while_the_others_work_on()
 async fn the_launchers_exit_is_the_code_of_the_slot_that_was_given_up() {
     for (code, exit, lives) in [
         (82, Exit::ModelFailed, 1),
-        (86, Exit::ModelUnavailable, 4),
+        (86, Exit::ModelUnavailable, 25),
         (83, Exit::DeviceFailed, 4),
         (78, Exit::Config, 1),
     ] {

@@ -106,6 +106,9 @@ async fn files_are_fetched_from_folders_and_servers_that_the_settings_admit() {
         client.publish(&trusting.tasks, named(url)).await;
         assert_eq!(input(&replies.next().await), "fetched", "{url}");
     }
+    client.publish(&trusting.tasks, Task::raw(BODY).header("dataref", &folder_url)).await;
+    let reply = replies.next().await;
+    assert_eq!((reply.status_code(), reply.body["error"]["param"].as_str()), (400, Some("dataref")));
     for (url, status, words) in [
         (format!("http://127.0.0.1:{port}/in/b.json"), 400, "404"),
         (format!("http://127.0.0.1:{port}/out/a.json"), 400, "allowed_sources"),

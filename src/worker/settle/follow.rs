@@ -4,6 +4,7 @@
 
 use crate::broker::Delay;
 use crate::protocol::dead_letter::Reason;
+use crate::protocol::raw_text::visible;
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// What is known of a published message when it is confirmed or given up.
@@ -111,9 +112,13 @@ fn after_reply(sent: PublishOutcome, reply: Reply<'_>) -> Next {
             let message = format!("the broker refuses the reply of {bytes} bytes: {refusal}");
             return Next::ReplyError(TaskError::new(TaskErrorKind::TooLarge, message));
         }
-        PublishOutcome::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
+        PublishOutcome::Unroutable => {
+            (Reason::Unroutable, format!("reply queue \"{}\" does not exist", visible(queue)))
+        }
         // The error reply is refused too: no reply can reach this queue.
-        PublishOutcome::Refused(refusal) => (Reason::Unroutable, format!("reply queue {queue:?}: {refusal}")),
+        PublishOutcome::Refused(refusal) => {
+            (Reason::Unroutable, format!("reply queue \"{}\": {refusal}", visible(queue)))
+        }
         PublishOutcome::Unconfirmed(message) => (Reason::Unconfirmed, message),
         PublishOutcome::Evicted(message) => match delay {
             Some(delay) if dead_lettering == DeadLettering::Allowed => return Next::PutOff(delay, message),
