@@ -41,6 +41,7 @@ mod tests {
             (b"new".to_vec(), b"mine".to_vec())
         );
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o444, 0o444);
         write_whole(Path::new("/dev/null"), b"nothing").unwrap();
     }
 }

@@ -117,8 +117,7 @@ impl Registry {
             }
             Some(rules) => {
                 let assumptions = |spec: &LoadSpec| {
-                    let files = ModelFiles::locate(&spec.source)?;
-                    (rules.assumptions)(&files, &Description::read(&files)?)
+                    Ok((rules.assumptions)(&Description::read(&ModelFiles::locate(&spec.source)?)?))
                 };
                 self.by_files.push((family, assuming(starter, assumptions)));
             }

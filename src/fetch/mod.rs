@@ -62,6 +62,8 @@ pub struct Fetcher {
     s3: S3,
     budget: Budget,
     hasher: RandomState,
+    /// Whether the settings admit several servers, so that each may have only half of the places for fetches.
+    limits_servers: bool,
     /// Created by the first fetch over TLS.
     tls: OnceLock<Arc<rustls::ClientConfig>>,
 }
@@ -97,8 +99,8 @@ impl Fetcher {
         let allowed = pool.allowed_sources.clone();
         let (limits, s3, tls) = (pool.fetch.clone(), pool.s3.clone(), OnceLock::new());
         let budget = Budget::new(limits.memory);
-        let hasher = RandomState::new();
-        (!allowed.is_empty()).then_some(Self { allowed, limits, s3, budget, hasher, tls })
+        let (hasher, limits_servers) = (RandomState::new(), allowed::servers(&allowed) > 1);
+        (!allowed.is_empty()).then_some(Self { allowed, limits, s3, budget, hasher, limits_servers, tls })
     }
 
     /// Finds out where the file of a URL is.
@@ -109,11 +111,9 @@ impl Fetcher {
         allowed::locate(url, &self.allowed).map_err(Failure::Refused)
     }
 
-    /// The hash of the server's name, if the server may have only half of the places for fetches: if the settings admit
-    /// others too.
+    /// The hash of the server's name, if the server may have only half of the places for fetches.
     pub fn limited_server(&self, location: &Location) -> Option<u64> {
-        let hash = || self.hasher.hash_one(location.server());
-        (allowed::servers(&self.allowed) > 1).then(hash)
+        self.limits_servers.then(|| self.hasher.hash_one(location.server()))
     }
 
     /// Fetches a file. If this call is cancelled, a connection to a server is closed at once. A thread that reads a

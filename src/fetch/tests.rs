@@ -49,7 +49,8 @@ fn fetcher(url: &Url, private: bool) -> Fetcher {
         secret_access_key: Some(crate::config::Secret::new("secret")),
     };
     let budget = Budget::new(limits.memory);
-    Fetcher { allowed, budget, limits, s3, hasher: RandomState::new(), tls: OnceLock::new() }
+    let (hasher, tls) = (RandomState::new(), OnceLock::new());
+    Fetcher { allowed, budget, limits, s3, hasher, limits_servers: false, tls }
 }
 
 const CLAIM: Claim = Claim { requester: 1, waits_for_memory: true, max_size: u64::MAX, task_bytes: 0 };
@@ -303,11 +304,14 @@ async fn a_download_is_slow_if_too_few_bytes_come_in_ten_seconds() {
 #[test]
 fn a_server_is_limited_only_where_the_settings_admit_several() {
     let entry = |url: &str| AllowedSource { url: Url::parse(url).unwrap(), private: true };
-    let mut fetcher = fetcher(&Url::parse("http://one.org/in/").unwrap(), true);
+    let one = [entry("http://one.org/in/"), entry("https://one.org/other/")];
+    let more = [entry("https://two.org/"), entry("file:///srv/"), entry("s3://bucket/")];
+    assert_eq!((allowed::servers(&one), allowed::servers(&more)), (1, 3));
+    let mut fetcher = fetcher(&one[0].url, true);
     let limited = |fetcher: &Fetcher, url: &str| fetcher.limited_server(&fetcher.locate(url).unwrap());
-    fetcher.allowed.push(entry("https://one.org/other/"));
     assert_eq!(limited(&fetcher, "http://one.org/in/a"), None);
-    fetcher.allowed.extend([entry("https://two.org/"), entry("file:///srv/"), entry("s3://bucket/")]);
+    fetcher.allowed = one.into_iter().chain(more).collect();
+    fetcher.limits_servers = true;
     let one = limited(&fetcher, "http://one.org/in/a");
     assert_eq!(one, limited(&fetcher, "https://one.org/other/b"));
     let others = ["https://two.org/a", "file:///srv/a", "s3://bucket/a"].map(|url| limited(&fetcher, url));

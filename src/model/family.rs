@@ -56,7 +56,7 @@ pub struct FileRules {
     /// weights of other heads, or lacks some. Empty: its loading finds out.
     pub heads: &'static [&'static str],
     /// One sentence for each property that the family assumes because the model's files do not tell it.
-    pub assumptions: fn(&ModelFiles, &Description) -> Result<Vec<String>, LoadError>,
+    pub assumptions: fn(&Description) -> Vec<String>,
     /// Requests every file that loading may read, the weights last. The digest of a model covers these files.
     pub request_files: fn(&ModelFiles) -> Result<(), LoadError>,
     /// Checks all that can be checked of a model without loading it: its configuration, the pool's options, the headers

@@ -136,10 +136,8 @@ pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
 pub fn assumptions(source: &str, task: Option<&str>) -> Result<Vec<String>, LoadError> {
     let Some(files) = ModelFiles::on_this_host(source) else { return Ok(Vec::new()) };
     let model = Description::read(&files)?;
-    match find_family(source, &model, task)?.rules() {
-        Some(rules) => (rules.assumptions)(&files, &model),
-        None => Ok(Vec::new()),
-    }
+    let served = find_family(source, &model, task)?;
+    Ok(served.rules().map_or_else(Vec::new, |rules| (rules.assumptions)(&model)))
 }
 
 /// Decides which family serves a model: the one that `task` names, else the one of the modules of sentence-transformers,

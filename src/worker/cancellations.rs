@@ -85,7 +85,6 @@ impl Drop for Waiting {
 #[cfg(test)]
 mod tests {
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
 
@@ -100,16 +99,19 @@ mod tests {
         let waiting = cancellations.open();
         let reader = cancellations.clone();
         let reader = thread::spawn(move || (0..3).all(|_| reader.add(some(MAX_WAITING))));
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        assert!(!reader.is_finished(), "it waits for the intake");
         let mut taken = 0;
         while taken < 3 * MAX_WAITING {
-            taken += waiting.take().await.len();
+            let all = waiting.take().await.len();
+            assert!(all <= MAX_WAITING, "the reader waits for the intake");
+            taken += all;
         }
         assert!(reader.join().unwrap());
         cancellations.add(some(MAX_WAITING));
         let reader = thread::spawn(move || cancellations.add(some(1)));
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        // Once it waits, it can be woken; it finds the list full, and waits again.
+        while !waiting.0.taken.notify_one() {
+            thread::yield_now();
+        }
         drop(waiting);
         assert!(!reader.join().unwrap(), "the session has ended");
     }

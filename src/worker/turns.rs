@@ -343,11 +343,11 @@ mod tests {
             tokio::spawn(async move { turns.take_at(Some(server), requester, true).await })
         };
         let (third, innocent) = (wait(8, 1), wait(7, 2));
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        tokio::task::yield_now().await;
         assert!(!third.is_finished() && !innocent.is_finished());
         let [first, _second] = hostile;
         drop(first);
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        tokio::task::yield_now().await;
         assert!(third.is_finished() && innocent.is_finished());
     }
 

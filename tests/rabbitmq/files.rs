@@ -174,18 +174,17 @@ async fn a_task_that_expires_while_its_file_comes_leaves_its_place_and_its_conne
     let rabbit = Rabbit::shared();
     let closed = Arc::new(AtomicUsize::new(0));
     let count = closed.clone();
-    let dripping = plain(move |_, stream| {
-        let mut sent = write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n");
-        while sent.is_ok() {
-            thread::sleep(std::time::Duration::from_millis(50));
-            sent = stream.write_all(b"x");
-        }
+    let hanging = serve(move |mut stream| {
+        exchange(&mut stream, &|_, stream| {
+            write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nx")
+        });
+        // Returns once the connection is closed.
+        let _ = stream.read_to_end(&mut Vec::new());
         count.fetch_add(1, Ordering::SeqCst);
-        sent
     });
     let good = plain(|_, stream| ok(BODY, stream));
     let sources =
-        [dripping, good].map(|port| format!(r#"{{url = "http://127.0.0.1:{port}/", private = true}}"#));
+        [hanging, good].map(|port| format!(r#"{{url = "http://127.0.0.1:{port}/", private = true}}"#));
     let settings = Settings::echo(rabbit.url())
         .set("pool[0].allowed_sources", format!("[{}]", sources.join(", ")))
         .set("pool[0].fetch.at_once", 1)
@@ -195,7 +194,7 @@ async fn a_task_that_expires_while_its_file_comes_leaves_its_place_and_its_conne
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     let expiring =
-        named(&format!("http://127.0.0.1:{dripping}/a")).with(|it| it.with_expiration("2000".into()));
+        named(&format!("http://127.0.0.1:{hanging}/a")).with(|it| it.with_expiration("2000".into()));
     client.publish(&settings.tasks, expiring).await;
     assert_eq!(replies.next().await.status_code(), 408);
     client.publish(&settings.tasks, named(&format!("http://127.0.0.1:{good}/a"))).await;

@@ -54,9 +54,9 @@ pub static FAMILY: Family = Family {
 };
 
 /// Pooling is assumed without `modules.json`, and a head that is not used is named.
-fn assumptions(_: &ModelFiles, model: &Description) -> Result<Vec<String>, LoadError> {
+fn assumptions(model: &Description) -> Vec<String> {
     if model.has_pooling() {
-        return Ok(Vec::new());
+        return Vec::new();
     }
     let mut all = vec![format!(
         "a text's vector is the mean of its tokens' vectors, not normalised, and no prompt is put before the text: the model \
@@ -65,7 +65,7 @@ fn assumptions(_: &ModelFiles, model: &Description) -> Result<Vec<String>, LoadE
     if let Some(class) = model.classes().next().filter(|class| !class.ends_with("Model")) {
         all.push(format!("the head of {class} is not used"));
     }
-    Ok(all)
+    all
 }
 
 #[derive(Deserialize)]

@@ -66,7 +66,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel"],
-        assumptions: |_, _| Ok(Vec::new()),
+        assumptions: |_| Vec::new(),
         request_files,
         check,
     }),
