@@ -6,14 +6,31 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo demo-images demo-generate demo-speech unit test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build wheel address program cuda gpu-check models demo demo-images demo-generate demo-speech unit test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-build: ## the program: target/release/sconce; the first time takes about ten minutes on two cores
-	@test -x target/release/sconce || echo "compiling sconce first: about ten minutes on two cores" >&2
+# How many of the crates are compiled is shown in a log too.
+build: export CARGO_TERM_PROGRESS_WHEN = always
+build: export CARGO_TERM_PROGRESS_WIDTH = 80
+build: ## the program: target/release/sconce; the first time takes 10 to 16 minutes on two cores
+	@test -x target/release/sconce || echo "compiling sconce first: 10 to 16 minutes on two cores" >&2
 	$(CARGO) build --release --locked
+
+wheel: build ## what pip installs, the program and the Python client: target/dist/*.whl
+	scripts/ensure-pip
+	scripts/release wheel
+	scripts/release package $$(uname -m)-unknown-linux-gnu target/release/sconce
+
+address: ## say in all files where releases are published: make address REPOSITORY=https://github.com/owner/sconce
+	scripts/release set_address "$(REPOSITORY)"
+
+# Looked for once, when a demo needs it.
+INSTALLED = $(eval INSTALLED := $(shell scripts/installed-program))$(INSTALLED)
+PROGRAM = $(or $(INSTALLED),target/release/sconce)
+program:
+	@if [ -n "$(INSTALLED)" ]; then echo "using $(INSTALLED), which is of this commit" >&2; else $(MAKE) build; fi
 
 cuda: ## with CUDA in it, without a toolkit: target/cuda/release/sconce; CUDA_COMPUTE_CAP=80
 	scripts/build-cuda
@@ -24,24 +41,24 @@ gpu-check: ## on a machine with a GPU and PyTorch: what it computes, and how fas
 models: ## fetch the default model into models/
 	scripts/fetch-model
 
-demo: build models ## embed 820 texts without a broker and show which sentences are alike
-	examples/demo/run target/release/sconce $(MODEL)
+demo: program models ## embed 820 texts without a broker and show which sentences are alike
+	examples/demo/run "$(PROGRAM)" $(MODEL)
 
-demo-images: build ## classify six photographs, and order answers to questions, without a broker
+demo-images: program ## classify six photographs, and order answers to questions, without a broker
 	scripts/fetch-efficientnet
-	examples/demo/images target/release/sconce models/efficientnet-lite0
-	examples/demo/rerank target/release/sconce
+	examples/demo/images "$(PROGRAM)" models/efficientnet-lite0
+	examples/demo/rerank "$(PROGRAM)"
 
-demo-generate: build ## answer a dozen questions and summarise three texts, streamed, without a broker
+demo-generate: program ## answer a dozen questions and summarise three texts, streamed, without a broker
 	scripts/fetch-smollm2
-	examples/demo/generate target/release/sconce models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
+	examples/demo/generate "$(PROGRAM)" models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 
-demo-speech: build ## transcribe real recordings, speak sentences and transcribe them, without a broker
+demo-speech: program ## transcribe real recordings, speak sentences and transcribe them, without a broker
 	scripts/fetch-whisper
 	scripts/fetch-recordings
 	scripts/fetch-hibari
-	examples/demo/speech target/release/sconce models/whisper-tiny.en models/recordings
-	examples/demo/speak target/release/sconce models/hibari models/whisper-tiny.en
+	examples/demo/speech "$(PROGRAM)" models/whisper-tiny.en models/recordings
+	examples/demo/speak "$(PROGRAM)" models/hibari models/whisper-tiny.en
 
 # One after the other, also under `make -j`: each needs the one before.
 test: ## install what tests need (RabbitMQ), then lint and test everything
