@@ -19,7 +19,8 @@ import sconce_client
 VERSION = sconce_client.__version__
 MACHINE = platform.machine()
 TARGET = f"{MACHINE}-unknown-linux-gnu"
-CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("GITHUB_")}
+UNCLEAN = ("PYTHONPATH", "MAKEFLAGS", "MAKEOVERRIDES")
+CLEAN = {name: value for name, value in os.environ.items() if name not in UNCLEAN and not name.startswith("GITHUB_")}
 
 
 def done(command: list[str | Path], **variables: str) -> str:
