@@ -119,6 +119,24 @@ fn the_dtype_that_a_worker_will_try_first_is_shown() {
 }
 
 #[test]
+fn a_whisper_of_english_only_is_not_said_to_translate() {
+    let whisper = fixture("whisper-random");
+    let (_, said) = sconce("check-config", &whisper, "pool[0].name=speech");
+    assert!(said.contains("(/v1/audio/transcriptions, /v1/audio/translations)"), "{said}");
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        symlink(whisper.join(name), folder.path().join(name)).unwrap();
+    }
+    let settings = fs::read(whisper.join("generation_config.json")).unwrap();
+    let mut settings: serde_json::Value = serde_json::from_slice(&settings).unwrap();
+    settings["is_multilingual"] = false.into();
+    fs::write(folder.path().join("generation_config.json"), settings.to_string()).unwrap();
+    let (exit, said) = sconce("check-config", folder.path(), "pool[0].name=speech");
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("for transcribe (/v1/audio/transcriptions)"), "{said}");
+}
+
+#[test]
 fn vector_units_that_this_cpu_lacks_are_refused_before_anything_starts() {
     for (features, name) in CpuFeatures::ALL {
         let setting = format!("pool[0].cpu_features={name}");

@@ -25,6 +25,8 @@ pub(crate) struct Answer<'a> {
     pub(crate) tokens: Option<u64>,
     /// Tokens of generated text, which are part of `tokens`.
     pub(crate) generated: Option<u64>,
+    /// Milliseconds of the sound that was transcribed or spoken; none if there was none.
+    pub(crate) audio_ms: Option<u64>,
 }
 
 /// A forward pass.
@@ -63,6 +65,7 @@ impl<'a> Answer<'a> {
             batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),
             tokens: usage.total_tokens,
             generated: usage.completion_tokens,
+            audio_ms: number(headers, "audio_ms").filter(|_| is_result).map(|ms| ms as u64),
         }
     }
 
@@ -131,6 +134,14 @@ mod tests {
             let answer = Answer::of(&reply);
             assert!(answer.succeeded(), "{content_type}");
             assert_eq!(answer.tokens, None, "{content_type}");
+        }
+    }
+
+    #[test]
+    fn the_sound_of_a_result_is_counted_and_none_of_an_error() {
+        for (status, expected) in [(200, Some(2_500)), (500, None)] {
+            let headers = [("status_code", status.into()), ("audio_ms", 2_500.into())];
+            assert_eq!(Answer::of(&reply(&headers, "")).audio_ms, expected);
         }
     }
 

@@ -34,6 +34,7 @@ use crate::broker::{
     QueueState,
 };
 use crate::config::Broker;
+use crate::protocol::admin::CANCEL;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
@@ -113,6 +114,14 @@ pub(crate) trait Sink<M, E> {
         Ok(())
     }
 
+    /// Somebody has withdrawn this run, by a message of the type [`CANCEL`] in the queue of replies.
+    ///
+    /// # Errors
+    /// Ends the run.
+    fn withdrawn(&mut self) -> Result<(), E> {
+        Ok(())
+    }
+
     /// This number of duplicate replies arrived.
     fn duplicates(&mut self, _count: usize) {}
 
@@ -134,9 +143,7 @@ pub(crate) enum ClientError {
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// No reply came in time. Published tasks stay published.
-    #[error(
-        "no reply for {timeout:?}; {missing} of {published} published tasks are not answered, and stay in the queue"
-    )]
+    #[error("no reply for {timeout:?}; {missing} of {published} published tasks are not answered")]
     NoReply { timeout: Duration, missing: usize, published: u64 },
     /// The session was lost, and with it replies: their queue was private to the connection.
     #[error(
@@ -219,6 +226,11 @@ impl Client {
         let (queue, unacked) = (reply_queue.to_owned(), Vec::new());
         let replies = Some(Replies { queue, is_durable: false, consumer, acker, unacked });
         Self { publisher, task_queue: task_queue.into(), replies }
+    }
+
+    /// The `reply_to` of tasks; none if no replies are consumed.
+    pub(crate) fn reply_queue(&self) -> Option<&str> {
+        self.replies.as_ref().map(|replies| replies.queue.as_str())
     }
 
     /// Publishes a message to `queue`, and returns once the broker has confirmed it.
@@ -512,6 +524,7 @@ impl<M> Gather<M> {
         let mut duplicates = 0;
         for Delivery { message, .. } in deliveries {
             match number_of(&message) {
+                _ if message.properties.kind.as_deref() == Some(CANCEL) => sink.withdrawn()?,
                 Some(number) if is_part(&message) => sink.part(number, &message)?,
                 Some(number) => duplicates += usize::from(!self.answer(number, Some(message), at)),
                 // Not a reply to a task of this run.

@@ -21,6 +21,8 @@ pub(crate) struct ReplyStats {
     pub(crate) tokens: Option<u64>,
     /// Tokens of generated text; none if no reply states any.
     pub(crate) generated: Option<u64>,
+    /// Milliseconds of sound; none if no reply states any.
+    audio_ms: Option<u64>,
     workers: BTreeMap<String, WorkerTotals>,
 }
 
@@ -40,6 +42,14 @@ pub(crate) struct WorkerShare {
     pub(crate) busy_percent: f64,
 }
 
+/// The sound that was transcribed or spoken.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Audio {
+    pub(crate) seconds: f64,
+    /// Seconds of sound for each second of the measured time.
+    pub(crate) times_real_time: f64,
+}
+
 impl ReplyStats {
     /// Counts the reply to a task with this many inputs.
     pub(crate) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
@@ -53,6 +63,9 @@ impl ReplyStats {
         }
         if let Some(generated) = answer.generated {
             *self.generated.get_or_insert(0) += generated;
+        }
+        if let Some(ms) = answer.audio_ms {
+            *self.audio_ms.get_or_insert(0) += ms;
         }
         let Some(name) = answer.worker else { return };
         if !self.workers.contains_key(name) {
@@ -74,6 +87,13 @@ impl ReplyStats {
     pub(crate) fn per_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
+    }
+
+    /// The sound of all replies; none if no reply states any.
+    pub(crate) fn audio(&self) -> Option<Audio> {
+        let (ms, seconds) = (self.audio_ms? as f64, self.seconds());
+        let times_real_time = if seconds > 0.0 { rounded(ms / 1e3 / seconds) } else { 0.0 };
+        Some(Audio { seconds: rounded(ms / 1e3), times_real_time })
     }
 
     /// The share of each worker, by name.

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::answer::Answer;
 use super::batch_file::{CommonError, ErrorCounts};
-use super::replies::{ReplyStats, WorkerShare, busy_percent, rounded};
+use super::replies::{Audio, ReplyStats, WorkerShare, busy_percent, rounded};
 
 pub(crate) struct Tally {
     /// When the tally was created. Other times are counted from it.
@@ -109,6 +109,7 @@ impl Tally {
             inputs_per_second: replies.per_second(replies.inputs),
             tokens_per_second: replies.tokens.map(|tokens| replies.per_second(tokens)),
             generated_tokens_per_second: replies.generated.map(|tokens| replies.per_second(tokens)),
+            audio: replies.audio(),
             batch: (passes > 0.0).then(|| Batch {
                 passes: passes.round() as u64,
                 mean_inputs: rounded(inputs / passes),
@@ -146,6 +147,7 @@ pub(crate) struct Report {
     tokens_per_second: Option<f64>,
     /// Tokens of generated text.
     generated_tokens_per_second: Option<f64>,
+    audio: Option<Audio>,
     batch: Option<Batch>,
     workers: Vec<WorkerShare>,
     device_busy_percent: Option<f64>,
@@ -205,10 +207,24 @@ mod tests {
     }
 
     #[test]
+    fn the_sound_of_all_replies_is_compared_with_the_time_that_it_took() {
+        let mut tally = Tally::default();
+        for (at, audio_ms) in [(9_300, 1_250), (9_500, 2_000)] {
+            let mut reply = reply("a");
+            reply.properties.headers.insert("audio_ms".into(), audio_ms.into());
+            tally.count_at(Duration::from_millis(at), 1, 1, &Answer::of(&reply));
+        }
+        let report = serde_json::to_value(tally.report("speech", 0, &ErrorCounts::default())).unwrap();
+        assert_eq!(report["seconds"], 0.5);
+        assert_eq!(report["audio"], serde_json::json!({"seconds": 3.25, "times_real_time": 6.5}));
+    }
+
+    #[test]
     fn a_run_without_a_reply_reports_no_batch_and_no_busy_share() {
         let report =
             serde_json::to_value(Tally::default().report("embed", 3, &ErrorCounts::default())).unwrap();
         assert_eq!((&report["lines_per_second"], &report["errors"]), (&0.0.into(), &3.into()));
         assert!(report["batch"].is_null() && report["device_busy_percent"].is_null());
+        assert!(report["audio"].is_null(), "there is no sound");
     }
 }

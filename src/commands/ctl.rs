@@ -95,7 +95,8 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     }
     let cancelled = cancelled(&answers);
     if let (CtlCommand::Cancel { task }, Some(0), false) = (&arguments.command, cancelled, refused) {
-        let hint = "a task that still waits in a queue cannot be cancelled by its id";
+        let hint =
+            "one that was put off is cancelled when it returns, but one that waits in its queue is not";
         return Err(anyhow!("no worker holds a task {task:?}; {hint}").exits_with(Exit::Refused));
     }
     // If a task was cancelled, refusals do not count: a slot without a worker refuses, but cannot hold the task.

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -20,10 +21,11 @@ use super::{Registry, broker_session, load, pool_named, progress, start_logging}
 use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
+use crate::client::fleet::Control;
 use crate::client::whole_file::write_whole;
-use crate::client::{Bounds, Client, Request, Sink, Task};
+use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Broker, Pool};
+use crate::config::{Broker, Pool, Settings};
 use crate::model::Route;
 use crate::protocol::batch_line::{body_value, notes_of};
 use crate::protocol::requests::bodies_of_texts;
@@ -38,6 +40,8 @@ const WINDOW: usize = 4_096;
 const PREFETCH: u16 = 256;
 /// How long to wait for a queue that does not exist yet.
 const DECLARE_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long the cancellation of unanswered tasks may take.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
 
@@ -98,7 +102,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
-        let mut output = Output { bar, show, files, done: 0, errors: 0 };
+        let mut output = Output { bar, show, files, begun: 0, done: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
@@ -117,16 +121,17 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             _ = tokio::signal::ctrl_c() => None,
         };
         output.bar.finish_and_clear();
-        client.close().await;
-        let Some(ended) = ended else {
+        if ended.is_none() {
             let verb = if waits { "answered" } else { "published" };
-            let _ = writeln!(
-                io::stderr(),
-                "interrupted: {} tasks were {verb}; workers compute what is published and not answered",
-                output.done
-            );
-            return Ok(Exit::Aborted);
-        };
+            let _ = writeln!(io::stderr(), "interrupted: {} tasks were {verb}", output.done);
+        }
+        if ended.as_ref().is_none_or(leaves_tasks)
+            && let Some(reply_queue) = client.reply_queue()
+        {
+            cancel(&settings, output.done..output.begun, reply_queue).await;
+        }
+        client.close().await;
+        let Some(ended) = ended else { return Ok(Exit::Aborted) };
         ended?;
         if !waits {
             writeln!(io::stdout(), "published {} tasks to {}", output.done, pool.task_queue)?;
@@ -142,6 +147,49 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             None => Ok(Exit::Done),
         }
     })
+}
+
+/// Whether a run that ended like this leaves tasks whose replies nobody will read, while the broker can be reached.
+fn leaves_tasks(ended: &anyhow::Result<()>) -> bool {
+    let lost = |error: &anyhow::Error| {
+        matches!(error.downcast_ref(), Some(ClientError::Broker(_) | ClientError::Lost { .. }))
+    };
+    ended.as_ref().is_err_and(|error| !lost(error))
+}
+
+/// Cancels the tasks with these numbers, and says whether that succeeded. Takes [`CANCEL_TIMEOUT`] at most, and ends at
+/// another Ctrl-C.
+async fn cancel(settings: &Settings, numbers: Range<u64>, reply_queue: &str) {
+    let count = numbers.end.saturating_sub(numbers.start);
+    if count == 0 {
+        return;
+    }
+    let cancelling = async {
+        let control = Control::open(settings).await?;
+        let taken = control.cancel_tasks(numbers, reply_queue).await;
+        control.close().await;
+        taken
+    };
+    let unanswered = "the tasks that are not answered";
+    let failed =
+        |why: &str| format!("workers compute {unanswered} ({count}), which could not be cancelled: {why}");
+    let said = tokio::select! {
+        cancelled = tokio::time::timeout(CANCEL_TIMEOUT, cancelling) => match cancelled {
+            Ok(Ok(0)) => failed("no launcher takes cancellations now"),
+            Ok(Ok(taken)) if taken == count => {
+                format!("the workers are asked to cancel {unanswered}: {count}")
+            }
+            Ok(Ok(taken)) => format!(
+                "the workers are asked to cancel {unanswered}: {taken} of {count}; the broker refuses further \
+                 cancellations now"
+            ),
+            Ok(Err(error)) => failed(&error.to_string()),
+            Err(_) => failed(&format!("the broker does not answer within {CANCEL_TIMEOUT:?}")),
+        },
+        _ = tokio::signal::ctrl_c() => failed("interrupted again"),
+    };
+    // A closed stderr changes nothing.
+    let _ = writeln!(io::stderr(), "{said}");
 }
 
 /// Fails if the queue does not exist. Without this check, a mistyped name would be noticed only when the replies time
@@ -190,6 +238,8 @@ struct Output {
     show: Option<Show<io::Stdout>>,
     /// With `--output`: where the bodies of replies are written.
     files: Option<Files>,
+    /// The number of tasks that were begun.
+    begun: u64,
     /// The number of tasks answered or, if no replies are awaited, published.
     done: u64,
     /// The number of replies that are errors.
@@ -198,6 +248,7 @@ struct Output {
 
 impl Sink<Option<String>, anyhow::Error> for Output {
     fn begun(&mut self, number: u64, custom_id: &Option<String>) {
+        self.begun = number + 1;
         if let Some(show) = &mut self.show {
             show.begun(number, custom_id.as_deref().unwrap_or_default());
         }

@@ -131,7 +131,7 @@ impl Registry {
         }
         let (task, by_files) = (pool.task.clone(), self.by_files.clone());
         chosen(move |spec| {
-            let Served { architecture, family } = served(&spec.source, task.as_deref())?;
+            let Served { architecture, family, .. } = served(&spec.source, task.as_deref())?;
             let registered = by_files.iter().find(|(known, _)| ptr::eq(*known, family));
             registered.map(|(_, starter)| starter.clone()).ok_or_else(|| LoadError::Unsupported {
                 model: spec.source.clone(),
@@ -207,7 +207,15 @@ impl Registry {
 
     /// The first route of a pool; none if the model is not built in, or its files are not on this host.
     pub(super) fn route(&self, pool: &Pool) -> Option<&'static Route> {
-        self.family(pool)?.routes.first()
+        self.routes(pool)?.first()
+    }
+
+    /// The routes that a pool's model answers; none if it is not built in, or its files are not on this host.
+    fn routes(&self, pool: &Pool) -> Option<&'static [Route]> {
+        match self.named(&pool.model) {
+            Some(named) => named.family.map(|family| family.routes),
+            None => Some(served_here(&pool.model, pool.task.as_deref()).ok()??.routes),
+        }
     }
 
     /// The name of the code that serves a pool's model; none if the model's files are not on this host.
@@ -269,7 +277,7 @@ impl Registry {
         if self.named(&pool.model).is_some() {
             return true;
         }
-        self.family(pool).is_some_and(|family| family.urls().any(|answered| answered == url))
+        self.routes(pool).is_some_and(|routes| routes.iter().any(|route| route.url == url))
     }
 
     /// Plans the slots on a host. Checks that its devices have enough memory, and that each model is served.

@@ -15,13 +15,15 @@ use super::stop::withdraw;
 use super::{batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::cli::Submit;
 use crate::client::Resend;
-use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
+use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress, RunEnd, end_run};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::control::Cancellation;
 use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
 
+/// How long it may take to tell a client that its job is withdrawn.
+const TELL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between two progress lines of `--json`.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between two updates of the progress bar.
@@ -254,11 +256,22 @@ async fn withdraw_left(settings: &Settings, id: &str, left: u64, queue: &str) {
     };
 }
 
-/// Withdraws a job, so that all workers answer its tasks with 499.
+/// Withdraws a job, so that all workers answer its tasks with 499. Ends its client, which would otherwise wait for the
+/// first of these answers, and without workers for ever.
 async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let cancellation = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
-    let confirmed = withdraw(settings, cancellation).await?;
-    writeln!(io::stdout(), "{confirmed}: for one hour, workers answer tasks of job {job} with 499")?;
+    let withdrawn = withdraw(settings, cancellation).await;
+    let told = tokio::time::timeout(TELL_TIMEOUT, end_run(&settings.broker, job)).await;
+    let told = told.map_err(anyhow::Error::from).and_then(|told| Ok(told?));
+    match told {
+        Ok(RunEnd::Told) => writeln!(io::stdout(), "the `sconce submit` of job {job} is told to end")?,
+        Ok(RunEnd::Gone) => writeln!(io::stdout(), "the `sconce submit` of job {job} has ended before")?,
+        Ok(RunEnd::Unknown) => writeln!(io::stdout(), "no `sconce submit` runs job {job}")?,
+        Err(error) => {
+            writeln!(io::stderr(), "the `sconce submit` of job {job} cannot be told to end: {error:#}")?
+        }
+    }
+    writeln!(io::stdout(), "{}: for one hour, workers answer tasks of job {job} with 499", withdrawn?)?;
     Ok(Exit::Done)
 }
 

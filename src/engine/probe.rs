@@ -1,7 +1,9 @@
-//! Decides what a failed probe means: a mistake of the model's author, or a device that cannot be trusted. Pure.
+//! Decides what a failed probe means: a mistake of the model's author, weights that are not finite, or a device that
+//! cannot be trusted. Owns no state.
 
 use std::fmt::Display;
 
+use crate::model::load::check_finite;
 use crate::model::{LoadError, LoadSpec, TaskError};
 
 /// Why the probe of a model has failed.
@@ -10,7 +12,7 @@ use crate::model::{LoadError, LoadSpec, TaskError};
 pub(super) enum ProbeError {
     /// The model refuses the probe as a bad request. The author of the probe must correct it.
     Refused(String),
-    /// Its computation failed: the device cannot be trusted.
+    /// Its computation failed: the device cannot be trusted, unless the weights are not finite.
     Failed(String),
 }
 
@@ -23,7 +25,10 @@ impl ProbeError {
     pub(super) fn load_error(self, spec: &LoadSpec, device: &str) -> LoadError {
         match self {
             Self::Refused(reason) => LoadError::Probe { model: spec.source.clone(), reason },
-            Self::Failed(_) => LoadError::Device { device: device.to_owned(), reason: self.to_string() },
+            Self::Failed(_) => match check_finite(spec) {
+                Ok(()) => LoadError::Device { device: device.to_owned(), reason: self.to_string() },
+                Err(error) => error,
+            },
         }
     }
 }

@@ -14,7 +14,7 @@ use super::oneshot::{OneShot, WaitingInputs};
 use super::run_loop::{Loop, Waker, run};
 use super::{Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
-use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, device};
+use crate::model::{Device, Dtype, Forward, Generate, LoadError, LoadSpec, Processor, Unfit, device};
 
 /// Starts engines of one type of model.
 #[derive(Clone)]
@@ -128,10 +128,47 @@ fn open<M>(
     let loaded = spec.first_that(|spec| {
         let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
         let (device, name) = device::open(&spec.device)?;
-        Ok((load(spec, &device)?, name, proven))
+        let model = load(spec, &device)
+            .map_err(|error| judged(error, spec, |in_f32| load(in_f32, &device).map(drop)))?;
+        Ok((model, name, proven))
     });
     let ((model, name, proven), dtype) = loaded?;
     Ok(Opened { model, dtype, name, _proven: proven })
+}
+
+/// Decides whether the number format or the device is at fault if a model computes something else than a CPU in f32. The
+/// device has multiplied known matrices correctly in that format before. `load` loads the model in f32 onto the same
+/// device, which is compared too.
+fn judged(
+    error: LoadError,
+    spec: &LoadSpec,
+    load: impl FnOnce(&LoadSpec) -> Result<(), LoadError>,
+) -> LoadError {
+    let LoadError::Unfit { device, why: Unfit::WrongResult, reason } = error else { return error };
+    let dtype = spec.dtype;
+    // Of a format that is not set, another one is tried next; the last is f32.
+    let in_f32 = if dtype == Dtype::F32 || spec.is_dtype_chosen {
+        None
+    } else if spec.device == "cpu" {
+        Some(Ok(()))
+    } else {
+        Some(load(&LoadSpec { dtype: Dtype::F32, ..spec.clone() }))
+    };
+    let unfit = |reason| LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason };
+    let card = "look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out of `devices`";
+    match in_f32 {
+        Some(Ok(())) => LoadError::Unsupported {
+            model: spec.source.clone(),
+            reason: format!(
+                "dtype is {:?}, which is unfit for this model on {device}, although f32 is fit: {reason}; set \"f32\" or \
+                 \"auto\"",
+                dtype.name()
+            ),
+        },
+        Some(Err(error)) => unfit(format!("{reason}; in f32 it does not load either ({error}): {card}")),
+        None if dtype == Dtype::F32 && spec.device != "cpu" => unfit(format!("{reason}; {card}")),
+        None => unfit(reason),
+    }
 }
 
 impl Starter {
@@ -205,6 +242,45 @@ pub(crate) mod paused {
                 }
                 Next::End => return,
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_number_format_is_at_fault_if_the_model_is_right_in_f32() {
+        let unfit = |reason: &str| {
+            let (device, reason) = ("GPU-5a".to_owned(), reason.to_owned());
+            LoadError::Unfit { device, why: Unfit::WrongResult, reason }
+        };
+        let spec = |device: &str, dtype| LoadSpec { device: device.into(), dtype, ..LoadSpec::new("m") };
+        let on_gpu = spec("GPU-5a", Dtype::F16);
+        let is_right = |in_f32: &LoadSpec| {
+            assert_eq!(in_f32.dtype, Dtype::F32);
+            Ok(())
+        };
+        let not_tried = |_: &LoadSpec| -> Result<(), LoadError> { panic!("it is not loaded again") };
+        for error in [
+            judged(unfit("off by 7"), &on_gpu, is_right),
+            judged(unfit("off by 7"), &spec("cpu", Dtype::F16), not_tried),
+        ] {
+            let LoadError::Unsupported { model, reason } = error else { panic!("{error}") };
+            assert_eq!(model, "m");
+            assert!(reason.contains("dtype is \"f16\"") && reason.contains("off by 7"), "{reason}");
+        }
+        let error = judged(unfit("off by 7"), &on_gpu, |_| Err(unfit("off by 8")));
+        let LoadError::Unfit { reason, .. } = error else { panic!("{error}") };
+        assert!(["off by 7", "off by 8", "dcgmi"].iter().all(|it| reason.contains(it)), "{reason}");
+        let chosen = LoadSpec { is_dtype_chosen: true, ..on_gpu };
+        for (spec, advice) in
+            [(chosen, false), (spec("GPU-5a", Dtype::F32), true), (spec("cpu", Dtype::F32), false)]
+        {
+            let error = judged(unfit("off by 7"), &spec, not_tried);
+            let LoadError::Unfit { reason, .. } = error else { panic!("{error}") };
+            assert_eq!(reason.contains("dcgmi"), advice, "{reason}");
         }
     }
 }

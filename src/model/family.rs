@@ -55,6 +55,8 @@ pub struct FileRules {
     /// The ends of the names in `architectures` that the family serves unless `pool.task` names it: it would ignore the
     /// weights of other heads, or lacks some. Empty: its loading finds out.
     pub heads: &'static [&'static str],
+    /// The routes that a model with these files answers, for a family of which some models answer fewer than others.
+    pub fewer_routes: Option<fn(&ModelFiles) -> &'static [Route]>,
     /// One sentence for each property that the family assumes because the model's files do not tell it.
     pub assumptions: fn(&Description) -> Vec<String>,
     /// Requests every file that loading may read, the weights last. The digest of a model covers these files.
@@ -212,11 +214,6 @@ impl Family {
             Serves::ItsName => None,
             Serves::Files(rules) => Some(rules),
         }
-    }
-
-    /// The URLs that it answers.
-    pub fn urls(&self) -> impl Iterator<Item = &'static str> {
-        self.routes.iter().map(|route| route.url)
     }
 
     /// Checks the pool's options, by their names, types and ranges alone.

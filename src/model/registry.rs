@@ -10,7 +10,7 @@ use super::load::ModelFiles;
 use super::tasks::{caption, image_generation, text_image};
 use super::tasks::{embed, generate, image, labels, pairs, speak, transcribe};
 use super::testing::{echo, script};
-use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
+use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
 
 /// The function that loads a model of a family.
 pub type Load<P, N> = fn(&LoadSpec, &Device) -> Result<(P, N), LoadError>;
@@ -78,6 +78,8 @@ pub struct Served {
     pub architecture: String,
     /// The family.
     pub family: &'static Family,
+    /// The routes that the model answers.
+    pub routes: &'static [Route],
 }
 
 impl Served {
@@ -89,7 +91,7 @@ impl Served {
 
 impl fmt::Display for Served {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let urls: Vec<&str> = self.family.urls().collect();
+        let urls: Vec<&str> = self.routes.iter().map(|route| route.url).collect();
         write!(f, "{} for {} ({})", self.architecture, self.family.name, urls.join(", "))
     }
 }
@@ -100,7 +102,8 @@ impl fmt::Display for Served {
 /// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
 /// [`LoadError::File`] or [`LoadError::Hub`] if the model's files cannot be read.
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    find_family(source, &Description::read(&ModelFiles::locate(source)?)?, task)
+    let files = ModelFiles::locate(source)?;
+    find_family(source, &files, &Description::read(&files)?, task)
 }
 
 /// Finds the family as [`served`] does, but without network access. None if some of the files are not on this host.
@@ -109,7 +112,7 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
 /// As [`served`].
 pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, LoadError> {
     let files = ModelFiles::on_this_host(source);
-    files.map(|files| find_family(source, &Description::read(&files)?, task)).transpose()
+    files.map(|files| find_family(source, &files, &Description::read(&files)?, task)).transpose()
 }
 
 /// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It does not change
@@ -119,7 +122,7 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 /// As [`served`].
 pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
-    let served = find_family(source, &Description::read(&files)?, task)?;
+    let served = find_family(source, &files, &Description::read(&files)?, task)?;
     // The digest covers the files that were requested. A GGUF file is the whole model, and `locate` has already
     // requested it.
     if let (None, Some(rules)) = (files.gguf(), served.rules()) {
@@ -136,13 +139,18 @@ pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
 pub fn assumptions(source: &str, task: Option<&str>) -> Result<Vec<String>, LoadError> {
     let Some(files) = ModelFiles::on_this_host(source) else { return Ok(Vec::new()) };
     let model = Description::read(&files)?;
-    let served = find_family(source, &model, task)?;
+    let served = find_family(source, &files, &model, task)?;
     Ok(served.rules().map_or_else(Vec::new, |rules| (rules.assumptions)(&model)))
 }
 
 /// Decides which family serves a model: the one that `task` names, else the one of the modules of sentence-transformers,
 /// else the first that uses the head of the model's weights.
-fn find_family(source: &str, model: &Description, task: Option<&str>) -> Result<Served, LoadError> {
+fn find_family(
+    source: &str,
+    files: &ModelFiles,
+    model: &Description,
+    task: Option<&str>,
+) -> Result<Served, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
     let serving: Vec<(&Family, &FileRules)> =
         families_of_files().filter(|(_, rules)| rules.serves(model)).collect();
@@ -155,7 +163,7 @@ fn find_family(source: &str, model: &Description, task: Option<&str>) -> Result<
         None if model.has_pooling() => ptr::eq(*family, &embed::FAMILY),
         None => rules.uses_head(model),
     };
-    let family = serving.iter().copied().find(is_wanted).map(|(family, _)| family).ok_or_else(|| {
+    let (family, rules) = serving.iter().copied().find(is_wanted).ok_or_else(|| {
         let names: Vec<&str> = serving.iter().map(|(family, _)| family.name).collect();
         let (names, class) = (names.join(", "), model.classes().next().unwrap_or_default());
         refused(match task {
@@ -171,7 +179,8 @@ fn find_family(source: &str, model: &Description, task: Option<&str>) -> Result<
             ),
         })
     })?;
-    Ok(Served { architecture: architecture.clone(), family })
+    let routes = rules.fewer_routes.map_or(family.routes, |routes_of| routes_of(files));
+    Ok(Served { architecture: architecture.clone(), family, routes })
 }
 
 /// Why no family serves a model.

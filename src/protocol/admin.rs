@@ -3,12 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
 
 use super::Properties;
 use super::control::{BatchChange, Cancellation};
 use super::stats::Stats;
+use super::task::published_in;
 
 /// A request to launchers: the body of the message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -60,7 +62,10 @@ impl Request {
     pub fn cancellation_in(properties: &Properties) -> Option<Cancellation> {
         let Properties { kind, correlation_id, reply_to, .. } = properties;
         let (correlation_id, reply_to) = (correlation_id.clone(), reply_to.clone());
-        let cancellation = || Cancellation { correlation_id, reply_to, ..Cancellation::default() };
+        let published = published_in(properties).and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+        let published_ms = published.and_then(|since| u64::try_from(since.as_millis()).ok());
+        let cancellation =
+            || Cancellation { correlation_id, reply_to, published_ms, ..Cancellation::default() };
         (kind.as_deref() == Some(CANCEL)).then(cancellation)
     }
 }

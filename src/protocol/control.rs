@@ -137,6 +137,9 @@ pub struct Cancellation {
     pub correlation_id: Option<String>,
     /// The task's `reply_to`. It is needed together with `correlation_id`, which others may guess or enumerate.
     pub reply_to: Option<String>,
+    /// When the requester published the cancellation, in milliseconds since 1970. It then also cancels such a task that
+    /// was published before and waits in its queue.
+    pub published_ms: Option<u64>,
     /// The id of a job. This also cancels tasks of the job that are still in the queue.
     pub job: Option<String>,
     /// The id of a run of `sconce stop`. This cancels no tasks, but the sentinels of that run: they no longer stop a

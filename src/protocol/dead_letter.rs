@@ -14,7 +14,7 @@ use super::message::{
     ORIGINAL_EXPIRATION, ORIGINAL_HEADERS, TYPE, is_broker_header, without_broker_directives,
 };
 use super::raw_text::{escape, is_raw, unescape, visible};
-use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
+use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, RETURNING_SINCE, is_control};
 use super::{Headers, Message, Properties, Task, Value, shorten};
 
 /// Longest `error` header, in bytes: all headers, including the producer's, must fit one AMQP frame.
@@ -93,6 +93,7 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     let headers = &mut message.properties.headers;
     headers.remove(ATTEMPT);
     headers.remove(PUT_OFF_SINCE);
+    headers.remove(RETURNING_SINCE);
     headers.extend(Headers::from([
         ("reason".into(), cause.reason.as_str().into()),
         ("error".into(), shorten(cause.error, MAX_ERROR_BYTES).into()),
@@ -488,7 +489,7 @@ mod tests {
         let plain = with_headers(Headers::from([("expires".into(), "2026-01-31T12:00:00Z".into())]));
         assert_eq!(restored(dead(plain.clone(), Reason::Attempts)).properties, plain);
         let expiring = Properties { expiration: Some("5".into()), ..Properties::default() };
-        let again = task(expiring).next_attempt(Some(at(5)));
+        let again = task(expiring).next_attempt(Some(at(5)), at(1));
         assert!(again.properties.headers.contains_key("expires"));
         assert_eq!(restored(dead(again.properties, Reason::Attempts)).properties, Properties::default());
     }

@@ -10,7 +10,7 @@ use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
 use super::message::{is_broker_header, without_broker_directives};
 use super::raw_text::{is_raw, visible};
-use super::{Headers, Message, TaskError, TaskErrorKind, Value, shorten};
+use super::{Headers, Message, Properties, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
 pub const SHUTDOWN: &str = "control.shutdown";
@@ -25,6 +25,9 @@ pub const ATTEMPT: &str = "sconce_attempt";
 /// Header with an ISO-8601 time. In a task, it says when the task was first put off because its reply queue accepted no
 /// messages. In a sentinel, it says when the sentinel was last published again.
 pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
+
+/// Header with an ISO-8601 time: when the task was first put off or tried again, so that no worker held it for a while.
+pub const RETURNING_SINCE: &str = "sconce_returning_since";
 
 /// Number of bytes at the beginning of a body that its fingerprint includes.
 const FINGERPRINT_BYTES: usize = 64 << 10;
@@ -160,20 +163,25 @@ impl Task {
         written.and_then(|attempt| u32::try_from(attempt).ok()).unwrap_or(1).max(1)
     }
 
-    /// The message for the next attempt. It has `deadline` instead of the `expiration`, because an expiration would
-    /// start again.
-    pub fn next_attempt(&self, deadline: Option<SystemTime>) -> Message {
-        let mut message = self.to_republish(deadline);
+    /// The message for the next attempt, which is published `now`. It has `deadline` instead of the `expiration`,
+    /// because an expiration would start again.
+    pub fn next_attempt(&self, deadline: Option<SystemTime>, now: SystemTime) -> Message {
+        let mut message = self.to_republish(deadline, now);
         let next = i64::from(self.attempt().saturating_add(1));
         message.properties.headers.insert(ATTEMPT.into(), next.into());
         message
     }
 
     /// The message of a task that is put off; this attempt does not count. `since` is when the task was first put off
-    /// because of its reply queue; none if it is put off for another reason. `deadline` is as in
+    /// because of its reply queue; none if it is put off for another reason. `deadline` and `now` are as in
     /// [`Task::next_attempt`].
-    pub fn put_off(&self, since: Option<SystemTime>, deadline: Option<SystemTime>) -> Message {
-        let mut message = self.to_republish(deadline);
+    pub fn put_off(
+        &self,
+        since: Option<SystemTime>,
+        deadline: Option<SystemTime>,
+        now: SystemTime,
+    ) -> Message {
+        let mut message = self.to_republish(deadline, now);
         let headers = &mut message.properties.headers;
         // The broker adds these headers again. With them the headers would not be plain (`Properties::is_plain`).
         headers.retain(|name, _| !is_broker_header(name));
@@ -186,15 +194,27 @@ impl Task {
     /// Returns when the task was first put off because of its reply queue; `now` if it was not, or if the header is
     /// malformed or in the future. A producer that writes this header can only shorten the time of its own task.
     pub fn put_off_since(&self, now: SystemTime) -> SystemTime {
-        let written = self.message.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str);
-        let since = written.and_then(|text| text.parse::<Timestamp>().ok()).map(SystemTime::from);
-        since.map_or(now, |since| since.min(now))
+        self.time_in(PUT_OFF_SINCE).map_or(now, |since| since.min(now))
     }
 
-    /// Returns the message to publish again, with `deadline` in the header `expires`.
-    fn to_republish(&self, deadline: Option<SystemTime>) -> Message {
+    /// When the task was first put off or tried again; none if it was not.
+    pub fn returning_since(&self) -> Option<SystemTime> {
+        self.time_in(RETURNING_SINCE)
+    }
+
+    /// The ISO-8601 time in a header.
+    fn time_in(&self, header: &str) -> Option<SystemTime> {
+        let written = self.message.properties.headers.get(header).and_then(Value::as_str);
+        written.and_then(|text| text.parse::<Timestamp>().ok()).map(SystemTime::from)
+    }
+
+    /// Returns the message to publish again `now`, with `deadline` in the header `expires`.
+    fn to_republish(&self, deadline: Option<SystemTime>, now: SystemTime) -> Message {
         let mut message = without_broker_directives(self.message.clone());
         let headers = &mut message.properties.headers;
+        if let Ok(now) = Timestamp::try_from(now) {
+            headers.entry(RETURNING_SINCE.into()).or_insert_with(|| format!("{now:.3}").into());
+        }
         if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
             headers.insert(EXPIRES.into(), deadline.to_string().into());
         }
@@ -264,8 +284,12 @@ fn escaped_name_within(value: &Value) -> Option<&str> {
 
 /// When a message was published, if it says so. A time before the year 2000 is none: clients that set no time send 0.
 pub fn published(message: &Message) -> Option<SystemTime> {
+    published_in(&message.properties)
+}
+
+/// As [`published`], of a message with these properties.
+pub fn published_in(properties: &Properties) -> Option<SystemTime> {
     const YEAR_2000: Duration = Duration::from_secs(946_684_800);
-    let properties = &message.properties;
     let since = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
         (Some(ms), _) if ms.as_i64().is_some() => {
             ms.as_i64().map(|ms| Duration::from_millis(ms.max(0) as u64))
@@ -510,12 +534,15 @@ mod tests {
         message.properties.headers.insert("x-death".into(), Value::Array(Vec::new()));
         let task = Task::new(message, at(100), || "made".into());
         assert_eq!(task.put_off_since(at(100)), at(100), "it was not put off yet");
-        let again = task.put_off(Some(at(100)), task.deadline().unwrap());
+        assert_eq!(task.returning_since(), None);
+        let again = task.put_off(Some(at(100)), task.deadline().unwrap(), at(101));
         assert_eq!((again.properties.priority, again.properties.expiration.as_deref()), (Some(7), None));
         assert_eq!(again.properties.headers.get("x-death"), None);
         let task = Task::new(again, at(110), || "made".into());
         assert_eq!((task.attempt(), task.put_off_since(at(110))), (2, at(100)));
         assert_eq!(task.deadline(), Ok(Some(at(105))));
+        let task = Task::new(task.next_attempt(None, at(111)), at(112), || "made".into());
+        assert_eq!((task.attempt(), task.returning_since()), (3, Some(at(101))), "the first time");
     }
 
     #[test]
@@ -543,7 +570,8 @@ mod tests {
         assert_eq!(task(None, Some("q")).requester(), Requester::Queue("q"));
         assert_eq!(task(Some(""), Some("")).requester(), Requester::Unknown);
         let sent = task(Some("u"), Some("q"));
-        let again = Task::new(sent.next_attempt(None), SystemTime::now(), || "made".into());
+        let again =
+            Task::new(sent.next_attempt(None, SystemTime::now()), SystemTime::now(), || "made".into());
         assert_eq!(again.requester(), Requester::Queue("q"), "a header may be written by anybody");
     }
 

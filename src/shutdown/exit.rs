@@ -23,7 +23,7 @@ named! {
         /// No broker could be reached for longer than `broker.give_up_after`.
         BrokerLost = 81 => "no broker reached for longer than broker.give_up_after",
         /// The model could not be loaded.
-        ModelFailed = 82 => "the model cannot be loaded: its files are wrong, or nothing serves it",
+        ModelFailed = 82 => "the model cannot be served: its files or its `dtype` are wrong, or nothing serves it",
         /// The device failed and only a new process can use it.
         DeviceFailed = 83 => "the device failed",
         /// Stopped by a second signal or the deadline; the broker redelivers unfinished tasks.

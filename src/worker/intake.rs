@@ -270,7 +270,9 @@ impl<'a> Intake<'a> {
         state.background = delivery_tag.source == Source::Background;
         state.requester = hash_of(accepted.task.requester());
         state.link = accepted.traced.link();
-        if self.shared.withdrawn.has(accepted.task.reply_to(), instant()) {
+        if self.shared.withdrawn.has(accepted.task.reply_to(), instant())
+            || self.cancellations.had(&accepted.task)
+        {
             state.cancel();
         }
         let (state, task) = (Arc::new(state), accepted.task.clone());

@@ -143,6 +143,10 @@ impl Shared {
                 };
                 // Kept whatever the result is, so that no reply overtakes a part that is under way.
                 accepted.parts = parts.map(Parts::finish);
+                let computed = match state.cancellation() {
+                    Some(error) if matches!(computed, Err(Outcome::PutOff(_))) => Err(error.into()),
+                    _ => computed,
+                };
                 match computed {
                     Err(Outcome::PutOff(waits_for)) => {
                         // From here the task cannot be handed back, because it may soon be in a retry queue.

@@ -3,8 +3,10 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
+use crate::support::client::Client;
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
 
@@ -89,4 +91,43 @@ async fn ctl_ends_soon_after_the_answers_or_gathers_for_its_timeout() {
     assert!(times.iter().min() < Some(&Duration::from_secs(1)), "{times:?}");
     assert!(took(&["--timeout", "2s"]).await >= Duration::from_secs(2));
     assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tasks_that_a_client_leaves_are_cancelled_on_the_device_and_in_the_queue() {
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 1)
+        .controlled();
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let broker = Client::connect(&Rabbit::shared().url()).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let input = folder.path().join("in.jsonl");
+    for is_interrupted in [true, false] {
+        let gate = sconce.gate();
+        let held = json!({"input": "held", "hold": gate.name.as_str()});
+        std::fs::write(&input, format!("{held}\n\"b\"\n\"c\"\n")).expect("an input");
+        let timeout = if is_interrupted { "1h" } else { "1s" };
+        let flags = ["publish", "--wait", "--timeout", timeout, "-i", input.to_str().expect("UTF-8")];
+        let mut client = Sconce::run(&settings, &flags);
+        gate.held().await;
+        broker.ready_becomes(&settings.tasks, 2).await;
+        if is_interrupted {
+            client.signal(Signal::SIGINT);
+        }
+        assert_eq!(client.exit_code().await, 84, "{}", client.log());
+        let words =
+            if is_interrupted { "interrupted: 0 tasks were answered" } else { "no reply for 1s; 3 of 3" };
+        let log = client.log();
+        assert!(
+            log.contains(words) && log.contains("asked to cancel the tasks that are not answered: 3"),
+            "{log}"
+        );
+        gate.open();
+        broker.ready_becomes(&settings.tasks, 0).await;
+    }
+    assert_eq!(sconce.stop().await, 0);
+    // What is computed for a client that has left becomes a dead letter.
+    assert_eq!(broker.look(&settings.dead).await, Some((0, 0)));
 }

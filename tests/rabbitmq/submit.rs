@@ -342,6 +342,30 @@ async fn a_withdrawn_job_ends_its_client_and_goes_on_with_the_next_run() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_withdrawn_job_ends_its_client_although_there_is_no_worker() {
+    let settings = Settings::echo(Rabbit::shared().url()).controlled();
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    client.declare(&settings.tasks, &[]).await;
+    let files = Files::new(&rows(3));
+    let mut job = files.submit(&settings, &[]);
+    client.ready_becomes(&settings.tasks, 3).await;
+    let log = job.log();
+    let id = log.lines().find_map(|line| line.strip_prefix("job ")?.split_once(',').map(|it| it.0));
+    let id = id.expect("the job's id");
+    let mut cancel = Sconce::run(&settings, &["submit", "--cancel", id]);
+    cancel.exit_code().await;
+    assert!(cancel.log().contains(&format!("of job {id} is told to end")), "{}", cancel.log());
+    assert_eq!(job.exit_code().await, 84, "{}", job.log());
+    assert!(job.log().contains("was withdrawn"), "{}", job.log());
+    let mut again = Sconce::run(&settings, &["submit", "--cancel", id]);
+    again.exit_code().await;
+    assert!(again.log().contains(&format!("of job {id} has ended before")), "{}", again.log());
+    let mut unknown = Sconce::run(&settings, &["submit", "--cancel", "0123456789ab"]);
+    unknown.exit_code().await;
+    assert!(unknown.log().contains("no `sconce submit` runs job 0123456789ab"), "{}", unknown.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_reply_that_never_comes_is_asked_for_again_and_then_an_error_line() {
     let settings = Settings::echo(Rabbit::shared().url());
     let client = Client::connect(&Rabbit::shared().url()).await;

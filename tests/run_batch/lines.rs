@@ -228,6 +228,35 @@ fn real_embeddings_and_refusals_stand_on_the_lines_of_their_requests() {
 }
 
 #[test]
+fn weights_that_are_not_finite_are_named_and_exit_with_82_in_every_dtype() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
+    let rig = Rig::new(&[line("a", json!({"input": "a"}))]);
+    let model = rig.path("broken");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(fixture).unwrap() {
+        let file = file.unwrap();
+        if file.path().is_file() {
+            std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+        }
+    }
+    let weights = model.join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    // A safetensors file begins with the length of its header.
+    let header = u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
+    bytes[8 + header..].as_chunks_mut().0.iter_mut().for_each(|number| *number = f32::NAN.to_le_bytes());
+    std::fs::write(&weights, bytes).unwrap();
+    for dtype in ["f32", "int8", "auto"] {
+        let set = format!("pool[0].dtype={dtype}");
+        let model = model.to_str().unwrap();
+        let ended = rig.start(&["--model", model, "--devices", "cpu", "--set", &set]).wait();
+        assert_eq!(ended.code, Some(82), "{dtype}: {}", ended.stderr);
+        for words in ["model.safetensors: tensor ", "is not finite: its number 0 is NaN"] {
+            assert!(ended.stderr.contains(words), "{dtype}: {}", ended.stderr);
+        }
+    }
+}
+
+#[test]
 fn a_model_folder_that_is_not_there_is_named_and_exits_with_82() {
     let rig = Rig::new(&slow_lines(3, 0));
     let none = rig.path("no-such-model");

@@ -86,8 +86,13 @@ class Task:
             "reply_to": reply_to,
             "delivery_mode": 2,
             "priority": self.priority,
-            "headers": {"timestamp_in_ms": time.time_ns() // 1_000_000, **self.headers},
+            "headers": {**published_now(), **self.headers},
         }
+
+
+def published_now() -> dict[str, Any]:
+    """The header that says when a task or a cancellation is published. A cancellation ends older tasks only."""
+    return {"timestamp_in_ms": time.time_ns() // 1_000_000}
 
 
 class TaskOptions(TypedDict, total=False):

@@ -648,7 +648,11 @@ class _Link:
             control = await channel.get_exchange(exchange)
             for waiting in these:
                 message = aio_pika.Message(
-                    b"", type=_task.CANCEL, correlation_id=waiting.task.correlation_id, reply_to=waiting.reply_to
+                    b"",
+                    type=_task.CANCEL,
+                    correlation_id=waiting.task.correlation_id,
+                    reply_to=waiting.reply_to,
+                    headers=_task.published_now(),
                 )
                 await control.publish(message, "cancel", mandatory=False)
             await channel.close()

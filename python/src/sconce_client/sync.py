@@ -680,7 +680,10 @@ class _Link:
         def publish(channel: Channel) -> None:
             for waiting in these:
                 properties = pika.BasicProperties(
-                    type=_task.CANCEL, correlation_id=waiting.task.correlation_id, reply_to=waiting.reply_to
+                    type=_task.CANCEL,
+                    correlation_id=waiting.task.correlation_id,
+                    reply_to=waiting.reply_to,
+                    headers=_task.published_now(),
                 )
                 channel.basic_publish(exchange, "cancel", b"", properties)
             channel.close()

@@ -17,7 +17,7 @@ use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
 use super::topology::inspect;
 use super::withdrawals;
-use crate::broker::BrokerError;
+use crate::broker::{BrokerError, Published};
 use crate::protocol::{JSON, Message, Properties};
 
 /// Longest wait for the broker, which does not answer under a memory or disk alarm.
@@ -67,7 +67,6 @@ impl ControlClient {
     ///
     /// # Errors
     /// The broker refuses or is lost, or there is no such exchange.
-    #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
     pub async fn publish_request(
         &self,
         routing_key: &str,
@@ -82,12 +81,39 @@ impl ControlClient {
             expiration: Some(expires.as_millis().to_string()),
             ..Properties::default()
         };
+        Ok(self.publish(routing_key, &properties, body).await? != Published::Unroutable)
+    }
+
+    /// Publishes a message without a body, which requests no answer.
+    ///
+    /// # Errors
+    /// As [`publish_request`](Self::publish_request).
+    pub async fn publish_notice(
+        &self,
+        routing_key: &str,
+        properties: &Properties,
+    ) -> Result<Published, BrokerError> {
+        self.publish(routing_key, properties, &[]).await
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
+    async fn publish(
+        &self,
+        routing_key: &str,
+        properties: &Properties,
+        body: &[u8],
+    ) -> Result<Published, BrokerError> {
         let options = BasicPublishOptions { mandatory: true, immediate: false };
         let (exchange, key) = (short(&self.exchange), short(routing_key));
-        let properties = properties_to(&properties, &self.connection.strings);
+        let properties = properties_to(properties, &self.connection.strings);
         let published = async {
             let confirm = self.channel.basic_publish(exchange, key, options, body, properties).await?.await?;
-            Ok(confirm.take_message().is_none())
+            let is_ack = confirm.is_ack();
+            Ok(match confirm.take_message() {
+                Some(_) => Published::Unroutable,
+                None if is_ack => Published::Confirmed,
+                None => Published::Nacked,
+            })
         };
         let exchange = format!("exchange {:?}", self.exchange);
         in_time(&exchange, ANSWER_TIMEOUT, published).await.map_err(|error| match error {

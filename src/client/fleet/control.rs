@@ -1,20 +1,26 @@
 //! Sends requests to running launchers over the control exchange, and gathers their answers. Owns the connection, and
 //! does not reconnect.
 
+use std::ops::Range;
 use std::time::Duration;
 
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use tokio::time::Instant;
 
-use crate::broker::BrokerError;
 #[cfg(feature = "top")]
 use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
+use crate::broker::{BrokerError, Published};
 use crate::config::Settings;
-use crate::protocol::admin::{Answer, Request, Target};
+use crate::protocol::admin::{Answer, CANCEL, Request, Target};
 use crate::protocol::control::{Cancellation, WITHDRAWN_FOR};
+use crate::protocol::{Headers, Properties};
 
 /// The least time without an answer after which no further one is expected.
 const MIN_QUIET: Duration = Duration::from_millis(150);
+
+/// The most cancellations of tasks whose confirms are awaited at once.
+const MAX_CANCELLING: usize = 256;
 
 /// How long to wait for the next answer: three times as long as the first answer took, but at least [`MIN_QUIET`].
 fn quiet_timeout(first_took: Duration) -> Duration {
@@ -125,6 +131,39 @@ impl Control {
         }
         answers.sort_by(|one, other| (&one.launcher, one.pid).cmp(&(&other.launcher, other.pid)));
         Ok(answers)
+    }
+
+    /// Cancels the tasks with these numbers as their `correlation_id`, and with this `reply_to`. Returns how many of the
+    /// cancellations the broker has passed on to launchers.
+    ///
+    /// # Errors
+    /// The broker refuses or is lost, or no launcher has declared the exchange.
+    pub(crate) async fn cancel_tasks(&self, numbers: Range<u64>, reply_to: &str) -> Result<u64, FleetError> {
+        let key = Target::Cancel.routing_key();
+        let cancellations = numbers.map(|number| Properties {
+            kind: Some(CANCEL.to_owned()),
+            correlation_id: Some(number.to_string()),
+            reply_to: Some(reply_to.to_owned()),
+            headers: Headers::from([(
+                "timestamp_in_ms".to_owned(),
+                jiff::Timestamp::now().as_millisecond().into(),
+            )]),
+            ..Properties::default()
+        });
+        let client = &self.client;
+        let published = stream::iter(cancellations)
+            .map(|properties| {
+                let key = &key;
+                async move { client.publish_notice(key, &properties).await }
+            })
+            .buffer_unordered(MAX_CANCELLING);
+        let confirmed = published.try_fold(0, |count, published| async move {
+            Ok(count + u64::from(published == Published::Confirmed))
+        });
+        match confirmed.await {
+            Err(BrokerError::Missing { reason, .. }) => Err(FleetError::Nobody(reason)),
+            counted => Ok(counted?),
+        }
     }
 
     /// Stores a withdrawal at the broker, for launchers that start later.

@@ -15,15 +15,20 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures_util::StreamExt as _;
 use tokio::sync::mpsc;
 
 use self::read::Unit;
 use self::rows::TaskLimits;
 use self::state::{Sink, tasks};
-use crate::client::{Bounds, Client, ClientError, Resend};
+use crate::broker::amqp::{AmqpPublisher, Connector};
+use crate::broker::{Published, Publisher as _, QueueState};
+use crate::client::{Bounds, Client, ClientError, Resend, accepted};
 use crate::config::Broker;
+use crate::protocol::admin::CANCEL;
 use crate::protocol::control::job_queue;
+use crate::protocol::{Message, Properties};
 
 pub(crate) use self::files::JobFiles;
 pub(crate) use self::state::{Job, Progress};
@@ -73,6 +78,39 @@ pub(crate) enum JobError {
     /// Somebody has withdrawn this job, or cancelled one of its tasks.
     #[error("job {0} was withdrawn, or one of its tasks cancelled; run the same command again to continue")]
     Withdrawn(String),
+}
+
+/// Tells the run of `sconce submit` with this id that its job is withdrawn, so that it ends even if there is no worker.
+/// Its queue of replies outlives it by a day.
+///
+/// # Errors
+/// The broker refuses, or is lost.
+pub(crate) async fn end_run(broker: &Broker, job: &str) -> Result<RunEnd, ClientError> {
+    let publisher = AmqpPublisher::new(Connector::new(broker.clone(), "sconce submit --cancel"));
+    let queue = job_queue(job);
+    let properties = Properties { kind: Some(CANCEL.to_owned()), ..Properties::default() };
+    let notice = Message { properties, body: Bytes::new() };
+    // Read before: the client may end as soon as it is told to.
+    let is_gone =
+        matches!(publisher.queue_state(&queue).await, Some(QueueState::Exists { consumers: 0, .. }));
+    let told = match publisher.publish(&queue, notice.into()).await {
+        Ok(Published::Confirmed) => Ok(if is_gone { RunEnd::Gone } else { RunEnd::Told }),
+        Ok(Published::Unroutable) => Ok(RunEnd::Unknown),
+        Ok(published) => accepted(published, &queue).map(|()| RunEnd::Told),
+        Err(error) => Err(error.into()),
+    };
+    publisher.close().await;
+    told
+}
+
+/// What became of a run whose job was withdrawn.
+pub(crate) enum RunEnd {
+    /// It is told to end.
+    Told,
+    /// Its client has left before.
+    Gone,
+    /// There is no such run, or it has ended long ago.
+    Unknown,
 }
 
 /// A run of a job: its connection, and the rows as they are read.

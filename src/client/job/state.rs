@@ -332,6 +332,10 @@ impl client::Sink<Unit, JobError> for Sink<'_> {
         }
     }
 
+    fn withdrawn(&mut self) -> Result<(), JobError> {
+        Err(JobError::Withdrawn(self.0.borrow().id.clone()))
+    }
+
     fn duplicates(&mut self, count: usize) {
         self.0.borrow_mut().duplicates += count as u64;
     }

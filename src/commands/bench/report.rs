@@ -6,7 +6,7 @@ use std::fmt::{self, Write as _};
 use serde::Serialize;
 
 use super::summary::{Sizes, Summary};
-use crate::client::replies::WorkerShare;
+use crate::client::replies::{Audio, WorkerShare};
 
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
@@ -63,6 +63,8 @@ pub(super) struct Measured {
     pub(super) tokens_per_second: Option<f64>,
     /// Tokens of generated text per second.
     pub(super) generated_tokens_per_second: Option<f64>,
+    /// The sound of the measured replies.
+    pub(super) audio: Option<Audio>,
     /// From the time at which a task was due to its reply.
     pub(super) latency_ms: Option<Summary>,
     /// Time in the broker's queue.
@@ -114,6 +116,9 @@ impl fmt::Display for Report {
             write!(f, ", {tokens:.0} of them generated")?;
         }
         writeln!(f, " in {:.2} s", measured.seconds)?;
+        if let Some(Audio { seconds, times_real_time }) = measured.audio {
+            writeln!(f, "sound     {seconds:.1} s, {times_real_time:.1} times real time")?;
+        }
         f.write_str(&times_table(measured))?;
         f.write_str(&batches_table(&measured.batch))?;
         f.write_str(&workers_table(measured))
@@ -210,6 +215,7 @@ mod tests {
                 inputs_per_second: 45.0,
                 tokens_per_second: None,
                 generated_tokens_per_second: None,
+                audio: Some(Audio { seconds: 12.5, times_real_time: 62.5 }),
                 latency_ms: Some(summary),
                 queue_ms: Some(summary),
                 prepare_ms: Some(summary),
@@ -231,6 +237,7 @@ mod tests {
         assert_eq!(json["batch"]["inputs"]["max"], 8.0);
         assert_eq!(json["workers"][0]["busy_percent"], 87.5);
         assert_eq!(json["device"][0], "cpu");
+        assert_eq!(json["audio"]["seconds"], 12.5);
         assert!(json["tokens_per_second"].is_null() && json["compute_ms"].is_null());
     }
 
@@ -243,6 +250,7 @@ mod tests {
             "9 of 10 succeeded, 1 failed, 0 duplicates; 2 before",
             "status 400: 1",
             "45.0 tasks/s, 45.0 inputs/s in 0.20 s",
+            "sound     12.5 s, 62.5 times real time",
             "latency          5.2       5.0",
             "inputs           3.5         4         8",
             "87.5 %",

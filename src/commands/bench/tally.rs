@@ -144,6 +144,7 @@ impl Tally {
                 .reply_stats
                 .generated
                 .map(|count| self.reply_stats.per_second(count)),
+            audio: self.reply_stats.audio(),
             latency_ms: Summary::of(latency_ms),
             queue_ms,
             prepare_ms,

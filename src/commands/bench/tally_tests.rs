@@ -22,6 +22,7 @@ fn good(worker: &str) -> Answer<'_> {
         batch: Some(Batch { inputs: 2.0, tokens: 20.0 }),
         tokens: Some(10),
         generated: None,
+        audio_ms: None,
     }
 }
 
@@ -37,6 +38,7 @@ fn bad(status_code: Option<i64>) -> Answer<'static> {
         batch: None,
         tokens: None,
         generated: None,
+        audio_ms: None,
     }
 }
 

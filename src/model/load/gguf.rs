@@ -11,6 +11,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use memmap2::Mmap;
 
+use super::finite;
 use super::weights::map_file;
 use crate::model::LoadError;
 use crate::model::ops::{Group, Matrix, NumberFormat};
@@ -74,6 +75,41 @@ impl Gguf {
                 )))
             }
         }
+    }
+
+    /// Checks the numbers of all tensors, and the scales of those that are quantised.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] with the first one that is not finite.
+    pub fn check_finite(&self) -> Result<(), LoadError> {
+        let mut tensors: Vec<_> = self.content.tensor_infos.iter().collect();
+        tensors.sort_by_key(|(_, info)| info.offset);
+        for (name, info) in tensors {
+            let (info, bytes) = self.tensor(name, info.shape.dims())?;
+            let block_bytes = info.ggml_dtype.type_size();
+            // Where a block has its f16 numbers.
+            let in_blocks = |scales: Range<usize>| {
+                let mut blocks = bytes.chunks_exact(block_bytes).enumerate();
+                blocks.find_map(|(block, bytes)| {
+                    let (_, number) = finite::not_finite_f16(&bytes[scales.clone()])?;
+                    Some((block * info.ggml_dtype.block_size(), number))
+                })
+            };
+            let found = match info.ggml_dtype {
+                GgmlDType::F32 => finite::not_finite_f32(bytes),
+                GgmlDType::F16 => finite::not_finite_f16(bytes),
+                GgmlDType::BF16 => finite::not_finite_bf16(bytes),
+                GgmlDType::Q4_0 | GgmlDType::Q8_0 => in_blocks(0..2),
+                GgmlDType::Q4_1 | GgmlDType::Q4K => in_blocks(0..4),
+                GgmlDType::Q6K => in_blocks(block_bytes - 2..block_bytes),
+                // Loading refuses it.
+                _ => None,
+            };
+            if let Some((position, number)) = found {
+                return Err(self.fault(finite::problem(name, position, number)));
+            }
+        }
+        Ok(())
     }
 
     /// A value of the metadata.
@@ -350,6 +386,34 @@ mod tests {
                 let error = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 assert!(error < 2e-6, "{dtype:?}: {error}");
             }
+        }
+    }
+
+    #[test]
+    fn a_scale_that_is_not_finite_is_named_with_its_tensor() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let x = Tensor::randn(0f32, 1.0, (3, 512), &Device::Cpu).unwrap();
+        // Where the file has an f16, and the number that is named.
+        for (dtype, at, number) in [
+            (GgmlDType::F16, 10, 5),
+            (GgmlDType::Q4_0, 18, 32),
+            (GgmlDType::Q4_1, 2, 0),
+            (GgmlDType::Q8_0, 2 * 34, 64),
+            (GgmlDType::Q4K, 144 + 2, 256),
+            (GgmlDType::Q6K, 208, 0),
+        ] {
+            let tensor = QTensor::quantize(&x, dtype).unwrap();
+            gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
+            let gguf = Gguf::read(&path).unwrap();
+            assert!(gguf.check_finite().is_ok(), "{dtype:?}");
+            let start = gguf.byte_range("w", &gguf.content.tensor_infos["w"]).unwrap().start;
+            let mut bytes = std::fs::read(&path).unwrap();
+            bytes[start + at..][..2].copy_from_slice(&[0x00, 0xfc]);
+            std::fs::write(&path, bytes).unwrap();
+            let error = Gguf::read(&path).unwrap().check_finite().unwrap_err().to_string();
+            let words = format!("tensor w is not finite: its number {number} is -inf");
+            assert!(error.contains("m.gguf") && error.contains(&words), "{dtype:?}: {error}");
         }
     }
 

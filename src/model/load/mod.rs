@@ -13,6 +13,7 @@ pub mod chat_template;
 pub mod clip_tokenizer;
 mod digest;
 mod fast_word_piece;
+mod finite;
 pub mod gguf;
 mod hub;
 pub mod long_text;
@@ -44,6 +45,35 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
         Dtype::Bf16 | Dtype::F16 => bytes / 2,
         Dtype::Int8 => bytes / 3,
     })
+}
+
+/// Checks all numbers in the model's files, once its results are known not to be finite: then neither the device nor the
+/// number format is at fault. Reads every file, and is therefore not called for a model that works. A model that is not
+/// loaded from files of this host passes.
+///
+/// # Errors
+/// [`LoadError::File`] with the first number that is not finite, its tensor and its file.
+pub fn check_finite(spec: &LoadSpec) -> Result<(), LoadError> {
+    let Some(files) = ModelFiles::on_this_host(&spec.source) else { return Ok(()) };
+    match files.gguf() {
+        Some(path) => gguf::Gguf::read(&path)?.check_finite(),
+        None => weights::check_finite(&weight_files(&files)),
+    }
+}
+
+/// The safetensors files: those with the usual names, else those of a pipeline, else all in the folder, as voices have.
+fn weight_files(files: &ModelFiles) -> Vec<PathBuf> {
+    if let Ok(paths) = files.weights() {
+        return paths;
+    }
+    let parts = PIPELINE_WEIGHTS.iter().filter_map(|part| files.weights_of(part).ok()).flatten();
+    let parts: Vec<PathBuf> = parts.collect();
+    if !parts.is_empty() {
+        return parts;
+    }
+    let names = files.names_in("").unwrap_or_default();
+    let names = names.iter().filter(|name| name.ends_with(".safetensors"));
+    names.filter_map(|name| files.optional(name).ok()?).collect()
 }
 
 /// The files of one model.

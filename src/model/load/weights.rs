@@ -15,6 +15,7 @@ use memmap2::Mmap;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::finite;
 use crate::model::LoadError;
 use crate::model::ops::{Matrix, NumberFormat};
 
@@ -228,6 +229,31 @@ impl Weights {
 /// [`LoadError::File`] if a file is not as long as its header says, or its header is invalid.
 pub fn check(paths: &[PathBuf]) -> Result<(), LoadError> {
     paths.iter().try_for_each(|path| Shard::read(path).map(drop))
+}
+
+/// Checks the floating-point numbers of all tensors.
+///
+/// # Errors
+/// [`LoadError::File`] with the first one that is not finite.
+pub(super) fn check_finite(paths: &[PathBuf]) -> Result<(), LoadError> {
+    for path in paths {
+        let shard = Shard::read(path)?;
+        let mut tensors: Vec<_> = shard.metadata.tensors().into_iter().collect();
+        tensors.sort_by_key(|(_, info)| info.data_offsets);
+        for (name, info) in tensors {
+            let bytes = &shard.bytes[shard.byte_range(info)];
+            let found = match info.dtype {
+                safetensors::Dtype::F32 => finite::not_finite_f32(bytes),
+                safetensors::Dtype::BF16 => finite::not_finite_bf16(bytes),
+                safetensors::Dtype::F16 => finite::not_finite_f16(bytes),
+                _ => None,
+            };
+            if let Some((position, number)) = found {
+                return Err(shard.fault(finite::problem(&name, position, number)));
+            }
+        }
+    }
+    Ok(())
 }
 
 struct Shard {

@@ -38,6 +38,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |_| true,
         heads: &["Model", "ForMaskedLM", "ForPreTraining"],
+        fewer_routes: None,
         assumptions,
         request_files: request_text_files,
         check,

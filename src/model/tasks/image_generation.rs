@@ -83,6 +83,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[PIPELINE],
         accepts: |_| true,
         heads: &[],
+        fewer_routes: None,
         assumptions: |_| Vec::new(),
         request_files,
         check,

@@ -132,6 +132,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |model| label_count(model).is_some(),
         heads: &[],
+        fewer_routes: None,
         assumptions,
         request_files: request_text_files,
         check: |spec| {

@@ -34,6 +34,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |model| label_count(model) == Some(1),
         heads: &[],
+        fewer_routes: None,
         assumptions: |_| Vec::new(),
         request_files: request_text_files,
         check: |spec| check_text_files(&ModelFiles::locate(&spec.source)?, spec),

@@ -46,6 +46,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |_| true,
         heads: &[],
+        fewer_routes: None,
         assumptions: |_| Vec::new(),
         request_files,
         check,

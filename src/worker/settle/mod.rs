@@ -324,7 +324,8 @@ impl Settlement {
         timings: &Timings,
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
-        let message = Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline)));
+        let message =
+            Arc::new(accepted.traced.propagate(task.next_attempt(accepted.deadline, SystemTime::now())));
         let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Confirmed {
@@ -353,8 +354,9 @@ impl Settlement {
     ) -> Result<PublishOutcome, WorkerError> {
         let task = &accepted.task;
         let waits_for_queue = waits_for == WaitsFor::ReplyQueue;
-        let since = waits_for_queue.then(|| task.put_off_since(SystemTime::now()));
-        let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline)));
+        let now = SystemTime::now();
+        let since = waits_for_queue.then(|| task.put_off_since(now));
+        let message = Arc::new(accepted.traced.propagate(task.put_off(since, accepted.deadline, now)));
         let to = Destination { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let mut sent = self.publish_in_time(accepted, to, &message).await?;
         if sent == PublishOutcome::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {

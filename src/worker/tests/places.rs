@@ -104,6 +104,29 @@ async fn tasks_of_a_thousand_inputs_let_the_tasks_behind_them_be_delivered() {
 }
 
 #[tokio::test(flavor = "local", start_paused = true)]
+async fn a_task_that_is_cancelled_while_it_is_put_off_is_answered_when_it_returns_and_not_computed() {
+    let mut broker = Broker::new(start(|_| ()).0);
+    broker.publish((0..20).map(|number| window_task(&format!("slow {number}"), "slow", 1_000)));
+    while broker.put_off == 0 {
+        broker.step().await;
+    }
+    let cancelled = broker.returning[0].1.properties.correlation_id.clone();
+    let cancellation = Cancellation {
+        correlation_id: cancelled.clone(),
+        reply_to: Some("slow".into()),
+        ..Cancellation::default()
+    };
+    assert!(broker.rig.control.cancellations.add(vec![cancellation]));
+    broker.time_until_replies("slow", 20).await;
+    for reply in broker.rig.memory.published("slow") {
+        let is_cancelled = reply.properties.correlation_id == cancelled;
+        assert_eq!(status(&reply), if is_cancelled { 499 } else { 200 }, "{reply:?}");
+        let batch_size = reply.properties.headers["batch_size"].as_i64();
+        assert_eq!(batch_size == Some(0), is_cancelled, "{reply:?}");
+    }
+}
+
+#[tokio::test(flavor = "local", start_paused = true)]
 async fn tasks_with_many_sequences_let_the_tasks_behind_them_be_delivered() {
     let mut broker = Broker::new(Rig::start("script", |_| ()));
     let sequences = vec![100; 8];

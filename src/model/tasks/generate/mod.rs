@@ -66,6 +66,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |_| true,
         heads: &["ForCausalLM", "LMHeadModel"],
+        fewer_routes: None,
         assumptions: |_| Vec::new(),
         request_files,
         check,

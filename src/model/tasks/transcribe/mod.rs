@@ -74,6 +74,7 @@ pub static FAMILY: Family = Family {
         pipelines: &[],
         accepts: |_| true,
         heads: &[],
+        fewer_routes: Some(routes_of),
         assumptions: |_| Vec::new(),
         request_files,
         check,
@@ -83,6 +84,14 @@ pub static FAMILY: Family = Family {
     // The limit is low for the fuzz target, whose files may declare any length.
     example: Example { model: "whisper-random", options: &[("max_seconds", 120)] },
 };
+
+/// The routes of a model with these files. A model of English only does not translate. What is wrong with the files is
+/// found when they are loaded.
+fn routes_of(files: &ModelFiles) -> &'static [Route] {
+    let is_multilingual = WhisperConfig::read(files, "")
+        .and_then(|config| tokens::Settings::read(files).map(|settings| settings.is_multilingual(&config)));
+    if is_multilingual.unwrap_or(true) { FAMILY.routes } else { &FAMILY.routes[..1] }
+}
 
 /// Requests every file that loading may read, the weights last.
 fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
@@ -211,7 +220,7 @@ impl Processor for TranscribeProcessor {
     type Output = WindowText;
 
     fn routes(&self) -> &[Route] {
-        // The second route translates, for which a model must know several languages.
+        // The second route translates; as in `routes_of`.
         if self.tokens.multilingual.is_some() { FAMILY.routes } else { &FAMILY.routes[..1] }
     }
 

@@ -55,11 +55,29 @@ pub struct Multilingual {
 
 /// The fields of `generation_config.json`. Models without that file have them in `config.json`.
 #[derive(Default, Deserialize)]
-struct Settings {
+pub(super) struct Settings {
     suppress_tokens: Option<Vec<i64>>,
     begin_suppress_tokens: Option<Vec<i64>>,
     is_multilingual: Option<bool>,
     max_initial_timestamp_index: Option<u32>,
+}
+
+impl Settings {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a file that is missing or broken.
+    pub(super) fn read(files: &ModelFiles) -> Result<Self, LoadError> {
+        match files.json("generation_config.json")? {
+            Some(settings) => Ok(settings),
+            None => files.required_json("config.json"),
+        }
+    }
+
+    /// Whether the model knows more languages than English.
+    pub(super) fn is_multilingual(&self, config: &WhisperConfig) -> bool {
+        self.is_multilingual.unwrap_or(config.vocabulary >= MULTILINGUAL_TOKENS)
+    }
 }
 
 impl SpecialTokens {
@@ -76,11 +94,7 @@ impl SpecialTokens {
             let id = vocabulary.id(name).filter(is_known);
             id.ok_or_else(|| invalid(format!("it has no token {name} within the model's vocabulary")))
         };
-        let settings = files.json::<Settings>("generation_config.json")?;
-        let settings = match settings {
-            Some(settings) => settings,
-            None => files.required_json("config.json")?,
-        };
+        let settings = Settings::read(files)?;
         let end = required("<|endoftext|>")?;
         let first_time = required("<|notimestamps|>")? + 1;
         // Times follow all other tokens. They are not looked up by name, because older files do not list them.
@@ -97,12 +111,12 @@ impl SpecialTokens {
             let ids = ids.unwrap_or_default().into_iter();
             ids.filter_map(|id| u32::try_from(id).ok()).filter(is_known).collect()
         };
+        let is_multilingual = settings.is_multilingual(config);
         let mut suppressed = known_ids(settings.suppress_tokens);
         suppressed.extend(NEVER.iter().filter_map(|name| vocabulary.id(name)).filter(is_known));
         let no_timestamps = first_time - 1;
         suppressed.push(no_timestamps);
         let (start, previous) = (required(START)?, required(PREVIOUS)?);
-        let is_multilingual = settings.is_multilingual.unwrap_or(config.vocabulary >= MULTILINGUAL_TOKENS);
         let multilingual = if is_multilingual {
             let (translate, transcribe) = (required("<|translate|>")?, required("<|transcribe|>")?);
             Some(Multilingual {

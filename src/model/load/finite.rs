@@ -1,0 +1,49 @@
+//! Finds the first number that is not finite in a tensor's bytes, and words the error. Pure.
+
+/// What is wrong with a tensor that holds this number at this position.
+pub(super) fn problem(tensor: &str, position: usize, number: f32) -> String {
+    format!(
+        "tensor {tensor} is not finite: its number {position} is {number}, so the model cannot be computed; export the \
+         model again"
+    )
+}
+
+/// The first of the little-endian f32 numbers that is not finite, with its position.
+pub(super) fn not_finite_f32(bytes: &[u8]) -> Option<(usize, f32)> {
+    let mut numbers = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).enumerate();
+    numbers.find(|(_, number)| !number.is_finite())
+}
+
+/// As [`not_finite_f32`], for bf16.
+pub(super) fn not_finite_bf16(bytes: &[u8]) -> Option<(usize, f32)> {
+    let numbers = bytes.as_chunks().0.iter().map(|x| f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16));
+    numbers.enumerate().find(|(_, number)| !number.is_finite())
+}
+
+/// As [`not_finite_f32`], for f16.
+pub(super) fn not_finite_f16(bytes: &[u8]) -> Option<(usize, f32)> {
+    let numbers = bytes.as_chunks().0.iter().map(|x| u16::from_le_bytes(*x));
+    // The exponent is all ones; the mantissa tells infinity from NaN.
+    let (position, bits) = numbers.enumerate().find(|(_, bits)| bits & 0x7c00 == 0x7c00)?;
+    let magnitude = if bits & 0x03ff == 0 { f32::INFINITY } else { f32::NAN };
+    Some((position, magnitude.copysign(if bits & 0x8000 == 0 { 1.0 } else { -1.0 })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_number_that_is_not_finite_is_found_in_every_type() {
+        let (inf, largest) = (f32::INFINITY, f32::MAX.to_le_bytes());
+        let f32s = [largest, (-inf).to_le_bytes(), f32::NAN.to_le_bytes()].concat();
+        assert_eq!(not_finite_f32(&f32s), Some((1, -inf)));
+        assert_eq!(not_finite_f32(&f32s[..4]), None);
+        // The largest number, then infinity.
+        let bytes = |bits: [u16; 2]| bits.map(u16::to_le_bytes).concat();
+        assert_eq!(not_finite_bf16(&bytes([0x7f7f, 0x7f80])), Some((1, inf)));
+        assert_eq!(not_finite_f16(&bytes([0x7bff, 0xfc00])), Some((1, -inf)));
+        assert!(not_finite_f16(&bytes([0x7c01, 0])).is_some_and(|(at, number)| at == 0 && number.is_nan()));
+        assert_eq!(not_finite_f16(&bytes([0x7bff, 0x0001])), None);
+    }
+}
