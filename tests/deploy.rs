@@ -257,3 +257,34 @@ fn a_restart_by_systemd_leaves_out_what_does_not_get_better() {
     let expected = [Exit::Usage, Exit::Config].map(|exit| exit.code().to_string()).join(" ");
     assert_eq!(codes, expected);
 }
+
+#[test]
+fn compose_and_make_build_one_image_that_no_registry_is_asked_for() {
+    let compose = text("docker-compose.yml");
+    let (services, gpu) = compose.split_once("\n  sconce-gpu:\n").expect("the service for GPUs");
+    let (_, sconce) = services.split_once("\n  sconce: &sconce\n").expect("the service");
+    let built = value(&text("Makefile"), "docker build -t ");
+    assert_eq!(built.split(' ').next(), Some(value(sconce, "image:").as_str()));
+    // The service for GPUs takes over the policy, but must not take over the name.
+    assert_eq!(value(sconce, "pull_policy:"), "never");
+    assert_eq!(value(gpu, "<<:"), "*sconce");
+    let built = value(&text("Dockerfile.cuda"), "#   docker build -f Dockerfile.cuda -t ");
+    assert_eq!(built.split(' ').next(), Some(value(gpu, "image:").as_str()));
+}
+
+#[test]
+fn what_is_stopped_for_good_stays_down_until_the_unit_of_compose_starts_it() {
+    let compose = text("docker-compose.yml");
+    let (_, sconce) = compose.split_once("\n  sconce: &sconce\n").expect("the service");
+    assert_eq!(value(sconce, "restart:"), "on-failure", "`unless-stopped` would undo `sconce stop`");
+    let unit = text("deploy/systemd/sconce-compose.service");
+    // Docker starts no container of that policy, neither with the host nor when it is restarted alone.
+    assert_eq!(value(&unit, "WantedBy="), "multi-user.target docker.service");
+    assert_eq!(value(&unit, "After="), "docker.service", "at a stop, Docker outlives the drain");
+    assert_eq!(value(&unit, "RemainAfterExit="), "yes", "else `ExecStop` follows at once");
+    assert!(value(&unit, "ExecStop=").contains("docker compose stop"));
+    let start = value(&unit, "ExecStart=/usr/bin/docker compose up ");
+    for flag in ["--detach", "--no-build", "--no-recreate"] {
+        assert!(start.split(' ').any(|given| given == flag), "{flag}: {start}");
+    }
+}

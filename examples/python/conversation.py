@@ -1,5 +1,6 @@
 """Synthesizes a dialogue on all workers of a pool, and writes it as one WAV file:
 
+    pip install "./python[aio-pika]"    # in the repository's folder
     sconce launch --set 'pool[0].model=models/hibari' --set 'pool[0].devices=["cpu", "cpu"]'
     python conversation.py [--queue sconce.tasks] [--out conversation.wav] [dialogue.txt]
 

@@ -1,4 +1,4 @@
-"""Calls sconce from a Celery task, with sconce-client.
+"""Calls sconce from a Celery task, with sconce-client (`pip install celery "./python[pika]"`).
 
 SCONCE_BROKER__URL=amqp://… celery -A from_celery worker      the tasks' worker
 SCONCE_BROKER__URL=amqp://… python from_celery.py             calls one, and prints what it returns

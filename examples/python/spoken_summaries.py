@@ -1,5 +1,6 @@
 """Turns a folder of recordings into transcripts and spoken summaries, through the queues of three pools:
 
+    pip install "./python[aio-pika]"    # in the repository's folder
     sconce launch --config config/pools.toml
     python spoken_summaries.py models/recordings --out summaries
 

@@ -1,4 +1,7 @@
-"""Embeds texts with kombu, Celery's library for messages: SCONCE_BROKER__URL=amqp://… python with_kombu.py [QUEUE]"""
+"""Embeds texts with kombu, Celery's library for messages (`pip install kombu`):
+
+    SCONCE_BROKER__URL=amqp://… python with_kombu.py [QUEUE]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Embeds texts with pika alone: SCONCE_BROKER__URL=amqp://… python with_pika.py [QUEUE]"""
+"""Embeds texts with pika alone (`pip install pika`):
+
+    SCONCE_BROKER__URL=amqp://… python with_pika.py [QUEUE]
+"""
 
 from __future__ import annotations
 
