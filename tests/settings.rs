@@ -80,6 +80,7 @@ fn default_pool() -> Pool {
             encode_batch: None,
         },
         missing_folder: None,
+        has_default_name: false,
         task: None,
         strict_model: false,
         sentinels: Default::default(),

@@ -20,6 +20,9 @@ use crate::telemetry::Throttle;
 /// The longest wait for slots to carry out an order. They do so at once, unless their worker does not read
 /// its control lines.
 pub(super) const ORDER_TIMEOUT: Duration = Duration::from_secs(5);
+/// The longest wait for workers to report their counts. They do so at once, unless they hang; then the board has what
+/// they reported last. It is shorter than the time for which `sconce ctl` waits for further launchers.
+const STATS_TIMEOUT: Duration = Duration::from_millis(100);
 /// The longest wait for the broker to accept an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The shortest time between two log lines about refused requests.
@@ -152,12 +155,16 @@ impl ControlledLauncher {
     }
 
     /// Validates an order, sets the launcher's own log filter if the order asks for that, and has the slots carry out
-    /// the order. Does nothing for a query.
+    /// the order. For a query of the counts, has the workers report them.
     async fn carry_out(
         &self,
         request: &Request,
         target: &Target,
     ) -> Result<BTreeMap<String, Outcome>, String> {
+        if *request == Request::Stats {
+            let reported = self.handle.order(target.clone(), Request::Stats);
+            drop(tokio::time::timeout(STATS_TIMEOUT, reported).await);
+        }
         if request.is_query() {
             return Ok(BTreeMap::new());
         }

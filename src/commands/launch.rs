@@ -60,6 +60,16 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     }
     host.launcher.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
+    for pool in &settings.pools {
+        if let Some(work) = registry.misnamed_kind(pool) {
+            let pool = &pool.name;
+            tracing::info!(
+                pool,
+                work,
+                "the pool has the default name, which tells other work; better set its `name`"
+            );
+        }
+    }
     let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
         let (broker, launcher) = (redact_url(url.expose()), &launcher.name);

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, IsTerminal as _, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use futures_util::stream;
 use indicatif::ProgressBar;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value as Json, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -44,6 +45,10 @@ const DECLARE_TIMEOUT: Duration = Duration::from_secs(3);
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of lines that are read ahead of publishing.
 const READ_AHEAD: usize = 256;
+/// A list of more numbers, such as a vector, is shortened on a terminal.
+const MAX_NUMBERS: usize = 16;
+/// How many numbers of a shortened list are shown.
+const SHOWN_NUMBERS: usize = 4;
 
 pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Exit> {
     let mut loaded = load(&arguments.settings, &[])?;
@@ -102,7 +107,9 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         let show = arguments.stream.then(|| Show::new(io::stdout()));
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
-        let mut output = Output { bar, show, files, begun: 0, done: 0, errors: 0 };
+        let shortens = io::stdout().is_terminal();
+        let mut output =
+            Output { bar, show, files, shortens, has_shortened: false, begun: 0, done: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
@@ -121,6 +128,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             _ = tokio::signal::ctrl_c() => None,
         };
         output.bar.finish_and_clear();
+        output.explain_shortened();
         if ended.is_none() {
             let verb = if waits { "answered" } else { "published" };
             let _ = writeln!(io::stderr(), "interrupted: {} tasks were {verb}", output.done);
@@ -240,10 +248,27 @@ struct Output {
     files: Option<Files>,
     /// The number of tasks that were begun.
     begun: u64,
+    /// Whether stdout is a terminal, on which long lists of numbers are shortened.
+    shortens: bool,
+    /// Whether that was done.
+    has_shortened: bool,
     /// The number of tasks answered or, if no replies are awaited, published.
     done: u64,
     /// The number of replies that are errors.
     errors: u64,
+}
+
+impl Output {
+    /// Says how all numbers are printed, if some were not.
+    fn explain_shortened(&self) {
+        if self.has_shortened {
+            // A closed stderr does not change the exit code.
+            let _ = writeln!(
+                io::stderr(),
+                "long lists of numbers are shortened on a terminal; a file or a pipe (`| cat`) gets all numbers"
+            );
+        }
+    }
 }
 
 impl Sink<Option<String>, anyhow::Error> for Output {
@@ -288,7 +313,11 @@ impl Sink<Option<String>, anyhow::Error> for Output {
                 }
             }
             if !is_written || is_error {
-                let mut line = reply_line(number, custom_id, &reply)?;
+                let body = body_value(&reply);
+                let shortened = if self.shortens { shortened(&body) } else { None };
+                self.has_shortened |= shortened.is_some();
+                let body = shortened.as_deref().unwrap_or(body.get());
+                let mut line = reply_line(number, custom_id, &reply, body)?;
                 line.push(b'\n');
                 self.bar.suspend(|| match is_written {
                     true => io::stderr().write_all(&line),
@@ -334,16 +363,41 @@ fn ending(media_type: &str) -> &str {
     }
 }
 
+/// A body in which each list of more than [`MAX_NUMBERS`] numbers has the first [`SHOWN_NUMBERS`] and a text with their
+/// count. None if it has no such list.
+fn shortened(body: &RawValue) -> Option<String> {
+    fn shorten(value: &mut Json) -> bool {
+        match value {
+            Json::Array(items) if items.len() > MAX_NUMBERS && items.iter().all(Json::is_number) => {
+                let count = items.len();
+                items.truncate(SHOWN_NUMBERS);
+                items.push(json!(format!("… of {count} numbers")));
+                true
+            }
+            Json::Array(items) => items.iter_mut().fold(false, |any, item| shorten(item) | any),
+            Json::Object(fields) => fields.values_mut().fold(false, |any, field| shorten(field) | any),
+            _ => false,
+        }
+    }
+    let mut body = serde_json::from_str(body.get()).ok()?;
+    shorten(&mut body).then(|| body.to_string())
+}
+
 /// The output line of a reply: a JSON object with `index`, `custom_id` (if there is one), the reply's headers, and
-/// `body` as in a batch line.
-fn reply_line(number: u64, custom_id: Option<String>, reply: &Message) -> anyhow::Result<Vec<u8>> {
+/// `body`, which is JSON.
+fn reply_line(
+    number: u64,
+    custom_id: Option<String>,
+    reply: &Message,
+    body: &str,
+) -> anyhow::Result<Vec<u8>> {
     let mut line = Map::from_iter([("index".to_owned(), json!(number))]);
     line.extend(custom_id.map(|id| ("custom_id".to_owned(), json!(id))));
     line.extend(reply.properties.headers.iter().map(|(name, value)| (name.clone(), header_json(value))));
     let mut bytes = serde_json::to_vec(&line)?;
     bytes.pop();
     bytes.extend_from_slice(b",\"body\":");
-    bytes.extend_from_slice(body_value(reply).get().as_bytes());
+    bytes.extend_from_slice(body.as_bytes());
     bytes.push(b'}');
     Ok(bytes)
 }
@@ -434,4 +488,26 @@ fn requests_of_arguments(
     let request =
         |body: String| requests::Request { custom_id: None, url: url.map(str::to_owned), body: body.into() };
     Ok(bodies.into_iter().map(request).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_long_lists_of_numbers_are_shortened() {
+        let body = |value: Json| serde_json::value::to_raw_value(&value).unwrap();
+        let vector: Vec<f64> = (0..384).map(|n| f64::from(n) / 8.0).collect();
+        let reply =
+            json!({"data": [{"index": 0, "embedding": vector}], "model": "m", "usage": {"total_tokens": 9}});
+        let printed: Json = serde_json::from_str(&shortened(&body(reply.clone())).unwrap()).unwrap();
+        let mut expected = reply;
+        expected["data"][0]["embedding"] = json!([0.0, 0.125, 0.25, 0.375, "… of 384 numbers"]);
+        assert_eq!(printed, expected);
+        let (few, texts) = (vec![1; MAX_NUMBERS], vec!["a text"; 100]);
+        assert_eq!(
+            shortened(&body(json!({"scores": few, "texts": texts, "text": "long".repeat(999)}))),
+            None
+        );
+    }
 }

@@ -16,6 +16,7 @@ use crate::model::load::{ModelFiles, weights_size};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
+use crate::protocol::embeddings;
 use crate::shutdown::Exit;
 use crate::worker::{load_spec, pool_spec};
 
@@ -160,9 +161,11 @@ impl Registry {
     }
 
     /// Replaces each pool's `model` by the full path of the folder or file that it names. Leaves the names of
-    /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub.
+    /// registered models and the ids of the hub unchanged. Sets `missing_folder` for each id of the hub, and
+    /// `has_default_name`.
     pub(super) fn resolve_folders(&self, loaded: &mut Loaded) {
         for index in 0..loaded.settings.pools.len() {
+            loaded.settings.pools[index].has_default_name = loaded.has_default_name(index);
             let Some(folder) = loaded.model_folder(index) else { continue };
             let pool = &mut loaded.settings.pools[index];
             // `~` is expanded where the model is loaded.
@@ -216,6 +219,13 @@ impl Registry {
             Some(named) => named.family.map(|family| family.routes),
             None => Some(served_here(&pool.model, pool.task.as_deref()).ok()??.routes),
         }
+    }
+
+    /// The kind of work of a pool whose default name, "embed", tells another one. None if the settings name the pool, if
+    /// it embeds, or if its model is not loaded from files on this host.
+    pub(super) fn misnamed_kind(&self, pool: &Pool) -> Option<&'static str> {
+        let family = self.family(pool).filter(|family| pool.has_default_name && family.files().is_some())?;
+        (!family.urls().any(|url| url == embeddings::URL)).then_some(family.name)
     }
 
     /// The name of the code that serves a pool's model; none if the model's files are not on this host.

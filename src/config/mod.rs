@@ -14,6 +14,7 @@
 //! | `overrides`, `path` | environment variables and flags → layers |
 //! | `text` | values as TOML, durations, sizes |
 //! | `model_folder` | which folder a pool's `model` may name |
+//! | `public_address` | which addresses belong to public hosts |
 //! | `problem` | how a mistake is shown; "did you mean" |
 //! | `effective` | the text that `sconce check-config` prints; what differs between two loads |
 //! | `redact` | which parts of a broker address may be shown |
@@ -28,6 +29,7 @@ mod options;
 mod overrides;
 mod path;
 mod problem;
+mod public_address;
 mod read;
 mod redact;
 pub mod settings;
@@ -40,6 +42,7 @@ pub use assignment::Assignment;
 pub use options::{OptionDefault, OptionProblem, OptionSpec, Options, Takes, check_options, with_defaults};
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
+pub use public_address::is_public;
 pub use read::{AllowedSource, Devices, Secret};
 pub use redact::redact_url;
 pub use settings::{
@@ -70,6 +73,11 @@ impl Loaded {
     pub fn model_folder(&self, pool: usize) -> Option<PathBuf> {
         let origin = self.origins.get(&format!("pool[{pool}].model")).map_or(read::BUILT_IN, String::as_str);
         Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
+    }
+
+    /// Whether the settings do not name this pool, so that it has the default name.
+    pub fn has_default_name(&self, pool: usize) -> bool {
+        self.origins.get(&format!("pool[{pool}].name")).is_none_or(|origin| origin == read::BUILT_IN)
     }
 
     /// Turns the problems that the caller has found in `[pool.options]` into one error, and adds the origins of the

@@ -91,7 +91,8 @@ section! {
     /// own list of pools replaces this one; missing keys of your pools are filled in from here. Names and task
     /// queues must differ between pools.
     Pool {
-        /// The pool's name in logs, replies and slots.
+        /// The pool's name in logs, metrics, replies and slots, and for `sconce ctl`. No queue follows from it.
+        /// `run-batch` puts the model's kind of work, such as "speak", in the place of this default.
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
@@ -189,6 +190,8 @@ section! {
         nested options: Options;
         derived missing_folder: Option<PathBuf>,
             "The folder that `model` would name, if it does not exist. `model` is then the id of a model of the hub.";
+        derived has_default_name: bool,
+            "Whether `name` is the default, which tells nothing about the model.";
     }
     check check_pool
 }

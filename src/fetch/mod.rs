@@ -5,12 +5,10 @@
 //! | file | decides |
 //! |---|---|
 //! | `allowed` | whether the settings admit a URL, and where its file is |
-//! | `address` | which addresses are public |
 //! | `file` | opens files below a folder |
 //! | `web` | downloads files from servers |
 //! | `budget` | how many bytes a requester may hold |
 
-mod address;
 mod allowed;
 mod budget;
 mod file;

@@ -31,7 +31,7 @@ use tokio_rustls::TlsConnector;
 use url::Url;
 
 use super::Failure;
-use super::address::is_public;
+use crate::config::is_public;
 
 /// The most bytes that the head of a response may have.
 const HEAD_BYTES: usize = 64 << 10;

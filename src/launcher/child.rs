@@ -38,6 +38,7 @@ pub(super) struct WorkerProcess {
     ended: Option<(ExitStatus, Instant)>,
     /// Makes the guard watch this worker until it is reaped. None if the guard does not know it, or it is reaped.
     guarded: Option<Guarded>,
+    was_killed: bool,
 }
 
 pub(super) enum ChildEvent {
@@ -78,6 +79,7 @@ impl WorkerProcess {
             events: child.stdout.take().map(lines),
             logs: child.stderr.take().map(lines),
             ended: None,
+            was_killed: false,
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
@@ -139,7 +141,13 @@ impl WorkerProcess {
         }
     }
 
+    /// Whether the launcher has killed it.
+    pub(super) fn was_killed_here(&self) -> bool {
+        self.was_killed
+    }
+
     pub(super) fn kill(&mut self) {
+        self.was_killed = true;
         let _ = self.child.start_kill();
     }
 }

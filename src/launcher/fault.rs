@@ -47,6 +47,8 @@ pub(super) struct Circumstances {
     pub(super) fault: Option<Fault>,
     /// What the worker reported as wrong with its device.
     pub(super) unfit: Option<(Unfit, String)>,
+    /// What a SIGKILL that the launcher has not sent may mean.
+    pub(super) kill_hint: Option<String>,
 }
 
 impl Circumstances {
@@ -78,7 +80,11 @@ impl Circumstances {
                 device_fault.kind.reason(),
                 Some(format!("{}, and then the worker died", device_fault.message)),
             ),
-            None => (reason_by_exit_status(death, status), None),
+            None => {
+                let hint = self.kill_hint.as_ref().filter(|_| death.exit.is_none());
+                let message = hint.zip(status).map(|(hint, status)| format!("{status}: {hint}"));
+                (reason_by_exit_status(death, status), message)
+            }
         }
     }
 }
@@ -156,5 +162,18 @@ mod tests {
         let reason = |recent_event| Circumstances::default().reason(&death, killed, recent_event).0;
         assert_eq!(reason(None), RestartReason::Killed);
         assert_eq!(reason(Some(&device_fault(Kind::Ecc))), RestartReason::Ecc);
+    }
+
+    #[test]
+    fn the_hint_about_a_sigkill_follows_the_signal_unless_another_cause_is_known() {
+        let (death, _) = ended(99);
+        let killed = Some(ExitStatus::from_raw(9));
+        let mut it = Circumstances { kill_hint: Some("a hint".to_owned()), ..Circumstances::default() };
+        let message = Some("signal: 9 (SIGKILL): a hint".to_owned());
+        assert_eq!(it.reason(&death, killed, None), (RestartReason::Killed, message));
+        let (settled, _) = ended(0);
+        assert_eq!(it.reason(&settled, killed, None), (RestartReason::Other, None));
+        it.fault = Some(Fault::Stuck);
+        assert_eq!(it.reason(&death, killed, None), (RestartReason::Stuck, None));
     }
 }

@@ -21,6 +21,7 @@
 //! | `withdrawals` | which cancelled jobs and withdrawn sentinels workers that start later are told of |
 //! | `order` | which requests a running launcher accepts: orders of `sconce ctl`, and new settings |
 //! | `crash_records` | which tasks kill workers |
+//! | `oom` | whether the kernel's out-of-memory killer may have ended a worker |
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in the launcher's log, and which are kept |
 
@@ -33,6 +34,7 @@ mod guard;
 mod health;
 mod logs;
 mod name;
+mod oom;
 pub mod order;
 mod plan;
 mod replace;

@@ -73,7 +73,7 @@ impl Handle {
     }
 
     /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress when
-    /// this returns. Queries are not orders: they are answered from the board.
+    /// this returns. Queries change nothing; [`Request::Stats`] has the workers report their counts to the board.
     pub async fn order(&self, target: Target, order: Request) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
         let _ = self.requests.send(LauncherRequest::Order { target, order, answer }).await;

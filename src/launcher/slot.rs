@@ -326,7 +326,8 @@ impl Slot {
             }
             Request::Cancel(cancellation) => Command::Cancel(cancellation),
             Request::CancelAll(cancellations) => Command::CancelAll { cancellations: cancellations.to_vec() },
-            Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome.into()))),
+            Request::Stats => return current.report_stats(answer).await,
+            Request::Ping | Request::Active => return drop(answer.send(Ok(outcome.into()))),
             Request::Drain | Request::Shutdown | Request::Restart => {
                 *next_action = match order {
                     Request::Drain => NextAction::Hold,

@@ -3,9 +3,11 @@
 
 use std::io;
 use std::ops::ControlFlow;
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant, SystemTime};
 
+use nix::sys::signal::Signal;
 use tokio::sync::oneshot;
 use tokio::time::sleep_until;
 
@@ -14,6 +16,7 @@ use super::child::{ChildEvent, WorkerProcess};
 use super::gpus::device_fault::DeviceFault;
 use super::health::DeviceWatch;
 use super::logs::forward_line;
+use super::oom;
 use super::order::{Done, Outcome};
 use super::termination::Step;
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
@@ -57,6 +60,13 @@ pub(super) struct WorkerHandle {
     /// Cancellations that were sent to the worker and not answered yet, with the channels for their outcomes. Bound:
     /// only operators' cancellations are kept, and each new one removes those for which nobody waits any more.
     cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
+    /// The number of the latest `report_stats`.
+    stats_requests: u64,
+    /// [`oom::kills`] at its start.
+    oom_kills: Option<u64>,
+    /// The channels of those who wait for the worker's counts, each with the number of its `report_stats`. Bound: each
+    /// new one removes those for which nobody waits any more.
+    awaiting_stats: Vec<(u64, oneshot::Sender<Outcome>)>,
 }
 
 pub(super) enum WorkerEvent {
@@ -129,6 +139,9 @@ impl WorkerHandle {
             assignment,
             is_shown: false,
             cancelling: Vec::new(),
+            stats_requests: 0,
+            oom_kills: oom::kills(),
+            awaiting_stats: Vec::new(),
         })
     }
 
@@ -150,6 +163,18 @@ impl WorkerHandle {
         self.cancelling.retain(|(_, answer)| !answer.is_closed());
         self.cancelling.push((cancellation.clone(), answer));
         self.send(&Command::Cancel(cancellation)).await;
+    }
+
+    /// Has it report its counts now. The answer is sent when the board has them, or at once if it is not ready, since it
+    /// then has counted nothing.
+    pub(super) async fn report_stats(&mut self, answer: oneshot::Sender<Outcome>) {
+        if self.monitor.ready_at.is_none() {
+            return drop(answer.send(Ok("nothing to count".into())));
+        }
+        self.stats_requests += 1;
+        self.awaiting_stats.retain(|(_, answer)| !answer.is_closed());
+        self.awaiting_stats.push((self.stats_requests, answer));
+        self.send(&Command::ReportStats { number: self.stats_requests }).await;
     }
 
     /// Tells it to finish its tasks and to end, within the grace.
@@ -212,6 +237,11 @@ impl WorkerHandle {
             let (_, answer) = self.cancelling.remove(index);
             let _ = answer.send(Ok(Done::cancelled(*tasks)));
         }
+        if let Event::StatsReported { number } = &event {
+            for (_, answer) in self.awaiting_stats.extract_if(.., |(requested, _)| *requested <= *number) {
+                let _ = answer.send(Ok("its worker has reported its counts".into()));
+            }
+        }
         if self.monitor.handle_event(event, context, &self.assignment, self.is_shown).is_err() {
             self.process.kill();
         }
@@ -240,8 +270,12 @@ impl WorkerHandle {
     }
 
     /// Judges the end of the worker. `status`: none if it is unknown.
-    pub(super) fn worker_exit(self, status: Option<ExitStatus>, context: &LauncherContext) -> WorkerExit {
+    pub(super) fn worker_exit(mut self, status: Option<ExitStatus>, context: &LauncherContext) -> WorkerExit {
         let forced = self.step.is_forced() || context.stop.phase() >= Phase::Returning;
+        let is_killed = status.and_then(|it| it.signal()) == Some(Signal::SIGKILL as i32);
+        if is_killed && !self.process.was_killed_here() {
+            self.monitor.circumstances.kill_hint = Some(oom::hint(self.oom_kills, oom::kills()));
+        }
         self.monitor.end(status, forced, context, &self.assignment)
     }
 }
@@ -275,7 +309,12 @@ fn decode_and_log(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
         // The fault that `Unfit` reports is in the worker's own log, and in the reason for its end.
         Ok(
-            Event::Loading | Event::Serving | Event::Stats(_) | Event::Cancelled { .. } | Event::Unfit { .. },
+            Event::Loading
+            | Event::Serving
+            | Event::Stats(_)
+            | Event::StatsReported { .. }
+            | Event::Cancelled { .. }
+            | Event::Unfit { .. },
         ) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }

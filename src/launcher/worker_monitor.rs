@@ -409,6 +409,7 @@ fn update_entry(entry: &mut Entry, event: Event, is_shown: bool) {
         | Event::Preprocessing { .. }
         | Event::Cancelled { .. }
         | Event::Stats(_)
+        | Event::StatsReported { .. }
         | Event::Unfit { .. }
         | Event::Stopped { .. } => {}
     }

@@ -124,8 +124,8 @@ fn is_over(at: SystemTime, now: SystemTime) -> bool {
 }
 
 impl Cancellations {
-    /// Adds cancellations, and remembers them. Blocks the thread while too many wait. Returns false if there is no session, and so no task
-    /// to cancel.
+    /// Adds cancellations, and remembers them. Blocks the thread while too many wait. Returns false if there is no
+    /// session, and so no task to cancel.
     pub fn add(&self, cancellations: Vec<Cancellation>) -> bool {
         {
             let (mut recent, now) = (self.0.recent.lock(), SystemTime::now());

@@ -7,6 +7,7 @@ use sconce::shutdown::Exit;
 use serde_json::Value;
 
 use crate::stage::{OBEY, READY, Stage, slot_is};
+use crate::wait::until;
 
 fn slot(index: usize) -> Target {
     Target::Slot(format!("host/embed/{index}"))
@@ -31,6 +32,42 @@ async fn an_order_goes_to_the_slots_that_are_meant_and_to_no_other() {
     let commands = [r#"{"command":"pause"}"#, r#"{"command":"resume"}"#, r#"{"command":"drain"}"#];
     assert_eq!(stage.lines("trace-1"), commands);
     assert_eq!(stage.lines("trace-0"), commands[1..]);
+}
+
+#[tokio::test]
+async fn a_query_of_counts_is_answered_once_the_worker_has_reported_them() {
+    let stats = r#"{"event":"stats","answers":[{"status":"succeeded","reason":"","count":2}]}"#;
+    let script = format!(
+        r#"{READY}; while read -r line; do case $line in *report_stats*) sleep 0.2; echo '{stats}'
+        echo '{{"event":"stats_reported","number":1}}';; *drain*) exit 0;; esac; done"#
+    );
+    let stage = Stage::new(1, &script);
+    let exit = stage.run_asked(async |handle, board| {
+        slot_is(&board, "embed/0", State::Ready).await;
+        assert!(handle.order(Target::All, Request::Stats).await[0].1.is_ok());
+        let tasks = board.read(|status| status.slots["embed/0"].report.stats.as_ref().unwrap().tasks());
+        assert_eq!(tasks, 2);
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+}
+
+#[tokio::test]
+async fn the_failure_of_a_worker_that_somebody_killed_says_whether_memory_ran_out() {
+    let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
+    let exit = stage.run_asked(async |_, board| {
+        slot_is(&board, "embed/0", State::Ready).await;
+        stage.wait_for_lines("pid-0", 1).await;
+        stage.kill(0);
+        let failure = || board.read(|status| status.slots["embed/0"].report.last_failure.clone());
+        let failure = until("the failure is shown", || async { failure() }).await;
+        assert!(
+            failure.starts_with("signal: 9 (SIGKILL): ") && failure.contains("out-of-memory"),
+            "{failure}"
+        );
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
 }
 
 #[tokio::test]

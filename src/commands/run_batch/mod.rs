@@ -45,6 +45,7 @@ use crate::model::LoadError;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
+use crate::protocol::transcriptions::TRANSCRIPTIONS_URL;
 use crate::protocol::{Message, Properties};
 use crate::shutdown::{Exit, Phase, SecondSignal, Stop, listen_for_signals};
 use crate::telemetry::QUIET;
@@ -63,8 +64,7 @@ const SOCKET: &str = "queue";
 const LEFTOVER_AGE: Duration = Duration::from_secs(60);
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
-    let settings = settings(arguments, registry)?;
-    let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
+    let mut settings = settings(arguments, registry)?;
     start_logging(Some(QUIET))?;
     let with_digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights_digest(pool)?));
     let pools = settings.pools.iter().map(with_digest).collect::<anyhow::Result<Vec<_>>>();
@@ -72,7 +72,11 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         let is_unavailable = matches!(error.downcast_ref(), Some(LoadError::Hub { is_lasting: false, .. }));
         error.exits_with(if is_unavailable { Exit::ModelUnavailable } else { Exit::ModelFailed })
     });
-    let (output, point) = open_files(arguments, &pools?).exits_with(Exit::Usage)?;
+    let pools = pools?;
+    // Now the models' files are on this host.
+    name_by_work(&mut settings.pools, registry);
+    let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
+    let (output, point) = open_files(arguments, &pools).exits_with(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
         return already_complete(arguments, &pool_names, &point);
@@ -88,6 +92,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         assignment.pool.sentinels = Sentinels::Type;
         assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
+    note_idle_workers(&settings.pools, registry, assignments.len(), total - point.done);
     let program = std::env::current_exe().context("cannot find this program's file")?;
     let queue_runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
@@ -129,6 +134,33 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let mut output = output.lock();
     output.bar.finish_and_clear();
     conclude(&mut output, &pool_names, exit, &point)
+}
+
+/// Names a pool that the settings do not name by its kind of work, unless another pool has that name. The name is in the
+/// report, in log lines and in replies of this run alone: no queue follows from it.
+fn name_by_work(pools: &mut [Pool], registry: &Registry) {
+    for index in 0..pools.len() {
+        if let Some(work) = registry.misnamed_kind(&pools[index])
+            && pools.iter().all(|pool| pool.name != work)
+        {
+            work.clone_into(&mut pools[index].name);
+        }
+    }
+}
+
+/// Says that workers will be idle, if there are more of them than recordings: no recording is shared.
+fn note_idle_workers(pools: &[Pool], registry: &Registry, workers: usize, lines: usize) {
+    // Of several pools, only the lines tell which one gets how many.
+    let [pool] = pools else { return };
+    if workers > lines && registry.route(pool).is_some_and(|route| route.url == TRANSCRIPTIONS_URL) {
+        let idle = workers - lines;
+        // A closed stderr does not end the run.
+        let _ = writeln!(
+            io::stderr(),
+            "note: one worker computes a whole recording, so {idle} of {workers} workers will be idle; fewer `devices` \
+             give each more cores"
+        );
+    }
 }
 
 /// Runs the launcher until it ends, and watches the feeder, which publishes the lines. If the feeder fails, the

@@ -2,8 +2,9 @@
 
 use ::config::{Value, ValueKind};
 use serde::{Deserialize, Serialize};
-use url::Url;
+use url::{Host, Url};
 
+use super::super::public_address::is_public;
 use super::reader::Expected;
 use super::values::{list, parse_array, switch, text};
 
@@ -64,7 +65,30 @@ fn source(written: &str, private: bool) -> Result<AllowedSource, Expected> {
             SCHEMES.join(", ")
         ));
     }
+    let is_wildcard = |part: &str| part == "*" || part == "**";
+    if url.host_str().is_some_and(|host| host.contains('*')) || url.path().split('/').any(is_wildcard) {
+        return Err(format!(
+            "URLs without *, got {written:?}: each host is named by itself, and a prefix covers everything below it"
+        ));
+    }
+    if !private && names_private_host(&url) {
+        return Err(format!(
+            "{{ url = {written:?}, private = true }}, because the address of this host is private: otherwise no task \
+             can fetch from it"
+        ));
+    }
     Ok(AllowedSource { url, private })
+}
+
+/// Whether the host of a web server is written as an address that is not public, or is this computer by its name. Other
+/// names are resolved only when a file is fetched.
+fn names_private_host(url: &Url) -> bool {
+    match url.host().filter(|_| url.scheme().starts_with("http")) {
+        Some(Host::Ipv4(address)) => !is_public(address.into()),
+        Some(Host::Ipv6(address)) => !is_public(address.into()),
+        Some(Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
+        None => false,
+    }
 }
 
 /// The address of a service, or `""` for none.
@@ -126,6 +150,25 @@ mod tests {
         assert!(read(r#"[{url = "https://host/", privat = true}]"#).unwrap_err().contains("privat"));
         for wrong in [r#"[{private = true}]"#, r#"[{url = "https://host/", private = "often"}]"#, "[1]"] {
             assert!(read(wrong).unwrap_err().starts_with("a list such as"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_source_that_could_never_match_is_refused() {
+        for private in
+            ["http://10.0.0.5/in/", "https://127.0.0.1:8443/", "http://[::1]/", "http://localhost:9000/in/"]
+        {
+            let error = read(private).unwrap_err();
+            assert!(error.contains(private) && error.contains("private = true"), "{error}");
+            assert!(read(&format!("[{{url = \"{private}\", private = true}}]")).is_ok(), "{private}");
+        }
+        assert!(
+            read("http://8.8.8.8/in/,http://[2606:4700::1111]/,http://localhosts/,s3://127.0.0.1/").is_ok()
+        );
+        for wildcard in
+            ["https://*.example.org/", "https://media*/in/", "https://host/*/", "s3://*/", "file:///data/**/"]
+        {
+            assert!(read(wildcard).unwrap_err().contains("without *"), "{wildcard}");
         }
     }
 }

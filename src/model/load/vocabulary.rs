@@ -78,6 +78,25 @@ impl TokenField {
     }
 }
 
+/// `additional_special_tokens` in `tokenizer_config.json`. Only chat templates use them, so another form is ignored.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum TokensField {
+    Tokens(Vec<TokenField>),
+    Other(serde::de::IgnoredAny),
+}
+
+impl TokensField {
+    /// Their texts. None if there are none.
+    fn texts(self) -> Option<Vec<String>> {
+        match self {
+            Self::Tokens(tokens) => Some(tokens.into_iter().map(TokenField::text).collect()),
+            Self::Other(_) => None,
+        }
+        .filter(|texts: &Vec<_>| !texts.is_empty())
+    }
+}
+
 /// The fields of `tokenizer_config.json` that are used.
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
@@ -85,6 +104,10 @@ struct TokenizerConfig {
     eos_token: Option<TokenField>,
     pad_token: Option<TokenField>,
     unk_token: Option<TokenField>,
+    sep_token: Option<TokenField>,
+    cls_token: Option<TokenField>,
+    mask_token: Option<TokenField>,
+    additional_special_tokens: Option<TokensField>,
     chat_template: Option<TemplateField>,
 }
 
@@ -139,9 +162,13 @@ impl Vocabulary {
         }
         let end = config.eos_token.map(TokenField::text);
         ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
-        let [begin, pad, unknown] =
-            [config.bos_token, config.pad_token, config.unk_token].map(|token| token.map(TokenField::text));
-        let special_tokens = special_tokens([begin, end, pad, unknown]);
+        let others =
+            [config.pad_token, config.unk_token, config.sep_token, config.cls_token, config.mask_token];
+        let begin = config.bos_token.map(TokenField::text);
+        let texts = [begin, end].into_iter().chain(others.map(|token| token.map(TokenField::text)));
+        let mut special_tokens = special_tokens(texts);
+        let additional = config.additional_special_tokens.and_then(TokensField::texts);
+        special_tokens.extend(additional.map(|texts| ("additional_special_tokens", texts.into())));
         let chat = ChatTemplates::from_files(files, config.chat_template, &special_tokens)?;
         let texts = TokenTexts::read(&tokenizer, vocab_size);
         // The tokenizer adds the first token itself, if the model has one.
@@ -249,10 +276,14 @@ impl Vocabulary {
 const CONTROL: i32 = 3;
 const USER_DEFINED: i32 = 4;
 
-/// Names those special tokens that the model has: the first, the last, the padding and the unknown one.
-fn special_tokens(texts: [Option<String>; 4]) -> SpecialTokens {
-    let named = ["bos_token", "eos_token", "pad_token", "unk_token"].into_iter().zip(texts);
-    named.filter_map(|(name, text)| Some((name, text?))).collect()
+/// The names of special tokens in chat templates, in the order of [`special_tokens`].
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"];
+
+/// Names those special tokens that the model has. The texts are in the order of [`SPECIAL_TOKENS`].
+fn special_tokens(texts: impl IntoIterator<Item = Option<String>>) -> SpecialTokens {
+    let named = SPECIAL_TOKENS.into_iter().zip(texts);
+    named.filter_map(|(name, text)| Some((name, text?.into()))).collect()
 }
 
 /// The pre-tokenizer with this name in GGUF files (`tokenizer.ggml.pre`).

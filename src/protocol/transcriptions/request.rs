@@ -213,7 +213,10 @@ fn voice_detection(fields: &Fields<'_>) -> Result<Option<VoiceDetection>, TaskEr
         None | Some("true") => return Ok(Some(VoiceDetection::default())),
         Some("false") => return Ok(None),
         Some(raw) if raw.starts_with('{') => raw,
-        Some(other) => return Err(invalid(VAD, "true, false or an object", other)),
+        Some(other) => {
+            let expected = "true, false or an object with threshold, min_silence_ms or speech_pad_ms";
+            return Err(invalid(VAD, expected, other));
+        }
     };
     let given: VadFields = serde_json::from_str(raw)
         .map_err(|error| TaskError::bad_input(VAD, format!("{VAD} is not as it should be: {error}")))?;
@@ -465,7 +468,11 @@ mod tests {
             (r#""keywords":["a",7]"#, "keywords[1]", "keywords[1] must be a string, got 7"),
             (&wide, "keywords[0]", "keywords[0] has 65 bytes; at most 64 are taken"),
             (r#""channels":"left""#, "channels", "channels must be one of \"mix\", \"split\", got \"left\""),
-            (r#""vad":1"#, "vad", "vad must be true, false or an object, got 1"),
+            (
+                r#""vad":1"#,
+                "vad",
+                "vad must be true, false or an object with threshold, min_silence_ms or speech_pad_ms, got 1",
+            ),
             (
                 r#""vad":{"threshold":1}"#,
                 "vad.threshold",
@@ -479,7 +486,8 @@ mod tests {
             (
                 r#""vad":{"treshold":0.1}"#,
                 "vad",
-                "vad is not as it should be: unknown field `treshold`, expected one of",
+                "vad is not as it should be: unknown field `treshold`, expected one of `threshold`, `min_silence_ms`, \
+                 `speech_pad_ms`",
             ),
             (
                 r#""langauge":"en""#,

@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::fmt::Write;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -86,6 +87,55 @@ pub fn adapted(template: &str) -> String {
     }
     text.push_str(rest);
     text
+}
+
+/// The first string in a template that Python's operator `%` would format. `minijinja` refuses that only when it is
+/// rendered. Does not find texts in variables.
+pub fn percent_formatted(template: &str) -> Option<&str> {
+    let mut rest = template;
+    while let Some(start) = rest.find('{') {
+        let tag = &rest[start..];
+        let end = match tag.as_bytes().get(1) {
+            Some(b'%') => end_of_tag(tag, "%}"),
+            Some(b'{') => end_of_tag(tag, "}}"),
+            Some(b'#') => {
+                rest = &tag[tag.find("#}").unwrap_or(tag.len())..];
+                continue;
+            }
+            _ => {
+                rest = &tag[1..];
+                continue;
+            }
+        };
+        let (tag, after) = tag.split_at(end.unwrap_or(tag.len()));
+        let formatted = strings(tag).find(|string| {
+            let after = tag[string.end..].trim_start();
+            after.starts_with('%') && !after.starts_with("%}")
+        });
+        if let Some(string) = formatted {
+            return Some(&tag[string]);
+        }
+        rest = after;
+    }
+    None
+}
+
+/// Where the strings of a tag are, with their quotes.
+fn strings(tag: &str) -> impl Iterator<Item = Range<usize>> {
+    let (mut open, mut is_escaped) = (None, false);
+    tag.bytes().enumerate().filter_map(move |(at, byte)| {
+        match open {
+            Some(_) if is_escaped => is_escaped = false,
+            Some(_) if byte == b'\\' => is_escaped = true,
+            Some((quote, start)) if byte == quote => {
+                open = None;
+                return Some(start..at + 1);
+            }
+            None if byte == b'"' || byte == b'\'' => open = Some((byte, at)),
+            _ => {}
+        }
+        None
+    })
 }
 
 /// The length of a tag, whose strings may contain what ends it.

@@ -22,8 +22,8 @@ const FOLDER: &str = "additional_chat_templates";
 /// A text that no template has of its own. It shows whether a template keeps a message's text.
 const MARK: &str = "sconce7d1f";
 
-/// Special tokens by the names that templates use: `bos_token`, `eos_token`.
-pub type SpecialTokens = Vec<(&'static str, String)>;
+/// Special tokens by the names that templates use: `bos_token`, `eos_token`. Each is a text, or a list of texts.
+pub type SpecialTokens = Vec<(&'static str, serde_json::Value)>;
 /// The texts of templates by name, or why they cannot be read.
 type Sources = BTreeMap<String, Result<String, String>>;
 
@@ -121,6 +121,14 @@ impl ChatTemplates {
         let by_name: BTreeMap<_, _> = sources
             .into_iter()
             .map(|(name, text)| {
+                if let Some(literal) = text.as_deref().ok().and_then(jinja::percent_formatted) {
+                    tracing::warn!(
+                        name,
+                        literal,
+                        "the chat template formats a text with Python's %, which is not supported: chats that need it \
+                         are refused"
+                    );
+                }
                 let template = text.and_then(|text| ChatTemplate::new(&text, special_tokens.clone()));
                 match &template {
                     Err(reason) => tracing::warn!(name, reason, "chats with this chat template are refused"),
@@ -306,7 +314,7 @@ impl ChatTemplate {
 
     fn render_shown(&self, messages: &[Shown<'_>], now: &Zoned) -> Result<String, Error> {
         let special_tokens =
-            self.special_tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
+            self.special_tokens.iter().map(|(name, token)| (*name, Value::from(Serde(token))));
         // These are the variables that the transformers library defines.
         let variables = [
             ("messages", Value::from(Serde(messages))),

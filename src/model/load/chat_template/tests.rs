@@ -18,7 +18,7 @@ fn messages(conversation: &[(&str, &str)]) -> Vec<ChatMessage> {
 }
 
 fn template(text: &str) -> ChatTemplate {
-    let special_tokens = vec![("bos_token", "<s>".to_owned()), ("eos_token", "</s>".to_owned())];
+    let special_tokens = vec![("bos_token", "<s>".into()), ("eos_token", "</s>".into())];
     ChatTemplate::new(text, special_tokens).unwrap()
 }
 
@@ -49,11 +49,11 @@ fn templates_render_as_in_the_transformers_library() {
                 .iter()
                 .map(|it| Shown { role: &it.role, content: Content::Text(&it.content), name: None })
                 .collect();
-            let result = ChatTemplate::new(
-                text,
-                vec![("bos_token", "<s>".to_owned()), ("eos_token", "</s>".to_owned())],
-            )
-            .and_then(|template| template.render_shown(&shown, &now).map_err(|error| format!("{error:#}")));
+            let result =
+                ChatTemplate::new(text, vec![("bos_token", "<s>".into()), ("eos_token", "</s>".into())])
+                    .and_then(|template| {
+                        template.render_shown(&shown, &now).map_err(|error| format!("{error:#}"))
+                    });
             match &case["expected"] {
                 Json::String(expected) => assert_eq!(result.as_ref(), Ok(expected), "{text}"),
                 _ => assert!(result.is_err(), "{text}: {result:?}"),
@@ -188,4 +188,29 @@ fn templates_have_names_and_one_that_is_broken_refuses_its_own_chats() {
     std::fs::remove_dir_all(files.path().join(FOLDER)).unwrap();
     let templates = read("7").unwrap();
     assert!(prompt(&templates, None).unwrap_err().message.contains("neither a text nor a list"));
+}
+
+#[test]
+fn special_tokens_are_texts_and_lists_of_texts() {
+    let tokens =
+        vec![("sep_token", "[SEP]".into()), ("additional_special_tokens", vec!["<a>", "<b>"].into())];
+    let text = "{{ sep_token }}{% for token in additional_special_tokens %}{{ token }}{% endfor %}\
+                {{ additional_special_tokens[-1] }}{{ cls_token is defined }}{{ messages[0].content }}";
+    let template = ChatTemplate::new(text, tokens).unwrap();
+    let rendered = template.render(&messages(&[("user", "hi")]), &Zoned::default()).unwrap();
+    assert_eq!(rendered, "[SEP]<a><b><b>Falsehi");
+}
+
+#[test]
+fn a_text_that_pythons_operator_formats_is_found_when_the_template_is_read() {
+    for (text, literal) in [
+        ("{{ '%s: %s' % (a, b) }}", Some("'%s: %s'")),
+        ("a{% set x = \"it's %d\" %messages | length %}", Some("\"it's %d\"")),
+        ("{{ 'a' if x else 'b%s'\n% x }}", Some("'b%s'")),
+        ("{{ 'a' }}%{{ 3 % 2 }}{% if a == 'b' %}100 'a' % 7{% endif %}", None),
+        ("{%- if 'a'%}{# 'a' % b #}{{ '\\' % \\'' }}{% set c = 'x' -%}", None),
+        ("{{ 'open", None),
+    ] {
+        assert_eq!(jinja::percent_formatted(text), literal, "{text}");
+    }
 }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 /// Whether the address belongs to a host of the public internet. Addresses that IANA's registries list for special
 /// purposes, such as private, loopback and link-local ones, do not. An IPv6 address that maps (`::ffff:`), translates
 /// (NAT64) or tunnels (6to4) an IPv4 address is public if that IPv4 address is.
-pub(super) fn is_public(address: IpAddr) -> bool {
+pub fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),
         IpAddr::V6(address) => is_public_v6(address),
