@@ -1,5 +1,6 @@
 //! The command line and its help. Parses arguments; decides nothing else.
 
+mod batch;
 mod bench;
 mod ctl;
 mod dead;
@@ -11,8 +12,10 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 
 use crate::protocol::control::RUN_ID_DIGITS;
+use crate::protocol::results::FileFormat;
 use crate::shutdown::Exit;
 
+pub use batch::BatchFiles;
 pub use bench::{Bench, BenchDevice, Texts};
 #[cfg(feature = "top")]
 pub use ctl::Top;
@@ -113,9 +116,11 @@ The data comes over the broker, as for `sconce ctl stats`."
     /// Show the pool's dead letters, requeue or delete them
     #[command(subcommand, after_help = dead::EXAMPLES)]
     Dead(Dead),
-    /// Run a file of tasks through the same workers without a broker
-    #[command(after_help = "Example:
+    /// Run a file of tasks, or a folder of recordings, images or texts, through the same workers without a broker
+    #[command(after_help = "Examples:
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2
+  sconce run-batch -i requests.jsonl -o vectors.npy --model ./all-MiniLM-L6-v2
+  sconce run-batch --output-dir subs --format srt --model ./whisper-tiny.en recordings/*.mp3
 
 Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": \"/v1/embeddings\", \
 \"body\"}. Responses are written in the order of the requests; an error is a line of its own. After an \
@@ -196,10 +201,14 @@ pub struct Publish {
     /// Wait for the replies, and print their texts while they are generated, in the order of the tasks
     #[arg(long)]
     pub stream: bool,
-    /// Wait for the replies, and write their bodies to files instead of printing them: to PATH if one text is given, else
-    /// into the folder PATH, named by `custom_id` or by their number from 0
+    /// Wait for the replies, and write their results to files instead of printing them: to PATH if there is one task, else
+    /// into the folder PATH, named after `custom_id`, the file that was sent, or the number of the task from 0. The ending
+    /// of a name decides the format
     #[arg(long, short, value_name = "PATH", conflicts_with = "stream")]
     pub output: Option<PathBuf>,
+    /// The format of files without an ending of their own: txt, srt, vtt, json, wav, flac, pcm or png
+    #[arg(long, value_parser = batch::format, requires = "output")]
+    pub format: Option<FileFormat>,
     /// Longest wait for the next reply
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
     pub timeout: Duration,
@@ -241,12 +250,9 @@ pub struct RunBatch {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Requests, one JSON object per line
-    #[arg(long, short)]
-    pub input: PathBuf,
-    /// Responses; an existing file is resumed
-    #[arg(long, short)]
-    pub output: PathBuf,
+    /// Inputs and output.
+    #[command(flatten)]
+    pub batch: BatchFiles,
     /// A pool that answers lines; may be repeated. By default each pool of the settings answers the lines of its URLs
     #[arg(long)]
     pub pool: Vec<String>,
@@ -257,7 +263,7 @@ pub struct RunBatch {
     #[arg(long)]
     pub devices: Option<String>,
     /// Print the answers' texts in the order of the lines; while they are generated, if the line has "stream": true
-    #[arg(long, conflicts_with = "json")]
+    #[arg(long, conflicts_with_all = ["json", "files"])]
     pub show: bool,
     /// Print a report of the run as JSON: rates, batches, lines per device, how busy devices were
     #[arg(long)]

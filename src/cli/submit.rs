@@ -1,16 +1,17 @@
 //! The arguments of `sconce submit`. Parses and bounds them; decides nothing else.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 
-use super::{Settings, duration, printed_id};
+use super::{BatchFiles, Settings, duration, printed_id};
 
 pub(super) const EXAMPLES: &str = "Examples:
   sconce submit -i rows.jsonl -o answers.jsonl             through the only pool's queue
   sconce submit -i a.jsonl -i b.jsonl -o answers.jsonl --pool embed --rows-per-task 32 --background
   produce-rows | sconce submit -i - -o answers.jsonl       not resumed: standard input cannot be read again
+  sconce submit -i rows.jsonl -o vectors.npy               one matrix, and the ids in vectors.ids.jsonl
+  sconce submit --output-dir subs --format srt recordings/*.mp3
   sconce submit --cancel 3f6c1a2b9d04                       cancel what a job has published
 
 Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all \
@@ -24,12 +25,9 @@ pub struct Submit {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Requests, one JSON object per line; may be repeated; `-` is stdin
-    #[arg(long, short, value_name = "FILE", required_unless_present = "cancel")]
-    pub input: Vec<PathBuf>,
-    /// Responses; an existing file is resumed
-    #[arg(long, short, value_name = "FILE", required_unless_present = "cancel")]
-    pub output: Option<PathBuf>,
+    /// Inputs and output. The input `-` is stdin.
+    #[command(flatten)]
+    pub batch: BatchFiles,
     /// The pool that answers; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
@@ -53,6 +51,6 @@ pub struct Submit {
     #[arg(long)]
     pub json: bool,
     /// Cancel a job: workers answer its tasks with 499, and those still in the queue are answered when they are delivered
-    #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output"], value_parser = printed_id)]
+    #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output", "files"], value_parser = printed_id)]
     pub cancel: Option<String>,
 }

@@ -14,26 +14,31 @@ pub(super) struct Gather<M> {
     /// Number of tasks that were begun.
     begun: u64,
     in_order: bool,
-    /// Tasks not answered yet, with the time at which they were begun. Bound: the caller's.
-    waiting: BTreeMap<u64, (M, Instant)>,
+    /// Tasks not answered yet, with the bytes of their bodies and the time at which they were begun. Bound: the caller's.
+    waiting: BTreeMap<u64, (M, usize, Instant)>,
+    /// The bytes of their bodies together.
+    bytes: usize,
     /// Tasks answered and not passed on yet. Bound: the caller's.
     answered: BTreeMap<u64, (M, Option<Message>, Instant)>,
 }
 
 impl<M> Gather<M> {
     pub(super) fn new(first: u64, in_order: bool) -> Self {
-        Self { first, begun: 0, in_order, waiting: BTreeMap::new(), answered: BTreeMap::new() }
+        Self { first, begun: 0, in_order, waiting: BTreeMap::new(), bytes: 0, answered: BTreeMap::new() }
     }
 
-    pub(super) fn begin(&mut self, meta: M, now: Instant) {
-        self.waiting.insert(self.first + self.begun, (meta, now));
+    /// Begins a task whose body has this many bytes.
+    pub(super) fn begin(&mut self, meta: M, bytes: usize, now: Instant) {
+        self.waiting.insert(self.first + self.begun, (meta, bytes, now));
+        self.bytes += bytes;
         self.begun += 1;
     }
 
     /// Records the reply to the task with this number. False: the task is unknown, or it was answered before.
     /// The latter happens because the service is at-least-once and may repeat replies.
     pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
-        let Some((meta, _)) = self.waiting.remove(&number) else { return false };
+        let Some((meta, bytes, _)) = self.waiting.remove(&number) else { return false };
+        self.bytes -= bytes;
         self.answered.insert(number, (meta, reply, at));
         true
     }
@@ -59,6 +64,11 @@ impl<M> Gather<M> {
         self.waiting.len() + self.answered.len()
     }
 
+    /// The bytes of the bodies of the tasks not answered yet.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// Number of tasks not answered yet.
     pub(super) fn missing(&self) -> usize {
         self.waiting.len()
@@ -66,7 +76,7 @@ impl<M> Gather<M> {
 
     /// When the oldest unanswered task was begun.
     pub(super) fn oldest_begun_at(&self) -> Option<Instant> {
-        self.waiting.first_key_value().map(|(_, (_, begun_at))| *begun_at)
+        self.waiting.first_key_value().map(|(_, (_, _, begun_at))| *begun_at)
     }
 }
 
@@ -82,7 +92,7 @@ mod tests {
 
     fn begun(count: u64, in_order: bool) -> Gather<u64> {
         let mut gather = Gather::new(3, in_order);
-        (0..count).for_each(|meta| gather.begin(meta, Instant::now()));
+        (0..count).for_each(|meta| gather.begin(meta, 5, Instant::now()));
         gather
     }
 
@@ -103,7 +113,7 @@ mod tests {
         assert_eq!(passed_on(&mut gather), [3]);
         assert!(!gather.answer(3, None, Instant::now()), "after it");
         assert!(!gather.answer(9, None, Instant::now()));
-        assert_eq!((gather.under_way(), gather.missing()), (1, 1));
+        assert_eq!((gather.under_way(), gather.missing(), gather.bytes()), (1, 1, 5));
     }
 
     proptest! {
@@ -116,7 +126,7 @@ mod tests {
             for pick in picks {
                 while gather.begun() < count && gather.under_way() < bound {
                     open.push(gather.begun());
-                    gather.begin(gather.begun(), Instant::now());
+                    gather.begin(gather.begun(), 5, Instant::now());
                 }
                 prop_assert!(gather.under_way() <= bound);
                 if open.is_empty() {

@@ -38,11 +38,14 @@ use crate::protocol::admin::CANCEL;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
+use crate::protocol::results::RESPONSE_FORMAT;
 use crate::protocol::{Headers, JSON, Message, Properties};
 
 /// Maximum number of publishes under way at once. The publisher has at most 190 unconfirmed messages on its shared
 /// channel, so it never waits for new ones.
 const MAX_PUBLISHING: usize = 2_048;
+/// Maximum bytes of the bodies of tasks that are not answered yet, such as recordings: 256 MiB. One task may be larger.
+const MAX_BYTES: usize = 256 << 20;
 /// Maximum number of replies that are read and acked together.
 const MAX_BURST: usize = 512;
 /// How often a job checks whether workers consume, and which replies are late.
@@ -373,7 +376,7 @@ impl<'a, M> Run<'a, M> {
         let max_tasks = self.bounds.max_tasks;
         match &self.resends {
             Some(resends) => resends.has_room(max_tasks),
-            None => self.gather.under_way() < max_tasks,
+            None => self.gather.under_way() < max_tasks && self.gather.bytes() < MAX_BYTES,
         }
     }
 
@@ -389,7 +392,7 @@ impl<'a, M> Run<'a, M> {
         let Task { meta, request } = task;
         let (number, now) = (self.gather.begun() + self.first, Instant::now());
         sink.begun(number, &meta);
-        self.gather.begin(meta, now);
+        self.gather.begin(meta, request.as_ref().map_or(0, |request| request.body.len()), now);
         let Some(request) = request else {
             self.gather.answer(number, None, now);
             return None;
@@ -498,6 +501,7 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
     let Request { message_id, mut headers, body, expires, .. } = request;
     let now = jiff::Timestamp::now();
     headers.insert("timestamp_in_ms".into(), now.as_millisecond().into());
+    headers.extend(body.response_format.map(|format| (RESPONSE_FORMAT.to_owned(), format.into())));
     let properties = Properties {
         content_type: Some(body.media_type.unwrap_or_else(|| JSON.into())),
         correlation_id: Some(number.to_string()),

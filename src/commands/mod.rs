@@ -13,6 +13,7 @@ mod healthcheck;
 mod launch;
 mod progress;
 mod publish;
+mod published_files;
 mod registry;
 mod requests;
 mod run_batch;
@@ -71,7 +72,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
         Command::Top(arguments) => top::run(&arguments),
         Command::Healthcheck(arguments) => healthcheck::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
-        Command::Submit(arguments) => submit::run(&arguments),
+        Command::Submit(arguments) => submit::run(&arguments, registry),
         Command::CheckConfig(arguments) => check_config::run(&arguments, registry),
         Command::Devices(arguments) => devices::run(&arguments, registry),
     }

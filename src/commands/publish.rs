@@ -1,10 +1,9 @@
 //! `sconce publish`: publishes tasks, and with `--wait` prints their replies, in the order of the tasks.
 
-use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, IsTerminal as _, Write};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use serde_json::{Map, Value as Json, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::published_files::{ResultFile, ResultFiles};
 use super::requests::{self, Requests, of_file, requests_in};
 use super::show::Show;
 use super::{Registry, broker_session, load, pool_named, progress, start_logging};
@@ -23,15 +23,13 @@ use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
 use crate::client::fleet::Control;
-use crate::client::whole_file::write_whole;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Broker, Pool, Settings};
 use crate::model::Route;
 use crate::protocol::batch_line::{body_value, notes_of};
 use crate::protocol::requests::bodies_of_texts;
-use crate::protocol::speech::SPEECH_URL;
-use crate::protocol::{JSON, Message, Value, embeddings, image_generation};
+use crate::protocol::{JSON, Message, Value, embeddings};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -69,25 +67,7 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
             (requests_in(path).exits_with(Exit::Usage)?, total)
         }
     };
-    let files = match &arguments.output {
-        Some(path) if total == Some(1) && !path.is_dir() => {
-            // Found now, and not after the reply has been computed.
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-            if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
-                let message =
-                    format!("{} is no folder, so {} cannot be written", folder.display(), path.display());
-                return Err(anyhow::anyhow!(message).exits_with(Exit::Usage));
-            }
-            Some(Files::One(path.clone()))
-        }
-        Some(folder) => {
-            std::fs::create_dir_all(folder)
-                .with_context(|| folder.display().to_string())
-                .exits_with(Exit::Usage)?;
-            Some(Files::In(folder.clone()))
-        }
-        None => None,
-    };
+    let requests = name_files(arguments, pool, registry, requests, total).exits_with(Exit::Usage)?;
     let mut lines = read_ahead(requests)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
@@ -108,13 +88,14 @@ pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Ex
         // A progress bar would be mixed with the texts.
         let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
         let shortens = io::stdout().is_terminal();
+        let has_files = arguments.output.is_some();
         let mut output =
-            Output { bar, show, files, shortens, has_shortened: false, begun: 0, done: 0, errors: 0 };
+            Output { bar, show, has_files, shortens, has_shortened: false, begun: 0, done: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut invalid = None;
         let tasks = stream::poll_fn(|context| {
             lines.poll_recv(context).map(|line| match line? {
-                Ok(request) => Some(Ok(task(request, arguments.url.as_deref(), arguments.stream))),
+                Ok(named) => Some(Ok(task(named, arguments.url.as_deref(), arguments.stream))),
                 Err(error) => {
                     invalid = Some(error);
                     None
@@ -227,16 +208,60 @@ async fn check_queue(broker: &Broker, queue: &str, waits: bool) -> anyhow::Resul
     }
 }
 
-/// Turns a request into a task that remembers the user's id for its reply. `url` replaces the URL of the request.
-/// `stream` asks for the parts of a transcript if the body is a recording.
-fn task(request: requests::Request, url: Option<&str>, stream: bool) -> Task<Option<String>> {
+/// A request, and the file for its result if `--output` is given.
+type NamedRequest = (requests::Request, Option<ResultFile>);
+type NamedRequests = Box<dyn Iterator<Item = anyhow::Result<NamedRequest>> + Send>;
+
+/// Gives each request the file for its result, if `--output` is given. Checks all names before the first task is
+/// published, unless the input can be read only once.
+fn name_files(
+    arguments: &Publish,
+    pool: &Pool,
+    registry: &Registry,
+    requests: Requests,
+    total: Option<u64>,
+) -> anyhow::Result<NamedRequests> {
+    let Some(path) = &arguments.output else { return Ok(with_files(requests, None)) };
+    let url = arguments.url.as_deref().or_else(|| model_url(pool, registry));
+    let files = ResultFiles::new(path, arguments, url, total)?;
+    match arguments.input.as_deref().filter(|_| total.is_some()) {
+        Some(input) => {
+            files.check(requests_in(input)?)?;
+            Ok(with_files(requests, Some(files)))
+        }
+        None if arguments.input.is_some() => Ok(with_files(requests, Some(files))),
+        None => {
+            let named = with_files(requests, Some(files)).collect::<anyhow::Result<Vec<_>>>()?;
+            Ok(Box::new(named.into_iter().map(Ok)))
+        }
+    }
+}
+
+/// The requests, each with the file for its result.
+fn with_files(requests: Requests, mut files: Option<ResultFiles>) -> NamedRequests {
+    Box::new(requests.map(move |request| {
+        let mut request = request?;
+        let file = files.as_mut().map(|files| files.file_for(&mut request)).transpose()?;
+        Ok((request, file))
+    }))
+}
+
+/// What is known of a task until its reply comes.
+struct Meta {
+    custom_id: Option<String>,
+    file: Option<ResultFile>,
+}
+
+/// Turns a request into a task that remembers the user's id and the file for its reply. `url` replaces the URL of the
+/// request. `stream` asks for the parts of a transcript if the body is a recording.
+fn task((request, file): NamedRequest, url: Option<&str>, stream: bool) -> Task<Meta> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
     let is_sound = request.body.media_type.as_deref().is_some_and(|it| it.starts_with("audio/"));
     let mut task = Request::new(message_id, url.or(request.url.as_deref()), request.body);
     if stream && is_sound {
         task.headers.insert("stream".to_owned(), "true".into());
     }
-    Task { meta: request.custom_id, request: Some(task) }
+    Task { meta: Meta { custom_id: request.custom_id, file }, request: Some(task) }
 }
 
 /// Prints replies, or counts published tasks.
@@ -244,8 +269,8 @@ struct Output {
     bar: ProgressBar,
     /// With `--stream`: prints the texts of replies while they are generated, instead of the replies.
     show: Option<Show<io::Stdout>>,
-    /// With `--output`: where the bodies of replies are written.
-    files: Option<Files>,
+    /// With `--output`: results are written to files.
+    has_files: bool,
     /// The number of tasks that were begun.
     begun: u64,
     /// Whether stdout is a terminal, on which long lists of numbers are shortened.
@@ -271,8 +296,8 @@ impl Output {
     }
 }
 
-impl Sink<Option<String>, anyhow::Error> for Output {
-    fn begun(&mut self, number: u64, custom_id: &Option<String>) {
+impl Sink<Meta, anyhow::Error> for Output {
+    fn begun(&mut self, number: u64, Meta { custom_id, .. }: &Meta) {
         self.begun = number + 1;
         if let Some(show) = &mut self.show {
             show.begun(number, custom_id.as_deref().unwrap_or_default());
@@ -289,23 +314,25 @@ impl Sink<Option<String>, anyhow::Error> for Output {
     fn answered(
         &mut self,
         number: u64,
-        custom_id: Option<String>,
+        Meta { custom_id, file }: Meta,
         reply: Option<Message>,
         _: Instant,
     ) -> anyhow::Result<()> {
         self.done += 1;
         if let Some(reply) = reply {
             let status = reply.properties.headers.get("status_code").and_then(Value::as_i64);
-            let is_error = status.is_some_and(|status| status != 200);
-            self.errors += u64::from(is_error);
+            let mut is_error = status.is_some_and(|status| status != 200);
             if let Some(show) = &mut self.show {
                 show.answered(number, &reply)?;
             }
-            if let (Some(files), false) = (&self.files, is_error) {
-                let path = files.path(number, custom_id.as_deref(), &reply);
-                write_whole(&path, &reply.body).with_context(|| path.display().to_string())?;
+            if let (Some(file), false) = (file, is_error)
+                && let Some(problem) = file.write(&reply)?
+            {
+                is_error = true;
+                self.bar.suspend(|| writeln!(io::stderr(), "reply {number} is not written: {problem}"))?;
             }
-            let is_written = self.show.is_some() || self.files.is_some();
+            self.errors += u64::from(is_error);
+            let is_written = self.show.is_some() || self.has_files;
             // Elsewhere the headers of the reply are printed.
             if is_written && !is_error {
                 for (name, value) in notes_of(&reply) {
@@ -327,39 +354,6 @@ impl Sink<Option<String>, anyhow::Error> for Output {
         }
         self.bar.inc(1);
         Ok(())
-    }
-}
-
-/// Where `--output` writes the bodies of replies.
-enum Files {
-    /// The only one, to this file.
-    One(PathBuf),
-    /// Into this folder.
-    In(PathBuf),
-}
-
-impl Files {
-    fn path(&self, number: u64, custom_id: Option<&str>, reply: &Message) -> PathBuf {
-        match self {
-            Self::One(file) => file.clone(),
-            Self::In(folder) => {
-                // An id with a slash could name a file elsewhere.
-                let named = custom_id
-                    .filter(|id| !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\']));
-                let stem = named.map_or_else(|| number.to_string(), str::to_owned);
-                folder.join(format!("{stem}.{}", ending(&reply.media_type().unwrap_or_default())))
-            }
-        }
-    }
-}
-
-/// The ending of a file of this media type.
-fn ending(media_type: &str) -> &str {
-    match media_type {
-        "" | JSON => "json",
-        "text/plain" => "txt",
-        "text/vtt" => "vtt",
-        other => other.rsplit('/').next().unwrap_or("bin"),
     }
 }
 
@@ -425,13 +419,18 @@ fn count_tasks(path: &Path) -> anyhow::Result<u64> {
 }
 
 /// Reads the requests on a separate thread, because stdin may block for any length of time between two lines.
-fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<requests::Request>>> {
+fn read_ahead(mut requests: NamedRequests) -> io::Result<mpsc::Receiver<anyhow::Result<NamedRequest>>> {
     // Written by the thread, read by the publishing task.
     let (sender, receiver) = mpsc::channel(READ_AHEAD);
     thread::Builder::new().name("input".into()).spawn(move || {
         while requests.next().is_some_and(|request| sender.blocking_send(request).is_ok()) {}
     })?;
     Ok(receiver)
+}
+
+/// The first URL that a pool's model answers; none if its files are not on this host, or it answers any URL.
+fn model_url(pool: &Pool, registry: &Registry) -> Option<&'static str> {
+    registry.route(pool).map(|route| route.url).filter(|url| *url != Route::ANY)
 }
 
 /// Makes requests from the arguments. They name files if the pool takes a media type other than JSON; a pool that embeds
@@ -444,7 +443,7 @@ fn requests_of_arguments(
     pool: &Pool,
     registry: &Registry,
 ) -> anyhow::Result<Vec<requests::Request>> {
-    let Publish { texts, url, stream, output, .. } = arguments;
+    let Publish { texts, url, stream, .. } = arguments;
     let route = registry.route(pool);
     let media_types = route.map_or(&[][..], |route| route.media_types);
     let file_types: Vec<&str> =
@@ -473,20 +472,12 @@ fn requests_of_arguments(
             "note: pool {name:?} takes texts, so the words {file:?} are sent, and not the file of that name"
         )?;
     }
-    let model_url = route.map(|route| route.url).filter(|url| *url != Route::ANY);
-    let url = url.as_deref().or(model_url);
-    let mut bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
-    if output.is_some() && url == Some(image_generation::URL) {
-        bodies =
-            texts.iter().map(|text| json!({"prompt": text, "response_format": "png"}).to_string()).collect();
-    }
-    // The file gets the format of its ending; one that the model does not write is refused by name.
-    let format = output.as_deref().and_then(Path::extension).and_then(OsStr::to_str);
-    if let (Some(format), Some(SPEECH_URL), [text]) = (format, url, &texts[..]) {
-        bodies = vec![json!({"input": text, "response_format": format, "stream": stream}).to_string()];
-    }
-    let request =
-        |body: String| requests::Request { custom_id: None, url: url.map(str::to_owned), body: body.into() };
+    let url = url.as_deref().or_else(|| model_url(pool, registry));
+    let bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
+    let request = |body: String| {
+        let url = url.map(str::to_owned);
+        requests::Request { custom_id: None, url, name: None, body: body.into() }
+    };
     Ok(bodies.into_iter().map(request).collect())
 }
 

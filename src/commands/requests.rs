@@ -1,5 +1,5 @@
 //! Reads tasks as users write them: one JSON value per line, or texts and files as arguments. A line is read only when
-//! the iterator is advanced.
+//! the iterator is advanced. Decides which URL a file of a batch is sent to.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -10,9 +10,14 @@ use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
 use serde_json::{Value as Json, json};
 
+use super::Registry;
+use crate::cli::BatchFiles;
+use crate::client::batch_file::{Batch, InputFile};
+use crate::config::Pool;
+use crate::model::Route;
 use crate::protocol::batch_line::RequestBody;
-use crate::protocol::embeddings::body_of_text;
-use crate::protocol::{BYTES, KOMBU_BYTES, shorten};
+use crate::protocol::embeddings::{self, body_of_text};
+use crate::protocol::{BYTES, JSON, KOMBU_BYTES, shorten};
 
 /// A task to publish.
 pub(super) struct Request {
@@ -20,6 +25,8 @@ pub(super) struct Request {
     pub(super) custom_id: Option<String>,
     /// The URL, if this is a batch line that has one.
     pub(super) url: Option<String>,
+    /// The name, without its ending, of the file that this is.
+    pub(super) name: Option<String>,
     pub(super) body: RequestBody,
 }
 
@@ -28,7 +35,7 @@ pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Se
 
 /// A task that embeds a text.
 pub(super) fn embed(text: &str) -> Request {
-    Request { custom_id: None, url: None, body: body_of_text(text).into() }
+    Request { custom_id: None, url: None, name: None, body: body_of_text(text).into() }
 }
 
 /// Makes a task from a file, a data URL, or another URL, from which the worker fetches the file. The extension of the
@@ -64,9 +71,12 @@ pub(super) fn of_file(file: &str, media_types: &[&str], stream: bool) -> anyhow:
             format!("this pool takes files whose names end with {endings}, and {file:?} does not")
         })?;
         let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
-        RequestBody { bytes: bytes.into(), media_type: Some((*media_type).to_owned()) }
+        let media_type = Some((*media_type).to_owned());
+        RequestBody { bytes: bytes.into(), media_type, response_format: None }
     };
-    Ok(Request { custom_id: None, url: None, body })
+    let name = if file.starts_with("data:") { None } else { Path::new(file).file_stem() };
+    let name = name.and_then(|stem| stem.to_str()).map(str::to_owned);
+    Ok(Request { custom_id: None, url: None, name, body })
 }
 
 /// The tasks of a file, or of stdin if its name is `-`. Errors name the line.
@@ -96,28 +106,122 @@ fn parse_line(line: &[u8]) -> anyhow::Result<Option<Request>> {
     Ok(Some(match serde_json::from_slice::<Json>(line).with_context(unexpected)? {
         Json::String(text) if text.starts_with("data:") => {
             let body = RequestBody::from_data_url(&text).map_err(|problem| anyhow!("the line {problem}"))?;
-            Request { custom_id: None, url: None, body }
+            Request { custom_id: None, url: None, name: None, body }
         }
         Json::String(text) => embed(&text),
         Json::Object(object) => match (object.get("custom_id"), object.get("body")) {
             (Some(Json::String(id)), Some(body @ Json::Object(_))) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
-                Request { custom_id: Some(id.clone()), url, body: body.to_string().into() }
+                Request { custom_id: Some(id.clone()), url, name: None, body: body.to_string().into() }
             }
             (Some(Json::String(id)), Some(Json::String(data))) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
                 let body = RequestBody::from_data_url(data);
                 let body = body.map_err(|problem| anyhow!("the body of {id:?} {problem}"))?;
-                Request { custom_id: Some(id.clone()), url, body }
+                Request { custom_id: Some(id.clone()), url, name: None, body }
             }
             (Some(Json::String(id)), Some(_)) => {
                 bail!("the body of {id:?} is neither a JSON object nor a data URL")
             }
             (Some(id), Some(_)) => bail!("custom_id must be a string, is {}", shorten(&id.to_string(), 80)),
-            _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line).into() },
+            _ => {
+                let body = Bytes::copy_from_slice(line).into();
+                Request { custom_id: None, url: None, name: None, body }
+            }
         },
         _ => bail!(unexpected()),
     }))
+}
+
+/// The largest file that is sent, in bytes, if no pool's max_body is larger: the most that RabbitMQ 3 takes.
+const MAX_FILE: u64 = 128 << 20;
+/// Media types of files by the endings of their names.
+const FILE_TYPES: [(&str, &str); 8] = [
+    ("flac", "audio/flac"),
+    ("jpeg", "image/jpeg"),
+    ("jpg", "image/jpeg"),
+    ("mp3", "audio/mpeg"),
+    ("ogg", "audio/ogg"),
+    ("png", "image/png"),
+    ("wav", "audio/wav"),
+    ("webp", "image/webp"),
+];
+
+/// What a batch reads and writes. Files are sent to the first of these pools that takes them.
+///
+/// # Errors
+/// Arguments are missing, or no pool takes a file.
+pub(super) fn batch_of(arguments: &BatchFiles, pools: &[Pool], registry: &Registry) -> anyhow::Result<Batch> {
+    let BatchFiles { input, output, files, output_dir, format, url } = arguments;
+    if let (Some(folder), Some(format)) = (output_dir, *format) {
+        // A worker refuses a body over its pool's max_body; these settings may not be those of the worker.
+        let max_bytes = pools.iter().map(|pool| pool.max_body).max().unwrap_or(0).max(MAX_FILE);
+        let input_file = |(index, path): (usize, &std::path::PathBuf)| {
+            let shown = path.display();
+            let media_type = media_type_of(path)?;
+            let url =
+                url_for(media_type, url.as_deref(), pools, registry).with_context(|| shown.to_string())?;
+            format.response_format(Some(&url)).map_err(|problem| anyhow!("{shown}: {problem}"))?;
+            let stem = path.file_stem().and_then(|it| it.to_str());
+            let stem = stem.with_context(|| format!("the name of {shown} is not UTF-8"))?;
+            let result = format!("{stem}.{}", format.ending());
+            Ok(InputFile {
+                path: path.clone(),
+                number: index + 1,
+                result,
+                url,
+                media_type,
+                format,
+                max_bytes,
+            })
+        };
+        let inputs = files.iter().enumerate().map(input_file).collect::<anyhow::Result<_>>()?;
+        return Ok(Batch::Files { inputs, folder: folder.clone() });
+    }
+    let Some(output) = output.clone().filter(|_| !input.is_empty()) else {
+        bail!("give --input and --output, or files with --output-dir and --format");
+    };
+    Ok(Batch::Lines { inputs: input.clone(), output })
+}
+
+/// The media type of a file by the ending of its name; none for a text.
+fn media_type_of(path: &Path) -> anyhow::Result<Option<&'static str>> {
+    let ending = path.extension().and_then(|it| it.to_str()).unwrap_or_default().to_ascii_lowercase();
+    if ending == "txt" {
+        return Ok(None);
+    }
+    let found = FILE_TYPES.iter().find(|(known, _)| *known == ending).map(|(_, media_type)| *media_type);
+    found.map(Some).with_context(|| {
+        let known: Vec<String> = FILE_TYPES.iter().map(|(known, _)| format!(".{known}")).collect();
+        format!("the name of {} ends with none of .txt, {}", path.display(), known.join(", "))
+    })
+}
+
+/// The URL for files of this media type; none: for texts.
+fn url_for(
+    media_type: Option<&str>,
+    url: Option<&str>,
+    pools: &[Pool],
+    registry: &Registry,
+) -> anyhow::Result<String> {
+    if let Some(url) = url {
+        return Ok(url.to_owned());
+    }
+    let routes: Vec<_> = pools.iter().filter_map(|pool| registry.route(pool)).collect();
+    let takes = |route: &&&Route| match media_type {
+        Some(media_type) => route.takes(media_type),
+        // A model that embeds images takes texts too.
+        None => route.media_types == [JSON] || route.url == embeddings::URL,
+    };
+    if let Some(route) = routes.iter().find(takes).filter(|route| route.url != Route::ANY) {
+        return Ok(route.url.to_owned());
+    }
+    let what = media_type.unwrap_or("text");
+    let names = pools.iter().map(|pool| format!("{:?}", pool.name)).collect::<Vec<_>>().join(", ");
+    if routes.len() < pools.len() || routes.iter().any(|route| route.url == Route::ANY) {
+        bail!("the model of pool {names} is not on this host, or is not built in: give --url");
+    }
+    bail!("no pool takes such a file ({what}): {names}");
 }
 
 #[cfg(test)]

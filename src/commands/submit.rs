@@ -11,8 +11,9 @@ use indicatif::ProgressBar;
 use serde_json::Value as Json;
 use tokio::time::Instant;
 
+use super::requests::batch_of;
 use super::stop::withdraw;
-use super::{batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
+use super::{Registry, batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::cli::Submit;
 use crate::client::Resend;
 use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress, RunEnd, end_run};
@@ -33,8 +34,10 @@ const NO_CONSUMER_AFTER: Duration = Duration::from_secs(10);
 /// Time between two reports that nobody consumes.
 const NO_CONSUMER_INTERVAL: Duration = Duration::from_secs(60);
 
-pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
-    let settings = load(&arguments.settings, &[])?.settings;
+pub(super) fn run(arguments: &Submit, registry: &Registry) -> anyhow::Result<Exit> {
+    let mut loaded = load(&arguments.settings, &[])?;
+    registry.resolve_folders(&mut loaded);
+    let settings = loaded.settings;
     start_logging(Some(QUIET))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     if let Some(job) = &arguments.cancel {
@@ -42,8 +45,8 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let queue = queue_of(pool, arguments.background).exits_with(Exit::Usage)?;
-    let output = arguments.output.as_deref().context("--output is missing").exits_with(Exit::Usage)?;
-    let files = JobFiles::open(&arguments.input, output, queue).exits_with(Exit::Usage)?;
+    let batch = batch_of(&arguments.batch, std::slice::from_ref(pool), registry).exits_with(Exit::Usage)?;
+    let files = JobFiles::open(&batch, queue).exits_with(Exit::Usage)?;
     let job = files.job(arguments.attempts);
     let report_for = arguments.json.then_some(pool.name.as_str());
     if job.borrow().is_complete() {
@@ -51,7 +54,7 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     }
     let options = JobOptions {
         queue: queue.to_owned(),
-        inputs: arguments.input.clone(),
+        once: arguments.batch.input.first().cloned().unwrap_or_default(),
         rows_per_task: arguments.rows_per_task,
         max_inputs: pool.max_inputs,
         resend: Resend { after: arguments.reply_timeout, attempts: arguments.attempts },
@@ -228,6 +231,9 @@ fn conclude(job: &mut Job, report_for: Option<&str>, ended: anyhow::Result<()>) 
     let of_total = job.total().map(|total| format!(" of {total}")).unwrap_or_default();
     let (now, failed) = (written - before, errors.total());
     let mut summary = format!("{now}{of_total} rows answered now, {before} before; {failed} with an error\n");
+    for remark in job.remarks() {
+        let _ = writeln!(summary, "{remark}");
+    }
     summary += &batch_errors::summary(errors);
     let is_complete = job.is_complete();
     if !is_complete && ended.is_ok() {

@@ -35,12 +35,19 @@ pub struct RequestBody {
     pub bytes: Bytes,
     /// Their media type; none means JSON.
     pub media_type: Option<String>,
+    /// The form of the reply that a header asks for, because bytes have no field for it.
+    pub response_format: Option<&'static str>,
+}
+
+/// Whether a body may be a JSON object, in which parameters are fields.
+pub(super) fn is_json_object(body: &RequestBody) -> bool {
+    body.media_type.as_deref().is_none_or(|media_type| media_type == super::JSON)
 }
 
 impl<T: Into<Bytes>> From<T> for RequestBody {
     /// A JSON body.
     fn from(json: T) -> Self {
-        Self { bytes: json.into(), media_type: None }
+        Self { bytes: json.into(), media_type: None, response_format: None }
     }
 }
 
@@ -59,7 +66,7 @@ impl RequestBody {
     /// A message that says what is wrong with it.
     pub fn from_data_url(url: &str) -> Result<Self, String> {
         let (media_type, bytes) = data_url(url)?;
-        Ok(Self { bytes: bytes.into(), media_type: Some(media_type) })
+        Ok(Self { bytes: bytes.into(), media_type: Some(media_type), response_format: None })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reads requests for captions of images, and writes the replies. Both have the form of Hugging Face's `image-to-text`.
 //! Images are given as in `images`. Pure: images are not decoded here.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::fields::{Fields, Keys, bounded_string, keys};
 use super::images::{ImageFile, RequestedImages, images_in, raw_image, urls_of_images};
@@ -113,6 +113,16 @@ pub fn write_captions(texts: &[String], is_list: bool) -> Result<Vec<u8>, TaskEr
         [only] if !is_list => to_json(only),
         _ => to_json(&all),
     }
+}
+
+/// The caption in the body of a reply; none if it has another form, or several captions.
+pub(super) fn text_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Reply {
+        generated_text: String,
+    }
+    let [Reply { generated_text }] = serde_json::from_slice::<[Reply; 1]>(body).ok()?;
+    Some(generated_text)
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ pub mod raw_text;
 pub mod reply;
 pub mod requests;
 pub mod rerank;
+pub mod results;
 pub mod speech;
 pub mod stats;
 pub mod task;

@@ -14,7 +14,7 @@ use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
 use super::{
-    Message, embeddings, generate, image_generation, images, labels, rerank, speech, transcriptions,
+    Message, captions, embeddings, generate, image_generation, images, labels, rerank, speech, transcriptions,
 };
 
 /// The fields that hold the inputs of requests.
@@ -166,13 +166,15 @@ fn raw(value: &impl serde::Serialize) -> Result<Box<RawValue>, String> {
     to_raw_value(value).map_err(|error| error.to_string())
 }
 
-/// The text of a reply or of a reply part: a body that is text, the first answer of generated text, or a transcript.
-/// None if the reply has no text, such as a vector or a sound.
+/// The text of a reply or of a reply part: a body that is text, or the text in a JSON body. None if the reply has no
+/// text, such as a vector or a sound.
 pub fn text_of(reply: &Message) -> Option<String> {
-    match reply.text() {
-        Some(text) => Some(text.to_owned()),
-        None => generate::first_text(&reply.body).or_else(|| transcriptions::text_of(&reply.body)),
-    }
+    reply.text().map(str::to_owned).or_else(|| text_in(&reply.body))
+}
+
+/// The text in a JSON body: the first answer of generated text, a transcript, or the only caption.
+pub(super) fn text_in(body: &[u8]) -> Option<String> {
+    generate::first_text(body).or_else(|| transcriptions::text_of(body)).or_else(|| captions::text_of(body))
 }
 
 /// The tokens of a task, as its reply states them.

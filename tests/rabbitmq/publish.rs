@@ -57,6 +57,38 @@ async fn an_argument_for_a_pool_of_images_is_a_file() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_ending_of_a_file_decides_the_format_of_its_result() {
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", fixture("whisper-random"));
+    let sconce = Sconce::launched(&settings).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (recording, other) = (fixture("sound/short.mp3"), fixture("sound/reading.flac"));
+    printed(&settings, &["publish", "--output", &path("episode 1.vtt"), &recording]).await;
+    let written = std::fs::read_to_string(path("episode 1.vtt")).expect("subtitles");
+    assert!(written.starts_with("WEBVTT"), "{written}");
+    printed(&settings, &["publish", "--output", &path("subs"), "--format", "vtt", &recording, &other]).await;
+    assert!(Path::new(&path("subs/short.vtt")).exists() && Path::new(&path("subs/reading.vtt")).exists());
+    let lines = |ids: &[&str]| {
+        let body = json!({"file_url": "data:audio/wav;base64,UklGRg=="});
+        let lines: String =
+            ids.iter().map(|id| format!("{}\n", json!({"custom_id": id, "body": body}))).collect();
+        std::fs::write(path("lines"), lines).expect("lines");
+    };
+    for (ids, words) in
+        [(["a.srt", "a.srt"], "another task has the same name"), (["a.srt", "b.png"], "b.png")]
+    {
+        lines(&ids);
+        let mut refused =
+            Sconce::run(&settings, &["publish", "-i", &path("lines"), "--output", &path("ids")]);
+        assert_eq!(refused.exit_code().await, 64, "{}", refused.log());
+        assert!(refused.log().contains(words), "{}", refused.log());
+    }
+    let mut refused = Sconce::run(&settings, &["publish", "--output", &path("c.jpg"), &recording]);
+    assert_eq!(refused.exit_code().await, 64, "{}", refused.log());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn tasks_are_read_from_a_pipe() {
     let settings = Settings::echo(Rabbit::shared().url());
     let sconce = Sconce::launched(&settings).await;

@@ -529,3 +529,64 @@ async fn a_full_disk_ends_the_job_with_its_name_and_the_same_command_goes_on() {
     assert_eq!(inputs(files.answers()), echoed(400));
     assert_eq!(sconce.stop().await, 0);
 }
+
+/// The results of a job are files, as `run-batch` writes them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_writes_a_matrix_of_vectors_and_continues_it() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", model.display());
+    let sconce = Sconce::launched(&settings).await;
+    let mut asked: Vec<Value> =
+        (0..60).map(|number| row(number, json!({"input": format!("{number}")}))).collect();
+    asked[7] = json!({"custom_id": "row-7"});
+    let mut files = Files::new(&asked);
+    files.output.set_extension("npy");
+    files.ends_with(87, &settings, &["--rows-per-task", "7"]).await;
+    let ids = files.output.with_extension("ids.jsonl");
+    let (matrix, lines) = (fs::read(&files.output).expect("a matrix"), fs::read(&ids).expect("ids"));
+    assert!(String::from_utf8_lossy(&matrix[..128]).contains("'shape': (60, "));
+    let row_bytes = (matrix.len() - 128) / 60;
+    let first = |row: usize| {
+        let at = 128 + row * row_bytes;
+        f32::from_le_bytes(matrix[at..at + 4].try_into().expect("4 bytes"))
+    };
+    assert!(first(7).is_nan() && first(6).is_finite() && first(59).is_finite());
+    fs::write(&ids, &lines[..lines.len() / 2]).expect("ids");
+    let said = files.ends_with(87, &settings, &[]).await;
+    assert!(said.contains("of 60 rows answered now"), "{said}");
+    let again = fs::read(&files.output).expect("a matrix");
+    let numbers = |bytes: &[u8]| -> Vec<f32> {
+        bytes[128..].chunks_exact(4).map(|it| f32::from_le_bytes(it.try_into().expect("4 bytes"))).collect()
+    };
+    assert_eq!(again.len(), matrix.len());
+    for (one, other) in numbers(&matrix).iter().zip(numbers(&again)) {
+        assert!((one - other).abs() < 1e-6 || one.is_nan() && other.is_nan(), "{one} {other}");
+    }
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_writes_a_file_for_each_recording() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].model", fixtures.join("whisper-random").display());
+    let sconce = Sconce::launched(&settings).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let subs = folder.path().join("subs");
+    let recordings =
+        ["short.mp3", "reading.flac"].map(|name| fixtures.join("sound").join(name).display().to_string());
+    let submit = async |recordings: &[String]| {
+        let flags = ["submit", "--output-dir", subs.to_str().expect("UTF-8"), "--format", "vtt"];
+        let files = recordings.iter().map(String::as_str);
+        let mut job = Sconce::run(&settings, &flags.into_iter().chain(files).collect::<Vec<_>>());
+        assert_eq!(job.exit_code().await, 0, "{}", job.log());
+        job.log()
+    };
+    assert!(submit(&recordings[..1]).await.contains("1 of 1 rows answered now"));
+    assert!(submit(&recordings).await.contains("1 of 2 rows answered now, 1 before"));
+    for name in ["short.vtt", "reading.vtt"] {
+        let subtitles = fs::read_to_string(subs.join(name)).expect("subtitles");
+        assert!(subtitles.starts_with("WEBVTT"), "{subtitles}");
+    }
+    assert_eq!(sconce.stop().await, 0);
+}

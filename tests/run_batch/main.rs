@@ -9,5 +9,6 @@ mod poison;
 mod pools;
 #[path = "../support/processes.rs"]
 mod processes;
+mod results;
 mod rig;
 mod terminal;

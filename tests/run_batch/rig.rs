@@ -95,8 +95,21 @@ impl Rig {
 
     /// The same of a copy of the program.
     pub fn command_of(&self, program: &Path, more: &[&str]) -> Command {
+        let (input, output) = (self.input(), self.output());
+        let files = [Path::new("-i"), &input, Path::new("-o"), &output].map(Path::as_os_str);
+        let mut command = self.bare_command_of(program);
+        command.args(files).args(more);
+        command
+    }
+
+    /// The command without any files.
+    pub fn bare_command(&self) -> Command {
+        self.bare_command_of(Path::new(env!("CARGO_BIN_EXE_sconce")))
+    }
+
+    fn bare_command_of(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
-        command.arg("run-batch").arg("-i").arg(self.input()).arg("-o").arg(self.output()).args(more);
+        command.arg("run-batch");
         command.env_remove("AMQP_URL").env("TMPDIR", self.temp()).stdin(Stdio::null());
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("SCONCE_"))
         {

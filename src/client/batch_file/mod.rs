@@ -1,22 +1,28 @@
-//! The files of a batch: reads input lines as a stream, finds the position in the output at which an interrupted run
-//! continues, and reads and writes the record beside the output. Blocking file I/O only: call it from a blocking task.
-//! Knows the lines' ids, not their requests.
+//! The files of a batch: reads rows as a stream, finds the position in the output at which an interrupted run continues,
+//! writes results, and reads and writes the record beside the output. Blocking file I/O only: call it from a blocking
+//! task.
 
 use std::io;
 
 mod errors;
+mod folder;
 mod ids;
 mod input;
 mod lines;
+mod matrix;
 mod record;
+mod results;
 mod resume;
+mod rows;
 
 pub use errors::{CommonError, ErrorCounts};
 pub use ids::RepeatedIds;
-pub use input::{CountedInput, InputDigest};
-pub use lines::{InputLine, InputLines, MAX_LINE};
+pub use input::InputDigest;
+pub use lines::InputLines;
 pub(crate) use record::{read_record, record_path, write_record};
-pub use resume::{ResumePoint, claim};
+pub use results::{Batch, OpenBatch, Results};
+pub use resume::ResumePoint;
+pub use rows::{InputFile, InputRow, Rows};
 
 /// Why a run cannot use its files. The operator has to name other files, or repair these.
 #[derive(Debug, thiserror::Error)]

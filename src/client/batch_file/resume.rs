@@ -20,9 +20,11 @@ const MAX_OUTPUT_LINE: usize = 1 << 30;
 pub struct ResumePoint {
     /// Requests whose output line is written: skip this many non-blank input lines.
     pub done: usize,
+    /// Number of requests.
+    pub total: usize,
     /// Length of the output's whole lines in bytes; a torn line may follow.
     pub whole_bytes: u64,
-    /// The digest of the current input.
+    /// The digest of the current input; empty for files, of which each is known by its name.
     pub input: InputDigest,
     /// The errors in the output's whole lines.
     pub errors: ErrorCounts,
@@ -51,11 +53,12 @@ pub fn claim(output: &Path) -> Result<File, FileError> {
 }
 
 impl ResumePoint {
-    /// Compares the output written so far, if any, with the input. Changes neither.
+    /// Compares the output written so far, if any, with the input. Changes neither. At most the first `most` lines of the
+    /// output count.
     ///
     /// # Errors
     /// The output is not of this input, or a file cannot be read.
-    pub fn find(input: &[PathBuf], output: &Path) -> Result<Self, FileError> {
+    pub fn find(input: &[PathBuf], output: &Path, most: usize) -> Result<Self, FileError> {
         // The errors of `HashedLines::open` already name the file.
         let mut requests =
             HashedLines::open(input, 0).map_err(|error| FileError::Refused(error.to_string()))?;
@@ -66,8 +69,8 @@ impl ResumePoint {
         };
         let (mut done, mut total, mut whole_bytes, mut errors) = (0, 0, 0, ErrorCounts::default());
         let mut next_answer = || match &mut answers {
-            Some(answers) => answers.next(output),
-            None => Ok(None),
+            Some(answers) if answers.line < most => answers.next(output),
+            _ => Ok(None),
         };
         let mut answer = next_answer()?;
         for request in &mut requests {
@@ -84,7 +87,7 @@ impl ResumePoint {
                 format!("the output has more lines than the input has requests ({total}): not its output");
             return Err(FileError::Refused(problem));
         }
-        Ok(Self { done, whole_bytes, input: requests.digest(), errors })
+        Ok(Self { done, total, whole_bytes, input: requests.digest(), errors })
     }
 
     /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
@@ -243,7 +246,7 @@ mod tests {
     }
 
     fn run(files: &Files) -> ResumePoint {
-        let point = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap();
+        let point = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap();
         let mut output = claim(&files.output).unwrap();
         point.cut(&mut output, &files.output).unwrap();
         for line in point.open_input(slice::from_ref(&files.input)).unwrap() {
@@ -299,8 +302,10 @@ mod tests {
         let whole = String::from_utf8(whole_output()).unwrap();
         let broken = whole.replacen("\n", "\nbroken\n", 1);
         let files = files(INPUT, Some(broken.as_bytes()));
-        let error =
-            format!("{:#}", ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err());
+        let error = format!(
+            "{:#}",
+            ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap_err()
+        );
         assert!(error.contains("line 2 of the output is not"), "{error}");
         assert_eq!(std::fs::read(&files.output).unwrap(), broken.as_bytes());
     }
@@ -309,8 +314,10 @@ mod tests {
     fn a_file_that_is_not_batch_output_is_refused_and_left_unchanged() {
         for other in ["my notes", "my notes\n", "{\"a\":1}\n", INPUT] {
             let files = files(INPUT, Some(other.as_bytes()));
-            let error =
-                format!("{:#}", ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err());
+            let error = format!(
+                "{:#}",
+                ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap_err()
+            );
             assert!(error.contains("line 1 of the output is not"), "{error}");
         }
     }
@@ -319,7 +326,9 @@ mod tests {
     fn the_output_of_another_input_is_an_error_that_names_both_lines_and_ids() {
         let other = INPUT.replace("\"b\"", "\"z\"");
         let files = files(&other, Some(&whole_output()));
-        let error = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err().to_string();
+        let error = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX)
+            .unwrap_err()
+            .to_string();
         let expected = "line 2 of the output answers \"b\", line 3 of the input asks \"z\"";
         assert!(error.starts_with(expected), "{error}");
     }
@@ -328,7 +337,9 @@ mod tests {
     fn an_output_longer_than_its_input_is_an_error() {
         let first = INPUT.lines().next().unwrap();
         let files = files(first, Some(&whole_output()));
-        let error = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err().to_string();
+        let error = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("more lines than the input has requests (1)"), "{error}");
     }
 
@@ -336,7 +347,7 @@ mod tests {
     fn a_missing_input_is_an_error_that_names_it() {
         let files = files(INPUT, None);
         let missing = files.input.with_file_name("missing.jsonl");
-        let error = ResumePoint::find(&[missing], &files.output).unwrap_err().to_string();
+        let error = ResumePoint::find(&[missing], &files.output, usize::MAX).unwrap_err().to_string();
         assert!(error.contains("missing.jsonl"), "{error}");
         assert!(!files.output.exists());
     }
@@ -345,7 +356,7 @@ mod tests {
     fn new_lines_are_written_after_the_kept_lines() {
         let whole = whole_output();
         let files = files(INPUT, Some(&whole[..whole.len() - 3]));
-        let point = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap();
+        let point = ResumePoint::find(slice::from_ref(&files.input), &files.output, usize::MAX).unwrap();
         let mut file = claim(&files.output).unwrap();
         point.cut(&mut file, &files.output).unwrap();
         file.write_all(b"next\n").unwrap();

@@ -46,8 +46,8 @@ const KEEP_REPLIES: Duration = Duration::from_secs(24 * 60 * 60);
 pub(crate) struct JobOptions {
     /// The queue that rows are published to. It must exist.
     pub(crate) queue: String,
-    /// Files with the rows, read one after the other; `-` is standard input.
-    pub(crate) inputs: Vec<PathBuf>,
+    /// The input that is read if it can be read only once; `-` is standard input.
+    pub(crate) once: PathBuf,
     /// Maximum number of rows that share a task.
     pub(crate) rows_per_task: u16,
     /// Maximum number of inputs that the pool accepts in a task.
@@ -138,8 +138,9 @@ impl<'a> JobRun<'a> {
         let prefetch = (PREFETCH / options.rows_per_task).max(MIN_PREFETCH);
         let client = Client::for_job(broker, &name, &options.queue, &replies, KEEP_REPLIES, prefetch).await?;
         let limits = TaskLimits { rows: options.rows_per_task.into(), inputs: options.max_inputs };
-        let point = job.borrow_mut().take_resume_point();
-        let units = read::read(&options.inputs, point, limits)?;
+        let rows = job.borrow_mut().take_rows();
+        let first = job.borrow().answered_before();
+        let units = read::read(rows, &options.once, first, limits)?;
         Ok(Self { job, client, units, resend: options.resend })
     }
 

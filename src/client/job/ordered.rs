@@ -1,4 +1,4 @@
-//! Writes the lines of an output in the order of the input. Owns the lines that wait for an earlier one: some in
+//! Writes results in the order of the input, if the output needs an order. Owns the lines that wait for an earlier one: some in
 //! memory, the rest in spill files. Those are unnamed files in the output's folder, which the system removes when this
 //! process ends.
 
@@ -7,6 +7,9 @@ use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+
+use crate::client::batch_file::Results;
+use crate::protocol::batch_line::OutputError;
 
 /// Maximum bytes of waiting lines in memory.
 const MAX_BYTES_IN_MEMORY: usize = 8 << 20;
@@ -17,7 +20,9 @@ pub(super) const MAX_WAITING: usize = 500_000;
 
 /// An output whose lines arrive in any order.
 pub(super) struct Ordered {
-    file: File,
+    results: Results,
+    /// Why results were not written, though their lines have one; until the job counts them.
+    failed: Vec<OutputError>,
     folder: PathBuf,
     /// The number of the next line to write.
     next: u64,
@@ -42,11 +47,20 @@ struct SpillFile {
 }
 
 impl Ordered {
-    /// Writes to `file`, which is positioned at its end and holds the lines before the one with the number `next`.
-    pub(super) fn new(file: File, path: &Path, next: u64) -> Self {
+    /// Writes to `results`, which has those before the one with the number `next`. Spill files are beside `path`.
+    pub(super) fn new(results: Results, path: &Path, next: u64) -> Self {
         let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
         let folder = folder.to_owned();
-        Self { file, folder, next, waiting: BTreeMap::new(), in_memory: 0, spill_files: BTreeMap::new() }
+        let failed = Vec::new();
+        Self {
+            results,
+            failed,
+            folder,
+            next,
+            waiting: BTreeMap::new(),
+            in_memory: 0,
+            spill_files: BTreeMap::new(),
+        }
     }
 
     /// Number of lines written, those of earlier runs included.
@@ -60,16 +74,15 @@ impl Ordered {
     }
 
     /// Takes the line with this number, and writes those whose turn it is: each whole, so that an interrupted run
-    /// continues after it.
+    /// continues after it. If the output needs no order, the line is written now.
     ///
     /// # Errors
     /// The file system's.
     pub(super) fn put(&mut self, number: u64, line: Vec<u8>) -> io::Result<()> {
-        if number != self.next {
+        if number != self.next && self.results.is_ordered() {
             return self.store(number, line);
         }
-        self.file.write_all(&line)?;
-        self.next += 1;
+        self.write(&line)?;
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() == self.next) {
             let line = match entry.remove() {
                 Place::Memory(line) => {
@@ -78,10 +91,25 @@ impl Ordered {
                 }
                 Place::Disk { file, offset, length } => self.read_spilled(file, offset, length)?,
             };
-            self.file.write_all(&line)?;
-            self.next += 1;
+            self.write(&line)?;
         }
         Ok(())
+    }
+
+    fn write(&mut self, line: &[u8]) -> io::Result<()> {
+        self.failed.extend(self.results.write(line)?);
+        self.next += 1;
+        Ok(())
+    }
+
+    /// Why results were not written since the last call, though their lines have one.
+    pub(super) fn take_failed(&mut self) -> Vec<OutputError> {
+        std::mem::take(&mut self.failed)
+    }
+
+    /// What is to be said of single results.
+    pub(super) fn remarks(&self) -> Vec<String> {
+        self.results.remarks()
     }
 
     /// Flushes the lines to the disk.
@@ -89,7 +117,7 @@ impl Ordered {
     /// # Errors
     /// The file system's.
     pub(super) fn sync(&self) -> io::Result<()> {
-        self.file.sync_all()
+        self.results.sync()
     }
 
     /// Keeps a line until its turn: in memory if there is room, otherwise on disk.
@@ -140,7 +168,7 @@ mod tests {
     fn ordered(next: u64) -> (tempfile::TempDir, PathBuf, Ordered) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out.jsonl");
-        let ordered = Ordered::new(File::create(&path).unwrap(), &path, next);
+        let ordered = Ordered::new(Results::Lines(File::create(&path).unwrap()), &path, next);
         (folder, path, ordered)
     }
 

@@ -15,7 +15,7 @@ use super::ordered::{MAX_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{PackedTask, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
-use crate::client::batch_file::{ErrorCounts, ResumePoint};
+use crate::client::batch_file::{ErrorCounts, ResumePoint, Rows};
 use crate::client::tally::{Report, Tally};
 use crate::client::{self, Request, Task};
 use crate::protocol::Message;
@@ -28,8 +28,8 @@ const CANCELLED: i64 = 499;
 pub(crate) struct Job {
     id: String,
     ordered: Ordered,
-    /// Where reading begins; none once it has begun.
-    point: Option<ResumePoint>,
+    /// The rows that are left; none once their reading has begun, and if the input can be read only once.
+    rows: Option<Box<dyn Rows>>,
     /// Number of rows that earlier runs answered.
     answered_before: u64,
     /// The number of rows; none if the input can be read only once.
@@ -82,18 +82,19 @@ pub(crate) struct Progress<'a> {
 }
 
 impl Job {
-    /// A job whose rows are answered in `output`, from `point` on. A task without a reply is published `attempts`
-    /// times in all.
-    pub(super) fn new(output: Ordered, point: Option<ResumePoint>, attempts: u32) -> Self {
+    /// A job whose rows are answered in `output`. Without `left`, the input can be read only once. A task without a reply
+    /// is published `attempts` times in all.
+    pub(super) fn new(output: Ordered, left: Option<(ResumePoint, Box<dyn Rows>)>, attempts: u32) -> Self {
         let id = new_run_id();
         let answered_before = output.written();
-        let total = point.as_ref().map(|point| point.input.lines);
-        let output_errors = point.as_ref().map(|point| point.errors.clone()).unwrap_or_default();
+        let (point, rows) = left.unzip();
+        let total = point.as_ref().map(|point| point.total);
+        let output_errors = point.map(|point| point.errors).unwrap_or_default();
         Self {
             id,
             answered_before,
             ordered: output,
-            point,
+            rows,
             total,
             attempts,
             split: VecDeque::new(),
@@ -113,9 +114,9 @@ impl Job {
         }
     }
 
-    /// Where the reading of the rows begins; none where the input is read from its start, once.
-    pub(super) fn take_resume_point(&mut self) -> Option<ResumePoint> {
-        self.point.take()
+    /// The rows that are left; none where the input is read from its start, once.
+    pub(super) fn take_rows(&mut self) -> Option<Box<dyn Rows>> {
+        self.rows.take()
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -199,6 +200,10 @@ impl Job {
     /// Takes the output line of the row with this number.
     fn put(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
         self.ordered.put(number, line).map_err(JobError::Output)?;
+        for error in self.ordered.take_failed() {
+            self.errors += 1;
+            self.output_errors.add(error);
+        }
         self.answered += 1;
         Ok(())
     }
@@ -272,6 +277,11 @@ impl Job {
     /// What this run has measured, for a pool of this name.
     pub(crate) fn report(&mut self, pool: &str) -> Report {
         self.tally.report(pool, self.errors, &self.output_errors)
+    }
+
+    /// What is to be said of single results that are in no output line.
+    pub(crate) fn remarks(&self) -> Vec<String> {
+        self.ordered.remarks()
     }
 
     /// Flushes the output to the disk.

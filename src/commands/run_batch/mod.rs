@@ -8,8 +8,8 @@ mod provenance;
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write as _};
+use std::fs;
+use std::io::{self, Write as _};
 use std::num::NonZeroU16;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -28,13 +28,14 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use self::provenance::Provenance;
+use super::requests::batch_of;
 use super::show::Show;
 use super::{Registry, batch_errors, load, pool_named, progress, start_logging, tolerate_broken_pipe};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::Answer;
 use crate::client::batch_file::{
-    CountedInput, ErrorCounts, InputLine, MAX_LINE, RepeatedIds, ResumePoint, claim,
+    Batch, ErrorCounts, InputRow, OpenBatch, RepeatedIds, Results, ResumePoint, Rows,
 };
 use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
@@ -42,7 +43,7 @@ use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
 use crate::launcher::{Host, LaunchSpec, PreparedLauncher};
 use crate::model::LoadError;
-use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
+use crate::protocol::batch_line::{self, BatchRequest};
 use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
 use crate::protocol::transcriptions::TRANSCRIPTIONS_URL;
@@ -76,12 +77,13 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     // Now the models' files are on this host.
     name_by_work(&mut settings.pools, registry);
     let pool_names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
-    let (output, point) = open_files(arguments, &pools).exits_with(Exit::Usage)?;
-    let total = point.input.lines;
+    let batch = batch_of(&arguments.batch, &settings.pools, registry).exits_with(Exit::Usage)?;
+    let OpenBatch { results, point, rows } = open_files(&batch, &pools).exits_with(Exit::Usage)?;
+    let total = point.total;
     if point.done == total {
+        results.sync().context("the output")?;
         return already_complete(arguments, &pool_names, &point);
     }
-    let input = point.open_input(std::slice::from_ref(&arguments.input))?;
 
     remove_leftovers(&std::env::temp_dir());
     let folder = std::env::temp_dir().join(format!("{FOLDER_PREFIX}{}", uuid::Uuid::new_v4().simple()));
@@ -101,7 +103,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).exits_with(Exit::Config)?)
     };
     let output = Arc::new(Mutex::new(Output {
-        file: BufWriter::new(output),
+        results,
         done: point.done,
         errors: 0,
         all_errors: point.errors.clone(),
@@ -120,7 +122,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         output: output.clone(),
         stop: stop.clone(),
     };
-    let feeder = queue_runtime.spawn(feeder.run(input));
+    let feeder = queue_runtime.spawn(feeder.run(rows));
     let launching = PreparedLauncher::new(LaunchSpec {
         worker_program: &program,
         guard_program: Some(&program),
@@ -232,7 +234,7 @@ fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> a
     if arguments.json {
         print_report(&mut Tally::default(), pools, 0, &point.errors)?;
     }
-    let (lines, errors) = (point.input.lines, point.errors.total());
+    let (lines, errors) = (point.total, point.errors.total());
     let mut summary = format!("all {lines} lines are answered already; {errors} with an error\n");
     summary += &batch_errors::summary(&point.errors);
     // A closed stderr does not change the exit code.
@@ -242,15 +244,18 @@ fn already_complete(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> a
 
 /// Prints how many lines are answered and whether all are, and chooses the exit code.
 fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
-    output.file.get_ref().sync_all().context("the output")?;
+    output.results.sync().context("the output")?;
     let Output { done, errors, all_errors, .. } = output;
     if let Some(tally) = &mut output.tally {
         print_report(tally, pools, *errors, all_errors)?;
     }
-    let (now, total, before) = (*done - point.done, point.input.lines, point.done);
+    let (now, total, before) = (*done - point.done, point.total, point.done);
     let failed = all_errors.total();
     let mut summary =
         format!("{now} of {total} lines answered now, {before} before; {failed} with an error\n");
+    for remark in output.results.remarks() {
+        let _ = writeln!(summary, "{remark}");
+    }
     summary += &batch_errors::summary(all_errors);
     if let Some(repeated) = &output.repeated_ids {
         let _ = writeln!(summary, "warning: {repeated}");
@@ -282,48 +287,47 @@ fn print_report(tally: &mut Tally, pools: &str, errors: u64, all_errors: &ErrorC
     Ok(())
 }
 
-fn parse_line(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
-    let Some(bytes) = &line.bytes else {
-        let problem = format!("longer than {MAX_LINE} bytes");
-        return Err(InvalidLine { custom_id: None, problem });
-    };
-    batch_line::parse(bytes)
+/// Opens and locks the output, and finds where to continue. Refuses an output that was made by other models or settings.
+fn open_files(batch: &Batch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<OpenBatch> {
+    if let Batch::Lines { inputs, output } = batch {
+        check_files(inputs, output)?;
+    }
+    let record = batch.record_of();
+    batch.open(|point| {
+        let provenance = Provenance::new(pools, point.input.clone());
+        let unknown_lines = provenance.continue_output(&record, point.done)?;
+        if unknown_lines > 0 {
+            let output = record.display();
+            writeln!(
+                io::stderr(),
+                "warning: nothing tells what made the first {unknown_lines} lines of {output}"
+            )?;
+        }
+        Ok(())
+    })
 }
 
-/// Opens and locks the output, and finds where to continue. Refuses an output whose lines were made by other models or
-/// settings.
-fn open_files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<(File, ResumePoint)> {
-    let RunBatch { input, output, .. } = arguments;
+/// Checked before the output is created, so that a wrong input name leaves no file.
+fn check_files(inputs: &[PathBuf], output: &Path) -> anyhow::Result<()> {
     let is_file = |path: &Path| path != Path::new("-") && path.metadata().is_ok_and(|it| it.is_file());
-    // Checked before the output is created, so that a wrong input name leaves no file.
-    input
-        .metadata()
-        .map(drop)
-        .or_else(|error| if input == Path::new("-") { Ok(()) } else { Err(error) })
-        .with_context(|| input.display().to_string())?;
-    if !is_file(input) {
-        let input = input.display();
-        bail!(
-            "--input {input} is not a file: a run reads it twice (over a broker, `sconce submit` reads pipes)"
-        );
+    for input in inputs {
+        let shown = input.display();
+        input
+            .metadata()
+            .map(drop)
+            .or_else(|error| if input == Path::new("-") { Ok(()) } else { Err(error) })
+            .with_context(|| shown.to_string())?;
+        if !is_file(input) {
+            bail!(
+                "--input {shown} is not a file: a run reads it twice (over a broker, `sconce submit` reads pipes)"
+            );
+        }
+        fs::File::open(input).with_context(|| shown.to_string())?;
     }
     if !is_file(output) && (output == Path::new("-") || output.exists()) {
         bail!("--output {} is not a file: an interrupted run could not continue it", output.display());
     }
-    File::open(input).with_context(|| input.display().to_string())?;
-    let mut claimed = claim(output)?;
-    let point = ResumePoint::find(std::slice::from_ref(input), output)?;
-    let provenance = Provenance::new(pools, point.input.clone());
-    let unknown_lines = provenance.continue_output(output, point.done)?;
-    if unknown_lines > 0 {
-        let output = output.display();
-        writeln!(
-            io::stderr(),
-            "warning: nothing tells what made the first {unknown_lines} lines of {output}"
-        )?;
-    }
-    point.cut(&mut claimed, output)?;
-    Ok((claimed, point))
+    Ok(())
 }
 
 /// The settings with the flags of this command, reduced to the pools that run: those named by `--pool`, else all.
@@ -432,7 +436,7 @@ fn base_name(name: &str) -> &str {
     name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)
 }
 
-/// A line of the input, until it is answered.
+/// A row of the input, until it is answered.
 enum Line {
     Request {
         custom_id: String,
@@ -443,26 +447,26 @@ enum Line {
     Invalid(Vec<u8>),
 }
 
-/// The remaining lines of the input, as tasks.
+/// The remaining rows of the input, as tasks.
 fn tasks(
-    input: &mut CountedInput,
+    rows: &mut dyn Rows,
     mut router: Router,
     counts_inputs: bool,
     ids: &mut RepeatedIds,
 ) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
-    input.map(move |line| {
-        let line = line.context("the input")?;
-        Ok(match parse_line(&line) {
+    rows.map(move |row| {
+        let InputRow { number, request } = row.context("the input")?;
+        Ok(match request {
             Ok(BatchRequest { custom_id, url, body }) => {
-                ids.add(&custom_id, line.number);
+                ids.add(&custom_id, number);
                 let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
-                let message_id = format!("line-{}", line.number);
+                let message_id = format!("line-{number}");
                 let queue = Some(router.queue(&url, &body));
                 let request = Request { queue, ..Request::new(message_id, Some(&url), body) };
                 Task { meta: Line::Request { custom_id, inputs }, request: Some(request) }
             }
             Err(invalid) => {
-                Task { meta: Line::Invalid(batch_line::error_line(line.number, &invalid)), request: None }
+                Task { meta: Line::Invalid(batch_line::error_line(number, &invalid)), request: None }
             }
         })
     })
@@ -470,7 +474,7 @@ fn tasks(
 
 /// The output. Shared by the feeder, which writes it, and `conclude`, which prints the summary.
 struct Output {
-    file: BufWriter<File>,
+    results: Results,
     /// Lines written, including those of earlier runs.
     done: usize,
     /// Lines with an error written in this run.
@@ -488,7 +492,7 @@ struct Output {
     bar: ProgressBar,
 }
 
-/// Flushes each line, so that an interrupted run can continue after it.
+/// Each line is written at once, so that an interrupted run can continue after it.
 impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     fn begun(&mut self, number: u64, line: &Line) {
         if let (Some(show), Line::Request { custom_id, .. }) = (&mut self.lock().show, line) {
@@ -542,11 +546,15 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
             }
             (Line::Request { custom_id, .. }, None) => bail!("no reply to {custom_id:?}"),
         };
-        if is_error {
+        let failed = output.results.write(&written).context("the output")?;
+        if failed.is_some() || is_error {
             output.errors += 1;
-            output.all_errors.add_line(&written);
         }
-        output.file.write_all(&written).and_then(|()| output.file.flush()).context("the output")?;
+        match failed {
+            Some(failed) => output.all_errors.add(failed),
+            None if is_error => output.all_errors.add_line(&written),
+            None => {}
+        }
         output.done += 1;
         output.bar.inc(1);
         Ok(())
@@ -568,24 +576,24 @@ struct Feeder {
 impl Feeder {
     /// Publishes every line that was counted at the start. Once all are answered, publishes a sentinel for each worker.
     /// An earlier sentinel could stop the workers while a task still waits for another attempt.
-    async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
+    async fn run(mut self, mut rows: Box<dyn Rows>) -> anyhow::Result<()> {
         let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
         let mut client = Client::over(session, "", REPLIES);
-        let (first, counts_inputs) = {
+        let (first, counts_inputs, in_order) = {
             let output = self.output.lock();
-            (output.done as u64, output.tally.is_some())
+            (output.done as u64, output.tally.is_some(), output.results.is_ordered())
         };
         let stopped = self.stop.clone();
         let mut ids = RepeatedIds::default();
-        let tasks = stream::iter(tasks(&mut input, self.router, counts_inputs, &mut ids))
+        let tasks = stream::iter(tasks(&mut *rows, self.router, counts_inputs, &mut ids))
             .take_until(async move { stopped.reached(Phase::Returning).await });
-        let bounds = Bounds { max_tasks: WINDOW, timeout: None, in_order: true, resend: None };
+        let bounds = Bounds { max_tasks: WINDOW, timeout: None, in_order, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
         self.output.lock().repeated_ids = ids.warning();
         if self.stop.phase() >= Phase::Returning {
             return Ok(());
         }
-        let changed = input.changed().context("the input")?;
+        let changed = rows.changed().context("the input")?;
         self.output.lock().input_changed = changed;
         for queue in &self.queues {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
@@ -623,6 +631,7 @@ async fn wait_until_written(
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::os::unix::net::UnixListener;
     use std::time::SystemTime;
 

@@ -20,7 +20,8 @@ const SQUARE: u32 = 12;
 /// A task for `url` with an image for each text. A single image is the body itself; several are data URLs.
 pub fn images(url: &'static str, texts: &[String]) -> Sample {
     if let [alone] = texts {
-        let body = RequestBody { bytes: jpeg(alone).into(), media_type: Some("image/jpeg".to_owned()) };
+        let media_type = Some("image/jpeg".to_owned());
+        let body = RequestBody { bytes: jpeg(alone).into(), media_type, response_format: None };
         return Sample { url: Some(url), body, inputs: 1 };
     }
     let data_url = |text: &String| format!("data:image/jpeg;base64,{}", STANDARD.encode(jpeg(text)));

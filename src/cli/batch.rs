@@ -1,0 +1,38 @@
+//! The arguments with the inputs and the output of `sconce run-batch` and `sconce submit`, and of formats.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::protocol::results::FileFormat;
+
+/// What a batch reads and writes.
+#[derive(Debug, Args)]
+pub struct BatchFiles {
+    /// Requests, one JSON object per line; may be repeated
+    #[arg(long, short, value_name = "FILE")]
+    pub input: Vec<PathBuf>,
+    /// Responses: JSON lines, or with the ending .npy a matrix of vectors. An existing file is resumed
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// In place of --input: files that are a request each, such as recordings, images, or .txt files with a text or a prompt
+    #[arg(value_name = "FILE", conflicts_with_all = ["input", "output"], requires_all = ["output_dir", "format"])]
+    pub files: Vec<PathBuf>,
+    /// In place of --output: a folder for the results of the files, a file each, named after its input. Results that are
+    /// there from an earlier run are kept
+    #[arg(long, value_name = "DIR", requires = "files")]
+    pub output_dir: Option<PathBuf>,
+    /// The format of these results: txt, srt, vtt, json, wav, flac, pcm or png
+    #[arg(long, value_parser = format, requires = "files")]
+    pub format: Option<FileFormat>,
+    /// The URL that the files are sent to; by default the first one of the pool that takes such files
+    #[arg(long, requires = "files")]
+    pub url: Option<String>,
+}
+
+/// Parses the name of a format.
+pub(super) fn format(text: &str) -> Result<FileFormat, String> {
+    let found = FileFormat::of_name(&format!("result.{}", text.trim_start_matches('.')));
+    let formats = FileFormat::ALL.map(|(format, _)| format);
+    found.ok_or_else(|| format!("expected one of {}", FileFormat::endings(&formats)))
+}

@@ -1,0 +1,335 @@
+//! A folder with a file for each result. Decides which results are there already, and never replaces a file. Owns the
+//! list of the files that it has written, `.sconce.files.jsonl` in the folder: each is listed before it appears.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::FileError;
+use super::resume::claim;
+use super::rows::InputFile;
+use crate::client::whole_file::{is_special, write_new};
+use crate::protocol::batch_line::{OutputError, read_output};
+use crate::protocol::results::{FileFormat, ResultLine};
+
+/// The name of the list of written files.
+const LIST: &str = ".sconce.files.jsonl";
+/// Maximum number of messages that are kept for the end of a run.
+const MAX_REMARKS: usize = 1_000;
+/// Maximum number of files that one error names.
+const MAX_NAMED: usize = 5;
+
+/// A written file, and the input that it is the result of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Written {
+    file: String,
+    #[serde(flatten)]
+    input: InputStamp,
+}
+
+/// What tells an input from another one of the same name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct InputStamp {
+    url: String,
+    /// In bytes.
+    size: u64,
+    /// When it was last changed, in nanoseconds since 1970; none for a device or a pipe.
+    modified: Option<i64>,
+}
+
+impl InputStamp {
+    fn of(input: &InputFile) -> io::Result<Self> {
+        let metadata = fs::metadata(&input.path)?;
+        let nanoseconds =
+            metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
+        let modified = metadata.is_file().then_some(nanoseconds);
+        Ok(Self { url: input.url.clone(), size: metadata.len(), modified })
+    }
+}
+
+/// A folder that results are written to.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    list: File,
+    /// The inputs of the files to write, by the files' names.
+    inputs: HashMap<String, (FileFormat, InputStamp)>,
+    remarks: Vec<String>,
+    /// Messages for which `remarks` had no room.
+    more_remarks: usize,
+}
+
+/// A folder, and the inputs whose results are not in it yet.
+pub(super) struct OpenFolder {
+    pub(super) folder: Folder,
+    pub(super) left: Vec<InputFile>,
+    /// The number of inputs whose results are in it.
+    pub(super) done: usize,
+    /// The number of results in it, those of other inputs included.
+    pub(super) results: usize,
+}
+
+/// Checks that each result has a name of its own.
+///
+/// # Errors
+/// Names the inputs whose results would have one name.
+pub fn check_names(inputs: &[InputFile]) -> Result<(), FileError> {
+    let mut by_name: HashMap<&str, &InputFile> = HashMap::new();
+    let mut clashes = Vec::new();
+    for input in inputs {
+        if let Some(other) = by_name.insert(&input.result, input) {
+            let (one, two) = (other.path.display(), input.path.display());
+            clashes.push(format!("{} would be the result of {one} and of {two}", input.result));
+        }
+    }
+    refuse(&clashes, "; rename them, or give each its own --output-dir")
+}
+
+/// Refuses what these problems say, if there are any.
+fn refuse(problems: &[String], hint: &str) -> Result<(), FileError> {
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let mut message = problems.iter().take(MAX_NAMED).cloned().collect::<Vec<_>>().join("; ");
+    if problems.len() > MAX_NAMED {
+        message += &format!("; and {} more", problems.len() - MAX_NAMED);
+    }
+    Err(FileError::Refused(message + hint))
+}
+
+impl Folder {
+    /// Opens and locks a folder, creates it if it does not exist, and finds which results are in it. Nothing is created
+    /// if an input cannot be found.
+    ///
+    /// # Errors
+    /// The file system's; another run writes to the folder; or a file has the name of a result, and is not that result.
+    pub(super) fn open(path: &Path, inputs: &[InputFile]) -> Result<OpenFolder, FileError> {
+        check_names(inputs)?;
+        let stamp = |input: &InputFile| InputStamp::of(input).map_err(FileError::at(input.path.display()));
+        let stamps = inputs.iter().map(stamp).collect::<Result<Vec<_>, _>>()?;
+        fs::create_dir_all(path).map_err(FileError::at(path.display()))?;
+        let list_path = path.join(LIST);
+        let mut list = claim(&list_path)?;
+        let written = read_list(&mut list, &list_path)?;
+        let (mut left, mut by_name, mut problems) = (Vec::new(), HashMap::new(), Vec::new());
+        for (input, stamp) in inputs.iter().zip(stamps) {
+            let result = path.join(&input.result);
+            let is_there = result.symlink_metadata().is_ok() && !is_special(&result);
+            match written.get(&input.result) {
+                _ if !is_there => {
+                    left.push(input.clone());
+                    by_name.insert(input.result.clone(), (input.format, stamp));
+                }
+                Some(earlier) if *earlier == stamp && stamp.modified.is_some() => {}
+                Some(_) => problems.push(format!(
+                    "{} is the result of {} as it was before, or of a pipe or another URL",
+                    result.display(),
+                    input.path.display()
+                )),
+                None => problems.push(format!("{} exists, and was not written here", result.display())),
+            }
+        }
+        refuse(&problems, "; remove it, or give another --output-dir")?;
+        let done = inputs.len() - left.len();
+        let results = written.keys().filter(|name| path.join(name).exists()).count();
+        let path = path.to_owned();
+        let folder = Self { path, list, inputs: by_name, remarks: Vec::new(), more_remarks: 0 };
+        Ok(OpenFolder { folder, left, done, results })
+    }
+
+    /// The path whose record tells what made the files.
+    pub(super) fn record_of(path: &Path) -> PathBuf {
+        path.join(LIST)
+    }
+
+    /// Writes the result in an output line. The error tells why a result was not written.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub(super) fn write(&mut self, line: &[u8]) -> io::Result<Option<OutputError>> {
+        let parsed = ResultLine::parse(line)?;
+        let name = parsed.custom_id.clone().unwrap_or_default();
+        let Some(body) = parsed.result() else {
+            if let Some(OutputError { code, message }) = read_output(line)?.error {
+                self.remark(&format!("{name}: {code}: {message}"));
+            }
+            return Ok(None);
+        };
+        if let Some(notes) = parsed.response.as_ref().and_then(|response| response.notes) {
+            self.remark(&format!("{name}: {}", notes.get()));
+        }
+        let failed = self.write_result(&name, body)?;
+        if let Some(OutputError { code, message }) = &failed {
+            self.remark(&format!("{name}: {code}: {message}"));
+        }
+        Ok(failed)
+    }
+
+    fn write_result(&mut self, name: &str, body: &RawValue) -> io::Result<Option<OutputError>> {
+        let failed = |code: &str, message: String| Ok(Some(OutputError { code: code.to_owned(), message }));
+        let path = self.path.join(name);
+        let appeared = || format!("{} has appeared since the run began, and stays", path.display());
+        let Some((format, stamp)) = self.inputs.get(name) else { return Ok(None) };
+        let content = match format.content_of(body) {
+            Ok(content) => content,
+            Err(message) => return failed("wrong_format", message),
+        };
+        if path.symlink_metadata().is_ok() && !is_special(&path) {
+            return failed("file_exists", appeared());
+        }
+        let mut entry = serde_json::to_vec(&Written { file: name.to_owned(), input: stamp.clone() })?;
+        entry.push(b'\n');
+        // Before the file: a file that is not listed would never be known as ours.
+        self.list.write_all(&entry)?;
+        match write_new(&path, &content) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => failed("file_exists", appeared()),
+            written => written.map(|()| None),
+        }
+    }
+
+    /// Keeps a message for the end of the run.
+    fn remark(&mut self, message: &str) {
+        if self.remarks.len() < MAX_REMARKS {
+            // It is from outside and may be printed to a terminal.
+            let message = message.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
+            self.remarks.push(message);
+        } else {
+            self.more_remarks += 1;
+        }
+    }
+
+    /// What is to be said of the files: why some were not written, and what replies say of their results.
+    pub(super) fn remarks(&self) -> Vec<String> {
+        let more = (self.more_remarks > 0).then(|| format!("and {} more messages", self.more_remarks));
+        self.remarks.iter().cloned().chain(more).collect()
+    }
+
+    pub(super) fn sync(&self) -> io::Result<()> {
+        self.list.sync_all()
+    }
+}
+
+/// Reads the list of written files, and cuts off a torn last line.
+fn read_list(list: &mut File, path: &Path) -> Result<HashMap<String, InputStamp>, FileError> {
+    let mut written = HashMap::new();
+    let mut whole = 0;
+    let mut reader = BufReader::new(File::open(path).map_err(FileError::at(path.display()))?);
+    loop {
+        let mut line = Vec::new();
+        let length = reader.read_until(b'\n', &mut line).map_err(FileError::at(path.display()))?;
+        if line.last() != Some(&b'\n') {
+            break;
+        }
+        let Written { file, input } = serde_json::from_slice(&line)
+            .map_err(|error| FileError::Refused(format!("{}: {error}; remove it", path.display())))?;
+        written.insert(file, input);
+        whole += length as u64;
+    }
+    let cut = list.set_len(whole).and_then(|()| list.seek(SeekFrom::End(0)));
+    cut.map_err(FileError::at(path.display()))?;
+    Ok(written)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    struct Place {
+        folder: tempfile::TempDir,
+    }
+
+    impl Place {
+        fn new(inputs: &[&str]) -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            inputs.iter().for_each(|name| fs::write(folder.path().join(name), name).unwrap());
+            Self { folder }
+        }
+
+        fn input(&self, name: &str) -> InputFile {
+            InputFile {
+                path: self.folder.path().join(name),
+                number: 1,
+                result: format!("{}.srt", name.split('.').next().unwrap()),
+                url: "/v1/audio/transcriptions".into(),
+                media_type: Some("audio/mpeg"),
+                format: FileFormat::Srt,
+                max_bytes: 99,
+            }
+        }
+
+        fn subs(&self) -> PathBuf {
+            self.folder.path().join("subs")
+        }
+
+        fn open(&self, inputs: &[&str]) -> Result<OpenFolder, FileError> {
+            let inputs: Vec<_> = inputs.iter().map(|name| self.input(name)).collect();
+            Folder::open(&self.subs(), &inputs)
+        }
+
+        fn refused(&self, inputs: &[&str]) -> String {
+            self.open(inputs).err().unwrap().to_string()
+        }
+    }
+
+    fn line(name: &str, body: &serde_json::Value) -> Vec<u8> {
+        let response = json!({"status_code": 200, "request_id": "1", "body": body});
+        json!({"id": "1", "custom_id": name, "response": response, "error": null}).to_string().into_bytes()
+    }
+
+    #[test]
+    fn results_are_written_once_and_a_later_run_knows_its_own() {
+        let place = Place::new(&["a.mp3", "b.mp3"]);
+        let mut open = place.open(&["a.mp3", "b.mp3"]).unwrap();
+        assert_eq!((open.done, open.left.len()), (0, 2));
+        assert!(place.refused(&["a.mp3"]).contains("another run writes it"));
+        assert_eq!(open.folder.write(&line("a.srt", &json!("one"))).unwrap(), None);
+        let wrong = open.folder.write(&line("b.srt", &json!({"text": "two"}))).unwrap().unwrap();
+        assert_eq!(wrong.code, "wrong_format");
+        drop(open);
+        // As after a crash: the last entry is torn.
+        let list = place.subs().join(LIST);
+        let mut content = fs::read(&list).unwrap();
+        content.extend(b"{\"file\":\"b.s");
+        fs::write(&list, &content).unwrap();
+        fs::write(place.subs().join("a.srt"), "corrected by hand").unwrap();
+        let mut open = place.open(&["a.mp3", "b.mp3"]).unwrap();
+        assert_eq!((open.done, open.results, open.left[0].result.as_str()), (1, 1, "b.srt"));
+        assert_eq!(open.folder.write(&line("b.srt", &json!("two"))).unwrap(), None);
+        drop(open);
+        assert_eq!(fs::read_to_string(place.subs().join("a.srt")).unwrap(), "corrected by hand");
+        assert_eq!(fs::read_to_string(place.subs().join("b.srt")).unwrap(), "two");
+        fs::remove_file(place.subs().join("b.srt")).unwrap();
+        assert_eq!(place.open(&["a.mp3", "b.mp3"]).unwrap().left.len(), 1, "made again");
+    }
+
+    #[test]
+    fn foreign_files_and_results_of_other_inputs_are_refused_before_any_work() {
+        let place = Place::new(&["a.mp3", "b.mp3", "a.wav"]);
+        let clash = place.refused(&["a.mp3", "b.mp3", "a.wav"]);
+        assert!(clash.contains("a.srt would be the result of") && clash.contains("a.wav"), "{clash}");
+        assert!(!place.subs().exists());
+        assert!(place.refused(&["a.mp3", "missing.mp3"]).contains("missing.mp3"));
+        assert!(!place.subs().exists());
+        fs::create_dir(place.subs()).unwrap();
+        fs::write(place.subs().join("b.srt"), "mine").unwrap();
+        assert!(place.refused(&["a.mp3", "b.mp3"]).contains("b.srt exists, and was not written here"));
+        let mut open = place.open(&["a.mp3"]).unwrap();
+        open.folder.write(&line("a.srt", &json!("one"))).unwrap();
+        drop(open);
+        fs::write(place.folder.path().join("a.mp3"), "a longer recording").unwrap();
+        assert!(place.refused(&["a.mp3"]).contains("as it was before"));
+        fs::remove_file(place.subs().join("a.srt")).unwrap();
+        let mut open = place.open(&["a.mp3"]).unwrap();
+        fs::write(place.subs().join("a.srt"), "mine").unwrap();
+        let error = open.folder.write(&line("a.srt", &json!("two"))).unwrap().unwrap();
+        assert_eq!(error.code, "file_exists");
+        assert_eq!(fs::read_to_string(place.subs().join("a.srt")).unwrap(), "mine");
+    }
+}

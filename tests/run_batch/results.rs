@@ -1,0 +1,155 @@
+//! Results as files: a file for each recording, and a matrix of vectors.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::rig::{Ended, Rig, line};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// Runs a model over `files`, whose results go to the folder `subs`.
+fn run(rig: &Rig, files: &[&str], flags: &[&str]) -> Ended {
+    let mut command = rig.bare_command();
+    command.arg("--model").arg(fixture("whisper-random")).args(["--devices", "cpu", "--output-dir"]);
+    command.arg(rig.path("subs")).args(flags).args(files.iter().map(|name| rig.path(name)));
+    rig.start_command(command).wait()
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> = entries.map(|it| it.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn each_recording_gets_its_subtitles_and_a_later_run_makes_only_what_is_missing() {
+    let rig = Rig::new(&[]);
+    for (from, to) in [("short.mp3", "one.mp3"), ("short.flac", "episode 2.flac"), ("short.ogg", "three.ogg")]
+    {
+        fs::copy(fixture("sound").join(from), rig.path(to)).unwrap();
+    }
+    fs::write(rig.path("broken.wav"), "RIFF").unwrap();
+    let all = ["one.mp3", "episode 2.flac", "broken.wav"];
+    let ended = run(&rig, &all, &["--format", "srt"]);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+    assert!(ended.stderr.contains("broken.srt: 400: "), "{}", ended.stderr);
+    let subs = rig.path("subs");
+    let written = [".sconce.files.jsonl", ".sconce.files.jsonl.run.json", "episode 2.srt", "one.srt"];
+    assert_eq!(names(&subs), written);
+    let one = fs::read_to_string(subs.join("one.srt")).unwrap();
+    assert!(one.is_empty() || one.starts_with("1\n00:00:"), "{one}");
+    // A result that was corrected by hand stays, a broken input is tried again, and another one is added.
+    fs::write(subs.join("one.srt"), "corrected").unwrap();
+    fs::copy(fixture("sound/short.mp3"), rig.path("broken.wav")).unwrap();
+    let ended = run(&rig, &["one.mp3", "episode 2.flac", "broken.wav", "three.ogg"], &["--format", "srt"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("2 of 4 lines answered now, 2 before"), "{}", ended.stderr);
+    assert_eq!(fs::read_to_string(subs.join("one.srt")).unwrap(), "corrected");
+    assert!(subs.join("three.srt").exists() && subs.join("broken.srt").exists());
+    let ended = run(&rig, &["one.mp3"], &["--format", "srt"]);
+    assert!(ended.stderr.contains("all 1 lines are answered already"), "{}", ended.stderr);
+    let ended = run(&rig, &["one.mp3"], &["--format", "json"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let reply: Value = serde_json::from_slice(&fs::read(subs.join("one.json")).unwrap()).unwrap();
+    assert!(reply["text"].is_string(), "{reply}");
+}
+
+#[test]
+fn names_and_formats_are_checked_before_any_work() {
+    let rig = Rig::new(&[]);
+    fs::copy(fixture("sound/short.mp3"), rig.path("one.mp3")).unwrap();
+    fs::copy(fixture("sound/short.flac"), rig.path("one.flac")).unwrap();
+    fs::write(rig.path("notes.doc"), "").unwrap();
+    for (files, format, words) in [
+        (&["one.mp3", "one.flac"][..], "srt", "one.srt would be the result of"),
+        (&["one.mp3"], "wav", "only as .txt, .srt, .vtt, .json"),
+        (&["one.mp3"], "jpg", "expected one of .txt"),
+        (&["notes.doc"], "srt", "notes.doc ends with none of"),
+        (&["missing.mp3"], "srt", "missing.mp3"),
+    ] {
+        let ended = run(&rig, files, &["--format", format]);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words) && !rig.path("subs").exists(), "{}", ended.stderr);
+    }
+    fs::create_dir(rig.path("subs")).unwrap();
+    fs::write(rig.path("subs/one.srt"), "mine").unwrap();
+    let ended = run(&rig, &["one.mp3"], &["--format", "srt"]);
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    assert!(ended.stderr.contains("one.srt exists, and was not written here"), "{}", ended.stderr);
+    assert_eq!(fs::read_to_string(rig.path("subs/one.srt")).unwrap(), "mine");
+    let mut command = rig.bare_command();
+    command.arg("-i").arg(rig.input()).arg("-o").arg(rig.path("out.srt")).args(["--model", "echo"]);
+    let ended = rig.start_command(command).wait();
+    assert!(
+        ended.code == Some(64) && ended.stderr.contains("out.srt would hold JSON lines"),
+        "{}",
+        ended.stderr
+    );
+}
+
+/// Runs an encoder over the rig's input, into this file.
+fn vectors(rig: &Rig, output: &str) -> Ended {
+    let mut command = rig.bare_command();
+    command.arg("-i").arg(rig.input()).arg("-o").arg(rig.path(output));
+    command.arg("--model").arg(fixture("tiny-bert-max")).args(["--devices", "cpu"]);
+    rig.start_command(command).wait()
+}
+
+#[test]
+fn vectors_are_a_matrix_in_the_order_of_the_rows_and_failed_rows_are_nan() {
+    let embed = |id: &str, input: Value| line(id, json!({"input": input, "encoding_format": "base64"}));
+    let mut lines = vec![embed("two", json!(["a", "b"]))];
+    lines.extend((0..40).map(|n| embed(&format!("r-{n}"), json!(format!("text {n}")))));
+    lines.push("no request".to_owned());
+    let rig = Rig::new(&lines);
+    let ended = vectors(&rig, "x.npy");
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the reply has 2 vectors"), "{}", ended.stderr);
+    let matrix = fs::read(rig.path("x.npy")).unwrap();
+    let header = String::from_utf8_lossy(&matrix[10..128]).into_owned();
+    let columns: usize = header.split_once("(42, ").unwrap().1.split_once(')').unwrap().0.parse().unwrap();
+    let rows: Vec<Vec<f32>> = matrix[128..]
+        .chunks_exact(4 * columns)
+        .map(|row| row.chunks_exact(4).map(|it| f32::from_le_bytes(it.try_into().unwrap())).collect())
+        .collect();
+    assert!(rows.len() == 42 && [0, 41].iter().all(|row: &usize| rows[*row].iter().all(|it| it.is_nan())));
+    // The same as in JSON lines.
+    assert_eq!(vectors(&rig, "x.jsonl").code, Some(87));
+    let ids = fs::read_to_string(rig.path("x.ids.jsonl")).unwrap();
+    let json = fs::read_to_string(rig.path("x.jsonl")).unwrap();
+    for (row, (id, line)) in ids.lines().zip(json.lines()).enumerate() {
+        let (id, line): (Value, Value) =
+            (serde_json::from_str(id).unwrap(), serde_json::from_str(line).unwrap());
+        assert_eq!(id["custom_id"], line["custom_id"]);
+        if (1..41).contains(&row) {
+            use base64::Engine as _;
+            let text = line["response"]["body"]["data"][0]["embedding"].as_str().unwrap();
+            let bytes = base64::engine::general_purpose::STANDARD.decode(text).unwrap();
+            let numbers: Vec<f32> =
+                bytes.chunks_exact(4).map(|it| f32::from_le_bytes(it.try_into().unwrap())).collect();
+            assert_eq!(rows[row], numbers);
+        } else {
+            assert!(!id["error"].is_null(), "{id}");
+        }
+    }
+    // As after a kill: some lines are missing, and the last one is torn.
+    let keep: usize = ids.split_inclusive('\n').take(20).map(str::len).sum();
+    fs::write(rig.path("x.ids.jsonl"), &ids[..keep + 9]).unwrap();
+    let ended = vectors(&rig, "x.npy");
+    assert!(ended.stderr.contains("22 of 42 lines answered now, 20 before"), "{}", ended.stderr);
+    assert!(fs::read(rig.path("x.npy")).unwrap() == matrix);
+    let again = fs::read_to_string(rig.path("x.ids.jsonl")).unwrap();
+    assert!(again.starts_with(&ids[..keep]) && again.lines().count() == 42, "{again}");
+    let ended = vectors(&rig, "x.npy");
+    assert!(ended.stderr.contains("all 42 lines are answered already"), "{}", ended.stderr);
+    // Another matrix of this name is not replaced.
+    fs::remove_file(rig.path("x.npy.run.json")).unwrap();
+    let ended = vectors(&rig, "x.npy");
+    assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+    assert!(ended.stderr.contains("x.npy exists, and was not written here"), "{}", ended.stderr);
+}
