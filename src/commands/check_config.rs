@@ -47,6 +47,9 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
         });
         let line = format!("# pool {:?} will load {:?}: {description}", pool.name, pool.model);
         tolerate_broken_pipe(writeln!(std::io::stdout(), "{line}"))?;
+        if let Some(note) = registry.bf16_note(pool, &slots) {
+            tolerate_broken_pipe(writeln!(std::io::stdout(), "#   {note}"))?;
+        }
         for assumed in registry.assumptions(pool).unwrap_or_default() {
             tolerate_broken_pipe(writeln!(std::io::stdout(), "#   assumed: {assumed}"))?;
         }
