@@ -8,7 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use sconce::model::{CpuFeatures, LoadSpec};
+use sconce::model::{CpuFeatures, Dtype, LoadSpec};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -134,6 +134,26 @@ fn a_whisper_of_english_only_is_not_said_to_translate() {
     let (exit, said) = sconce("check-config", folder.path(), "pool[0].name=speech");
     assert_eq!(exit, 0, "{said}");
     assert!(said.contains("for transcribe (/v1/audio/transcriptions)"), "{said}");
+}
+
+#[test]
+fn how_this_cpu_multiplies_bf16_is_shown_for_a_pool_that_computes_in_it() {
+    let said = |dtype: &str, features: &str| {
+        let settings = [format!("pool[0].dtype={dtype}"), format!("pool[0].cpu_features={features}")];
+        let (exit, said) = sconce_with("check-config", &fixture("tiny-bert-cls"), &settings);
+        assert_eq!(exit, 0, "{said}");
+        said
+    };
+    let widened = "#   bf16 is widened to f32: the vector units in use have no instructions for it\n";
+    assert!(said("bf16", "none").contains(widened));
+    // The rate, after the last comma or colon, is measured in each process.
+    let spec = LoadSpec { dtype: Dtype::Bf16, ..LoadSpec::new("a") };
+    let note = spec.bf16_note().unwrap();
+    let choice = note.split([',', ':']).next().unwrap();
+    let shown = said("bf16", "auto");
+    assert!(shown.contains(&format!("#   {choice}")), "{note}: {shown}");
+    assert!(!said("f32", "auto").contains("#   bf16 is "));
+    assert!(!said("auto", "none").contains("bf16, because"));
 }
 
 #[test]

@@ -250,8 +250,7 @@ impl Registry {
         }
         let mut chosen = None;
         if let Some(rules) = self.family(pool).and_then(Family::files) {
-            let device = slots.iter().find(|slot| slot.pool.name == pool.name).map(|slot| &*slot.device);
-            let spec = pool_spec(pool, device.unwrap_or_default());
+            let spec = spec_here(pool, slots);
             let ((), dtype) = spec.first_that(rules.check)?;
             chosen = spec.is_dtype_chosen.then_some(dtype);
         }
@@ -268,6 +267,13 @@ impl Registry {
                 dtype.name()
             ),
         }))
+    }
+
+    /// How this host's CPU multiplies bf16, where that matters to a pool. None for a model that is not built in, and if its
+    /// files are not on this host.
+    pub(super) fn bf16_note(&self, pool: &Pool, slots: &[Assignment]) -> Option<String> {
+        self.family(pool).and_then(Family::files)?;
+        spec_here(pool, slots).bf16_note()
     }
 
     /// What a pool's model assumes because its files do not tell it. Empty for a model that is not built in, and if its
@@ -328,4 +334,10 @@ impl Registry {
         let name = model.split([':', '?']).next().unwrap_or(model);
         self.named.get(name)
     }
+}
+
+/// What a pool's model is loaded from here. The first of the pool's slots tells the device.
+fn spec_here(pool: &Pool, slots: &[Assignment]) -> LoadSpec {
+    let device = slots.iter().find(|slot| slot.pool.name == pool.name).map(|slot| &*slot.device);
+    pool_spec(pool, device.unwrap_or_default())
 }

@@ -124,6 +124,9 @@ fn open<M>(
     if spec.device == "cpu" {
         use_features(spec.cpu_features)
             .map_err(|reason| LoadError::Device { device: spec.device.clone(), reason })?;
+        if let Some(note) = spec.bf16_note() {
+            tracing::info!("{note}");
+        }
     }
     let loaded = spec.first_that(|spec| {
         let proven = device::prove(&spec.device, spec.dtype, min_speed)?;

@@ -489,6 +489,21 @@ impl LoadSpec {
         dtypes.map(|dtype| Self { dtype, ..self.clone() }).collect()
     }
 
+    /// How this CPU multiplies bf16, if that is the type, or if it is slow and therefore no candidate. To be shown to the operator.
+    pub fn bf16_note(&self) -> Option<String> {
+        let may_be_bf16 = self.is_dtype_chosen || self.dtype == Dtype::Bf16;
+        if self.device != "cpu" || !may_be_bf16 {
+            return None;
+        }
+        match ops::bf16_products(self.cpu_features) {
+            products if !self.is_dtype_chosen => Some(products.to_string()),
+            products @ ops::Bf16Products::Avx512 { .. } if !products.use_unit() => {
+                Some(format!("dtype = \"auto\" does not try bf16, because {products}"))
+            }
+            _ => None,
+        }
+    }
+
     /// Tries the [candidates](Self::candidates) in turn, and returns the first result that is no error of the number format,
     /// with that format. If the model's files are at fault, the last candidate, f32, fails too.
     ///

@@ -64,8 +64,13 @@ fn product(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("ours", format!("{depth}x{width}")), |bencher| {
             bencher.iter(|| multiply_rows(black_box(&rows), &panels, &mut out, |_, _| {}));
         });
-        for (name, format) in [("bf16", NumberFormat::Bf16), ("int8", NumberFormat::Bits8)] {
-            let matrix = Linear::new(&noise(width * depth), depth, format).expect("whole groups");
+        let packed = |format| Linear::new(&noise(width * depth), depth, format).expect("whole groups");
+        let widened = Linear::Narrow(Matrix::of_bf16(&noise(width * depth), depth));
+        for (name, matrix) in [
+            ("bf16", packed(NumberFormat::Bf16)),
+            ("bf16, widened", widened),
+            ("int8", packed(NumberFormat::Bits8)),
+        ] {
             group.bench_function(BenchmarkId::new(name, format!("{depth}x{width}")), |bencher| {
                 bencher.iter(|| matrix.multiply(black_box(&rows), &mut out, |_, _| {}));
             });

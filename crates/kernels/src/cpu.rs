@@ -8,8 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use pulp::{Arch, WithSimd};
 use serde::{Deserialize, Serialize};
 
-use crate::gemm::NumberFormat;
-
 /// The vector units of a CPU, as the `cpu_features` setting names them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -85,27 +83,16 @@ pub fn use_features(features: CpuFeatures) -> Result<(), String> {
     Ok(())
 }
 
-/// The number formats in which this CPU multiplies matrices faster than in f32 with these vector units, the fastest first.
-/// Measured for AVX2, AVX-VNNI, AVX512-VNNI with AVX512-BF16, and AMX (docs/performance.md, "Lower precision"); assumed for
-/// AVX512-VNNI or AVX512-BF16 alone. AVX-512 with neither has not been measured, and has none.
-pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let uses_avx512 =
-            matches!(features, CpuFeatures::Auto | CpuFeatures::Avx512) && matches!(Arch::new(), Arch::V4(_));
-        match () {
-            () if features == CpuFeatures::None || !has_avx2() => &[],
-            () if !uses_avx512 || has_vnni() && !has_bf16() => &[NumberFormat::Bits8],
-            () if has_vnni() => &[NumberFormat::Bits8, NumberFormat::Bf16],
-            () if has_bf16() => &[NumberFormat::Bf16],
-            () => &[],
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = features;
-        &[]
-    }
+/// Whether these vector units include AVX-512 on this CPU.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn allows_avx512(features: CpuFeatures) -> bool {
+    matches!(features, CpuFeatures::Auto | CpuFeatures::Avx512) && matches!(Arch::new(), Arch::V4(_))
+}
+
+/// Whether kernels are compiled for AVX-512: the CPU has it, and the vector units that were set allow it.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn may_use_avx512() -> bool {
+    matches!(ARCH.get_or_init(Arch::new), Arch::V4(_))
 }
 
 /// Whether rows may be converted to whole numbers of 8 bits before they are multiplied with a quantised matrix
@@ -114,19 +101,7 @@ pub fn fast_formats(features: CpuFeatures) -> &'static [NumberFormat] {
 /// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
 pub fn may_use_vnni() -> bool {
     #[cfg(target_arch = "x86_64")]
-    let can = matches!(ARCH.get_or_init(Arch::new), Arch::V4(_)) && has_vnni();
-    #[cfg(not(target_arch = "x86_64"))]
-    let can = false;
-    can
-}
-
-/// Whether rows may be rounded to bf16 before they are multiplied with a matrix in bf16 ([`Matrix::with_rows_as`]): the
-/// CPU has AVX512-BF16, and the vector units that were set allow it. If it has AMX too, that multiplies them.
-///
-/// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
-pub fn may_use_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    let can = matches!(ARCH.get_or_init(Arch::new), Arch::V4(_)) && has_bf16();
+    let can = may_use_avx512() && has_vnni();
     #[cfg(not(target_arch = "x86_64"))]
     let can = false;
     can
@@ -178,10 +153,10 @@ pub(crate) fn has_bf16() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// As [`may_use_bf16`], and the CPU has AMX.
+/// Whether products may use AMX: the CPU has it, and the vector units that were set allow it.
 pub(crate) fn may_use_amx() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    let can = may_use_bf16() && has_amx();
+    let can = may_use_avx512() && has_amx();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     let can = false;
     can

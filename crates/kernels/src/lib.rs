@@ -6,7 +6,7 @@
 //! | file | decides |
 //! |---|---|
 //! | `cpu` | which vector units kernels are compiled for and run on |
-//! | `gemm` | layouts of matrices, matrix products, products with few rows (`gemv`) |
+//! | `gemm` | layouts of matrices, matrix products, products with few rows (`gemv`), which number formats are fast |
 //! | `attention`, `positions` | attention of texts over all their tokens, and its positional terms |
 //! | `causal`, `kv` | attention over earlier tokens or an encoder's output; the layout of keys and values |
 //! | `feed_forward` | the two products of a block, with the activation between them |
@@ -34,11 +34,11 @@ pub mod time_convolution;
 pub use activation::{Activation, activate, silu_multiply};
 pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
 pub use convolution_block::ConvolutionBlock;
-pub use cpu::{CpuFeatures, fast_formats, may_use_bf16, may_use_int16, may_use_vnni, use_features};
+pub use cpu::{CpuFeatures, may_use_int16, may_use_vnni, use_features};
 pub use exp::{exponentials, largest};
 pub use gemm::{
-    Group, Linear, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat, by_blocks,
-    in_parallel, multiply_rows, multiply_together,
+    Bf16Products, Group, Linear, Matrix, NotWholeGroups, NumberFormat, PackedWords, Panels, RowFormat,
+    bf16_products, by_blocks, fast_formats, in_parallel, may_use_bf16, multiply_rows, multiply_together,
 };
 pub use polar::{bounded_exp, gaussian_radii, polar_to_complex, sines, tanh};
 pub use positions::{PositionTerms, RelativeBias, Rotary, positions_in_texts};

@@ -35,7 +35,7 @@ pub enum Linear {
 impl Linear {
     /// Packs a matrix that is given by its columns, `[width, depth]`, as checkpoints store linear layers. `Bits8` becomes
     /// `SignedBytes`, whose rows are rounded to 8 bits, where the CPU multiplies bytes. Rows are converted to bf16 for
-    /// a matrix in bf16 where the CPU multiplies such numbers, and with AMX for a quantised one.
+    /// a matrix in bf16 where the CPU multiplies such numbers faster ([`may_use_bf16`]), and with AMX for a quantised one.
     ///
     /// # Errors
     /// `depth` is not a multiple of the group size of `format`.
@@ -121,7 +121,7 @@ fn byte_products() -> Option<ByteProducts> {
 
 impl Matrix {
     /// Packs a matrix that is given by its columns, `[width, depth]`, for products with few rows, such as those of a step of
-    /// some sequences. Rows are converted too if the CPU can multiply them so: to bf16 for a matrix in bf16, to 16 bits for a
+    /// some sequences. Rows are converted too if the CPU multiplies them faster so: to bf16 for a matrix in bf16, to 16 bits for a
     /// quantised one.
     ///
     /// # Errors

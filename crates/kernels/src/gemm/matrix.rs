@@ -707,7 +707,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn rows_in_bf16_give_the_exact_products_of_their_rounded_numbers() {
-        if !crate::may_use_bf16() {
+        if !crate::cpu::has_bf16() {
             return;
         }
         let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());

@@ -9,6 +9,7 @@ mod aligned;
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod bytes;
+mod fast_formats;
 mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod half_rows;
@@ -32,6 +33,7 @@ use rayon::prelude::*;
 
 use super::activation::Activation;
 use super::dispatch;
+pub use fast_formats::{Bf16Products, bf16_products, fast_formats, may_use_bf16};
 pub use layout::{Panels, Rows};
 pub use linear::{Linear, NotWholeGroups};
 pub use matrix::{Group, Matrix, PackedWords, RowFormat, multiply_together};
