@@ -51,7 +51,7 @@ def healthy(metrics, values):
     """Everything there is, of a host that works."""
     text, age = "", time.time() - START
     own = {"pool": ["embed"], "slot": ["embed/0", "embed/1"], "device": ["GPU-1"], "version": ["0.0.0"]}
-    own |= {"launcher": ["host"], "model": ["m"], "queue": ["sconce.tasks"], "user": ["", "u"]}
+    own |= {"launcher": ["host"], "model": ["m"], "queue": ["sconce.tasks"], "user": ["", "u"], "dtype": ["f32"]}
     for name, (kind, labels) in metrics.items():
         choices = [values.get((name, label)) or own[label] for label in labels]
         for chosen in itertools.product(*choices):
