@@ -269,8 +269,8 @@ impl Registry {
         }))
     }
 
-    /// How this host's CPU multiplies bf16, where that matters to a pool. None for a model that is not built in, and if its
-    /// files are not on this host.
+    /// How this host's CPU multiplies bf16, where that matters to a pool. None for a model that is not built in, and if
+    /// its files are not on this host.
     pub(super) fn bf16_note(&self, pool: &Pool, slots: &[Assignment]) -> Option<String> {
         self.family(pool).and_then(Family::files)?;
         spec_here(pool, slots).bf16_note()

@@ -489,7 +489,8 @@ impl LoadSpec {
         dtypes.map(|dtype| Self { dtype, ..self.clone() }).collect()
     }
 
-    /// How this CPU multiplies bf16, if that is the type, or if it is slow and therefore no candidate. To be shown to the operator.
+    /// How this CPU multiplies bf16, for the operator: if that is the type, or if the type is chosen and AVX512-BF16 is too
+    /// slow for bf16 to be a candidate.
     pub fn bf16_note(&self) -> Option<String> {
         let may_be_bf16 = self.is_dtype_chosen || self.dtype == Dtype::Bf16;
         if self.device != "cpu" || !may_be_bf16 {

@@ -1,5 +1,5 @@
-//! Decides in which number formats this CPU multiplies faster than in f32, and whether its instructions for bf16 are used.
-//! Owns the measured rate of AVX512-BF16.
+//! Decides in which number formats this CPU multiplies faster than in f32, and whether its instructions for bf16 are
+//! used. Owns the measured rate of AVX512-BF16.
 
 use std::fmt;
 #[cfg(target_arch = "x86_64")]
@@ -34,8 +34,8 @@ pub enum Bf16Products {
 }
 
 impl Bf16Products {
-    /// Of a CPU with AVX512-BF16 and without AMX. Each round is the time of a product by AVX512-BF16, and of the same product
-    /// widened. The least time of each counts, because other programs can only make a product slower.
+    /// Of a CPU with AVX512-BF16 and without AMX. Each round is the time of a product by AVX512-BF16, and of the same
+    /// product widened. The least time of each counts, because other programs can only make a product slower.
     fn of_rounds(rounds: &[[Duration; 2]]) -> Self {
         let least = |of: usize| rounds.iter().map(|round| round[of]).min().unwrap_or_default().as_secs_f64();
         Self::Avx512 { rate: least(1) / least(0) }
@@ -74,7 +74,8 @@ impl fmt::Display for Bf16Products {
     }
 }
 
-/// How this CPU multiplies matrices in bf16 with these vector units. The first call in a process can take some milliseconds.
+/// How this CPU multiplies matrices in bf16 with these vector units. The first call in a process can take some
+/// milliseconds.
 pub fn bf16_products(features: CpuFeatures) -> Bf16Products {
     #[cfg(target_arch = "x86_64")]
     if allows_avx512(features) {
@@ -128,9 +129,9 @@ fn fast_with_avx512(has_vnni: bool, bf16: Bf16Products) -> &'static [NumberForma
 
 /// How a CPU with AVX-512 multiplies matrices in bf16.
 ///
-/// AVX512-BF16 is measured, because neither its presence nor the CPU's model tells its rate: an Intel Xeon computed texts with it
-/// at 0.6 × the rate of f32 and AMD Zen 4 at 1.5 ×, and virtual machines show models that the CPU is not. Both are so far
-/// from 1 that noise does not make workers on the same kind of CPU choose differently.
+/// AVX512-BF16 is measured, because neither its presence nor the CPU's model tells its rate: an Intel Xeon computed
+/// texts with it at 0.6 × the rate of f32 and AMD Zen 4 at 1.5 ×, and virtual machines show models that the CPU is not.
+/// Both are so far from 1 that noise does not make workers on the same kind of CPU choose differently.
 #[cfg(target_arch = "x86_64")]
 fn with_avx512() -> Bf16Products {
     static PRODUCTS: OnceLock<Bf16Products> = OnceLock::new();

@@ -121,8 +121,8 @@ fn byte_products() -> Option<ByteProducts> {
 
 impl Matrix {
     /// Packs a matrix that is given by its columns, `[width, depth]`, for products with few rows, such as those of a step of
-    /// some sequences. Rows are converted too if the CPU multiplies them faster so: to bf16 for a matrix in bf16, to 16 bits for a
-    /// quantised one.
+    /// some sequences. Rows are converted too if the CPU multiplies them faster so: to bf16 for a matrix in bf16, to 16
+    /// bits for a quantised one.
     ///
     /// # Errors
     /// `depth` is not a multiple of the group size of `format`.
