@@ -14,6 +14,7 @@ pub mod clip_tokenizer;
 mod digest;
 mod fast_word_piece;
 pub mod gguf;
+mod gguf_tokenizer;
 mod hub;
 pub mod long_text;
 pub mod packed_cache;
