@@ -15,6 +15,7 @@ mod digest;
 mod fast_word_piece;
 mod finite;
 pub mod gguf;
+mod gguf_tokenizer;
 mod hub;
 pub mod long_text;
 pub mod packed_cache;

@@ -1,20 +1,15 @@
 //! The tokens of a model that generates text: turns texts into ids, and ids into the bytes of a text. Reads
-//! `tokenizer.json` or a GGUF file. Decides which tokens end an answer, and which kinds of tokenizers are refused.
+//! `tokenizer.json` or a GGUF file. Decides which tokens end an answer, and which kinds of decoders are refused.
 
 use std::collections::BTreeSet;
 
 use serde::Deserialize;
-use tokenizers::models::bpe::{BPE, Vocab};
-use tokenizers::normalizers::NFC;
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::pre_tokenizers::digits::Digits;
-use tokenizers::pre_tokenizers::sequence::Sequence;
-use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-use tokenizers::{AddedToken, DecoderWrapper, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
+use tokenizers::{PostProcessorWrapper, Tokenizer};
 
 use super::ModelFiles;
 use super::chat_template::{ChatTemplates, SpecialTokens, TemplateField};
 use super::gguf::Gguf;
+use super::gguf_tokenizer::GgufTokenizer;
 use super::long_text::{Side, TextIds, ids_of};
 use super::tokenizer::no_ids;
 use crate::model::{LoadError, TaskError};
@@ -25,7 +20,8 @@ const CONFIGS: [&str; 3] = ["config.json", "generation_config.json", "tokenizer_
 /// A model's tokens.
 pub struct Vocabulary {
     tokenizer: Tokenizer,
-    /// The token that is put before each prompt that is not a conversation. For a conversation the template adds it.
+    /// The token that is put before each prompt that is not a conversation, unless the tokenizer adds it itself. For a
+    /// conversation the template adds it.
     begin: Option<u32>,
     /// Tokens that end an answer.
     pub ends: BTreeSet<u32>,
@@ -47,18 +43,27 @@ pub struct TokenLimit {
 #[derive(Clone)]
 pub struct TokenTexts {
     bytes: std::sync::Arc<[Box<[u8]>]>,
+    /// How many spaces that the tokenizer puts before a text are not part of it.
+    spaces: usize,
 }
 
 impl TokenTexts {
-    /// A token's bytes; empty for special tokens.
+    /// The bytes that a token adds behind other tokens; empty for special tokens.
     pub fn get(&self, id: u32) -> &[u8] {
         self.bytes.get(id as usize).map_or(&[], |bytes| bytes)
+    }
+
+    /// The text of all tokens from the first one on. An answer is no such text: its first space belongs to it.
+    pub fn whole(&self, ids: &[u32]) -> String {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| self.get(*id)).copied().collect();
+        let spaces = bytes.iter().take(self.spaces).take_while(|byte| **byte == b' ').count();
+        String::from_utf8_lossy(&bytes[spaces..]).into_owned()
     }
 
     /// Tokens with these texts, for tests.
     #[cfg(test)]
     pub fn of(texts: &[impl AsRef<[u8]>]) -> Self {
-        Self { bytes: texts.iter().map(|text| text.as_ref().into()).collect() }
+        Self { bytes: texts.iter().map(|text| text.as_ref().into()).collect(), spaces: 0 }
     }
 }
 
@@ -108,6 +113,8 @@ struct TokenizerConfig {
     cls_token: Option<TokenField>,
     mask_token: Option<TokenField>,
     additional_special_tokens: Option<TokensField>,
+    /// Whether prompts begin with the first token. Without it, `tokenizer.json` decides.
+    add_bos_token: Option<bool>,
     chat_template: Option<TemplateField>,
 }
 
@@ -146,11 +153,7 @@ impl Vocabulary {
             Tokenizer::from_bytes(super::read(&path)?).map_err(|error| fault(error.to_string()))?;
         let configured = tokenizer.with_padding(None).with_truncation(None).map(drop);
         configured.map_err(|error| fault(error.to_string()))?;
-        if !matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
-            return Err(fault(
-                "its decoder is not ByteLevel; no other kind is read for generation".to_owned(),
-            ));
-        }
+        let texts = TokenTexts::read(&tokenizer, vocab_size).map_err(fault)?;
         let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
         let mut ends = BTreeSet::new();
         for name in ["generation_config.json", "config.json"] {
@@ -162,17 +165,20 @@ impl Vocabulary {
         }
         let end = config.eos_token.map(TokenField::text);
         ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
+        let begin = config.bos_token.map(TokenField::text);
+        let mut begin_id = None;
+        if let Some(adds_begin) = config.add_bos_token {
+            tokenizer.with_post_processor(None::<PostProcessorWrapper>);
+            begin_id = begin.as_deref().filter(|_| adds_begin).and_then(|begin| tokenizer.token_to_id(begin));
+        }
         let others =
             [config.pad_token, config.unk_token, config.sep_token, config.cls_token, config.mask_token];
-        let begin = config.bos_token.map(TokenField::text);
         let texts = [begin, end].into_iter().chain(others.map(|token| token.map(TokenField::text)));
         let mut special_tokens = special_tokens(texts);
         let additional = config.additional_special_tokens.and_then(TokensField::texts);
         special_tokens.extend(additional.map(|texts| ("additional_special_tokens", texts.into())));
         let chat = ChatTemplates::from_files(files, config.chat_template, &special_tokens)?;
-        let texts = TokenTexts::read(&tokenizer, vocab_size);
-        // The tokenizer adds the first token itself, if the model has one.
-        Ok(Self { tokenizer, begin: None, ends, chat, texts })
+        Ok(Self { tokenizer, begin: begin_id, ends, chat, texts })
     }
 
     /// Reads the metadata of a GGUF file.
@@ -180,56 +186,10 @@ impl Vocabulary {
     /// # Errors
     /// [`LoadError::File`] naming a value that is missing or not supported.
     pub fn from_gguf(gguf: &Gguf, vocab_size: usize) -> Result<Self, LoadError> {
-        let missing = |name: &str| gguf.fault(format!("the metadata has no {name}"));
-        let texts = |name: &str| -> Option<Vec<String>> {
-            gguf.value(name)?.to_vec().ok()?.iter().map(|text| text.to_string().ok().cloned()).collect()
-        };
-        let tokens = texts("tokenizer.ggml.tokens").ok_or_else(|| missing("tokenizer.ggml.tokens"))?;
-        let merges = texts("tokenizer.ggml.merges").ok_or_else(|| missing("tokenizer.ggml.merges"))?;
-        let kind = gguf.text("tokenizer.ggml.model").unwrap_or("(none)");
-        let split = gguf.text("tokenizer.ggml.pre").unwrap_or("default");
-        let pre = Some(kind).filter(|kind| *kind == "gpt2").and_then(|_| pre_tokenizer(split));
-        let pre = pre.ok_or_else(|| {
-            gguf.fault(format!(
-                "its tokenizer is {kind:?} with {split:?}; read are \"gpt2\" with default, gpt-2, smollm, qwen2 and \
-                 llama-bpe"
-            ))
-        })?;
-        let vocabulary: Vocab = tokens.iter().zip(0..).map(|(text, id)| (text.clone(), id)).collect();
-        let merges =
-            merges.iter().map(|merge| merge.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned())));
-        let merges: Option<Vec<_>> = merges.collect();
-        let merges =
-            merges.ok_or_else(|| gguf.fault("tokenizer.ggml.merges has one without a space".to_owned()))?;
-        let model = BPE::builder().vocab_and_merges(vocabulary, merges).build();
-        let mut tokenizer = Tokenizer::new(model.map_err(|error| gguf.fault(error.to_string()))?);
-        if split == "qwen2" {
-            tokenizer.with_normalizer(Some(NFC)).map_err(|error| gguf.fault(error.to_string()))?;
-        }
-        tokenizer.with_pre_tokenizer(Some(pre));
-        let kinds = gguf.value("tokenizer.ggml.token_type").and_then(|kinds| kinds.to_vec().ok());
-        let kinds = kinds.map_or(&[][..], |kinds| kinds);
-        let special: Vec<AddedToken> = tokens
-            .iter()
-            .zip(kinds)
-            .filter_map(|(text, kind)| match kind.to_i32() {
-                Ok(CONTROL) => Some(AddedToken::from(text.clone(), true)),
-                Ok(USER_DEFINED) => Some(AddedToken::from(text.clone(), false).normalized(false)),
-                _ => None,
-            })
-            .collect();
-        tokenizer.add_tokens(special).map_err(|error| gguf.fault(error.to_string()))?;
-        let id = |name: &str| gguf.number(name).and_then(|id| u32::try_from(id).ok());
-        let (begin, end) = (id("tokenizer.ggml.bos_token_id"), id("tokenizer.ggml.eos_token_id"));
-        let text = |id: Option<u32>| tokens.get(id? as usize).cloned();
-        let [pad, unknown] = [id("tokenizer.ggml.padding_token_id"), id("tokenizer.ggml.unknown_token_id")];
-        let special_tokens = special_tokens([begin, end, pad, unknown].map(text));
+        let GgufTokenizer { tokenizer, begin, ends, named } = GgufTokenizer::read(gguf)?;
         let chat = gguf.text("tokenizer.chat_template");
-        let chat = chat.and_then(|template| ChatTemplates::from_text(template, &special_tokens));
-        let adds_begin = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
-        let texts = TokenTexts::read(&tokenizer, vocab_size);
-        let ends = end.into_iter().chain(id("tokenizer.ggml.eot_token_id")).collect();
-        let begin = begin.filter(|_| adds_begin == Some(true));
+        let chat = chat.and_then(|template| ChatTemplates::from_text(template, &special_tokens(named)));
+        let texts = TokenTexts::read(&tokenizer, vocab_size).map_err(|reason| gguf.fault(reason))?;
         Ok(Self { tokenizer, begin, ends, chat, texts })
     }
 
@@ -272,10 +232,6 @@ impl Vocabulary {
     }
 }
 
-/// The kinds of special tokens in GGUF files (`tokenizer.ggml.token_type`).
-const CONTROL: i32 = 3;
-const USER_DEFINED: i32 = 4;
-
 /// The names of special tokens in chat templates, in the order of [`special_tokens`].
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"];
@@ -286,44 +242,100 @@ fn special_tokens(texts: impl IntoIterator<Item = Option<String>>) -> SpecialTok
     named.filter_map(|(name, text)| Some((name, text?.into()))).collect()
 }
 
-/// The pre-tokenizer with this name in GGUF files (`tokenizer.ggml.pre`).
-fn pre_tokenizer(name: &str) -> Option<PreTokenizerWrapper> {
-    const QWEN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-    const LLAMA: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-    let split = |pattern: &str| {
-        let split =
-            Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false);
-        Some(Sequence::new(vec![split.ok()?.into(), ByteLevel::new(false, true, false).into()]).into())
-    };
-    match name {
-        "default" | "gpt-2" => Some(ByteLevel::new(false, true, true).into()),
-        "smollm" => Some(
-            Sequence::new(vec![Digits::new(true).into(), ByteLevel::new(false, true, true).into()]).into(),
-        ),
-        "qwen2" => split(QWEN),
-        "llama-bpe" => split(LLAMA),
-        _ => None,
+/// A decoder in `tokenizer.json`, or one step of it. Other kinds are refused.
+#[derive(Deserialize)]
+#[serde(tag = "type")]
+enum Step {
+    Sequence { decoders: Vec<Step> },
+    ByteLevel,
+    ByteFallback,
+    Fuse,
+    Metaspace { replacement: String, prepend_scheme: String },
+    Replace { pattern: Pattern, content: String },
+    Strip { content: char, start: usize, stop: usize },
+}
+
+/// What is replaced; a regular expression is refused.
+#[derive(Deserialize)]
+enum Pattern {
+    String(String),
+}
+
+/// How a decoder makes the bytes of one token, whichever tokens are beside it.
+#[derive(Default)]
+struct Decoding {
+    is_byte_level: bool,
+    /// Whether tokens such as `<0x0A>` are bytes.
+    has_bytes: bool,
+    replaced: Vec<(String, String)>,
+    is_fused: bool,
+    /// The spaces that are removed from the beginning of a whole text.
+    spaces: usize,
+}
+
+impl Decoding {
+    fn read(tokenizer: &Tokenizer) -> Result<Self, String> {
+        let decoder = tokenizer.get_decoder().ok_or("it has no decoder")?;
+        let step = serde_json::to_value(decoder).and_then(Step::deserialize);
+        let step = step.map_err(|error| format!("its decoder is not read for generation: {error}"))?;
+        let mut decoding = Self::default();
+        decoding.add(step).map(|()| decoding)
+    }
+
+    fn add(&mut self, step: Step) -> Result<(), String> {
+        match step {
+            Step::Sequence { decoders } => return decoders.into_iter().try_for_each(|step| self.add(step)),
+            Step::ByteLevel => self.is_byte_level = true,
+            Step::ByteFallback => self.has_bytes = true,
+            Step::Fuse => self.is_fused = true,
+            Step::Metaspace { replacement, prepend_scheme } => {
+                self.replaced.push((replacement, " ".to_owned()));
+                self.spaces = usize::from(prepend_scheme != "never");
+            }
+            Step::Replace { pattern: Pattern::String(text), content } => self.replaced.push((text, content)),
+            Step::Strip { content: ' ', start, stop: 0 } if self.is_fused => self.spaces = start,
+            Step::Strip { content, start, stop } => {
+                return Err(format!(
+                    "its decoder strips {content:?} ({start} at the start, {stop} at the end{}); for generation only \
+                     spaces at the start of a whole text are stripped",
+                    if self.is_fused { "" } else { ", of each token" }
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, token: &str) -> Vec<u8> {
+        if let Some(byte) = byte_of(token).filter(|_| self.has_bytes) {
+            return vec![byte];
+        }
+        let replace = |text: String, (from, to): &(String, String)| text.replace(from, to);
+        self.replaced.iter().fold(token.to_owned(), replace).into_bytes()
     }
 }
 
+/// The byte of a token such as `<0x0A>`.
+fn byte_of(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2)
+}
+
 impl TokenTexts {
-    fn read(tokenizer: &Tokenizer, vocab_size: usize) -> Self {
-        let special: BTreeSet<u32> = tokenizer
-            .get_added_tokens_decoder()
-            .iter()
-            .filter(|(_, token)| token.special)
-            .map(|(id, _)| *id)
-            .collect();
+    fn read(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self, String> {
+        let decoding = Decoding::read(tokenizer)?;
         let (added, letters) = (tokenizer.get_added_tokens_decoder(), bytes_of_letters());
         let bytes = (0..u32::try_from(vocab_size).unwrap_or(u32::MAX)).map(|id| -> Box<[u8]> {
+            let added = added.get(&id);
             match tokenizer.id_to_token(id) {
-                _ if special.contains(&id) => Box::default(),
+                _ if added.is_some_and(|token| token.special) => Box::default(),
                 None => Box::default(),
-                Some(text) if added.contains_key(&id) => text.into_bytes().into(),
-                Some(text) => text.chars().filter_map(|letter| *letters.get(letter as usize)?).collect(),
+                Some(text) if decoding.is_byte_level && added.is_none() => {
+                    text.chars().filter_map(|letter| *letters.get(letter as usize)?).collect()
+                }
+                Some(text) => decoding.bytes(&text).into(),
             }
         });
-        Self { bytes: bytes.collect() }
+        Ok(Self { bytes: bytes.collect(), spaces: decoding.spaces })
     }
 }
 
@@ -337,7 +349,294 @@ fn bytes_of_letters() -> Vec<Option<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::path::Path;
+
+    use candle_core::quantized::gguf_file::{self, Value as Metadata};
+    use proptest::prelude::*;
+    use serde_json::Value as Json;
+    use tokenizers::DecoderWrapper;
+    use tokenizers::decoders::metaspace::Metaspace;
+    use tokenizers::models::unigram::Unigram;
+    use tokenizers::pre_tokenizers::metaspace::PrependScheme;
+    use tokenizers::processors::template::TemplateProcessing;
+
     use super::*;
+    use crate::model::sequences::text::Text;
+
+    fn fixture() -> Json {
+        serde_json::from_slice(&std::fs::read("tests/fixtures/vocabularies.json").unwrap()).unwrap()
+    }
+
+    fn metadata(value: &Json) -> Metadata {
+        match value {
+            Json::Bool(value) => Metadata::Bool(*value),
+            Json::String(text) => Metadata::String(text.clone()),
+            Json::Array(items) => Metadata::Array(items.iter().map(metadata).collect()),
+            number if number.is_f64() => Metadata::F32(number.as_f64().unwrap() as f32),
+            number => Metadata::I32(number.as_i64().unwrap() as i32),
+        }
+    }
+
+    /// A GGUF file of a vocabulary with these values, or without the values that are null.
+    fn gguf(vocabulary: &Json, architecture: &str, changes: &Json) -> Gguf {
+        let mut values = vocabulary.as_object().unwrap().clone();
+        values.extend(changes.as_object().unwrap().clone());
+        values.retain(|_, value| !value.is_null());
+        let mut values: Vec<(String, Metadata)> =
+            values.iter().map(|(name, value)| (format!("tokenizer.ggml.{name}"), metadata(value))).collect();
+        values.push(("general.architecture".to_owned(), Metadata::String(architecture.to_owned())));
+        let values: Vec<(&str, &Metadata)> =
+            values.iter().map(|(name, value)| (name.as_str(), value)).collect();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("v.gguf");
+        gguf_file::write(&mut File::create(&path).unwrap(), &values, &[]).unwrap();
+        Gguf::read(&path).unwrap()
+    }
+
+    fn made(kind: &str, changes: &Json) -> Gguf {
+        gguf(&fixture()["vocabularies"][kind], "llama", changes)
+    }
+
+    fn ids(value: &Json) -> Vec<u32> {
+        value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    }
+
+    const LIMIT: TokenLimit = TokenLimit { max_tokens: 1 << 12, side: Side::Beginning };
+
+    /// `scripts/compare-vocabularies` writes the fixture, and sets the variable for a file with further vocabularies.
+    #[test]
+    fn tokens_are_those_of_llama_cpp() {
+        let further = std::env::var("SCONCE_VOCABULARIES").ok();
+        let further = further.map(|path| serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap());
+        let mut count = 0;
+        for cases in [Some(fixture()), further].into_iter().flatten() {
+            let texts = cases["texts"].as_array().unwrap();
+            for case in cases["cases"].as_array().unwrap() {
+                let gguf = match case["file"].as_str() {
+                    Some(file) => Gguf::read(Path::new(file)).unwrap(),
+                    None => {
+                        let vocabulary = &cases["vocabularies"][case["vocabulary"].as_str().unwrap()];
+                        gguf(vocabulary, case["architecture"].as_str().unwrap(), &case["metadata"])
+                    }
+                };
+                let name = format!("{} {}", case["file"], case["metadata"]);
+                let vocabulary = Vocabulary::from_gguf(&gguf, 1 << 19).unwrap();
+                // Unlike in llama.cpp, "</s>" may be a word of HTML.
+                let is_word = |id: u32| !vocabulary.texts.get(id).is_empty();
+                let word = vocabulary.id("</s>").filter(|id| is_word(*id));
+                for (index, text) in texts.iter().enumerate() {
+                    let text = text.as_str().unwrap();
+                    if case["ids"][index].is_null() || word.is_some() && text.contains("</s>") {
+                        continue;
+                    }
+                    let found = vocabulary.prompt(text, LIMIT).unwrap().ids;
+                    assert_eq!(found, ids(&case["ids"][index]), "{name} {text:?}");
+                    let bytes: String = found
+                        .iter()
+                        .flat_map(|id| vocabulary.texts.get(*id))
+                        .map(|byte| format!("{byte:02x}"))
+                        .collect();
+                    assert_eq!(bytes, case["bytes"][index].as_str().unwrap(), "{name} {text:?}");
+                    count += 1;
+                }
+                let mut ends = BTreeSet::from_iter(ids(&case["ends"]));
+                ends.retain(|id| Some(*id) != word);
+                assert_eq!(vocabulary.ends, ends, "{name}");
+            }
+        }
+        assert!(count > 500, "{count}");
+    }
+
+    #[test]
+    fn what_a_gguf_vocabulary_lacks_is_named() {
+        for (kind, changes, message) in [
+            (
+                "byte_level",
+                r#"{"model": "gpt2", "pre": "kimi-k2"}"#,
+                "tokenizer.ggml.pre is \"kimi-k2\"; read are default",
+            ),
+            (
+                "byte_level",
+                r#"{"model": "gpt2", "pre": "qwen2", "merges": null}"#,
+                "no tokenizer.ggml.merges",
+            ),
+            (
+                "byte_level",
+                r#"{"model": "t5"}"#,
+                "tokenizer.ggml.model is \"t5\"; read are \"llama\" and \"gpt2\"",
+            ),
+            (
+                "pieces",
+                r#"{"model": "llama", "scores": [1.5]}"#,
+                "tokenizer.ggml.scores is not a list of one number",
+            ),
+            ("pieces", r#"{"model": "llama", "tokens": null}"#, "no tokenizer.ggml.tokens"),
+        ] {
+            let gguf = made(kind, &serde_json::from_str(changes).unwrap());
+            let error = Vocabulary::from_gguf(&gguf, 600).err().unwrap().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+
+    /// Phi-3's tokenizer drops the white space behind its special tokens, by their own rule in `tokenizer.json`.
+    #[test]
+    fn white_space_behind_special_tokens_of_phi3_is_dropped() {
+        let pieces = fixture()["vocabularies"]["pieces"].clone();
+        let changes = serde_json::json!({"model": "llama"});
+        let tokens = |architecture: &str| {
+            let vocabulary = Vocabulary::from_gguf(&gguf(&pieces, architecture, &changes), 600).unwrap();
+            let ids = vocabulary.conversation("<|im_end|>\n\nx<s>\n", LIMIT).unwrap().ids;
+            ids.into_iter().map(|id| vocabulary.name(id).unwrap()).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(tokens("phi3"), "<|im_end|> ▁x <s> ▁ <0x0A>");
+        assert_eq!(tokens("llama"), "<|im_end|> ▁ <0x0A> <0x0A> x <s> ▁ <0x0A>");
+    }
+
+    /// A vocabulary of which a folder holds the tokenizer, and that tokenizer.
+    fn from_folder(tokenizer: &Tokenizer, config: &str) -> Result<Vocabulary, LoadError> {
+        let folder = tempfile::tempdir().unwrap();
+        tokenizer.save(folder.path().join("tokenizer.json"), false).unwrap();
+        std::fs::write(folder.path().join("config.json"), r#"{"eos_token_id": [3, 4]}"#).unwrap();
+        std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+        Vocabulary::from_files(&ModelFiles::locate(folder.path().to_str().unwrap()).unwrap(), 1 << 11)
+    }
+
+    /// The kinds of tokenizers in `tokenizer.json`: byte-level, SentencePiece with and without a space before the text,
+    /// and Unigram pieces, once without tokens for bytes.
+    fn tokenizers() -> [Tokenizer; 5] {
+        let read = |kind, changes| GgufTokenizer::read(&made(kind, &changes)).unwrap().tokenizer;
+        let byte_level = read("byte_level", serde_json::json!({"model": "gpt2", "pre": "llama-bpe"}));
+        let spaced = read("pieces", serde_json::json!({"model": "llama"}));
+        let bare = read("pieces", serde_json::json!({"model": "llama", "add_space_prefix": false}));
+        let pieces = fixture()["vocabularies"]["pieces"].clone();
+        let tokens =
+            pieces["tokens"].as_array().unwrap().iter().map(|token| token.as_str().unwrap().to_owned());
+        let scores = pieces["scores"].as_array().unwrap().iter().map(|score| score.as_f64().unwrap());
+        let scored: Vec<(String, f64)> = tokens.zip(scores).collect();
+        let unigram = |has_bytes| {
+            let mut tokenizer = Tokenizer::new(Unigram::from(scored.clone(), Some(0), has_bytes).unwrap());
+            tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Always, true)));
+            match has_bytes {
+                true => _ = tokenizer.with_decoder(spaced.get_decoder().cloned()),
+                false => _ = tokenizer.with_decoder(Some(Metaspace::new('▁', PrependScheme::Always, true))),
+            }
+            tokenizer
+        };
+        let (with_bytes, without) = (unigram(true), unigram(false));
+        [byte_level, spaced, bare, with_bytes, without]
+    }
+
+    /// The parts of a text as they are sent.
+    fn parts<'a>(bytes: impl Iterator<Item = &'a [u8]>) -> Vec<String> {
+        let mut text = Text::new([].into());
+        let mut parts: Vec<String> = bytes
+            .map(|bytes| {
+                assert!(!text.push(bytes));
+                text.new_part()
+            })
+            .collect();
+        parts.push(text.end());
+        assert_eq!(parts.concat(), text.text());
+        parts
+    }
+
+    #[test]
+    fn streamed_parts_are_whole_characters_and_join_to_the_text_of_the_library() {
+        let loaded = tokenizers().map(|tokenizer| (from_folder(&tokenizer, "{}").unwrap(), tokenizer));
+        let text = prop::collection::vec(
+            "[ \\n]{0,3}|[a-z]{1,5}|[😀👍🏽東京今天مرحباहिन्दीéệ]{1,3}|<0x4[0-9]>|.{0,3}",
+            0..8,
+        );
+        proptest!(|(text in text, cut in any::<prop::sample::Index>())| {
+            let text = text.concat();
+            for (vocabulary, tokenizer) in &loaded {
+                let ids = vocabulary.prompt(&text, LIMIT).unwrap().ids;
+                let whole = tokenizer.decode(&ids, true).unwrap();
+                // Of spaces before a text, the library drops all that are in the first piece of a Metaspace.
+                let is_cut = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::Metaspace(_)))
+                    && text.starts_with([' ', '▁']);
+                if is_cut {
+                    continue;
+                }
+                prop_assert_eq!(vocabulary.texts.whole(&ids), &*whole);
+                let bytes = |ids: &[u32]| -> Vec<u8> {
+                    ids.iter().flat_map(|id| vocabulary.texts.get(*id)).copied().collect()
+                };
+                let sent = parts(ids.iter().map(|id| vocabulary.texts.get(*id)));
+                let has_half = |part: &String| part.contains(char::REPLACEMENT_CHARACTER);
+                prop_assert!(!sent.iter().any(has_half) || has_half(&text));
+                prop_assert!(sent.concat().ends_with(&whole));
+                prop_assert!(sent.concat().len() <= whole.len() + 1, "only one space is not of the text");
+                // An answer that begins anywhere continues the text before it.
+                let (prompt, answer) = ids.split_at(cut.index(ids.len() + 1));
+                if let (Ok(before), false) = (String::from_utf8(bytes(prompt)), prompt.is_empty()) {
+                    let sent = parts(answer.iter().map(|id| vocabulary.texts.get(*id)));
+                    prop_assert_eq!(before + &sent.concat(), String::from_utf8(bytes(&ids)).unwrap());
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn tokens_of_any_bytes_are_shown_as_far_as_they_are_characters() {
+        let [byte_level, spaced, ..] = tokenizers();
+        let letters = bytes_of_letters();
+        let letter = |byte: u8| {
+            let letter = letters.iter().position(|found| *found == Some(byte)).unwrap();
+            char::from_u32(letter as u32).unwrap().to_string()
+        };
+        let piece = |byte: u8| format!("<0x{byte:02X}>");
+        let loaded = [&byte_level, &spaced].map(|tokenizer| from_folder(tokenizer, "{}").unwrap());
+        let byte = prop_oneof![any::<u8>(), prop::sample::select("é€😀".as_bytes())];
+        proptest!(|(bytes in prop::collection::vec(byte, 0..24))| {
+            let names: [Vec<String>; 2] =
+                [bytes.iter().map(|byte| letter(*byte)).collect(), bytes.iter().map(|byte| piece(*byte)).collect()];
+            for (vocabulary, names) in loaded.iter().zip(names) {
+                let ids: Vec<u32> = names.iter().map(|name| vocabulary.id(name).unwrap()).collect();
+                let sent = parts(ids.iter().map(|id| vocabulary.texts.get(*id)));
+                prop_assert_eq!(sent.concat(), String::from_utf8_lossy(&bytes));
+            }
+        });
+    }
+
+    #[test]
+    fn the_ends_of_a_folder_are_read_and_its_decoder_is_refused_by_name() {
+        let [_, mut tokenizer, ..] = tokenizers();
+        assert_eq!(from_folder(&tokenizer, "{}").unwrap().ends, BTreeSet::from([3, 4]));
+        let mut error = |decoder: &str| {
+            let decoder: Option<DecoderWrapper> = serde_json::from_str(decoder).unwrap();
+            tokenizer.with_decoder(decoder);
+            from_folder(&tokenizer, "{}").err().unwrap().to_string()
+        };
+        let word_pieces = error(r###"{"type": "WordPiece", "prefix": "##", "cleanup": true}"###);
+        assert!(
+            word_pieces.contains("not read for generation: unknown variant `WordPiece`"),
+            "{word_pieces}"
+        );
+        let regex = error(r#"{"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""}"#);
+        assert!(regex.contains("unknown variant `Regex`"), "{regex}");
+        let strip = error(r#"{"type": "Strip", "content": " ", "start": 1, "stop": 0}"#);
+        assert!(strip.contains("strips ' ' (1 at the start, 0 at the end, of each token)"), "{strip}");
+        assert!(error("null").contains("it has no decoder"));
+    }
+
+    #[test]
+    fn a_folder_says_whether_prompts_begin_with_the_first_token() {
+        let [_, _, mut bare, ..] = tokenizers();
+        let first = |tokenizer: &Tokenizer, config: &str| {
+            from_folder(tokenizer, config).unwrap().prompt("a", LIMIT).unwrap().ids.len()
+        };
+        let (adds, not) = (
+            r#"{"add_bos_token": true, "bos_token": "<s>"}"#,
+            r#"{"add_bos_token": false, "bos_token": "<s>"}"#,
+        );
+        let mut template = TemplateProcessing::builder();
+        template.try_single("<s> $0").unwrap().special_tokens(vec![("<s>", 1)]);
+        assert_eq!(["{}", not, adds].map(|config| first(&bare, config)), [1, 1, 2]);
+        bare.with_post_processor(Some(template.build().unwrap()));
+        assert_eq!(["{}", not, adds].map(|config| first(&bare, config)), [2, 1, 2]);
+    }
 
     #[test]
     fn each_byte_has_one_letter() {

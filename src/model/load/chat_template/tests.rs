@@ -35,7 +35,10 @@ fn templates_render_as_in_the_transformers_library() {
     for path in [Some("tests/fixtures/chat_templates.json".to_owned()), further].into_iter().flatten() {
         let cases: Vec<Json> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         for case in &cases {
-            let text = case["template"].as_str().unwrap();
+            let of_model = case["file"].as_str().map(|name| {
+                std::fs::read_to_string(format!("tests/fixtures/chat_templates/{name}")).unwrap()
+            });
+            let text = of_model.as_deref().or(case["template"].as_str()).unwrap();
             let conversation: Vec<(&str, &str)> = case["messages"]
                 .as_array()
                 .unwrap()

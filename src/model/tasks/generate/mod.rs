@@ -594,11 +594,7 @@ impl GenerateProcessor {
             _ => prompts().map(length).sum(),
         };
         check_echoed(bytes.saturating_mul(request.n))?;
-        let text = |sized: &SizedInput<Prompt>| -> Arc<str> {
-            let bytes: Vec<u8> =
-                sized.input.ids.iter().flat_map(|id| token_texts.get(*id)).copied().collect();
-            String::from_utf8_lossy(&bytes).into()
-        };
+        let text = |sized: &SizedInput<Prompt>| -> Arc<str> { token_texts.whole(&sized.input.ids).into() };
         let echoed: Vec<Arc<str>> = match &request.prompts {
             Prompts::Texts { texts } => texts.iter().map(|text| text.as_str().into()).collect(),
             _ => prompts().map(text).collect(),
