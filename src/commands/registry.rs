@@ -225,7 +225,7 @@ impl Registry {
     /// it embeds, or if its model is not loaded from files on this host.
     pub(super) fn misnamed_kind(&self, pool: &Pool) -> Option<&'static str> {
         let family = self.family(pool).filter(|family| pool.has_default_name && family.files().is_some())?;
-        (!family.urls().any(|url| url == embeddings::URL)).then_some(family.name)
+        (!family.routes.iter().any(|route| route.url == embeddings::URL)).then_some(family.name)
     }
 
     /// The name of the code that serves a pool's model; none if the model's files are not on this host.

@@ -173,8 +173,8 @@ impl Vocabulary {
         }
         let others =
             [config.pad_token, config.unk_token, config.sep_token, config.cls_token, config.mask_token];
-        let texts = [begin, end].into_iter().chain(others.map(|token| token.map(TokenField::text)));
-        let mut special_tokens = special_tokens(texts);
+        let named = [begin, end].into_iter().chain(others.map(|token| token.map(TokenField::text)));
+        let mut special_tokens = special_tokens(named);
         let additional = config.additional_special_tokens.and_then(TokensField::texts);
         special_tokens.extend(additional.map(|texts| ("additional_special_tokens", texts.into())));
         let chat = ChatTemplates::from_files(files, config.chat_template, &special_tokens)?;
