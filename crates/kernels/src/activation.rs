@@ -98,12 +98,13 @@ impl Lanes for Identity {
     }
 }
 
-/// `gates` ← silu(gates) * `x`.
-pub fn silu_multiply(gates: &mut [f32], x: &[f32]) {
-    dispatch(Gate { gates, x });
+/// `gates` ← activation(gates) * `x`.
+pub fn gate(activation: Activation, gates: &mut [f32], x: &[f32]) {
+    dispatch(Gate { activation, gates, x });
 }
 
 struct Gate<'a> {
+    activation: Activation,
     gates: &'a mut [f32],
     x: &'a [f32],
 }
@@ -113,14 +114,26 @@ impl WithSimd for Gate<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let ((gates, tail), (x, x_tail)) = (S::as_mut_simd_f32s(self.gates), S::as_simd_f32s(self.x));
-        for (gate, x) in gates.iter_mut().zip(x) {
-            *gate = simd.mul_f32s(Silu::apply(simd, *gate), *x);
+        let Self { activation, gates, x } = self;
+        match activation {
+            Activation::Gelu => gate_rows::<S, Gelu>(simd, gates, x),
+            Activation::GeluTanh => gate_rows::<S, GeluTanh>(simd, gates, x),
+            Activation::Relu => gate_rows::<S, Relu>(simd, gates, x),
+            Activation::Silu => gate_rows::<S, Silu>(simd, gates, x),
+            Activation::Identity => gate_rows::<S, Identity>(simd, gates, x),
         }
-        if !tail.is_empty() {
-            let gate = Silu::apply(simd, simd.partial_load_f32s(tail));
-            simd.partial_store_f32s(tail, simd.mul_f32s(gate, simd.partial_load_f32s(x_tail)));
-        }
+    }
+}
+
+#[inline(always)]
+fn gate_rows<S: Simd, F: Lanes>(simd: S, gates: &mut [f32], x: &[f32]) {
+    let ((gates, tail), (x, x_tail)) = (S::as_mut_simd_f32s(gates), S::as_simd_f32s(x));
+    for (gate, x) in gates.iter_mut().zip(x) {
+        *gate = simd.mul_f32s(F::apply(simd, *gate), *x);
+    }
+    if !tail.is_empty() {
+        let gate = F::apply(simd, simd.partial_load_f32s(tail));
+        simd.partial_store_f32s(tail, simd.mul_f32s(gate, simd.partial_load_f32s(x_tail)));
     }
 }
 

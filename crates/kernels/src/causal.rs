@@ -39,6 +39,24 @@ impl Span<'_> {
     }
 }
 
+/// How the products of queries and keys become weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scoring {
+    /// The factor of each product.
+    pub scale: f32,
+    /// The largest number of tokens that a token attends to, itself included. None if there is no limit.
+    pub window: Option<usize>,
+    /// The bound c of the scores, each of which becomes c·tanh(score / c). None if they are not bounded.
+    pub soft_cap: Option<f32>,
+}
+
+impl Scoring {
+    /// The usual one for heads of `width` numbers: products are divided by the square root of the width.
+    pub fn usual(width: usize) -> Self {
+        Self { scale: 1.0 / (width as f32).sqrt(), window: None, soft_cap: None }
+    }
+}
+
 /// Tokens that all attend to the same keys.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossSpan<'a> {
@@ -52,15 +70,23 @@ pub struct CrossSpan<'a> {
 
 /// `out` `[rows, heads·width]` ← attention of `queries` `[rows, heads·width]`, one row for each token of `spans`. The
 /// keys and values of these tokens are in `kv` already. Each head of keys and values serves the same number of heads of
-/// queries.
-pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], out: &mut [f32]) {
-    let parts: Vec<Part<'_>> = spans.iter().map(Part::causal).collect();
+/// queries. With a window, the blocks before it are not read.
+pub fn attend(
+    kv: &KvBlocks,
+    layer: usize,
+    scoring: Scoring,
+    spans: &[Span<'_>],
+    queries: &[f32],
+    out: &mut [f32],
+) {
+    let parts: Vec<Part<'_>> = spans.iter().map(|span| Part::causal(span, scoring)).collect();
     attend_parts(kv, layer, &parts, queries, out);
 }
 
 /// As [`attend`], but each token attends to all keys of its span.
 pub fn attend_across(kv: &KvBlocks, layer: usize, spans: &[CrossSpan<'_>], queries: &[f32], out: &mut [f32]) {
-    let parts: Vec<Part<'_>> = spans.iter().map(Part::across).collect();
+    let scoring = Scoring::usual(kv.shape().width);
+    let parts: Vec<Part<'_>> = spans.iter().map(|span| Part::across(span, scoring)).collect();
     attend_parts(kv, layer, &parts, queries, out);
 }
 
@@ -87,6 +113,8 @@ pub fn weights_across(
             stride,
             width,
             queries,
+            scoring: Scoring::usual(width),
+            first_keys: &[0; MAX_QUERIES],
             positions: &[span.keys - 1; MAX_QUERIES],
             scores: &mut scores,
             out: &mut [],
@@ -104,6 +132,7 @@ struct Part<'a> {
     /// The number of tokens.
     count: usize,
     visible: VisibleKeys,
+    scoring: Scoring,
 }
 
 /// The keys that each token attends to.
@@ -116,12 +145,17 @@ enum VisibleKeys {
 }
 
 impl<'a> Part<'a> {
-    fn causal(span: &Span<'a>) -> Self {
-        Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::UpTo(span.first) }
+    fn causal(span: &Span<'a>, scoring: Scoring) -> Self {
+        Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::UpTo(span.first), scoring }
     }
 
-    fn across(span: &CrossSpan<'a>) -> Self {
-        Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::All(span.keys) }
+    fn across(span: &CrossSpan<'a>, scoring: Scoring) -> Self {
+        Self { blocks: span.blocks, count: span.count, visible: VisibleKeys::All(span.keys), scoring }
+    }
+
+    /// The first key that a token attends to, by the token's index in this part.
+    fn first_key(&self, token: usize) -> usize {
+        self.scoring.window.map_or(0, |window| (self.last_key(token) + 1).saturating_sub(window))
     }
 
     /// The last key that a token attends to, by the token's index in this part.
@@ -206,7 +240,9 @@ thread_local! {
 /// `out` ← the attention of the queries `[tokens, group, width]` that share one head of keys and values.
 fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &[f32], out: &mut [f32]) {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
-    let blocks = &part.blocks[..part.keys().div_ceil(BLOCK)];
+    // The blocks before the first token's window are not read: another sequence may have them.
+    let first_block = part.first_key(0) / BLOCK;
+    let blocks = &part.blocks[first_block..part.keys().div_ceil(BLOCK)];
     let head_blocks: Vec<HeadBlock<'_>> =
         blocks.iter().map(|block| kv.head_block(*block, layer, head)).collect();
     let group = queries.len() / width / part.count;
@@ -215,16 +251,23 @@ fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Part<'_>, queries: &
     let chunks = queries.chunks(MAX_QUERIES * width).zip(out.chunks_mut(MAX_QUERIES * width));
     for (index, (queries, out)) in chunks.enumerate() {
         let first = index * MAX_QUERIES;
-        let position = |query: usize| part.last_key(query / group);
-        let last = position((first + MAX_QUERIES).min(count) - 1);
-        scores.resize(MAX_QUERIES * (last + 1).next_multiple_of(KEY_LANES), 0.0);
+        let token = |query: usize| (first + query).min(count - 1) / group;
+        // The keys of a chunk are counted from the first block that one of its queries attends to. The weights of keys
+        // before a query's window are exactly 0, so that its sums do not depend on where its chunk begins.
+        let chunk_block = part.first_key(token(0)) / BLOCK;
+        let first_keys = std::array::from_fn(|query| part.first_key(token(query)) - chunk_block * BLOCK);
+        let positions: [usize; MAX_QUERIES] =
+            std::array::from_fn(|query| part.last_key(token(query)) - chunk_block * BLOCK);
+        scores.resize(MAX_QUERIES * (positions[MAX_QUERIES - 1] + 1).next_multiple_of(KEY_LANES), 0.0);
         dispatch(Chunk {
-            head_blocks: &head_blocks,
+            head_blocks: &head_blocks[chunk_block - first_block..],
             numbers: kv.shape().numbers,
             stride,
             width,
             queries,
-            positions: &std::array::from_fn(|query| position((first + query).min(count - 1))),
+            scoring: part.scoring,
+            first_keys: &first_keys,
+            positions: &positions,
             scores: &mut scores,
             out,
         });
@@ -242,6 +285,9 @@ struct Chunk<'a> {
     width: usize,
     /// `[count, width]`.
     queries: &'a [f32],
+    scoring: Scoring,
+    /// The first key that each query attends to, in ascending order.
+    first_keys: &'a [usize; MAX_QUERIES],
     /// The last key that each query attends to, in ascending order.
     positions: &'a [usize; MAX_QUERIES],
     /// `[count, keys]`.
@@ -277,11 +323,10 @@ impl Chunk<'_> {
     /// [`KEY_LANES`]. The weights are not divided by their sums yet. Returns the sums.
     #[inline(always)]
     fn compute_weights<S: Simd, N: Format, const COUNT: usize>(&mut self, simd: S) -> [f32; COUNT] {
-        let Self { head_blocks, width, queries, positions, scores, .. } = self;
+        let Self { head_blocks, width, queries, scoring, first_keys, positions, scores, .. } = self;
         let (width, count) = (*width, queries.len() / *width);
         let keys = (positions[count - 1] + 1).next_multiple_of(KEY_LANES);
-        let scale = 1.0 / (width as f32).sqrt();
-        let queries_by_number = transposed::<COUNT>(queries, width, scale);
+        let queries_by_number = transposed::<COUNT>(queries, width, scoring.scale);
         if COUNT == 1 {
             let query = queries_by_number.as_flattened();
             for (block, scores) in head_blocks.iter().zip(scores[..keys].chunks_mut(BLOCK)) {
@@ -295,11 +340,15 @@ impl Chunk<'_> {
             let scores = &mut scores[..count * keys];
             scores_of_several::<S, N, COUNT>(simd, &queries_by_number, head_blocks, scores, keys);
         }
+        if let Some(cap) = scoring.soft_cap {
+            soft_cap(simd, &mut scores[..count * keys], cap);
+        }
         let mut sums = [1.0; COUNT];
-        for ((scores, position), sum) in
-            scores.chunks_exact_mut(keys).zip(*positions).zip(&mut sums).take(count)
+        let visible = first_keys.iter().zip(*positions);
+        for ((scores, (first, last)), sum) in
+            scores.chunks_exact_mut(keys).zip(visible).zip(&mut sums).take(count)
         {
-            *sum = unnormalised_softmax(simd, scores, *position);
+            *sum = unnormalised_softmax(simd, scores, *first, *last);
         }
         sums
     }
@@ -437,12 +486,24 @@ fn scores_of_block<S: Simd, N: Format, const REGISTERS: usize>(
     }
 }
 
-/// Turns the scores of the keys up to `position` into softmax weights that are not divided by their sum yet. The
-/// weights of later keys are 0. Returns the sum.
+/// Each score x becomes cap·tanh(x / cap) = cap - 2·cap / (1 + e^(2x / cap)).
 #[inline(always)]
-fn unnormalised_softmax<S: Simd>(simd: S, scores: &mut [f32], position: usize) -> f32 {
-    scores[position + 1..].fill(f32::NEG_INFINITY);
-    let (seen, unseen) = scores.split_at_mut((position + 1).next_multiple_of(KEY_LANES));
+fn soft_cap<S: Simd>(simd: S, scores: &mut [f32], cap: f32) {
+    let (factor, twice) = (simd.splat_f32s(2.0 / cap), simd.splat_f32s(2.0 * cap));
+    for score in S::as_mut_simd_f32s(scores).0 {
+        let e = exp(simd, simd.mul_f32s(*score, factor));
+        let share = simd.div_f32s(twice, simd.add_f32s(e, simd.splat_f32s(1.0)));
+        *score = simd.sub_f32s(simd.splat_f32s(cap), share);
+    }
+}
+
+/// Turns the scores of the keys from `first` to `last` into softmax weights that are not divided by their sum yet. The
+/// weights of other keys are 0. Returns the sum.
+#[inline(always)]
+fn unnormalised_softmax<S: Simd>(simd: S, scores: &mut [f32], first: usize, last: usize) -> f32 {
+    scores[..first].fill(f32::NEG_INFINITY);
+    scores[last + 1..].fill(f32::NEG_INFINITY);
+    let (seen, unseen) = scores.split_at_mut((last + 1).next_multiple_of(KEY_LANES));
     let seen = S::as_mut_simd_f32s(seen).0;
     let mut max = simd.splat_f32s(f32::NEG_INFINITY);
     for score in seen.iter() {
@@ -580,15 +641,25 @@ mod tests {
     }
 
     /// The plain formula in f64, for a query of a head at `position`.
-    fn expected(case: &Case, sequence: usize, head: usize, position: usize, query: &[f32]) -> Vec<f64> {
+    fn expected(
+        case: &Case,
+        scoring: Scoring,
+        (sequence, head): (usize, usize),
+        position: usize,
+        query: &[f32],
+    ) -> Vec<f64> {
         let KvShape { heads, width, .. } = case.kv.shape();
         let at = |position: usize| (position * heads + head) * width;
         let score = |position: usize| {
             let key = &case.keys[sequence][at(position)..][..width];
             let sum: f64 = query.iter().zip(key).map(|(a, b)| f64::from(a * b)).sum();
-            (sum / (width as f64).sqrt()).exp()
+            let score = sum * f64::from(scoring.scale);
+            let cap = scoring.soft_cap.map(f64::from);
+            cap.map_or(score, |cap| cap * (score / cap).tanh()).exp()
         };
-        let weights: Vec<f64> = (0..=position).map(score).collect();
+        let is_seen = |key: usize| scoring.window.is_none_or(|window| position - key < window);
+        let weights: Vec<f64> =
+            (0..=position).map(|key| if is_seen(key) { score(key) } else { 0.0 }).collect();
         let total: f64 = weights.iter().sum();
         let value = |number: usize| {
             let sum = |(position, weight): (usize, &f64)| {
@@ -618,24 +689,36 @@ mod tests {
                         count: lengths[i] - firsts[i],
                     })
                     .collect();
-                on_every_cpu(|| {
-                    let mut out = vec![f32::NAN; rows * row];
-                    attend(&case.kv, 1, &spans, &queries, &mut out);
-                    let mut at = 0;
-                    for (sequence, span) in spans.iter().enumerate() {
-                        for position in span.first..span.first + span.count {
-                            for head in 0..heads * group {
-                                let query = &queries[at..at + width];
-                                let expected = expected(&case, sequence, head / group, position, query);
-                                for (ours, expected) in out[at..].iter().zip(expected) {
-                                    let error = (f64::from(*ours) - expected).abs();
-                                    assert!(error < 2e-6, "{shape:?} {sequence} {position} {head}: {error}");
+                let usual = Scoring::usual(width);
+                for scoring in [
+                    usual,
+                    Scoring { window: Some(1), ..usual },
+                    Scoring { scale: 0.7, window: Some(37), soft_cap: Some(1.5) },
+                    Scoring { window: Some(1_000), ..usual },
+                ] {
+                    on_every_cpu(|| {
+                        let mut out = vec![f32::NAN; rows * row];
+                        attend(&case.kv, 1, scoring, &spans, &queries, &mut out);
+                        let mut at = 0;
+                        for (sequence, span) in spans.iter().enumerate() {
+                            for position in span.first..span.first + span.count {
+                                for head in 0..heads * group {
+                                    let query = &queries[at..at + width];
+                                    let of_head = (sequence, head / group);
+                                    let expected = expected(&case, scoring, of_head, position, query);
+                                    for (ours, expected) in out[at..].iter().zip(expected) {
+                                        let error = (f64::from(*ours) - expected).abs();
+                                        assert!(
+                                            error < 2e-6,
+                                            "{shape:?} {sequence} {position} {head}: {error}"
+                                        );
+                                    }
+                                    at += width;
                                 }
-                                at += width;
                             }
                         }
-                    }
-                });
+                    });
+                }
             }
         }
     }
@@ -661,8 +744,8 @@ mod tests {
                     for head in 0..heads {
                         let expected = expected(
                             &case,
-                            sequence,
-                            head,
+                            Scoring::usual(width),
+                            (sequence, head),
                             lengths[sequence] - 1,
                             &own[head * width..][..width],
                         );
@@ -696,35 +779,58 @@ mod tests {
 
     #[test]
     fn a_token_gives_the_same_bits_in_any_batch_and_in_any_step() {
-        on_every_cpu(|| {
-            for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
-                let shape = KvShape { layers: 2, heads: 2, width: 64, numbers };
-                let case = case(shape, &[70, 33]);
-                let row = 6 * 64;
-                let queries = flat(&[103, row], 3);
-                let all = [(0, 0..70), (1, 0..33)];
-                let of = |parts: &[(usize, std::ops::Range<usize>)]| {
-                    let spans: Vec<Span<'_>> = parts
-                        .iter()
-                        .map(|(i, at)| Span { blocks: &case.tables[*i], first: at.start, count: at.len() })
-                        .collect();
-                    let own = parts
-                        .iter()
-                        .flat_map(|(i, at)| &queries[(i * 70 + at.start) * row..(i * 70 + at.end) * row]);
-                    let own: Vec<f32> = own.copied().collect();
-                    let mut out = vec![f32::NAN; own.len()];
-                    attend(&case.kv, 1, &spans, &own, &mut out);
-                    out
-                };
-                let together = of(&all);
-                for position in [0, 1, 15, 16, 40, 69] {
-                    let expected = &together[position * row..(position + 1) * row];
-                    assert_eq!(of(&[(0, position..position + 1)]), expected, "alone, {position}");
-                    let from = position.saturating_sub(7);
-                    let cut = of(&[(1, 3..9), (0, from..position + 1)]);
-                    assert_eq!(&cut[cut.len() - row..], expected, "cut otherwise, {position}");
-                }
+        let usual = Scoring::usual(64);
+        for scoring in [usual, Scoring { window: Some(35), soft_cap: Some(2.0), ..usual }] {
+            on_every_cpu(|| same_bits(scoring));
+        }
+    }
+
+    fn same_bits(scoring: Scoring) {
+        for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
+            let shape = KvShape { layers: 2, heads: 2, width: 64, numbers };
+            let case = case(shape, &[70, 33]);
+            let row = 6 * 64;
+            let queries = flat(&[103, row], 3);
+            let all = [(0, 0..70), (1, 0..33)];
+            let of = |parts: &[(usize, std::ops::Range<usize>)]| {
+                let spans: Vec<Span<'_>> = parts
+                    .iter()
+                    .map(|(i, at)| Span { blocks: &case.tables[*i], first: at.start, count: at.len() })
+                    .collect();
+                let own = parts
+                    .iter()
+                    .flat_map(|(i, at)| &queries[(i * 70 + at.start) * row..(i * 70 + at.end) * row]);
+                let own: Vec<f32> = own.copied().collect();
+                let mut out = vec![f32::NAN; own.len()];
+                attend(&case.kv, 1, scoring, &spans, &own, &mut out);
+                out
+            };
+            let together = of(&all);
+            for position in [0, 1, 15, 16, 40, 69] {
+                let expected = &together[position * row..(position + 1) * row];
+                assert_eq!(of(&[(0, position..position + 1)]), expected, "alone, {position}");
+                let from = position.saturating_sub(7);
+                let cut = of(&[(1, 3..9), (0, from..position + 1)]);
+                assert_eq!(&cut[cut.len() - row..], expected, "cut otherwise, {position}");
             }
-        });
+        }
+    }
+
+    #[test]
+    fn blocks_before_the_window_are_not_read() {
+        let shape = KvShape { layers: 2, heads: 1, width: 64, numbers: KvNumbers::F32 };
+        let mut case = case(shape, &[100]);
+        let scoring = Scoring { window: Some(33), ..Scoring::usual(64) };
+        let queries = flat(&[1, 64], 3);
+        let mut of = |table: &[u32]| {
+            let mut out = vec![f32::NAN; 64];
+            let span = Span { blocks: table, first: 99, count: 1 };
+            attend(&case.kv, 1, scoring, &[span], &queries, &mut out);
+            out
+        };
+        let table = std::mem::take(&mut case.tables[0]);
+        // The token at 99 attends to those from 67 on, so to blocks 2 and 3.
+        let freed = [u32::MAX, u32::MAX, table[2], table[3]];
+        assert_eq!(of(&freed), of(&table));
     }
 }

@@ -31,7 +31,7 @@ pub mod pooling;
 mod positions;
 pub mod time_convolution;
 
-pub use activation::{Activation, activate, silu_multiply};
+pub use activation::{Activation, activate, gate};
 pub use add_norm::{Epilogue, Norm, layer_norm, rms_norm};
 pub use convolution_block::ConvolutionBlock;
 pub use cpu::{CpuFeatures, may_use_int16, may_use_vnni, use_features};

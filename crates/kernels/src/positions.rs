@@ -64,8 +64,10 @@ impl RelativeBias {
 /// half are a pair. The pair is rotated by `position` times its frequency, in radians.
 #[derive(Debug)]
 pub struct Rotary {
-    /// Half of a head's numbers.
+    /// The number of pairs of a head that are rotated.
     half: usize,
+    /// A head's numbers. Those after the pairs are not rotated.
+    width: usize,
     /// `[positions, half]`: cosine and sine.
     rotations: Vec<(f32, f32)>,
 }
@@ -81,16 +83,22 @@ impl Rotary {
     /// Fills the table for texts of up to `longest` tokens. `frequencies` are the angles, in radians, by which each
     /// pair is rotated from one position to the next.
     pub fn from_frequencies(frequencies: &[f32], longest: usize) -> Self {
+        Self::partial(frequencies, 1.0, 2 * frequencies.len(), longest)
+    }
+
+    /// As [`from_frequencies`](Self::from_frequencies), for heads of `width` numbers of which only the first are rotated,
+    /// two for each frequency. The rotated numbers are multiplied by `magnitude`.
+    pub fn partial(frequencies: &[f32], magnitude: f32, width: usize, longest: usize) -> Self {
         let half = frequencies.len();
         let rotation = |index: usize| {
             // The frequency and the angle are f32, as in the reference libraries.
             let angle = f64::from((index / half) as f32 * frequencies[index % half]);
-            (angle.cos() as f32, angle.sin() as f32)
+            (angle.cos() as f32 * magnitude, angle.sin() as f32 * magnitude)
         };
-        Self { half, rotations: (0..longest * half).map(rotation).collect() }
+        Self { half, width, rotations: (0..longest * half).map(rotation).collect() }
     }
 
-    /// Half of a head's numbers: the number of pairs that are rotated.
+    /// The number of pairs that are rotated.
     pub fn half(&self) -> usize {
         self.half
     }
@@ -102,7 +110,7 @@ impl Rotary {
 
     /// Rotates the heads of one token at `position`.
     pub fn rotate(&self, position: usize, heads: &mut [f32]) {
-        for head in heads.chunks_exact_mut(2 * self.half) {
+        for head in heads.chunks_exact_mut(self.width) {
             let (first, second) = head.split_at_mut(self.half);
             for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(self.rotations_at(position)) {
                 (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);

@@ -52,7 +52,7 @@ impl Gguf {
     /// before they allocate memory for the outputs.
     ///
     /// # Errors
-    /// As [`Gguf::matrix`].
+    /// As [`Gguf::matrix_of_rows`].
     pub fn check(&self, name: &str, [depth, width]: [usize; 2]) -> Result<(), LoadError> {
         self.linear(name, [depth, width]).map(drop)
     }
@@ -153,17 +153,18 @@ impl Gguf {
     }
 
     /// The matrix `[depth, width]` of a linear layer with `depth` inputs and `width` outputs. Column `c` of the result
-    /// is row `row_of_column(c)` of the file.
+    /// is row `row_of_column(c)` of the tensor, whose shape is `shape`; the last number of the shape is `depth`.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the tensor, for a shape or number type that is not as expected.
-    pub fn matrix(
+    pub fn matrix_of_rows(
         &self,
         name: &str,
+        shape: &[usize],
         [depth, width]: [usize; 2],
         row_of_column: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let (info, bytes) = self.linear(name, [depth, width])?;
+        let (info, bytes) = self.tensor(name, shape)?;
         let dtype = info.ggml_dtype;
         let row_bytes = depth / dtype.block_size() * dtype.type_size();
         let row_of = |column: usize| &bytes[row_of_column(column) * row_bytes..][..row_bytes];
@@ -379,7 +380,10 @@ mod tests {
             let tensor = QTensor::quantize(&x, dtype).unwrap();
             gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
             let expected: Vec<Vec<f32>> = tensor.dequantize(&Device::Cpu).unwrap().to_vec2().unwrap();
-            let matrix = Gguf::read(&path).unwrap().matrix("w", [depth, width], |row| 2 - row).unwrap();
+            let matrix = Gguf::read(&path)
+                .unwrap()
+                .matrix_of_rows("w", &[width, depth], [depth, width], |row| 2 - row)
+                .unwrap();
             for (column, expected) in expected.iter().rev().enumerate() {
                 let mut ours = vec![0.0; depth];
                 matrix.column(column, &mut ours);
@@ -424,7 +428,9 @@ mod tests {
         let x = Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
         let tensor = QTensor::quantize(&x, GgmlDType::Q5_0).unwrap();
         gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
-        let error = |gguf: &Gguf, name, shape| gguf.matrix(name, shape, |row| row).err().unwrap().to_string();
+        let error = |gguf: &Gguf, name, shape: [usize; 2]| {
+            gguf.matrix_of_rows(name, &[shape[1], shape[0]], shape, |row| row).err().unwrap().to_string()
+        };
         let gguf = Gguf::read(&path).unwrap();
         assert!(error(&gguf, "v", [32, 2]).contains("tensor v is missing"));
         assert!(error(&gguf, "w", [32, 3]).contains("[2, 32]"));
@@ -474,7 +480,11 @@ mod tests {
             let [depth, width] = dimensions.map(|length| length as usize);
             let error = gguf.check("w", [depth, width]).unwrap_err().to_string();
             assert!(error.contains(message), "{error}");
-            let error = gguf.matrix("w", [depth, width], |row| row).err().unwrap().to_string();
+            let error = gguf
+                .matrix_of_rows("w", &[width, depth], [depth, width], |row| row)
+                .err()
+                .unwrap()
+                .to_string();
             assert!(error.contains(message), "{error}");
         }
         let error = forged([4, 4], &[("general.alignment", 0)]).err().unwrap().to_string();

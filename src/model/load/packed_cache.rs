@@ -18,8 +18,8 @@ use super::weights::map_file;
 use crate::model::Dtype;
 use crate::model::ops::{Matrix, NumberFormat, PackedWords};
 
-/// The version of the layout. It is raised when the layout of matrices changes.
-const VERSION: u32 = 1;
+/// The version of the layout. It is raised when the layout or the names of matrices change.
+const VERSION: u32 = 2;
 /// The alignment of matrices in bytes: a cache line.
 const ALIGNMENT: usize = 64;
 

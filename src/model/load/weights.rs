@@ -92,17 +92,30 @@ impl Weights {
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.matrix_by_full_name(&format!("{}{name}", self.prefix), shape)
+    pub fn matrix(&self, name: &str, [depth, width]: [usize; 2]) -> Result<Matrix, LoadError> {
+        self.matrix_of_rows(&format!("{}{name}", self.prefix), &[width, depth], 0, [depth, width])
     }
 
-    /// As [`matrix`](Self::matrix), by the tensor's full name.
+    /// As [`matrix`](Self::matrix), from `width` rows of the tensor with the full name `name`, beginning with `first_row`. The
+    /// tensor has the shape `shape`, whose last number is `depth`.
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn matrix_by_full_name(&self, name: &str, [depth, width]: [usize; 2]) -> Result<Matrix, LoadError> {
-        let columns = self.values(name, &[width, depth])?;
-        let (_, info) = self.info_by_full_name(name.to_owned(), &[width, depth])?;
+    pub fn matrix_of_rows(
+        &self,
+        name: &str,
+        shape: &[usize],
+        first_row: usize,
+        [depth, width]: [usize; 2],
+    ) -> Result<Matrix, LoadError> {
+        let (shard, info) = self.info_by_full_name(name.to_owned(), shape)?;
+        let columns = DType::try_from(info.dtype).and_then(|dtype| {
+            let row_bytes = depth * dtype.size_in_bytes();
+            let bytes = &shard.bytes[shard.byte_range(info)][first_row * row_bytes..][..width * row_bytes];
+            let rows = Tensor::from_raw_buffer(bytes, dtype, &[width, depth], &Device::Cpu)?;
+            rows.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()
+        });
+        let columns = self.checked(name, columns)?;
         let is_half = info.dtype == safetensors::Dtype::BF16 && depth % 2 == 0;
         if is_half && self.matrix_format == NumberFormat::F32 {
             return Ok(Matrix::of_bf16(&columns, depth));

@@ -17,7 +17,7 @@ pub(super) const MAX_ELEMENTS: usize = 1 << 26;
 pub(super) struct Group {
     rows: Range<usize>,
     sequences: usize,
-    /// The number of keys of each sequence, padded to the longest one.
+    /// The number of keys of each sequence, padded to the largest one.
     keys: usize,
     /// The slots of the keys: `[sequences·keys]`.
     slots: Tensor,
@@ -26,39 +26,55 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Copies the plan of a group to the device. Shorter sequences are padded with `padding_slot`, whose keys and
-    /// values are zeros.
+    /// Copies the plan of a group to the device. A row attends to at most `window` tokens, itself included. Shorter
+    /// sequences are padded with `padding_slot`, whose keys and values are zeros.
     ///
     /// # Errors
     /// The device fails.
     pub(super) fn new(
         packed: &Packed<'_>,
         group: &PackedGroup,
+        window: Option<usize>,
         padding_slot: u32,
         device: &Device,
     ) -> Result<Self> {
         let PackedGroup { rows, sequences } = group;
         let group_rows = &packed.rows[rows.clone()];
-        let keys = group_rows.iter().map(|(_, position)| position + 1).max().unwrap_or_default();
+        let first_key = |position: usize| window.map_or(0, |window| (position + 1).saturating_sub(window));
+        // The rows of a sequence are in the order of their positions. Each attends to some of these keys.
+        let rows_of_each = group_rows.len() / sequences;
+        let keys_of = |row: usize| {
+            let first_row = if *sequences == 1 { 0 } else { row };
+            first_key(group_rows[first_row].1)..group_rows[row].1 + 1
+        };
+        let last_rows = group_rows.len() - sequences..group_rows.len();
+        let keys = last_rows.clone().map(|row| keys_of(row).len()).max().unwrap_or_default();
         let mut slots = Vec::with_capacity(sequences * keys);
-        for (span, position) in &group_rows[group_rows.len() - sequences..] {
-            slots.extend((0..=*position).map(|key| token_slot(span, key)));
+        for row in last_rows {
+            slots.extend(keys_of(row).map(|key| token_slot(group_rows[row].0, key)));
             slots.resize(slots.len().next_multiple_of(keys), padding_slot);
         }
-        let mask = |(_, position): &(&Span<'_>, usize)| {
-            let position = *position;
-            (0..keys).map(move |key| if key <= position { 0.0 } else { f32::NEG_INFINITY })
+        let mask = |row: usize| {
+            let (position, begin) = (group_rows[row].1, keys_of(row).start);
+            let seen = first_key(position)..position + 1;
+            (begin..begin + keys).map(move |key| if seen.contains(&key) { 0.0 } else { f32::NEG_INFINITY })
         };
-        let mask: Vec<f32> = group_rows.iter().flat_map(mask).collect();
-        let shape = (1, *sequences, group_rows.len() / sequences, keys);
+        let mask: Vec<f32> = (0..group_rows.len()).flat_map(mask).collect();
+        let shape = (1, *sequences, rows_of_each, keys);
         let mask = Tensor::from_vec(mask, shape, device)?;
         Ok(Self { rows: rows.clone(), sequences: *sequences, keys, slots: indices(slots, device)?, mask })
     }
 
     /// Computes softmax(Q·Kᵀ)·V for the rows of this group. `queries` are `[kv_heads, shared, all rows, head_width]`,
     /// and scaled already; `shared` is the number of heads of queries for each head of keys. `keys` and `values` are
-    /// `[kv_heads, slots, head_width]`. Returns `[rows, kv_heads, shared, head_width]`.
-    pub(super) fn attend(&self, queries: &Tensor, [keys, values]: &[Tensor; 2]) -> Result<Tensor> {
+    /// `[kv_heads, slots, head_width]`. A cap c makes each score c·tanh(score / c). Returns
+    /// `[rows, kv_heads, shared, head_width]`.
+    pub(super) fn attend(
+        &self,
+        queries: &Tensor,
+        [keys, values]: &[Tensor; 2],
+        cap: Option<f32>,
+    ) -> Result<Tensor> {
         let (heads, shared, _, width) = queries.dims4()?;
         let rows = self.rows.len();
         let queries = queries.narrow(2, self.rows.start, rows)?;
@@ -74,7 +90,10 @@ impl Group {
             selected.reshape((heads, self.sequences, self.keys, width))?.to_dtype(DType::F32)
         };
         let queries = queries.contiguous()?.reshape((heads, self.sequences, queries_per_sequence, width))?;
-        let scores = queries.matmul(&gather(keys)?.t()?)?.reshape((heads, a, b, self.keys))?;
+        let mut scores = queries.matmul(&gather(keys)?.t()?)?.reshape((heads, a, b, self.keys))?;
+        if let Some(cap) = cap.map(f64::from) {
+            scores = ((scores / cap)?.tanh()? * cap)?;
+        }
         // The weights and the values of padding are exactly 0, whatever the blocks hold.
         let weights = softmax_last_dim(&scores.broadcast_add(&self.mask)?)?;
         let weights = weights.reshape((heads, self.sequences, queries_per_sequence, self.keys))?;

@@ -64,11 +64,16 @@ pub struct Blocks {
     clock: u64,
 }
 
+/// The index of a block that the sequence has released, since no token attends to it any more.
+const RELEASED: u32 = u32::MAX;
+
 /// The blocks of one sequence.
 #[derive(Debug)]
 pub struct Table {
-    /// The indices of the blocks, in the order of the sequence.
+    /// The indices of the blocks, in the order of the sequence. [`RELEASED`] stands for a block that was released.
     pub blocks: Vec<u32>,
+    /// The number of blocks that were released, the first ones.
+    released: usize,
     owner: Owner,
     /// The ids of its first blocks, as far as they are published.
     ids: Vec<BlockId>,
@@ -77,7 +82,7 @@ pub struct Table {
 impl Table {
     /// The empty table of a sequence of this owner.
     pub fn new(owner: Owner) -> Self {
-        Self { blocks: Vec::new(), owner, ids: Vec::new() }
+        Self { blocks: Vec::new(), released: 0, owner, ids: Vec::new() }
     }
 
     fn content(&self, index: usize, tokens: &[u32]) -> Option<Content> {
@@ -144,8 +149,9 @@ impl Blocks {
     pub fn publish(&mut self, table: &mut Table, tokens: &[u32]) {
         while let Some(content) = table.content(table.ids.len(), tokens) {
             let block = table.blocks[table.ids.len()];
-            // Another sequence has computed the same block meanwhile, so this copy is not published.
-            if self.published.contains_key(&content) {
+            // Another sequence has computed the same block meanwhile, so this copy is not published. It may have been
+            // released since.
+            if block == RELEASED || self.published.contains_key(&content) {
                 break;
             }
             self.last_id += 1;
@@ -155,11 +161,24 @@ impl Blocks {
         }
     }
 
+    /// Releases the first `count` blocks of a table. Returns those that are empty now.
+    pub fn release_first(&mut self, table: &mut Table, count: usize) -> Vec<u32> {
+        let range = table.released..count.max(table.released);
+        table.released = range.end;
+        let blocks: Vec<u32> =
+            table.blocks[range].iter_mut().map(|block| std::mem::replace(block, RELEASED)).collect();
+        self.release_all(blocks)
+    }
+
     /// Releases the blocks of a table. Returns those that are empty now.
-    pub fn release(&mut self, table: Table) -> Vec<u32> {
+    pub fn release(&mut self, mut table: Table) -> Vec<u32> {
+        self.release_all(table.blocks.split_off(table.released))
+    }
+
+    fn release_all(&mut self, blocks: Vec<u32>) -> Vec<u32> {
         let mut emptied = Vec::new();
         // The last block is released first, and so evicted first, since a block is useless without its predecessors.
-        for index in table.blocks.into_iter().rev() {
+        for index in blocks.into_iter().rev() {
             let block = &mut self.blocks[index as usize];
             block.holders -= 1;
             if block.holders > 0 {

@@ -3,41 +3,106 @@
 //! row's own sequence. So a token's results do not depend on what else is in the step.
 
 use super::DecoderWeights;
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, Experts, LayerConfig};
 use super::{KNOWN_TOKENS, known_ids};
 use crate::model::nets::fitness::{self, COMPARED_LAYERS};
 use crate::model::ops::causal::{Span, attend};
-use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
-use crate::model::ops::{Matrix, Rotary, multiply_together, rms_norm, silu_multiply};
+use crate::model::ops::kv::{BLOCK, KvBlocks, KvNumbers};
+use crate::model::ops::{Activation, Matrix, Rotary, gate, multiply_together, rms_norm};
 use crate::model::{LoadError, LoadSpec};
 
 /// A decoder in the host's memory: its weights, and the buffers of a step.
 pub struct Decoder {
     config: DecoderConfig,
-    token_embeddings: Matrix,
+    token_embeddings: Linear,
     layers: Vec<Layer>,
     norm: Vec<f32>,
     /// The output projection. None if the token embeddings serve as it.
-    head: Option<Matrix>,
-    rotary: Rotary,
+    head: Option<Linear>,
+    /// One for each of the configuration's rotations.
+    rotaries: Vec<Rotary>,
     /// Reused by the next step.
     buffers: Buffers,
 }
 
+/// A matrix with its bias.
+pub(super) struct Linear {
+    /// Its name in the cache of packed matrices.
+    pub key: String,
+    pub matrix: Matrix,
+    pub bias: Option<Vec<f32>>,
+}
+
+impl Linear {
+    /// `out` `[rows, width]` ← `rows` `[rows, depth]` times the matrix, plus the bias.
+    fn apply(&self, rows: &[f32], out: &mut Vec<f32>) {
+        out.resize(rows.len() / self.matrix.depth() * self.matrix.width(), 0.0);
+        self.matrix.multiply(rows, out);
+        self.add_bias(out);
+    }
+
+    fn add_bias(&self, rows: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            for row in rows.chunks_exact_mut(bias.len()) {
+                row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+            }
+        }
+    }
+}
+
+/// `outs` ← `rows` times each of the layers' matrices, plus their biases.
+fn apply_together<const N: usize>(layers: [&Linear; N], rows: &[f32], mut outs: [&mut Vec<f32>; N]) {
+    for (layer, out) in layers.iter().zip(&mut outs) {
+        out.resize(rows.len() / layer.matrix.depth() * layer.matrix.width(), 0.0);
+    }
+    multiply_together(layers.map(|layer| &layer.matrix), rows, outs.each_mut().map(|out| out.as_mut_slice()));
+    layers.iter().zip(outs).for_each(|(layer, out)| layer.add_bias(out));
+}
+
 /// The weights of a layer.
 pub(super) struct Layer {
-    pub norm: Vec<f32>,
+    /// The norms before and after attention.
+    pub norms: [Option<Vec<f32>>; 2],
     /// The projections to queries, keys and values.
-    pub qkv: [Matrix; 3],
-    /// The biases of these projections.
-    pub biases: Option<[Vec<f32>; 3]>,
-    /// The norms of each head of queries and of keys.
+    pub qkv: [Linear; 3],
+    /// The norms of queries and of keys: of each head, or of all heads together.
     pub head_norms: Option<[Vec<f32>; 2]>,
-    pub out: Matrix,
-    pub inner_norm: Vec<f32>,
-    pub gate: Matrix,
-    pub up: Matrix,
-    pub down: Matrix,
+    pub out: Linear,
+    /// The norms before and after the feed-forward sublayer.
+    pub inner_norms: [Option<Vec<f32>>; 2],
+    pub feed_forward: FeedForward,
+}
+
+/// A feed-forward sublayer.
+pub(super) enum FeedForward {
+    /// Of one gated network.
+    Dense(Box<Gated>),
+    /// Of several, of which each token is computed by some.
+    Experts {
+        /// Gives each expert's score.
+        router: Matrix,
+        experts: Vec<Gated>,
+    },
+}
+
+/// (activation(x·G) * x·U)·D.
+pub(super) struct Gated {
+    pub gate: Linear,
+    pub up: Linear,
+    pub down: Linear,
+}
+
+impl Gated {
+    fn new([gate, up, down]: [Linear; 3]) -> Self {
+        Self { gate, up, down }
+    }
+
+    fn apply(&self, activation: Activation, rows: &[f32], buffers: &mut GatedBuffers, out: &mut Vec<f32>) {
+        let GatedBuffers { gates, up } = buffers;
+        apply_together([&self.gate, &self.up], rows, [gates, up]);
+        gate(activation, gates, up);
+        self.down.apply(gates, out);
+    }
 }
 
 impl Layer {
@@ -46,35 +111,36 @@ impl Layer {
     /// # Errors
     /// As [`Decoder::load`].
     pub fn load(weights: &DecoderWeights, config: &DecoderConfig, index: usize) -> Result<Self, LoadError> {
-        let DecoderConfig { hidden, inner, heads, kv_heads, head_width, .. } = *config;
-        let (query_width, key_width) = (heads * head_width, kv_heads * head_width);
-        let linear = |part, shape| weights.matrix(index, part, shape);
-        let vector = |part, length| weights.vector(index, part, length);
-        let names = weights.tensor_names();
-        let biases = match names.biases {
-            Some([q, k, v]) => Some([vector(q, query_width)?, vector(k, key_width)?, vector(v, key_width)?]),
-            None => None,
+        let hidden = config.hidden;
+        let [norm, out_norm, inner_norm, inner_out_norm] = weights.layer_norms(index, hidden)?;
+        let feed_forward = match config.experts.filter(|_| config.layers[index].has_experts) {
+            None => FeedForward::Dense(Box::new(Gated::new(weights.feed_forward(index, config)?))),
+            Some(experts) => {
+                let expert = |expert| weights.expert(index, expert, experts, hidden).map(Gated::new);
+                FeedForward::Experts {
+                    router: weights.router(index, [hidden, experts.count])?,
+                    experts: (0..experts.count).map(expert).collect::<Result<_, _>>()?,
+                }
+            }
         };
-        let head_norms = match names.head_norms {
-            Some([q, k]) => Some([vector(q, head_width)?, vector(k, head_width)?]),
-            None => None,
-        };
-        let [q, k, v] = names.qkv;
         Ok(Self {
-            norm: vector(names.norm, hidden)?,
-            qkv: [
-                weights.rotary_matrix(index, q, [hidden, query_width], heads)?,
-                weights.rotary_matrix(index, k, [hidden, key_width], kv_heads)?,
-                linear(v, [hidden, key_width])?,
-            ],
-            biases,
-            head_norms,
-            out: linear(names.out, [query_width, hidden])?,
-            inner_norm: vector(names.inner_norm, hidden)?,
-            gate: linear(names.gate, [hidden, inner])?,
-            up: linear(names.up, [hidden, inner])?,
-            down: linear(names.down, [inner, hidden])?,
+            norms: [norm, out_norm],
+            qkv: weights.qkv(index, config)?,
+            head_norms: weights.head_norms(index, config)?,
+            out: weights.out(index, config)?,
+            inner_norms: [inner_norm, inner_out_norm],
+            feed_forward,
         })
+    }
+
+    /// All its matrices but the router's.
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let networks = match &self.feed_forward {
+            FeedForward::Dense(gated) => std::slice::from_ref(&**gated),
+            FeedForward::Experts { experts, .. } => experts,
+        };
+        let networks = networks.iter().flat_map(|Gated { gate, up, down }| [gate, up, down]);
+        self.qkv.iter().chain([&self.out]).chain(networks)
     }
 }
 
@@ -85,8 +151,23 @@ struct Buffers {
     qkv: [Vec<f32>; 3],
     attended: Vec<f32>,
     product: Vec<f32>,
-    gate: Vec<f32>,
+    gated: GatedBuffers,
+    experts: ExpertBuffers,
+}
+
+#[derive(Default)]
+struct GatedBuffers {
+    gates: Vec<f32>,
     up: Vec<f32>,
+}
+
+#[derive(Default)]
+struct ExpertBuffers {
+    /// The scores, then the probabilities, of each row's experts.
+    scores: Vec<f32>,
+    /// The rows that an expert computes, and its results.
+    rows: Vec<f32>,
+    results: Vec<f32>,
 }
 
 /// Compares the logits of some layers after a known prompt, in the format of `weights`, with those of `reference`, the same
@@ -102,13 +183,14 @@ pub fn compare_with_f32(
     config: &DecoderConfig,
 ) -> Result<(), LoadError> {
     // Errors grow from layer to layer, so all are compared where the operator has not chosen the precision.
-    let layers = if spec.is_dtype_chosen { config.layers } else { config.layers.min(COMPARED_LAYERS) };
-    let config = DecoderConfig { layers, ..config.clone() };
+    let mut config = config.clone();
+    if !spec.is_dtype_chosen {
+        config.layers.truncate(COMPARED_LAYERS);
+    }
     let logits = |weights| {
         let mut decoder = Decoder::load(weights, &config, KNOWN_TOKENS)?;
-        let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;
         let blocks: Vec<u32> = (0..KNOWN_TOKENS.div_ceil(BLOCK) as u32).collect();
-        let kv = KvBlocks::new(KvShape { layers, heads, width, numbers: KvNumbers::F32 }, blocks.len());
+        let kv = KvBlocks::new(config.kv_shape(KvNumbers::F32), blocks.len());
         let mut kv = kv.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
         let mut logits = Vec::new();
         let span = Span { blocks: &blocks, first: 0, count: KNOWN_TOKENS };
@@ -125,33 +207,24 @@ impl Decoder {
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &DecoderWeights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
-        let DecoderConfig { hidden, vocabulary, .. } = *config;
+        let shape = [config.hidden, config.vocabulary];
         let layer = |index| Layer::load(weights, config, index);
         Ok(Self {
-            token_embeddings: weights.token_embeddings([hidden, vocabulary])?,
-            layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,
-            norm: weights.last_norm(hidden)?,
-            head: if config.is_tied { None } else { Some(weights.head([hidden, vocabulary])?) },
-            rotary: Rotary::from_frequencies(&config.frequencies, context),
+            token_embeddings: weights.token_embeddings(shape)?,
+            layers: (0..config.layers.len()).map(layer).collect::<Result<_, _>>()?,
+            norm: weights.last_norm(config.hidden)?,
+            head: if config.is_tied { None } else { Some(weights.head(shape)?) },
+            rotaries: config.rotaries(context),
             config: config.clone(),
             buffers: Buffers::default(),
         })
     }
 
-    /// All matrices, with their names in `weights`.
-    pub fn matrices(&self, weights: &DecoderWeights) -> Vec<(String, &Matrix)> {
-        let names = weights.tensor_names();
-        let [q, k, v] = names.qkv;
-        let mut all = vec![(weights.token_embeddings_name().to_owned(), &self.token_embeddings)];
-        all.extend(self.head.as_ref().map(|head| (weights.head_name().to_owned(), head)));
-        for (index, Layer { qkv: [queries, keys, values], out, gate, up, down, .. }) in
-            self.layers.iter().enumerate()
-        {
-            let layer_names = [q, k, v, names.out, names.gate, names.up, names.down];
-            let layer_names = layer_names.map(|part| weights.layer_name(index, part));
-            all.extend(layer_names.into_iter().zip([queries, keys, values, out, gate, up, down]));
-        }
-        all
+    /// All matrices, with their names in the cache.
+    pub fn matrices(&self) -> impl Iterator<Item = (String, &Matrix)> {
+        let beside = std::iter::once(&self.token_embeddings).chain(&self.head);
+        let all = beside.chain(self.layers.iter().flat_map(Layer::linears));
+        all.map(|linear| (linear.key.clone(), &linear.matrix))
     }
 
     /// Computes a step. For each row in `wanted`, writes the logits of the token that follows it to `logits`, which
@@ -185,11 +258,14 @@ impl Decoder {
         if ids.is_empty() {
             return;
         }
-        let DecoderConfig { hidden, .. } = self.config;
+        let DecoderConfig { hidden, embedding_scale, .. } = self.config;
         let mut buffers = std::mem::take(&mut self.buffers);
         buffers.x.resize(ids.len() * hidden, 0.0);
         for (id, row) in ids.iter().zip(buffers.x.chunks_exact_mut(hidden)) {
-            self.token_embeddings.column(*id as usize, row);
+            self.token_embeddings.matrix.column(*id as usize, row);
+        }
+        if embedding_scale != 1.0 {
+            buffers.x.iter_mut().for_each(|x| *x *= embedding_scale);
         }
         for (index, layer) in self.layers.iter().enumerate() {
             self.attention(layer, kv, index, spans, &mut buffers);
@@ -199,7 +275,8 @@ impl Decoder {
         wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
         let mut normed = vec![0.0; last.len()];
         rms_norm(&last, &self.norm, self.config.eps, &mut normed);
-        self.head.as_ref().unwrap_or(&self.token_embeddings).multiply(&normed, logits);
+        self.head.as_ref().unwrap_or(&self.token_embeddings).matrix.multiply(&normed, logits);
+        self.config.finish_logits(logits);
         self.buffers = buffers;
     }
 
@@ -212,20 +289,11 @@ impl Decoder {
         spans: &[Span<'_>],
         buffers: &mut Buffers,
     ) {
-        let DecoderConfig { hidden, head_width, eps, .. } = self.config;
+        let DecoderConfig { head_width, eps, query_growth, .. } = self.config;
+        let LayerConfig { rotation, .. } = self.config.layers[index];
         let Buffers { x, normed, qkv, attended, product, .. } = buffers;
-        let rows = x.len() / hidden;
-        normed.resize(x.len(), 0.0);
-        rms_norm(x, &layer.norm, eps, normed);
-        for (part, matrix) in qkv.iter_mut().zip(&layer.qkv) {
-            part.resize(rows * matrix.width(), 0.0);
-        }
-        multiply_together(layer.qkv.each_ref(), normed, qkv.each_mut().map(Vec::as_mut_slice));
-        for (part, biases) in qkv.iter_mut().zip(layer.biases.iter().flatten()) {
-            for row in part.chunks_exact_mut(biases.len()) {
-                row.iter_mut().zip(biases).for_each(|(x, bias)| *x += bias);
-            }
-        }
+        norm_or_copy(layer.norms[0].as_ref(), x, eps, normed);
+        apply_together(layer.qkv.each_ref(), normed, qkv.each_mut());
         if let Some(norms) = &layer.head_norms {
             for (part, norm) in qkv.iter_mut().zip(norms) {
                 let rows = part.clone();
@@ -233,40 +301,117 @@ impl Decoder {
             }
         }
         let [queries, keys, values] = qkv;
-        let (query_width, key_width) = (layer.qkv[0].width(), layer.qkv[1].width());
+        let rotary = rotation.map(|rotation| &self.rotaries[rotation]);
         let positions = spans
             .iter()
             .flat_map(|span| (span.first..span.first + span.count).map(|position| (*span, position)));
         let tokens = queries
-            .chunks_exact_mut(query_width)
-            .zip(keys.chunks_exact_mut(key_width))
-            .zip(values.chunks_exact(key_width));
+            .chunks_exact_mut(self.config.query_width())
+            .zip(keys.chunks_exact_mut(self.config.key_width()))
+            .zip(values.chunks_exact(self.config.key_width()));
         for ((span, position), ((query, key), value)) in positions.zip(tokens) {
-            self.rotary.rotate(position, query);
-            self.rotary.rotate(position, key);
+            if let Some(rotary) = rotary {
+                rotary.rotate(position, query);
+                rotary.rotate(position, key);
+            }
+            if let Some(growth) = query_growth {
+                let factor = growth.at(position);
+                query.iter_mut().for_each(|x| *x *= factor);
+            }
             let heads = key.chunks_exact(head_width).zip(value.chunks_exact(head_width));
             for (head, (key, value)) in heads.enumerate() {
                 kv.put(span.cache_position(position), index, head, key, value);
             }
         }
         attended.resize(queries.len(), 0.0);
-        attend(kv, index, spans, queries, attended);
-        product.resize(x.len(), 0.0);
-        layer.out.multiply(attended, product);
-        x.iter_mut().zip(product).for_each(|(x, product)| *x += *product);
+        let scoring = self.config.scoring(&self.config.layers[index]);
+        attend(kv, index, scoring, spans, queries, attended);
+        layer.out.apply(attended, product);
+        self.add(x, product, layer.norms[1].as_ref(), normed);
     }
 
-    /// x += (silu(norm(x)·G) * norm(x)·U)·D.
+    /// x += the feed-forward sublayer of norm(x).
     fn feed_forward(&self, layer: &Layer, buffers: &mut Buffers) {
-        let DecoderConfig { hidden, inner, eps, .. } = self.config;
-        let Buffers { x, normed, product, gate: gates, up, .. } = buffers;
-        let rows = x.len() / hidden;
-        rms_norm(x, &layer.inner_norm, eps, normed);
-        gates.resize(rows * inner, 0.0);
-        up.resize(rows * inner, 0.0);
-        multiply_together([&layer.gate, &layer.up], normed, [gates, up]);
-        silu_multiply(gates, up);
-        layer.down.multiply(gates, product);
-        x.iter_mut().zip(product).for_each(|(x, product)| *x += *product);
+        let DecoderConfig { eps, activation, .. } = self.config;
+        let Buffers { x, normed, product, gated, experts: expert_buffers, .. } = buffers;
+        norm_or_copy(layer.inner_norms[0].as_ref(), x, eps, normed);
+        match (&layer.feed_forward, self.config.experts) {
+            (FeedForward::Dense(network), _) => network.apply(activation, normed, gated, product),
+            (FeedForward::Experts { router, experts }, Some(sizes)) => {
+                let ExpertBuffers { scores, rows, results } = expert_buffers;
+                scores.resize(normed.len() / router.depth() * router.width(), 0.0);
+                router.multiply(normed, scores);
+                let chosen: Vec<Vec<(usize, f32)>> = scores
+                    .chunks_exact_mut(sizes.count)
+                    .map(|scores| choose_experts(scores, sizes))
+                    .collect();
+                let hidden = self.config.hidden;
+                product.clear();
+                product.resize(x.len(), 0.0);
+                // A row's sum is in the order of the experts, whatever the other rows are.
+                for (index, expert) in experts.iter().enumerate() {
+                    let weight_of = |(row, chosen): (usize, &Vec<(usize, f32)>)| {
+                        let (_, weight) = chosen.iter().find(|(expert, _)| *expert == index)?;
+                        Some((row, *weight))
+                    };
+                    let own: Vec<(usize, f32)> = chosen.iter().enumerate().filter_map(weight_of).collect();
+                    if own.is_empty() {
+                        continue;
+                    }
+                    rows.clear();
+                    own.iter().for_each(|(row, _)| rows.extend_from_slice(&normed[row * hidden..][..hidden]));
+                    expert.apply(activation, rows, gated, results);
+                    for ((row, weight), result) in own.iter().zip(results.chunks_exact(hidden)) {
+                        let sum = &mut product[row * hidden..][..hidden];
+                        sum.iter_mut().zip(result).for_each(|(sum, result)| *sum += weight * result);
+                    }
+                }
+            }
+            (FeedForward::Experts { .. }, None) => unreachable!("experts are loaded if there are some"),
+        }
+        self.add(x, product, layer.inner_norms[1].as_ref(), normed);
     }
+
+    /// x += norm(`result`), times the factor of results. `scratch` is overwritten.
+    fn add(&self, x: &mut [f32], result: &mut Vec<f32>, norm: Option<&Vec<f32>>, scratch: &mut Vec<f32>) {
+        if norm.is_some() {
+            norm_or_copy(norm, result, self.config.eps, scratch);
+            std::mem::swap(result, scratch);
+        }
+        let scale = self.config.residual_scale;
+        if scale == 1.0 {
+            x.iter_mut().zip(result).for_each(|(x, result)| *x += *result);
+        } else {
+            x.iter_mut().zip(result).for_each(|(x, result)| *x += scale * *result);
+        }
+    }
+}
+
+/// `out` ← the normalised rows, or a copy of them if there is no norm.
+fn norm_or_copy(norm: Option<&Vec<f32>>, rows: &[f32], eps: f32, out: &mut Vec<f32>) {
+    out.resize(rows.len(), 0.0);
+    match norm {
+        Some(norm) => rms_norm(rows, norm, eps, out),
+        None => out.copy_from_slice(rows),
+    }
+}
+
+/// The experts of a token with their weights, the likeliest first. `scores` become probabilities. Of equally likely experts
+/// those with lower numbers are chosen. If a score is not finite, the weights are not finite either, so that the token's
+/// logits show it.
+pub(super) fn choose_experts(
+    scores: &mut [f32],
+    Experts { used, is_normalised, .. }: Experts,
+) -> Vec<(usize, f32)> {
+    let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    scores.iter_mut().for_each(|score| *score = (*score - most).exp());
+    let sum: f32 = scores.iter().sum();
+    let mut all: Vec<(usize, f32)> = scores.iter().map(|score| score / sum).enumerate().collect();
+    all.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    all.truncate(used);
+    if is_normalised {
+        let sum: f32 = all.iter().map(|(_, weight)| weight).sum();
+        all.iter_mut().for_each(|(_, weight)| *weight /= sum);
+    }
+    all
 }

@@ -1,9 +1,15 @@
-//! Decoder networks, which generate text: Llama, Qwen2, Qwen3. One step (a forward pass) takes tokens of any number of
-//! sequences, one row for each token. This file defines the names of tensors; `host` and `on_device` compute.
+//! Decoder networks, which generate text. All are one network, described by its configuration. One step (a forward pass)
+//! takes tokens of any number of sequences, one row for each token.
+//!
+//! `architectures` is the table of what is served, `config` the description, `read` makes it from a model's files, and
+//! `host` and `on_device` compute. This file finds the tensors by their names.
 
+pub mod architectures;
 pub mod config;
 mod host;
 mod on_device;
+mod read;
+pub mod rope;
 
 pub use host::{Decoder, compare_with_f32};
 pub use on_device::{DeviceDecoder, KvSizes};
@@ -12,7 +18,9 @@ use std::path::PathBuf;
 
 use candle_core::Device;
 
-use self::config::{DecoderConfig, Family};
+use self::architectures::{Architecture, HeadNorms, Norms};
+use self::config::{DecoderConfig, Experts};
+use self::host::Linear;
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
@@ -36,7 +44,7 @@ pub enum CachedDecoder {
     /// On the host. A token's results are the same to the last bit, whatever else is in the batch.
     Host(Box<Decoder>, KvBlocks),
     /// On any device, by candle's operations.
-    Device(DeviceDecoder),
+    Device(Box<DeviceDecoder>),
 }
 
 impl CachedDecoder {
@@ -72,7 +80,7 @@ impl CachedDecoder {
 /// A decoder's tensors by their names in its files.
 pub struct DecoderWeights {
     files: Files,
-    family: Family,
+    architecture: &'static Architecture,
     /// The cache of packed matrices, if there is one.
     packed_cache: Option<PackedCache>,
     /// The format to which rows are converted before they are multiplied with quantised matrices.
@@ -84,57 +92,80 @@ enum Files {
     Gguf(Gguf),
 }
 
-/// The names of a layer's tensors.
-pub struct TensorNames {
-    /// The norm before attention.
-    pub norm: &'static str,
-    /// The projections to queries, keys and values.
-    pub qkv: [&'static str; 3],
-    /// The biases of these projections, where the architecture has them.
-    pub biases: Option<[&'static str; 3]>,
-    /// The norms of heads of queries and keys, where the architecture has them.
-    pub head_norms: Option<[&'static str; 2]>,
-    /// The output matrix of attention, O.
-    pub out: &'static str,
-    /// The norm before the feed-forward sublayer.
-    pub inner_norm: &'static str,
-    /// The gate of the feed-forward sublayer, G.
-    pub gate: &'static str,
-    /// The up projection, U.
-    pub up: &'static str,
-    /// The down projection, D.
-    pub down: &'static str,
+/// A part of a layer, by its name in safetensors and in GGUF files.
+#[derive(Clone, Copy)]
+struct Part {
+    safetensors: &'static str,
+    gguf: &'static str,
 }
 
-/// The name of the output projection (the LM head) in safetensors files. It never has a prefix.
+/// The parts of a layer.
+mod parts {
+    use super::Part;
+
+    const fn part(safetensors: &'static str, gguf: &'static str) -> Part {
+        Part { safetensors, gguf }
+    }
+
+    pub const NORM: Part = part("input_layernorm", "attn_norm");
+    /// In layers with norms after their sublayers, this norm follows attention.
+    pub const POST_NORM: Part = part("post_attention_layernorm", "post_attention_norm");
+    /// The same name in safetensors files, where it precedes the feed-forward sublayer.
+    pub const INNER_NORM: Part = part("post_attention_layernorm", "ffn_norm");
+    pub const PRE_INNER_NORM: Part = part("pre_feedforward_layernorm", "ffn_norm");
+    pub const POST_INNER_NORM: Part = part("post_feedforward_layernorm", "post_ffw_norm");
+    pub const QKV: [Part; 3] = [
+        part("self_attn.q_proj", "attn_q"),
+        part("self_attn.k_proj", "attn_k"),
+        part("self_attn.v_proj", "attn_v"),
+    ];
+    pub const FUSED_QKV: Part = part("self_attn.qkv_proj", "attn_qkv");
+    pub const HEAD_NORMS: [Part; 2] =
+        [part("self_attn.q_norm", "attn_q_norm"), part("self_attn.k_norm", "attn_k_norm")];
+    pub const OUT: Part = part("self_attn.o_proj", "attn_output");
+    pub const GATE: Part = part("mlp.gate_proj", "ffn_gate");
+    pub const UP: Part = part("mlp.up_proj", "ffn_up");
+    /// The gate, and below it the up projection.
+    pub const FUSED_GATE_UP: Part = part("mlp.gate_up_proj", "ffn_up");
+    pub const DOWN: Part = part("mlp.down_proj", "ffn_down");
+    pub const ROUTER: Part = part("mlp.gate", "ffn_gate_inp");
+    /// The matrices of experts: in safetensors files one tensor for each expert, in GGUF files all in one.
+    pub const EXPERTS: [Part; 3] = [
+        part("gate_proj", "ffn_gate_exps"),
+        part("up_proj", "ffn_up_exps"),
+        part("down_proj", "ffn_down_exps"),
+    ];
+}
+
+/// Where a matrix is in the files: in these rows of a tensor.
+struct Place {
+    /// The tensor's name.
+    tensor: String,
+    /// The tensor's shape; the rows are those of its last dimension.
+    shape: Vec<usize>,
+    /// The matrix's first row.
+    first_row: usize,
+}
+
+impl Place {
+    /// A name for the packed matrix.
+    fn key(&self) -> String {
+        let Self { tensor, shape, first_row } = self;
+        match (shape.len(), *first_row) {
+            (2, 0) => tensor.clone(),
+            _ => format!("{tensor} from row {first_row}"),
+        }
+    }
+}
+
+/// The name of the output projection (the LM head) in safetensors files. It has no prefix but that of the text part.
 const HEAD: &str = "lm_head.weight";
 
 /// The name of the token embeddings in GGUF files.
 pub const GGUF_EMBEDDINGS: &str = "token_embd.weight";
 
-const SAFETENSORS: TensorNames = TensorNames {
-    norm: "input_layernorm.weight",
-    qkv: ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
-    biases: Some(["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]),
-    head_norms: Some(["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
-    out: "self_attn.o_proj.weight",
-    inner_norm: "post_attention_layernorm.weight",
-    gate: "mlp.gate_proj.weight",
-    up: "mlp.up_proj.weight",
-    down: "mlp.down_proj.weight",
-};
-
-const GGUF: TensorNames = TensorNames {
-    norm: "attn_norm.weight",
-    qkv: ["attn_q.weight", "attn_k.weight", "attn_v.weight"],
-    biases: Some(["attn_q.bias", "attn_k.bias", "attn_v.bias"]),
-    head_norms: Some(["attn_q_norm.weight", "attn_k_norm.weight"]),
-    out: "attn_output.weight",
-    inner_norm: "ffn_norm.weight",
-    gate: "ffn_gate.weight",
-    up: "ffn_up.weight",
-    down: "ffn_down.weight",
-};
+/// The prefixes of tensors in safetensors files: of a decoder, and of the text part of a model for images and text.
+const BASES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
 impl DecoderWeights {
     /// The tensors of safetensors files. `format` is the number format of the matrices.
@@ -147,12 +178,17 @@ impl DecoderWeights {
         format: NumberFormat,
     ) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
-        let (base, marker) = ("model", "embed_tokens.weight");
         let precision = Precision { matrices: format, ..Precision::F32 };
-        let tensors = Weights::read(&paths, base, marker, &Device::Cpu, precision)?;
+        let read = |base| Weights::read(&paths, base, "embed_tokens.weight", &Device::Cpu, precision);
+        let mut tensors = read(BASES[0])?;
+        for base in &BASES[1..] {
+            if tensors.prefix().is_empty() {
+                tensors = read(base)?;
+            }
+        }
         Ok(Self {
             files: Files::Safetensors(tensors),
-            family: config.family,
+            architecture: config.architecture,
             packed_cache: None,
             row_format: RowFormat::F32,
         })
@@ -162,7 +198,7 @@ impl DecoderWeights {
     pub fn from_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
         Self {
             files: Files::Gguf(gguf),
-            family: config.family,
+            architecture: config.architecture,
             packed_cache: None,
             row_format: RowFormat::F32,
         }
@@ -178,115 +214,251 @@ impl DecoderWeights {
         self.row_format = rows;
     }
 
-    /// The full name of a layer's tensor.
-    fn layer_name(&self, index: usize, part: &str) -> String {
-        match self.files {
-            Files::Safetensors(_) => format!("layers.{index}.{part}"),
-            Files::Gguf(_) => format!("blk.{index}.{part}"),
-        }
-    }
-
-    /// The names of a layer's tensors.
-    fn tensor_names(&self) -> TensorNames {
-        let names = match self.files {
-            Files::Safetensors(_) => SAFETENSORS,
-            Files::Gguf(_) => GGUF,
-        };
-        TensorNames {
-            biases: names.biases.filter(|_| self.family == Family::Qwen2),
-            head_norms: names.head_norms.filter(|_| self.family == Family::Qwen3),
-            ..names
-        }
-    }
-
-    fn vector(&self, layer: usize, part: &str, length: usize) -> Result<Vec<f32>, LoadError> {
-        self.vector_by_name(&self.layer_name(layer, part), length)
-    }
-
-    fn vector_by_name(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+    /// The full name of a layer's tensor; `kind` is `weight` or `bias`.
+    fn name(&self, layer: usize, part: Part, kind: &str) -> String {
         match &self.files {
-            Files::Safetensors(tensors) => tensors.values(&format!("{}{name}", tensors.prefix()), &[length]),
+            Files::Safetensors(tensors) => {
+                format!("{}layers.{layer}.{}.{kind}", tensors.prefix(), part.safetensors)
+            }
+            Files::Gguf(_) => format!("blk.{layer}.{}.{kind}", part.gguf),
+        }
+    }
+
+    /// A name beside the layers: with the prefix in safetensors files, or that in GGUF files.
+    fn other_name(&self, safetensors: &str, gguf: &str) -> String {
+        match &self.files {
+            Files::Safetensors(tensors) => format!("{}{safetensors}", tensors.prefix()),
+            Files::Gguf(_) => gguf.to_owned(),
+        }
+    }
+
+    fn vector(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+        match &self.files {
+            Files::Safetensors(tensors) => tensors.values(name, &[length]),
             Files::Gguf(gguf) => gguf.vector(name, length),
         }
     }
 
-    /// The matrix `[inputs, outputs]` of a linear layer.
-    fn matrix(&self, layer: usize, part: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.matrix_by_name(&self.layer_name(layer, part), shape, |column| column)
+    /// The weights of a norm, whose name is `name`.
+    fn norm(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+        let mut weights = self.vector(name, length)?;
+        if matches!(self.files, Files::Safetensors(_)) {
+            weights.iter_mut().for_each(|weight| *weight += self.architecture.norm_offset);
+        }
+        Ok(weights)
     }
 
-    /// The projection to queries or keys, whose heads are rotated in pairs of numbers. In GGUF files of Llama the two
-    /// numbers of a pair are adjacent; in all other files, and in the result, they are half a head apart.
-    fn rotary_matrix(
-        &self,
-        layer: usize,
-        part: &str,
-        shape: [usize; 2],
-        heads: usize,
-    ) -> Result<Matrix, LoadError> {
-        let width = shape[1] / heads;
-        let is_interleaved = matches!(self.files, Files::Gguf(_)) && self.family == Family::Llama;
-        self.matrix_by_name(&self.layer_name(layer, part), shape, |column| {
-            if !is_interleaved {
-                return column;
-            }
-            let (head, index_in_head) = (column / width, column % width);
-            let (half, pair) = (index_in_head / (width / 2), index_in_head % (width / 2));
-            head * width + 2 * pair + half
+    /// The norms of a layer: before and after attention, before and after the feed-forward sublayer.
+    fn layer_norms(&self, layer: usize, hidden: usize) -> Result<[Option<Vec<f32>>; 4], LoadError> {
+        let norm = |part| self.norm(&self.name(layer, part, "weight"), hidden).map(Some);
+        Ok(match self.architecture.norms {
+            Norms::Before => [norm(parts::NORM)?, None, norm(parts::INNER_NORM)?, None],
+            Norms::After => [None, norm(parts::POST_NORM)?, None, norm(parts::POST_INNER_NORM)?],
+            Norms::Both => [
+                norm(parts::NORM)?,
+                norm(parts::POST_NORM)?,
+                norm(parts::PRE_INNER_NORM)?,
+                norm(parts::POST_INNER_NORM)?,
+            ],
         })
     }
 
-    /// Reads the matrix `name` `[inputs, outputs]`, from the cache if it is there. In a GGUF file, column `c` of the
-    /// result is row `row(c)` of the file's matrix; `row` is not used for other files.
-    fn matrix_by_name(
+    /// The norms of queries and keys. In GGUF files with adjacent pairs, their numbers are in the order of the matrices'.
+    fn head_norms(&self, layer: usize, config: &DecoderConfig) -> Result<Option<[Vec<f32>; 2]>, LoadError> {
+        let lengths = match self.architecture.head_norms {
+            HeadNorms::None => return Ok(None),
+            HeadNorms::Each => [config.head_width; 2],
+            HeadNorms::All => [config.query_width(), config.key_width()],
+        };
+        let norm =
+            |index: usize| self.norm(&self.name(layer, parts::HEAD_NORMS[index], "weight"), lengths[index]);
+        Ok(Some([norm(0)?, norm(1)?]))
+    }
+
+    /// The linear layer of one part.
+    fn linear(
         &self,
-        name: &str,
-        [inputs, outputs]: [usize; 2],
+        layer: usize,
+        part: Part,
+        shape: [usize; 2],
+        has_bias: bool,
+    ) -> Result<Linear, LoadError> {
+        self.rows_of(layer, part, shape, 0, shape[1], has_bias, |column| column)
+    }
+
+    /// The output matrix of attention.
+    fn out(&self, layer: usize, config: &DecoderConfig) -> Result<Linear, LoadError> {
+        self.linear(layer, parts::OUT, [config.query_width(), config.hidden], config.biases.out)
+    }
+
+    /// The matrix that gives each expert's score. It is kept in f32, since a small difference may choose another expert.
+    fn router(&self, layer: usize, [hidden, count]: [usize; 2]) -> Result<Matrix, LoadError> {
+        let name = self.name(layer, parts::ROUTER, "weight");
+        match &self.files {
+            Files::Safetensors(tensors) => {
+                Ok(Matrix::of_f32(&tensors.values(&name, &[count, hidden])?, hidden))
+            }
+            Files::Gguf(gguf) => {
+                gguf.matrix_of_rows(&name, &[count, hidden], [hidden, count], |column| column)
+            }
+        }
+    }
+
+    /// The projections to queries, keys and values.
+    fn qkv(&self, layer: usize, config: &DecoderConfig) -> Result<[Linear; 3], LoadError> {
+        let DecoderConfig { hidden, head_width, .. } = *config;
+        let widths = [config.query_width(), config.key_width(), config.key_width()];
+        let is_adjacent = matches!(self.files, Files::Gguf(_)) && self.architecture.gguf_has_adjacent_pairs;
+        let linear = |index: usize| {
+            // Queries and keys are rotated; in the result, the two numbers of a pair are half a head apart.
+            let rotated = config.rotations.first().map_or(0, |rotation| 2 * rotation.frequencies.len());
+            let row = |column: usize| {
+                let (head, at) = (column / head_width, column % head_width);
+                if !is_adjacent || index == 2 || at >= rotated {
+                    return column;
+                }
+                let (half, pair) = (at / (rotated / 2), at % (rotated / 2));
+                head * head_width + 2 * pair + half
+            };
+            let shape = [hidden, widths[index]];
+            match self.architecture.is_fused {
+                true => {
+                    let (first, rows) = (widths[..index].iter().sum(), widths.iter().sum());
+                    self.rows_of(layer, parts::FUSED_QKV, shape, first, rows, config.biases.qkv, row)
+                }
+                false => self.rows_of(layer, parts::QKV[index], shape, 0, shape[1], config.biases.qkv, row),
+            }
+        };
+        Ok([linear(0)?, linear(1)?, linear(2)?])
+    }
+
+    /// The gate, the up and the down projection of a layer without experts.
+    fn feed_forward(&self, layer: usize, config: &DecoderConfig) -> Result<[Linear; 3], LoadError> {
+        let DecoderConfig { hidden, inner, biases, .. } = *config;
+        let has_bias = biases.feed_forward;
+        let down = self.linear(layer, parts::DOWN, [inner, hidden], has_bias)?;
+        let shape = [hidden, inner];
+        if self.architecture.is_fused {
+            let half = |first| {
+                self.rows_of(layer, parts::FUSED_GATE_UP, shape, first, 2 * inner, has_bias, |column| column)
+            };
+            return Ok([half(0)?, half(inner)?, down]);
+        }
+        let linear = |part| self.linear(layer, part, shape, has_bias);
+        Ok([linear(parts::GATE)?, linear(parts::UP)?, down])
+    }
+
+    /// The gate, the up and the down projection of an expert.
+    fn expert(
+        &self,
+        layer: usize,
+        expert: usize,
+        experts: Experts,
+        hidden: usize,
+    ) -> Result<[Linear; 3], LoadError> {
+        let linear = |index: usize| {
+            let part = parts::EXPERTS[index];
+            let [inputs, outputs] =
+                if index == 2 { [experts.inner, hidden] } else { [hidden, experts.inner] };
+            let place = match &self.files {
+                Files::Safetensors(tensors) => Place {
+                    tensor: format!(
+                        "{}layers.{layer}.mlp.experts.{expert}.{}.weight",
+                        tensors.prefix(),
+                        part.safetensors
+                    ),
+                    shape: vec![outputs, inputs],
+                    first_row: 0,
+                },
+                Files::Gguf(_) => Place {
+                    tensor: self.name(layer, part, "weight"),
+                    shape: vec![experts.count, outputs, inputs],
+                    first_row: expert * outputs,
+                },
+            };
+            let matrix = self.matrix(&place, [inputs, outputs], |column| column)?;
+            Ok(Linear { key: place.key(), matrix, bias: None })
+        };
+        Ok([linear(0)?, linear(1)?, linear(2)?])
+    }
+
+    /// The linear layer `[inputs, outputs]` whose matrix is some rows of a part's tensor: from `first` on, of `rows`. In a
+    /// GGUF file, column `c` of the result is row `row(c)` of these; `row` is not used for other files.
+    #[expect(clippy::too_many_arguments, reason = "a place in a file has many coordinates")]
+    fn rows_of(
+        &self,
+        layer: usize,
+        part: Part,
+        shape: [usize; 2],
+        first: usize,
+        rows: usize,
+        has_bias: bool,
+        row: impl Fn(usize) -> usize,
+    ) -> Result<Linear, LoadError> {
+        let bias = match has_bias {
+            true => {
+                let all = self.vector(&self.name(layer, part, "bias"), rows)?;
+                let of_column = |column| match self.files {
+                    Files::Safetensors(_) => all[first + column],
+                    Files::Gguf(_) => all[first + row(column)],
+                };
+                Some((0..shape[1]).map(of_column).collect())
+            }
+            false => None,
+        };
+        let tensor = self.name(layer, part, "weight");
+        let place = Place { tensor, shape: vec![rows, shape[0]], first_row: first };
+        let matrix = self.matrix(&place, shape, row)?;
+        Ok(Linear { key: place.key(), matrix, bias })
+    }
+
+    /// Reads a matrix `[inputs, outputs]`, from the cache if it is there. `row` is as for [`Self::rows_of`].
+    fn matrix(
+        &self,
+        place: &Place,
+        shape: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(name, [inputs, outputs]));
+        let cached = self.packed_cache.as_ref().and_then(|cache| cache.matrix(&place.key(), shape));
+        let Place { tensor, shape: whole, first_row } = place;
         let matrix = match (cached, &self.files) {
             (Some(matrix), _) => matrix,
-            (None, Files::Safetensors(tensors)) if name == HEAD => {
-                tensors.matrix_by_full_name(name, [inputs, outputs])?
+            (None, Files::Safetensors(tensors)) => {
+                tensors.matrix_of_rows(tensor, whole, *first_row, shape)?
             }
-            (None, Files::Safetensors(tensors)) => tensors.matrix(name, [inputs, outputs])?,
-            (None, Files::Gguf(gguf)) => gguf.matrix(name, [inputs, outputs], row)?,
+            (None, Files::Gguf(gguf)) => {
+                gguf.matrix_of_rows(tensor, whole, shape, |column| first_row + row(column))?
+            }
         };
         Ok(matrix.with_rows_as(self.row_format))
     }
 
+    /// A matrix beside the layers, with its name for the cache.
+    fn other_matrix(&self, tensor: String, [inputs, outputs]: [usize; 2]) -> Result<Linear, LoadError> {
+        let place = Place { tensor, shape: vec![outputs, inputs], first_row: 0 };
+        let matrix = self.matrix(&place, [inputs, outputs], |column| column)?;
+        Ok(Linear { key: place.tensor, matrix, bias: None })
+    }
+
     /// The token embeddings `[hidden, vocabulary]`.
-    fn token_embeddings(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.matrix_by_name(self.token_embeddings_name(), shape, |column| column)
+    fn token_embeddings(&self, shape: [usize; 2]) -> Result<Linear, LoadError> {
+        self.other_matrix(self.other_name("embed_tokens.weight", GGUF_EMBEDDINGS), shape)
     }
 
     /// The output projection.
-    fn head(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.matrix_by_name(self.head_name(), shape, |column| column)
-    }
-
-    fn token_embeddings_name(&self) -> &'static str {
-        match self.files {
-            Files::Safetensors(_) => "embed_tokens.weight",
-            Files::Gguf(_) => GGUF_EMBEDDINGS,
-        }
-    }
-
-    fn head_name(&self) -> &'static str {
-        match self.files {
-            Files::Safetensors(_) => HEAD,
-            Files::Gguf(_) => "output.weight",
-        }
+    fn head(&self, shape: [usize; 2]) -> Result<Linear, LoadError> {
+        let name = match &self.files {
+            // A text part has its own prefix, and may have the head within or beside it.
+            Files::Safetensors(tensors) if tensors.prefix() == "language_model.model." => {
+                format!("language_model.{HEAD}")
+            }
+            Files::Safetensors(_) => HEAD.to_owned(),
+            Files::Gguf(_) => "output.weight".to_owned(),
+        };
+        self.other_matrix(name, shape)
     }
 
     fn last_norm(&self, hidden: usize) -> Result<Vec<f32>, LoadError> {
-        self.vector_by_name(
-            match self.files {
-                Files::Safetensors(_) => "norm.weight",
-                Files::Gguf(_) => "output_norm.weight",
-            },
-            hidden,
-        )
+        self.norm(&self.other_name("norm.weight", "output_norm.weight"), hidden)
     }
 }

@@ -12,13 +12,14 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::rope;
 
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, LayerConfig};
+use super::host::{FeedForward, Gated, Linear, choose_experts};
 use super::{DecoderWeights, KNOWN_TOKENS, host, known_ids};
 use crate::model::nets::cached_attention::{Group, Packed, indices, linear, token_slot};
 use crate::model::nets::{fitness, uniform_precision};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, KvNumbers};
-use crate::model::ops::{Matrix, Rotary, cos_sin};
+use crate::model::ops::{Activation, Matrix, Rotary, cos_sin};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 /// Candle's kernels count the numbers of a tensor in 32 bits (candle-kernels, indexing.cu).
@@ -47,35 +48,81 @@ pub struct DeviceDecoder {
     norm: Tensor,
     /// `[vocabulary, hidden]`; the same tensor as the token embeddings if the two are tied.
     head: Tensor,
-    rotary: Rotary,
+    /// One for each of the configuration's rotations.
+    rotaries: Vec<Rotary>,
+    /// The windows of the layers, each once.
+    windows: Vec<Option<usize>>,
     /// The slot with which shorter sequences are padded. No token is written to it, and its keys and values are zeros.
     padding_slot: u32,
 }
 
 /// Matrices are `[width, depth]` in the precision of the weights, vectors f32.
 struct Layer {
-    norm: Tensor,
+    config: LayerConfig,
+    /// The norms before and after attention.
+    norms: [Option<Tensor>; 2],
     /// The projections to queries, keys and values, one below the other.
-    qkv: Tensor,
-    biases: Option<Tensor>,
+    qkv: DeviceLinear,
     head_norms: Option<[Tensor; 2]>,
-    out: Tensor,
-    inner_norm: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
+    out: DeviceLinear,
+    /// The norms before and after the feed-forward sublayer.
+    inner_norms: [Option<Tensor>; 2],
+    /// None in layers without experts.
+    router: Option<Tensor>,
+    /// The feed-forward network, or the experts.
+    networks: Vec<DeviceGated>,
     /// Keys and values: `[kv_heads, blocks·BLOCK + 1, head_width]`. The heads come first, so that the slots that are
     /// selected for some sequences are a batch of matrices, which needs no transposition.
     kv: [Tensor; 2],
+}
+
+/// A matrix with its bias.
+struct DeviceLinear {
+    matrix: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl DeviceLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let product = linear(x, &self.matrix)?;
+        match &self.bias {
+            Some(bias) => product.broadcast_add(bias),
+            None => Ok(product),
+        }
+    }
+}
+
+/// (activation(x·G) * x·U)·D.
+struct DeviceGated {
+    gate: DeviceLinear,
+    up: DeviceLinear,
+    down: DeviceLinear,
+}
+
+impl DeviceGated {
+    fn forward(&self, activation: Activation, x: &Tensor) -> Result<Tensor> {
+        let gates = self.gate.forward(x)?;
+        let gates = match activation {
+            Activation::Silu => gates.silu()?,
+            Activation::Gelu => gates.gelu_erf()?,
+            Activation::GeluTanh => gates.gelu()?,
+            Activation::Relu => gates.relu()?,
+            Activation::Identity => gates,
+        };
+        self.down.forward(&(gates * self.up.forward(x)?)?)
+    }
 }
 
 /// The parts of a step that all layers share.
 struct Step {
     /// The slots to which the rows' keys and values are written: `[kv_heads, rows, head_width]`.
     slots: Tensor,
-    /// Cosines and sines of the rotation at the rows' positions.
-    cos_sin: [Tensor; 2],
-    groups: Vec<Group>,
+    /// Cosines and sines at the rows' positions, for each of the configuration's rotations.
+    cos_sin: Vec<[Tensor; 2]>,
+    /// The factors of queries, `[1, rows, 1]`, if they depend on the positions.
+    growth: Option<Tensor>,
+    /// The groups of rows for each of the decoder's windows.
+    groups: Vec<Vec<Group>>,
 }
 
 impl DeviceDecoder {
@@ -104,19 +151,25 @@ impl DeviceDecoder {
             });
         }
         let upload = Upload { spec, device, dtype: uniform_precision(spec)?.tensors };
-        let token_embeddings = upload.matrix(&weights.token_embeddings([hidden, vocabulary])?)?;
+        let token_embeddings = upload.matrix(&weights.token_embeddings([hidden, vocabulary])?.matrix)?;
         let head = match config.is_tied {
             true => token_embeddings.clone(),
-            false => upload.matrix(&weights.head([hidden, vocabulary])?)?,
+            false => upload.matrix(&weights.head([hidden, vocabulary])?.matrix)?,
         };
-        let layer =
-            |index| upload.layer(host::Layer::load(weights, config, index)?, config, slots, kv_sizes.numbers);
+        let layer = |index| {
+            let kv = upload.kv(config, slots, kv_sizes.numbers)?;
+            upload.layer(host::Layer::load(weights, config, index)?, config.layers[index], kv)
+        };
+        let mut windows: Vec<Option<usize>> = config.layers.iter().map(|layer| layer.window).collect();
+        windows.sort_unstable();
+        windows.dedup();
         Ok(Self {
-            layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
+            layers: (0..config.layers.len()).map(layer).collect::<Loaded<_>>()?,
+            windows,
             norm: upload.vector(weights.last_norm(hidden)?)?,
             token_embeddings,
             head,
-            rotary: Rotary::from_frequencies(&config.frequencies, kv_sizes.context.max(KNOWN_TOKENS)),
+            rotaries: config.rotaries(kv_sizes.context.max(KNOWN_TOKENS)),
             // Fits into 32 bits, by the check above.
             padding_slot: (slots - 1) as u32,
             device: device.clone(),
@@ -157,14 +210,14 @@ impl DeviceDecoder {
         if !fitness::needs_comparison(&self.device, spec.dtype) {
             return Ok(());
         }
-        let config =
-            DecoderConfig { layers: self.layers.len().min(fitness::COMPARED_LAYERS), ..self.config.clone() };
+        let mut config = self.config.clone();
+        config.layers.truncate(fitness::COMPARED_LAYERS);
         let kv_sizes = KvSizes { context: KNOWN_TOKENS, blocks: KNOWN_TOKENS.div_ceil(BLOCK), numbers };
         let cpu_spec = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
         let reference = Self::load(&cpu_spec, &Device::Cpu, weights, &config, kv_sizes)?;
         let (found, expected) = (
-            self.known_logits(config.layers).map_err(candle)?,
-            reference.known_logits(config.layers).map_err(candle)?,
+            self.known_logits(config.layers.len()).map_err(candle)?,
+            reference.known_logits(config.layers.len()).map_err(candle)?,
         );
         fitness::compare(spec, &format!("prompt of {KNOWN_TOKENS} tokens"), found, expected)
     }
@@ -191,17 +244,22 @@ impl DeviceDecoder {
         if ids.is_empty() {
             return Ok(Vec::new());
         }
-        let DecoderConfig { eps, .. } = self.config;
-        let packed = Packed::new(spans, self.config.heads, self.config.kv_heads * self.config.head_width);
+        let DecoderConfig { eps, embedding_scale, .. } = self.config;
+        let packed = Packed::new(spans, self.config.heads, self.config.key_width());
         let step = self.step(&packed)?;
         let ids: Vec<u32> = packed.order.iter().map(|row| ids[*row]).collect();
         let mut x =
             self.token_embeddings.index_select(&indices(ids, &self.device)?, 0)?.to_dtype(DType::F32)?;
+        if embedding_scale != 1.0 {
+            x = (x * f64::from(embedding_scale))?;
+        }
         for layer in layers {
-            x = (&x + self.attention(layer, &x, &step)?)?;
-            let normed = rms_norm(&x, &layer.inner_norm, eps)?;
-            let gated = (linear(&normed, &layer.gate)?.silu()? * linear(&normed, &layer.up)?)?;
-            x = (x + linear(&gated, &layer.down)?)?;
+            let [before, after] = &layer.norms;
+            let attended = self.attention(layer, &self.norm(before.as_ref(), &x)?, &step)?;
+            x = self.add(&x, attended, after.as_ref())?;
+            let [before, after] = &layer.inner_norms;
+            let result = self.feed_forward(layer, &self.norm(before.as_ref(), &x)?)?;
+            x = self.add(&x, result, after.as_ref())?;
         }
         if wanted.is_empty() {
             return Ok(Vec::new());
@@ -210,7 +268,54 @@ impl DeviceDecoder {
         (0..).zip(&packed.order).for_each(|(packed_row, row)| packed_rows[*row] = packed_row);
         let wanted = wanted.iter().map(|row| packed_rows[*row]).collect();
         let last = rms_norm(&x.index_select(&indices(wanted, &self.device)?, 0)?, &self.norm, eps)?;
-        linear(&last, &self.head)?.flatten_all()?.to_vec1()
+        let mut logits: Vec<f32> = linear(&last, &self.head)?.flatten_all()?.to_vec1()?;
+        self.config.finish_logits(&mut logits);
+        Ok(logits)
+    }
+
+    /// The normalised rows, or the same if there is no norm.
+    fn norm(&self, norm: Option<&Tensor>, x: &Tensor) -> Result<Tensor> {
+        norm.map_or_else(|| Ok(x.clone()), |norm| rms_norm(x, norm, self.config.eps))
+    }
+
+    /// x + norm(`result`), times the factor of results.
+    fn add(&self, x: &Tensor, result: Tensor, norm: Option<&Tensor>) -> Result<Tensor> {
+        let mut result = self.norm(norm, &result)?;
+        if self.config.residual_scale != 1.0 {
+            result = (result * f64::from(self.config.residual_scale))?;
+        }
+        x + result
+    }
+
+    /// The feed-forward sublayer. The host chooses the experts.
+    fn feed_forward(&self, layer: &Layer, x: &Tensor) -> Result<Tensor> {
+        let activation = self.config.activation;
+        let (router, experts) = match (&layer.router, self.config.experts, &*layer.networks) {
+            (Some(router), Some(experts), _) => (router, experts),
+            (_, _, [network, ..]) => return network.forward(activation, x),
+            (_, _, []) => unreachable!("a layer has a network"),
+        };
+        let mut scores: Vec<f32> = x.matmul(&router.t()?)?.flatten_all()?.to_vec1()?;
+        let chosen: Vec<_> =
+            scores.chunks_exact_mut(experts.count).map(|scores| choose_experts(scores, experts)).collect();
+        let mut sum = x.zeros_like()?;
+        for (index, network) in layer.networks.iter().enumerate() {
+            let (mut rows, mut weights) = (Vec::new(), Vec::new());
+            for (row, chosen) in (0..).zip(&chosen) {
+                for (_, weight) in chosen.iter().filter(|(expert, _)| *expert == index) {
+                    rows.push(row);
+                    weights.push(*weight);
+                }
+            }
+            if rows.is_empty() {
+                continue;
+            }
+            let (count, rows) = (rows.len(), indices(rows, &self.device)?);
+            let result = network.forward(activation, &x.index_select(&rows, 0)?)?;
+            let weights = Tensor::from_vec(weights, (count, 1), &self.device)?;
+            sum = sum.index_add(&rows, &result.broadcast_mul(&weights)?, 0)?;
+        }
+        Ok(sum)
     }
 
     /// Copies the plan of a step to the device.
@@ -219,42 +324,72 @@ impl DeviceDecoder {
         let slots = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
         let positions: Vec<usize> = packed.rows.iter().map(|(_, position)| *position).collect();
         let shape = (kv_heads, positions.len(), head_width);
-        let group = |group| Group::new(packed, group, self.padding_slot, &self.device);
+        let groups_of = |window: &Option<usize>| {
+            let group = |group| Group::new(packed, group, *window, self.padding_slot, &self.device);
+            packed.groups.iter().map(group).collect::<Result<Vec<_>>>()
+        };
+        let cos_sin_of = |rotary: &Rotary| cos_sin(rotary, &positions, &self.device);
+        let growth = self.config.query_growth.map(|growth| {
+            let factors: Vec<f32> = positions.iter().map(|position| growth.at(*position)).collect();
+            Tensor::from_vec(factors, (1, positions.len(), 1), &self.device)
+        });
         Ok(Step {
             slots: indices(slots, &self.device)?.reshape((1, (), 1))?.broadcast_as(shape)?.contiguous()?,
-            cos_sin: cos_sin(&self.rotary, &positions, &self.device)?,
-            groups: packed.groups.iter().map(group).collect::<Result<_>>()?,
+            cos_sin: self.rotaries.iter().map(cos_sin_of).collect::<Result<_>>()?,
+            growth: growth.transpose()?,
+            groups: self.windows.iter().map(groups_of).collect::<Result<_>>()?,
         })
     }
 
-    /// attention(norm(x))·O.
+    /// attention(x)·O.
     fn attention(&self, layer: &Layer, x: &Tensor, step: &Step) -> Result<Tensor> {
-        let DecoderConfig { heads, kv_heads, head_width, eps, .. } = self.config;
+        let DecoderConfig { heads, kv_heads, head_width, attention_scale, attention_cap, .. } = self.config;
         let rows = x.dim(0)?;
-        let mut qkv = linear(&rms_norm(x, &layer.norm, eps)?, &layer.qkv)?;
-        if let Some(biases) = &layer.biases {
-            qkv = qkv.broadcast_add(biases)?;
-        }
+        let qkv = layer.qkv.forward(x)?;
         // Heads come first, so that queries, keys and values are contiguous.
-        let parts = qkv.reshape((rows, heads + 2 * kv_heads, head_width))?.transpose(0, 1)?.contiguous()?;
-        let [queries, keys] =
-            [(0, heads), (heads, kv_heads)].map(|(first, count)| parts.narrow(0, first, count));
-        let (mut queries, mut keys) = (queries?, keys?);
-        if let Some([q_norm, k_norm]) = &layer.head_norms {
-            (queries, keys) = (rms_norm(&queries, q_norm, eps)?, rms_norm(&keys, k_norm, eps)?);
-        }
-        let [cos, sin] = &step.cos_sin;
-        let rotated = |x: Tensor| rope(&x.unsqueeze(0)?, cos, sin)?.squeeze(0);
-        let values = parts.narrow(0, heads + kv_heads, kv_heads)?;
-        for (cache, rows) in layer.kv.iter().zip([rotated(keys)?, values]) {
+        let part = |first: usize, count: usize, norm: Option<&Tensor>| {
+            let part = qkv.narrow(1, first * head_width, count * head_width)?;
+            let is_of_all_heads = |norm: &&Tensor| norm.elem_count() > head_width;
+            let part = self.norm(norm.filter(is_of_all_heads), &part.contiguous()?)?;
+            let by_heads = part.reshape((rows, count, head_width))?.transpose(0, 1)?.contiguous()?;
+            self.norm(norm.filter(|norm| !is_of_all_heads(norm)), &by_heads)
+        };
+        let [q_norm, k_norm] = match &layer.head_norms {
+            Some([q_norm, k_norm]) => [Some(q_norm), Some(k_norm)],
+            None => [None, None],
+        };
+        let rotated = |x: Tensor| match layer.config.rotation {
+            Some(rotation) => rotated(&x, &step.cos_sin[rotation]),
+            None => Ok(x),
+        };
+        let mut queries = rotated(part(0, heads, q_norm)?)?;
+        let keys = rotated(part(heads, kv_heads, k_norm)?)?;
+        let values = part(heads + kv_heads, kv_heads, None)?;
+        for (cache, rows) in layer.kv.iter().zip([keys, values]) {
             cache.scatter_set(&step.slots, &rows.to_dtype(cache.dtype())?, 1)?;
         }
-        let queries = (rotated(queries)? * (1.0 / (head_width as f64).sqrt()))?;
+        if let Some(growth) = &step.growth {
+            queries = queries.broadcast_mul(growth)?;
+        }
+        let queries = (queries * f64::from(attention_scale))?;
         let queries = queries.reshape((kv_heads, heads / kv_heads, rows, head_width))?;
+        let window = self.windows.iter().position(|window| *window == layer.config.window);
+        let groups = window.and_then(|window| step.groups.get(window)).into_iter().flatten();
         let attended: Vec<Tensor> =
-            step.groups.iter().map(|group| group.attend(&queries, &layer.kv)).collect::<Result<_>>()?;
-        linear(&Tensor::cat(&attended, 0)?.reshape((rows, heads * head_width))?, &layer.out)
+            groups.map(|group| group.attend(&queries, &layer.kv, attention_cap)).collect::<Result<_>>()?;
+        layer.out.forward(&Tensor::cat(&attended, 0)?.reshape((rows, heads * head_width))?)
     }
+}
+
+/// The heads `[heads, rows, width]`, of which the first numbers are rotated, two for each cosine.
+fn rotated(x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
+    let (width, rotated) = (x.dim(2)?, 2 * cos.dim(1)?);
+    let first = x.narrow(2, 0, rotated)?.contiguous()?;
+    let first = rope(&first.unsqueeze(0)?, cos, sin)?.squeeze(0)?;
+    if rotated == width {
+        return Ok(first);
+    }
+    Tensor::cat(&[first, x.narrow(2, rotated, width - rotated)?], 2)
 }
 
 /// Copies weights to a device.
@@ -294,41 +429,73 @@ impl Upload<'_> {
         self.on_device(numbers, &[width, depth], self.dtype)
     }
 
-    fn layer(
+    fn linear(&self, linear: Linear) -> Loaded<DeviceLinear> {
+        let bias = linear.bias.map(|bias| self.vector(bias)).transpose()?;
+        Ok(DeviceLinear { matrix: self.matrix(&linear.matrix)?, bias })
+    }
+
+    fn gated(&self, Gated { gate, up, down }: Gated) -> Loaded<DeviceGated> {
+        Ok(DeviceGated { gate: self.linear(gate)?, up: self.linear(up)?, down: self.linear(down)? })
+    }
+
+    /// Empty memory for the keys and values of a layer.
+    fn kv(
         &self,
-        layer: host::Layer,
         DecoderConfig { layers, kv_heads, head_width, .. }: &DecoderConfig,
         slots: usize,
         numbers: KvNumbers,
-    ) -> Loaded<Layer> {
+    ) -> Loaded<[Tensor; 2]> {
         let dtype = match numbers {
             KvNumbers::F32 => DType::F32,
             KvNumbers::Bf16 => DType::BF16,
         };
         let empty = || {
             Tensor::zeros((*kv_heads, slots, *head_width), dtype, self.device).map_err(|error| {
-                let bytes = 2 * layers * kv_heads * slots * head_width * dtype.size_in_bytes();
+                let bytes = 2 * layers.len() * kv_heads * slots * head_width * dtype.size_in_bytes();
                 self.spec.failed(format!(
                     "keys and values of {slots} tokens need {bytes} bytes of its memory: {error}; lower kv_tokens \
                      or sequences in [pool.options]"
                 ))
             })
         };
+        Ok([empty()?, empty()?])
+    }
+
+    fn layer(&self, layer: host::Layer, config: LayerConfig, kv: [Tensor; 2]) -> Loaded<Layer> {
+        let norms = |[before, after]: [Option<Vec<f32>>; 2]| {
+            let norm = |norm: Option<Vec<f32>>| norm.map(|norm| self.vector(norm)).transpose();
+            Ok::<_, LoadError>([norm(before)?, norm(after)?])
+        };
         let [q, k, v] = &layer.qkv;
+        let biases: Option<Vec<f32>> = [q, k, v].into_iter().try_fold(Vec::new(), |mut all, linear| {
+            all.extend_from_slice(linear.bias.as_ref()?);
+            Some(all)
+        });
+        let (router, networks) = match layer.feed_forward {
+            FeedForward::Dense(network) => (None, vec![*network]),
+            FeedForward::Experts { router, experts } => (Some(router), experts),
+        };
+        // The router's numbers stay f32, since a small difference may choose another expert.
+        let router = router.map(|router| {
+            let Self { spec, device, .. } = *self;
+            Upload { spec, device, dtype: DType::F32 }.matrix(&router)
+        });
         Ok(Layer {
-            norm: self.vector(layer.norm)?,
-            qkv: self.matrices(&[q, k, v])?,
-            biases: layer.biases.map(|biases| self.vector(biases.concat())).transpose()?,
+            config,
+            norms: norms(layer.norms)?,
+            qkv: DeviceLinear {
+                matrix: self.matrices(&[&q.matrix, &k.matrix, &v.matrix])?,
+                bias: biases.map(|biases| self.vector(biases)).transpose()?,
+            },
             head_norms: match layer.head_norms {
                 Some([q_norm, k_norm]) => Some([self.vector(q_norm)?, self.vector(k_norm)?]),
                 None => None,
             },
-            out: self.matrix(&layer.out)?,
-            inner_norm: self.vector(layer.inner_norm)?,
-            gate: self.matrix(&layer.gate)?,
-            up: self.matrix(&layer.up)?,
-            down: self.matrix(&layer.down)?,
-            kv: [empty()?, empty()?],
+            out: self.linear(layer.out)?,
+            inner_norms: norms(layer.inner_norms)?,
+            router: router.transpose()?,
+            networks: networks.into_iter().map(|network| self.gated(network)).collect::<Loaded<_>>()?,
+            kv,
         })
     }
 }
@@ -343,9 +510,24 @@ mod tests {
     use crate::model::load::ModelFiles;
     use crate::model::nets::fitness::distance;
     use crate::model::ops::NumberFormat;
-    use crate::model::ops::kv::{KvBlocks, KvShape};
+    use crate::model::ops::kv::KvBlocks;
 
-    const TINY: [&str; 4] = ["generate-llama", "generate-llama3", "generate-qwen2", "generate-qwen3"];
+    const TINY: [&str; 14] = [
+        "generate-llama",
+        "generate-llama3",
+        "generate-qwen2",
+        "generate-qwen3",
+        "generate-mistral",
+        "generate-ministral3",
+        "generate-yarn",
+        "generate-gemma",
+        "generate-gemma2",
+        "generate-gemma3",
+        "generate-phi3",
+        "generate-qwen3_moe",
+        "generate-smollm3",
+        "generate-granite",
+    ];
     const BLOCKS: usize = 40;
 
     struct Case {
@@ -378,8 +560,7 @@ mod tests {
         /// The host's logits after each prompt.
         fn expected(&self) -> Vec<Vec<f32>> {
             let mut decoder = Decoder::load(&self.weights, &self.config, 256).unwrap();
-            let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = self.config;
-            let shape = KvShape { layers, heads, width, numbers: KvNumbers::F32 };
+            let shape = self.config.kv_shape(KvNumbers::F32);
             let blocks: Vec<u32> = (0..BLOCKS as u32).collect();
             let logits_after = |ids: &Vec<u32>| {
                 let mut kv = KvBlocks::new(shape, BLOCKS).unwrap();

@@ -290,7 +290,8 @@ impl Decoder {
             count: span.count,
         });
         attended.resize(x.len(), 0.0);
-        attend(&text_kv.kv, index, &spans.collect::<Vec<_>>(), queries, attended);
+        let scoring = causal::Scoring::usual(text_kv.kv.shape().width);
+        attend(&text_kv.kv, index, scoring, &spans.collect::<Vec<_>>(), queries, attended);
         add_layer(x, &layer.out, attended, product);
     }
 

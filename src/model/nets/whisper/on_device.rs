@@ -296,7 +296,7 @@ impl DeviceWhisper {
         let token_slots = packed.rows.iter().map(|(span, position)| token_slot(span, *position)).collect();
         let shape = (heads, packed.rows.len(), width / heads);
         let token_slots = indices(token_slots, &self.device)?.reshape((1, (), 1))?;
-        let group = |group| Group::new(&packed, group, self.padding_slot, &self.device);
+        let group = |group| Group::new(&packed, group, None, self.padding_slot, &self.device);
         Ok(Step {
             slots: packed.order.iter().map(|row| slot_of_row[*row]).collect(),
             token_slots: token_slots.broadcast_as(shape)?.contiguous()?,
@@ -316,8 +316,11 @@ impl DeviceWhisper {
             cache.scatter_set(&step.token_slots, &parts.narrow(0, part * heads, heads)?, 1)?;
         }
         let queries = (parts.narrow(0, 0, heads)? * scale(head_width))?.unsqueeze(1)?;
-        let attended: Vec<Tensor> =
-            step.groups.iter().map(|group| group.attend(&queries, &layer.text_kv)).collect::<Result<_>>()?;
+        let attended: Vec<Tensor> = step
+            .groups
+            .iter()
+            .map(|group| group.attend(&queries, &layer.text_kv, None))
+            .collect::<Result<_>>()?;
         layer.out.forward(&Tensor::cat(&attended, 0)?.reshape((rows, width))?)
     }
 

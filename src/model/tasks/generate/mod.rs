@@ -13,19 +13,20 @@ pub use self::network::{Answer, AnswerEnd, Piece, Prompt, TextGenerator};
 use self::options::{Implementation, Options};
 use super::names::ServedNames;
 use super::{MANY_TEXTS, prepare_all};
-use crate::model::family::{Example, Family, FileRules, Sample, Serves};
+use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::gguf::Gguf;
 use crate::model::load::long_text::{Side, TextIds};
 use crate::model::load::packed_cache::{self, PackedCache};
 use crate::model::load::vocabulary::{TokenLimit, Vocabulary};
 use crate::model::load::{ModelFiles, weights};
-use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
+use crate::model::nets::decoder::architectures::{CONFIG_NAMES, GGUF_NAMES, WITH_TEXT_PART};
+use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{
     CachedDecoder, Decoder, DecoderWeights, DeviceDecoder, GGUF_EMBEDDINGS, KvSizes, compare_with_f32,
 };
 use crate::model::nets::{check_widths, precision};
 use crate::model::ops::NumberFormat;
-use crate::model::ops::kv::{KvBlocks, KvShape};
+use crate::model::ops::kv::KvBlocks;
 use crate::model::random::{Seed, seed_of_task};
 use crate::model::sequences::blocks::Owner;
 use crate::model::sequences::grammar::{Found, Grammars};
@@ -61,13 +62,13 @@ pub static FAMILY: Family = Family {
     name: "generate",
     routes: &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)],
     serves: Serves::Files(FileRules {
-        configs: &Architecture::NAMES,
-        ggufs: &Architecture::NAMES,
+        configs: &CONFIG_NAMES,
+        ggufs: &GGUF_NAMES,
         pipelines: &[],
         accepts: |_| true,
-        heads: &["ForCausalLM", "LMHeadModel"],
+        heads: &["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"],
         fewer_routes: None,
-        assumptions: |_| Vec::new(),
+        assumptions,
         request_files,
         check,
     }),
@@ -78,6 +79,13 @@ pub static FAMILY: Family = Family {
     },
     example: Example { model: "generate-llama", options: &[] },
 };
+
+/// What a request cannot use although the model has it.
+fn assumptions(model: &Description) -> Vec<String> {
+    let has_more = WITH_TEXT_PART.contains(&model.architecture.as_str());
+    let what = "only the text part of this model is served, and images are refused";
+    has_more.then(|| what.to_owned()).into_iter().collect()
+}
 
 fn request_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
@@ -149,8 +157,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         compare_with_f32(spec, &model.weights, &reference, &model.config)?;
     }
     let decoder = load_decoder(&model.files, model.weights, &model.config, spec.dtype, options.context)?;
-    let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
-    let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
+    let shape = model.config.kv_shape(options.kv_numbers);
     let kv = KvBlocks::new(shape, TextGenerator::blocks(options.capacity()));
     let kv = kv.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
     Ok(assemble(spec, options, &model.config, model.vocabulary, CachedDecoder::Host(Box::new(decoder), kv)))
@@ -173,7 +180,7 @@ pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor,
     };
     let decoder = DeviceDecoder::load(spec, device, &weights, &config, kv_sizes)?;
     decoder.compare_with_cpu(spec, &weights, options.kv_numbers)?;
-    Ok(assemble(spec, options, &config, vocabulary, CachedDecoder::Device(decoder)))
+    Ok(assemble(spec, options, &config, vocabulary, CachedDecoder::Device(Box::new(decoder))))
 }
 
 /// The contents of a model's files.
@@ -211,7 +218,7 @@ fn assemble(
 ) -> (GenerateProcessor, TextGenerator) {
     let (token_texts, end_tokens) = (vocabulary.texts(), vocabulary.ends.clone());
     let grammars = Grammars::new(&token_texts, config.vocabulary, &end_tokens).map(Arc::new);
-    let generator = TextGenerator::new(decoder, options.capacity(), token_texts, end_tokens);
+    let generator = TextGenerator::new(decoder, options.capacity(), config.window(), token_texts, end_tokens);
     let processor = GenerateProcessor {
         vocabulary,
         names: ServedNames::new(spec),
@@ -239,7 +246,7 @@ fn load_decoder(
     }
     let unshared = Decoder::load(&weights, config, context)?;
     let Some(cache_path) = &path else { return Ok(unshared) };
-    if let Err(error) = packed_cache::write(cache_path, unshared.matrices(&weights).into_iter()) {
+    if let Err(error) = packed_cache::write(cache_path, unshared.matrices()) {
         let file = cache_path.display();
         tracing::warn!(%file, %error, "workers cannot share this model's memory: its matrices cannot be cached");
         return Ok(unshared);

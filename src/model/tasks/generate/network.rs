@@ -80,6 +80,8 @@ pub struct TextGenerator {
     decoder: CachedDecoder,
     blocks: Blocks,
     capacity: Capacity,
+    /// The largest number of tokens that a token attends to in any layer. None if there is no limit.
+    window: Option<usize>,
     token_texts: TokenTexts,
     end_tokens: BTreeSet<u32>,
     sequences: BTreeMap<Slot, Sequence>,
@@ -128,12 +130,13 @@ impl TextGenerator {
     pub fn new(
         decoder: CachedDecoder,
         capacity: Capacity,
+        window: Option<usize>,
         token_texts: TokenTexts,
         end_tokens: BTreeSet<u32>,
     ) -> Self {
         let blocks = Blocks::new(Self::blocks(capacity) as u32);
         let sequences = BTreeMap::new();
-        Self { decoder, blocks, capacity, token_texts, end_tokens, sequences, logits: Vec::new() }
+        Self { decoder, blocks, capacity, window, token_texts, end_tokens, sequences, logits: Vec::new() }
     }
 
     /// The number of blocks for this capacity. It includes one more block for each sequence, because a sequence's last
@@ -198,6 +201,13 @@ impl TextGenerator {
             let tokens = sequence.prompt.ids.iter().chain(&sequence.answer).copied();
             let tokens: Vec<u32> = tokens.take(sequence.stored).collect();
             self.blocks.publish(&mut sequence.table, &tokens);
+            if let Some(window) = self.window {
+                // The next token attends to the last `window` tokens, itself included.
+                let unseen = (sequence.stored + 1).saturating_sub(window);
+                for block in self.blocks.release_first(&mut sequence.table, unseen / BLOCK) {
+                    self.decoder.release(block);
+                }
+            }
         }
         let Some(chosen) = chosen else { return Ok(Advance::Fed) };
         Ok(sequence.append(chosen, &self.token_texts, &self.end_tokens))
