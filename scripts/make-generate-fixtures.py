@@ -371,7 +371,7 @@ def qwen3():
 
 def small(tokenizer, **more):
     """As shape, for files of about 150 KB."""
-    return shape(tokenizer, **{"hidden_size": 32, "head_dim": 16, "intermediate_size": 48,
+    return shape(tokenizer, **{"hidden_size": 32, "head_dim": 16, "intermediate_size": 64,
                                "initializer_range": 0.35} | more)
 
 
@@ -411,10 +411,10 @@ def gemma():
 
 
 def gemma2():
-    """Caps that change the numbers, a scale that is not that of the heads, and a window in every second layer."""
+    """Caps that change the numbers, and a window in every second layer."""
     tokenizer = llama_tokenizer(LLAMA_TEMPLATE)
     config = Gemma2Config(**small(
-        tokenizer, num_hidden_layers=3, sliding_window=24, query_pre_attn_scalar=8,
+        tokenizer, num_hidden_layers=3, sliding_window=24, query_pre_attn_scalar=16,
         tie_word_embeddings=False, attn_logit_softcapping=3.0, final_logit_softcapping=12.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
     tiny("gemma2", Gemma2ForCausalLM, config, tokenizer)
 
@@ -451,7 +451,7 @@ def qwen3_moe():
     tokenizer = qwen_tokenizer(QWEN3_TEMPLATE, "<think>", "</think>")
     config = Qwen3MoeConfig(**small(
         tokenizer, num_hidden_layers=3, tie_word_embeddings=False, bos_token_id=tokenizer.pad_token_id,
-        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
     tiny("qwen3_moe", Qwen3MoeForCausalLM, config, tokenizer)
 
